@@ -1,0 +1,184 @@
+"""The values a PPO iteration hands from stage to stage.
+
+Prompt -> Trajectory -> Batch -> Measured -> Experience. Each type holds the one before it; no
+stage adds a field to its argument.
+
+Shapes: ``T`` tokens of all sequences laid end to end (no padding), ``B`` sequences.
+``cu_seqlens`` has ``B + 1`` entries; sequence ``b`` is ``tokens_T[cu_seqlens[b]:cu_seqlens[b+1]]``.
+Index ``t`` speaks of token ``t``: its log-probability given everything before it, the value of the
+state before it, its mask. Positions outside ``response_mask_T`` hold 0 in every per-token float.
+A Batch is the whole global batch, and every rank holds the same one (on the CPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, tokenised.
+
+    Args:
+        uid: position in the data order, unique within a run; samples of one prompt share it.
+        token_ids: prompt tokens, after chat template, filtering and truncation.
+        data_source: name of the task or data set; picks the verifier.
+        ground_truth: what the verifier compares with.
+        text: the prompt as text, for tables.
+        extra: whatever else the data row carried.
+    """
+
+    uid: int
+    token_ids: tuple[int, ...]
+    data_source: str
+    ground_truth: str
+    text: str
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sampled response.
+
+    Args:
+        prompt: the prompt it answers.
+        response_ids: generated tokens, the stop token included when one was generated.
+        logprobs: log-probability of each response token under the distribution it was sampled
+            from before top-p/top-k/min-p truncation (that is softmax(logits / temperature)).
+        finish_reason: "stop" (a stop token was generated), "length" or "abort".
+        weight_version: version of the weights that generated it.
+    """
+
+    prompt: Prompt
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Scored trajectories on one flat token axis.
+
+    Args:
+        tokens_T: int64 ``[T]``.
+        cu_seqlens: int64 ``[B + 1]``.
+        response_mask_T: float32 ``[T]``, 1 on response tokens.
+        rollout_logprobs_T: float32 ``[T]``, the engine's log-probabilities.
+        group_B: int64 ``[B]``, the prompt's uid.
+        scores_B: float32 ``[B]``, the outcome reward of each trajectory.
+        truncated_B: bool ``[B]``, finished for length, not by a stop token.
+        weight_version_B: int64 ``[B]``.
+    """
+
+    tokens_T: Tensor
+    cu_seqlens: Tensor
+    response_mask_T: Tensor
+    rollout_logprobs_T: Tensor
+    group_B: Tensor
+    scores_B: Tensor
+    truncated_B: Tensor
+    weight_version_B: Tensor
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """Tokens of each sequence, prompt and response: int64 ``[B]``."""
+        return self.cu_seqlens.diff()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A batch with what the models say of it, before any update.
+
+    Args:
+        batch: the batch.
+        logprobs_T: actor's log-probabilities, float32 ``[T]``.
+        entropy_T: actor's entropy, float32 ``[T]`` (nats).
+        ref_logprobs_T: reference's log-probabilities, float32 ``[T]``; equal to ``logprobs_T``
+            where no reference model is in use.
+        values_T: critic's value of the state before token t, float32 ``[T]``; zeros where no
+            critic is in use.
+    """
+
+    batch: Batch
+    logprobs_T: Tensor
+    entropy_T: Tensor
+    ref_logprobs_T: Tensor
+    values_T: Tensor
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What the update stage trains on.
+
+    Args:
+        measured: the measured batch.
+        rewards_T: per-token rewards, KL penalty included where asked for, float32 ``[T]``.
+        advantages_T: float32 ``[T]``.
+        returns_T: the critic's regression target, float32 ``[T]``.
+        loss_weight_T: float32 ``[T]``; response mask times any importance weight or rejection.
+    """
+
+    measured: Measured
+    rewards_T: Tensor
+    advantages_T: Tensor
+    returns_T: Tensor
+    loss_weight_T: Tensor
+
+
+def pack_trajectories(trajectories: Sequence[Trajectory], scores: Sequence[float]) -> Batch:
+    """Lay trajectories end to end.
+
+    Args:
+        trajectories: B trajectories; an empty response is allowed.
+        scores: B outcome rewards.
+
+    Returns:
+        Batch on the CPU.
+
+    Raises:
+        ValueError: no trajectory, or as many scores as trajectories are not given.
+    """
+    if not trajectories or len(trajectories) != len(scores):
+        raise ValueError(
+            f"need as many scores as trajectories and at least one: "
+            f"got {len(trajectories)} trajectories, {len(scores)} scores"
+        )
+    tokens: list[int] = []
+    mask: list[float] = []
+    logprobs: list[float] = []
+    lengths: list[int] = []
+    for trajectory in trajectories:
+        prompt_len, response_len = len(trajectory.prompt.token_ids), len(trajectory.response_ids)
+        tokens += trajectory.prompt.token_ids
+        tokens += trajectory.response_ids
+        mask += [0.0] * prompt_len + [1.0] * response_len
+        logprobs += [0.0] * prompt_len
+        logprobs += trajectory.logprobs
+        lengths.append(prompt_len + response_len)
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
+    return Batch(
+        tokens_T=torch.tensor(tokens, dtype=torch.int64),
+        cu_seqlens=cu_seqlens,
+        response_mask_T=torch.tensor(mask, dtype=torch.float32),
+        rollout_logprobs_T=torch.tensor(logprobs, dtype=torch.float32),
+        group_B=torch.tensor([t.prompt.uid for t in trajectories], dtype=torch.int64),
+        scores_B=torch.tensor(scores, dtype=torch.float32),
+        truncated_B=torch.tensor([t.finish_reason != "stop" for t in trajectories]),
+        weight_version_B=torch.tensor([t.weight_version for t in trajectories]),
+    )
+
+
+def sequence_ids(cu_seqlens: Tensor) -> Tensor:
+    """Which sequence each token belongs to: int64 ``[T]``."""
+    lengths = cu_seqlens.diff()
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)

@@ -1,0 +1,321 @@
+"""The recipe: every key a user may set, with its default.
+
+Keys carry verl's names. Sections are frozen and refuse unknown keys; checks that need more than one
+key live in ``mppo.config.checks``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A part of the recipe: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ModelConfig(Section):
+    """Which model the actor, critic and reference start from.
+
+    ``path`` is a Hugging Face folder (config.json, tokenizer, safetensors) or ``builtin:tiny`` for
+    the embedded byte-sized model and tokenizer. ``init: random`` builds it from config.json with
+    seeded random weights and reads no weights.
+    """
+
+    path: str = "builtin:tiny"
+    init: Literal["pretrained", "random"] = "pretrained"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    tokenizer_path: str | None = None
+    trust_remote_code: bool = False
+    override_config: dict[str, Any] = Field(default_factory=dict)
+
+
+class DataConfig(Section):
+    """Prompts: built-in procedural tasks, jsonl or parquet files."""
+
+    train_files: tuple[str, ...] = ()
+    val_files: tuple[str, ...] = ()
+    task: str | None = None
+    task_kwargs: dict[str, Any] = Field(default_factory=dict)
+    train_size: int | None = Field(default=None, gt=0)
+    val_size: int = Field(default=64, ge=0)
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    max_prompt_length: int = Field(default=512, gt=0)
+    max_response_length: int = Field(default=512, gt=0)
+    train_batch_size: int = Field(default=64, gt=0)
+    val_batch_size: int | None = Field(default=None, gt=0)
+    filter_overlong_prompts: bool = True
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    apply_chat_template: bool = True
+    system_prompt: str | None = None
+    shuffle: bool = True
+    seed: int = 0
+
+
+class OptimConfig(Section):
+    """Adam with warm-up and decay. ``lr_warmup_steps`` wins over ``lr_warmup_steps_ratio``."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    min_lr: float = Field(default=0.0, ge=0)
+    lr_warmup_steps: int | None = Field(default=None, ge=0)
+    lr_warmup_steps_ratio: float = Field(default=0.0, ge=0, le=1)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = Field(default=0.01, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    clip_grad: float = Field(default=1.0, ge=0)
+
+
+class MegatronConfig(Section):
+    """A role's layout over the ranks, and how its activations are kept."""
+
+    tensor_model_parallel_size: int = Field(default=1, gt=0)
+    pipeline_model_parallel_size: int = Field(default=1, gt=0)
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, gt=1)
+    context_parallel_size: int = Field(default=1, gt=0)
+    expert_model_parallel_size: int = Field(default=1, gt=0)
+    expert_tensor_parallel_size: int = Field(default=1, gt=0)
+    sequence_parallel: bool = True
+    num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)
+    num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
+    use_distributed_optimizer: bool = True
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    overlap_grad_reduce: bool = False
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
+    moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
+    moe_z_loss_coeff: float | None = Field(default=None, ge=0)
+    moe_router_bias_update_rate: float = Field(default=0.0, ge=0)
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
+    freeze_moe_router: bool = False
+    override_transformer_config: dict[str, Any] = Field(default_factory=dict)
+
+
+class BatchingConfig(Section):
+    """How a role's sequences are cut into micro-batches; changes speed and memory, no number."""
+
+    ppo_micro_batch_size_per_gpu: int = Field(default=8, gt=0)
+    use_dynamic_bsz: bool = False
+    ppo_max_token_len_per_gpu: int = Field(default=16384, gt=0)
+    log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, gt=0)
+    log_prob_max_token_len_per_gpu: int | None = Field(default=None, gt=0)
+    head_chunk_tokens: int = Field(default=1024, gt=0)
+
+
+class PolicyLossConfig(Section):
+    """Which policy loss, and its own parameters."""
+
+    loss_mode: Literal[
+        "vanilla", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "gpg", "plain"
+    ] = "vanilla"
+    tau_pos: float = Field(default=1.0, gt=0)
+    tau_neg: float = Field(default=1.05, gt=0)
+    clip_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
+    ppo_kl_coef: float = Field(default=0.1, ge=0)
+
+
+LossAggMode = Literal[
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "token-sum",
+]
+KLType = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+",
+]  # fmt: skip
+
+
+class ActorConfig(BatchingConfig):
+    """The policy: layout, optimizer, and the PPO update."""
+
+    ppo_mini_batch_size: int = Field(default=64, gt=0)
+    ppo_epochs: int = Field(default=1, gt=0)
+    shuffle: bool = False
+    clip_ratio: float = Field(default=0.2, ge=0)
+    clip_ratio_low: float | None = Field(default=None, ge=0)
+    clip_ratio_high: float | None = Field(default=None, ge=0)
+    clip_ratio_c: float | None = Field(default=3.0, gt=1)
+    loss_agg_mode: LossAggMode = "token-mean"
+    loss_scale_factor: float | None = Field(default=None, gt=0)
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    entropy_coeff: float = 0.0
+    use_kl_loss: bool = False
+    kl_loss_coef: float = Field(default=0.001, ge=0)
+    kl_loss_type: KLType = "low_var_kl"
+    optim: OptimConfig = OptimConfig(lr=1e-6)
+    megatron: MegatronConfig = MegatronConfig()
+
+
+class CriticConfig(BatchingConfig):
+    """The value model. ``path`` null starts it from ``model.path`` with a fresh value head."""
+
+    path: str | None = None
+    ppo_mini_batch_size: int | None = Field(default=None, gt=0)
+    ppo_epochs: int = Field(default=1, gt=0)
+    shuffle: bool = False
+    cliprange_value: float | None = Field(default=0.5, gt=0)
+    value_loss_coef: float = Field(default=1.0, gt=0)
+    loss_agg_mode: LossAggMode = "token-mean"
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    megatron: MegatronConfig = MegatronConfig()
+
+
+class RefConfig(BatchingConfig):
+    """The frozen reference. ``path`` null takes the actor's initial weights."""
+
+    path: str | None = None
+    megatron: MegatronConfig | None = None
+
+
+class SamplingConfig(Section):
+    """How tokens are drawn. ``top_k: -1`` means all; ``temperature: 0`` means greedy."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = Field(default=1, gt=0)
+
+
+class RolloutConfig(SamplingConfig):
+    """The engine that generates. ``local`` is transformers on each rank; ``sglang`` a server."""
+
+    name: Literal["local", "sglang"] = "local"
+    batch_size: int = Field(default=256, gt=0)
+    dtype: Literal["float32", "bfloat16"] | None = None
+    val_kwargs: SamplingConfig = SamplingConfig(temperature=0.0)
+    tensor_model_parallel_size: int = Field(default=1, gt=0)
+    mode: Literal["colocated", "disaggregated"] = "colocated"
+    urls: tuple[str, ...] = ()
+    sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    sync_bucket_mb: int = Field(default=512, gt=0)
+    verify_sync: Literal["off", "checksum", "logprob"] = "off"
+    logprob_tolerance: float | None = Field(default=None, gt=0)
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    server_args: dict[str, Any] = Field(default_factory=dict)
+
+
+class KLControlConfig(Section):
+    """Coefficient of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    kl_coef: float = Field(default=0.001, ge=0)
+    horizon: int = Field(default=10000, gt=0)
+    target_kl: float = Field(default=0.1, gt=0)
+
+
+class PFPPOConfig(Section):
+    """PF-PPO: resample the batch by reward before the update."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
+    weight_pow: float = Field(default=2.0, gt=0)
+
+
+class RolloutCorrectionConfig(Section):
+    """Correction for the gap between the engine's and the actor's probabilities."""
+
+    rollout_is: Literal["off", "token", "sequence"] = "off"
+    rollout_is_threshold: float = Field(default=2.0, gt=0)
+    rollout_is_lower: float | None = Field(default=None, gt=0)
+    rollout_is_mode: Literal["truncate", "mask"] = "truncate"
+    rollout_is_batch_normalize: bool = False
+    rollout_rs: Literal[
+        "off",
+        "token_k1", "token_k2", "token_k3",
+        "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+        "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+        "seq_max_k1", "seq_max_k2", "seq_max_k3",
+        "geometric",
+    ] = "off"  # fmt: skip
+    rollout_rs_threshold: float = Field(default=2.0, gt=0)
+    rollout_rs_threshold_lower: float | None = None
+    rollout_token_veto_threshold: float | None = Field(default=None, gt=0)
+    bypass_mode: bool = False
+
+
+class AlgorithmConfig(Section):
+    """Rewards to advantages."""
+
+    preset: Literal["verl", "trl", "deepspeed_chat", "openrlhf"] | None = None
+    adv_estimator: Literal[
+        "gae", "grpo", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
+    ] = "gae"  # fmt: skip
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    lam: float = Field(default=1.0, ge=0, le=1)
+    lam_value: float | None = Field(default=None, ge=0, le=1)
+    lam_length_adaptive_alpha: float | None = Field(default=None, gt=0)
+    norm_adv_by_std_in_grpo: bool = True
+    whiten_advantages: bool | None = None
+    whiten_rewards: bool = False
+    use_kl_in_reward: bool = False
+    kl_penalty: KLType = "kl"
+    kl_ctrl: KLControlConfig = KLControlConfig()
+    use_pf_ppo: bool = False
+    pf_ppo: PFPPOConfig = PFPPOConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+
+
+class RewardConfig(Section):
+    """Where scores come from: ``rule`` picks a verifier by the prompt's data source."""
+
+    name: Literal["rule", "function", "remote"] = "rule"
+    verifier: str | None = None
+    function: str | None = None
+    url: str | None = None
+    timeout_s: float = Field(default=60.0, gt=0)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    clip: float | None = Field(default=None, gt=0)
+    missing_eos_penalty: float | None = Field(default=None, ge=0)
+    overlong_buffer_len: int = Field(default=0, ge=0)
+    overlong_penalty_factor: float = Field(default=1.0, ge=0)
+
+
+class TrainerConfig(Section):
+    """The run: how long, how often, where to."""
+
+    project_name: str = "mppo"
+    experiment_name: str = "run"
+    default_local_dir: str | None = None
+    total_epochs: int = Field(default=1, gt=0)
+    total_training_steps: int | None = Field(default=None, gt=0)
+    warm_start_steps: int = Field(default=0, ge=0)
+    warm_start_batch_size: int = Field(default=64, gt=0)
+    warm_start_lr: float = Field(default=1e-3, gt=0)
+    val_before_train: bool = True
+    test_freq: int = Field(default=-1, ge=-1)
+    save_freq: int = Field(default=-1, ge=-1)
+    export_hf: bool = True
+    critic_warmup: int = Field(default=0, ge=0)
+    logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = ("console", "jsonl")
+    sample_table_rows: int = Field(default=4, ge=0)
+    nnodes: int | None = Field(default=None, gt=0)
+    n_gpus_per_node: int | None = Field(default=None, gt=0)
+    on_nonfinite: Literal["skip", "stop"] = "stop"
+    seed: int = 0
+    deterministic: bool = False
+
+
+class Recipe(Section):
+    """A whole recipe."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    ref: RefConfig = RefConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()

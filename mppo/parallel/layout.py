@@ -1,0 +1,85 @@
+"""A role's layout over the ranks, as plain arithmetic (no process group).
+
+Rank order is Megatron's ``tp-cp-ep-dp-pp``: tensor ranks are neighbours, pipeline stages farthest
+apart. For experts the order is ``etp-ep-edp-pp`` on the same ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where one rank sits in a layout: index along each axis."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel axes of one role.
+
+    Args:
+        world: number of ranks.
+        tp, pp, cp, ep, etp: tensor, pipeline, context, expert and expert-tensor sizes.
+        vpp: model chunks per pipeline stage (1: no interleaving).
+
+    Raises:
+        ValueError: the axes do not fit the world size.
+    """
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world % (self.tp * self.pp * self.cp):
+            raise ValueError(
+                f"world size {self.world} is not a multiple of "
+                f"tp x pp x cp = {self.tp} x {self.pp} x {self.cp} = {self.tp * self.pp * self.cp}"
+            )
+        if self.world % (self.etp * self.ep * self.pp):
+            raise ValueError(
+                f"world size {self.world} is not a multiple of "
+                f"etp x ep x pp = {self.etp} x {self.ep} x {self.pp} = "
+                f"{self.etp * self.ep * self.pp}"
+            )
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size (context parallelism not counted in)."""
+        return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel size of the experts."""
+        return self.world // (self.etp * self.ep * self.pp)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where ``rank`` sits."""
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        rest, etp = divmod(rank, self.etp)
+        rest, ep = divmod(rest, self.ep)
+        edp = rest % self.edp
+        return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, edp=edp)
+
+    def describe(self) -> str:
+        """The axes larger than one, such as ``TP2 x PP2`` (``DP1`` where all are one)."""
+        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "EP": self.ep}
+        if self.ep > 1 or self.etp > 1:
+            sizes["ETP"] = self.etp
+        parts = [f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "ETP"]
+        return " x ".join(parts + ([f"DP{self.dp}"] if self.dp > 1 or not parts else []))

@@ -1,0 +1,58 @@
+"""What every rollout engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from mppo.batch import Prompt, Trajectory
+from mppo.config.schema import SamplingConfig
+
+WeightBucket = list[tuple[str, Tensor]]
+"""Hugging Face names with whole tensors, on the training device."""
+
+
+class RolloutEngine(Protocol):
+    """A generator of trajectories whose weights follow the actor's.
+
+    Every method is collective: all ranks call it, with the same arguments.
+    """
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, max_tokens: int, seed: int
+    ) -> list[Trajectory]:
+        """Sample ``sampling.n`` responses for each prompt.
+
+        Args:
+            prompts: P prompts, the same on every rank.
+            sampling: how to draw; ``temperature`` 0 is greedy.
+            max_tokens: length stop, in generated tokens.
+            seed: same prompts, seed and weights give the same tokens (local engine).
+
+        Returns:
+            P * n trajectories on every rank, prompt by prompt.
+        """
+        ...
+
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        """Take new weights. Every rank must drain ``buckets`` (producing them is collective)."""
+        ...
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token but the first, by the engine's own weights at
+        temperature 1: the check that engine and actor hold the same model."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the device's memory to training."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory back, ready to receive weights."""
+        ...
+
+    def stop(self) -> None:
+        """End every process the engine owns. Idempotent."""
+        ...
