@@ -14,7 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """A part of the recipe: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
 
 class ModelConfig(Section):
@@ -302,6 +304,7 @@ class TrainerConfig(Section):
     sample_table_rows: int = Field(default=4, ge=0)
     nnodes: int | None = Field(default=None, gt=0)
     n_gpus_per_node: int | None = Field(default=None, gt=0)
+    collective_timeout_s: float = Field(default=600.0, gt=0)
     on_nonfinite: Literal["skip", "stop"] = "stop"
     seed: int = 0
     deterministic: bool = False

@@ -1,0 +1,200 @@
+"""A recipe as read: YAML text and ``key=value`` overrides to one nested mapping.
+
+YAML here follows version 1.2 for scalars: ``off`` and ``no`` are words, ``1e-6`` is a number, a
+date stays text. A key given twice is a fault.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mppo.config.errors import Fault
+from mppo.config.verl_names import MOVED
+
+BASE_KEY = "base"
+"""Top-level key naming a recipe (or several) to start from, relative to the file it stands in."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML with the scalar rules of YAML 1.2 and no repeated keys."""
+
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own attribute)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key_node.value!r} stands twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)"
+        r"|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("merge", r"<<", "<"),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first)
+    )
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML text. Raises ``yaml.YAMLError``."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` laid on ``under``, mapping by mapping; neither is changed."""
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[key] = merge(below, value) if both else value
+    return merged
+
+
+def read_document(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[Fault]]:
+    """Read a recipe file with everything it builds on.
+
+    Args:
+        path: the YAML file.
+        above: files that led here through ``base``.
+
+    Returns:
+        The merged mapping (empty where the file cannot be read) and the faults.
+    """
+    where = path.resolve()
+    if where in above:
+        chain = " -> ".join(str(p) for p in (*above, where))
+        return {}, [Fault(BASE_KEY, str(path), f"recipes build on each other: {chain}", "cut it")]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return {}, [Fault("--config", str(path), f"cannot be read: {error}", "give a YAML file")]
+    try:
+        document = parse_yaml(text)
+    except yaml.YAMLError as error:
+        return {}, [Fault("--config", str(path), f"is no valid YAML: {_one_line(error)}", "fix it")]
+    if document is None:
+        document = {}
+    if not isinstance(document, dict):
+        why = f"holds a {type(document).__name__}, not a mapping of sections"
+        return {}, [Fault("--config", str(path), why, "write sections such as 'model:', 'data:'")]
+    bases = document.pop(BASE_KEY, None) or []
+    names = [bases] if isinstance(bases, str) else bases
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return document, [
+            Fault(BASE_KEY, bases, "is no file name", "name one YAML file, or a list")
+        ]
+    merged: dict[str, Any] = {}
+    faults: list[Fault] = []
+    for name in names:
+        part, part_faults = read_document(path.parent / name, (*above, where))
+        merged = merge(merged, part)
+        faults += part_faults
+    return merge(merged, rename_keys(document, faults)), faults
+
+
+def apply_overrides(
+    document: Mapping[str, Any], overrides: Sequence[str]
+) -> tuple[dict[str, Any], list[Fault]]:
+    """Lay ``section.key=value`` settings on a document, later ones winning.
+
+    Values are YAML: ``actor.optim.lr=1e-6``, ``data.train_files=[a.jsonl, b.jsonl]``. Hydra's
+    leading ``+`` is accepted.
+
+    Returns:
+        The new mapping and the faults.
+    """
+    merged = dict(document)
+    faults: list[Fault] = []
+    for override in overrides:
+        key, equals, text = override.lstrip("+").partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            cure = "write section.key=value, such as actor.optim.lr=1e-6"
+            faults.append(Fault("command line", override, "is no setting", cure))
+            continue
+        try:
+            value = parse_yaml(text)
+        except yaml.YAMLError as error:
+            why = f"its value is no valid YAML: {_one_line(error)}"
+            faults.append(Fault(key, text, why, "quote the value, or close its brackets"))
+            continue
+        for part in reversed(parts):
+            value = {part: value}
+        merged = merge(merged, rename_keys(value, faults))
+    return merged, faults
+
+
+def rename_keys(document: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
+    """Bring verl's long names to ours.
+
+    Args:
+        document: nested mapping; not changed.
+        faults: gets one fault for every key given under both names with different values.
+
+    Returns:
+        A new mapping with our names only.
+    """
+    renamed = merge({}, document)
+    for old, new in MOVED.items():
+        found, value = _pop(renamed, old.split("."))
+        if not found:
+            continue
+        there, present = _get(renamed, new.split("."))
+        if there and not isinstance(present, Mapping) and present != value:
+            why = f"also given as {new} = {present!r}"
+            faults.append(Fault(old, value, why, f"keep {new} only"))
+            continue
+        for part in reversed(new.split(".")):
+            value = {part: value}
+        renamed = merge(renamed, value)
+    return renamed
+
+
+def _get(document: Any, parts: Sequence[str]) -> tuple[bool, Any]:
+    for part in parts:
+        if not isinstance(document, Mapping) or part not in document:
+            return False, None
+        document = document[part]
+    return True, document
+
+
+def _pop(document: dict[str, Any], parts: Sequence[str]) -> tuple[bool, Any]:
+    """Take a key out, and the sections this leaves empty. Replaces mappings on the way."""
+    head, *rest = parts
+    if head not in document:
+        return False, None
+    if not rest:
+        return True, document.pop(head)
+    if not isinstance(document[head], Mapping):
+        return False, None
+    inner = dict(document[head])
+    found, value = _pop(inner, rest)
+    if found:
+        document[head] = inner
+        if not inner:
+            del document[head]
+    return found, value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

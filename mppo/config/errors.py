@@ -1,0 +1,54 @@
+"""Faults of a recipe, told to a person."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong with a recipe.
+
+    Args:
+        key: dotted key, or the file or option at fault.
+        value: what was given.
+        why: what is wrong with it.
+        cure: what would be right.
+    """
+
+    key: str
+    value: Any
+    why: str
+    cure: str
+
+    def __str__(self) -> str:
+        shown = repr(self.value)
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        return f"{self.key} = {shown}\n     why:  {self.why}\n     cure: {self.cure}"
+
+
+class ConfigError(ValueError):
+    """Every fault of one recipe.
+
+    Args:
+        faults: at least one.
+        source: the recipe file, or how the recipe was given.
+    """
+
+    def __init__(self, faults: Sequence[Fault], source: str = "recipe") -> None:
+        assert faults, "a ConfigError without a fault"
+        self.faults = tuple(faults)
+        self.source = source
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        lines = [f"  {number}. {fault}" for number, fault in enumerate(faults, start=1)]
+        super().__init__("\n".join([f"{source}: {count}", *lines]))
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate most like ``word``, or None where nothing is close."""
+    matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return matches[0] if matches else None
