@@ -1,0 +1,220 @@
+"""Model folders: a Hugging Face folder on disk, or one of the embedded byte-sized models.
+
+The embedded models need no download: a config.json of a real family, a byte tokenizer and
+seeded random weights, written once into a cache folder in the ordinary Hugging Face form, so that
+everything downstream (weight import, rollout, export) takes the same road as with a real model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+PREFIX = "builtin:"
+WEIGHTS_SEED = 0
+PAD, BOS, EOS, SEP = "<pad>", "<bos>", "<eos>", "<sep>"
+VOCAB = (PAD, BOS, EOS, SEP, *sorted(pre_tokenizers.ByteLevel.alphabet()))
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %}{{ '\\n' }}{% endif %}"
+    "{% endfor %}"
+)
+"""``<bos>question\\n``, then the answer closed by ``<eos>``: as few tokens as a turn can take."""
+
+_TRUNK: dict[str, Any] = {
+    "vocab_size": len(VOCAB),
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": VOCAB.index(PAD),
+    "bos_token_id": VOCAB.index(BOS),
+    "eos_token_id": VOCAB.index(EOS),
+    "tie_word_embeddings": False,
+}
+_MOE_TRUNK: dict[str, Any] = {**_TRUNK, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {**_TRUNK, "model_type": "qwen2"},
+    "tiny-llama": {**_TRUNK, "model_type": "llama", "tie_word_embeddings": True},
+    "tiny-qwen3": {**_TRUNK, "model_type": "qwen3", "head_dim": 32},
+    "tiny-moe": {
+        **_MOE_TRUNK,
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 64,
+        "norm_topk_prob": False,
+    },
+    "tiny-qwen3-moe": {
+        **_MOE_TRUNK,
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 4,
+        "norm_topk_prob": True,
+    },
+    "tiny-moonlight": {
+        **_MOE_TRUNK,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.446,
+        "rope_interleave": True,
+    },
+}
+"""Each embedded model's config.json, by the name after ``builtin:``."""
+
+
+def resolve_model(path: str, cache_dir: str | Path) -> Path:
+    """The Hugging Face folder a recipe's ``model.path`` means.
+
+    Several processes may ask at once: the folder appears whole or not at all.
+
+    Args:
+        path: a folder, or ``builtin:NAME`` with a name out of ``MODELS``.
+        cache_dir: where embedded models are written; made where missing.
+
+    Returns:
+        A folder with config.json (and, for embedded models, tokenizer and safetensors).
+
+    Raises:
+        ValueError: no such folder, no config.json in it, or no such embedded model.
+    """
+    if path.startswith(PREFIX):
+        return _write_builtin(path.removeprefix(PREFIX), Path(cache_dir))
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(
+            f"model.path = {path!r}: no such folder; give a folder in Hugging Face form "
+            f"(config.json, tokenizer, safetensors) or one of {_builtin_names()}"
+        )
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model.path = {path!r}: the folder has no config.json; it must be a model in "
+            f"Hugging Face form, as save_pretrained writes it"
+        )
+    return folder
+
+
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder.
+
+    Args:
+        folder: the folder; nothing is fetched from a network.
+        trust_remote_code: run Python code that the folder ships.
+
+    Returns:
+        A tokenizer with an end-of-sequence and a padding token (the former also serves as the
+        latter where the folder names none).
+
+    Raises:
+        ValueError: the folder holds no tokenizer, or it knows no end-of-sequence token.
+    """
+    if not any(Path(folder).glob("tokenizer*")) and not any(Path(folder).glob("*vocab*")):
+        raise ValueError(
+            f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json); "
+            f"set model.tokenizer_path to a folder that does"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"no tokenizer could be read from {folder}: {error}; "
+            f"set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer in {folder} names no eos_token; responses could never end; "
+            f"name one in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte (a character, where the text is ASCII), and pad, bos, eos, sep.
+
+    It is a byte-level BPE without merges, the one form that every family's tokenizer class in
+    transformers keeps unchanged on load.
+    """
+    backend = Tokenizer(BPE({token: index for index, token in enumerate(VOCAB)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=PAD,
+        sep_token=SEP,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=_TRUNK["max_position_embeddings"],
+        padding_side="left",
+    )
+
+
+def _builtin_names() -> str:
+    return ", ".join(PREFIX + name for name in MODELS)
+
+
+def _write_builtin(name: str, cache_dir: Path) -> Path:
+    if name not in MODELS:
+        raise ValueError(
+            f"model.path = {PREFIX + name!r}: no such embedded model; there are {_builtin_names()}"
+        )
+    definition = json.dumps([MODELS[name], VOCAB, CHAT_TEMPLATE, WEIGHTS_SEED], sort_keys=True)
+    digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
+    folder = cache_dir / f"{name}-{digest}"
+    if folder.is_dir():
+        return folder
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache_dir))
+    fields = dict(MODELS[name])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(WEIGHTS_SEED)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(unfinished)
+    byte_tokenizer().save_pretrained(unfinished)
+    unfinished.chmod(0o755)
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        # Another process finished first; its folder holds the same bytes.
+        shutil.rmtree(unfinished)
+        if not folder.is_dir():
+            raise
+    return folder

@@ -1,0 +1,70 @@
+"""Embedded models and model folders."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from mppo.data.builtin import MODELS, load_tokenizer, resolve_model
+
+TEXT = "What is 12+5?  Say 'seventeen'.\n\té 漢"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_embedded_model_loads_in_transformers_and_reads_text_without_loss(name, tmp_path):
+    folder = resolve_model(f"builtin:{name}", tmp_path)
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer(TEXT)["input_ids"]
+    assert tokenizer.decode(ids) == TEXT
+    assert len(ids) == len(TEXT.encode())
+    assert ids == PreTrainedTokenizerFast.from_pretrained(folder)(TEXT)["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    logits = model(torch.tensor([ids])).logits
+    assert logits.shape == (1, len(ids), len(tokenizer))
+    assert torch.isfinite(logits).all()
+
+
+def test_embedded_weights_are_the_same_every_time_and_leave_the_generator_alone(tmp_path):
+    state = torch.get_rng_state()
+    first = resolve_model("builtin:tiny", tmp_path / "a")
+    assert torch.equal(state, torch.get_rng_state())
+    torch.rand(3)
+    second = resolve_model("builtin:tiny", tmp_path / "b")
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (first, second)]
+    assert weights[0] == weights[1]
+
+
+def test_embedded_model_is_written_once_and_whole(tmp_path):
+    first = resolve_model("builtin:tiny", tmp_path)
+    stamp = (first / "model.safetensors").stat().st_mtime_ns
+    assert resolve_model("builtin:tiny", tmp_path) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == stamp
+    assert [entry.name for entry in tmp_path.iterdir()] == [first.name]
+
+
+def test_chat_template_is_bos_question_newline_answer_eos(tmp_path):
+    tokenizer = load_tokenizer(resolve_model("builtin:tiny", tmp_path))
+    question = [{"role": "user", "content": "1+2="}]
+    both = [*question, {"role": "assistant", "content": "3"}]
+    asked = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    assert asked == "<bos>1+2=\n"
+    assert tokenizer.apply_chat_template(both, tokenize=False) == asked + "3<eos>"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/no/such/folder", "no such folder"),
+        (".", "no config.json"),
+        ("builtin:huge", "no such embedded model; there are builtin:tiny"),
+    ],
+)
+def test_wrong_path_says_what_would_be_right(path, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        resolve_model(path, tmp_path)
+
+
+def test_folder_without_tokenizer_names_the_key_to_set(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ValueError, match=r"model\.tokenizer_path"):
+        load_tokenizer(tmp_path)
