@@ -1,0 +1,218 @@
+"""The sizes a Hugging Face config states, read once, whatever each family calls them.
+
+Pure arithmetic on a config object (attributes as in transformers); torch is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GQA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral", "qwen2_moe",
+                "qwen3_moe")  # fmt: skip
+MLA_FAMILIES = ("deepseek_v2", "deepseek_v3")
+FAMILIES = GQA_FAMILIES + MLA_FAMILIES
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Sizes of multi-latent attention; ``q_lora_rank`` None means a plain query projection."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Every size that decides which tensors a model has and how long they are.
+
+    ``sparse_layers`` has one entry per layer: True where the feed-forward is a mixture of experts.
+    ``ffn`` is the width of dense layers, ``expert_ffn`` of one expert, ``shared_ffn`` of all shared
+    experts together (0: none). ``extra_layers`` counts multi-token-prediction layers stored after
+    the decoder (``model.layers.{num_layers + i}``).
+    """
+
+    model_type: str
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sandwich_norms: bool = False
+    sparse_layers: tuple[bool, ...] = ()
+    num_experts: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    expert_bias: bool = False
+    extra_layers: int = 0
+    latent: LatentShape | None = None
+
+
+def refuse(key: str, value: Any, why: str, cure: str) -> ValueError:
+    """The error for a config that cannot be represented: key, value, why, cure."""
+    return ValueError(f"config.json: {key} = {value!r}: {why}; {cure}")
+
+
+def required(hf_config: Any, key: str) -> Any:
+    """The value of ``key``.
+
+    Raises:
+        ValueError: it is absent or null.
+    """
+    value = getattr(hf_config, key, None)
+    if value is None:
+        raise refuse(key, value, "this family cannot be built without it", "add it to config.json")
+    return value
+
+
+def check_family(hf_config: Any) -> str:
+    """The config's ``model_type``.
+
+    Raises:
+        ValueError: no such family here.
+    """
+    model_type = getattr(hf_config, "model_type", None)
+    if model_type not in FAMILIES:
+        raise refuse(
+            "model_type", model_type, "no such family here",
+            f"known families are {', '.join(FAMILIES)} (docs/adding_a_family.md says how to add "
+            "one)",
+        )  # fmt: skip
+    return model_type
+
+
+def rope_parameters(hf_config: Any) -> dict[str, Any]:
+    """Rotary settings as one flat dictionary with ``rope_theta`` and ``rope_type`` always present.
+
+    Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before).
+
+    Raises:
+        ValueError: different settings per attention type.
+    """
+    stated = getattr(hf_config, "rope_parameters", None)
+    parameters = dict(stated or {})
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise refuse(
+            "rope_parameters", parameters, "settings differ between attention types",
+            "use a model with one rotary setting for all layers",
+        )  # fmt: skip
+    if not parameters:
+        parameters = dict(getattr(hf_config, "rope_scaling", None) or {})
+    if parameters.get("rope_theta") is None:
+        parameters["rope_theta"] = getattr(hf_config, "rope_theta", None) or 10000.0
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    parameters["rope_type"] = kind
+    return parameters
+
+
+def sparse_layers(hf_config: Any) -> tuple[bool, ...]:
+    """Which decoder layers are mixtures of experts, one entry per layer."""
+    count, model_type = hf_config.num_hidden_layers, hf_config.model_type
+    if model_type == "mixtral":
+        return (True,) * count
+    if model_type in ("qwen2_moe", "qwen3_moe"):
+        step = getattr(hf_config, "decoder_sparse_step", None) or 1
+        dense = set(getattr(hf_config, "mlp_only_layers", None) or ())
+        return tuple(i not in dense and (i + 1) % step == 0 for i in range(count))
+    if model_type in MLA_FAMILIES:
+        if getattr(hf_config, "n_routed_experts", None) is None:
+            return (False,) * count
+        first = getattr(hf_config, "first_k_dense_replace", None) or 0
+        frequency = getattr(hf_config, "moe_layer_freq", None) or 1
+        if frequency != 1:
+            raise refuse(
+                "moe_layer_freq", frequency, "the family's own code only knows 1",
+                "list dense layers through first_k_dense_replace",
+            )  # fmt: skip
+        return tuple(i >= first for i in range(count))
+    return (False,) * count
+
+
+def model_shape(hf_config: Any) -> ModelShape:
+    """Sizes of the model a config describes.
+
+    Args:
+        hf_config: a transformers config object of one of ``FAMILIES``.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        ValueError: unknown family, or a size is missing or does not divide as it must.
+    """
+    model_type = check_family(hf_config)
+    heads, hidden = required(hf_config, "num_attention_heads"), required(hf_config, "hidden_size")
+    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+    sparse = sparse_layers(hf_config)
+    latent = _latent_shape(hf_config) if model_type in MLA_FAMILIES else None
+    if latent is not None:
+        kv_heads = heads
+    if heads % kv_heads:
+        raise refuse(
+            "num_key_value_heads", kv_heads, f"does not divide num_attention_heads = {heads}",
+            "correct one of the two",
+        )  # fmt: skip
+    head_dim = None if latent else getattr(hf_config, "head_dim", None)
+    return ModelShape(
+        model_type=model_type,
+        num_layers=required(hf_config, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim or hidden // heads,
+        ffn=required(hf_config, "intermediate_size"),
+        vocab=required(hf_config, "vocab_size"),
+        tied=bool(getattr(hf_config, "tie_word_embeddings", False)),
+        qkv_bias=model_type == "qwen2"
+        or (model_type == "qwen2_moe" and bool(getattr(hf_config, "qkv_bias", True))),
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
+        sandwich_norms=model_type == "gemma2",
+        sparse_layers=sparse,
+        extra_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,
+        latent=latent,
+        **(_expert_sizes(hf_config) if any(sparse) else {}),
+    )
+
+
+def _latent_shape(hf_config: Any) -> LatentShape:
+    return LatentShape(
+        q_lora_rank=getattr(hf_config, "q_lora_rank", None),
+        kv_lora_rank=required(hf_config, "kv_lora_rank"),
+        qk_nope_head_dim=required(hf_config, "qk_nope_head_dim"),
+        qk_rope_head_dim=required(hf_config, "qk_rope_head_dim"),
+        v_head_dim=required(hf_config, "v_head_dim"),
+    )
+
+
+def _expert_sizes(hf_config: Any) -> dict[str, Any]:
+    model_type = hf_config.model_type
+    if model_type == "mixtral":
+        return {
+            "num_experts": required(hf_config, "num_local_experts"),
+            "expert_ffn": required(hf_config, "intermediate_size"),
+        }
+    width = required(hf_config, "moe_intermediate_size")
+    if model_type in MLA_FAMILIES:
+        return {
+            "num_experts": required(hf_config, "n_routed_experts"),
+            "expert_ffn": width,
+            "shared_ffn": width * (getattr(hf_config, "n_shared_experts", None) or 0),
+            "expert_bias": model_type == "deepseek_v3",
+        }
+    shared = model_type == "qwen2_moe"
+    return {
+        "num_experts": required(hf_config, "num_experts"),
+        "expert_ffn": width,
+        "shared_ffn": required(hf_config, "shared_expert_intermediate_size") if shared else 0,
+        "shared_gate": shared,
+    }
