@@ -1,0 +1,59 @@
+"""From token losses to one number: a weight for every token of a mini-batch.
+
+The weights are computed once over the whole mini-batch, so that ``sum(weight_T * loss_T)`` over any
+cut into micro-batches, and over any number of ranks, is the same number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mppo.algos.masked import sequence_sum, spread
+
+
+def aggregation_weights_T(
+    mask_T: Tensor, cu_seqlens: Tensor, mode: str, scale_factor: float | None = None
+) -> Tensor:
+    """How much each token's loss counts.
+
+    With ``N`` masked tokens, ``S`` sequences that have one, ``n_b`` masked tokens in sequence b:
+
+    - ``token-mean``: ``1 / N``
+    - ``token-sum``: ``1``
+    - ``seq-mean-token-sum``: ``1 / S``
+    - ``seq-mean-token-mean``: ``1 / (S n_b)``
+    - ``seq-mean-token-sum-norm``: ``1 / (S scale_factor)``
+
+    Args:
+        mask_T: float32 ``[T]``, 1 on the tokens that count.
+        cu_seqlens: int64 ``[B + 1]``, of the whole mini-batch.
+        mode: one of the above.
+        scale_factor: for ``seq-mean-token-sum-norm``, in tokens; None takes the longest sequence's
+            masked tokens in this mini-batch.
+
+    Returns:
+        float32 ``[T]``, 0 outside the mask; all 0 where no token is masked in.
+
+    Raises:
+        ValueError: an unknown mode.
+
+    Source: verl ``agg_loss`` (a sequence with no token in the mask counts nowhere).
+    """
+    count_B = sequence_sum(mask_T, cu_seqlens)
+    num_sequences = (count_B > 0).sum().clamp(min=1).to(mask_T.dtype)
+    if mode == "token-mean":
+        return mask_T / mask_T.sum().clamp(min=1.0)
+    if mode == "token-sum":
+        return mask_T.clone()
+    if mode == "seq-mean-token-sum":
+        return mask_T / num_sequences
+    if mode == "seq-mean-token-mean":
+        return mask_T / (num_sequences * spread(count_B.clamp(min=1.0), cu_seqlens))
+    if mode == "seq-mean-token-sum-norm":
+        longest = torch.cat([count_B, count_B.new_ones(1)]).max()
+        return mask_T / (num_sequences * (longest if scale_factor is None else scale_factor))
+    raise ValueError(
+        f"loss_agg_mode: unknown mode {mode!r}; use token-mean, token-sum, seq-mean-token-sum, "
+        "seq-mean-token-mean or seq-mean-token-sum-norm"
+    )

@@ -1,0 +1,123 @@
+"""KL divergence between policy and reference: estimates from one sampled token, and the whole sum.
+
+With ``d = log pi - log pi_ref`` of the sampled token (http://joschu.net/blog/kl-approx.html):
+
+- ``k1`` / ``kl``: ``d``
+- ``abs``: ``|d|``
+- ``k2`` / ``mse``: ``d^2 / 2``
+- ``k3`` / ``low_var_kl``: ``exp(-d) + d - 1``, ``d`` clamped to +-20 and the result to +-10 (verl)
+- ``full``: ``sum_v pi_v (log pi_v - log pi_ref_v)``, over the vocabulary
+
+A trailing ``+`` keeps the value and takes the gradient of k2, which is unbiased for the gradient
+of the KL: ``k2 - sg(k2) + sg(value)``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+LOW_VAR_KL_LIMIT = 10.0
+
+
+def kl_estimate(
+    logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str, full_kl_T: Tensor | None = None
+) -> Tensor:
+    """Per-token KL by name (see the module's table).
+
+    Args:
+        logprobs_T: policy's log-probability of the sampled token, float ``[T]``.
+        ref_logprobs_T: reference's, float ``[T]``.
+        kind: a name of the table, with or without ``+``.
+        full_kl_T: needed for ``full``: the KL over the whole vocabulary, float ``[T]`` (nats).
+
+    Returns:
+        float ``[T]`` (nats).
+
+    Raises:
+        ValueError: an unknown name, or ``full`` without ``full_kl_T``.
+
+    Source: verl ``kl_penalty``.
+    """
+    name = kind.removesuffix("+")
+    d_T = logprobs_T - ref_logprobs_T
+    if name in ("kl", "k1"):
+        value_T = d_T
+    elif name == "abs":
+        value_T = d_T.abs()
+    elif name in ("mse", "k2"):
+        value_T = 0.5 * d_T.square()
+    elif name in ("low_var_kl", "k3"):
+        clamped_T = d_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        value_T = (torch.expm1(-clamped_T) + clamped_T).clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT)
+    elif name == "full":
+        if full_kl_T is None:
+            raise ValueError(
+                "kl type 'full' needs the KL over the vocabulary, which no log-probability of one "
+                "token gives: pass full_kl_T, or choose k1, k2, k3 or abs"
+            )
+        value_T = full_kl_T
+    else:
+        raise ValueError(
+            f"unknown kl type {kind!r}; use kl (k1), abs, mse (k2), low_var_kl (k3) or full, "
+            "each with or without '+'"
+        )
+    if kind.endswith("+"):
+        k2_T = 0.5 * d_T.square()
+        return k2_T - k2_T.detach() + value_T.detach()
+    return value_T
+
+
+def full_kl(logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
+    """KL(policy || reference) over the vocabulary: ``sum_v p_v (log p_v - log q_v)``.
+
+    Args:
+        logits_TV: policy's logits over the whole vocabulary, float ``[T, V]``; -inf is allowed
+            where the policy gives no probability.
+        ref_logits_TV: reference's, ``[T, V]``.
+
+    Returns:
+        float ``[T]`` (nats), not negative.
+    """
+    log_z_T = torch.logsumexp(logits_TV, dim=-1)
+    ref_log_z_T = torch.logsumexp(ref_logits_TV, dim=-1)
+    return full_kl_shard(logits_TV, ref_logits_TV, log_z_T, ref_log_z_T).clamp(min=0.0)
+
+
+def full_kl_shard(
+    logits_TV: Tensor, ref_logits_TV: Tensor, log_z_T: Tensor, ref_log_z_T: Tensor
+) -> Tensor:
+    """One vocabulary shard's part of :func:`full_kl`; the parts of all shards add up to it.
+
+    Args:
+        logits_TV: policy's logits of this shard, float ``[T, V / tp]``.
+        ref_logits_TV: reference's, same shape.
+        log_z_T: policy's log-sum-exp over the whole vocabulary, float ``[T]``.
+        ref_log_z_T: reference's.
+
+    Returns:
+        float ``[T]``.
+    """
+    log_p_TV = logits_TV - log_z_T.unsqueeze(-1)
+    log_q_TV = ref_logits_TV - ref_log_z_T.unsqueeze(-1)
+    p_TV = log_p_TV.exp()
+    return torch.where(p_TV > 0, p_TV * (log_p_TV - log_q_TV), 0.0).sum(-1)
+
+
+def full_kl_shard_grad(
+    logits_TV: Tensor, ref_logits_TV: Tensor, log_z_T: Tensor, ref_log_z_T: Tensor, kl_T: Tensor
+) -> Tensor:
+    """Gradient of :func:`full_kl` by this shard's policy logits: ``p (log p - log q - KL)``.
+
+    Args:
+        logits_TV, ref_logits_TV, log_z_T, ref_log_z_T: as in :func:`full_kl_shard`.
+        kl_T: the whole KL, summed over the shards, float ``[T]``.
+
+    Returns:
+        float ``[T, V / tp]``.
+    """
+    log_p_TV = logits_TV - log_z_T.unsqueeze(-1)
+    log_q_TV = ref_logits_TV - ref_log_z_T.unsqueeze(-1)
+    p_TV = log_p_TV.exp()
+    return torch.where(p_TV > 0, p_TV * (log_p_TV - log_q_TV - kl_T.unsqueeze(-1)), 0.0)

@@ -1,0 +1,103 @@
+"""Sums, means and whitening over the masked tokens of a flat axis.
+
+Shapes: ``T`` tokens of all sequences end to end, ``B`` sequences, ``cu_seqlens`` ``[B + 1]``.
+Every function is defined, and finite, when no token is masked in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def masked_sum(x_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Sum of ``x`` where ``mask`` is 1; what lies outside the mask, even NaN, does not count."""
+    return torch.where(mask_T > 0, x_T * mask_T, 0.0).sum()
+
+
+def masked_mean(x_T: Tensor, mask_T: Tensor) -> Tensor:
+    """``sum(x m) / sum(m)``, and 0 where no token is masked in."""
+    return masked_sum(x_T, mask_T) / mask_T.sum().clamp(min=1.0)
+
+
+def masked_var(x_T: Tensor, mask_T: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance of the masked tokens: ``sum(m (x - mean)^2) / (n - 1)``, or ``/ n`` if biased.
+
+    Args:
+        x_T: float ``[T]``.
+        mask_T: float ``[T]``, 0 or 1.
+        unbiased: divide by ``n - 1`` (Bessel).
+
+    Returns:
+        Scalar; 0 for fewer than two tokens.
+    """
+    centered_T = torch.where(mask_T > 0, x_T - masked_mean(x_T, mask_T), 0.0)
+    divisor = mask_T.sum() - (1.0 if unbiased else 0.0)
+    return (centered_T.square() * mask_T).sum() / divisor.clamp(min=1.0)
+
+
+def masked_whiten(
+    x_T: Tensor, mask_T: Tensor, shift_mean: bool = True, unbiased: bool = True, eps: float = 1e-8
+) -> Tensor:
+    """``(x - mean) / sqrt(var + eps)`` over the masked tokens, 0 outside the mask.
+
+    Args:
+        x_T: float ``[T]``.
+        mask_T: float ``[T]``, 0 or 1.
+        shift_mean: False adds the mean back (rewards are scaled, not centred).
+        unbiased: Bessel's correction (verl, TRL); OpenRLHF has none.
+        eps: keeps a constant input finite.
+
+    Returns:
+        float ``[T]``. With fewer than two masked tokens the variance is unknown: the tokens are
+        centred (and so 0) and not scaled.
+
+    Source: verl ``masked_whiten``; TRL ``masked_whiten``.
+    """
+    mean = masked_mean(x_T, mask_T)
+    var = masked_var(x_T, mask_T, unbiased)
+    several = mask_T.sum() >= 2
+    scale = torch.where(several, torch.rsqrt(var + eps), torch.ones_like(var))
+    whitened_T = (x_T - mean) * scale
+    if not shift_mean:
+        whitened_T = whitened_T + mean
+    return torch.where(mask_T > 0, whitened_T, 0.0)
+
+
+def sequence_sum(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum over each sequence: ``[T] -> [B]``, 0 for an empty one. Differentiable."""
+    return torch.segment_reduce(x_T, "sum", offsets=cu_seqlens, initial=0.0)
+
+
+def sequence_mean(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Mean over each sequence's masked tokens: ``[T] -> [B]``, 0 where there is none."""
+    count_B = sequence_sum(mask_T, cu_seqlens)
+    return sequence_sum(x_T * mask_T, cu_seqlens) / count_B.clamp(min=1.0)
+
+
+def spread(x_B: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Give every token its sequence's number: ``[B] -> [T]``."""
+    return torch.repeat_interleave(x_B, cu_seqlens.diff())
+
+
+def last_masked_index(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Index on the flat axis of each sequence's last masked token.
+
+    Returns:
+        int64 ``[B]``, -1 where the sequence has no masked token.
+    """
+    index_T = torch.where(mask_T > 0, torch.arange(len(mask_T), device=mask_T.device), -1)
+    last_B = torch.segment_reduce(index_T.double(), "max", offsets=cu_seqlens, initial=-1.0)
+    return last_B.long()
+
+
+def place_at_last(x_B: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """A flat axis that is 0 but for each sequence's number at its last masked token.
+
+    A sequence without a masked token has no place for its number, which is left out.
+    """
+    last_B = last_masked_index(mask_T, cu_seqlens)
+    has_token_B = last_B >= 0
+    placed_T = torch.zeros(len(mask_T), dtype=x_B.dtype, device=x_B.device)
+    placed_T[last_B[has_token_B]] = x_B[has_token_B]
+    return placed_T

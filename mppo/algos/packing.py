@@ -1,0 +1,47 @@
+"""Cutting whole sequences out of a flat token axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def sequence_token_indices(cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Tensor:
+    """Where the tokens of the chosen sequences lie, in the order of ``indices``.
+
+    Args:
+        cu_seqlens: int64 ``[B + 1]``.
+        indices: sequence numbers, any order, repeats allowed.
+
+    Returns:
+        int64 ``[T']`` indices on the flat axis.
+    """
+    chosen = torch.as_tensor(indices, dtype=torch.int64, device=cu_seqlens.device)
+    lengths = cu_seqlens.diff()[chosen]
+    new_starts = lengths.cumsum(0) - lengths
+    shift = torch.repeat_interleave(cu_seqlens[:-1][chosen] - new_starts, lengths)
+    return torch.arange(len(shift), device=cu_seqlens.device) + shift
+
+
+def select_cu_seqlens(cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Tensor:
+    """``cu_seqlens`` of the chosen sequences laid end to end: int64 ``[len(indices) + 1]``."""
+    chosen = torch.as_tensor(indices, dtype=torch.int64, device=cu_seqlens.device)
+    selected = torch.zeros(len(chosen) + 1, dtype=torch.int64, device=cu_seqlens.device)
+    selected[1:] = cu_seqlens.diff()[chosen].cumsum(0)
+    return selected
+
+
+def select_sequences(x_T: Tensor, cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Tensor:
+    """The tokens of the chosen sequences, laid end to end in the order of ``indices``.
+
+    Args:
+        x_T: ``[T, ...]`` of any dtype.
+        cu_seqlens: int64 ``[B + 1]``.
+        indices: sequence numbers, any order, repeats allowed.
+
+    Returns:
+        ``[T', ...]``.
+    """
+    return x_T[sequence_token_indices(cu_seqlens, indices)]
