@@ -1,0 +1,143 @@
+"""Rank discovery under every launcher."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mppo.parallel.launch import LaunchInfo, discover, free_port, launcher, tasks_on_node
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "12345",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "MASTER_ADDR": "10.0.0.1",
+}
+PROBE = """
+import sys, time, torch, torch.distributed as dist
+from mppo.parallel.launch import discover, process_group
+info = discover()
+with process_group(info, 60):
+    total = torch.tensor([float(info.rank + 1)])
+    dist.all_reduce(total)
+    print("sum", total.item(), "of", info.world_size, "by", info.how, flush=True)
+    if "fail" in sys.argv and info.rank == 1:
+        sys.exit(3)
+    if "fail" in sys.argv:
+        time.sleep(600)
+"""
+
+
+def test_torchrun_variables_are_taken_as_they_are():
+    assert discover(TORCHRUN) == LaunchInfo(3, 8, 1, 2, "n1", 29500, "torchrun")
+
+
+def test_srun_variables_give_rank_size_and_a_port_of_the_job():
+    assert discover(SRUN) == LaunchInfo(3, 4, 1, 2, "10.0.0.1", 22345, "slurm")
+
+
+def test_srun_on_one_node_needs_no_master():
+    environ = {**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
+    del environ["MASTER_ADDR"]
+    assert discover(environ).master_addr == "127.0.0.1"
+
+
+def test_plain_python_is_a_world_of_one():
+    info = discover({"PATH": "/bin"})
+    assert (info.rank, info.world_size, info.how) == (0, 1, "python")
+
+
+def test_python_in_a_batch_script_without_srun_is_a_world_of_one():
+    batch = {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}
+    assert launcher(batch) == "python"
+
+
+def test_torchrun_inside_a_slurm_step_is_torchrun():
+    assert launcher({**SRUN, **TORCHRUN}) == "torchrun"
+
+
+def test_mpirun_inside_a_slurm_job_is_mpi():
+    assert launcher({**SRUN, "OMPI_COMM_WORLD_RANK": "0"}) == "mpi"
+
+
+def test_the_choice_can_be_overridden_but_not_misspelt():
+    assert launcher({**TORCHRUN, "MPPO_LAUNCHER": "python"}) == "python"
+    with pytest.raises(ValueError, match="choose one of torchrun, mpi, slurm, python"):
+        launcher({"MPPO_LAUNCHER": "ray"})
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"])
+def test_a_half_set_environment_names_the_missing_variable(missing):
+    environ = {k: v for k, v in TORCHRUN.items() if k != missing}
+    with pytest.raises(ValueError, match=missing):
+        discover(environ)
+
+
+def test_a_rank_outside_the_world_is_refused():
+    with pytest.raises(ValueError, match="rank 8"):
+        discover({**TORCHRUN, "RANK": "8"})
+
+
+def test_slurm_task_lists_are_read():
+    assert [tasks_on_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
+    with pytest.raises(ValueError, match="has no node 2"):
+        tasks_on_node("4,4", 2)
+    with pytest.raises(ValueError, match="cannot be read"):
+        tasks_on_node("x", 0)
+
+
+def test_free_ports_are_usable_numbers():
+    assert 1024 <= free_port() < 65536
+
+
+def probe(tmp_path: Path, command: list[str], *arguments: str) -> subprocess.CompletedProcess:
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE)
+    return subprocess.run(
+        [*command, str(script), *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def mpirun() -> str:
+    found = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+    if importlib.util.find_spec("mpi4py") is None or found is None:
+        pytest.skip('needs mpi4py and mpirun: pip install "mppo[mpi]"')
+    return found
+
+
+@pytest.mark.server
+def test_mpirun_ranks_meet(tmp_path):
+    result = probe(tmp_path, [mpirun(), "-n", "2", sys.executable])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("sum 3.0 of 2 by mpi") == 2
+
+
+@pytest.mark.server
+def test_mpirun_ends_all_ranks_when_one_fails(tmp_path):
+    result = probe(tmp_path, [mpirun(), "-n", "2", sys.executable], "fail")
+    assert result.returncode == 3, result.stderr
+
+
+@pytest.mark.server
+def test_torchrun_ranks_meet(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = probe(tmp_path, torchrun)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("sum 3.0 of 2 by torchrun") == 2
