@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mppo.algos.masked import sequence_mean, spread
+
 LOG_RATIO_LIMIT = 20.0
+SEQUENCE_LOG_RATIO_LIMIT = 10.0
 
 Loss = tuple[Tensor, Tensor, Tensor]
 
@@ -45,3 +48,137 @@ def clipped_surrogate(
     was_bounded_T = (negative_T & (loss_T > bound_T)).to(ratio_T.dtype)
     loss_T = torch.where(negative_T, torch.minimum(loss_T, bound_T), loss_T)
     return loss_T, was_clipped_T, was_bounded_T
+
+
+def plain_surrogate(ratio_T: Tensor, advantages_T: Tensor) -> Loss:
+    """``-A r``: the surrogate without any clipping; its gradient at ratio 1 is REINFORCE's."""
+    none_T = torch.zeros_like(ratio_T)
+    return -advantages_T * ratio_T, none_T, none_T
+
+
+def policy_gradient(logprobs_T: Tensor, advantages_T: Tensor) -> Loss:
+    """``-A log pi``: REINFORCE, and GPG's loss.
+
+    Source: GPG, https://arxiv.org/abs/2504.02546; verl ``compute_policy_loss_gpg``.
+    """
+    none_T = torch.zeros_like(logprobs_T)
+    return -advantages_T * logprobs_T, none_T, none_T
+
+
+def gspo(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    low: float,
+    high: float,
+) -> Loss:
+    """Clipped surrogate with one ratio per sequence, its geometric mean.
+
+    ``log s_t = log pi_t - sg(log pi_t) + sg(mean_t(log pi - log pi_old))``, at most 10;
+    ``max(-A s, -A clip(s, 1 - low, 1 + high))``. Aggregated as seq-mean-token-mean.
+
+    Args:
+        logprobs_T, old_logprobs_T, advantages_T, mask_T: float ``[T]`` of whole sequences.
+        cu_seqlens: int64 ``[B + 1]``.
+        low, high: clip range (the paper's are 3e-4 and 4e-4).
+
+    Source: https://arxiv.org/abs/2507.18071; verl ``compute_policy_loss_gspo``.
+    """
+    mean_B = sequence_mean(logprobs_T - old_logprobs_T, mask_T, cu_seqlens).detach()
+    log_ratio_T = logprobs_T - logprobs_T.detach() + spread(mean_B, cu_seqlens)
+    ratio_T = log_ratio_T.clamp(-LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT).exp()
+    return clipped_surrogate(ratio_T, advantages_T, low, high, None)
+
+
+def gmpo(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    low: float,
+    high: float,
+) -> Loss:
+    """Geometric mean of token ratios, each log-ratio clipped pessimistically to [-low, high].
+
+    ``d'_t = sgn(A) min(sgn(A) d_t, sgn(A) clip(d_t, -low, high))``;
+    every token of a sequence has the loss ``-A_t exp(mean_t d')``, so that the seq-mean-token-mean
+    of it is the paper's ``-mean_b(mean_t(A) exp(mean_t d'))``.
+
+    Args and shapes as in :func:`gspo` (the paper's low and high are 0.4).
+
+    Source: https://arxiv.org/abs/2507.20673; verl ``compute_policy_loss_geo_mean``.
+    """
+    log_ratio_T = logprobs_T - old_logprobs_T
+    sign_T = advantages_T.sign()
+    clipped_T = log_ratio_T.clamp(-low, high)
+    pessimistic_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * clipped_T)
+    mean_B = sequence_mean(pessimistic_T, mask_T, cu_seqlens)
+    ratio_T = spread(mean_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), cu_seqlens)
+    was_clipped_T = (clipped_T != log_ratio_T).to(ratio_T.dtype)
+    return (
+        -advantages_T * ratio_T,
+        was_clipped_T * (advantages_T > 0),
+        was_clipped_T * (advantages_T < 0),
+    )
+
+
+def cispo(
+    logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, low: float, high: float
+) -> Loss:
+    """``-sg(clip(r, 1 - low, 1 + high)) A log pi``: the weight is clipped, no token is dropped.
+
+    Source: MiniMax-M1, https://arxiv.org/abs/2506.13585; verl ``compute_policy_loss_cispo``.
+    """
+    weight_T = ratio_T.detach().clamp(1 - low, 1 + high)
+    was_clipped_T = (weight_T != ratio_T.detach()).to(ratio_T.dtype)
+    return -weight_T * advantages_T * logprobs_T, was_clipped_T, torch.zeros_like(was_clipped_T)
+
+
+def sapo(ratio_T: Tensor, advantages_T: Tensor, tau_pos: float, tau_neg: float) -> Loss:
+    """``-A (4 / tau) sigmoid(tau (r - 1))``, tau by the sign of A: a soft gate, no clipping.
+
+    Source: https://arxiv.org/abs/2511.20347; verl ``compute_policy_loss_sapo``.
+    """
+    tau_T = torch.where(advantages_T > 0, tau_pos, tau_neg).to(ratio_T.dtype)
+    gate_T = torch.sigmoid(tau_T * (ratio_T - 1.0)) * (4.0 / tau_T)
+    none_T = torch.zeros_like(ratio_T)
+    return -gate_T * advantages_T, none_T, none_T
+
+
+def clip_cov(
+    ratio_T: Tensor, advantages_T: Tensor, selected_T: Tensor, low: float, high: float
+) -> Loss:
+    """Clipped surrogate, with no loss on the selected tokens (of high covariance).
+
+    Args:
+        ratio_T, advantages_T: float ``[T]``.
+        selected_T: float ``[T]``, 1 where :func:`covariance_band` picked the token.
+        low, high: clip range.
+
+    Source: https://arxiv.org/abs/2505.22617; verl ``compute_policy_loss_clip_cov``.
+    """
+    loss_T, _, _ = clipped_surrogate(ratio_T, advantages_T, low, high, None)
+    return loss_T * (1.0 - selected_T), selected_T, torch.zeros_like(selected_T)
+
+
+def kl_cov(
+    ratio_T: Tensor,
+    log_ratio_T: Tensor,
+    advantages_T: Tensor,
+    selected_T: Tensor,
+    kl_coef: float,
+) -> Loss:
+    """``-A r``, plus ``kl_coef |log r|`` on the selected tokens (of the highest covariance).
+
+    Args:
+        ratio_T, log_ratio_T, advantages_T: float ``[T]``.
+        selected_T: float ``[T]``, 1 where :func:`covariance_top` picked the token.
+        kl_coef: weight of the penalty.
+
+    Source: https://arxiv.org/abs/2505.22617; verl ``compute_policy_loss_kl_cov``.
+    """
+    loss_T = -advantages_T * ratio_T + kl_coef * log_ratio_T.abs() * selected_T
+    return loss_T, selected_T, torch.zeros_like(selected_T)

@@ -1,0 +1,335 @@
+"""What the last pipeline stage evaluates for one micro-batch: targets in, a scalar loss out.
+
+Targets are made once for a whole mini-batch (:func:`policy_targets`, :func:`value_targets`), with a
+weight for every token that already holds the mini-batch's normaliser; :func:`select` then cuts
+whole sequences out of them. So the losses, and the statistics, of any cut into micro-batches and
+ranks add up to the mini-batch's: sum them, divide by nothing.
+
+Shapes: ``T`` tokens of whole sequences end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from mppo.algos.aggregation import aggregation_weights_T
+from mppo.algos.covariance import covariance, covariance_band, covariance_top
+from mppo.algos.kl import kl_estimate
+from mppo.algos.masked import sequence_sum
+from mppo.algos.packing import select_cu_seqlens, select_sequences
+from mppo.algos.policy_loss import (
+    Loss,
+    cispo,
+    clip_cov,
+    clipped_surrogate,
+    gmpo,
+    gspo,
+    importance_ratio,
+    kl_cov,
+    plain_surrogate,
+    policy_gradient,
+    sapo,
+)
+from mppo.algos.value_loss import value_loss
+from mppo.batch import Experience
+from mppo.config.schema import ActorConfig, CriticConfig
+
+SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
+"""Losses that are defined with seq-mean-token-mean, whatever ``loss_agg_mode`` says (as in verl)."""
+
+
+@dataclass(frozen=True)
+class PolicyTargets:
+    """What the policy's loss compares with, on one flat token axis of whole sequences.
+
+    Args:
+        cu_seqlens: int64 ``[B + 1]``.
+        mask_T: float32 ``[T]``, 1 on the tokens trained on (response tokens not rejected).
+        weight_T: float32 ``[T]``, each token's share in the mini-batch's loss (aggregation).
+        importance_T: float32 ``[T]``, rollout-correction weight of the token's policy loss.
+        metric_weight_T: float32 ``[T]``, 1 / (masked tokens of the mini-batch) on the mask.
+        old_logprobs_T: log-probabilities before the update.
+        ref_logprobs_T: the reference's.
+        advantages_T: float32 ``[T]``.
+        selected_T: float32 ``[T]``, 1 on the tokens Clip-Cov or KL-Cov chose; else 0.
+    """
+
+    cu_seqlens: Tensor
+    mask_T: Tensor
+    weight_T: Tensor
+    importance_T: Tensor
+    metric_weight_T: Tensor
+    old_logprobs_T: Tensor
+    ref_logprobs_T: Tensor
+    advantages_T: Tensor
+    selected_T: Tensor
+
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """What the critic's loss compares with; ``cu_seqlens`` to ``metric_weight_T`` as above.
+
+    Args:
+        old_values_T: values before the update, float32 ``[T]``.
+        returns_T: regression target, float32 ``[T]``.
+    """
+
+    cu_seqlens: Tensor
+    mask_T: Tensor
+    weight_T: Tensor
+    metric_weight_T: Tensor
+    old_values_T: Tensor
+    returns_T: Tensor
+
+
+Targets = TypeVar("Targets", PolicyTargets, ValueTargets)
+
+
+def select(targets: Targets, indices: Sequence[int] | Tensor) -> Targets:
+    """Cut whole sequences out: ``indices`` count within ``targets``, in any order."""
+    changes = {
+        field.name: select_sequences(getattr(targets, field.name), targets.cu_seqlens, indices)
+        for field in fields(targets)
+        if field.name != "cu_seqlens"
+    }
+    return replace(targets, cu_seqlens=select_cu_seqlens(targets.cu_seqlens, indices), **changes)
+
+
+def to_device(targets: Targets, device: torch.device | str) -> Targets:
+    """The same targets on ``device``."""
+    return replace(
+        targets,
+        **{field.name: getattr(targets, field.name).to(device) for field in fields(targets)},
+    )
+
+
+def policy_targets(
+    experience: Experience, indices: Sequence[int] | Tensor, actor: ActorConfig, seed: int = 0
+) -> PolicyTargets:
+    """Targets of one mini-batch.
+
+    A token whose ``loss_weight_T`` is 0 (rejected) leaves the mask, and so the normalisers.
+
+    Args:
+        experience: the whole batch.
+        indices: the mini-batch's sequences, counted within the batch.
+        actor: loss mode and aggregation.
+        seed: of Clip-Cov's random choice.
+
+    Returns:
+        PolicyTargets on the experience's device, float32.
+    """
+    measured = experience.measured
+    full_cu_seqlens = measured.batch.cu_seqlens
+
+    def cut(x_T: Tensor) -> Tensor:
+        return select_sequences(x_T, full_cu_seqlens, indices).float()
+
+    cu_seqlens = select_cu_seqlens(full_cu_seqlens, indices)
+    importance_T = cut(experience.loss_weight_T)
+    mask_T = cut(measured.batch.response_mask_T) * (importance_T != 0)
+    logprobs_T, advantages_T = cut(measured.logprobs_T), cut(experience.advantages_T)
+    loss = actor.policy_loss
+    selected_T = torch.zeros_like(mask_T)
+    if loss.loss_mode in ("clip_cov", "kl_cov"):
+        cov_T = covariance(logprobs_T, advantages_T, mask_T)
+        if loss.loss_mode == "clip_cov":
+            selected_T = covariance_band(
+                cov_T, mask_T, loss.clip_cov_ratio, loss.clip_cov_lb, loss.clip_cov_ub, seed
+            )
+        else:
+            selected_T = covariance_top(cov_T, mask_T, loss.kl_cov_ratio)
+    mode = "seq-mean-token-mean" if loss.loss_mode in SEQUENCE_LOSSES else actor.loss_agg_mode
+    scale = actor.loss_scale_factor or _longest_response(experience)
+    return PolicyTargets(
+        cu_seqlens=cu_seqlens,
+        mask_T=mask_T,
+        weight_T=aggregation_weights_T(mask_T, cu_seqlens, mode, scale),
+        importance_T=importance_T,
+        metric_weight_T=aggregation_weights_T(mask_T, cu_seqlens, "token-mean"),
+        old_logprobs_T=logprobs_T,
+        ref_logprobs_T=cut(measured.ref_logprobs_T),
+        advantages_T=advantages_T,
+        selected_T=selected_T,
+    )
+
+
+def value_targets(
+    experience: Experience, indices: Sequence[int] | Tensor, critic: CriticConfig
+) -> ValueTargets:
+    """Targets of one mini-batch for the critic; arguments as in :func:`policy_targets`."""
+    measured = experience.measured
+    full_cu_seqlens = measured.batch.cu_seqlens
+
+    def cut(x_T: Tensor) -> Tensor:
+        return select_sequences(x_T, full_cu_seqlens, indices).float()
+
+    cu_seqlens = select_cu_seqlens(full_cu_seqlens, indices)
+    mask_T = cut(measured.batch.response_mask_T) * (cut(experience.loss_weight_T) != 0)
+    scale = _longest_response(experience)
+    return ValueTargets(
+        cu_seqlens=cu_seqlens,
+        mask_T=mask_T,
+        weight_T=aggregation_weights_T(mask_T, cu_seqlens, critic.loss_agg_mode, scale),
+        metric_weight_T=aggregation_weights_T(mask_T, cu_seqlens, "token-mean"),
+        old_values_T=cut(measured.values_T),
+        returns_T=cut(experience.returns_T),
+    )
+
+
+def _longest_response(experience: Experience) -> float:
+    """Response tokens of the batch's longest response, at least 1."""
+    batch = experience.measured.batch
+    length_B = sequence_sum(batch.response_mask_T, batch.cu_seqlens)
+    return max(float(length_B.max()), 1.0) if len(length_B) else 1.0
+
+
+def policy_objective(
+    logprobs_T: Tensor,
+    entropy_T: Tensor,
+    targets: PolicyTargets,
+    actor: ActorConfig,
+    full_kl_T: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The actor's loss on one micro-batch.
+
+    ``sum_t w_t (importance_t pg_t - entropy_coeff H_t + kl_loss_coef kl_t)``
+
+    Args:
+        logprobs_T: the policy's log-probabilities now, float ``[T]``; anything outside the mask.
+        entropy_T: its entropy (nats), float ``[T]``; anything outside the mask.
+        targets: of these sequences.
+        actor: loss mode and coefficients.
+        full_kl_T: KL over the whole vocabulary, where ``kl_loss_type`` is ``full``.
+
+    Returns:
+        Scalar loss, joined to the graph even where no token is masked in; and detached scalar
+        sums under their metric names. Over a mini-batch's micro-batches and data-parallel ranks
+        both add up to the mini-batch's loss and metrics.
+    """
+    inside_T = targets.mask_T > 0
+    logprobs_T = torch.where(inside_T, logprobs_T.float(), 0.0)
+    entropy_T = torch.where(inside_T, entropy_T.float(), 0.0)
+    ratio_T, log_ratio_T = importance_ratio(logprobs_T, targets.old_logprobs_T)
+    pg_T, clipped_T, bounded_T = _policy_loss(logprobs_T, ratio_T, log_ratio_T, targets, actor)
+    pg_loss = (targets.weight_T * targets.importance_T * pg_T).sum()
+    entropy = (targets.weight_T * entropy_T).sum()
+    loss = pg_loss
+    if actor.entropy_coeff:
+        loss = loss - actor.entropy_coeff * entropy
+
+    def mean(x_T: Tensor) -> Tensor:
+        return (targets.metric_weight_T * x_T).sum().detach()
+
+    stats = {
+        "actor/pg_loss": pg_loss.detach(),
+        "actor/entropy": entropy.detach(),
+        "actor/pg_clipfrac": mean(clipped_T),
+        "actor/pg_clipfrac_lower": mean(bounded_T),
+        "actor/ppo_kl": mean(-log_ratio_T),
+        "policy/approxkl_avg": mean(0.5 * log_ratio_T.square()),
+        "policy/clipfrac_avg": mean(clipped_T),
+        "policy/entropy_avg": mean(entropy_T),
+        "loss/policy_avg": pg_loss.detach(),
+        "val/ratio": mean(ratio_T),
+    }
+    if actor.use_kl_loss:
+        if full_kl_T is not None:
+            full_kl_T = torch.where(inside_T, full_kl_T.float(), 0.0)
+        kl_T = kl_estimate(logprobs_T, targets.ref_logprobs_T, actor.kl_loss_type, full_kl_T)
+        kl_loss = (targets.weight_T * kl_T).sum()
+        loss = loss + actor.kl_loss_coef * kl_loss
+        stats["actor/kl_loss"] = kl_loss.detach()
+    return loss, stats
+
+
+def _policy_loss(
+    logprobs_T: Tensor,
+    ratio_T: Tensor,
+    log_ratio_T: Tensor,
+    targets: PolicyTargets,
+    actor: ActorConfig,
+) -> Loss:
+    """The token losses of ``actor.policy_loss.loss_mode``."""
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+    advantages_T, loss = targets.advantages_T, actor.policy_loss
+    match loss.loss_mode:
+        case "vanilla":
+            return clipped_surrogate(ratio_T, advantages_T, low, high, actor.clip_ratio_c)
+        case "gspo" | "gmpo":
+            formula = gspo if loss.loss_mode == "gspo" else gmpo
+            old_T, mask_T, cu_seqlens = targets.old_logprobs_T, targets.mask_T, targets.cu_seqlens
+            return formula(logprobs_T, old_T, advantages_T, mask_T, cu_seqlens, low, high)
+        case "cispo":
+            return cispo(logprobs_T, ratio_T, advantages_T, low, high)
+        case "sapo":
+            return sapo(ratio_T, advantages_T, loss.tau_pos, loss.tau_neg)
+        case "clip_cov":
+            return clip_cov(ratio_T, advantages_T, targets.selected_T, low, high)
+        case "kl_cov":
+            coef = loss.ppo_kl_coef
+            return kl_cov(ratio_T, log_ratio_T, advantages_T, targets.selected_T, coef)
+        case "gpg":
+            return policy_gradient(logprobs_T, advantages_T)
+        case "plain":
+            return plain_surrogate(ratio_T, advantages_T)
+
+
+def value_objective(
+    values_T: Tensor, targets: ValueTargets, critic: CriticConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's loss on one micro-batch: ``value_loss_coef sum_t w_t vf_t``.
+
+    Args:
+        values_T: the critic's values now, float ``[T]``; anything outside the mask.
+        targets: of these sequences.
+        critic: clip range and coefficient.
+
+    Returns:
+        As :func:`policy_objective`; the metrics are of the loss without its coefficient.
+    """
+    values_T = torch.where(targets.mask_T > 0, values_T.float(), 0.0)
+    vf_T, clipped_T = value_loss(
+        values_T, targets.old_values_T, targets.returns_T, critic.cliprange_value
+    )
+    vf_loss = (targets.weight_T * vf_T).sum()
+
+    def mean(x_T: Tensor) -> Tensor:
+        return (targets.metric_weight_T * x_T).sum().detach()
+
+    stats = {
+        "critic/vf_loss": vf_loss.detach(),
+        "critic/vf_clipfrac": mean(clipped_T),
+        "critic/vpred_mean": mean(values_T),
+        "loss/value_avg": vf_loss.detach(),
+        "val/clipfrac_avg": mean(clipped_T),
+    }
+    return critic.value_loss_coef * vf_loss, stats
+
+
+def update_metrics(mini_batches: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One number per metric from the sums of each mini-batch of an update: their mean.
+
+    ``val/ratio_var`` is the variance (unbiased) of ``val/ratio`` over the mini-batches, as TRL
+    reports it; 0 for a single one.
+
+    Args:
+        mini_batches: each mini-batch's statistics, summed over micro-batches and ranks.
+
+    Returns:
+        Metric name to number; empty where there was no mini-batch.
+    """
+    if not mini_batches:
+        return {}
+    count = len(mini_batches)
+    metrics = {name: sum(m[name] for m in mini_batches) / count for name in mini_batches[0]}
+    if "val/ratio" in metrics:
+        squares = sum((m["val/ratio"] - metrics["val/ratio"]) ** 2 for m in mini_batches)
+        metrics["val/ratio_var"] = squares / max(count - 1, 1)
+    return metrics
