@@ -40,7 +40,7 @@ from mppo.batch import Experience
 from mppo.config.schema import ActorConfig, CriticConfig
 
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
-"""Losses that are defined with seq-mean-token-mean, whatever ``loss_agg_mode`` says (as in verl)."""
+"""Losses defined with seq-mean-token-mean, whatever ``loss_agg_mode`` says (as in verl)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,135 @@
+"""Critic-free advantages: one number per response, from the scores of its group.
+
+A group is the set of responses to one prompt. Shapes: ``B`` responses. ``group_B`` holds any
+integers; equal ones are one group, in any order. A group of one has no baseline to subtract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """``index_B``: each response's group number; ``size_B``: how many responses it has."""
+
+    index_B: Tensor
+    size_B: Tensor
+    count: int
+
+    def sum(self, x_B: Tensor) -> Tensor:
+        """Sum over the group, given to each member: float ``[B]``."""
+        return x_B.new_zeros(self.count).index_add(0, self.index_B, x_B)[self.index_B]
+
+    def mean(self, x_B: Tensor) -> Tensor:
+        """Mean over the group, 0 for a group of one: float ``[B]``."""
+        return torch.where(self.size_B > 1, self.sum(x_B) / self.size_B, 0.0)
+
+
+def _groups(group_B: Tensor, like_B: Tensor) -> _Groups:
+    _, index_B, counts = torch.unique(group_B, return_inverse=True, return_counts=True)
+    return _Groups(index_B, counts[index_B].to(like_B.dtype), len(counts))
+
+
+def group_mean(scores_B: Tensor, group_B: Tensor) -> Tensor:
+    """Mean score of each response's group, 0 for a group of one: float ``[B]``."""
+    return _groups(group_B, scores_B).mean(scores_B)
+
+
+def group_std(scores_B: Tensor, group_B: Tensor) -> Tensor:
+    """Unbiased standard deviation of each response's group, 1 for a group of one: ``[B]``."""
+    groups = _groups(group_B, scores_B)
+    squares_B = (scores_B - groups.mean(scores_B)).square()
+    std_B = (groups.sum(squares_B) / (groups.size_B - 1).clamp(min=1.0)).sqrt()
+    return torch.where(groups.size_B > 1, std_B, 1.0)
+
+
+def grpo(scores_B: Tensor, group_B: Tensor, by_std: bool, eps: float = 1e-6) -> Tensor:
+    """``(R - mean) / (std + eps)``, or ``R - mean`` (Dr. GRPO). Group of one: mean 0, std 1.
+
+    Args:
+        scores_B: float ``[B]``.
+        group_B: int64 ``[B]``.
+        by_std: divide by the group's unbiased standard deviation.
+        eps: keeps a group of equal scores finite (and 0).
+
+    Returns:
+        float ``[B]``.
+
+    Source: https://arxiv.org/abs/2402.03300; Dr. GRPO https://arxiv.org/abs/2503.20783; verl
+    ``compute_grpo_outcome_advantage``.
+    """
+    centered_B = scores_B - group_mean(scores_B, group_B)
+    return centered_B / (group_std(scores_B, group_B) + eps) if by_std else centered_B
+
+
+def rloo(scores_B: Tensor, group_B: Tensor) -> Tensor:
+    """``R - mean of the others = n / (n - 1) (R - mean)``. Group of one: ``R``.
+
+    Source: https://arxiv.org/abs/2402.14740; verl ``compute_rloo_outcome_advantage``.
+    """
+    size_B = _groups(group_B, scores_B).size_B
+    factor_B = torch.where(size_B > 1, size_B / (size_B - 1).clamp(min=1.0), 1.0)
+    return factor_B * (scores_B - group_mean(scores_B, group_B))
+
+
+def rloo_vectorized(scores_B: Tensor, group_B: Tensor) -> Tensor:
+    """``(n R - sum) / (n - 1)``, equal to :func:`rloo`, but 0 for a group of one.
+
+    Source: verl ``compute_rloo_vectorized_outcome_advantage``.
+    """
+    size_B = _groups(group_B, scores_B).size_B
+    return torch.where(size_B > 1, rloo(scores_B, group_B), 0.0)
+
+
+def mean_baseline(scores_B: Tensor, group_B: Tensor) -> Tensor:
+    """``R - mean`` (REINFORCE++-baseline, before its whitening). Group of one: ``R``.
+
+    Source: https://arxiv.org/abs/2501.03262; verl
+    ``compute_reinforce_plus_plus_baseline_outcome_advantage``.
+    """
+    return scores_B - group_mean(scores_B, group_B)
+
+
+def opo(scores_B: Tensor, group_B: Tensor, length_B: Tensor) -> Tensor:
+    """``R - sum(n_i R_i) / sum(n_i)``, weighted by length. Group of one: ``R``.
+
+    Args:
+        scores_B: float ``[B]``.
+        group_B: int64 ``[B]``.
+        length_B: response tokens, float ``[B]``; a group of empty responses has baseline 0.
+
+    Source: https://arxiv.org/abs/2505.23585; verl ``compute_opo_outcome_advantage``.
+    """
+    groups = _groups(group_B, scores_B)
+    baseline_B = groups.sum(length_B * scores_B) / groups.sum(length_B).clamp(min=1.0)
+    return scores_B - torch.where(groups.size_B > 1, baseline_B, 0.0)
+
+
+def gpg(scores_B: Tensor, group_B: Tensor, f_norm: float = 1.0) -> Tensor:
+    """``alpha (R - mean) / f_norm``, ``alpha`` = responses / responses of nonzero score.
+
+    Source: https://arxiv.org/abs/2504.02546; verl ``compute_gpg_outcome_advantage``.
+    """
+    alpha = len(scores_B) / (scores_B != 0).sum().clamp(min=1)
+    return alpha * mean_baseline(scores_B, group_B) / f_norm
+
+
+OUTCOME_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
+    "grpo": lambda scores_B, group_B, length_B, by_std: grpo(scores_B, group_B, by_std),
+    "dr_grpo": lambda scores_B, group_B, length_B, by_std: grpo(scores_B, group_B, False),
+    "rloo": lambda scores_B, group_B, length_B, by_std: rloo(scores_B, group_B),
+    "rloo_vectorized": lambda scores_B, group_B, length_B, by_std: rloo_vectorized(
+        scores_B, group_B
+    ),
+    "reinforce_plus_plus_baseline": lambda scores_B, group_B, length_B, by_std: mean_baseline(
+        scores_B, group_B
+    ),
+    "opo": lambda scores_B, group_B, length_B, by_std: opo(scores_B, group_B, length_B),
+    "gpg": lambda scores_B, group_B, length_B, by_std: gpg(scores_B, group_B),
+}
+"""Estimators by recipe name: ``(scores_B, group_B, response length_B, by_std) -> advantage_B``."""

@@ -1,0 +1,53 @@
+"""The coefficient of the KL penalty in the reward, fixed or following a target."""
+
+from __future__ import annotations
+
+
+def adapted_coefficient(
+    coef: float, current_kl: float, target_kl: float, num_sequences: int, horizon: int
+) -> float:
+    """``coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)``.
+
+    Args:
+        coef: the coefficient now.
+        current_kl: the batch's KL (nats).
+        target_kl: the KL aimed at (nats).
+        num_sequences: ``n``, sequences since the last call.
+        horizon: sequences over which to move.
+
+    Source: https://arxiv.org/abs/1909.08593; verl ``AdaptiveKLController``.
+    """
+    error = min(max(current_kl / target_kl - 1.0, -0.2), 0.2)
+    return coef * (1.0 + error * num_sequences / horizon)
+
+
+class KLController:
+    """Holds the coefficient between steps.
+
+    Args:
+        kind: ``fixed`` or ``adaptive``.
+        kl_coef: the (initial) coefficient.
+        target_kl: the KL aimed at (nats), for ``adaptive``.
+        horizon: sequences over which to move, for ``adaptive``.
+    """
+
+    def __init__(self, kind: str, kl_coef: float, target_kl: float, horizon: int) -> None:
+        self.kind = kind
+        self.value = kl_coef
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, num_sequences: int) -> None:
+        """Move towards the target; nothing where the controller is fixed."""
+        if self.kind == "adaptive":
+            self.value = adapted_coefficient(
+                self.value, current_kl, self.target_kl, num_sequences, self.horizon
+            )
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run needs: the coefficient."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take a saved coefficient; target and horizon stay the recipe's."""
+        self.value = float(state["value"])

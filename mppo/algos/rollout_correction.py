@@ -1,0 +1,226 @@
+"""Weights and rejections for the gap between the engine's probabilities and the actor's.
+
+``d_t = log pi_actor(old) - log pi_engine`` of each response token. Everything here is detached:
+the weights change the measure, not the objective. ``B`` sequences, ``T`` tokens.
+
+Source: verl ``rollout_corr_helper``; IcePop https://ringtech.notion.site/icepop;
+truncated importance sampling https://fengyao.notion.site/off-policy-rl.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mppo.algos.masked import masked_mean, sequence_mean, sequence_sum, spread
+
+LOG_RATIO_LIMIT = 20.0
+
+
+def importance_weights(
+    log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str
+) -> Tensor:
+    """``exp(d_t)``, or ``exp(sum_t d_t)`` of the sequence; the exponent is held within +-20.
+
+    Args:
+        log_ratio_T: ``d``, float ``[T]``.
+        mask_T: float ``[T]``.
+        cu_seqlens: int64 ``[B + 1]``.
+        level: ``token`` or ``sequence``.
+
+    Returns:
+        float ``[T]``, 0 outside the mask.
+
+    Raises:
+        ValueError: another level.
+    """
+    if level == "token":
+        exponent_T = log_ratio_T
+    elif level == "sequence":
+        exponent_T = spread(sequence_sum(log_ratio_T * mask_T, cu_seqlens), cu_seqlens)
+    else:
+        raise ValueError(f"rollout_is: unknown level {level!r}; use token or sequence")
+    weight_T = exponent_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return torch.where(mask_T > 0, weight_T, 0.0)
+
+
+def truncate_weights(weight_T: Tensor, upper: float, lower: float | None = None) -> Tensor:
+    """Truncated importance sampling: ``min(w, upper)``, and ``max(., lower)`` where given.
+
+    A weight of 0 (outside the mask) stays 0.
+    """
+    held_T = weight_T.clamp(min=lower, max=upper)
+    return torch.where(weight_T > 0, held_T, 0.0)
+
+
+def mask_weights(weight_T: Tensor, upper: float, lower: float) -> Tensor:
+    """IcePop: ``w`` within ``[lower, upper]``, 0 outside it."""
+    return torch.where((weight_T >= lower) & (weight_T <= upper), weight_T, 0.0)
+
+
+def normalize_weights(weight_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str) -> Tensor:
+    """Divide by the batch's mean weight: over tokens, or over sequences (``level``).
+
+    Returns:
+        float ``[T]``; unchanged where every weight is 0.
+    """
+    if level == "token":
+        mean = masked_mean(weight_T, mask_T)
+    else:
+        present_B = (sequence_sum(mask_T, cu_seqlens) > 0).to(weight_T.dtype)
+        mean = masked_mean(sequence_mean(weight_T, mask_T, cu_seqlens), present_B)
+    return weight_T / torch.where(mean > 0, mean, 1.0)
+
+
+def rejection_mask(
+    log_ratio_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    kind: str,
+    upper: float,
+    lower: float | None,
+) -> Tensor:
+    """1 on the tokens kept: those whose divergence lies within the threshold.
+
+    ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d`` (0 where engine and actor agree), of the
+    token (``token_*``), or summed, averaged or maximised over the sequence (``seq_sum_*``,
+    ``seq_mean_*``, ``seq_max_*``), which then stands or falls as one. ``geometric`` is
+    ``seq_mean_k1``. k1 is kept within ``[log lower, log upper]``: the thresholds are ratios;
+    ``seq_max_k1`` looks at the largest ``k1`` and the smallest. k2 and k3 are kept up to
+    ``upper``.
+
+    Args:
+        log_ratio_T: ``d``, float ``[T]``.
+        mask_T: float ``[T]``.
+        cu_seqlens: int64 ``[B + 1]``.
+        kind: see above.
+        upper: threshold.
+        lower: k1's lower ratio; None takes ``1 / upper``.
+
+    Returns:
+        float ``[T]``, 0 outside the mask.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    name = "seq_mean_k1" if kind == "geometric" else kind
+    level, _, divergence = name.rpartition("_")
+    d_T = torch.where(mask_T > 0, log_ratio_T, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    divergences = {"k1": -d_T, "k2": 0.5 * d_T.square(), "k3": torch.expm1(d_T) - d_T}
+    if divergence not in divergences or level not in ("token", "seq_sum", "seq_mean", "seq_max"):
+        raise ValueError(
+            f"rollout_rs: unknown kind {kind!r}; use geometric, or token, seq_sum, seq_mean or "
+            "seq_max with _k1, _k2 or _k3"
+        )
+    stat_T = divergences[divergence]
+    high, low = upper, -math.inf
+    if divergence == "k1":
+        high, low = math.log(upper), math.log(1.0 / upper if lower is None else lower)
+    if level == "token":
+        kept_T = (stat_T >= low) & (stat_T <= high)
+    else:
+        top_B, bottom_B = _over_sequences(stat_T, mask_T, cu_seqlens, level)
+        kept_T = spread((bottom_B >= low) & (top_B <= high), cu_seqlens)
+    return mask_T * kept_T
+
+
+def _over_sequences(
+    stat_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str
+) -> tuple[Tensor, Tensor]:
+    """The statistic's largest and smallest over each sequence (equal for sum and mean)."""
+    if level == "seq_max":
+        top_T = torch.where(mask_T > 0, stat_T, -torch.inf)
+        bottom_T = torch.where(mask_T > 0, stat_T, torch.inf)
+        return (
+            torch.segment_reduce(top_T, "max", offsets=cu_seqlens),
+            torch.segment_reduce(bottom_T, "min", offsets=cu_seqlens),
+        )
+    if level == "seq_sum":
+        total_B = sequence_sum(stat_T * mask_T, cu_seqlens)
+    else:
+        total_B = sequence_mean(stat_T, mask_T, cu_seqlens)
+    return total_B, total_B
+
+
+def veto_mask(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, threshold: float) -> Tensor:
+    """0 on every token of a sequence that has one with ``exp(d) < threshold``.
+
+    Args:
+        log_ratio_T: ``d``, float ``[T]``.
+        mask_T: float ``[T]``.
+        cu_seqlens: int64 ``[B + 1]``.
+        threshold: such as 1e-4.
+
+    Returns:
+        float ``[T]``: ``mask_T`` without the vetoed sequences.
+    """
+    catastrophic_T = (log_ratio_T < math.log(threshold)) & (mask_T > 0)
+    vetoed_B = sequence_sum(catastrophic_T.to(mask_T.dtype), cu_seqlens) > 0
+    return mask_T * (~spread(vetoed_B, cu_seqlens))
+
+
+def mismatch_metrics(
+    logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor
+) -> dict[str, float]:
+    """How far the engine's probabilities lie from the actor's: verl's ``rollout_corr/*``.
+
+    ``kl`` is ``mean(log engine - log actor)``, ``k3_kl`` its low-variance form; ``*_ppl`` the
+    mean over sequences of ``exp(-mean log p)``; ``log_ppl_diff`` the mean over sequences of
+    ``mean log engine - mean log actor``; ``chi2_token`` ``mean(w^2) - 1``, ``chi2_seq`` the same
+    with the sequences' weights.
+    """
+    d_T = torch.where(mask_T > 0, logprobs_T - rollout_logprobs_T, 0.0).double()
+    mask_T = mask_T.double()
+    clamped_T = d_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    present_B = (sequence_sum(mask_T, cu_seqlens) > 0).double()
+
+    def over_sequences(x_B: Tensor) -> float:
+        return masked_mean(x_B, present_B).item()
+
+    train_B = sequence_mean(logprobs_T.double(), mask_T, cu_seqlens)
+    rollout_B = sequence_mean(rollout_logprobs_T.double(), mask_T, cu_seqlens)
+    log_ppl_diff_B = rollout_B - train_B
+    sum_B = sequence_sum(d_T, cu_seqlens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    probs_diff_T = (
+        torch.where(mask_T > 0, logprobs_T.double().exp() - rollout_logprobs_T.double().exp(), 0.0)
+    ).abs()
+    limit = LOG_RATIO_LIMIT
+    return {
+        "rollout_corr/kl": masked_mean(-d_T, mask_T).item(),
+        "rollout_corr/k3_kl": masked_mean(torch.expm1(clamped_T) - clamped_T, mask_T).item(),
+        "rollout_corr/training_ppl": over_sequences((-train_B).clamp(max=limit).exp()),
+        "rollout_corr/rollout_ppl": over_sequences((-rollout_B).clamp(max=limit).exp()),
+        "rollout_corr/log_ppl_diff": over_sequences(log_ppl_diff_B),
+        "rollout_corr/log_ppl_abs_diff": over_sequences(log_ppl_diff_B.abs()),
+        "rollout_corr/ppl_ratio": over_sequences(log_ppl_diff_B.clamp(-limit, limit).exp()),
+        "rollout_corr/chi2_token": masked_mean((2 * clamped_T).exp() - 1, mask_T).item()
+        if mask_T.any()
+        else 0.0,
+        "rollout_corr/chi2_seq": over_sequences((2 * sum_B).exp() - 1),
+        "training/rollout_probs_diff_max": probs_diff_T.max().item() if len(d_T) else 0.0,
+        "training/rollout_probs_diff_mean": masked_mean(probs_diff_T, mask_T).item(),
+        "training/rollout_logprobs_abs_diff": masked_mean(d_T.abs(), mask_T).item(),
+    }
+
+
+def weight_metrics(weight_T: Tensor, mask_T: Tensor) -> dict[str, float]:
+    """``rollout_corr/rollout_is_*`` of the weights: mean, max, min, std, effective sample size.
+
+    ``eff_sample_size = mean(w)^2 / mean(w^2)``, 1 where all weights are equal; and the share of
+    tokens whose weight is 0.
+    """
+    inside = weight_T[mask_T > 0].double()
+    if len(inside) == 0:
+        inside = weight_T.new_zeros(1).double()
+    mean, mean_square = inside.mean(), inside.square().mean()
+    size = mean.square() / mean_square if mean_square > 0 else mean
+    return {
+        "rollout_corr/rollout_is_mean": mean.item(),
+        "rollout_corr/rollout_is_max": inside.max().item(),
+        "rollout_corr/rollout_is_min": inside.min().item(),
+        "rollout_corr/rollout_is_std": inside.std(correction=0).item(),
+        "rollout_corr/rollout_is_eff_sample_size": size.item(),
+        "rollout_corr/rollout_masked_fraction": (inside == 0).double().mean().item(),
+    }

@@ -1,0 +1,224 @@
+"""From what the models measured to what the update trains on.
+
+Pure, on CPU tensors; every rank runs it on the same batch and gets the same Experience.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mppo.algos.advantages import gae, length_adaptive_lambda, reward_to_go
+from mppo.algos.group_baselines import OUTCOME_ESTIMATORS
+from mppo.algos.kl import kl_estimate
+from mppo.algos.kl_controller import KLController
+from mppo.algos.masked import masked_whiten, place_at_last, sequence_mean, sequence_sum, spread
+from mppo.algos.rollout_correction import (
+    importance_weights,
+    mask_weights,
+    normalize_weights,
+    rejection_mask,
+    truncate_weights,
+    veto_mask,
+)
+from mppo.batch import Experience, Measured
+from mppo.config.schema import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
+from mppo.experience_metrics import experience_metrics
+
+__all__ = [
+    "KLController",
+    "correction_weights",
+    "current_kl",
+    "estimate",
+    "experience_metrics",
+    "kl_controller",
+    "needs_critic",
+    "needs_greedy_baseline",
+    "reward_kl",
+]
+
+WHITENED_BY_DEFAULT = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators whose advantages verl whitens over the batch."""
+
+
+def needs_critic(algorithm: AlgorithmConfig) -> bool:
+    """Whether the estimator reads values: only gae does."""
+    return algorithm.adv_estimator == "gae"
+
+
+def needs_greedy_baseline(algorithm: AlgorithmConfig) -> bool:
+    """Whether the estimator needs the score of a greedy response to each prompt (remax)."""
+    return algorithm.adv_estimator == "remax"
+
+
+def kl_controller(config: KLControlConfig) -> KLController:
+    """The controller a recipe asks for."""
+    return KLController(config.type, config.kl_coef, config.target_kl, config.horizon)
+
+
+def reward_kl(
+    measured: Measured, algorithm: AlgorithmConfig, full_kl_T: Tensor | None = None
+) -> Tensor:
+    """Per-token KL between actor and reference, as ``algorithm.kl_penalty`` says: float ``[T]``.
+
+    Args:
+        measured: the measured batch.
+        algorithm: names the KL.
+        full_kl_T: needed for ``kl_penalty: full``.
+    """
+    kl_T = kl_estimate(
+        measured.logprobs_T, measured.ref_logprobs_T, algorithm.kl_penalty, full_kl_T
+    )
+    return torch.where(measured.batch.response_mask_T > 0, kl_T, 0.0)
+
+
+def current_kl(
+    measured: Measured, algorithm: AlgorithmConfig, full_kl_T: Tensor | None = None
+) -> float:
+    """What the KL controller is told: mean over sequences of the mean over tokens (verl)."""
+    batch = measured.batch
+    kl_T = reward_kl(measured, algorithm, full_kl_T)
+    kl_B = sequence_mean(kl_T, batch.response_mask_T, batch.cu_seqlens)
+    return kl_B.mean().item() if len(kl_B) else 0.0
+
+
+def estimate(
+    measured: Measured,
+    algorithm: AlgorithmConfig,
+    kl_coef: float,
+    *,
+    baseline_scores_B: Tensor | None = None,
+    full_kl_T: Tensor | None = None,
+) -> Experience:
+    """Rewards, advantages, returns and loss weights of a batch.
+
+    Args:
+        measured: the batch with log-probabilities and values.
+        algorithm: estimator, whitening, KL in the reward, rollout correction.
+        kl_coef: coefficient of the KL in the reward now (the controller's).
+        baseline_scores_B: float32 ``[B]``, the score of a greedy response to the same prompt;
+            needed for ``remax``.
+        full_kl_T: float32 ``[T]``, KL over the vocabulary; needed for ``kl_penalty: full``.
+
+    Returns:
+        Experience. With ``bypass_mode`` its measured log-probabilities are the engine's.
+
+    Raises:
+        ValueError: something needed was not given.
+    """
+    batch = measured.batch
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    penalty_T = torch.zeros_like(mask_T)
+    if algorithm.use_kl_in_reward:
+        penalty_T = -kl_coef * reward_kl(measured, algorithm, full_kl_T)
+    rewards_T = penalty_T + place_at_last(batch.scores_B, mask_T, cu_seqlens)
+    shaped_T = rewards_T
+    if algorithm.whiten_rewards:
+        shaped_T = masked_whiten(rewards_T, mask_T, shift_mean=False)
+    if needs_critic(algorithm):
+        advantages_T, returns_T = _gae_advantages(measured, algorithm, shaped_T)
+    elif algorithm.adv_estimator in ("reinforce_plus_plus", "remax"):
+        returns_T = reward_to_go(shaped_T, mask_T, cu_seqlens, _return_gamma(algorithm))
+        advantages_T = returns_T
+        if needs_greedy_baseline(algorithm):
+            if baseline_scores_B is None:
+                raise ValueError(
+                    "adv_estimator 'remax' needs baseline_scores_B: the score of a greedy "
+                    "response to each prompt"
+                )
+            baseline_B = baseline_scores_B.to(returns_T.dtype)
+            advantages_T = (returns_T - spread(baseline_B, cu_seqlens)) * mask_T
+    else:
+        outcome_B = batch.scores_B + sequence_sum(penalty_T, cu_seqlens)
+        if algorithm.whiten_rewards:
+            outcome_B = sequence_sum(shaped_T, cu_seqlens)
+        formula = OUTCOME_ESTIMATORS[algorithm.adv_estimator]
+        length_B = sequence_sum(mask_T, cu_seqlens)
+        by_std = algorithm.norm_adv_by_std_in_grpo
+        advantage_B = formula(outcome_B, batch.group_B, length_B, by_std)
+        advantages_T = spread(advantage_B, cu_seqlens) * mask_T
+        returns_T = advantages_T
+    whiten = algorithm.whiten_advantages
+    if whiten is None:
+        whiten = algorithm.adv_estimator in WHITENED_BY_DEFAULT
+    if whiten:
+        advantages_T = masked_whiten(advantages_T, mask_T)
+    correction = algorithm.rollout_correction
+    weight_T = correction_weights(measured, correction)
+    if correction.bypass_mode:
+        measured = replace(measured, logprobs_T=batch.rollout_logprobs_T)
+    return Experience(measured, rewards_T, advantages_T, returns_T, weight_T)
+
+
+def _return_gamma(algorithm: AlgorithmConfig) -> float:
+    """ReMax's reward-to-go is not discounted (verl); REINFORCE++'s is."""
+    return 1.0 if needs_greedy_baseline(algorithm) else algorithm.gamma
+
+
+def _gae_advantages(
+    measured: Measured, algorithm: AlgorithmConfig, rewards_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """GAE, with its own lambda for the value's target where one is asked for."""
+    batch = measured.batch
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    values_T = torch.where(mask_T > 0, measured.values_T, 0.0)
+    lam: float | Tensor = algorithm.lam
+    if algorithm.lam_length_adaptive_alpha is not None:
+        length_B = sequence_sum(mask_T, cu_seqlens)
+        lam = length_adaptive_lambda(length_B, algorithm.lam_length_adaptive_alpha)
+    advantages_T = gae(rewards_T, values_T, mask_T, cu_seqlens, algorithm.gamma, lam)
+    value_advantages_T = advantages_T
+    if algorithm.lam_value is not None:
+        value_advantages_T = gae(
+            rewards_T, values_T, mask_T, cu_seqlens, algorithm.gamma, algorithm.lam_value
+        )
+    return advantages_T, value_advantages_T + values_T
+
+
+def correction_weights(measured: Measured, correction: RolloutCorrectionConfig) -> Tensor:
+    """``loss_weight_T``: the response mask times importance weights, 0 where rejected.
+
+    Args:
+        measured: log-probabilities of actor and engine.
+        correction: what to do about their gap.
+
+    Returns:
+        float32 ``[T]``.
+
+    Raises:
+        ValueError: ``bypass_mode`` with importance weights: the policy's ratio, taken against the
+            engine, already is that weight.
+    """
+    batch = measured.batch
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    log_ratio_T = measured.logprobs_T - batch.rollout_logprobs_T
+    weight_T = mask_T.clone()
+    if correction.rollout_is != "off":
+        if correction.bypass_mode:
+            raise ValueError(
+                f"rollout_correction.rollout_is={correction.rollout_is!r} with bypass_mode: the "
+                "ratio is then taken against the engine and already corrects; set rollout_is: off"
+            )
+        upper, lower = correction.rollout_is_threshold, correction.rollout_is_lower
+        weight_T = importance_weights(log_ratio_T, mask_T, cu_seqlens, correction.rollout_is)
+        if correction.rollout_is_mode == "mask":
+            weight_T = mask_weights(weight_T, upper, 1.0 / upper if lower is None else lower)
+        else:
+            weight_T = truncate_weights(weight_T, upper, lower)
+        if correction.rollout_is_batch_normalize:
+            weight_T = normalize_weights(weight_T, mask_T, cu_seqlens, correction.rollout_is)
+    if correction.rollout_rs != "off":
+        weight_T = weight_T * rejection_mask(
+            log_ratio_T,
+            mask_T,
+            cu_seqlens,
+            correction.rollout_rs,
+            correction.rollout_rs_threshold,
+            correction.rollout_rs_threshold_lower,
+        )
+    if correction.rollout_token_veto_threshold is not None:
+        threshold = correction.rollout_token_veto_threshold
+        weight_T = weight_T * veto_mask(log_ratio_T, mask_T, cu_seqlens, threshold)
+    return weight_T
