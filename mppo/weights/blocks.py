@@ -1,0 +1,85 @@
+"""A shard as a list of blocks: which stretch of which Hugging Face tensor lies where.
+
+Everything is interval arithmetic along one dimension. A block takes ``length`` rows (or columns)
+from ``start`` of source number ``source``; source ``ZERO`` means zeros (vocabulary padding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+Kind = Literal["copy", "qkv", "gated", "vocab"]
+ZERO = -1
+
+
+@dataclass(frozen=True)
+class Block:
+    """``length`` entries from ``start`` of source tensor number ``source``."""
+
+    source: int
+    start: int
+    length: int
+
+
+def padded_vocab_size(vocab: int, tp: int) -> int:
+    """Smallest multiple of ``tp`` that holds ``vocab`` rows."""
+    return -(-vocab // tp) * tp
+
+
+@lru_cache(maxsize=4096)
+def shard_blocks(
+    kind: Kind, lengths: tuple[int, ...], rank: int, size: int, groups: int = 1, padded: int = 0
+) -> tuple[Block, ...]:
+    """The blocks of one shard, in the order they lie in it.
+
+    Args:
+        kind: ``copy`` one source cut evenly; ``gated`` each source cut evenly, the cuts stacked;
+            ``qkv`` sources interleaved by key-value head, then cut; ``vocab`` padded with zeros,
+            then cut.
+        lengths: length of each source along the sharded dimension.
+        rank: which shard.
+        size: number of shards.
+        groups: number of key-value heads (``qkv`` only).
+        padded: total rows after padding (``vocab`` only).
+
+    Returns:
+        Blocks whose lengths sum to the shard's length.
+
+    Raises:
+        ValueError: the lengths do not divide.
+    """
+    if kind == "gated":
+        return tuple(
+            Block(source, rank * _part(length, size), _part(length, size))
+            for source, length in enumerate(lengths)
+        )
+    if kind == "qkv":
+        parts = [_part(length, groups) for length in lengths]
+        flat = [Block(s, g * part, part) for g in range(groups) for s, part in enumerate(parts)]
+    elif kind == "vocab":
+        if padded < lengths[0]:
+            raise ValueError(f"{padded} rows cannot hold a vocabulary of {lengths[0]}")
+        flat = [Block(0, 0, lengths[0]), Block(ZERO, 0, padded - lengths[0])]
+    else:
+        flat = [Block(0, 0, lengths[0])]
+    share = _part(sum(block.length for block in flat), size)
+    return _cut(flat, rank * share, share)
+
+
+def _part(length: int, size: int) -> int:
+    if length % size:
+        raise ValueError(f"a dimension of {length} cannot be cut into {size} equal parts")
+    return length // size
+
+
+def _cut(flat: list[Block], first: int, length: int) -> tuple[Block, ...]:
+    """The blocks inside ``[first, first + length)`` of the concatenation of ``flat``."""
+    out, position, last = [], 0, first + length
+    for block in flat:
+        begin, end = max(position, first), min(position + block.length, last)
+        if begin < end:
+            out.append(Block(block.source, block.start + begin - position, end - begin))
+        position += block.length
+    return tuple(out)

@@ -1,0 +1,135 @@
+"""Loading a Hugging Face folder into built stages: each rank reads the slices it owns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mppo.parallel.layout import Coordinates, Layout
+from mppo.weights.blocks import ZERO
+from mppo.weights.hf_folder import HFFolder
+from mppo.weights.shape import ModelShape, model_shape
+from mppo.weights.slots import Slot, assert_partition, find_slots
+from mppo.weights.table import parameter_table
+
+ROTARY_BUFFER = re.compile(r"^model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did on this rank.
+
+    Args:
+        parameters: parameters filled.
+        bytes_read: bytes asked of the folder (as stored in the model's dtype).
+        fresh: parameters left as initialised (a value head the folder does not have).
+        extras: tensors of the folder that no rank needs: multi-token-prediction layers, rotary
+            buffers of old checkpoints, a head the role does not use.
+    """
+
+    parameters: int
+    bytes_read: int
+    fresh: tuple[str, ...]
+    extras: tuple[str, ...]
+
+
+def load_hf_weights(
+    folder: str | Path,
+    chunks: Sequence[Any],
+    hf_config: Any,
+    layout: Layout,
+    coordinates: Coordinates,
+) -> LoadReport:
+    """Fill this rank's chunks from a Hugging Face folder, without communication.
+
+    Args:
+        folder: the folder.
+        chunks: this rank's ``GPTModel`` chunks (several under interleaving).
+        hf_config: the folder's transformers config.
+        layout: the role's layout.
+        coordinates: this rank's place in it.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape than config.json says.
+    """
+    source = folder if isinstance(folder, HFFolder) else HFFolder(folder)
+    shape = model_shape(hf_config)
+    table = parameter_table(shape)
+    slots = find_slots(chunks, table, layout, coordinates)
+    assert_partition(chunks, slots)
+    extras = known_extras(source, shape)
+    fresh, filled, bytes_read = [], 0, 0
+    with torch.no_grad():
+        for slot in slots:
+            if slot.entry.row.optional and slot.entry.hf[0] not in source.tensors:
+                fresh.append(slot.entry.name)
+                continue
+            _fill(slot, source, shape.kv_heads)
+            filled += 1
+            bytes_read += slot.tensor.nbytes
+    return LoadReport(filled, bytes_read, tuple(fresh), extras)
+
+
+def _fill(slot: Slot, source: HFFolder, groups: int) -> None:
+    dim, offset = slot.entry.cut_dim, 0
+    _check_shapes(slot, source)
+    for block in slot.blocks(groups):
+        part = slot.tensor.narrow(dim, offset, block.length)
+        if block.source == ZERO:
+            part.zero_()
+        else:
+            source.read_into(part, slot.entry.hf[block.source], dim, block.start)
+        offset += block.length
+
+
+def _check_shapes(slot: Slot, source: HFFolder) -> None:
+    for name, shape in zip(slot.entry.hf, slot.entry.row.shapes):
+        if source.shape(name) != shape:
+            raise ValueError(
+                f"{source.path}: {name} has shape {list(source.shape(name))}, config.json says "
+                f"{list(shape)}; they do not belong together"
+            )
+
+
+def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
+    """The folder's tensors that are rightly not in the table.
+
+    Raises:
+        ValueError: a tensor that is neither in the table nor a known extra, or a table's tensor
+            that the folder lacks.
+    """
+    table = parameter_table(shape)
+    wanted = table.hf_shapes()
+    extras, unknown = [], []
+    heads = {"lm_head.weight", *table.value_entry().hf}
+    for name in source.tensors:
+        if name in wanted:
+            continue
+        known = name in heads or ROTARY_BUFFER.match(name) or is_extra_layer(name, shape)
+        (extras if known else unknown).append(name)
+    if unknown:
+        raise ValueError(
+            f"{source.path}: {len(unknown)} tensors that a {shape.model_type} of "
+            f"{shape.num_layers} layers does not have, such as {sorted(unknown)[0]}; config.json "
+            "and the weights do not belong together"
+        )
+    lost = [name for name in wanted if name not in source.tensors and name != "lm_head.weight"]
+    if lost:
+        raise ValueError(
+            f"{source.path}: {len(lost)} tensors are missing, such as {sorted(lost)[0]}"
+        )
+    return tuple(extras)
+
+
+def is_extra_layer(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor belongs to a multi-token-prediction layer after the decoder."""
+    found = re.match(r"^model\.layers\.(\d+)\.", name)
+    return bool(found) and 0 <= int(found[1]) - shape.num_layers < shape.extra_layers
