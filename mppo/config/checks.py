@@ -1,0 +1,134 @@
+"""Everything about a recipe that takes more than one key, or the model, or the disk, to judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from mppo.config import engine_rules, layout_rules, training_rules
+from mppo.config.errors import ConfigError, Fault
+from mppo.config.file_rules import check_files
+from mppo.config.load import read_recipe, source_name
+from mppo.config.rule import RULES, Case, roles_in_use
+from mppo.config.schema import Recipe
+from mppo.weights.shape import model_shape, rope_parameters
+
+RULE_MODULES = (layout_rules, training_rules, engine_rules)
+"""Importing them fills ``RULES``."""
+
+ReadConfig = Callable[[str], Any]
+"""Model path to its Hugging Face config object; raises ValueError or ConfigError."""
+
+
+def check_recipe(
+    recipe: Recipe,
+    world_size: int,
+    hf_config: Any | None = None,
+    critic_hf_config: Any | None = None,
+    known_faults: Collection[str] = (),
+) -> list[Fault]:
+    """Apply every rule between keys, layouts and models. Touches no file.
+
+    Args:
+        recipe: a valid recipe.
+        world_size: number of ranks.
+        hf_config: the actor's Hugging Face config object; None skips the rules that need it.
+        critic_hf_config: the critic's, where ``critic.path`` names another model.
+        known_faults: keys already found wrong; rules that read one of them stay silent.
+
+    Returns:
+        Every fault, none where all is well.
+    """
+    faults: list[Fault] = []
+    shapes = {}
+    positions = None
+    if hf_config is not None:
+        try:
+            shape = model_shape(hf_config)
+        except ValueError as error:
+            faults.append(_model_fault("model.path", recipe.model.path, error))
+        else:
+            shapes = {role.name: shape for role in roles_in_use(recipe)}
+            positions = _positions(hf_config)
+    if recipe.critic.path is not None:
+        shapes.pop("critic", None)
+        if critic_hf_config is not None:
+            try:
+                shapes["critic"] = model_shape(critic_hf_config)
+            except ValueError as error:
+                faults.append(_model_fault("critic.path", recipe.critic.path, error))
+    case = Case(recipe, world_size, shapes, positions)
+    for keys, function in RULES:
+        if not _touches(keys, known_faults):
+            faults += function(case)
+    return list({(fault.key, fault.why): fault for fault in faults}.values())
+
+
+def load_checked(
+    path: str | Path | None,
+    overrides: Sequence[str],
+    world_size: int,
+    read_hf_config: ReadConfig | None = None,
+    files: bool = True,
+) -> Recipe:
+    """Load a recipe and judge all of it: form, rules, models, files.
+
+    Args:
+        path: YAML file; None starts from the defaults.
+        overrides: ``section.key=value`` settings.
+        world_size: number of ranks.
+        read_hf_config: opens the config of a model path; None leaves models unjudged.
+        files: whether the files must be there (a dry run does without weights and data).
+
+    Returns:
+        The recipe.
+
+    Raises:
+        ConfigError: names every fault at once.
+    """
+    recipe, faults = read_recipe(path, overrides)
+    if recipe is not None:
+        known = {fault.key for fault in faults}
+        found = check_files(recipe) if files else []
+        configs: dict[str, Any] = {}
+        for key, name in (("model.path", recipe.model.path), ("critic.path", recipe.critic.path)):
+            if read_hf_config is None or name is None or key in known | {f.key for f in found}:
+                continue
+            try:
+                configs[key] = read_hf_config(name)
+            except ConfigError as error:
+                found += error.faults
+            except (ValueError, OSError) as error:
+                found.append(_model_fault(key, name, error))
+        found += check_recipe(
+            recipe,
+            world_size,
+            configs.get("model.path"),
+            configs.get("critic.path"),
+            known | {fault.key for fault in found},
+        )
+        faults = faults + [fault for fault in found if fault.key not in known]
+    if recipe is None or faults:
+        raise ConfigError(faults, source=source_name(path))
+    return recipe
+
+
+def _model_fault(key: str, name: str, error: Exception) -> Fault:
+    return Fault(key, name, " ".join(str(error).split()), "give a model folder of a known family")
+
+
+def _positions(hf_config: Any) -> int | None:
+    """Longest sequence known to the position encoding, where it is not rescaled."""
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    return limit if rope_parameters(hf_config)["rope_type"] == "default" else None
+
+
+def _touches(keys: Collection[str], known_faults: Collection[str]) -> bool:
+    """Whether a rule reads a key that is already known to be wrong."""
+    return any(_reads(pattern, fault) for pattern in keys for fault in known_faults)
+
+
+def _reads(pattern: str, fault: str) -> bool:
+    parts, found = pattern.split("."), fault.split(".")
+    return all(p in ("*", f) for p, f in zip(parts, found))

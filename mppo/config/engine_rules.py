@@ -1,0 +1,71 @@
+"""Rules about the engine that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mppo.config.errors import Fault
+from mppo.config.layout_rules import divisors
+from mppo.config.rule import Case, rule
+
+
+@rule("rollout")
+def local_engine_obeys_its_keys(case: Case) -> Iterator[Fault]:
+    """The local engine lives on each rank; keys of a server would be ignored."""
+    rollout = case.recipe.rollout
+    if rollout.name != "local":
+        return
+    why = "has no effect with rollout.name = local"
+    cure = "leave it out, or set rollout.name to sglang"
+    if rollout.tensor_model_parallel_size > 1:
+        size = rollout.tensor_model_parallel_size
+        yield Fault("rollout.tensor_model_parallel_size", size, why, cure)
+    if rollout.mode != "colocated":
+        yield Fault("rollout.mode", rollout.mode, why, cure)
+    if rollout.urls:
+        yield Fault("rollout.urls", list(rollout.urls), why, cure)
+    if rollout.server_args:
+        yield Fault("rollout.server_args", rollout.server_args, why, cure)
+
+
+@rule("rollout.urls", "rollout.mode", "rollout.name")
+def servers_are_named_where_they_run_apart(case: Case) -> Iterator[Fault]:
+    """Servers elsewhere are named by address; servers on the training ranks are started here."""
+    rollout = case.recipe.rollout
+    if rollout.name != "sglang":
+        return
+    if rollout.mode == "disaggregated" and not rollout.urls:
+        why = "rollout.mode = disaggregated talks to servers that run elsewhere"
+        yield Fault("rollout.urls", [], why, "name them: [http://host:30000, ...]")
+    for url in rollout.urls:
+        if not url.startswith(("http://", "https://")):
+            yield Fault("rollout.urls", url, "is no HTTP address", "write http://host:port")
+
+
+@rule("rollout.tensor_model_parallel_size", "rollout.mode", "model")
+def engine_parallelism_fits(case: Case) -> Iterator[Fault]:
+    """A colocated engine's TP divides the ranks, and any engine's TP the attention heads."""
+    rollout, shape = case.recipe.rollout, case.shapes.get("actor")
+    tp = rollout.tensor_model_parallel_size
+    key = "rollout.tensor_model_parallel_size"
+    if rollout.name != "sglang":
+        return
+    if rollout.mode == "colocated" and case.world_size % tp:
+        why = f"does not divide the {case.world_size} ranks"
+        yield Fault(key, tp, why, f"choose one of {divisors(case.world_size)}")
+    if shape and shape.heads % tp:
+        why = f"does not divide the {shape.heads} attention heads"
+        yield Fault(key, tp, why, f"choose one of {divisors(shape.heads)}")
+
+
+@rule("rollout.verify_sync", "rollout.logprob_tolerance")
+def tolerance_needs_its_check(case: Case) -> Iterator[Fault]:
+    """A tolerance is compared only by the log-probability check."""
+    rollout = case.recipe.rollout
+    if rollout.logprob_tolerance is not None and rollout.verify_sync != "logprob":
+        yield Fault(
+            "rollout.logprob_tolerance",
+            rollout.logprob_tolerance,
+            f"has no effect with rollout.verify_sync = {rollout.verify_sync}",
+            "set verify_sync to logprob, or leave it out",
+        )

@@ -1,0 +1,76 @@
+"""Rules about what must be on the disk before a run: models, data, the place for results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mppo.config.errors import Fault
+from mppo.config.rule import uses_critic, uses_reference
+from mppo.config.schema import Recipe
+
+BUILTIN_PREFIX = "builtin:"
+DATA_ENDINGS = (".jsonl", ".ndjson", ".parquet")
+WEIGHT_ENDINGS = (".safetensors",)
+
+
+def check_files(recipe: Recipe) -> list[Fault]:
+    """Every missing, empty or unreadable file of a recipe. Reads names and sizes, no content."""
+    faults: list[Fault] = []
+    init = recipe.model.init == "pretrained"
+    faults += _model_folder("model.path", recipe.model.path, weights=init)
+    if recipe.critic.path and uses_critic(recipe):
+        faults += _model_folder("critic.path", recipe.critic.path, weights=True)
+    if recipe.ref.path and uses_reference(recipe):
+        faults += _model_folder("ref.path", recipe.ref.path, weights=True)
+    for key, names in (
+        ("data.train_files", recipe.data.train_files),
+        ("data.val_files", recipe.data.val_files),
+    ):
+        for name in names:
+            faults += _data_file(key, name)
+    faults += _reward_file(recipe)
+    faults += _run_folder(recipe)
+    return faults
+
+
+def _model_folder(key: str, name: str, weights: bool) -> Iterator[Fault]:
+    if name.startswith(BUILTIN_PREFIX):
+        return
+    folder = Path(name)
+    if not folder.is_dir():
+        why = "is a file, not a folder" if folder.exists() else "no such folder"
+        cure = "give a Hugging Face folder (config.json, tokenizer, safetensors) or builtin:tiny"
+        yield Fault(key, name, why, cure)
+    elif not (folder / "config.json").is_file():
+        yield Fault(key, name, "holds no config.json", "give a Hugging Face model folder")
+    elif weights and not any(f.suffix in WEIGHT_ENDINGS for f in folder.iterdir()):
+        cure = "download the weights, or set model.init to random"
+        yield Fault(key, name, "holds no *.safetensors", cure)
+
+
+def _data_file(key: str, name: str) -> Iterator[Fault]:
+    path = Path(name)
+    if not path.exists():
+        yield Fault(key, name, "no such file", "give the path of a readable file")
+    elif not path.is_file():
+        yield Fault(key, name, "is no file", "name the files in it")
+    elif path.suffix not in DATA_ENDINGS:
+        cure = "use .jsonl (one JSON object per line) or .parquet"
+        yield Fault(key, name, "unknown kind of file", cure)
+    elif path.stat().st_size == 0:
+        yield Fault(key, name, "the file is empty", "give a file with rows")
+
+
+def _reward_file(recipe: Recipe) -> Iterator[Fault]:
+    source = (recipe.reward.function or "").rpartition(":")[0]
+    if recipe.reward.name == "function" and source.endswith(".py") and not Path(source).is_file():
+        yield Fault(
+            "reward.function", recipe.reward.function, f"no such file {source}", "correct it"
+        )
+
+
+def _run_folder(recipe: Recipe) -> Iterator[Fault]:
+    name = recipe.trainer.default_local_dir
+    if name and Path(name).exists() and not Path(name).is_dir():
+        yield Fault("trainer.default_local_dir", name, "is a file", "give a folder")

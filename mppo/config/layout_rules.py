@@ -1,0 +1,225 @@
+"""Rules between a role's layout, its model and the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import lcm
+
+from mppo.config.errors import Fault
+from mppo.config.rule import Case, role_layout, rule
+
+
+def divisors(number: int) -> str:
+    """Divisors of a number, for a cure."""
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
+@rule("trainer.nnodes", "trainer.n_gpus_per_node")
+def ranks_are_those_asked_for(case: Case) -> Iterator[Fault]:
+    """The recipe's nodes times GPUs per node are the ranks started."""
+    nodes, per_node = case.recipe.trainer.nnodes, case.recipe.trainer.n_gpus_per_node
+    if nodes and per_node and nodes * per_node != case.world_size:
+        yield Fault(
+            "trainer.n_gpus_per_node",
+            per_node,
+            f"trainer.nnodes x trainer.n_gpus_per_node = {nodes} x {per_node} = "
+            f"{nodes * per_node}, but {case.world_size} ranks were started",
+            f"start {nodes * per_node} ranks, or leave both keys out",
+        )
+
+
+@rule("*.megatron")
+def layout_fits_world(case: Case) -> Iterator[Fault]:
+    """The world size is a multiple of tp x pp x cp and of etp x ep x pp."""
+    for role in case.roles:
+        m = role.megatron
+        try:
+            role_layout(m, case.world_size)
+        except ValueError as error:
+            dense = (
+                m.tensor_model_parallel_size
+                * m.pipeline_model_parallel_size
+                * m.context_parallel_size
+            )
+            expert = (
+                m.expert_tensor_parallel_size
+                * m.expert_model_parallel_size
+                * m.pipeline_model_parallel_size
+            )
+            yield Fault(
+                role.key,
+                f"TP{m.tensor_model_parallel_size} PP{m.pipeline_model_parallel_size} "
+                f"CP{m.context_parallel_size} EP{m.expert_model_parallel_size} "
+                f"ETP{m.expert_tensor_parallel_size}",
+                str(error),
+                f"start a multiple of {lcm(dense, expert)} ranks, or lower one of the sizes",
+            )
+
+
+@rule("*.megatron.tensor_model_parallel_size", "model", "critic.path")
+def tensor_parallel_divides_heads(case: Case) -> Iterator[Fault]:
+    """TP divides the attention heads; KV heads divide TP or are divided by it."""
+    for role in case.roles:
+        shape, tp = case.shapes.get(role.name), role.megatron.tensor_model_parallel_size
+        if shape is None:
+            continue
+        key = f"{role.key}.tensor_model_parallel_size"
+        if shape.heads % tp:
+            cure = f"choose one of {divisors(shape.heads)}"
+            yield Fault(key, tp, f"does not divide the {shape.heads} attention heads", cure)
+        elif shape.kv_heads % tp and tp % shape.kv_heads:
+            why = f"neither divides the {shape.kv_heads} key-value heads nor is a multiple of them"
+            yield Fault(key, tp, why, f"choose one of {divisors(shape.kv_heads)}")
+
+
+@rule("*.megatron.tensor_model_parallel_size", "model", "critic.path")
+def tensor_parallel_divides_widths(case: Case) -> Iterator[Fault]:
+    """TP divides the feed-forward width of dense layers; ETP that of experts."""
+    for role in case.roles:
+        shape, m = case.shapes.get(role.name), role.megatron
+        if shape is None:
+            continue
+        tp, etp = m.tensor_model_parallel_size, m.expert_tensor_parallel_size
+        dense = not all(shape.sparse_layers) if shape.sparse_layers else True
+        if dense and shape.ffn % tp:
+            key = f"{role.key}.tensor_model_parallel_size"
+            yield Fault(key, tp, f"does not divide the feed-forward width {shape.ffn}", "lower it")
+        if shape.num_experts and shape.expert_ffn % etp:
+            key = f"{role.key}.expert_tensor_parallel_size"
+            yield Fault(
+                key, etp, f"does not divide the expert width {shape.expert_ffn}", "lower it"
+            )
+
+
+@rule("*.megatron", "model", "critic.path")
+def pipeline_divides_layers(case: Case) -> Iterator[Fault]:
+    """Every stage (and chunk of a stage) gets a whole number of layers."""
+    for role in case.roles:
+        shape, m = case.shapes.get(role.name), role.megatron
+        pp, vpp = m.pipeline_model_parallel_size, m.virtual_pipeline_model_parallel_size or 1
+        first, last = m.num_layers_in_first_pipeline_stage, m.num_layers_in_last_pipeline_stage
+        if shape is None or pp == 1:
+            continue
+        key = f"{role.key}.pipeline_model_parallel_size"
+        stated = [n for n in (first, last) if n is not None]
+        rest, stages = shape.num_layers - sum(stated), pp - len(stated)
+        if rest < 0 or (stages == 0) != (rest == 0):
+            yield Fault(
+                key,
+                pp,
+                f"{shape.num_layers} layers less the stated first and last stage leave {rest} "
+                f"for {stages} stages",
+                "correct num_layers_in_first_pipeline_stage / num_layers_in_last_pipeline_stage",
+            )
+        elif stages and rest % stages:
+            yield Fault(
+                key,
+                pp,
+                f"{rest} layers do not divide among {stages} stages",
+                f"choose one of {divisors(shape.num_layers)}, or state how many layers the first "
+                "or last stage holds (num_layers_in_last_pipeline_stage)",
+            )
+        else:
+            sizes = stated + ([rest // stages] if stages else [])
+            uneven = [size for size in sizes if size % vpp]
+            if uneven:
+                yield Fault(
+                    f"{role.key}.virtual_pipeline_model_parallel_size",
+                    vpp,
+                    f"stages of {', '.join(map(str, sizes))} layers do not divide into "
+                    f"{vpp} chunks",
+                    f"choose one of {divisors(uneven[0])}, or leave it out",
+                )
+
+
+@rule("*.megatron")
+def pipeline_options_need_a_pipeline(case: Case) -> Iterator[Fault]:
+    """Interleaving and uneven stages mean something only with PP > 1."""
+    for role in case.roles:
+        m = role.megatron
+        if m.pipeline_model_parallel_size > 1:
+            continue
+        for name in (
+            "virtual_pipeline_model_parallel_size",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+        ):
+            if getattr(m, name) is not None:
+                why = "has no effect with pipeline_model_parallel_size = 1"
+                cure = "leave it out, or raise pipeline_model_parallel_size"
+                yield Fault(f"{role.key}.{name}", getattr(m, name), why, cure)
+
+
+@rule("*.megatron", "model", "critic.path")
+def expert_parallel_divides_experts(case: Case) -> Iterator[Fault]:
+    """EP divides the experts, and EP or ETP above one need a mixture of experts."""
+    for role in case.roles:
+        shape, m = case.shapes.get(role.name), role.megatron
+        ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size
+        if shape is None:
+            continue
+        for name, size in (
+            ("expert_model_parallel_size", ep),
+            ("expert_tensor_parallel_size", etp),
+        ):
+            if size > 1 and not shape.num_experts:
+                why = f"{shape.model_type} is no mixture of experts"
+                yield Fault(f"{role.key}.{name}", size, why, "set it to 1")
+        if shape.num_experts and shape.num_experts % ep:
+            why = f"does not divide the {shape.num_experts} experts"
+            cure = f"choose one of {divisors(shape.num_experts)}"
+            yield Fault(f"{role.key}.expert_model_parallel_size", ep, why, cure)
+
+
+@rule("*.megatron", "model", "critic.path")
+def experts_under_tensor_parallel_need_sequence_parallel(case: Case) -> Iterator[Fault]:
+    """Megatron trains MoE under TP only with sequence parallelism."""
+    for role in case.roles:
+        shape, m = case.shapes.get(role.name), role.megatron
+        tp = m.tensor_model_parallel_size
+        if shape and shape.num_experts and tp > 1 and not m.sequence_parallel:
+            yield Fault(
+                f"{role.key}.sequence_parallel",
+                False,
+                "a mixture of experts under tensor parallelism needs it",
+                "set it to true",
+            )
+
+
+@rule("*.megatron", "model", "critic.path")
+def expert_options_need_experts(case: Case) -> Iterator[Fault]:
+    """Router settings mean something only for a mixture of experts, and not against each other."""
+    for role in case.roles:
+        shape, m = case.shapes.get(role.name), role.megatron
+        moe = shape is None or shape.num_experts > 0
+        if m.freeze_moe_router and not moe:
+            why = "this model has no router"
+            yield Fault(f"{role.key}.freeze_moe_router", True, why, "leave it out")
+        if m.freeze_moe_router and m.moe_router_bias_update_rate > 0:
+            yield Fault(
+                f"{role.key}.moe_router_bias_update_rate",
+                m.moe_router_bias_update_rate,
+                "moves the router's bias although freeze_moe_router is true",
+                "set it to 0, or freeze_moe_router to false",
+            )
+        if m.moe_aux_loss_coeff > 0 and m.moe_router_load_balancing_type == "none":
+            yield Fault(
+                f"{role.key}.moe_aux_loss_coeff",
+                m.moe_aux_loss_coeff,
+                "has no effect with moe_router_load_balancing_type = none",
+                "set that to aux_loss or seq_aux_loss, or the coefficient to 0",
+            )
+
+
+@rule("*.megatron")
+def dispatcher_suits_the_pipeline(case: Case) -> Iterator[Fault]:
+    """Sequences of varying length under PP need the all-to-all dispatcher (Megatron-Core)."""
+    for role in case.roles:
+        m = role.megatron
+        if m.pipeline_model_parallel_size > 1 and m.moe_token_dispatcher_type != "alltoall":
+            yield Fault(
+                f"{role.key}.moe_token_dispatcher_type",
+                m.moe_token_dispatcher_type,
+                "packed sequences of varying length under pipeline parallelism need alltoall",
+                "set it to alltoall",
+            )

@@ -1,0 +1,113 @@
+"""What a cross-field rule is: a small function from a case to the faults it finds.
+
+Each rule names the keys it reads. A key that is already known to be wrong silences the rules that
+read it, so that one mistake gives one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from mppo.config.errors import Fault
+from mppo.config.schema import ActorConfig, CriticConfig, MegatronConfig, Recipe, RefConfig
+from mppo.parallel.layout import Layout
+from mppo.weights.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class RoleCase:
+    """One model of the run.
+
+    Args:
+        name: ``actor``, ``critic`` or ``ref``.
+        section: its section of the recipe.
+        megatron: its layout; the actor's where ``ref.megatron`` is null.
+        key: dotted key under which that layout stands.
+    """
+
+    name: str
+    section: ActorConfig | CriticConfig | RefConfig
+    megatron: MegatronConfig
+    key: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rule may look at.
+
+    Args:
+        recipe: the recipe.
+        world_size: number of ranks.
+        shapes: model sizes by role; a role whose sizes are not known is absent.
+        positions: longest sequence the actor's position encoding knows; None: not known.
+    """
+
+    recipe: Recipe
+    world_size: int
+    shapes: dict[str, ModelShape]
+    positions: int | None = None
+
+    @cached_property
+    def roles(self) -> tuple[RoleCase, ...]:
+        """The models this recipe builds."""
+        return roles_in_use(self.recipe)
+
+
+Rule = Callable[[Case], Iterator[Fault]]
+RULES: list[tuple[tuple[str, ...], Rule]] = []
+"""Every rule with the keys it reads, in the order of its modules."""
+
+
+def rule(*keys: str) -> Callable[[Rule], Rule]:
+    """Enter a rule into ``RULES``.
+
+    Args:
+        keys: dotted keys or sections it reads; ``*`` stands for every role.
+    """
+
+    def enter(function: Rule) -> Rule:
+        RULES.append((keys, function))
+        return function
+
+    return enter
+
+
+def uses_critic(recipe: Recipe) -> bool:
+    """Whether a value model is trained."""
+    return recipe.algorithm.adv_estimator == "gae"
+
+
+def uses_reference(recipe: Recipe) -> bool:
+    """Whether a frozen reference is needed: only a KL term looks at it."""
+    return recipe.algorithm.use_kl_in_reward or recipe.actor.use_kl_loss
+
+
+def roles_in_use(recipe: Recipe) -> tuple[RoleCase, ...]:
+    """Actor, then critic and reference where the recipe needs them."""
+    roles = [RoleCase("actor", recipe.actor, recipe.actor.megatron, "actor.megatron")]
+    if uses_critic(recipe):
+        roles.append(RoleCase("critic", recipe.critic, recipe.critic.megatron, "critic.megatron"))
+    if uses_reference(recipe):
+        own = recipe.ref.megatron
+        key = "ref.megatron" if own else "actor.megatron"
+        roles.append(RoleCase("ref", recipe.ref, own or recipe.actor.megatron, key))
+    return tuple(roles)
+
+
+def role_layout(megatron: MegatronConfig, world_size: int) -> Layout:
+    """The layout a section asks for.
+
+    Raises:
+        ValueError: it does not fit the world size.
+    """
+    return Layout(
+        world=world_size,
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        vpp=megatron.virtual_pipeline_model_parallel_size or 1,
+        cp=megatron.context_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size,
+    )

@@ -1,0 +1,258 @@
+"""Rules between batch sizes, algorithm, optimizer and trainer keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mppo.config.errors import Fault
+from mppo.config.layout_rules import divisors
+from mppo.config.rule import Case, role_layout, rule, uses_critic, uses_reference
+from mppo.config.schema import SamplingConfig
+
+GROUP_ESTIMATORS = frozenset(
+    {"grpo", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg"}
+)
+"""Estimators whose baseline is the mean over the samples of one prompt."""
+
+
+def mini_batches(case: Case) -> Iterator[tuple[str, int]]:
+    """Key and size, in prompts, of each trained role's mini-batch."""
+    actor = case.recipe.actor.ppo_mini_batch_size
+    yield "actor.ppo_mini_batch_size", actor
+    if uses_critic(case.recipe):
+        own = case.recipe.critic.ppo_mini_batch_size
+        yield ("critic.ppo_mini_batch_size", own) if own else ("actor.ppo_mini_batch_size", actor)
+
+
+@rule("data.train_batch_size", "actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
+def mini_batch_divides_batch(case: Case) -> Iterator[Fault]:
+    """A batch is a whole number of mini-batches (both counted in prompts)."""
+    batch = case.recipe.data.train_batch_size
+    for key, size in dict(mini_batches(case)).items():
+        if batch % size:
+            why = f"data.train_batch_size = {batch} is not a multiple of it"
+            yield Fault(key, size, why, f"choose one of {divisors(batch)}")
+
+
+@rule("actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size", "rollout.n", "*.megatron")
+def mini_batch_feeds_every_rank(case: Case) -> Iterator[Fault]:
+    """Every data-parallel rank gets at least one sequence of each mini-batch."""
+    sizes = dict(mini_batches(case))
+    samples = case.recipe.rollout.n
+    for role in case.roles:
+        if role.name == "ref":
+            continue
+        key = f"{role.name}.ppo_mini_batch_size"
+        size = sizes.get(key, case.recipe.actor.ppo_mini_batch_size)
+        try:
+            dp = role_layout(role.megatron, case.world_size).dp
+        except ValueError:
+            continue  # layout_fits_world says so
+        if size * samples < dp:
+            yield Fault(
+                key,
+                size,
+                f"{size} prompts x {samples} samples are fewer than the {dp} data-parallel ranks "
+                f"of the {role.name}",
+                f"choose at least {-(-dp // samples)}",
+            )
+
+
+@rule("algorithm.adv_estimator", "rollout.n")
+def group_estimators_need_groups(case: Case) -> Iterator[Fault]:
+    """An estimator that compares samples of one prompt needs at least two of them."""
+    estimator, samples = case.recipe.algorithm.adv_estimator, case.recipe.rollout.n
+    if estimator in GROUP_ESTIMATORS and samples < 2:
+        why = f"algorithm.adv_estimator = {estimator} compares the samples of one prompt"
+        yield Fault("rollout.n", samples, why, "choose 2 or more (8 is usual)")
+
+
+@rule("algorithm")
+def kl_control_needs_kl_in_reward(case: Case) -> Iterator[Fault]:
+    """An adaptive coefficient steers the KL penalty in the reward."""
+    algorithm = case.recipe.algorithm
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        why = "has no effect with algorithm.use_kl_in_reward = false"
+        cure = "set use_kl_in_reward to true, or the type to fixed"
+        yield Fault("algorithm.kl_ctrl.type", "adaptive", why, cure)
+
+
+@rule("ref", "algorithm", "actor.use_kl_loss")
+def reference_path_needs_kl(case: Case) -> Iterator[Fault]:
+    """A reference of its own is loaded only where a KL term looks at it."""
+    if case.recipe.ref.path and not uses_reference(case.recipe):
+        yield Fault(
+            "ref.path",
+            case.recipe.ref.path,
+            "no KL term is on, so no reference is used",
+            "set algorithm.use_kl_in_reward or actor.use_kl_loss, or leave ref.path out",
+        )
+
+
+@rule("algorithm", "trainer.critic_warmup", "critic.path")
+def critic_keys_need_a_critic(case: Case) -> Iterator[Fault]:
+    """Keys that only a value model obeys are refused where none is trained."""
+    if uses_critic(case.recipe):
+        return
+    why = f"algorithm.adv_estimator = {case.recipe.algorithm.adv_estimator} trains no critic"
+    cure = "leave it out, or set adv_estimator to gae"
+    if case.recipe.trainer.critic_warmup:
+        yield Fault("trainer.critic_warmup", case.recipe.trainer.critic_warmup, why, cure)
+    if case.recipe.critic.path:
+        yield Fault("critic.path", case.recipe.critic.path, why, cure)
+    for name in ("lam_value", "lam_length_adaptive_alpha"):
+        value = getattr(case.recipe.algorithm, name)
+        if value is not None:
+            yield Fault(f"algorithm.{name}", value, why, cure)
+
+
+@rule("actor.loss_agg_mode", "actor.loss_scale_factor")
+def scale_factor_needs_its_mode(case: Case) -> Iterator[Fault]:
+    """``loss_scale_factor`` divides in one aggregation mode only."""
+    actor = case.recipe.actor
+    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        why = f"has no effect with actor.loss_agg_mode = {actor.loss_agg_mode}"
+        cure = "set loss_agg_mode to seq-mean-token-sum-norm, or leave it out"
+        yield Fault("actor.loss_scale_factor", actor.loss_scale_factor, why, cure)
+
+
+@rule("actor.policy_loss")
+def covariance_bounds_are_ordered(case: Case) -> Iterator[Fault]:
+    """Clip-Cov's band has a lower end below its upper end."""
+    loss = case.recipe.actor.policy_loss
+    if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
+        yield Fault(
+            "actor.policy_loss.clip_cov_lb",
+            loss.clip_cov_lb,
+            f"is not below clip_cov_ub = {loss.clip_cov_ub}",
+            "lower it, or raise clip_cov_ub",
+        )
+
+
+@rule("algorithm.rollout_correction")
+def correction_bounds_are_ordered(case: Case) -> Iterator[Fault]:
+    """Lower thresholds of the rollout correction lie below the upper ones, and are used."""
+    c = case.recipe.algorithm.rollout_correction
+    for method, lower_key, upper_key in (
+        ("rollout_is", "rollout_is_lower", "rollout_is_threshold"),
+        ("rollout_rs", "rollout_rs_threshold_lower", "rollout_rs_threshold"),
+    ):
+        lower, upper = getattr(c, lower_key), getattr(c, upper_key)
+        key = f"algorithm.rollout_correction.{lower_key}"
+        if lower is not None and getattr(c, method) == "off":
+            why = f"has no effect with {method} = off"
+            yield Fault(key, lower, why, f"leave it out, or choose a {method}")
+        elif lower is not None and lower >= upper:
+            cure = f"lower it, or raise {upper_key}"
+            yield Fault(key, lower, f"is not below {upper_key} = {upper}", cure)
+
+
+@rule("actor.optim", "critic.optim", "trainer.total_training_steps")
+def schedules_fit(case: Case) -> Iterator[Fault]:
+    """The learning rate never decays upward, and warm-up ends before training does."""
+    total = case.recipe.trainer.total_training_steps
+    for name, optim in (("actor", case.recipe.actor.optim), ("critic", case.recipe.critic.optim)):
+        if optim.min_lr > optim.lr:
+            why = f"is above {name}.optim.lr = {optim.lr}"
+            yield Fault(f"{name}.optim.min_lr", optim.min_lr, why, "lower it")
+        warmup = optim.lr_warmup_steps
+        if warmup is not None and total is not None and warmup > total:
+            why = f"is more than trainer.total_training_steps = {total}"
+            yield Fault(f"{name}.optim.lr_warmup_steps", warmup, why, "lower it")
+        for index, beta in enumerate(optim.betas):
+            if not 0 <= beta < 1:
+                why = "is outside [0, 1)"
+                yield Fault(f"{name}.optim.betas.{index}", beta, why, "0.9 and 0.999 are usual")
+
+
+@rule("rollout.temperature", "rollout.top_k", "rollout.n", "rollout.val_kwargs")
+def sampling_is_possible(case: Case) -> Iterator[Fault]:
+    """Training needs a distribution to sample from; several greedy samples are all the same."""
+    rollout = case.recipe.rollout
+    if rollout.temperature == 0:
+        why = "greedy decoding has no log-probabilities to train on"
+        yield Fault("rollout.temperature", 0.0, why, "choose a value above 0 (1.0 is usual)")
+    sections: list[tuple[str, SamplingConfig]] = [("rollout", rollout)]
+    sections.append(("rollout.val_kwargs", rollout.val_kwargs))
+    for prefix, sampling in sections:
+        if sampling.top_k == 0:
+            yield Fault(f"{prefix}.top_k", 0, "keeps no token", "use -1 for all tokens")
+    if rollout.val_kwargs.temperature == 0 and rollout.val_kwargs.n > 1:
+        why = "greedy samples of one prompt are all the same"
+        cure = "set rollout.val_kwargs.temperature above 0, or n to 1"
+        yield Fault("rollout.val_kwargs.n", rollout.val_kwargs.n, why, cure)
+
+
+@rule("reward", "data.max_response_length")
+def reward_source_is_complete(case: Case) -> Iterator[Fault]:
+    """Each kind of reward has what it needs, and nothing that it would ignore."""
+    reward = case.recipe.reward
+    needs = {"function": "function", "remote": "url"}
+    for name, key in needs.items():
+        value = getattr(reward, key)
+        if reward.name == name and not value:
+            yield Fault(f"reward.{key}", value, f"reward.name = {name} needs it", "set it")
+        if reward.name != name and value:
+            why = f"has no effect with reward.name = {reward.name}"
+            yield Fault(f"reward.{key}", value, why, f"set reward.name to {name}, or leave it out")
+    if reward.verifier and reward.name != "rule":
+        why = f"has no effect with reward.name = {reward.name}"
+        yield Fault("reward.verifier", reward.verifier, why, "set reward.name to rule")
+    if reward.name == "function" and reward.function and ":" not in reward.function:
+        why = "names no function"
+        cure = "write package.module:function or path/file.py:function"
+        yield Fault("reward.function", reward.function, why, cure)
+    if reward.url and not reward.url.startswith(("http://", "https://")):
+        yield Fault("reward.url", reward.url, "is no HTTP address", "write http://host:port/path")
+    if reward.overlong_buffer_len > case.recipe.data.max_response_length:
+        yield Fault(
+            "reward.overlong_buffer_len",
+            reward.overlong_buffer_len,
+            f"is longer than data.max_response_length = {case.recipe.data.max_response_length}",
+            "lower it",
+        )
+
+
+@rule("data.max_prompt_length", "data.max_response_length", "model")
+def sequences_fit_positions(case: Case) -> Iterator[Fault]:
+    """Prompt and response fit the positions the model knows."""
+    limit = case.positions
+    data = case.recipe.data
+    longest = data.max_prompt_length + data.max_response_length
+    if limit is not None and longest > limit:
+        yield Fault(
+            "data.max_response_length",
+            data.max_response_length,
+            f"max_prompt_length + max_response_length = {longest} is more than the model's "
+            f"{limit} positions",
+            f"lower one of them by {longest - limit} tokens",
+        )
+
+
+@rule("data.task", "data.train_files", "data.task_kwargs")
+def prompts_have_one_source(case: Case) -> Iterator[Fault]:
+    """Prompts come from a procedural task or from files, not from both or neither."""
+    data = case.recipe.data
+    if data.task and data.train_files:
+        cure = "leave out data.task or data.train_files"
+        yield Fault("data.task", data.task, "data.train_files is given too", cure)
+    if not data.task and not data.train_files:
+        cure = "set data.task (arithmetic, ...) or data.train_files ([train.jsonl])"
+        yield Fault("data.task", None, "there is nothing to train on", cure)
+    if data.task_kwargs and not data.task:
+        why = "has no effect without data.task"
+        yield Fault("data.task_kwargs", data.task_kwargs, why, "set data.task, or leave it out")
+
+
+@rule("trainer.test_freq", "data.val_files", "data.val_size", "data.task")
+def validation_has_prompts(case: Case) -> Iterator[Fault]:
+    """Validation every n steps needs something to validate on."""
+    data, freq = case.recipe.data, case.recipe.trainer.test_freq
+    if freq <= 0:
+        return
+    if data.val_size == 0:
+        why = f"trainer.test_freq = {freq} asks for validation"
+        yield Fault("data.val_size", 0, why, "give at least 1, or set test_freq to -1")
+    elif data.train_files and not data.val_files:
+        why = f"trainer.test_freq = {freq} asks for validation"
+        yield Fault("data.val_files", [], why, "name a file, or set test_freq to -1")
