@@ -25,6 +25,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from mppo.config.errors import ConfigError, Fault, nearest
+
 PREFIX = "builtin:"
 WEIGHTS_SEED = 0
 PAD, BOS, EOS, SEP = "<pad>", "<bos>", "<eos>", "<sep>"
@@ -107,21 +109,17 @@ def resolve_model(path: str, cache_dir: str | Path) -> Path:
         A folder with config.json (and, for embedded models, tokenizer and safetensors).
 
     Raises:
-        ValueError: no such folder, no config.json in it, or no such embedded model.
+        ConfigError: no such folder, no config.json in it, or no such embedded model.
     """
     if path.startswith(PREFIX):
         return _write_builtin(path.removeprefix(PREFIX), Path(cache_dir))
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ValueError(
-            f"model.path = {path!r}: no such folder; give a folder in Hugging Face form "
-            f"(config.json, tokenizer, safetensors) or one of {_builtin_names()}"
-        )
+        cure = f"a folder in Hugging Face form, or one of {_builtin_names()}"
+        raise ConfigError([Fault("model.path", path, "no such folder", cure)])
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"model.path = {path!r}: the folder has no config.json; it must be a model in "
-            f"Hugging Face form, as save_pretrained writes it"
-        )
+        cure = "a model in Hugging Face form, as save_pretrained writes it"
+        raise ConfigError([Fault("model.path", path, "the folder has no config.json", cure)])
     return folder
 
 
@@ -137,27 +135,21 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTr
         latter where the folder names none).
 
     Raises:
-        ValueError: the folder holds no tokenizer, or it knows no end-of-sequence token.
+        ConfigError: the folder holds no tokenizer, or it knows no end-of-sequence token.
     """
     if not any(Path(folder).glob("tokenizer*")) and not any(Path(folder).glob("*vocab*")):
-        raise ValueError(
-            f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json); "
-            f"set model.tokenizer_path to a folder that does"
-        )
+        why = "no tokenizer.json, tokenizer.model or vocab.json in it"
+        raise _tokenizer_error(folder, why, "a folder that holds a tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"no tokenizer could be read from {folder}: {error}; "
-            f"set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
-        ) from error
+        cure = "a folder with tokenizer.json and tokenizer_config.json"
+        raise _tokenizer_error(folder, f"unreadable: {error}", cure) from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer in {folder} names no eos_token; responses could never end; "
-            f"name one in its tokenizer_config.json"
-        )
+        why = "the tokenizer names no eos_token, so that no response could end"
+        raise _tokenizer_error(folder, why, "name one in its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -186,15 +178,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def _tokenizer_error(folder: str | Path, why: str, cure: str) -> ConfigError:
+    return ConfigError([Fault("model.tokenizer_path", str(folder), why, cure)])
+
+
 def _builtin_names() -> str:
     return ", ".join(PREFIX + name for name in MODELS)
 
 
 def _write_builtin(name: str, cache_dir: Path) -> Path:
     if name not in MODELS:
-        raise ValueError(
-            f"model.path = {PREFIX + name!r}: no such embedded model; there are {_builtin_names()}"
-        )
+        guess = nearest(PREFIX + name, [PREFIX + each for each in MODELS])
+        cure = (f"did you mean {guess!r}? " if guess else "") + f"there are {_builtin_names()}"
+        raise ConfigError([Fault("model.path", PREFIX + name, "no such embedded model", cure)])
     definition = json.dumps([MODELS[name], VOCAB, CHAT_TEMPLATE, WEIGHTS_SEED], sort_keys=True)
     digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
     folder = cache_dir / f"{name}-{digest}"

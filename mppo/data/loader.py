@@ -1,0 +1,90 @@
+"""The order in which prompts are trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from mppo.batch import Prompt
+from mppo.data.source import PromptSet
+
+
+class PromptLoader:
+    """Endless batches of prompts, epoch after epoch; the position is the whole state.
+
+    Every epoch holds each prompt once, in an order that depends on seed and epoch alone. Nothing
+    is dropped: a batch that an epoch's end cuts short goes on with the next epoch.
+
+    Args:
+        prompt_set: N prompts, at least one.
+        batch_size: prompts per batch.
+        shuffle: a new order each epoch; otherwise the set's order.
+        seed: of the shuffling.
+    """
+
+    def __init__(self, prompt_set: PromptSet, batch_size: int, shuffle: bool, seed: int) -> None:
+        if not len(prompt_set) or batch_size < 1:
+            raise ValueError(
+                f"need at least one prompt and a positive batch size: "
+                f"got {len(prompt_set)} prompts, batch_size {batch_size}"
+            )
+        self.prompt_set = prompt_set
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.position = 0
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches until every prompt was seen once (the last may reach into the next epoch)."""
+        return -(-len(self.prompt_set) // self.batch_size)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done so far, in parts."""
+        return self.position / len(self.prompt_set)
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        return self
+
+    def __next__(self) -> list[Prompt]:
+        """The next batch; each prompt's ``uid`` is its position in the run."""
+        positions = range(self.position, self.position + self.batch_size)
+        self.position += self.batch_size
+        return [self._prompt(position) for position in positions]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, as JSON-able values."""
+        return {"position": self.position, "seed": self.seed, "num_prompts": len(self.prompt_set)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position.
+
+        Raises:
+            ValueError: the state was saved with other data or another seed, so that the position
+                would mean other prompts.
+        """
+        mine = self.state_dict()
+        for key in ("seed", "num_prompts"):
+            if state[key] != mine[key]:
+                raise ValueError(
+                    f"the checkpoint's data order has {key} = {state[key]}, this run "
+                    f"{mine[key]}: resume with the same data section, or start a new run"
+                )
+        self.position = int(state["position"])
+
+    def _prompt(self, position: int) -> Prompt:
+        epoch, index = divmod(position, len(self.prompt_set))
+        if self.shuffle:
+            index = self._epoch_order(epoch)[index]
+        return dataclasses.replace(self.prompt_set.prompts[index], uid=position)
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        if self._order[0] != epoch:
+            order = list(range(len(self.prompt_set)))
+            Random(f"{self.seed} {epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1]

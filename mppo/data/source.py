@@ -1,0 +1,191 @@
+"""Prompts for a run, out of a procedural task or of jsonl and parquet files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mppo.batch import Prompt
+from mppo.config.errors import ConfigError, Fault
+from mppo.config.schema import DataConfig
+from mppo.data import tasks
+from mppo.data.rows import Row, read_rows
+
+TASK_TRAIN_SIZE = 4096
+"""Training prompts made from a task where ``data.train_size`` is null."""
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts of one split.
+
+    Args:
+        prompts: N prompts; ``uid`` is the position in this tuple.
+        filtered: rows left out for being longer than ``data.max_prompt_length``.
+        truncated: prompts cut to that length.
+    """
+
+    prompts: tuple[Prompt, ...]
+    filtered: int = 0
+    truncated: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def metrics(self, split: tasks.Split) -> dict[str, float]:
+        """Counts for the log, by metric name."""
+        prefix = f"data/{split}"
+        return {
+            f"{prefix}/prompts": float(len(self.prompts)),
+            f"{prefix}/filtered_overlong": float(self.filtered),
+            f"{prefix}/truncated": float(self.truncated),
+        }
+
+
+def load_prompts(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: tasks.Split
+) -> PromptSet:
+    """Read, render, tokenise and filter the prompts of one split.
+
+    Args:
+        data: the recipe's section.
+        tokenizer: with a chat template where ``data.apply_chat_template`` is set.
+        split: ``"train"`` or ``"val"``. Without ``data.val_files`` or a task, or with
+            ``data.val_size`` 0, the validation split is empty.
+
+    Returns:
+        The prompts in file or task order; ``PromptLoader`` shuffles.
+
+    Raises:
+        ConfigError: no or two sources, a bad file or row, or no prompt short enough.
+    """
+    if bool(data.task) == bool(data.train_files):
+        found = "both" if data.task else "neither"
+        cure = "set exactly one of data.task and data.train_files"
+        raise ConfigError([Fault("data.task", data.task, f"{found} given", cure)])
+    rows = _task_rows(data, split) if data.task else _file_rows(data, split)
+    if not rows:
+        return PromptSet(())
+    texts = _render(data, tokenizer, rows)
+    special = not data.apply_chat_template  # a chat template writes its own special tokens
+    token_ids = tokenizer(texts, add_special_tokens=special)["input_ids"]
+    return _fit(data, rows, texts, token_ids)
+
+
+def _task_rows(data: DataConfig, split: tasks.Split) -> list[Row]:
+    assert data.task
+    kwargs = dict(data.task_kwargs)
+    template = kwargs.pop("template", "{question}")
+    if not isinstance(template, str) or "{question}" not in template:
+        cure = "a text that contains {question}"
+        raise ConfigError([Fault("data.task_kwargs.template", template, "no place to fill", cure)])
+    source = tasks.task(data.task, **{"seed": data.seed, **kwargs})
+    count = data.val_size if split == "val" else data.train_size or TASK_TRAIN_SIZE
+    return [
+        Row(
+            prompt=template.replace("{question}", example.prompt),
+            answer=example.answer,
+            data_source=data.task,
+            extra=example.extra,
+            where=f"data.task={data.task}, example {index}",
+        )
+        for index, example in enumerate(tasks.split_examples(source, split, count))
+    ]
+
+
+def _file_rows(data: DataConfig, split: tasks.Split) -> list[Row]:
+    files, limit = data.train_files, data.train_size
+    if split == "val":
+        files, limit = data.val_files, data.val_size
+    key = f"data.{split}_files"
+    return read_rows(files, key, data.prompt_key, data.answer_key, limit)
+
+
+def _render(data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[str]:
+    """Text of each row, as the model will see it."""
+    if not data.apply_chat_template:
+        return _render_plain(data, rows)
+    if not tokenizer.chat_template:
+        fault = Fault(
+            "data.apply_chat_template",
+            True,
+            "the tokenizer has no chat template",
+            "set data.apply_chat_template=false, or use a tokenizer with one",
+        )
+        raise ConfigError([fault])
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    conversations = [system + _messages(row.prompt) for row in rows]
+    return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)  # type: ignore[return-value]
+
+
+def _render_plain(data: DataConfig, rows: Sequence[Row]) -> list[str]:
+    faults = []
+    if data.system_prompt:
+        why = "there is no place for it without a chat template"
+        cure = "drop it, or set data.apply_chat_template=true"
+        faults.append(Fault("data.system_prompt", data.system_prompt, why, cure))
+    conversation = next((row for row in rows if not isinstance(row.prompt, str)), None)
+    if conversation is not None:
+        why = f"{conversation.where} holds a list of messages"
+        faults.append(Fault("data.apply_chat_template", False, why, "set it to true"))
+    if faults:
+        raise ConfigError(faults)
+    return [str(row.prompt) for row in rows]
+
+
+def _messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _fit(
+    data: DataConfig, rows: Sequence[Row], texts: Sequence[str], token_ids: Sequence[list[int]]
+) -> PromptSet:
+    """Leave out or cut what is longer than ``data.max_prompt_length``."""
+    limit = data.max_prompt_length
+    kept: list[Prompt] = []
+    filtered = truncated = 0
+    for row, text, ids in zip(rows, texts, token_ids):
+        if len(ids) > limit and data.filter_overlong_prompts:
+            filtered += 1
+            continue
+        if len(ids) > limit:
+            ids = _truncate(ids, limit, data.truncation, row.where)
+            truncated += 1
+        kept.append(
+            Prompt(
+                uid=len(kept),
+                token_ids=tuple(ids),
+                data_source=row.data_source,
+                ground_truth=row.answer,
+                text=text,
+                extra=row.extra,
+            )
+        )
+    if not kept:
+        shortest = min(len(ids) for ids in token_ids)
+        why = f"all {len(rows)} prompts are longer; the shortest has {shortest} tokens"
+        cure = f"raise it to at least {shortest}, or set data.filter_overlong_prompts=false"
+        raise ConfigError([Fault("data.max_prompt_length", limit, why, cure)])
+    return PromptSet(tuple(kept), filtered, truncated)
+
+
+def _truncate(ids: list[int], limit: int, side: str, where: str) -> list[int]:
+    """``limit`` of the tokens: ``left`` cuts the beginning, ``right`` the end."""
+    if side == "error":
+        fault = Fault(
+            "data.max_prompt_length",
+            limit,
+            f"{where} has {len(ids)} tokens",
+            "raise it, set data.filter_overlong_prompts=true, or set data.truncation to "
+            "left, right or middle",
+        )
+        raise ConfigError([fault])
+    if side == "left":
+        return ids[len(ids) - limit :]
+    if side == "right":
+        return ids[:limit]
+    head = limit // 2
+    return ids[:head] + ids[len(ids) - (limit - head) :]

@@ -1,0 +1,40 @@
+"""Right answers to imitate, for the supervised warm start of a model with random weights."""
+
+from __future__ import annotations
+
+from random import Random
+
+from transformers import PreTrainedTokenizerBase
+
+from mppo.data.source import PromptSet
+
+SupervisedExample = tuple[tuple[int, ...], tuple[int, ...]]
+"""Prompt tokens; answer tokens closed by the end-of-sequence token."""
+
+
+def supervised_examples(
+    prompt_set: PromptSet, tokenizer: PreTrainedTokenizerBase, n: int, seed: int
+) -> list[SupervisedExample]:
+    """``n`` examples, each prompt used once before any is used again.
+
+    Args:
+        prompt_set: at least one prompt.
+        tokenizer: turns the ground truth into tokens.
+        n: number of examples.
+        seed: of the order.
+    """
+    random = Random(f"supervised {seed}")
+    order: list[int] = []
+    while len(order) < n:
+        epoch = list(range(len(prompt_set)))
+        random.shuffle(epoch)
+        order += epoch
+    chosen = [prompt_set.prompts[index] for index in order[:n]]
+    if not chosen:
+        return []
+    answers = tokenizer([prompt.ground_truth for prompt in chosen], add_special_tokens=False)
+    end = (tokenizer.eos_token_id,)
+    return [
+        (prompt.token_ids, (*answer_ids, *end))
+        for prompt, answer_ids in zip(chosen, answers["input_ids"])
+    ]

@@ -1,0 +1,310 @@
+"""Procedural tasks: endless, seeded questions whose answers a rule can check.
+
+Example ``i`` of a task depends on the task's parameters and ``i`` alone, so any machine makes the
+same data. ``reasoning_gym:NAME`` opens the task families of the optional package of that name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import itertools
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Literal, Protocol
+
+from mppo.config.errors import ConfigError, Fault, nearest
+
+Split = Literal["train", "val"]
+VAL_FRACTION = 0.1
+REASONING_GYM = "reasoning_gym:"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question.
+
+    Args:
+        prompt: what is asked.
+        answer: the one right answer, as the verifier compares it.
+        extra: what a verifier needs besides.
+    """
+
+    prompt: str
+    answer: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """A source of examples."""
+
+    def example(self, index: int) -> Example:
+        """Example number ``index`` (any non-negative integer)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """``12+5=`` -> ``17``.
+
+    Args:
+        seed: another seed, another order of examples.
+        max_operand: operands are drawn from 0 to this, both included.
+        terms: number of operands.
+        operations: characters out of ``+-*``, drawn anew between each pair of operands.
+    """
+
+    seed: int = 0
+    max_operand: int = 9
+    terms: int = 2
+    operations: str = "+"
+
+    def __post_init__(self) -> None:
+        _require(self, "max_operand", self.max_operand >= 0, "at least 0")
+        _require(self, "terms", self.terms >= 2, "at least 2")
+        valid = bool(self.operations) and set(self.operations) <= set("+-*")
+        _require(self, "operations", valid, "one or more of + - *")
+
+    def example(self, index: int) -> Example:
+        random = _random(self, index)
+        expression = str(random.randint(0, self.max_operand))
+        for _ in range(self.terms - 1):
+            expression += random.choice(self.operations)
+            expression += str(random.randint(0, self.max_operand))
+        return Example(f"{expression}=", str(_evaluate(expression)))
+
+
+@dataclass(frozen=True)
+class Reverse:
+    """``reverse abc`` -> ``cba``.
+
+    Args:
+        seed: another seed, another order of examples.
+        min_length, max_length: characters of the word.
+        alphabet: characters a word is made of.
+    """
+
+    seed: int = 0
+    min_length: int = 2
+    max_length: int = 4
+    alphabet: str = string.ascii_lowercase
+
+    def __post_init__(self) -> None:
+        _require_lengths(self, self.min_length, self.max_length)
+        _require(self, "alphabet", bool(self.alphabet), "at least one character")
+
+    def example(self, index: int) -> Example:
+        random = _random(self, index)
+        word = _word(random, self.alphabet, self.min_length, self.max_length)
+        return Example(f"reverse {word}", word[::-1])
+
+
+@dataclass(frozen=True)
+class SortDigits:
+    """``sort 3142`` -> ``1234``.
+
+    Args:
+        seed: another seed, another order of examples.
+        min_length, max_length: number of digits.
+    """
+
+    seed: int = 0
+    min_length: int = 2
+    max_length: int = 4
+
+    def __post_init__(self) -> None:
+        _require_lengths(self, self.min_length, self.max_length)
+
+    def example(self, index: int) -> Example:
+        digits = _word(_random(self, index), string.digits, self.min_length, self.max_length)
+        return Example(f"sort {digits}", "".join(sorted(digits)))
+
+
+@dataclass(frozen=True)
+class CountLetters:
+    """``count a in banana`` -> ``3``.
+
+    Args:
+        seed: another seed, another order of examples.
+        min_length, max_length: letters of the word.
+        alphabet: letters a word is made of, and that are asked for.
+    """
+
+    seed: int = 0
+    min_length: int = 3
+    max_length: int = 8
+    alphabet: str = "abc"
+
+    def __post_init__(self) -> None:
+        _require_lengths(self, self.min_length, self.max_length)
+        _require(self, "alphabet", bool(self.alphabet), "at least one character")
+
+    def example(self, index: int) -> Example:
+        random = _random(self, index)
+        word = _word(random, self.alphabet, self.min_length, self.max_length)
+        letter = random.choice(self.alphabet)
+        return Example(f"count {letter} in {word}", str(word.count(letter)))
+
+
+class ReasoningGym:
+    """A task family of the package reasoning_gym.
+
+    Args:
+        name: the family, such as ``chain_sum`` or ``gsm_symbolic``.
+        seed: another seed, other examples.
+        parameters: the family's own parameters.
+
+    Raises:
+        ConfigError: the package is missing, or it knows no such family or parameter.
+    """
+
+    SIZE = 1_000_000_000
+
+    def __init__(self, name: str, seed: int = 0, **parameters: Any) -> None:
+        self.name = name
+        gym = import_reasoning_gym()
+        known = importlib.import_module("reasoning_gym.factory").DATASETS
+        if name not in known:
+            raise _unknown_name(REASONING_GYM + name, [REASONING_GYM + each for each in known])
+        try:
+            self._dataset = gym.create_dataset(name, seed=seed, size=self.SIZE, **parameters)
+        except (TypeError, AssertionError, ValueError) as error:
+            fault = Fault(
+                "data.task_kwargs",
+                parameters,
+                f"reasoning_gym refuses them for {name}: {error}",
+                f"see the configuration of {name} in the documentation of reasoning_gym",
+            )
+            raise ConfigError([fault]) from error
+
+    def example(self, index: int) -> Example:
+        entry = self._dataset[index]
+        extra = {"reasoning_gym": self.name, "entry": entry}
+        return Example(entry["question"], str(entry["answer"]), extra)
+
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "arithmetic": Arithmetic,
+    "reverse": Reverse,
+    "sort_digits": SortDigits,
+    "count_letters": CountLetters,
+}
+
+
+def task(name: str, **kwargs: Any) -> Task:
+    """A task by name.
+
+    Args:
+        name: a key of ``TASKS``, or ``reasoning_gym:NAME``.
+        kwargs: the task's parameters.
+
+    Raises:
+        ConfigError: unknown task or parameter, or a parameter out of range.
+    """
+    if name.startswith(REASONING_GYM):
+        return ReasoningGym(name.removeprefix(REASONING_GYM), **kwargs)
+    if name not in TASKS:
+        raise _unknown_name(name, [*TASKS, f"{REASONING_GYM}NAME"])
+    known = {parameter.name: parameter for parameter in dataclasses.fields(TASKS[name])}  # type: ignore[arg-type]
+    faults = []
+    for key, value in kwargs.items():
+        where = f"data.task_kwargs.{key}"
+        if key not in known:
+            guess = nearest(key, known)
+            hint = f"did you mean {guess!r}? " if guess else ""
+            cure = f"{hint}{name} takes {', '.join(known)}"
+            faults.append(Fault(where, value, f"the task {name} has no such parameter", cure))
+        elif type(value) is not type(known[key].default):
+            wanted = type(known[key].default).__name__
+            faults.append(Fault(where, value, "wrong type", f"give a value of type {wanted}"))
+    if faults:
+        raise ConfigError(faults)
+    return TASKS[name](**kwargs)
+
+
+def split_examples(source: Task, split: Split, count: int) -> Iterator[Example]:
+    """The first ``count`` examples of a split.
+
+    A hash of the prompt decides the split, so that no validation prompt is ever trained on, even
+    where a task is small enough for its prompts to repeat.
+
+    Raises:
+        ConfigError: so few prompts fall into the split that the task must be too small for one.
+    """
+    found = 0
+    for index in itertools.count():
+        if found == count:
+            return
+        if index >= 1000 + 100 * count:
+            fault = Fault(
+                "data.task",
+                type(source).__name__,
+                f"only {found} of the first {index} examples fall into the {split} split",
+                "make the task larger through data.task_kwargs, or set data.val_size=0",
+            )
+            raise ConfigError([fault])
+        example = source.example(index)
+        if _split_of(example.prompt) == split:
+            found += 1
+            yield example
+
+
+def import_reasoning_gym() -> Any:
+    """The package, or a ConfigError that says how to get it."""
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ModuleNotFoundError as error:
+        fault = Fault(
+            "data.task",
+            REASONING_GYM + "...",
+            f"the package {error.name} is not installed",
+            'pip install "mppo[rewards]"',
+        )
+        raise ConfigError([fault]) from error
+
+
+def _split_of(prompt: str) -> Split:
+    share = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") / 2**32
+    return "val" if share < VAL_FRACTION else "train"
+
+
+def _random(source: Any, index: int) -> Random:
+    return Random(f"{source!r} {index}")
+
+
+def _word(random: Random, alphabet: str, min_length: int, max_length: int) -> str:
+    return "".join(random.choices(alphabet, k=random.randint(min_length, max_length)))
+
+
+def _evaluate(expression: str) -> int:
+    """Value of an expression of non-negative integers and ``+ - *``, products first."""
+    total = 0
+    for sum_term in expression.replace("-", "+-").split("+"):
+        product = -1 if sum_term.startswith("-") else 1
+        for factor in sum_term.removeprefix("-").split("*"):
+            product *= int(factor)
+        total += product
+    return total
+
+
+def _require_lengths(source: Any, min_length: int, max_length: int) -> None:
+    _require(source, "min_length", min_length >= 1, "at least 1")
+    _require(source, "max_length", max_length >= min_length, "at least min_length")
+
+
+def _require(source: Any, key: str, holds: bool, wanted: str) -> None:
+    if not holds:
+        name = type(source).__name__
+        value = getattr(source, key)
+        fault = Fault(f"data.task_kwargs.{key}", value, f"out of range for {name}", wanted)
+        raise ConfigError([fault])
+
+
+def _unknown_name(name: str, known: list[str]) -> ConfigError:
+    guess = nearest(name, known)
+    listing = ", ".join(known) if len(known) < 10 else f"one of {len(known)} families"
+    cure = (f"did you mean {guess!r}? " if guess else "") + f"there are {listing}"
+    return ConfigError([Fault("data.task", name, "no such task", cure)])
