@@ -1,0 +1,78 @@
+# Every target makes what it needs by itself: `make demo` and `make test` work on a fresh machine
+# with Python 3.10 or newer. A stamp file in .venv says what is installed; a second run is quick.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone
+RECIPE ?= recipes/demo.yaml
+SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
+SGLANG_COMPAT := $(patsubst %/pyproject.toml,%,$(firstword $(wildcard */sglang_cpu*/pyproject.toml)))
+
+.PHONY: help demo test lint format schema sglang-cpu slurm soak clean
+
+help:
+	@echo "make demo        train a small model by PPO on 2 processes, live (about 5 minutes)"
+	@echo "make test        lint and every test"
+	@echo "make lint        ruff check and format check"
+	@echo "make format      rewrite by ruff"
+	@echo "make schema      write docs/recipe.schema.json from mppo/config/schema.py"
+	@echo "make soak        kill and resume at random for ten minutes"
+	@echo "make clean       remove the environment"
+
+demo: $(VENV)/.mppo
+	$(TORCHRUN) --nproc_per_node=2 mppo/train.py --config $(RECIPE)
+
+test: $(VENV)/.test slurm lint
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests --durations=15
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+schema: $(VENV)/.mppo
+	$(BIN)/python -m mppo.config.load --json-schema > docs/recipe.schema.json
+
+soak: $(VENV)/.mppo
+	$(BIN)/python benchmarks/soak.py
+
+sglang-cpu: $(VENV)/.sglang
+
+# Debian's Slurm for the cluster tests, where root may install it; they say why they skip otherwise.
+slurm:
+	@command -v slurmctld >/dev/null || ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ] || \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; } || \
+	  echo "Slurm could not be installed; its tests will be skipped"
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Python 3.10 or newer is needed: make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "cannot make $(VENV): on Debian, apt-get install python3-venv"; exit 1; }
+
+$(VENV)/.mppo: pyproject.toml | $(VENV)/bin/python
+	@echo "installing into $(VENV) (once)"
+	$(PIP) -e ".[cpu]"
+	@touch $@
+
+$(VENV)/.lint: pyproject.toml | $(VENV)/bin/python
+	$(PIP) "ruff>=0.12"
+	@touch $@
+
+$(VENV)/.sglang: pyproject.toml | $(VENV)/.mppo
+	$(PIP) -e ".[cpu,sglang-cpu]"
+	$(PIP) --no-deps $(SGLANG_CPU) $(if $(SGLANG_COMPAT),./$(SGLANG_COMPAT))
+	@touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.mppo $(VENV)/.sglang $(VENV)/.lint
+	$(PIP) -e ".[cpu,mpi,rewards,parquet,tensorboard,dev]"
+	@touch $@
