@@ -1,0 +1,119 @@
+"""Core attention over packed sequences with torch's scaled_dot_product_attention.
+
+Megatron's own core attention without Transformer Engine materialises the score matrix and knows
+neither packed sequences nor MLA's value width. This one takes its place in the layer spec.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mppo.models.packing import AttentionRows, Packing
+
+
+class _Rearrange(torch.autograd.Function):
+    """``x[index]`` where ``index`` is one-to-one on what it takes; index ``len(x)`` reads zeros.
+
+    The backward is a gather too (by ``inverse``), not a scatter-add.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return _take(x, index)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (inverse,) = ctx.saved_tensors
+        return _take(grad, inverse), None, None
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, index)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal self-attention of each packed sequence with itself.
+
+    Grouped-query heads and a value width other than the key's are supported. Constructor arguments
+    are those Megatron passes to a core attention.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type=None,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection=None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs,
+    ) -> None:
+        super().__init__()
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale if softmax_scale is not None else config.softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type=None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Packing | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[T, 1, heads, dim]`` or ``[T, heads, dim]``.
+            key, value: the same with their own head count and width.
+            packed_seq_params: where the sequences lie.
+
+        Returns:
+            ``[T, 1, heads * value_dim]``.
+        """
+        packing = packed_seq_params
+        assert packing is not None, "PackedAttention needs a Packing"
+        q, k, v = (x.flatten(0, -3) if x.dim() == 4 else x for x in (query, key, value))
+        out = [self._attend(rows, packing, q, k, v) for rows in packing.attention_rows]
+        context = out[0] if len(out) == 1 else torch.cat(out)
+        if not packing.contiguous:
+            context = _Rearrange.apply(context, packing.scatter, _slots(packing))
+        return context.reshape(context.shape[0], 1, -1)
+
+    def _attend(
+        self, rows: AttentionRows, packing: Packing, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        if not packing.contiguous:
+            inverse = _slots_of(rows, packing)
+            q, k, v = (_Rearrange.apply(x, rows.gather, inverse) for x in (q, k, v))
+        q, k, v = (x.view(rows.rows, rows.width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def _slots(packing: Packing) -> Tensor:
+    """Token of each slot over all groups; padded slots read the zero row."""
+    return torch.cat([rows.gather for rows in packing.attention_rows])
+
+
+def _slots_of(rows: AttentionRows, packing: Packing) -> Tensor:
+    """Slot within ``rows`` of each token; tokens of other groups read the zero row."""
+    first = 0
+    for other in packing.attention_rows:
+        if other is rows:
+            break
+        first += len(other.gather)
+    slot = packing.scatter - first
+    inside = (slot >= 0) & (slot < len(rows.gather))
+    return torch.where(inside, slot, len(rows.gather))

@@ -1,0 +1,108 @@
+"""Megatron's TransformerConfig for a role: architecture, layout, precision, recomputation."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from mppo.config.schema import MegatronConfig
+from mppo.models.families import FamilyConfig
+from mppo.parallel import device
+from mppo.parallel.layout import Layout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def layout_of(megatron: MegatronConfig, world: int) -> Layout:
+    """The layout a recipe section asks for, on ``world`` ranks."""
+    return Layout(
+        world=world,
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        vpp=megatron.virtual_pipeline_model_parallel_size or 1,
+        cp=megatron.context_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size,
+    )
+
+
+def _finalize(models, num_tokens, **kwargs) -> None:
+    """Reduce gradients without dividing them: losses already carry the global normaliser."""
+    finalize_model_grads(models, None, **kwargs)
+
+
+def transformer_config(
+    family: FamilyConfig, megatron: MegatronConfig, layout: Layout, dtype: torch.dtype
+) -> TransformerConfig:
+    """Build the configuration.
+
+    Args:
+        family: architecture.
+        megatron: the role's section of the recipe.
+        layout: the role's layout.
+        dtype: parameters' and activations' dtype.
+
+    Returns:
+        TransformerConfig, or MLATransformerConfig for MLA families. Losses are summed, not averaged,
+        over micro-batches and data-parallel ranks (``calculate_per_token_loss``).
+    """
+    sequence_parallel = megatron.sequence_parallel and layout.tp > 1
+    use_te = device.has_transformer_engine()
+    values = dict(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=sequence_parallel,
+        num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not device.is_cuda(),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=_finalize,
+        variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
+        moe_router_load_balancing_type=megatron.moe_router_load_balancing_type,
+        moe_aux_loss_coeff=megatron.moe_aux_loss_coeff,
+        moe_z_loss_coeff=megatron.moe_z_loss_coeff,
+        moe_router_bias_update_rate=megatron.moe_router_bias_update_rate,
+        moe_router_dtype=megatron.moe_router_dtype,
+        moe_grouped_gemm=use_te and "num_moe_experts" in family.transformer_kwargs,
+        layernorm_zero_centered_gamma=family.zero_centered_norm,
+        attention_backend=AttnBackend.auto if use_te else AttnBackend.local,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=use_te,
+        # interleaving with batched p2p gives wrong gradients; see docs/parallelism.md
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        deallocate_pipeline_outputs=True,
+        **_recompute(megatron.recompute_granularity),
+    )
+    values.update(family.transformer_kwargs)
+    values.update(megatron.override_transformer_config)
+    config = (MLATransformerConfig if family.is_mla else TransformerConfig)(**values)
+    for name, value in family.config_attributes.items():
+        setattr(config, name, value)
+    return config
+
+
+def _recompute(granularity: str) -> dict:
+    if granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return {"recompute_granularity": None if granularity == "none" else granularity}

@@ -1,0 +1,188 @@
+"""From hidden states to log-probabilities, entropies and values, without ever holding [T, V].
+
+Shapes: N positions that predict a response token, V_p rows of the vocabulary projection on this
+tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How the vocabulary projection is split, and what its logits go through.
+
+    Args:
+        start: first vocabulary row of this rank.
+        size: real vocabulary size; padded rows never get probability.
+        group: tensor-parallel group, None on one rank.
+        temperature: log-probabilities are of softmax(logits / temperature).
+        softcap: c in ``c * tanh(logits / c)``, or None.
+        chunk: positions whose logits exist at one time.
+    """
+
+    start: int
+    size: int
+    group: dist.ProcessGroup | None
+    temperature: float
+    softcap: float | None
+    chunk: int
+
+
+def _logits(hidden: Tensor, weight: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor | None]:
+    """float32 logits ``[n, V_p]`` after soft-cap and temperature, and the soft-cap's derivative."""
+    logits = (hidden @ weight.t()).float()
+    slope = None
+    if vocabulary.softcap is not None:
+        bounded = torch.tanh(logits / vocabulary.softcap)
+        slope = 1 - bounded.square()
+        logits = vocabulary.softcap * bounded
+    if vocabulary.temperature != 1.0:
+        logits /= vocabulary.temperature
+    padded_from = vocabulary.size - vocabulary.start
+    if padded_from < logits.shape[1]:
+        logits[:, max(padded_from, 0) :] = -torch.inf
+    return logits, slope
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup | None, op=dist.ReduceOp.SUM) -> Tensor:
+    if group is not None:
+        dist.all_reduce(x, op=op, group=group)
+    return x
+
+
+def _local_target(target: Tensor, vocabulary: Vocabulary, rows: int) -> tuple[Tensor, Tensor]:
+    """Column of the target in this rank's logits (0 where elsewhere), and whether it is here."""
+    column = target - vocabulary.start
+    here = (column >= 0) & (column < rows)
+    return torch.where(here, column, 0), here
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """log p(target), entropy, from hidden states; logits are recomputed in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, target: Tensor, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies, normalisers = [], [], []
+        for h, t in zip(hidden.split(vocabulary.chunk), target.split(vocabulary.chunk)):
+            logits, _ = _logits(h, weight, vocabulary)
+            largest = _all_reduce(logits.amax(1), vocabulary.group, dist.ReduceOp.MAX)
+            column, here = _local_target(t, vocabulary, weight.shape[0])
+            chosen = logits.gather(1, column[:, None])[:, 0].masked_fill(~here, 0.0)
+            logits.sub_(largest[:, None])
+            exp = logits.exp()
+            # exp is 0 where the logit is -inf; the product there must be 0, not nan
+            weighted = (exp * logits.clamp_min_(torch.finfo(torch.float32).min)).sum(1)
+            sums = _all_reduce(torch.stack([exp.sum(1), weighted, chosen]), vocabulary.group)
+            log_sum = sums[0].log()
+            logprobs.append(sums[2] - largest - log_sum)
+            entropies.append(log_sum - sums[1] / sums[0])
+            normalisers.append(largest + log_sum)
+        logprobs_N, entropy_N = torch.cat(logprobs), torch.cat(entropies)
+        ctx.save_for_backward(hidden, weight, target, torch.cat(normalisers), entropy_N)
+        ctx.vocabulary = vocabulary
+        ctx.set_materialize_grads(False)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None):
+        hidden, weight, target, normaliser, entropy = ctx.saved_tensors
+        vocabulary: Vocabulary = ctx.vocabulary
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(normaliser)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for first in range(0, len(hidden), vocabulary.chunk):
+            part = slice(first, first + vocabulary.chunk)
+            logits, slope = _logits(hidden[part], weight, vocabulary)
+            logits.sub_(normaliser[part, None])
+            probs = logits.exp()
+            if grad_entropy is None:
+                grad = probs * -grad_logprobs[part, None]
+            else:
+                # dH/dz_j = -p_j (log p_j + H)
+                surprise = logits.clamp_min_(torch.finfo(torch.float32).min)
+                surprise.add_(entropy[part, None]).mul_(grad_entropy[part, None])
+                grad = probs * (surprise.add_(grad_logprobs[part, None]).neg_())
+            column, here = _local_target(target[part], vocabulary, weight.shape[0])
+            onehot = torch.where(here, grad_logprobs[part], 0.0)
+            grad.scatter_add_(1, column[:, None], onehot[:, None])
+            if vocabulary.temperature != 1.0:
+                grad /= vocabulary.temperature
+            if slope is not None:
+                grad *= slope
+            grad = grad.to(weight.dtype)
+            torch.mm(grad, weight, out=grad_hidden[part])
+            grad_weight += grad.t() @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def chunked_logprobs(
+    hidden_N: Tensor, weight: Tensor, target_N: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of the target and entropy at each position.
+
+    Args:
+        hidden_N: final hidden states ``[N, hidden]``, the same on every tensor-parallel rank.
+        weight: this rank's rows of the projection ``[V_p, hidden]``.
+        target_N: int64 ``[N]``, tokens in the full vocabulary.
+        vocabulary: the split.
+
+    Returns:
+        ``(logprobs_N, entropy_N)``, float32, in nats. The gradient of ``hidden_N`` is this rank's
+        share; the caller sums it over the tensor-parallel group.
+    """
+    if len(hidden_N) == 0:
+        nothing = hidden_N.sum(1).float() + 0.0 * weight.sum().float()
+        return nothing, nothing
+    return _ChunkedLogprobs.apply(hidden_N, weight, target_N, vocabulary)
+
+
+class ValueHead(torch.nn.Module):
+    """One linear output per token, computed in float32.
+
+    Initialised with a standard deviation of 1 / (hidden + 1) from a fixed seed, so that every layout
+    starts from the same head.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        initial = torch.randn(1, config.hidden_size, generator=generator)
+        initial /= config.hidden_size + 1
+        self.weight = torch.nn.Parameter(initial.to(config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values of hidden states ``[t, hidden]``: float32 ``[t]``."""
+        return (hidden.float() @ self.weight.float().t())[:, 0]
+
+
+def gather_hidden(hidden: Tensor, sequence_parallel: bool) -> Tensor:
+    """Hidden states ``[T, hidden]`` whole on every tensor-parallel rank, from the last stage's output.
+
+    The backward pass sums the ranks' shares of the gradient.
+    """
+    if sequence_parallel:
+        hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+    else:
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+    return hidden[:, 0]
+
+
+def gather_values(values: Tensor, sequence_parallel: bool) -> Tensor:
+    """Values ``[T]`` whole on every tensor-parallel rank, from those of its own tokens."""
+    if not sequence_parallel:
+        return values
+    return tensor_parallel.gather_from_sequence_parallel_region(
+        values, tensor_parallel_output_grad=False
+    )

@@ -1,0 +1,253 @@
+"""A role: a model in its own layout, measured and (where it learns) updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.algos.packing import sequence_token_indices
+from mppo.batch import Batch
+from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+from mppo.models.configuration import transformer_config
+from mppo.models.families import family_config
+from mppo.models.head import Vocabulary, chunked_logprobs, gather_hidden, gather_values
+from mppo.models.microbatch import MicroBatch, cut
+from mppo.models.optimizer import RoleOptimizer, StepResult, wrap_in_ddp
+from mppo.models.stage import Head, Stage, build_stages
+from mppo.parallel import device
+from mppo.parallel.balance import MicroBatchLimits, Plan
+from mppo.parallel.executor import run_pipeline
+from mppo.parallel.groups import LayoutGroups
+from mppo.parallel.schedule import RoleShape
+from mppo.weights.blocks import padded_vocab_size
+from mppo.weights.load import load_hf_weights
+from mppo.weights.stream import stream_hf_weights
+
+Outputs = tuple[Tensor, ...]
+"""What a head gives per token of a micro-batch, float32 ``[T]`` each: (log-probs, entropies) for a
+policy, (values,) for a value model."""
+
+Objective = Callable[[Outputs, tuple[int, ...]], tuple[Tensor, dict[str, Tensor]]]
+"""From outputs and the micro-batch's sequence indices to (summed loss, summed statistics)."""
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """How to build a role.
+
+    Args:
+        name: "actor", "critic", "ref" or "reward".
+        head: what the model ends in.
+        folder: Hugging Face folder with the initial weights.
+        dtype: parameters' dtype.
+        megatron: layout and recomputation.
+        batching: micro-batch limits and head chunk.
+        temperature: log-probabilities are of softmax(logits / temperature).
+        optim: None for a frozen role.
+        total_steps: PPO steps of the run.
+    """
+
+    name: str
+    head: Head
+    folder: Path
+    dtype: torch.dtype
+    megatron: MegatronConfig
+    batching: BatchingConfig
+    temperature: float = 1.0
+    optim: OptimConfig | None = None
+    total_steps: int = 1
+
+
+class Role:
+    """A Megatron model on this rank's part of a layout.
+
+    Args:
+        spec: how to build it.
+        hf_config: transformers config of ``spec.folder``.
+        groups: the layout's process groups.
+    """
+
+    def __init__(self, spec: RoleSpec, hf_config, groups: LayoutGroups) -> None:
+        self.spec = spec
+        self.groups = groups
+        self.layout = groups.layout
+        self.hf_config = hf_config
+        family = family_config(hf_config)
+        self._vocab_size = family.gpt_kwargs["vocab_size"]
+        with groups.active():
+            self.config = transformer_config(family, spec.megatron, self.layout, spec.dtype)
+            padded_vocab = padded_vocab_size(self._vocab_size, self.layout.tp)
+            self.stages: list[Stage] = build_stages(
+                family, self.config, self.layout, padded_vocab, groups.coordinates.pp, spec.head
+            )
+            load_hf_weights(spec.folder, self.stages, hf_config, self.layout, groups.coordinates)
+            self._chunks: list[torch.nn.Module] = list(self.stages)
+            self.optimizer: RoleOptimizer | None = None
+            if spec.optim is not None:
+                self._chunks = wrap_in_ddp(self.stages, spec.megatron)
+                self.optimizer = RoleOptimizer(
+                    self._chunks, spec.optim, spec.megatron, spec.dtype, spec.total_steps
+                )
+            else:
+                for stage in self.stages:
+                    stage.requires_grad_(False)
+        self._stat_names: list[str] | None = None
+
+    @property
+    def name(self) -> str:
+        """The role's name."""
+        return self.spec.name
+
+    @property
+    def token_multiple(self) -> int:
+        """Token counts of micro-batches are multiples of this."""
+        return self.layout.tp if self.config.sequence_parallel else 1
+
+    def shape(self, measuring: bool) -> RoleShape:
+        """What the schedule needs to know, for a forward-only pass or for training."""
+        batching = self.spec.batching
+        sequences = batching.ppo_micro_batch_size_per_gpu
+        tokens = batching.ppo_max_token_len_per_gpu
+        if measuring:
+            sequences = batching.log_prob_micro_batch_size_per_gpu or sequences
+            tokens = batching.log_prob_max_token_len_per_gpu or tokens
+        limits = MicroBatchLimits(sequences, tokens if batching.use_dynamic_bsz else None)
+        multiple = self.layout.pp if self.layout.vpp > 1 else 1
+        return RoleShape(self.name, self.layout.dp, multiple, limits)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, plan: Plan) -> Outputs:
+        """Forward pass over the whole batch.
+
+        Args:
+            batch: the global batch, the same on every rank.
+            plan: micro-batches for every data-parallel rank.
+
+        Returns:
+            The head's outputs for the whole batch, float32 ``[T]`` on the CPU of every rank, zero
+            outside responses.
+        """
+        with self.groups.active():
+            for stage in self.stages:
+                stage.eval()
+            microbatches = self._cut(batch, plan)
+            parts = run_pipeline(
+                self.stages,
+                microbatches,
+                _run_chunk,
+                lambda hidden, microbatch: self._head(hidden, microbatch),
+                backward=False,
+                max_tokens=max(len(m.tokens_t) for m in microbatches),
+            )
+        count = 2 if self.spec.head == "policy" else 1
+        outputs = torch.zeros(count, len(batch.tokens_T), device=device.device())
+        if self.groups.speaks:
+            for microbatch, part in zip(microbatches, parts):
+                where = _token_indices(batch, microbatch.indices).to(outputs.device)
+                outputs[:, where] = torch.stack(part)
+        dist.all_reduce(outputs)
+        return tuple(outputs.cpu())
+
+    def forward_backward(self, batch: Batch, plan: Plan, objective: Objective) -> dict[str, float]:
+        """Accumulate the gradient of one mini-batch, from zero.
+
+        Args:
+            batch: the global batch.
+            plan: the mini-batch's micro-batches for every data-parallel rank.
+            objective: loss and statistics of a micro-batch; both add up over the mini-batch.
+
+        Returns:
+            The summed statistics, the same on every rank.
+        """
+        assert self.optimizer is not None, f"{self.name} is frozen"
+        with self.groups.active():
+            for stage in self.stages:
+                stage.train()
+            self.optimizer.zero_grad()
+            microbatches = self._cut(batch, plan)
+            parts = run_pipeline(
+                self._chunks,
+                microbatches,
+                _run_chunk,
+                lambda hidden, m: objective(self._head(hidden, m), m.indices),
+                backward=True,
+                max_tokens=max(len(m.tokens_t) for m in microbatches),
+            )
+        return self._sum_statistics(parts)
+
+    def optimizer_step(self) -> StepResult:
+        """Apply the accumulated gradient."""
+        assert self.optimizer is not None, f"{self.name} is frozen"
+        with self.groups.active():
+            return self.optimizer.step()
+
+    def hf_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The current weights under Hugging Face names, whole, bucket by bucket; collective."""
+        with self.groups.active():
+            yield from stream_hf_weights(
+                self.stages,
+                self.hf_config,
+                self.layout,
+                self.groups.coordinates,
+                self.groups,
+                bucket_bytes,
+            )
+
+    def _cut(self, batch: Batch, plan: Plan) -> list[MicroBatch]:
+        mine = plan[self.groups.coordinates.dp]
+        return [cut(batch, indices, self.token_multiple, device.device()) for indices in mine]
+
+    def _head(self, hidden: Tensor, microbatch: MicroBatch) -> Outputs:
+        stage = self.stages[-1]
+        if self.spec.head == "value":
+            values = stage.value_head(hidden[:, 0])
+            values = gather_values(values, self.config.sequence_parallel)
+            return (_spread(values[microbatch.source_N], microbatch),)
+        hidden = gather_hidden(hidden, self.config.sequence_parallel)
+        weight = stage.output_weight()
+        vocabulary = Vocabulary(
+            start=self.groups.coordinates.tp * weight.shape[0],
+            size=self._vocab_size,
+            group=self.groups.tp if self.layout.tp > 1 else None,
+            temperature=self.spec.temperature,
+            softcap=stage.final_logit_softcap,
+            chunk=self.spec.batching.head_chunk_tokens,
+        )
+        chosen = hidden.index_select(0, microbatch.source_N)
+        outputs = chunked_logprobs(chosen, weight, microbatch.target_N, vocabulary)
+        return tuple(_spread(x, microbatch) for x in outputs)
+
+    def _sum_statistics(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+        if self._stat_names is None:
+            known = [None] * dist.get_world_size()
+            dist.all_gather_object(known, sorted(parts[0]) if parts else None)
+            self._stat_names = next(names for names in known if names is not None)
+        totals = torch.zeros(len(self._stat_names), dtype=torch.float64)
+        if self.groups.speaks:
+            for part in parts:
+                totals += torch.tensor([float(part[name]) for name in self._stat_names])
+        totals = totals.to(device.device())
+        dist.all_reduce(totals)
+        return dict(zip(self._stat_names, totals.tolist()))
+
+
+def _run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
+    stage = chunk.module if hasattr(chunk, "ddp_config") else chunk
+    return stage.forward_packed(microbatch.tokens_t, microbatch.packing)
+
+
+def _spread(x_N: Tensor, microbatch: MicroBatch) -> Tensor:
+    """Response-token quantities on the micro-batch's token axis, zero elsewhere: ``[T]``."""
+    x_T = torch.zeros(microbatch.num_tokens, dtype=x_N.dtype, device=x_N.device)
+    if len(microbatch.index_N) == 0:
+        return x_T + x_N.sum()
+    return x_T.index_copy(0, microbatch.index_N, x_N)
+
+
+def _token_indices(batch: Batch, indices: Sequence[int]) -> Tensor:
+    return sequence_token_indices(batch.cu_seqlens, indices)

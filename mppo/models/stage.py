@@ -1,0 +1,172 @@
+"""One pipeline chunk of a role's model: Megatron's GPTModel, ending in hidden states.
+
+On a machine without Transformer Engine the layers are Megatron's local ones with the core attention,
+norm and rotary angles of this package; with it, Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Literal
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mppo.models.attention import PackedAttention
+from mppo.models.families import FamilyConfig
+from mppo.models.head import ValueHead
+from mppo.models.norm import RMSNorm
+from mppo.models.packing import Packing
+from mppo.models.rotary import PackedRotary
+from mppo.parallel import device
+from mppo.parallel.layout import Layout
+
+Head = Literal["policy", "value"]
+
+
+class Stage(GPTModel):
+    """A chunk of the model; the last one ends in normalised hidden states, not in logits.
+
+    ``output_layer`` (policy) or ``value_head`` (value) is held on the last chunk and applied by
+    ``mppo.models.head`` chunk by chunk.
+    """
+
+    def __init__(self, *args, head: Head, family: FamilyConfig, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.head = head
+        self.embedding_scale = family.embedding_scale
+        self.final_logit_softcap = family.final_logit_softcap
+        if head == "value" and self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(self.config)
+
+    def _preprocess(self, *args, **kwargs):
+        out = super()._preprocess(*args, **kwargs)
+        if self.embedding_scale is None or not self.pre_process:
+            return out
+        scale = torch.tensor(self.embedding_scale, dtype=out[0].dtype)
+        return (out[0] * scale, *out[1:])
+
+    def _postprocess(self, hidden_states: Tensor, **kwargs) -> Tensor:
+        return hidden_states
+
+    def output_weight(self) -> Tensor:
+        """This rank's rows of the vocabulary projection, ``[V / tp, hidden]``; last stage only."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def forward_packed(self, tokens_T: Tensor, packing: Packing) -> Tensor:
+        """Run the chunk over a micro-batch.
+
+        Args:
+            tokens_T: int64 ``[T]``.
+            packing: where its sequences lie.
+
+        Returns:
+            Hidden states ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism.
+        """
+        params = packing if not device.has_transformer_engine() else _as_thd(packing)
+        return self(tokens_T[None], packing.positions[None], None, packed_seq_params=params)
+
+
+def _as_thd(packing: Packing) -> PackedSeqParams:
+    """The same packing for Transformer Engine's attention."""
+    names = [f.name for f in dataclasses.fields(PackedSeqParams)]
+    values = {name: getattr(packing, name) for name in names}
+    return PackedSeqParams(**{**values, "qkv_format": "thd"})
+
+
+def build_stages(
+    family: FamilyConfig,
+    config: TransformerConfig,
+    layout: Layout,
+    padded_vocab: int,
+    pipeline_rank: int,
+    head: Head,
+) -> list[Stage]:
+    """Build this rank's chunks; the layout's groups must be active.
+
+    Args:
+        family: architecture, from ``family_config``.
+        config: the Megatron configuration made from it for this layout.
+        layout: the role's layout.
+        padded_vocab: vocabulary size, a multiple of the tensor-parallel size.
+        pipeline_rank: this rank's pipeline stage.
+        head: what the model ends in.
+
+    Returns:
+        ``layout.vpp`` chunks in virtual-stage order, on this rank's device, weights as Megatron
+        initialises them.
+    """
+    stages = []
+    for chunk in range(layout.vpp):
+        vp_stage = chunk if layout.vpp > 1 else None
+        first = pipeline_rank == 0 and chunk == 0
+        last = pipeline_rank == layout.pp - 1 and chunk == layout.vpp - 1
+        gpt_kwargs = {k: v for k, v in family.gpt_kwargs.items() if k != "vocab_size"}
+        if head == "value":
+            gpt_kwargs["share_embeddings_and_output_weights"] = False
+        stage = Stage(
+            config,
+            layer_specs(config, vp_stage),
+            vocab_size=padded_vocab,
+            max_sequence_length=1,
+            pre_process=first,
+            post_process=last,
+            vp_stage=vp_stage,
+            head=head,
+            family=family,
+            **gpt_kwargs,
+        )
+        if not device.has_transformer_engine():
+            _pack_rotary(stage)
+        stages.append(stage.to(device=device.device()))
+    return stages
+
+
+def layer_specs(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec:
+    """Megatron's layer specs for one chunk, with our parts where there is no Transformer Engine."""
+    use_te = device.has_transformer_engine()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        specs = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
+    return specs if use_te else _with_local_parts(specs)
+
+
+def _with_local_parts(spec):
+    """``spec`` with every norm and core attention replaced by this package's."""
+    if spec is WrappedTorchNorm or getattr(spec, "__name__", "") == "FusedLayerNorm":
+        return RMSNorm
+    if spec is DotProductAttention:
+        return PackedAttention
+    if isinstance(spec, list):
+        return [_with_local_parts(part) for part in spec]
+    if isinstance(spec, ModuleSpec):
+        return dataclasses.replace(
+            spec,
+            module=_with_local_parts(spec.module),
+            submodules=_with_local_parts(spec.submodules),
+        )
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        parts = {f.name: _with_local_parts(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **parts)
+    return spec
+
+
+def _pack_rotary(stage: Stage) -> None:
+    """Wrap the chunk's rotary embeddings (one for all layers; MLA has one per layer)."""
+    if hasattr(stage, "rotary_pos_emb"):
+        stage.rotary_pos_emb = PackedRotary(stage.rotary_pos_emb, per_token_dims=2)
+    for layer in stage.decoder.layers:
+        if hasattr(layer.self_attention, "rotary_pos_emb"):
+            rotary = layer.self_attention.rotary_pos_emb
+            layer.self_attention.rotary_pos_emb = PackedRotary(rotary, per_token_dims=1)

@@ -1,0 +1,88 @@
+"""The device seam: the only place that decides between CUDA with NCCL and the CPU with gloo.
+
+Everything else asks ``device()``. On a machine without a GPU, ``prepare_megatron`` makes Megatron-Core
+run on the CPU (see ``mppo.parallel.megatron_on_cpu``); with a GPU it changes nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+import torch
+
+
+def is_cuda() -> bool:
+    """Whether training runs on CUDA. ``MPPO_DEVICE=cpu`` forces the CPU."""
+    return os.environ.get("MPPO_DEVICE", "") != "cpu" and torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this rank's models."""
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda() else torch.device("cpu")
+
+
+def backend() -> str:
+    """The torch.distributed backend for that device."""
+    return "nccl" if is_cuda() else "gloo"
+
+
+def name() -> str:
+    """A readable name, such as ``NVIDIA H100`` or ``CPU (2 threads)``."""
+    if is_cuda():
+        return torch.cuda.get_device_name()
+    return f"CPU ({torch.get_num_threads()} threads)"
+
+
+def select(local_rank: int, ranks_on_node: int) -> None:
+    """Give this rank its GPU, or its share of the node's cores.
+
+    Args:
+        local_rank: index of the rank on its node.
+        ranks_on_node: ranks on that node; the CPU's cores are divided among them unless
+            ``OMP_NUM_THREADS`` was set by the user to something other than torchrun's 1.
+    """
+    if is_cuda():
+        torch.cuda.set_device(local_rank)
+    elif os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, (cores or 1) // ranks_on_node))
+
+
+def synchronize() -> None:
+    """Wait for the device's queued work (nothing to wait for on the CPU)."""
+    if is_cuda():
+        torch.cuda.synchronize()
+
+
+def release_cached_memory() -> None:
+    """Return the allocator's free blocks to the device."""
+    if is_cuda():
+        torch.cuda.empty_cache()
+
+
+def peak_memory_bytes() -> int:
+    """Peak memory: allocated on the GPU, or resident set size of the process on the CPU."""
+    if is_cuda():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine's layers are used (it needs CUDA)."""
+    if not is_cuda():
+        return False
+    from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+
+    return HAVE_TE
+
+
+def prepare_megatron() -> None:
+    """Make Megatron-Core usable on this machine. Call before building anything; idempotent."""
+    if is_cuda():
+        return
+    from mppo.parallel import megatron_on_cpu
+
+    megatron_on_cpu.install()

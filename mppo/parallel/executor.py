@@ -1,0 +1,67 @@
+"""Carries a list of micro-batches through a role's pipeline by Megatron's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+M = TypeVar("M")
+
+
+def run_pipeline(
+    chunks: Sequence[torch.nn.Module],
+    microbatches: Sequence[M],
+    forward: Callable[[torch.nn.Module, M], Tensor],
+    finish: Callable[[Tensor, M], Any],
+    backward: bool,
+    max_tokens: int,
+) -> list[Any]:
+    """Run all micro-batches forward, and backward where asked.
+
+    The layout's groups must be active, and every rank of a pipeline passes equally many
+    micro-batches, cut from the same sequences.
+
+    Args:
+        chunks: this rank's model chunks, wrapped in DDP where gradients are wanted.
+        microbatches: inputs in order.
+        forward: runs one chunk.
+        finish: called on the last stage with the last chunk's output: with ``backward``, returns
+            ``(loss, stats)`` where gradients of ``loss`` are summed as they are; otherwise any value.
+        backward: compute gradients.
+        max_tokens: largest token count of a micro-batch (a buffer size hint; lengths may differ).
+
+    Returns:
+        On the last stage ``stats`` (or values) in micro-batch order; elsewhere an empty list.
+    """
+
+    def forward_step(iterator, chunk):
+        microbatch = next(iterator)
+        output = forward(chunk, microbatch)
+
+        def loss_func(hidden: Tensor, non_loss_data: bool = False):
+            result = finish(hidden, microbatch)
+            if non_loss_data:
+                return result
+            loss, stats = result
+            # three values and calculate_per_token_loss: Megatron leaves the loss as it is
+            return loss, torch.ones((), dtype=torch.int), stats
+
+        return output, loss_func
+
+    iterators = [iter(microbatches) for _ in chunks]
+    single = len(chunks) == 1
+    with torch.set_grad_enabled(backward):
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators[0] if single else iterators,
+            model=chunks[0] if single else list(chunks),
+            num_microbatches=len(microbatches),
+            seq_length=max_tokens,
+            micro_batch_size=1,
+            forward_only=not backward,
+            collect_non_loss_data=not backward,
+        )

@@ -1,0 +1,116 @@
+"""A layout's process groups, and switching between the layouts of several roles.
+
+Megatron keeps its groups in module-level globals of ``parallel_state``. ``LayoutGroups`` creates the
+groups of one layout, keeps a snapshot of those globals, and puts it in place while a role is active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from mppo.parallel.layout import Coordinates, Layout
+
+
+def _snapshot() -> dict[str, object]:
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and name.isupper()
+    }
+
+
+_UNSET = _snapshot()
+
+
+def _put(state: dict[str, object]) -> None:
+    vars(parallel_state).update(state)
+
+
+class LayoutGroups:
+    """Process groups of one layout.
+
+    Every rank constructs the same layouts in the same order (creating groups is collective).
+
+    Args:
+        layout: the layout; its world is the default group's.
+        seed: seed of Megatron's random state tracker for this layout.
+    """
+
+    def __init__(self, layout: Layout, seed: int = 0) -> None:
+        self.layout = layout
+        before = _snapshot()
+        _put(_UNSET)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            create_gloo_process_groups=True,
+        )
+        tensor_parallel.random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+        tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        self._rng_states = tensor_parallel.get_cuda_rng_tracker().get_states()
+        self._state = _snapshot()
+        self.rank = dist.get_rank()
+        self.coordinates: Coordinates = layout.coordinates(self.rank)
+        self.tp = parallel_state.get_tensor_model_parallel_group()
+        self.pp = parallel_state.get_pipeline_model_parallel_group()
+        self.cp = parallel_state.get_context_parallel_group()
+        self.ep = parallel_state.get_expert_model_parallel_group()
+        self.etp = parallel_state.get_expert_tensor_parallel_group()
+        self._check_coordinates()
+        _put(before)
+
+    def _check_coordinates(self) -> None:
+        here = self.coordinates
+        assert here.tp == parallel_state.get_tensor_model_parallel_rank()
+        assert here.pp == parallel_state.get_pipeline_model_parallel_rank()
+        assert here.cp == parallel_state.get_context_parallel_rank()
+        assert here.dp == parallel_state.get_data_parallel_rank(with_context_parallel=False)
+        assert here.ep == parallel_state.get_expert_model_parallel_rank()
+        assert here.etp == parallel_state.get_expert_tensor_parallel_rank()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Megatron sees this layout inside; what it saw before is restored on leaving."""
+        before = _snapshot()
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        rng_before = tracker.get_states()
+        _put(self._state)
+        tracker.set_states(self._rng_states)
+        try:
+            yield
+        finally:
+            self._rng_states = tracker.get_states()
+            tracker.set_states(rng_before)
+            _put(before)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage."""
+        return self.coordinates.pp == self.layout.pp - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank reports for its data-parallel replica: last stage, first of TP."""
+        return self.is_last_stage and self.coordinates.tp == 0
+
+
+class GroupRegistry:
+    """One ``LayoutGroups`` per distinct layout, so that roles with equal layouts share it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._by_layout: dict[Layout, LayoutGroups] = {}
+
+    def of(self, layout: Layout) -> LayoutGroups:
+        """The groups of ``layout``, created on first use (collective)."""
+        if layout not in self._by_layout:
+            self._by_layout[layout] = LayoutGroups(layout, self._seed)
+        return self._by_layout[layout]

@@ -1,0 +1,195 @@
+"""Megatron-Core on a machine without CUDA.
+
+Megatron names ``device="cuda"`` and calls ``torch.cuda`` in its schedules, DDP, optimizer and MoE
+dispatcher. Here those modules (and no others) get a stand-in for their global ``torch`` whose
+factories land on the CPU and whose ``cuda`` is inert; torch itself stays as it is, save three
+``Tensor`` methods that cannot work without CUDA anyway. Nothing of this is installed on CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+
+import torch
+from torch import Tensor
+
+_CPU = torch.device("cpu")
+_FACTORIES = [
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+]
+_MODULES = (
+    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.transformer.moe.router_replay",
+    "megatron.core.transformer.multi_latent_attention",
+)
+
+
+class _Stream:
+    """A CUDA stream or event that has nothing to wait for."""
+
+    def __init__(self, *args, **kwargs) -> None: ...
+
+    def wait_stream(self, stream) -> None: ...
+
+    def wait_event(self, event) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record(self, stream=None) -> None: ...
+
+    def wait(self, stream=None) -> None: ...
+
+    def record_event(self, event=None) -> _Stream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+
+class _Overlay(types.ModuleType):
+    """A module that answers with its own attributes first, then with another module's."""
+
+    def __init__(self, below: types.ModuleType, **own) -> None:
+        super().__init__(below.__name__)
+        self.__dict__.update(own)
+        self.__dict__["_below"] = below
+
+    def __getattr__(self, name: str):
+        return getattr(self.__dict__["_below"], name)
+
+
+def _on_cpu(factory):
+    @functools.wraps(factory)
+    def wrapped(*args, **kwargs):
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _cpu_for_cuda(kwargs["device"])
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _cpu_for_cuda(device) -> torch.device:
+    if isinstance(device, int):
+        return _CPU
+    device = torch.device(device)
+    return _CPU if device.type == "cuda" else device
+
+
+def _all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
+    """gloo wants the split sizes as lists; Megatron's dispatcher holds them in tensors."""
+
+    def as_list(sizes):
+        return sizes.tolist() if isinstance(sizes, Tensor) else sizes
+
+    return torch.distributed.all_to_all_single(
+        output, input, as_list(output_split_sizes), as_list(input_split_sizes), **kwargs
+    )
+
+
+def _torch_stand_in() -> types.ModuleType:
+    inert = _Stream()
+    cuda = _Overlay(
+        torch.cuda,
+        Stream=_Stream,
+        Event=_Stream,
+        current_device=lambda: _CPU,
+        current_stream=lambda *args: inert,
+        default_stream=lambda *args: inert,
+        device_count=lambda: 1,
+        empty_cache=lambda: None,
+        get_rng_state=lambda *args: torch.get_rng_state(),
+        manual_seed=torch.manual_seed,
+        max_memory_allocated=lambda *args: 0,
+        memory_allocated=lambda *args: 0,
+        set_device=lambda device: None,
+        set_rng_state=lambda state, *args: torch.set_rng_state(state),
+        stream=lambda stream: contextlib.nullcontext(),
+        synchronize=lambda *args: None,
+    )
+    distributed = _Overlay(torch.distributed, all_to_all_single=_all_to_all_single)
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    return _Overlay(torch, cuda=cuda, distributed=distributed, **factories)
+
+
+def _patch_tensor_methods() -> None:
+    """``.cuda()`` stays put; a parameter spells its type as Megatron's optimizer expects it."""
+    plain_type = Tensor.type
+
+    def parameter_type(self, dtype=None, *args, **kwargs):
+        spelled = plain_type(self, *(() if dtype is None else (dtype,)), *args, **kwargs)
+        if dtype is None and isinstance(self, torch.nn.Parameter):
+            return spelled.replace("torch.", "torch.cuda.", 1)
+        return spelled
+
+    Tensor.type = parameter_type
+    Tensor.cuda = lambda self, *args, **kwargs: self
+    Tensor.record_stream = lambda self, stream: None
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+
+def _patch_modules() -> None:
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
+    clip_grads.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm
+    importlib.import_module(
+        "megatron.core.optimizer.optimizer"
+    ).clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm
+    attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    for name in ("TELinear", "TEColumnParallelLinear"):
+        if not isinstance(getattr(attention, name, None), type):
+            setattr(attention, name, type(name, (), {}))
+
+
+def _clip_grad_by_total_norm(
+    parameters, max_norm, total_norm, use_decoupled_grad: bool = False
+) -> None:
+    """Scale gradients down to ``max_norm``; Megatron's own asserts on CUDA gradient types."""
+    name = "decoupled_grad" if use_decoupled_grad else "grad"
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [g.detach() for p in parameters if (g := getattr(p, name, None)) is not None]
+    coefficient = max_norm / (float(total_norm) + 1.0e-6)
+    if grads and coefficient < 1.0:
+        torch._foreach_mul_(grads, coefficient)
+
+
+@functools.cache
+def install() -> None:
+    """Put the stand-in under every Megatron-Core module. Idempotent."""
+    for name in _MODULES:
+        importlib.import_module(name)
+    stand_in = _torch_stand_in()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = stand_in
+    _patch_tensor_methods()
+    _patch_modules()

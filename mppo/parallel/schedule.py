@@ -1,0 +1,83 @@
+"""What runs when in a stage of the loop: a plain list of actions.
+
+The executor (``mppo.parallel.executor``) carries actions out in order. The kinds here hand a whole
+list of micro-batches to Megatron's own 1F1B or interleaved schedule; finer-grained schedules add
+kinds beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mppo.parallel.balance import MicroBatchLimits, Plan, plan_microbatches
+
+Kind = Literal["forward", "forward_backward", "optimizer_step"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing a role does.
+
+    Args:
+        kind: "forward" fills in a measurement, "forward_backward" accumulates gradients,
+            "optimizer_step" applies them.
+        role: which role.
+        mini_batch: indices of the mini-batch's sequences (all of the batch for "forward").
+        microbatches: the plan; empty for "optimizer_step".
+    """
+
+    kind: Kind
+    role: str
+    mini_batch: tuple[int, ...]
+    microbatches: Plan
+
+
+@dataclass(frozen=True)
+class RoleShape:
+    """What a schedule needs to know of a role."""
+
+    name: str
+    dp: int
+    count_multiple: int
+    limits: MicroBatchLimits
+
+
+def measure_schedule(lengths: Sequence[int], roles: Sequence[RoleShape]) -> list[Action]:
+    """One forward pass of each role over the whole batch."""
+    everything = tuple(range(len(lengths)))
+    return [
+        Action(
+            "forward",
+            role.name,
+            everything,
+            plan_microbatches(lengths, everything, role.dp, role.limits, role.count_multiple),
+        )
+        for role in roles
+    ]
+
+
+def update_schedule(
+    lengths: Sequence[int], role: RoleShape, mini_batches: Sequence[Sequence[int]]
+) -> list[Action]:
+    """Gradient and step for each mini-batch in turn.
+
+    Invariant: every "forward_backward" is followed by its "optimizer_step".
+    """
+    actions = []
+    for mini_batch in mini_batches:
+        plan = plan_microbatches(lengths, mini_batch, role.dp, role.limits, role.count_multiple)
+        actions.append(Action("forward_backward", role.name, tuple(mini_batch), plan))
+        actions.append(Action("optimizer_step", role.name, tuple(mini_batch), []))
+    return actions
+
+
+def bubble_fraction(pp: int, vpp: int, microbatches: int) -> float:
+    """Idle share of a pipeline under 1F1B (``vpp`` 1) or interleaving.
+
+    ``(pp - 1) / vpp`` forward-backward slots of idling against ``microbatches`` of work (Narayanan
+    et al. 2021, section 2.2).
+    """
+    idle = (pp - 1) / vpp
+    return idle / (microbatches + idle)
