@@ -161,7 +161,7 @@ class ReasoningGym:
         ConfigError: the package is missing, or it knows no such family or parameter.
     """
 
-    SIZE = 1_000_000_000
+    SIZE = 1_000_000  # some families draw this many numbers when they are opened
 
     def __init__(self, name: str, seed: int = 0, **parameters: Any) -> None:
         self.name = name
@@ -181,7 +181,7 @@ class ReasoningGym:
             raise ConfigError([fault]) from error
 
     def example(self, index: int) -> Example:
-        entry = self._dataset[index]
+        entry = self._dataset[index % self.SIZE]
         extra = {"reasoning_gym": self.name, "entry": entry}
         return Example(entry["question"], str(entry["answer"]), extra)
 
@@ -305,6 +305,6 @@ def _require(source: Any, key: str, holds: bool, wanted: str) -> None:
 
 def _unknown_name(name: str, known: list[str]) -> ConfigError:
     guess = nearest(name, known)
-    listing = ", ".join(known) if len(known) < 10 else f"one of {len(known)} families"
+    listing = ", ".join(known) if len(known) < 10 else f"{len(known)} of them"
     cure = (f"did you mean {guess!r}? " if guess else "") + f"there are {listing}"
     return ConfigError([Fault("data.task", name, "no such task", cure)])

@@ -1,0 +1,202 @@
+"""Trajectories to outcome rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mppo.batch import Prompt, Trajectory
+from mppo.config.errors import ConfigError, Fault, nearest
+from mppo.config.schema import RewardConfig
+from mppo.rewards import verifiers
+from mppo.rewards.function import load_function
+from mppo.rewards.remote import RemoteJudge
+from mppo.rewards.response import Judge, Response
+from mppo.rewards.shaping import clip_score, overlong_penalty
+
+
+@dataclass(frozen=True)
+class RuleJudge:
+    """Scores by the verifier that each prompt's data source gets, or by one for all.
+
+    Args:
+        verifier: name in ``verifiers.VERIFIERS``, or None to go by data source.
+        partial_credit: part of a point for part of an answer, where the verifier knows it.
+    """
+
+    verifier: str | None = None
+    partial_credit: bool = False
+
+    def __post_init__(self) -> None:
+        if self.verifier is not None:
+            self._find(self.verifier)
+
+    def __call__(self, responses: Sequence[Response]) -> list[float]:
+        return [self._score(response) for response in responses]
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Find out before the first rollout that a data source has no verifier, or a ground truth
+        that its verifier cannot read."""
+        for prompt in prompts:
+            self._score(Response(prompt, ""))
+
+    def _score(self, response: Response) -> float:
+        prompt = response.prompt
+        verify = self._find(self.verifier or verifiers.verifier_for(prompt.data_source))
+        try:
+            return verify(response.text, prompt.ground_truth, prompt.extra)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{describe(prompt)} cannot be verified: {error}") from error
+
+    def _find(self, name: str) -> verifiers.Verifier:
+        table = verifiers.PARTIAL if self.partial_credit else verifiers.VERIFIERS
+        if name in table:
+            return table[name]
+        if name in verifiers.VERIFIERS:
+            why = f"the verifier {name} knows no partial credit"
+            cure = f"drop it, or use reward.verifier out of {', '.join(table)}"
+            raise ConfigError([Fault("reward.kwargs.partial_credit", True, why, cure)])
+        guess = nearest(name, table)
+        cure = (f"did you mean {guess!r}? " if guess else "") + f"there are {', '.join(table)}"
+        raise ConfigError([Fault("reward.verifier", name, "no such verifier", cure)])
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Decodes responses, has them judged, and shapes the scores.
+
+    Args:
+        judge: raw scores of responses.
+        tokenizer: decodes response tokens, special tokens left out.
+        reward: clip and penalties.
+        max_response_length: in tokens; where the overlong penalty ends.
+    """
+
+    judge: Judge
+    tokenizer: PreTrainedTokenizerBase
+    reward: RewardConfig
+    max_response_length: int | None = None
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Try the first prompt of each data source on the rule verifiers.
+
+        Raises:
+            ConfigError, ValueError: they could not be scored.
+        """
+        if isinstance(self.judge, RuleJudge):
+            first = {prompt.data_source: prompt for prompt in reversed(prompts)}
+            self.judge.check(first.values())
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """One reward per trajectory: the judged score, clipped, then less the penalties.
+
+        Raises:
+            ValueError: a score is missing or not finite; the message names the prompt.
+        """
+        texts = self.tokenizer.batch_decode(
+            [list(trajectory.response_ids) for trajectory in trajectories],
+            skip_special_tokens=True,
+        )
+        responses = [Response(each.prompt, text) for each, text in zip(trajectories, texts)]
+        scores = check_scores(self.judge(responses), responses) if responses else []
+        return [self._shape(score, each) for score, each in zip(scores, trajectories)]
+
+    def _shape(self, score: float, trajectory: Trajectory) -> float:
+        reward = self.reward
+        if reward.clip is not None:
+            score = clip_score(score, reward.clip)
+        if reward.missing_eos_penalty is not None and trajectory.finish_reason != "stop":
+            score -= reward.missing_eos_penalty
+        if reward.overlong_buffer_len:
+            assert self.max_response_length is not None
+            score += overlong_penalty(
+                len(trajectory.response_ids),
+                self.max_response_length,
+                reward.overlong_buffer_len,
+                reward.overlong_penalty_factor,
+            )
+        return score
+
+
+def build_scorer(
+    reward: RewardConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_response_length: int | None = None,
+) -> Scorer:
+    """The scorer a recipe asks for.
+
+    Args:
+        reward: the recipe's section.
+        tokenizer: decodes response tokens.
+        max_response_length: ``data.max_response_length``; needed for the overlong penalty.
+
+    Raises:
+        ConfigError: unknown verifier, unusable function or URL, wrong or missing keys.
+    """
+    if reward.overlong_buffer_len:
+        limit = max_response_length or 0
+        if reward.overlong_buffer_len > limit:
+            why = f"longer than data.max_response_length = {limit}"
+            fault = Fault("reward.overlong_buffer_len", reward.overlong_buffer_len, why, "less")
+            raise ConfigError([fault])
+    return Scorer(_build_judge(reward), tokenizer, reward, max_response_length)
+
+
+def _build_judge(reward: RewardConfig) -> Judge:
+    needed = {"rule": None, "function": "function", "remote": "url"}[reward.name]
+    if needed and not getattr(reward, needed):
+        why = f"reward.name={reward.name} needs it"
+        cure = {"function": "module:function or path.py:function", "url": "http://host:port/path"}
+        raise ConfigError([Fault(f"reward.{needed}", None, why, cure[needed])])
+    if reward.name == "rule":
+        return _with_kwargs(RuleJudge, reward.kwargs, ("partial_credit",), reward.verifier)
+    if reward.name == "function":
+        return load_function(str(reward.function), reward.kwargs)
+    keys = ("batch_size", "retries", "backoff_s", "api_key_env")
+    return _with_kwargs(RemoteJudge, reward.kwargs, keys, str(reward.url), reward.timeout_s)
+
+
+def _with_kwargs(
+    make: Callable[..., Judge], kwargs: dict[str, Any], known: Sequence[str], *args: Any
+) -> Judge:
+    faults = []
+    for key in kwargs.keys() - set(known):
+        guess = nearest(key, known)
+        cure = (f"did you mean {guess!r}? " if guess else "") + f"there are {', '.join(known)}"
+        faults.append(Fault(f"reward.kwargs.{key}", kwargs[key], "no such parameter", cure))
+    if faults:
+        raise ConfigError(faults)
+    return make(*args, **kwargs)
+
+
+def check_scores(scores: Sequence[float], responses: Sequence[Response]) -> list[float]:
+    """The scores as floats.
+
+    Raises:
+        ValueError: too few or too many, not a number, or not finite.
+    """
+    if len(scores) != len(responses):
+        raise ValueError(f"{len(responses)} responses were judged, {len(scores)} scores came back")
+    for score, response in zip(scores, responses):
+        number = isinstance(score, (int, float)) and not isinstance(score, str)
+        if not number or not math.isfinite(score):
+            raise ValueError(
+                f"the score of {describe(response.prompt)} is {score!r}, not a finite number; "
+                f"the response was {_short(response.text)!r}"
+            )
+    return [float(score) for score in scores]
+
+
+def describe(prompt: Prompt) -> str:
+    """A prompt, named for a message."""
+    return f"prompt {prompt.uid} ({prompt.data_source}: {_short(prompt.text)!r})"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."

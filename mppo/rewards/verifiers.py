@@ -1,0 +1,192 @@
+"""Rules that compare a response with the ground truth: pure functions of text.
+
+A verifier gives 1 for a right answer and 0 for any other. Nothing in between, unless a recipe asks
+for partial credit: half a point for half an answer is what a policy learns to collect.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import threading
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from mppo.config.errors import ConfigError, Fault
+
+Verifier = Callable[[str, str, Mapping[str, Any]], float]
+"""(response, ground truth, the prompt's ``extra``) -> score."""
+
+NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+GSM8K_ANSWER = re.compile(r"####\s*(-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+)")
+CHOICE = re.compile(r"(?<![A-Za-z])\(?([A-J])\)?(?![A-Za-z])")
+BOXED = "\\boxed{"
+
+
+def exact(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
+    """The whole response is the answer, white space around it aside."""
+    return float(response.strip() == ground_truth.strip())
+
+
+def exact_partial(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
+    """Share of positions at which response and answer hold the same character.
+
+    The longer of the two counts, so that neither rambling nor silence gains; 1 only where equal.
+    """
+    response, ground_truth = response.strip(), ground_truth.strip()
+    longest = max(len(response), len(ground_truth))
+    same = sum(given == wanted for given, wanted in zip(response, ground_truth))
+    return same / longest if longest else 1.0
+
+
+def final_answer(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
+    """What stands in the last ``\\boxed{}``, in ``<answer></answer>``, after ``####``, or on the
+    last line is the answer; case, spaces and a closing full stop aside."""
+    return float(_plain(extract_final(response)) == _plain(ground_truth))
+
+
+def gsm8k(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
+    """The last ``#### NUMBER`` is the answer (GSM8K's own form)."""
+    found = GSM8K_ANSWER.findall(response)
+    return _same_number(found[-1] if found else "", ground_truth)
+
+
+def gsm8k_flexible(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
+    """The last number in the response is the answer."""
+    found = NUMBER.findall(response)
+    return _same_number(found[-1] if found else "", ground_truth)
+
+
+def choice(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
+    """The last option letter, A to J, alone or in parentheses, is the answer."""
+    found = CHOICE.findall(response)
+    return float(bool(found) and found[-1] == ground_truth.strip().strip("()").upper())
+
+
+def math(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
+    """Mathematically equal, as the package math-verify judges.
+
+    Where the response has a ``\\boxed{}``, only the last one counts.
+
+    Raises:
+        ConfigError: math-verify is not installed.
+    """
+    package = import_math_verify()
+    boxed = last_boxed(response)
+    given = f"${boxed}$" if boxed is not None else response
+    wanted = last_boxed(ground_truth) or ground_truth.strip("$ ")
+    # math-verify's time limit is an alarm signal, which only the main thread can receive.
+    limit = 5 if threading.current_thread() is threading.main_thread() else None
+    parsed = [package.parse(text, parsing_timeout=limit) for text in (f"${wanted}$", given)]
+    if not all(parsed):
+        return 0.0
+    return float(package.verify(*parsed, timeout_seconds=limit))
+
+
+def reasoning_gym(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
+    """The task family's own scorer, a full score or nothing.
+
+    The answer is what ``extract_final`` finds. Families give parts of a point to answers that
+    merely contain the right one, hence the threshold.
+    """
+    entry = extra.get("entry")
+    if entry is None:
+        raise ValueError("the row has no reasoning_gym entry: use data.task=reasoning_gym:NAME")
+    scorer = importlib.import_module("reasoning_gym").get_score_answer_fn(extra["reasoning_gym"])
+    return float(scorer(answer=extract_final(response), entry=entry) >= 1.0)
+
+
+VERIFIERS: dict[str, Verifier] = {
+    "exact": exact,
+    "final_answer": final_answer,
+    "gsm8k": gsm8k,
+    "gsm8k_flexible": gsm8k_flexible,
+    "choice": choice,
+    "math": math,
+    "reasoning_gym": reasoning_gym,
+}
+
+PARTIAL: dict[str, Verifier] = {"exact": exact_partial}
+"""The verifiers that know partial credit, in that form."""
+
+BY_DATA_SOURCE: tuple[tuple[str, str], ...] = (
+    (r"arithmetic|reverse|sort_digits|count_letters", "exact"),
+    (r"reasoning_gym:.*", "reasoning_gym"),
+    (r"(.*/)?gsm8k", "gsm8k"),
+    (r"(.*/)?(math([-_]?(500|lighteval|dapo))?|aime.*|amc.*|deepscaler.*|numina.*)", "math"),
+    (r"(.*/)?(mmlu|arc|gpqa).*", "choice"),
+)
+"""Which verifier a data source gets (whole name, any case); the first match wins."""
+
+
+def verifier_for(data_source: str) -> str:
+    """Name of the verifier for a data source.
+
+    Raises:
+        ConfigError: none is known for it.
+    """
+    for pattern, name in BY_DATA_SOURCE:
+        if re.fullmatch(pattern, data_source, re.IGNORECASE):
+            return name
+    why = f"no verifier is known for the data source {data_source!r}"
+    cure = f"one of {', '.join(VERIFIERS)}; or reward.name=function with reward.function"
+    raise ConfigError([Fault("reward.verifier", None, why, cure)])
+
+
+def import_math_verify() -> Any:
+    """The package, or a ConfigError that says how to get it."""
+    try:
+        return importlib.import_module("math_verify")
+    except ModuleNotFoundError as error:
+        why = f"it needs the package {error.name}, which is not installed"
+        fault = Fault("reward.verifier", "math", why, 'pip install "mppo[rewards]"')
+        raise ConfigError([fault]) from error
+
+
+def extract_final(response: str) -> str:
+    """The final answer of a response that may think aloud first.
+
+    In this order: the last ``\\boxed{}``; the last ``<answer></answer>``; what follows the last
+    ``####``; the last line that is not empty; an empty text.
+    """
+    boxed = last_boxed(response)
+    if boxed is not None:
+        return boxed.strip()
+    tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
+    if tagged:
+        return tagged[-1].strip()
+    if "####" in response:
+        response = response.rpartition("####")[2]
+    lines = [line.strip() for line in response.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def last_boxed(text: str) -> str | None:
+    """Content of the last complete ``\\boxed{...}``, nested braces kept; None without one."""
+    start = text.rfind(BOXED)
+    while start >= 0:
+        depth = 0
+        for index in range(start + len(BOXED) - 1, len(text)):
+            depth += (text[index] == "{") - (text[index] == "}")
+            if depth == 0:
+                return text[start + len(BOXED) : index]
+        start = text.rfind(BOXED, 0, start)
+    return None
+
+
+def _same_number(given: str, wanted: str) -> float:
+    given_value, wanted_value = parse_number(given), parse_number(wanted.rpartition("####")[2])
+    if wanted_value is None:
+        raise ValueError(f"the ground truth {wanted!r} is no number")
+    return float(given_value == wanted_value)
+
+
+def parse_number(text: str) -> Fraction | None:
+    """Exact value of a decimal number with optional thousands commas and dollar sign."""
+    digits = text.strip().replace(",", "").replace("$", "")
+    return Fraction(digits) if re.fullmatch(r"-?(\d+(\.\d+)?|\.\d+)", digits) else None
+
+
+def _plain(text: str) -> str:
+    return "".join(text.lower().split()).removesuffix(".")
