@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mppo.parallel.layout import Coordinates, Layout
@@ -151,8 +150,3 @@ def assert_partition(chunks: Sequence[Any], slots: Sequence[Slot]) -> None:
                     f"{name}: Megatron cuts dimension {parameter.partition_dim}, the table "
                     f"{slot.entry.row.dim}"
                 )
-
-
-def dtype_of(slot: Slot, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype a slot is exported in when ``dtype`` is asked for."""
-    return slot.tensor.dtype if dtype is None or slot.entry.row.keeps_dtype else dtype

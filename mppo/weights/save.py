@@ -1,0 +1,100 @@
+"""Saving a role as a Hugging Face folder: every rank writes its share, the folder appears whole."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mppo.parallel.layout import Coordinates, Layout
+from mppo.weights.output_folder import (
+    check_free,
+    copy_companions,
+    create_files,
+    partial_path,
+    plan_places,
+    publish,
+    write_index,
+    write_tensor,
+)
+from mppo.weights.stream import Groups, WeightStream
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def save_hf(
+    folder: str | Path,
+    chunks: Sequence[Any],
+    hf_config: Any,
+    layout: Layout,
+    coordinates: Coordinates,
+    groups: Groups,
+    source: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = 512 << 20,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write the role's weights, config and tokenizer; collective over all ranks.
+
+    The folder is built beside its final place and renamed when it is complete and on disk.
+
+    Args:
+        folder: the output, on a file system all ranks see; must not exist.
+        chunks: this rank's ``GPTModel`` chunks.
+        hf_config: the model's transformers config, written where ``source`` is None.
+        layout: the role's layout.
+        coordinates: this rank's place in it.
+        groups: the layout's process groups.
+        source: Hugging Face folder whose config, tokenizer and generation config are copied.
+        dtype: cast weights to this; None: as stored.
+        bucket_bytes: size of the streamed buckets.
+        max_shard_bytes: most bytes of one safetensors file.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: the folder exists.
+        OSError: the disk is full, or failed.
+    """
+    folder = Path(folder).absolute()
+    building = partial_path(folder)
+    rank = dist.get_rank()
+    stream = WeightStream(chunks, hf_config, layout, coordinates, groups, bucket_bytes, dtype)
+    tensors = stream.tensors()
+    headers, places = plan_places(building, tensors, max_shard_bytes)
+    check_free(folder)
+    dist.barrier()
+    if rank == 0:
+        if building.exists():
+            shutil.rmtree(building)
+        building.mkdir(parents=True)
+        create_files(headers)
+    dist.barrier()
+    number = 0
+    for bucket in stream.buckets:
+        for name, tensor in stream.gather(bucket):
+            if number % dist.get_world_size() == rank:
+                write_tensor(places[name], tensor)
+            number += 1
+    dist.barrier()
+    if rank == 0:
+        weights_dtype = next(dtype for dtype, shape in tensors.values() if len(shape) == 2)
+        _write_companions(building, hf_config, source, weights_dtype)
+        write_index(building, places)
+        publish(folder)
+    dist.barrier()
+    return folder
+
+
+def _write_companions(
+    building: Path, hf_config: Any, source: str | Path | None, dtype: torch.dtype
+) -> None:
+    if source is not None:
+        copy_companions(Path(source), building, dtype)
+    else:
+        hf_config.save_pretrained(building)

@@ -1,0 +1,316 @@
+"""A role's weights as whole Hugging Face tensors, bucket by bucket, the same on every rank.
+
+The plan is arithmetic: which entries travel together, where each lies in the bucket, which stage
+owns it. A bucket then costs one all-gather over TP, one over ETP and EP where it holds experts, and one
+broadcast over PP, however many tensors it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.parallel.layout import Coordinates, Layout
+from mppo.weights.blocks import ZERO
+from mppo.weights.shape import model_shape
+from mppo.weights.slots import Slot, find_slots
+from mppo.weights.table import Entry, Row, Table, parameter_table
+
+ALIGNMENT = 16
+NamedTensors = list[tuple[str, Tensor]]
+
+
+class Groups(Protocol):
+    """Process groups of a layout; None stands for a group of one."""
+
+    tp: dist.ProcessGroup | None
+    pp: dist.ProcessGroup | None
+    ep: dist.ProcessGroup | None
+    etp: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Entries that travel together, all on one pipeline stage.
+
+    ``expert`` is the local expert index of an expert unit, which holds that expert of every
+    expert-parallel rank; None otherwise.
+    """
+
+    stage: int
+    entries: tuple[Entry, ...]
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Units of one stage, and where each Hugging Face tensor lies in the bucket's bytes."""
+
+    stage: int
+    units: tuple[Unit, ...]
+    places: tuple[tuple[str, int, torch.dtype, tuple[int, ...]], ...]
+    nbytes: int
+
+
+def stream_hf_weights(
+    chunks: Sequence[Any],
+    hf_config: Any,
+    layout: Layout,
+    coordinates: Coordinates,
+    groups: Groups,
+    bucket_bytes: int,
+    dtype: torch.dtype | None = None,
+) -> Iterator[NamedTensors]:
+    """Yield every tensor of the model under its Hugging Face name; collective over the role.
+
+    Args:
+        chunks: this rank's ``GPTModel`` chunks.
+        hf_config: the model's transformers config.
+        layout: the role's layout.
+        coordinates: this rank's place in it.
+        groups: the layout's process groups.
+        bucket_bytes: most bytes of a bucket; a larger unit makes a bucket of its own.
+        dtype: cast to this, except what keeps its own (a router's float32 bias); None: as stored.
+
+    Yields:
+        Buckets of (name, tensor), equal on every rank, on the model's device. Tensors are views of
+        the bucket's own buffer. A tied output projection is not among them; a value head is.
+    """
+    stream = WeightStream(chunks, hf_config, layout, coordinates, groups, bucket_bytes, dtype)
+    for bucket in stream.buckets:
+        yield stream.gather(bucket)
+
+
+class WeightStream:
+    """The plan of a stream and its execution bucket by bucket.
+
+    Arguments are those of ``stream_hf_weights``; constructing is collective over the pipeline.
+
+    Attributes:
+        buckets: the plan, equal on every rank.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        hf_config: Any,
+        layout: Layout,
+        coordinates: Coordinates,
+        groups: Groups,
+        bucket_bytes: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.table = parameter_table(model_shape(hf_config))
+        self.layout, self.coordinates, self.groups = layout, coordinates, groups
+        slots = find_slots(chunks, self.table, layout, coordinates)
+        self.slots: dict[str, Slot] = {slot.entry.name: slot for slot in slots}
+        self.device = slots[0].tensor.device
+        self.dtype = dtype
+        held = [(s.entry.row.where, s.entry.layer, s.entry.row.name, s.tensor.dtype) for s in slots]
+        stages = _gather_objects(held, groups.pp, layout.pp)
+        self._dtypes = {(layer, row): stored for stage in stages for _, layer, row, stored in stage}
+        self.buckets = self._plan(stages, bucket_bytes)
+
+    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of everything that will be streamed, in order."""
+        return {
+            name: (dtype, shape)
+            for bucket in self.buckets
+            for name, _, dtype, shape in bucket.places
+        }
+
+    def gather(self, bucket: Bucket) -> NamedTensors:
+        """Assemble one bucket; collective over the role, in the order of ``buckets``."""
+        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
+        tensors = {
+            name: _bytes_as(buffer[offset:], dtype, shape)
+            for name, offset, dtype, shape in bucket.places
+        }
+        if bucket.stage == self.coordinates.pp:
+            with torch.no_grad():
+                self._assemble(bucket, tensors)
+        if self.layout.pp > 1:
+            assert self.groups.pp is not None
+            source = dist.get_global_rank(self.groups.pp, bucket.stage)
+            dist.broadcast(buffer, source, group=self.groups.pp)
+        return list(tensors.items())
+
+    def _export_dtype(self, entry: Entry) -> torch.dtype:
+        stored = self._dtypes[entry.layer, entry.row.name]
+        return stored if self.dtype is None or entry.row.keeps_dtype else self.dtype
+
+    def _plan(self, stages: list[list[tuple]], bucket_bytes: int) -> tuple[Bucket, ...]:
+        buckets: list[Bucket] = []
+        units: list[Unit] = []
+        total = 0
+        for unit in plan_units(self.table, self.layout, owners(stages)):
+            nbytes = sum(
+                _aligned(_nbytes(shape, self._export_dtype(entry)))
+                for entry in unit.entries
+                for shape in entry.row.shapes
+            )
+            if units and (units[0].stage != unit.stage or total + nbytes > bucket_bytes):
+                buckets.append(self._bucket(units))
+                units, total = [], 0
+            units.append(unit)
+            total += nbytes
+        buckets.append(self._bucket(units))
+        return tuple(buckets)
+
+    def _bucket(self, units: list[Unit]) -> Bucket:
+        places, offset = [], 0
+        for unit in units:
+            for entry in unit.entries:
+                dtype = self._export_dtype(entry)
+                for name, shape in zip(entry.hf, entry.row.shapes):
+                    places.append((name, offset, dtype, shape))
+                    offset += _aligned(_nbytes(shape, dtype))
+        return Bucket(units[0].stage, tuple(units), tuple(places), offset)
+
+    def _assemble(self, bucket: Bucket, tensors: dict[str, Tensor]) -> None:
+        """Fill ``tensors`` on the stage that owns them."""
+        plain = [e for unit in bucket.units if unit.expert is None for e in unit.entries]
+        cut = [self.slots[entry.name] for entry in plain if self.slots[entry.name].size > 1]
+        for entry in plain:
+            slot = self.slots[entry.name]
+            if slot.size == 1:
+                self._place(slot, entry, 0, slot.tensor, tensors)
+        if cut:
+            shards = _all_gather(self._pack(cut), self.groups.tp, self.layout.tp)
+            for rank, shard in enumerate(shards):
+                self._unpack(cut, [slot.entry for slot in cut], rank, shard, tensors)
+        experts = [unit for unit in bucket.units if unit.expert is not None]
+        if experts:
+            self._assemble_experts(experts, tensors)
+
+    def _assemble_experts(self, units: list[Unit], tensors: dict[str, Tensor]) -> None:
+        per_rank = self.table.shape.num_experts // self.layout.ep
+        own = [self.slots[e.name] for u in units for e in u.entries if e.name in self.slots]
+        shards = _all_gather(self._pack(own), self.groups.etp, self.layout.etp)
+        everywhere = _all_gather(shards.flatten(), self.groups.ep, self.layout.ep)
+        for ep, of_ep in enumerate(everywhere):
+            shift = (ep - self.coordinates.ep) * per_rank
+            entries = [
+                Entry(s.entry.row, s.entry.layer, _shifted(s.entry.expert, shift)) for s in own
+            ]
+            for rank, shard in enumerate(of_ep.view(self.layout.etp, -1)):
+                self._unpack(own, entries, rank, shard, tensors)
+
+    def _pack(self, slots: list[Slot]) -> Tensor:
+        """This rank's shards as one run of bytes."""
+        sizes = [_aligned(_nbytes(s.tensor.shape, self._export_dtype(s.entry))) for s in slots]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        offset = 0
+        for slot, size in zip(slots, sizes):
+            dtype = self._export_dtype(slot.entry)
+            _bytes_as(flat[offset:], dtype, tuple(slot.tensor.shape)).copy_(slot.tensor)
+            offset += size
+        return flat
+
+    def _unpack(
+        self, slots: list[Slot], entries: list[Entry], rank: int, flat: Tensor,
+        tensors: dict[str, Tensor],
+    ) -> None:  # fmt: skip
+        """Place the shards packed like ``slots`` by the group's ``rank``, which are ``entries``."""
+        offset = 0
+        for slot, entry in zip(slots, entries):
+            dtype, shape = self._export_dtype(slot.entry), tuple(slot.tensor.shape)
+            self._place(slot, entry, rank, _bytes_as(flat[offset:], dtype, shape), tensors)
+            offset += _aligned(_nbytes(shape, dtype))
+
+    def _place(
+        self, slot: Slot, entry: Entry, rank: int, shard: Tensor, tensors: dict[str, Tensor]
+    ) -> None:
+        """Copy a shard's blocks to where they lie in the Hugging Face tensors."""
+        padded = slot.tensor.shape[0] * slot.size if entry.row.kind == "vocab" else 0
+        offset, dim = 0, entry.cut_dim
+        for block in entry.blocks(rank, slot.size, self.table.shape.kv_heads, padded):
+            if block.source != ZERO:
+                target = tensors[entry.hf[block.source]].narrow(dim, block.start, block.length)
+                target.copy_(shard.narrow(dim, offset, block.length))
+            offset += block.length
+
+
+def owners(stages: Sequence[Sequence[tuple]]) -> dict[Any, int]:
+    """Stage that holds each layer (by its index) and each end (by its row's name)."""
+    return {
+        (layer if layer is not None else row): stage
+        for stage, held in enumerate(stages)
+        for where, layer, row, _ in held
+    }
+
+
+def plan_units(table: Table, layout: Layout, owner: dict[Any, int]) -> Iterator[Unit]:
+    """The model's units in order, each Hugging Face tensor in exactly one.
+
+    Args:
+        table: the parameter table.
+        layout: the role's layout.
+        owner: stage of each layer and end, from ``owners``.
+    """
+    for row in table.rows:
+        if row.where == "embedding":
+            yield Unit(owner[row.name], (Entry(row),))
+    for layer in range(table.shape.num_layers):
+        yield from _layer_units(table, layout, layer, owner[layer])
+    for row in table.rows:
+        if row.where in ("final", "output", "value") and not row.duplicate and row.name in owner:
+            yield Unit(owner[row.name], (Entry(row),))
+
+
+def _layer_units(table: Table, layout: Layout, layer: int, stage: int) -> Iterator[Unit]:
+    rows = [row for row in table.rows if table.applies(row, layer)]
+    marked: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.where != "expert":
+            marked.setdefault(row.atomic or row.name, []).append(row)
+    for together in marked.values():
+        yield Unit(stage, tuple(Entry(row, layer) for row in together))
+    expert_rows = [row for row in rows if row.where == "expert"]
+    if not expert_rows:
+        return
+    per_rank = table.shape.num_experts // layout.ep
+    for local in range(per_rank):
+        experts = range(local, table.shape.num_experts, per_rank)
+        yield Unit(stage, tuple(Entry(r, layer, e) for e in experts for r in expert_rows), local)
+
+
+def _shifted(expert: int | None, shift: int) -> int:
+    assert expert is not None
+    return expert + shift
+
+
+def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _bytes_as(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The first bytes of ``flat`` as a tensor."""
+    return flat[: _nbytes(shape, dtype)].view(dtype).view(shape)
+
+
+def _all_gather(flat: Tensor, group: dist.ProcessGroup | None, size: int) -> Tensor:
+    """``[size, len(flat)]``: every rank's ``flat``."""
+    if size == 1:
+        return flat[None]
+    out = torch.empty(size * len(flat), dtype=flat.dtype, device=flat.device)
+    dist.all_gather_into_tensor(out, flat, group=group)
+    return out.view(size, -1)
+
+
+def _gather_objects(value: Any, group: dist.ProcessGroup | None, size: int) -> list[Any]:
+    if size == 1:
+        return [value]
+    out: list[Any] = [None] * size
+    dist.all_gather_object(out, value, group=group)
+    return out
