@@ -1,0 +1,279 @@
+"""The embedded rollout engine: a transformers model on every rank.
+
+Each rank holds the whole model and generates its share of the prompts. It is the default engine and
+the oracle the other engines are compared with.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from mppo.batch import Prompt, Trajectory
+from mppo.config.schema import SamplingConfig
+from mppo.rollout.decoding import ATTENTION, Responses, decode
+from mppo.rollout.engine import WeightBucket
+from mppo.rollout.exchange import gather_flat, shares
+from mppo.rollout.parameters import WIDE_BUFFER, ParameterSink
+from mppo.rollout.sampling import row_keys
+
+_LOGPROB_TOKENS = 4096
+
+
+def stop_tokens(hf_folder: str | Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
+    """Tokens that end a response: ``eos_token_id`` of config.json and generation_config.json."""
+    found: set[int] = set()
+    sources = [getattr(hf_config, "eos_token_id", None)]
+    generation = Path(hf_folder) / "generation_config.json"
+    if generation.is_file():
+        sources.append(json.loads(generation.read_text()).get("eos_token_id"))
+    for source in sources:
+        if source is not None:
+            found.update([source] if isinstance(source, int) else source)
+    return tuple(sorted(found))
+
+
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type to compute in: CPUs without bfloat16 units multiply in float32, many times faster.
+
+    Weights are rounded to ``dtype`` either way.
+    """
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return dtype
+    capabilities = torch.cpu.get_capabilities()
+    has_units = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
+    return dtype if has_units else torch.float32
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A causal LM with uninitialised parameters, for generation only."""
+    with no_init_weights(), torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation=ATTENTION
+        )
+    model.tie_weights()
+    for name, buffer in model.named_buffers():
+        if name.endswith(WIDE_BUFFER):
+            buffer.data = buffer.data.float()
+    return model.eval().requires_grad_(False)
+
+
+class LocalEngine:
+    """Transformers on every rank, behind the ``RolloutEngine`` protocol.
+
+    The model is built empty from its configuration and filled by the first ``update_weights``:
+    weights are never read from disk here.
+
+    Args:
+        hf_folder: model folder; only generation_config.json is read from it.
+        hf_config: its configuration.
+        dtype: type the weights are rounded to.
+        rank, world: this rank and the number of ranks that share the prompts.
+        device: where the model lives.
+        batch_size: most rows generated at once on a rank.
+        group: process group of those ranks; None is the default one.
+    """
+
+    def __init__(
+        self,
+        hf_folder: str | Path,
+        hf_config: PretrainedConfig,
+        dtype: torch.dtype,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        device: torch.device | str = "cpu",
+        batch_size: int = 256,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._device = torch.device(device)
+        self._rank, self._world, self._group = rank, world, group
+        self._batch_size, self._dtype = batch_size, dtype
+        self._stops = stop_tokens(hf_folder, hf_config)
+        self._model = empty_model(hf_config, compute_dtype(dtype, self._device), self._device)
+        self._sink = ParameterSink(self._model, dtype)
+        self._version: int | None = None
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, max_tokens: int, seed: int
+    ) -> list[Trajectory]:
+        """See ``RolloutEngine.generate``."""
+        version = self._loaded_version()
+        self._check_lengths(prompts, max_tokens)
+        dealt = shares([len(p.token_ids) for p in prompts], self._world)
+        mine = sorted(dealt[self._rank], key=lambda index: len(prompts[index].token_ids))
+        rows = [(index, sample) for index in mine for sample in range(sampling.n)]
+        stops = torch.tensor(
+            sorted({*self._stops, *sampling.stop_token_ids}),
+            dtype=torch.int64,
+            device=self._device,
+        )
+        parts = []
+        for start in range(0, len(rows), self._batch_size):
+            chunk = rows[start : start + self._batch_size]
+            parts.append(self._generate_rows(prompts, chunk, sampling, max_tokens, seed, stops))
+        packed = torch.cat([*(_pack(rows, prompts, sampling.n, parts)), self._nothing()])
+        found: dict[int, Trajectory] = {}
+        for received in gather_flat(packed, self._world, self._group):
+            found.update(_unpack(received, prompts, sampling.n, version))
+        return [found[key] for key in range(len(prompts) * sampling.n)]
+
+    def _generate_rows(
+        self,
+        prompts: Sequence[Prompt],
+        rows: Sequence[tuple[int, int]],
+        sampling: SamplingConfig,
+        max_tokens: int,
+        seed: int,
+        stops: Tensor,
+    ) -> Responses:
+        chosen = list(dict.fromkeys(index for index, _ in rows))
+        place = {index: position for position, index in enumerate(chosen)}
+        uids = torch.tensor([prompts[index].uid for index, _ in rows], device=self._device)
+        samples = torch.tensor([sample for _, sample in rows], device=self._device)
+        return decode(
+            self._model,
+            [prompts[index].token_ids for index in chosen],
+            [place[index] for index, _ in rows],
+            row_keys(seed, uids, samples),
+            sampling,
+            max_tokens,
+            stops,
+        )
+
+    def _nothing(self) -> Tensor:
+        return torch.empty(0, dtype=torch.int32, device=self._device)
+
+    def _check_lengths(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
+        config = self._model.config
+        longest = max((len(p.token_ids) for p in prompts), default=0) + max_tokens
+        if any(not p.token_ids for p in prompts):
+            raise ValueError("an empty prompt cannot be continued: give it at least a BOS token")
+        sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+        if sliding and longest > config.sliding_window:
+            raise ValueError(
+                f"prompt and response of {longest} tokens exceed the sliding window "
+                f"{config.sliding_window}, which the local engine does not slide: shorten "
+                "data.max_prompt_length + data.max_response_length or use rollout.name=sglang"
+            )
+
+    def _loaded_version(self) -> int:
+        if self._version is None:
+            raise RuntimeError("the local rollout engine has no weights: call update_weights first")
+        return self._version
+
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        """See ``RolloutEngine.update_weights``.
+
+        Raises:
+            ValueError: the stream does not fit the model; the engine then has no weights.
+        """
+        self._version = None
+        self._sink.fill(buckets)
+        self._version = version
+
+    @torch.inference_mode()
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See ``RolloutEngine.logprobs``."""
+        self._loaded_version()
+        lengths = [len(s) for s in sequences]
+        dealt = [sorted(d, key=lambda i: lengths[i]) for d in shares(lengths, self._world)]
+        parts = [torch.empty(0, device=self._device)]
+        mine = dealt[self._rank]
+        while mine:
+            count = max(1, _LOGPROB_TOKENS // max(1, lengths[mine[-1]]))
+            chunk, mine = mine[:count], mine[count:]
+            parts += self._chunk_logprobs([sequences[i] for i in chunk])
+        result: list[list[float]] = [[] for _ in sequences]
+        gathered = gather_flat(torch.cat(parts), self._world, self._group)
+        for order, flat in zip(dealt, gathered, strict=True):
+            values, at = flat.tolist(), 0
+            for index in order:
+                count = max(0, lengths[index] - 1)
+                result[index], at = values[at : at + count], at + count
+        return result
+
+    def _chunk_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probabilities of each sequence's tokens but the first, padded on the right."""
+        width = max(len(s) for s in sequences)
+        if width < 2:
+            return []
+        padded = torch.zeros(len(sequences), width, dtype=torch.int64)
+        for row, sequence in enumerate(sequences):
+            padded[row, : len(sequence)] = torch.tensor(sequence)
+        padded = padded.to(self._device)
+        positions = torch.arange(width, device=self._device)[None]
+        logits = self._model(input_ids=padded, position_ids=positions, use_cache=False).logits
+        logprobs = logits[:, :-1].float().log_softmax(-1)
+        chosen = logprobs.gather(-1, padded[:, 1:, None])[..., 0]
+        return [chosen[row, : len(s) - 1] for row, s in enumerate(sequences) if len(s) > 1]
+
+    def sleep(self) -> None:
+        """Move the weights off the GPU; nothing to give back on the CPU."""
+        self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Bring the weights back to the device."""
+        self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        if self._device.type == "cpu":
+            return
+        self._model.to(device)
+        self._sink = ParameterSink(self._model, self._dtype)
+
+    def stop(self) -> None:
+        """Nothing runs outside this process."""
+
+
+def _pack(
+    rows: Sequence[tuple[int, int]], prompts: Sequence[Prompt], n: int, parts: Sequence[Responses]
+) -> list[Tensor]:
+    """A rank's responses as int32: per row index, length, stopped; then tokens; then log-probs."""
+    if not rows:
+        return []
+    lengths = torch.cat([part.length_R for part in parts])
+    stopped = torch.cat([part.stopped_R for part in parts])
+    keys = torch.tensor([index * n + sample for index, sample in rows], device=lengths.device)
+    head = torch.stack([keys, lengths, stopped]).int()
+    tokens, logprobs = [], []
+    for part in parts:
+        column = torch.arange(part.tokens.shape[1], device=lengths.device)
+        valid = column < part.length_R[:, None]
+        tokens.append(part.tokens[valid])
+        logprobs.append(part.logprobs[valid].view(torch.int32))
+    count = torch.tensor([len(rows)], dtype=torch.int32, device=lengths.device)
+    return [count, head.flatten(), *tokens, *logprobs]
+
+
+def _unpack(
+    packed: Tensor, prompts: Sequence[Prompt], n: int, version: int
+) -> dict[int, Trajectory]:
+    """Trajectories by ``prompt index * n + sample``."""
+    if not packed.numel():
+        return {}
+    packed = packed.cpu()
+    rows = int(packed[0])
+    keys, lengths, stopped = packed[1 : 1 + 3 * rows].view(3, rows).tolist()
+    body = packed[1 + 3 * rows :]
+    half = len(body) // 2
+    tokens, logprobs = body[:half].tolist(), body[half:].view(torch.float32).tolist()
+    found, at = {}, 0
+    for key, length, stop in zip(keys, lengths, stopped, strict=True):
+        found[key] = Trajectory(
+            prompt=prompts[key // n],
+            response_ids=tuple(tokens[at : at + length]),
+            logprobs=tuple(logprobs[at : at + length]),
+            finish_reason="stop" if stop else "length",
+            weight_version=version,
+        )
+        at += length
+    return found
