@@ -9,39 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BLOCK = 16
-
-
-def reverse_scan(x_N: Tensor, decay_N: Tensor) -> Tensor:
-    """``y_i = x_i + decay_i y_{i+1}``, with nothing after the end.
-
-    A decay of 0 ends a segment. Blocks of 16 are scanned by doubling, then the blocks' first
-    elements are scanned in the same way: O(N) memory traffic times a small constant, no loop over
-    elements.
-
-    Args:
-        x_N: float ``[N]``.
-        decay_N: float ``[N]``.
-
-    Returns:
-        float ``[N]``.
-    """
-    n = len(x_N)
-    if n == 0:
-        return x_N.clone()
-    padding = -n % _BLOCK
-    y = torch.nn.functional.pad(x_N, (0, padding)).view(-1, _BLOCK)
-    g = torch.nn.functional.pad(decay_N, (0, padding)).view(-1, _BLOCK)
-    y, g = y.clone(), g.clone()
-    step = 1
-    while step < _BLOCK:
-        y[:, :-step] += g[:, :-step] * y[:, step:]
-        g[:, :-step] = g[:, :-step] * g[:, step:]
-        step *= 2
-    if len(y) > 1:
-        first = reverse_scan(y[:, 0].contiguous(), g[:, 0].contiguous())
-        y[:-1] += g[:-1] * first[1:].unsqueeze(1)
-    return y.view(-1)[:n]
+from mppo.algos.scan import reverse_scan, uniform_reverse_scan_
 
 
 def gae(
@@ -70,6 +38,56 @@ def gae(
     Source: https://arxiv.org/abs/1506.02438; masked tokens as in verl
     ``compute_gae_advantage_return``.
     """
+    if not isinstance(lam, Tensor):
+        breaks = _run_breaks(mask_T, cu_seqlens)
+        if breaks is not None:
+            return _gae_of_runs(rewards_T, values_T, mask_T, breaks, gamma, lam)
+    return _gae_of_tokens(rewards_T, values_T, mask_T, cu_seqlens, gamma, lam)
+
+
+def _run_breaks(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor | None:
+    """Where nothing may cross from t + 1 to t, if masked tokens are one run in each sequence.
+
+    Returns:
+        Sorted int64 indices t: the mask changes after t, or a sequence ends with it. None where
+        some sequence's masked tokens have a gap.
+    """
+    changes = (mask_T[1:] != mask_T[:-1]).nonzero().squeeze(1)
+    last = cu_seqlens[1:] - 1
+    breaks = torch.unique(torch.cat([changes, last[last >= 0]]))
+    run_ends = breaks[mask_T[breaks] > 0]
+    run_sequences = torch.searchsorted(cu_seqlens, run_ends, right=True)
+    if (run_sequences[1:] == run_sequences[:-1]).any():
+        return None
+    return breaks
+
+
+def _gae_of_runs(
+    rewards_T: Tensor,
+    values_T: Tensor,
+    mask_T: Tensor,
+    breaks: Tensor,
+    gamma: float,
+    lam: float,
+) -> Tensor:
+    """GAE where each sequence's masked tokens are one run; one buffer, a few passes over it."""
+    advantages_T = rewards_T - values_T
+    advantages_T[:-1].add_(values_T[1:], alpha=gamma)
+    advantages_T[breaks] = rewards_T[breaks] - values_T[breaks]
+    advantages_T.mul_(mask_T)
+    uniform_reverse_scan_(advantages_T, gamma * lam, breaks)
+    return advantages_T
+
+
+def _gae_of_tokens(
+    rewards_T: Tensor,
+    values_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+) -> Tensor:
+    """GAE on any mask: gather the masked tokens, scan, put back."""
     kept = mask_T.nonzero().squeeze(1)
     advantages_T = torch.zeros_like(values_T)
     if len(kept) == 0:

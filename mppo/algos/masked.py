@@ -42,7 +42,7 @@ def masked_whiten(
     """``(x - mean) / sqrt(var + eps)`` over the masked tokens, 0 outside the mask.
 
     Args:
-        x_T: float ``[T]``.
+        x_T: float ``[T]``, finite also outside the mask.
         mask_T: float ``[T]``, 0 or 1.
         shift_mean: False adds the mean back (rewards are scaled, not centred).
         unbiased: Bessel's correction (verl, TRL); OpenRLHF has none.
@@ -54,14 +54,19 @@ def masked_whiten(
 
     Source: verl ``masked_whiten``; TRL ``masked_whiten``.
     """
-    mean = masked_mean(x_T, mask_T)
-    var = masked_var(x_T, mask_T, unbiased)
-    several = mask_T.sum() >= 2
-    scale = torch.where(several, torch.rsqrt(var + eps), torch.ones_like(var))
-    whitened_T = (x_T - mean) * scale
-    if not shift_mean:
-        whitened_T = whitened_T + mean
-    return torch.where(mask_T > 0, whitened_T, 0.0)
+    mask_T = mask_T.to(x_T.dtype)
+    count = mask_T.sum()
+    mean = (_dot(x_T, mask_T) / count.clamp(min=1.0)).to(x_T.dtype)
+    whitened_T = (x_T - mean).mul_(mask_T)
+    var = _dot(whitened_T, whitened_T) / (count - (1.0 if unbiased else 0.0)).clamp(min=1.0)
+    whitened_T.mul_(torch.where(count >= 2, torch.rsqrt(var + eps), 1.0).to(x_T.dtype))
+    return whitened_T if shift_mean else whitened_T.add_(mean * mask_T)
+
+
+def _dot(x_T: Tensor, y_T: Tensor) -> Tensor:
+    """Inner product, in float64 over pieces short enough for float32: scalar float64."""
+    pieces = zip(x_T.split(1 << 16), y_T.split(1 << 16))
+    return torch.stack([torch.dot(x, y).double() for x, y in pieces]).sum()
 
 
 def sequence_sum(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
