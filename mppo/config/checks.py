@@ -10,7 +10,7 @@ from mppo.config import engine_rules, layout_rules, training_rules
 from mppo.config.errors import ConfigError, Fault
 from mppo.config.file_rules import check_files
 from mppo.config.load import read_recipe, source_name
-from mppo.config.rule import RULES, Case, roles_in_use
+from mppo.config.rule import RULES, Case, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.weights.shape import model_shape, rope_parameters
 
@@ -68,7 +68,7 @@ def check_recipe(
 def load_checked(
     path: str | Path | None,
     overrides: Sequence[str],
-    world_size: int,
+    world_size: int | None,
     read_hf_config: ReadConfig | None = None,
     files: bool = True,
 ) -> Recipe:
@@ -77,7 +77,7 @@ def load_checked(
     Args:
         path: YAML file; None starts from the defaults.
         overrides: ``section.key=value`` settings.
-        world_size: number of ranks.
+        world_size: number of ranks; None: as many as the recipe asks for (``world_size_of``).
         read_hf_config: opens the config of a model path; None leaves models unjudged.
         files: whether the files must be there (a dry run does without weights and data).
 
@@ -103,7 +103,7 @@ def load_checked(
                 found.append(_model_fault(key, name, error))
         found += check_recipe(
             recipe,
-            world_size,
+            world_size or world_size_of(recipe),
             configs.get("model.path"),
             configs.get("critic.path"),
             known | {fault.key for fault in found},

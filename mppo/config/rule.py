@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 
 from mppo.config.errors import Fault
 from mppo.config.schema import ActorConfig, CriticConfig, MegatronConfig, Recipe, RefConfig
@@ -111,3 +112,17 @@ def role_layout(megatron: MegatronConfig, world_size: int) -> Layout:
         ep=megatron.expert_model_parallel_size,
         etp=megatron.expert_tensor_parallel_size,
     )
+
+
+def world_size_of(recipe: Recipe) -> int:
+    """Ranks a recipe asks for: nodes times GPUs per node, or the fewest that fit every role."""
+    trainer = recipe.trainer
+    if trainer.n_gpus_per_node:
+        return (trainer.nnodes or 1) * trainer.n_gpus_per_node
+    needs = [1]
+    for role in roles_in_use(recipe):
+        m = role.megatron
+        pp = m.pipeline_model_parallel_size
+        needs.append(m.tensor_model_parallel_size * pp * m.context_parallel_size)
+        needs.append(m.expert_tensor_parallel_size * m.expert_model_parallel_size * pp)
+    return lcm(*needs)
