@@ -33,21 +33,21 @@ class KLController:
 
     def __init__(self, kind: str, kl_coef: float, target_kl: float, horizon: int) -> None:
         self.kind = kind
-        self.value = kl_coef
+        self.coef = kl_coef
         self.target_kl = target_kl
         self.horizon = horizon
 
     def update(self, current_kl: float, num_sequences: int) -> None:
         """Move towards the target; nothing where the controller is fixed."""
         if self.kind == "adaptive":
-            self.value = adapted_coefficient(
-                self.value, current_kl, self.target_kl, num_sequences, self.horizon
+            self.coef = adapted_coefficient(
+                self.coef, current_kl, self.target_kl, num_sequences, self.horizon
             )
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed run needs: the coefficient."""
-        return {"value": self.value}
+        return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take a saved coefficient; target and horizon stay the recipe's."""
-        self.value = float(state["value"])
+        self.coef = float(state["coef"])
