@@ -111,6 +111,31 @@ def _all_to_all_single(output, input, output_split_sizes=None, input_split_sizes
     )
 
 
+def _all_gather(outputs, input, group=None, **kwargs):
+    """gloo gathers equal sizes only; the expert-tensor gather has one size per rank."""
+    rows = max(len(output) for output in outputs)
+    if all(len(output) == rows for output in outputs):
+        return torch.distributed.all_gather(outputs, input, group=group, **kwargs)
+    padded = [input.new_zeros(rows, *input.shape[1:]) for _ in outputs]
+    own = input.new_zeros(rows, *input.shape[1:])
+    own[: len(input)] = input
+    torch.distributed.all_gather(padded, own, group=group)
+    for output, received in zip(outputs, padded):
+        output.copy_(received[: len(output)])
+    return None
+
+
+def _reduce_scatter(output, inputs, group=None, **kwargs):
+    """The reverse of ``_all_gather``: sums of unequal parts."""
+    if all(len(part) == len(output) for part in inputs):
+        return torch.distributed.reduce_scatter(output, inputs, group=group, **kwargs)
+    total = torch.cat(list(inputs))
+    torch.distributed.all_reduce(total, group=group)
+    own = total.split([len(part) for part in inputs])[torch.distributed.get_rank(group)]
+    output.copy_(own)
+    return None
+
+
 def _torch_stand_in() -> types.ModuleType:
     inert = _Stream()
     cuda = _Overlay(
@@ -131,7 +156,12 @@ def _torch_stand_in() -> types.ModuleType:
         stream=lambda stream: contextlib.nullcontext(),
         synchronize=lambda *args: None,
     )
-    distributed = _Overlay(torch.distributed, all_to_all_single=_all_to_all_single)
+    distributed = _Overlay(
+        torch.distributed,
+        all_to_all_single=_all_to_all_single,
+        all_gather=_all_gather,
+        reduce_scatter=_reduce_scatter,
+    )
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
     return _Overlay(torch, cuda=cuda, distributed=distributed, **factories)
 

@@ -1,8 +1,8 @@
 """A role's weights as whole Hugging Face tensors, bucket by bucket, the same on every rank.
 
 The plan is arithmetic: which entries travel together, where each lies in the bucket, which stage
-owns it. A bucket then costs one all-gather over TP, one over ETP and EP where it holds experts, and one
-broadcast over PP, however many tensors it has.
+owns it. A bucket then costs one all-gather over TP, one over ETP and EP where it holds experts, and
+one broadcast over PP, however many tensors it has.
 """
 
 from __future__ import annotations
