@@ -1,0 +1,110 @@
+"""The run report: one page of markdown."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from mppo.report import history
+from mppo.report.console import SampleRow, format_duration, visible
+from mppo.report.history import History
+
+PACKAGES = ("mppo", "torch", "megatron-core", "transformers", "sglang")
+SHARE = 10
+"""First and last figures are means over a tenth of the run."""
+
+
+def run_report(
+    name: str,
+    status: str,
+    seconds: float,
+    runs: History,
+    samples: Mapping[int, Sequence[SampleRow]],
+    recipe: Mapping[str, Any],
+) -> str:
+    """Markdown text.
+
+    Args:
+        name: of the run.
+        status: how it ended.
+        seconds: wall-clock time of this process; a resumed run's earlier time is not in it.
+        runs: all numbers.
+        samples: completions by step.
+        recipe: resolved recipe, secrets removed.
+    """
+    steps = [step for step, _ in runs.rows]
+    lines = [f"# {name}", "", f"{status.capitalize()} after {max(steps, default=0)} steps, "]
+    lines[-1] += f"{format_duration(seconds)}. Recipe: `recipe.yaml`; numbers: `metrics.jsonl`."
+    lines += ["", "![reward and KL](reward_kl.png)", "", *_figures(runs), *_phases(runs)]
+    for step, rows in samples.items():
+        lines += ["", f"## Samples at step {step}", "", "| prompt | response | score |"]
+        lines += ["|---|---|---|", *map(_sample_line, rows)]
+    lines += ["", "## Setting", "", *_setting(recipe)]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(runs: History) -> list[str]:
+    lines = ["| | first | last | best |", "|---|---|---|---|"]
+    shown = (
+        ("mean reward", history.REWARD, max),
+        ("validation reward", history.VAL_REWARD, max),
+        ("KL to the reference, nats per response", history.KL, None),
+        ("response length, tokens", history.LENGTH, None),
+        ("tokens per second", history.THROUGHPUT, max),
+        ("seconds per step", history.STEP_TIME, min),
+    )
+    for label, metric, best in shown:
+        _, values = runs.series(metric)
+        if values:
+            tenth = max(len(values) // SHARE, 1)
+            ends = [sum(part) / tenth for part in (values[:tenth], values[-tenth:])]
+            extreme = f"{best(values):.4g}" if best else ""
+            lines.append(f"| {label} | {ends[0]:.4g} | {ends[1]:.4g} | {extreme} |")
+    return [*lines, "", "First and last: means over the first and last tenth of the steps."]
+
+
+def _phases(runs: History) -> list[str]:
+    """Share of each timed phase in the step."""
+    prefix, total = "timing_s/", sum(runs.series(history.STEP_TIME)[1])
+    names = sorted({name for _, row in runs.rows for name in row if name.startswith(prefix)})
+    spent = {name: sum(runs.series(name)[1]) for name in names if name != history.STEP_TIME}
+    if not spent or not total:
+        return []
+    lines = ["", "## Where the time goes", "", "| phase | seconds | share |", "|---|---|---|"]
+    for name, seconds in sorted(spent.items(), key=lambda item: -item[1]):
+        phase = name.removeprefix(prefix)
+        lines.append(f"| {phase} | {seconds:.1f} | {100 * seconds / total:.0f}% |")
+    return lines
+
+
+def _sample_line(row: SampleRow) -> str:
+    cells = [_cell(row.prompt), _cell(row.response), f"{row.score:.3f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(text: str) -> str:
+    shown = visible(text if len(text) <= 300 else text[:297] + "...")
+    for char in "\\|`<>*_":
+        shown = shown.replace(char, f"\\{char}")
+    return shown
+
+
+def _setting(recipe: Mapping[str, Any]) -> list[str]:
+    model, data = recipe.get("model", {}), recipe.get("data", {})
+    source = data.get("task") or ", ".join(data.get("train_files", ()))
+    lines = [f"- model: {model.get('path', '?')} ({model.get('dtype', '?')})", f"- data: {source}"]
+    lines.append(f"- ranks: {os.environ.get('WORLD_SIZE', '1')}, cores: {os.cpu_count()}")
+    found = {name: _version(name) for name in PACKAGES}
+    installed = [f"{name} {version}" for name, version in found.items() if version]
+    lines.append(f"- Python {platform.python_version()}, {', '.join(installed)}")
+    return lines
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

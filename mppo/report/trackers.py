@@ -1,0 +1,83 @@
+"""TensorBoard and Weights & Biases, when installed and asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from mppo.config.errors import ConfigError, Fault
+from mppo.config.schema import TrainerConfig
+from mppo.report.history import Metrics
+
+
+class Tracker(Protocol):
+    """Somewhere else to send the numbers."""
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files under ``<run>/tensorboard``."""
+
+    def __init__(self, run_dir: Path) -> None:
+        module = _import("torch.utils.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(str(run_dir / "tensorboard"))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A Weights & Biases run; the key comes from the environment, never from the recipe."""
+
+    def __init__(self, run_dir: Path, trainer: TrainerConfig, recipe: dict[str, Any]) -> None:
+        self._run = _import("wandb", "wandb").init(
+            project=trainer.project_name,
+            name=trainer.experiment_name,
+            dir=str(run_dir),
+            config=recipe,
+        )
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_trackers(
+    run_dir: Path, trainer: TrainerConfig, recipe: dict[str, Any]
+) -> Sequence[Tracker]:
+    """The trackers that ``trainer.logger`` names.
+
+    Args:
+        run_dir: the run's folder.
+        trainer: the recipe's section.
+        recipe: the resolved recipe, secrets already removed.
+
+    Raises:
+        ConfigError: a package that was asked for is not installed.
+    """
+    trackers: list[Tracker] = []
+    if "tensorboard" in trainer.logger:
+        trackers.append(TensorBoard(run_dir))
+    if "wandb" in trainer.logger:
+        trackers.append(WandB(run_dir, trainer, recipe))
+    return trackers
+
+
+def _import(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        why = f"the package {package} is not installed"
+        cure = f'pip install "mppo[{package}]", or take it out of trainer.logger'
+        raise ConfigError([Fault("trainer.logger", package, why, cure)]) from error
