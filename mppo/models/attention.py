@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from mppo.models.packing import AttentionRows, Packing
@@ -38,8 +39,10 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 class PackedAttention(torch.nn.Module):
     """Causal self-attention of each packed sequence with itself.
 
-    Grouped-query heads and a value width other than the key's are supported. Constructor arguments
-    are those Megatron passes to a core attention.
+    Grouped-query heads, a value width other than the key's, a sliding window (the configuration's
+    ``window_size`` in the layers of ``window_attn_skip_freq``) and soft-capped scores
+    (``attn_logit_softcap``) are supported. Constructor arguments are those Megatron passes to a
+    core attention.
     """
 
     def __init__(
@@ -59,6 +62,11 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.softmax_scale
+        self.softcap: float | None = getattr(config, "attn_logit_softcap", None)
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window = config.window_size[0] + 1 if windowed else None
 
     def forward(
         self,
@@ -96,10 +104,49 @@ class PackedAttention(torch.nn.Module):
             inverse = _slots_of(rows, packing)
             q, k, v = (_Rearrange.apply(x, rows.gather, inverse) for x in (q, k, v))
         q, k, v = (x.view(rows.rows, rows.width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        grouped = q.shape[1] != k.shape[1]
+        mask = None
+        if self.window is not None and self.window < rows.width:
+            mask = window_mask(rows.width, self.window, q.device)
+        if self.softcap is None:
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
+            )
+        else:
+            if mask is None:
+                mask = window_mask(rows.width, rows.width, q.device)
+            out = softcapped_attention(q, k, v, mask, self.softmax_scale, self.softcap)
         return out.transpose(1, 2).flatten(0, 1)
+
+
+def window_mask(width: int, window: int, device: torch.device) -> Tensor:
+    """bool ``[width, width]``: query i sees key j where ``i - window < j <= i``."""
+    ones = torch.ones(width, width, dtype=torch.bool, device=device)
+    return ones.tril().triu(1 - window)
+
+
+def softcapped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, softcap: float
+) -> Tensor:
+    """Attention on ``softcap * tanh(scores / softcap)``; the score matrix is materialised.
+
+    Args:
+        q: ``[rows, heads, width, dim]``.
+        k, v: ``[rows, groups, width, dim]``.
+        mask: bool ``[width, width]``, True where a key is seen.
+        scale: factor on scores; None is ``1 / sqrt(dim)``.
+        softcap: bound of the scores.
+
+    Returns:
+        ``[rows, heads, width, dim]`` in the dtype of ``q``. Source: Gemma 2
+        (https://arxiv.org/abs/2408.00118).
+    """
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(q.dtype) @ v
 
 
 def _slots(packing: Packing) -> Tensor:

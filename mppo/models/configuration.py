@@ -45,8 +45,8 @@ def transformer_config(
         dtype: parameters' and activations' dtype.
 
     Returns:
-        TransformerConfig, or MLATransformerConfig for MLA families. Losses are summed, not averaged,
-        over micro-batches and data-parallel ranks (``calculate_per_token_loss``).
+        TransformerConfig, or MLATransformerConfig for MLA families. Losses are summed over
+        micro-batches and data-parallel ranks, not averaged (``calculate_per_token_loss``).
     """
     sequence_parallel = megatron.sequence_parallel and layout.tp > 1
     use_te = device.has_transformer_engine()

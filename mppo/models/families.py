@@ -94,7 +94,8 @@ def llama(hf_config: Any, shape: ModelShape) -> FamilyConfig:
             "kv_channels": shape.head_dim,
             "add_qkv_bias": shape.qkv_bias,
             "qk_layernorm": shape.qk_norm,
-        },
+        }
+        | _window_kwargs(window_size, window_layers),
         gpt_kwargs=_gpt_kwargs(shape) | rope_kwargs,
         config_attributes=attributes,
         window_size=window_size,
@@ -119,13 +120,15 @@ def gemma(hf_config: Any, shape: ModelShape) -> FamilyConfig:
 def gemma2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """Gemma 2: Gemma with four norms a layer, soft-capped scores and logits, own query scale."""
     family = gemma(hf_config, shape)
+    softcap = getattr(hf_config, "attn_logit_softcapping", None)
     scalar = getattr(hf_config, "query_pre_attn_scalar", None) or shape.head_dim
     return replace(
         family,
         transformer_kwargs=family.transformer_kwargs | {"softmax_scale": scalar**-0.5},
         sandwich_norms=True,
         final_logit_softcap=getattr(hf_config, "final_logit_softcapping", None),
-        attn_logit_softcap=getattr(hf_config, "attn_logit_softcapping", None),
+        attn_logit_softcap=softcap,
+        config_attributes=family.config_attributes | {"attn_logit_softcap": softcap},
     )
 
 
@@ -327,6 +330,16 @@ def _window(hf_config: Any, shape: ModelShape) -> tuple[int | None, tuple[bool, 
         )  # fmt: skip
     layers = tuple(kind == "sliding_attention" for kind in kinds)
     return (int(size), layers) if any(layers) else (None, ())
+
+
+def _window_kwargs(size: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
+    """Megatron's fields: keys seen to the left and right of a query, and in which layers."""
+    if size is None:
+        return {}
+    return {
+        "window_size": (size - 1, 0),
+        "window_attn_skip_freq": [int(windowed) for windowed in layers],
+    }
 
 
 def _check_biases(hf_config: Any) -> None:

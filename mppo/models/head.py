@@ -150,8 +150,8 @@ def chunked_logprobs(
 class ValueHead(torch.nn.Module):
     """One linear output per token, computed in float32.
 
-    Initialised with a standard deviation of 1 / (hidden + 1) from a fixed seed, so that every layout
-    starts from the same head.
+    Initialised with a standard deviation of 1 / (hidden + 1) from a fixed seed, so that every
+    layout starts from the same head.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -168,7 +168,7 @@ class ValueHead(torch.nn.Module):
 
 
 def gather_hidden(hidden: Tensor, sequence_parallel: bool) -> Tensor:
-    """Hidden states ``[T, hidden]`` whole on every tensor-parallel rank, from the last stage's output.
+    """The last stage's output ``[T, hidden]``, whole on every tensor-parallel rank.
 
     The backward pass sums the ranks' shares of the gradient.
     """

@@ -10,9 +10,9 @@ from torch import Tensor
 class RMSNorm(torch.nn.Module):
     """Root-mean-square normalisation over the last dimension.
 
-    ``y = x / rms(x) * w``, or ``* (1 + w)`` where the configuration says ``layernorm_zero_centered_gamma``
-    (Gemma keeps its weights that way; they are stored as they are in the checkpoint). Computed in
-    float32, returned in the input's dtype, like Hugging Face's.
+    ``y = x / rms(x) * w``, or ``* (1 + w)`` where the configuration says
+    ``layernorm_zero_centered_gamma`` (Gemma keeps its weights that way; they are stored as they are
+    in the checkpoint). Computed in float32, returned in the input's dtype, like Hugging Face's.
 
     Args:
         config: its ``sequence_parallel`` marks the weight for the gradient all-reduce over TP.

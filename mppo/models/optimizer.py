@@ -1,4 +1,4 @@
-"""Megatron's DDP and (distributed) optimizer for a role's chunks, and its learning-rate schedule."""
+"""Megatron's DDP and (distributed) optimizer for a role's chunks, with learning-rate schedule."""
 
 from __future__ import annotations
 

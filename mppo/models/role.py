@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from mppo.parallel.groups import LayoutGroups
 from mppo.parallel.schedule import RoleShape
 from mppo.weights.blocks import padded_vocab_size
 from mppo.weights.load import load_hf_weights
+from mppo.weights.save import save_hf
 from mppo.weights.stream import stream_hf_weights
 
 Outputs = tuple[Tensor, ...]
@@ -196,6 +198,23 @@ class Role:
                 self.groups.coordinates,
                 self.groups,
                 bucket_bytes,
+            )
+
+    def save(self, folder: Path) -> None:
+        """Write the current weights as a Hugging Face folder (config and tokenizer copied from
+        ``spec.folder``); an older one in its place is replaced. Collective."""
+        if dist.get_rank() == 0 and folder.exists():
+            shutil.rmtree(folder)
+        dist.barrier()
+        with self.groups.active():
+            save_hf(
+                folder,
+                self.stages,
+                self.hf_config,
+                self.layout,
+                self.groups.coordinates,
+                self.groups,
+                source=self.spec.folder,
             )
 
     def _cut(self, batch: Batch, plan: Plan) -> list[MicroBatch]:

@@ -1,7 +1,7 @@
 """One pipeline chunk of a role's model: Megatron's GPTModel, ending in hidden states.
 
-On a machine without Transformer Engine the layers are Megatron's local ones with the core attention,
-norm and rotary angles of this package; with it, Transformer Engine's.
+On a machine without Transformer Engine the layers are Megatron's local ones with the core
+attention, norm and rotary angles of this package; with it, Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mppo.models.head import ValueHead
 from mppo.models.norm import RMSNorm
 from mppo.models.packing import Packing
 from mppo.models.rotary import PackedRotary
+from mppo.models.sandwich import SandwichLayer
 from mppo.parallel import device
 from mppo.parallel.layout import Layout
 
@@ -42,6 +43,7 @@ class Stage(GPTModel):
     def __init__(self, *args, head: Head, family: FamilyConfig, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.head = head
+        self.uses_transformer_engine = uses_transformer_engine(family)
         self.embedding_scale = family.embedding_scale
         self.final_logit_softcap = family.final_logit_softcap
         if head == "value" and self.post_process:
@@ -74,7 +76,7 @@ class Stage(GPTModel):
         Returns:
             Hidden states ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism.
         """
-        params = packing if not device.has_transformer_engine() else _as_thd(packing)
+        params = _as_thd(packing) if self.uses_transformer_engine else packing
         return self(tokens_T[None], packing.positions[None], None, packed_seq_params=params)
 
 
@@ -117,7 +119,7 @@ def build_stages(
             gpt_kwargs["share_embeddings_and_output_weights"] = False
         stage = Stage(
             config,
-            layer_specs(config, vp_stage),
+            layer_specs(config, vp_stage, family),
             vocab_size=padded_vocab,
             max_sequence_length=1,
             pre_process=first,
@@ -127,19 +129,31 @@ def build_stages(
             family=family,
             **gpt_kwargs,
         )
-        if not device.has_transformer_engine():
+        if not stage.uses_transformer_engine:
             _pack_rotary(stage)
         stages.append(stage.to(device=device.device()))
     return stages
 
 
-def layer_specs(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec:
+def uses_transformer_engine(family: FamilyConfig) -> bool:
+    """Whether the stage is built of Transformer Engine's layers; it has no soft-capped attention."""
+    return device.has_transformer_engine() and family.attn_logit_softcap is None
+
+
+def layer_specs(
+    config: TransformerConfig, vp_stage: int | None, family: FamilyConfig
+) -> ModuleSpec:
     """Megatron's layer specs for one chunk, with our parts where there is no Transformer Engine."""
-    use_te = device.has_transformer_engine()
+    use_te = uses_transformer_engine(family)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         specs = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
-    return specs if use_te else _with_local_parts(specs)
+    if not use_te:
+        specs = _with_local_parts(specs)
+    if family.sandwich_norms:
+        layers = [dataclasses.replace(layer, module=SandwichLayer) for layer in specs.layer_specs]
+        specs = dataclasses.replace(specs, layer_specs=layers)
+    return specs
 
 
 def _with_local_parts(spec):

@@ -2,8 +2,8 @@
 
 Invariants (asserted in tests): every sequence appears once; every data-parallel rank gets the same
 number of micro-batches, a multiple of ``count_multiple``; a micro-batch holds at most
-``max_sequences`` sequences, or at most ``max_tokens`` tokens unless it is one longer sequence alone;
-an empty micro-batch is allowed (a rank then runs a dummy).
+``max_sequences`` sequences, or at most ``max_tokens`` tokens unless it is one longer sequence
+alone; an empty micro-batch is allowed (a rank then runs a dummy).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The device seam: the only place that decides between CUDA with NCCL and the CPU with gloo.
 
-Everything else asks ``device()``. On a machine without a GPU, ``prepare_megatron`` makes Megatron-Core
-run on the CPU (see ``mppo.parallel.megatron_on_cpu``); with a GPU it changes nothing of it.
+Everything else asks ``device()``. On a machine without a GPU, ``prepare_megatron`` makes
+Megatron-Core run on the CPU (see ``mppo.parallel.megatron_on_cpu``); with one it changes nothing.
 """
 
 from __future__ import annotations

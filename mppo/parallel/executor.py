@@ -30,7 +30,7 @@ def run_pipeline(
         microbatches: inputs in order.
         forward: runs one chunk.
         finish: called on the last stage with the last chunk's output: with ``backward``, returns
-            ``(loss, stats)`` where gradients of ``loss`` are summed as they are; otherwise any value.
+            ``(loss, stats)``, the gradients of ``loss`` summed as they are; otherwise any value.
         backward: compute gradients.
         max_tokens: largest token count of a micro-batch (a buffer size hint; lengths may differ).
 

@@ -1,7 +1,8 @@
 """A layout's process groups, and switching between the layouts of several roles.
 
-Megatron keeps its groups in module-level globals of ``parallel_state``. ``LayoutGroups`` creates the
-groups of one layout, keeps a snapshot of those globals, and puts it in place while a role is active.
+Megatron keeps its groups in module-level globals of ``parallel_state``. ``LayoutGroups`` creates
+the groups of one layout, keeps a snapshot of those globals, and puts it in place while a role is
+active.
 """
 
 from __future__ import annotations

@@ -1,0 +1,188 @@
+"""One PPO iteration, on one screen: collect, score, measure, estimate, update, sync."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mppo.algos.kl_controller import KLController
+from mppo.batch import Batch, Measured, Prompt, Trajectory, pack_trajectories
+from mppo.config.schema import Recipe, SamplingConfig
+from mppo.data.loader import PromptLoader
+from mppo.data.source import PromptSet
+from mppo.estimate import current_kl, estimate, needs_greedy_baseline
+from mppo.experience_metrics import experience_metrics
+from mppo.parallel import device
+from mppo.parallel.phase import phase
+from mppo.report.reporter import Reporter, SampleRow
+from mppo.rewards.scorer import Scorer
+from mppo.roles import Roles
+from mppo.rollout.engine import RolloutEngine
+
+GREEDY = SamplingConfig(temperature=0.0)
+
+
+@dataclass
+class Run:
+    """Everything an iteration works with, and how long its stages took."""
+
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptLoader
+    validation: PromptSet
+    engine: RolloutEngine
+    scorer: Scorer
+    roles: Roles
+    kl: KLController
+    reporter: Reporter
+    total_steps: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str, step: int) -> Iterator[None]:
+        """Time a stage, and name it should it fail."""
+        start = time.perf_counter()
+        with phase(name, step):
+            yield
+        device.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def train(run: Run) -> None:
+    """All iterations, with validation before the first and every ``trainer.test_freq`` steps."""
+    trainer = run.recipe.trainer
+    sync(run, version=0)
+    if trainer.val_before_train:
+        run.reporter.log(0, validate(run, step=0))
+    for step in range(1, run.total_steps + 1):
+        run.seconds.clear()
+        metrics = iterate(run, step)
+        last = step == run.total_steps
+        if trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
+            metrics |= validate(run, step)
+        run.reporter.log(step, metrics)
+
+
+def iterate(run: Run, step: int) -> dict[str, float]:
+    """One iteration; its metrics."""
+    algorithm, actor_frozen = run.recipe.algorithm, step <= run.recipe.trainer.critic_warmup
+    prompts = next(run.prompts)
+    with run.stage("gen", step):
+        trajectories = generate(run, prompts, run.recipe.rollout, seed=step)
+        greedy = generate(run, prompts, GREEDY, step) if needs_greedy_baseline(algorithm) else []
+        run.engine.sleep()
+    with run.stage("reward", step):
+        batch = score(run, trajectories)
+        baseline_B = torch.tensor(run.scorer.score(greedy)).repeat_interleave(run.recipe.rollout.n)
+    with run.stage("measure", step):
+        measured = run.roles.measure(batch)
+    with run.stage("adv", step):
+        experience = estimate(measured, algorithm, run.kl.coef, baseline_scores_B=baseline_B)
+    with run.stage("update_critic", step):
+        critic_metrics = run.roles.update_critic(experience, step)
+    with run.stage("update_actor", step):
+        actor_metrics = {} if actor_frozen else run.roles.update_actor(experience, step)
+    with run.stage("update_weights", step):
+        sync(run, version=step)
+    show_samples(run, step, trajectories, batch)
+    kl = current_kl(measured, algorithm)
+    metrics = experience_metrics(experience) | critic_metrics | actor_metrics
+    metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": run.kl.coef}
+    run.kl.update(kl, len(prompts))
+    return metrics | mismatch(measured) | performance(run, batch, step)
+
+
+def generate(
+    run: Run, prompts: Sequence[Prompt], sampling: SamplingConfig, seed: int
+) -> list[Trajectory]:
+    """Sampled responses to the prompts."""
+    limit = run.recipe.data.max_response_length
+    return run.engine.generate(prompts, sampling, limit, run.recipe.trainer.seed * 1_000_003 + seed)
+
+
+def score(run: Run, trajectories: Sequence[Trajectory]) -> Batch:
+    """Trajectories with their rewards, on one token axis."""
+    return pack_trajectories(trajectories, run.scorer.score(trajectories))
+
+
+def sync(run: Run, version: int) -> None:
+    """Bring the actor's weights to the rollout engine."""
+    bucket_bytes = run.recipe.rollout.sync_bucket_mb << 20
+    with phase("weight sync"):
+        run.engine.wake()
+        run.engine.update_weights(run.roles.actor.hf_weights(bucket_bytes), version)
+
+
+def validate(run: Run, step: int) -> dict[str, float]:
+    """Mean score on the held-out prompts, over all and by data source."""
+    if not len(run.validation):
+        return {}
+    prompts = run.validation.prompts
+    size = run.recipe.data.val_batch_size or len(prompts)
+    by_source: dict[str, list[float]] = {}
+    with run.stage("testing", step):
+        for first in range(0, len(prompts), size):
+            part = prompts[first : first + size]
+            trajectories = generate(run, part, run.recipe.rollout.val_kwargs, seed=0)
+            for trajectory, reward in zip(trajectories, run.scorer.score(trajectories)):
+                by_source.setdefault(trajectory.prompt.data_source, []).append(reward)
+    metrics = {f"val-core/{k}/reward/mean": sum(v) / len(v) for k, v in by_source.items()}
+    everything = [reward for rewards in by_source.values() for reward in rewards]
+    return metrics | {"val/reward": sum(everything) / len(everything)}
+
+
+def show_samples(run: Run, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None:
+    """A table of completions at the start, in the middle and at the end of the run."""
+    if step not in (1, (run.total_steps + 1) // 2, run.total_steps):
+        return
+    count = min(run.recipe.trainer.sample_table_rows, len(trajectories))
+    texts = run.tokenizer.batch_decode(
+        [list(t.response_ids) for t in trajectories[:count]], skip_special_tokens=True
+    )
+    rows = [
+        SampleRow(prompt=t.prompt.text, response=text, score=float(reward))
+        for t, text, reward in zip(trajectories, texts, batch.scores_B)
+    ]
+    run.reporter.samples(step, rows)
+
+
+def mismatch(measured: Measured) -> dict[str, float]:
+    """How far the engine's probabilities are from the actor's, over response tokens."""
+    batch = measured.batch
+    inside = batch.response_mask_T > 0
+    gap = (measured.logprobs_T - batch.rollout_logprobs_T)[inside].abs()
+    if not len(gap):
+        return {}
+    return {
+        "training/rollout_logprob_diff_mean": gap.mean().item(),
+        "training/rollout_logprob_diff_max": gap.max().item(),
+    }
+
+
+def performance(run: Run, batch: Batch, step: int) -> dict[str, float]:
+    """Seconds by stage, tokens per second, memory."""
+    seconds = sum(run.seconds.values())
+    tokens = len(batch.tokens_T)
+    responses = max(float(batch.response_mask_T.sum()), 1.0)
+    per_token = {"gen": responses}
+    metrics = {f"timing_s/{name}": value for name, value in run.seconds.items()}
+    metrics |= {
+        f"timing_per_token_ms/{name}": 1e3 * value / per_token.get(name, tokens)
+        for name, value in run.seconds.items()
+    }
+    return metrics | {
+        "timing_s/step": seconds,
+        "perf/total_num_tokens": float(tokens),
+        "perf/time_per_step": seconds,
+        "perf/throughput": tokens / seconds / torch.distributed.get_world_size(),
+        "perf/tokens_per_second": tokens / seconds,
+        "perf/max_memory_allocated_gb": device.peak_memory_bytes() / 2**30,
+        "training/global_step": float(step),
+        "training/epoch": run.prompts.epoch,
+        "training/skipped_steps": float(run.roles.skipped_steps),
+    }

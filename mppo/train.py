@@ -1,0 +1,177 @@
+"""Entry point: recipe -> roles -> loop -> teardown.
+
+``torchrun mppo/train.py --config recipe.yaml [section.key=value ...]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from mppo.config.checks import load_checked
+from mppo.config.errors import ConfigError
+from mppo.config.schema import Recipe
+from mppo.data.builtin import load_tokenizer, resolve_model
+from mppo.data.loader import PromptLoader
+from mppo.data.source import load_prompts
+from mppo.estimate import kl_controller
+from mppo.parallel import device
+from mppo.parallel.launch import LaunchInfo, discover, process_group
+from mppo.parallel.phase import current, phase
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; exit code 0, 2 for a faulty recipe, 1 for a failure while running."""
+    arguments = _parse(argv)
+    try:
+        info = discover()
+        world = arguments.world_size or info.world_size
+        with_data = not arguments.dry_run
+        recipe = load_checked(
+            arguments.config, arguments.overrides, world, _read_config, files=with_data
+        )
+        if arguments.dry_run:
+            return _dry_run(recipe, world, info)
+    except (ConfigError, ValueError) as error:
+        return _refuse(error)
+    try:
+        return _run(recipe, info)
+    except ConfigError as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:
+        _report_failure(error, info)
+        return 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mppo-train", description=__doc__)
+    parser.add_argument("--config", type=Path, help="recipe (YAML)")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--world-size", type=int, help="ranks to plan for, with --dry-run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.world_size and not arguments.dry_run:
+        parser.error("--world-size goes with --dry-run; otherwise the launcher decides")
+    return arguments
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("MPPO_CACHE", Path(base) / "mppo"))
+
+
+@cache
+def _read_config(path: str | Path, trust_remote_code: bool = False):
+    folder = resolve_model(str(path), _cache_dir())
+    return AutoConfig.from_pretrained(
+        folder, trust_remote_code=trust_remote_code, local_files_only=True
+    )
+
+
+def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:
+    from mppo.config.plan import describe_plan
+
+    if info.rank == 0:
+        print(describe_plan(recipe, world, _read_config(recipe.model.path)))
+    return 0
+
+
+def _run(recipe: Recipe, info: LaunchInfo) -> int:
+    """Everything with a process group; the group is destroyed on every way out."""
+    device.prepare_megatron()
+    with process_group(info, timeout_s=1800.0):
+        run = _build(recipe, info)
+        try:
+            from mppo.loop import train
+
+            train(run)
+            if recipe.trainer.export_hf:
+                with phase("export"):
+                    run.roles.actor.save(run.reporter.run_dir / "actor")
+        finally:
+            run.engine.stop()
+            run.reporter.close()
+    return 0
+
+
+def _build(recipe: Recipe, info: LaunchInfo):
+    from mppo.loop import Run
+    from mppo.parallel.groups import GroupRegistry
+    from mppo.report.reporter import Reporter
+    from mppo.rewards.scorer import build_scorer
+    from mppo.roles import Roles
+    from mppo.rollout.build import build_engine
+    from mppo.warm_start import warm_start
+
+    trainer, is_main = recipe.trainer, info.rank == 0
+    folder = resolve_model(recipe.model.path, _cache_dir())
+    read_config = partial(_read_config, trust_remote_code=recipe.model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        recipe.model.tokenizer_path or folder, recipe.model.trust_remote_code
+    )
+    with phase("loading prompts"):
+        training = load_prompts(recipe.data, tokenizer, "train")
+        validation = load_prompts(recipe.data, tokenizer, "val")
+    prompts = PromptLoader(
+        training, recipe.data.train_batch_size, recipe.data.shuffle, recipe.data.seed
+    )
+    total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
+    run_dir = Path(trainer.default_local_dir or Path("runs") / trainer.experiment_name)
+    reporter = Reporter(run_dir, trainer, recipe.model_dump(mode="json"), total_steps, is_main)
+    registry = GroupRegistry(trainer.seed)
+    if trainer.warm_start_steps:
+        folder = warm_start(
+            recipe,
+            folder,
+            read_config(folder),
+            training,
+            tokenizer,
+            registry,
+            run_dir / "warm_start",
+            on_step=partial(reporter.warm_start, total=trainer.warm_start_steps),
+        )
+    roles = Roles(recipe, folder, read_config, registry, total_steps)
+    with phase("starting the rollout engine"):
+        engine = build_engine(recipe, folder, read_config(folder), run_dir)
+    return Run(
+        recipe=recipe,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        validation=validation,
+        engine=engine,
+        scorer=build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length),
+        roles=roles,
+        kl=kl_controller(recipe.algorithm.kl_ctrl),
+        reporter=reporter,
+        total_steps=total_steps,
+    )
+
+
+def _refuse(error: Exception) -> int:
+    """A faulty recipe: one message (from the first rank), exit code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"mppo: {error}", file=sys.stderr)
+    return 2
+
+
+def _report_failure(error: BaseException, info: LaunchInfo) -> None:
+    if not isinstance(error, RuntimeError) or "MPPO_TRACEBACK" in os.environ:
+        traceback.print_exception(error)
+    where = f"rank {info.rank} of {info.world_size}"
+    print(
+        f"mppo: {where} failed while {current()}: {type(error).__name__}: {error}", file=sys.stderr
+    )
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

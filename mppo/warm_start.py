@@ -1,0 +1,112 @@
+"""A short supervised warm start, for models that begin with random weights.
+
+PPO improves what a policy already does now and then; a model with random weights never earns a
+reward. The warm start imitates right answers for ``trainer.warm_start_steps`` steps and writes the
+result as a Hugging Face folder, from which every role then starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mppo.algos.packing import select_sequences
+from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
+from mppo.config.schema import OptimConfig, Recipe
+from mppo.data.source import PromptSet
+from mppo.data.supervised import SupervisedExample, supervised_examples
+from mppo.models.configuration import DTYPES, layout_of
+from mppo.models.role import Role, RoleSpec
+from mppo.parallel.groups import GroupRegistry
+from mppo.parallel.phase import phase
+from mppo.parallel.schedule import update_schedule
+
+
+def warm_start(
+    recipe: Recipe,
+    folder: Path,
+    hf_config,
+    prompts: PromptSet,
+    tokenizer: PreTrainedTokenizerBase,
+    registry: GroupRegistry,
+    out: Path,
+    on_step: Callable[[int, float], None],
+) -> Path:
+    """Train on right answers and write the result. Collective.
+
+    Args:
+        recipe: ``trainer.warm_start_*`` and the actor's layout.
+        folder: Hugging Face folder to start from.
+        hf_config: its config.
+        prompts: training prompts with their ground truths.
+        tokenizer: the model's.
+        registry: process groups by layout.
+        out: folder to write.
+        on_step: called with each step's number and loss (nats per answer token).
+
+    Returns:
+        ``out``.
+    """
+    trainer, size = recipe.trainer, recipe.trainer.warm_start_batch_size
+    spec = RoleSpec(
+        name="warm start",
+        head="policy",
+        folder=folder,
+        dtype=DTYPES[recipe.model.dtype],
+        megatron=recipe.actor.megatron,
+        batching=recipe.actor,
+        optim=OptimConfig(lr=trainer.warm_start_lr, lr_decay_style="cosine", lr_warmup_steps=5),
+        total_steps=trainer.warm_start_steps,
+    )
+    with phase("warm start"):
+        world = torch.distributed.get_world_size()
+        role = Role(spec, hf_config, registry.of(layout_of(recipe.actor.megatron, world)))
+        examples = supervised_examples(
+            prompts, tokenizer, trainer.warm_start_steps * size, trainer.seed
+        )
+        for step in range(trainer.warm_start_steps):
+            batch = _as_batch(examples[step * size : (step + 1) * size])
+            on_step(step + 1, _train_step(role, batch))
+        role.save(out)
+    return out
+
+
+def _as_batch(examples: list[SupervisedExample]) -> Batch:
+    trajectories = [
+        Trajectory(
+            Prompt(uid, prompt_ids, "supervised", "", ""),
+            answer_ids,
+            (0.0,) * len(answer_ids),
+            "stop",
+            0,
+        )
+        for uid, (prompt_ids, answer_ids) in enumerate(examples)
+    ]
+    return pack_trajectories(trajectories, [0.0] * len(trajectories))
+
+
+def _train_step(role: Role, batch: Batch) -> float:
+    weight_T = batch.response_mask_T / batch.response_mask_T.sum()
+    schedule = update_schedule(
+        batch.lengths_B.tolist(), role.shape(measuring=False), [range(batch.num_sequences)]
+    )
+    role.optimizer.advance()
+    stats = role.forward_backward(
+        batch, schedule[0].microbatches, partial(_negative_log_likelihood, batch, weight_T)
+    )
+    role.optimizer_step()
+    return stats["loss"]
+
+
+def _negative_log_likelihood(
+    batch: Batch, weight_T: Tensor, outputs: tuple[Tensor, ...], indices: tuple[int, ...]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs_T = outputs[0]
+    weights = select_sequences(weight_T, batch.cu_seqlens, list(indices)).to(logprobs_T.device)
+    loss = -(weights * logprobs_T).sum()
+    return loss, {"loss": loss.detach()}
