@@ -136,7 +136,7 @@ def build_stages(
 
 
 def uses_transformer_engine(family: FamilyConfig) -> bool:
-    """Whether the stage is built of Transformer Engine's layers; it has no soft-capped attention."""
+    """Whether Transformer Engine's layers are used; its attention has no soft-capping."""
     return device.has_transformer_engine() and family.attn_logit_softcap is None
 
 
