@@ -1,0 +1,80 @@
+"""Every shipped recipe loads, breaks no rule, and can be planned without a GPU or weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from mppo.config.checks import load_checked
+from mppo.config.document import parse_yaml
+from mppo.config.load import load_recipe
+from mppo.config.plan import describe_plan, plan_roles
+from mppo.config.rule import world_size_of
+from mppo.data.builtin import resolve_model
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+CONFIGS = ROOT / "recipes" / "configs"
+PARAMETERS = {
+    "Qwen2-7B-Instruct": 7_615_616_512,
+    "Qwen2.5-32B-Instruct": 32_763_876_352,
+    "deepseek-llm-7b-chat": 6_910_365_696,
+    "gemma-2-2b-it": 2_614_341_888,
+    "Qwen1.5-MoE-A2.7B-Chat": 14_315_784_192,
+    "SmolLM2-135M-Instruct": 134_515_008,
+}
+"""As the model cards' safetensors metadata count them."""
+
+
+@pytest.fixture(scope="session")
+def read_config(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("builtin")
+
+    def read(path: str):
+        if path.startswith("builtin:"):
+            return AutoConfig.from_pretrained(resolve_model(path, cache))
+        return AutoConfig.from_pretrained(CONFIGS / Path(path).name)
+
+    return read
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipe_breaks_no_rule(path, read_config):
+    recipe = load_checked(path, [], None, read_config, files=False)
+    plan = describe_plan(recipe, world_size_of(recipe), read_config(recipe.model.path))
+    for heading in ("# resolved recipe", "# layout of", "# one iteration", "# parameters"):
+        assert heading in plan
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipe_says_what_it_is_for(path):
+    assert path.read_text().startswith("# ")
+    assert load_recipe(path).trainer.experiment_name != "run"
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_parameter_count_is_the_published_one(name, read_config):
+    config = read_config(name)
+    layers = config.num_hidden_layers
+    overrides = ["data.task=arithmetic", f"model.path={name}", "data.max_response_length=64"]
+    recipe = load_checked(None, overrides, 1, read_config, files=False)
+    plan = plan_roles(recipe, 1, config)[0]
+    assert (plan.parameters, layers) == (PARAMETERS[name], layers)
+    assert plan.stage_parameters == [plan.parameters]
+
+
+def test_a_cluster_recipe_shows_its_layouts(read_config):
+    path = ROOT / "recipes" / "qwen2.5_32b_gsm8k_math.yaml"
+    recipe = load_checked(path, [], None, read_config, files=False)
+    assert world_size_of(recipe) == 32
+    text = describe_plan(recipe, 32, read_config(recipe.model.path))
+    assert "TP8 x PP2 x DP2" in text
+    assert "TP8 x DP4" in text
+    assert "31    tp7 cp0 dp1 pp1  tp7 cp0 dp3 pp0" in text
+
+
+def test_recipes_keep_every_key_spelt_once():
+    for path in [*RECIPES, *(ROOT / "recipes" / "common").glob("*.yaml")]:
+        assert isinstance(parse_yaml(path.read_text()), dict)
