@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from mppo.algos.advantages import gae, length_adaptive_lambda, reward_to_go
-from mppo.algos.group_baselines import OUTCOME_ESTIMATORS
+from mppo.algos.group_baselines import OUTCOME_ESTIMATORS, OutcomeOptions
 from mppo.algos.kl import kl_estimate
 from mppo.algos.kl_controller import KLController
 from mppo.algos.masked import masked_whiten, place_at_last, sequence_mean, sequence_sum, spread
+from mppo.algos.reward_normalization import (
+    RunningMoments,
+    normalize_by_batch,
+    normalize_by_group,
+    normalize_given,
+)
 from mppo.algos.rollout_correction import (
     importance_weights,
     mask_weights,
@@ -23,7 +29,7 @@ from mppo.algos.rollout_correction import (
     truncate_weights,
     veto_mask,
 )
-from mppo.batch import Experience, Measured
+from mppo.batch import Batch, Experience, Measured
 from mppo.config.schema import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
 from mppo.experience_metrics import experience_metrics
 
@@ -36,6 +42,7 @@ __all__ = [
     "kl_controller",
     "needs_critic",
     "needs_greedy_baseline",
+    "normalize_scores",
     "reward_kl",
 ]
 
@@ -82,6 +89,38 @@ def current_kl(
     kl_T = reward_kl(measured, algorithm, full_kl_T)
     kl_B = sequence_mean(kl_T, batch.response_mask_T, batch.cu_seqlens)
     return kl_B.mean().item() if len(kl_B) else 0.0
+
+
+def normalize_scores(
+    batch: Batch, algorithm: AlgorithmConfig, moments: RunningMoments | None = None
+) -> Batch:
+    """The batch with its scores normalised as ``algorithm.normalize_scores`` says.
+
+    Args:
+        batch: scored.
+        algorithm: mode, and the given mean and deviation.
+        moments: for ``running``: what was seen so far, with this batch merged in already.
+
+    Returns:
+        The same batch where the mode is off.
+
+    Raises:
+        ValueError: ``running`` without moments.
+    """
+    config = algorithm.normalize_scores
+    if config.mode == "off":
+        return batch
+    if config.mode == "given":
+        scores_B = normalize_given(batch.scores_B, config.mean, config.std)
+    elif config.mode == "batch":
+        scores_B = normalize_by_batch(batch.scores_B)
+    elif config.mode == "group":
+        scores_B = normalize_by_group(batch.scores_B, batch.group_B)
+    elif moments is None:
+        raise ValueError("normalize_scores.mode 'running' needs the moments of the scores so far")
+    else:
+        scores_B = moments.normalize(batch.scores_B)
+    return replace(batch, scores_B=scores_B)
 
 
 def estimate(
@@ -136,17 +175,19 @@ def estimate(
             outcome_B = sequence_sum(shaped_T, cu_seqlens)
         formula = OUTCOME_ESTIMATORS[algorithm.adv_estimator]
         length_B = sequence_sum(mask_T, cu_seqlens)
-        by_std = algorithm.norm_adv_by_std_in_grpo
-        advantage_B = formula(outcome_B, batch.group_B, length_B, by_std)
+        options = OutcomeOptions(algorithm.norm_adv_by_std_in_grpo, algorithm.f_norm)
+        advantage_B = formula(outcome_B, batch.group_B, length_B, options)
         advantages_T = spread(advantage_B, cu_seqlens) * mask_T
         returns_T = advantages_T
     whiten = algorithm.whiten_advantages
     if whiten is None:
         whiten = algorithm.adv_estimator in WHITENED_BY_DEFAULT
     if whiten:
-        advantages_T = masked_whiten(advantages_T, mask_T)
+        advantages_T = masked_whiten(advantages_T, mask_T, unbiased=algorithm.whiten_unbiased)
     correction = algorithm.rollout_correction
     weight_T = correction_weights(measured, correction)
+    if algorithm.mask_truncated:
+        weight_T = weight_T * spread(~batch.truncated_B, cu_seqlens)
     if correction.bypass_mode:
         measured = replace(measured, logprobs_T=batch.rollout_logprobs_T)
     return Experience(measured, rewards_T, advantages_T, returns_T, weight_T)

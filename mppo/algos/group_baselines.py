@@ -119,17 +119,30 @@ def gpg(scores_B: Tensor, group_B: Tensor, f_norm: float = 1.0) -> Tensor:
     return alpha * mean_baseline(scores_B, group_B) / f_norm
 
 
-OUTCOME_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
-    "grpo": lambda scores_B, group_B, length_B, by_std: grpo(scores_B, group_B, by_std),
-    "dr_grpo": lambda scores_B, group_B, length_B, by_std: grpo(scores_B, group_B, False),
-    "rloo": lambda scores_B, group_B, length_B, by_std: rloo(scores_B, group_B),
-    "rloo_vectorized": lambda scores_B, group_B, length_B, by_std: rloo_vectorized(
-        scores_B, group_B
+@dataclass(frozen=True)
+class OutcomeOptions:
+    """What some of the estimators are told besides scores.
+
+    Args:
+        by_std: grpo divides by the group's standard deviation.
+        f_norm: gpg's divisor.
+    """
+
+    by_std: bool = True
+    f_norm: float = 1.0
+
+
+OutcomeEstimator = Callable[[Tensor, Tensor, Tensor, OutcomeOptions], Tensor]
+
+OUTCOME_ESTIMATORS: dict[str, OutcomeEstimator] = {
+    "grpo": lambda score, group, length, options: grpo(score, group, options.by_std),
+    "dr_grpo": lambda score, group, length, options: grpo(score, group, False),
+    "rloo": lambda score, group, length, options: rloo(score, group),
+    "rloo_vectorized": lambda score, group, length, options: rloo_vectorized(score, group),
+    "reinforce_plus_plus_baseline": lambda score, group, length, options: mean_baseline(
+        score, group
     ),
-    "reinforce_plus_plus_baseline": lambda scores_B, group_B, length_B, by_std: mean_baseline(
-        scores_B, group_B
-    ),
-    "opo": lambda scores_B, group_B, length_B, by_std: opo(scores_B, group_B, length_B),
-    "gpg": lambda scores_B, group_B, length_B, by_std: gpg(scores_B, group_B),
+    "opo": lambda score, group, length, options: opo(score, group, length),
+    "gpg": lambda score, group, length, options: gpg(score, group, options.f_norm),
 }
-"""Estimators by recipe name: ``(scores_B, group_B, response length_B, by_std) -> advantage_B``."""
+"""By recipe name: ``(scores_B, group_B, response length_B, options) -> advantage_B``."""

@@ -209,11 +209,11 @@ def weight_metrics(weight_T: Tensor, mask_T: Tensor) -> dict[str, float]:
     """``rollout_corr/rollout_is_*`` of the weights: mean, max, min, std, effective sample size.
 
     ``eff_sample_size = mean(w)^2 / mean(w^2)``, 1 where all weights are equal; and the share of
-    tokens whose weight is 0.
+    tokens whose weight is 0. As if there were one token of weight 1 where there is none.
     """
     inside = weight_T[mask_T > 0].double()
     if len(inside) == 0:
-        inside = weight_T.new_zeros(1).double()
+        inside = weight_T.new_ones(1).double()
     mean, mean_square = inside.mean(), inside.square().mean()
     size = mean.square() / mean_square if mean_square > 0 else mean
     return {

@@ -246,8 +246,24 @@ class RolloutCorrectionConfig(Section):
     bypass_mode: bool = False
 
 
+class ScoreNormalizationConfig(Section):
+    """Scores brought to a common scale before they become rewards.
+
+    ``given`` uses ``mean`` and ``std``; ``running`` the scores seen so far in the run.
+    """
+
+    mode: Literal["off", "given", "batch", "group", "running"] = "off"
+    mean: float = 0.0
+    std: float = Field(default=1.0, gt=0)
+
+
 class AlgorithmConfig(Section):
-    """Rewards to advantages."""
+    """Rewards to advantages.
+
+    ``whiten_advantages: null`` whitens for gae, reinforce_plus_plus and its baseline form, as verl
+    does; ``whiten_unbiased: false`` divides by n instead of n - 1 (OpenRLHF). ``f_norm`` divides
+    GPG's advantages. ``mask_truncated`` trains on no token of a response that ended for length.
+    """
 
     preset: Literal["verl", "trl", "deepspeed_chat", "openrlhf"] | None = None
     adv_estimator: Literal[
@@ -259,13 +275,17 @@ class AlgorithmConfig(Section):
     lam_value: float | None = Field(default=None, ge=0, le=1)
     lam_length_adaptive_alpha: float | None = Field(default=None, gt=0)
     norm_adv_by_std_in_grpo: bool = True
+    f_norm: float = Field(default=1.0, gt=0)
     whiten_advantages: bool | None = None
+    whiten_unbiased: bool = True
     whiten_rewards: bool = False
     use_kl_in_reward: bool = False
     kl_penalty: KLType = "kl"
     kl_ctrl: KLControlConfig = KLControlConfig()
     use_pf_ppo: bool = False
     pf_ppo: PFPPOConfig = PFPPOConfig()
+    mask_truncated: bool = False
+    normalize_scores: ScoreNormalizationConfig = ScoreNormalizationConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
 

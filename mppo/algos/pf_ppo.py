@@ -1,0 +1,61 @@
+"""PF-PPO: draw the batch anew, by its scores, before the update.
+
+Source: Policy Filtration for RLHF, https://arxiv.org/abs/2409.06957; verl
+``compute_pf_ppo_reweight_data``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WEIGHT_FLOOR = 1e-8
+
+
+def resampling_weights(scores_B: Tensor, method: str, power: float = 2.0) -> Tensor:
+    """Unnormalised probability of each sequence.
+
+    - ``pow``: ``|score| ** power``
+    - ``max_min``: 1 for the batch's largest and smallest score, else 0
+    - ``max_random``: 0.4 for the largest score, else 0.1
+
+    each plus 1e-8, so that some sequence can always be drawn.
+
+    Args:
+        scores_B: outcome scores, before any KL penalty, float ``[B]``.
+        method: one of the above.
+        power: exponent of ``pow``.
+
+    Returns:
+        float ``[B]``, positive.
+
+    Raises:
+        ValueError: an unknown method.
+    """
+    if method == "pow":
+        weight_B = scores_B.abs().pow(power)
+    elif method == "max_min":
+        weight_B = ((scores_B == scores_B.max()) | (scores_B == scores_B.min())).to(scores_B.dtype)
+    elif method == "max_random":
+        weight_B = torch.where(scores_B == scores_B.max(), 0.4, 0.1).to(scores_B.dtype)
+    else:
+        raise ValueError(
+            f"pf_ppo.reweight_method: unknown method {method!r}; use pow, max_min or max_random"
+        )
+    return weight_B + WEIGHT_FLOOR
+
+
+def resample(weight_B: Tensor, seed: int) -> Tensor:
+    """B sequence numbers drawn with replacement.
+
+    Args:
+        weight_B: float ``[B]``, positive, not normalised.
+        seed: same seed and weights give the same draw, on every rank and after a resume.
+
+    Returns:
+        int64 ``[B]``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(
+        weight_B.double(), len(weight_B), replacement=True, generator=generator
+    )

@@ -1,0 +1,28 @@
+"""PPO-ptx: a language-model loss on pretraining text beside the policy loss.
+
+``L = L_ppo + ptx_coef * mean_t(-log pi(x_t))``, DeepSpeed-Chat's ``unsup_coef`` (27.8) and
+OpenRLHF's ``ptx_coef`` (0.05). Both add its gradient before the same optimizer step.
+
+Source: InstructGPT, https://arxiv.org/abs/2203.02155, equation 2.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mppo.algos.masked import masked_sum
+
+
+def ptx_loss(logprobs_T: Tensor, mask_T: Tensor, num_tokens: float, coef: float) -> Tensor:
+    """``-coef sum(m log pi) / num_tokens``: adds up over any cut of the text batch.
+
+    Args:
+        logprobs_T: log-probability of each token of packed text, float ``[T]``.
+        mask_T: float ``[T]``, 1 on the tokens learned (all but a document's first).
+        num_tokens: masked tokens of the whole text batch, over micro-batches and ranks.
+        coef: weight beside the policy loss.
+
+    Returns:
+        Scalar; 0 where there is no token.
+    """
+    return -coef * masked_sum(logprobs_T, mask_T) / max(num_tokens, 1.0)
