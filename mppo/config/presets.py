@@ -1,0 +1,302 @@
+"""``algorithm.preset``: every default as another system has it.
+
+Each row of a table is a key, the value that system starts from, and where it says so. A key the
+user set keeps the user's value. Keys not listed keep this package's default.
+
+Sources: verl 0.7 ``_generated_ppo_megatron_trainer.yaml``; TRL 1.12 ``PPOConfig`` and its train
+loop; DeepSpeed-Chat ``step3_rlhf_finetuning/main.py``, ``ppo_trainer.py``, ``rlhf_engine.py``;
+OpenRLHF 0.3 ``train_ppo.py``, ``models/loss.py`` and ``experience_maker.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Same:
+    """The value of another key, times a factor for numbers.
+
+    Args:
+        key: dotted key; where it has no value either, the row is left out.
+        factor: 1 copies.
+    """
+
+    key: str
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Default:
+    """One row: ``key`` starts from ``value`` in that system, as ``source`` says."""
+
+    key: str
+    value: Any
+    source: str
+
+
+def _rows(source: str, values: Mapping[str, Any]) -> tuple[Default, ...]:
+    return tuple(Default(key, value, source) for key, value in values.items())
+
+
+VERL = _rows(
+    "ppo_megatron_trainer.yaml: data, trainer, rollout",
+    {
+        "data.train_batch_size": 1024,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        "data.filter_overlong_prompts": False,
+        "data.truncation": "error",
+        "trainer.total_epochs": 30,
+        "trainer.critic_warmup": 0,
+        "rollout.temperature": 1.0,
+        "rollout.top_p": 1.0,
+        "rollout.top_k": -1,
+        "rollout.val_kwargs.temperature": 0.0,
+    },
+) + _rows(
+    "ppo_megatron_trainer.yaml: algorithm, actor, critic",
+    {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 1.0,
+        "algorithm.norm_adv_by_std_in_grpo": True,
+        "algorithm.use_kl_in_reward": False,
+        "algorithm.kl_penalty": "kl",
+        "algorithm.kl_ctrl.type": "fixed",
+        "algorithm.kl_ctrl.kl_coef": 0.001,
+        "algorithm.kl_ctrl.horizon": 10000,
+        "algorithm.kl_ctrl.target_kl": 0.1,
+        "actor.ppo_mini_batch_size": 256,
+        "actor.ppo_epochs": 1,
+        "actor.shuffle": False,
+        "actor.clip_ratio": 0.2,
+        "actor.clip_ratio_c": 3.0,
+        "actor.loss_agg_mode": "token-mean",
+        "actor.entropy_coeff": 0.0,
+        "actor.use_kl_loss": False,
+        "actor.kl_loss_coef": 0.001,
+        "actor.kl_loss_type": "low_var_kl",
+        "actor.optim.lr": 1e-6,
+        "actor.optim.weight_decay": 0.01,
+        "actor.optim.clip_grad": 1.0,
+        "actor.optim.betas": (0.9, 0.999),
+        "critic.ppo_epochs": Same("actor.ppo_epochs"),
+        "critic.cliprange_value": 0.5,
+        "critic.optim.lr": 1e-5,
+        "critic.optim.weight_decay": 0.01,
+        "critic.optim.clip_grad": 1.0,
+        "critic.optim.betas": (0.9, 0.999),
+    },
+)
+
+TRL = (
+    _rows(
+        "PPOConfig",
+        {
+            "algorithm.adv_estimator": "gae",
+            "algorithm.gamma": 1.0,
+            "algorithm.lam": 0.95,
+            "algorithm.whiten_rewards": False,
+            "algorithm.kl_penalty": "k1",
+            "algorithm.kl_ctrl.type": "fixed",
+            "algorithm.kl_ctrl.kl_coef": 0.05,
+            "actor.ppo_epochs": 4,
+            "actor.clip_ratio": 0.2,
+            "actor.optim.lr": 3e-6,
+            "critic.ppo_epochs": Same("actor.ppo_epochs"),
+            "critic.cliprange_value": 0.2,
+            "critic.value_loss_coef": 0.1,
+            "critic.optim.lr": Same("actor.optim.lr"),
+            "data.max_response_length": 53,
+            "rollout.temperature": 0.7,
+            "actor.ppo_mini_batch_size": Same("data.train_batch_size"),
+        },
+    )
+    + _rows(
+        "PPOTrainer.train",
+        {
+            "algorithm.use_kl_in_reward": True,
+            "algorithm.whiten_advantages": True,
+            "actor.shuffle": True,
+            "critic.shuffle": True,
+            "actor.clip_ratio_c": None,
+            "actor.loss_agg_mode": "token-mean",
+            "actor.entropy_coeff": 0.0,
+            "actor.use_kl_loss": False,
+            "critic.loss_agg_mode": "token-mean",
+            "actor.optim.clip_grad": 0.0,
+            "critic.optim.clip_grad": 0.0,
+        },
+    )
+    + _rows(
+        "transformers.TrainingArguments",
+        {
+            "actor.optim.weight_decay": 0.0,
+            "critic.optim.weight_decay": 0.0,
+            "actor.optim.betas": (0.9, 0.999),
+            "critic.optim.betas": (0.9, 0.999),
+            "actor.optim.lr_decay_style": "linear",
+            "critic.optim.lr_decay_style": "linear",
+            "trainer.seed": 42,
+        },
+    )
+)
+
+DEEPSPEED_CHAT = _rows(
+    "ppo_trainer.py: DeepSpeedPPOTrainer",
+    {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 0.95,
+        "algorithm.whiten_advantages": False,
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_penalty": "k1",
+        "algorithm.kl_ctrl.type": "fixed",
+        "algorithm.kl_ctrl.kl_coef": 0.1,
+        "reward.clip": 5.0,
+        "actor.clip_ratio": 0.2,
+        "actor.clip_ratio_c": None,
+        "actor.loss_agg_mode": "token-mean",
+        "actor.entropy_coeff": 0.0,
+        "actor.use_kl_loss": False,
+        "critic.cliprange_value": 0.2,
+        "critic.loss_agg_mode": "token-mean",
+    },
+) + _rows(
+    "main.py: parse_args; ds_utils.py; rlhf_engine.py",
+    {
+        "actor.ppo_epochs": 1,
+        "critic.ppo_epochs": Same("actor.ppo_epochs"),
+        "actor.ppo_mini_batch_size": Same("data.train_batch_size"),
+        "data.max_prompt_length": 256,
+        "data.max_response_length": 256,
+        "trainer.total_epochs": 1,
+        "actor.optim.lr": 9.65e-6,
+        "critic.optim.lr": 5e-6,
+        "actor.optim.weight_decay": 0.0,
+        "critic.optim.weight_decay": 0.0,
+        "actor.optim.betas": (0.9, 0.95),
+        "critic.optim.betas": (0.9, 0.95),
+        "actor.optim.clip_grad": 1.0,
+        "critic.optim.clip_grad": 1.0,
+        "actor.optim.lr_decay_style": "cosine",
+        "critic.optim.lr_decay_style": "cosine",
+        "actor.optim.lr_warmup_steps": 100,
+        "critic.optim.lr_warmup_steps": 100,
+    },
+)
+
+OPENRLHF = _rows(
+    "train_ppo.py: parse_args",
+    {
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 0.95,
+        "algorithm.kl_ctrl.type": "fixed",
+        "algorithm.kl_ctrl.kl_coef": 0.02,
+        "actor.clip_ratio": 0.2,
+        "actor.ppo_epochs": 1,
+        "critic.ppo_epochs": Same("actor.ppo_epochs"),
+        "critic.cliprange_value": 0.2,
+        "data.train_batch_size": 512,
+        "actor.ppo_mini_batch_size": 128,
+        "data.max_prompt_length": 1024,
+        "data.max_response_length": 1024,
+        "rollout.temperature": 1.0,
+        "rollout.top_p": 1.0,
+        "trainer.total_epochs": 1,
+        "trainer.seed": 42,
+        "actor.optim.lr": 1e-6,
+        "critic.optim.lr": 9e-6,
+        "actor.optim.weight_decay": 0.0,
+        "critic.optim.weight_decay": 0.0,
+        "actor.optim.betas": (0.9, 0.95),
+        "critic.optim.betas": (0.9, 0.95),
+        "actor.optim.clip_grad": 1.0,
+        "critic.optim.clip_grad": 1.0,
+    },
+) + _rows(
+    "train_ppo.py, models/loss.py, models/utils.py, experience_maker.py",
+    {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_penalty": "k1",
+        "algorithm.whiten_advantages": True,
+        "algorithm.whiten_unbiased": False,
+        "reward.clip": 10.0,
+        "actor.clip_ratio_c": None,
+        "actor.loss_agg_mode": "seq-mean-token-mean",
+        "critic.loss_agg_mode": "seq-mean-token-mean",
+        "actor.entropy_coeff": 0.0,
+        "actor.use_kl_loss": False,
+        "actor.shuffle": True,
+        "critic.shuffle": True,
+        "actor.optim.lr_decay_style": "cosine",
+        "critic.optim.lr_decay_style": "cosine",
+        "actor.optim.lr_warmup_steps_ratio": 0.03,
+        "critic.optim.lr_warmup_steps_ratio": 0.03,
+        "actor.optim.min_lr": Same("actor.optim.lr", 0.1),
+        "critic.optim.min_lr": Same("critic.optim.lr", 0.1),
+    },
+)
+
+PRESETS: dict[str, tuple[Default, ...]] = {
+    "verl": VERL,
+    "trl": TRL,
+    "deepspeed_chat": DEEPSPEED_CHAT,
+    "openrlhf": OPENRLHF,
+}
+"""By the recipe's name for it."""
+
+
+def apply_preset(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in a preset's defaults where the user set nothing.
+
+    Args:
+        document: the recipe as nested mappings, overrides merged in, not yet validated.
+
+    Returns:
+        A new document; equal to the old one where ``algorithm.preset`` names no known preset
+        (validation then says so).
+    """
+    filled = _copy(document)
+    section = filled.get("algorithm")
+    name = section.get("preset") if isinstance(section, Mapping) else None
+    rows = PRESETS.get(name, ()) if isinstance(name, str) else ()
+    for row in sorted(rows, key=lambda row: isinstance(row.value, Same)):
+        value = row.value
+        if isinstance(value, Same):
+            value = _resolve(filled, value)
+            if value is None:
+                continue
+        _fill(filled, row.key.split("."), value)
+    return filled
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return value
+
+
+def _resolve(document: Mapping[str, Any], same: Same) -> Any:
+    """The value a ``Same`` row takes; None where there is none, or no number to multiply."""
+    value: Any = document
+    for part in same.key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if same.factor == 1.0:
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value * same.factor if number else None
+
+
+def _fill(document: dict[str, Any], parts: list[str], value: Any) -> None:
+    """Set a key that is absent; what the user wrote, even null or a fault, stays."""
+    for part in parts[:-1]:
+        inner = document.setdefault(part, {})
+        if not isinstance(inner, dict):
+            return
+        document = inner
+    document.setdefault(parts[-1], value)
