@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,6 +24,8 @@ from torch import Tensor
 from mppo.models.attention import PackedAttention
 from mppo.models.families import FamilyConfig
 from mppo.models.head import ValueHead
+from mppo.models.latent import LatentAttention
+from mppo.models.moe import reduce_over_expert_data_parallel
 from mppo.models.norm import RMSNorm
 from mppo.models.packing import Packing
 from mppo.models.rotary import PackedRotary
@@ -131,6 +134,7 @@ def build_stages(
         )
         if not stage.uses_transformer_engine:
             _pack_rotary(stage)
+        reduce_over_expert_data_parallel(stage, layout)
         stages.append(stage.to(device=device.device()))
     return stages
 
@@ -157,11 +161,13 @@ def layer_specs(
 
 
 def _with_local_parts(spec):
-    """``spec`` with every norm and core attention replaced by this package's."""
+    """``spec`` with norms, core attention and latent attention replaced by this package's."""
     if spec is WrappedTorchNorm or getattr(spec, "__name__", "") == "FusedLayerNorm":
         return RMSNorm
     if spec is DotProductAttention:
         return PackedAttention
+    if spec is MLASelfAttention:
+        return LatentAttention
     if isinstance(spec, list):
         return [_with_local_parts(part) for part in spec]
     if isinstance(spec, ModuleSpec):

@@ -1,0 +1,28 @@
+"""Latent attention (MLA) under tensor parallelism, for the layers without Transformer Engine."""
+
+from __future__ import annotations
+
+from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's, with the key-value down projection's output whole for a share of the tokens.
+
+    Megatron hands its local column-parallel projection on sharded, and then gathers the rotary part
+    of the keys with a backward pass that keeps only this rank's heads' share of the gradient. Given
+    whole rows of its share of the tokens it takes the path that sums the shares. Without sequence
+    parallelism there is no such path (and the query norm's gradient would count twice), hence the
+    rule that latent attention under TP needs it.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.config.sequence_parallel:
+            self.linear_kv_down_proj.register_forward_hook(_whole_rows)
+
+
+def _whole_rows(module, args, outputs):
+    """``[T, 1, width / tp]`` on every rank to ``[T / tp, 1, width]``."""
+    output, bias = outputs
+    return all_to_all_hp2sp(output).unsqueeze(1), bias

@@ -1,0 +1,172 @@
+"""One training step of a tiny model on a layout, run in gloo processes of its own."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mppo.algos.packing import select_sequences
+from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
+
+VOCABULARY = 101
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to run.
+
+    Args:
+        model: key of ``tiny_models.CONFIGS``.
+        megatron: the role's section of the recipe.
+        head: "policy" or "value".
+        micro_batch: sequences per micro-batch.
+        steps: optimizer steps taken.
+        role: further fields of ``RoleSpec``.
+    """
+
+    model: str
+    megatron: dict[str, Any] = field(default_factory=dict)
+    head: str = "policy"
+    micro_batch: int = 4
+    steps: int = 2
+    role: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out: measured values ``[T]``, one loss and norm per step, weights at the end."""
+
+    measured: tuple[torch.Tensor, ...]
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    stats: list[dict[str, float]]
+
+
+def batch_of(sequences: int = 7, longest: int = 11) -> Batch:
+    """Trajectories of many lengths, one of them without a response."""
+    random = torch.Generator().manual_seed(3)
+
+    def tokens(low: int) -> list[int]:
+        count = int(torch.randint(low, longest, (), generator=random))
+        return torch.randint(0, VOCABULARY, (count,), generator=random).tolist()
+
+    trajectories = []
+    for uid in range(sequences):
+        prompt, response = tokens(1), tokens(1) if uid != 2 else []
+        logprobs = (0.0,) * len(response)
+        trajectories.append(
+            Trajectory(Prompt(uid, tuple(prompt), "", "", ""), tuple(response), logprobs, "stop", 0)
+        )
+    return pack_trajectories(trajectories, [0.0] * sequences)
+
+
+def objective(batch: Batch):
+    """A loss with a different weight for every response token."""
+    weights_T = torch.sin(torch.arange(len(batch.tokens_T)).float()) * batch.response_mask_T
+    weights_T /= batch.response_mask_T.sum()
+
+    def loss(outputs, indices):
+        chosen = select_sequences(weights_T, batch.cu_seqlens, list(indices))
+        total = (chosen * outputs[0]).sum() + 0.1 * (chosen * outputs[-1].square()).sum()
+        return total, {"loss": total.detach()}
+
+    return loss
+
+
+def build_role(case: Case, folder: Path, registry):
+    """The role of a case on the running process group."""
+    from transformers import AutoConfig
+
+    from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+    from mppo.models.configuration import layout_of
+    from mppo.models.role import Role, RoleSpec
+
+    megatron = MegatronConfig(**case.megatron)
+    spec = RoleSpec(
+        name="actor",
+        head=case.head,
+        folder=folder / case.model,
+        dtype=torch.float32,
+        megatron=megatron,
+        batching=BatchingConfig(ppo_micro_batch_size_per_gpu=case.micro_batch, head_chunk_tokens=7),
+        temperature=0.9,
+        optim=OptimConfig(lr=0.05, eps=0.01, weight_decay=0.0),
+        total_steps=10,
+        **case.role,
+    )
+    config = AutoConfig.from_pretrained(spec.folder)
+    return Role(spec, config, registry.of(layout_of(megatron, dist.get_world_size())))
+
+
+def run_case(case: Case, folder: Path, registry) -> Outcome:
+    """Measure, then train on one mini-batch ``case.steps`` times."""
+    from mppo.parallel.schedule import measure_schedule, update_schedule
+
+    batch = batch_of()
+    role = build_role(case, folder, registry)
+    lengths = batch.lengths_B.tolist()
+    plan = measure_schedule(lengths, [role.shape(measuring=True)])[0].microbatches
+    measured = role.measure(batch, plan)
+    action = update_schedule(lengths, role.shape(measuring=False), [range(len(lengths))])[0]
+    role.optimizer.advance()
+    stats, norms = [], []
+    for _ in range(case.steps):
+        stats.append(role.forward_backward(batch, action.microbatches, objective(batch)))
+        norms.append(role.optimizer_step().grad_norm)
+    weights = {
+        name: tensor.clone() for bucket in role.hf_weights(1 << 16) for name, tensor in bucket
+    }
+    return Outcome(measured, [s["loss"] for s in stats], norms, weights, stats)
+
+
+def _worker(rank: int, world: int, cases: Sequence[Case], folder: Path, run=None) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+    from mppo.parallel.groups import GroupRegistry
+
+    store = folder / f"store{world}"
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
+    registry, outcomes = GroupRegistry(), []
+    for case in cases:
+        try:
+            outcomes.append((run or run_case)(case, folder, registry))
+        except Exception:
+            (folder / f"failed{world}-{rank}").write_text(f"{case}\n{traceback.format_exc()}")
+            raise
+    if rank == 0:
+        torch.save(outcomes, folder / f"outcomes{world}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_cases(cases: Sequence[Case], world: int, folder: Path, run=None) -> list[Any]:
+    """Run all cases in one process group of ``world`` ranks, one after the other.
+
+    Args:
+        cases: the cases; their models are made under ``folder``.
+        world: number of processes.
+        folder: a fresh folder.
+        run: instead of ``run_case``: a function of the same arguments, its result from rank 0.
+
+    Returns:
+        One outcome per case.
+    """
+    from tiny_models import save
+
+    for model in sorted({case.model for case in cases}):
+        if not (folder / model).exists():
+            save(model, folder / model)
+    mp.spawn(_worker, (world, cases, folder, run), nprocs=world)
+    return torch.load(folder / f"outcomes{world}.pt", weights_only=False)
