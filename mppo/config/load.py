@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from mppo.config.document import BASE_KEY, apply_overrides, read_document
+from mppo.config.document import BASE_KEY, apply_overrides, merge, read_document
 from mppo.config.errors import ConfigError, Fault, nearest
 from mppo.config.schema import Recipe
 from mppo.config.verl_names import ADVICE
@@ -152,7 +152,9 @@ def _normalise(
             continue
         inner, options = _section_of(field.annotation), _options(field.annotation)
         if inner is not None and isinstance(value, Mapping):
-            result[name] = _normalise(value, inner, f"{key}.", faults)
+            # a section set in part keeps the rest of its own default, not of its class's
+            under = field.default.model_dump(exclude_unset=True) if field.default else {}
+            result[name] = _normalise(merge(under, value), inner, f"{key}.", faults)
             continue
         number = bool not in options and any(o in (int, float) for o in options)
         if isinstance(value, bool) and number:
@@ -232,12 +234,12 @@ def _cure_unknown(parts: Sequence[str | int]) -> str:
     sections = {k.rpartition(".")[0] for k in known} - {""}
     same = {k[len(section) + 1 :].split(".")[0] for k in known if k.startswith(f"{section}.")}
     tops = {s.split(".")[0] for s in sections}
-    close = nearest(name, same if section else tops)
-    if close:
-        return f"did you mean {section + '.' if section else ''}{close}?"
     elsewhere = [k for k in known if k.rpartition(".")[2] == name]
     if elsewhere:
         return f"this key lives at {' or '.join(elsewhere[:4])}"
+    close = nearest(name, same if section else tops)
+    if close:
+        return f"did you mean {section + '.' if section else ''}{close}?"
     close = nearest(name, {k.rpartition(".")[2] for k in known})
     if close:
         full = [k for k in known if k.rpartition(".")[2] == close]

@@ -160,10 +160,10 @@ def role_memory(
     Weights take ``b`` bytes per parameter. A trained role adds fp32 gradients (4), fp32 master
     weights where ``b`` is 2 (4) and Adam's two moments (8); under the distributed optimizer the
     last two are divided by the data-parallel size (experts: by theirs). Activations of the
-    micro-batches in flight: stage ``s`` of ``p`` holds ``p - s`` under 1F1B, and ``p + (p - 1) / v``
-    at most under interleaving with ``v`` chunks (Narayanan et al. 2021). Full recomputation keeps a
-    layer's input only, plus one layer at work. The head keeps a chunk of fp32 logits, three times
-    in backward.
+    micro-batches in flight: stage ``s`` of ``p`` holds ``p - s`` under 1F1B, and at most
+    ``p + (p - 1) / v`` under interleaving with ``v`` chunks (Narayanan et al. 2021). Full
+    recomputation keeps a layer's input only, plus one layer at work. The head keeps a chunk of
+    fp32 logits, three times in backward.
 
     Args:
         role: which role.

@@ -1,0 +1,31 @@
+"""What every test shares: one thread per process, no network, a cache of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Embedded models are written to a folder of this session, in child processes too."""
+    before = os.environ.get("MPPO_CACHE")
+    os.environ["MPPO_CACHE"] = str(tmp_path_factory.mktemp("mppo_cache"))
+    yield
+    if before is None:
+        del os.environ["MPPO_CACHE"]
+    else:
+        os.environ["MPPO_CACHE"] = before
+
+
+def pytest_collection_modifyitems(items):
+    """Tests below tests/distributed carry the marker of that name."""
+    for item in items:
+        if "distributed" in Path(item.path).parts:
+            item.add_marker(pytest.mark.distributed)

@@ -1,0 +1,338 @@
+"""The bad-input table: every malformed recipe or data file gives one clear message and exit code 2.
+
+Each row spoils one thing of a good recipe. Layout rows are judged for four ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mppo.config.checks import load_checked
+from mppo.config.errors import ConfigError
+from mppo.data.builtin import byte_tokenizer
+from mppo.data.source import load_prompts
+from mppo.train import main
+
+GOOD = """
+model: {path: "builtin:tiny", dtype: float32}
+data: {task: arithmetic, max_prompt_length: 32, max_response_length: 16, train_batch_size: 8}
+actor: {ppo_mini_batch_size: 4}
+trainer: {experiment_name: spoilt}
+"""
+
+# what is wrong with the file itself: name, text, key, message
+DOCUMENTS = [
+    ("no YAML", "actor: [1, 2", "--config", "no valid YAML"),
+    ("a tab for indentation", "actor:\n\toptim: 1", "--config", "no valid YAML"),
+    ("a list at the top", "- actor\n- critic", "--config", "holds a list, not a mapping"),
+    ("a number at the top", "3", "--config", "holds a int, not a mapping"),
+    ("a key twice", "actor: {ppo_epochs: 1}\nactor: {ppo_epochs: 2}", "--config", "stands twice"),
+    ("a key twice inside", "actor: {shuffle: true, shuffle: false}", "--config", "stands twice"),
+    ("two documents", "actor: {}\n---\ncritic: {}", "--config", "no valid YAML"),
+    ("an unknown tag", "actor: !!python/object:os.system {}", "--config", "no valid YAML"),
+    ("a base that is missing", GOOD + "base: nowhere.yaml", "--config", "cannot be read"),
+    ("a base that is itself", GOOD + "base: recipe.yaml", "base", "build on each other"),
+    ("a base that is a number", GOOD + "base: 3", "base", "is no file name"),
+    ("a number for a key", GOOD + "3: x", "3", "a key must be a word"),
+]
+
+# one setting too many: name, override, key, message
+SETTINGS = [
+    ("an unknown section", "actr.lr=1", "actr", "did you mean actor?"),
+    ("an unknown key", "actor.ppo_mini_batch=4", "actor.ppo_mini_batch",
+     "did you mean actor.ppo_mini_batch_size?"),
+    ("a key in the wrong section", "actor.train_batch_size=4", "actor.train_batch_size",
+     "this key lives at data.train_batch_size"),
+    ("a key without its section", "lr=1e-6", "lr", "this key lives at actor.optim.lr"),
+    ("an unknown key deep down", "actor.megatron.tensor_parallel_size=2",
+     "actor.megatron.tensor_parallel_size", "tensor_model_parallel_size?"),
+    ("no equals sign", "actor.optim.lr", "command line", "is no setting"),
+    ("an empty key", "=3", "command line", "is no setting"),
+    ("an empty part", "actor..lr=3", "command line", "is no setting"),
+    ("an open bracket", "data.train_files=[a.jsonl", "data.train_files", "no valid YAML"),
+    ("verl's padding switch", "actor_rollout_ref.model.use_remove_padding=true",
+     "model.use_remove_padding", "always packed"),
+    ("verl's FSDP section", "actor.fsdp_config.param_offload=true", "actor.fsdp_config",
+     "runs on Megatron-Core"),
+    ("verl's memory share", "rollout.gpu_memory_utilization=0.4", "rollout.gpu_memory_utilization",
+     "mem_fraction_static"),
+    ("verl's global micro-batch", "actor.ppo_micro_batch_size=4", "actor.ppo_micro_batch_size",
+     "ppo_micro_batch_size_per_gpu"),
+    ("verl's reward model section", "reward_model.enable=true", "reward_model", "set reward"),
+    ("a word for a number", "actor.optim.lr=fast", "actor.optim.lr", "valid number"),
+    ("a fraction for a count", "data.train_batch_size=8.5", "data.train_batch_size", "integer"),
+    ("true for a count", "rollout.n=true", "rollout.n", "not a number"),
+    ("false for a rate", "actor.optim.lr=false", "actor.optim.lr", "not a number"),
+    ("a number for a switch", "actor.use_kl_loss=7", "actor.use_kl_loss", "valid boolean"),
+    ("a word for a switch", "actor.shuffle=perhaps", "actor.shuffle", "valid boolean"),
+    ("a number for text", "model.path=3", "model.path", "valid string"),
+    ("a list for text", "data.prompt_key=[a]", "data.prompt_key", "valid string"),
+    ("a section for a value", "actor.optim.lr.x=1", "actor.optim.lr", "valid number"),
+    ("a value for a section", "actor.optim=3", "actor.optim", "below it"),
+    ("null for a section", "data=null", "data", "below it"),
+    ("a number for a mapping", "data.task_kwargs=3", "data.task_kwargs", "key: value pairs"),
+    ("one beta", "actor.optim.betas=[0.9]", "actor.optim.betas.1", "field required"),
+    ("three betas", "actor.optim.betas=[0.9,0.9,0.9]", "actor.optim.betas", "at most 2"),
+    ("a beta of one", "actor.optim.betas=[0.9,1.0]", "actor.optim.betas.1", "outside [0, 1)"),
+    ("not a number", "actor.clip_ratio=.nan", "actor.clip_ratio", "finite"),
+    ("infinity", "actor.optim.lr=.inf", "actor.optim.lr", "finite"),
+    ("no such engine", "rollout.name=vllm", "rollout.name", "choose one of: local, sglang"),
+    ("no such dtype", "model.dtype=bf16", "model.dtype", "did you mean bfloat16?"),
+    ("no such estimator", "algorithm.adv_estimator=gea", "algorithm.adv_estimator",
+     "did you mean gae?"),
+    ("no such loss", "actor.policy_loss.loss_mode=ppo", "actor.policy_loss.loss_mode", "vanilla"),
+    ("no such aggregation", "actor.loss_agg_mode=token_mean", "actor.loss_agg_mode",
+     "did you mean token-mean?"),
+    ("no such KL", "algorithm.kl_penalty=k4", "algorithm.kl_penalty", "choose one of"),
+    ("no such logger", "trainer.logger=[console, mlflow]", "trainer.logger.1", "tensorboard"),
+    ("no such recompute", "actor.megatron.recompute_granularity=all",
+     "actor.megatron.recompute_granularity", "selective"),
+    ("no such truncation", "data.truncation=cut", "data.truncation", "error, left, right, middle"),
+    ("an empty batch", "data.train_batch_size=0", "data.train_batch_size", "a value > 0"),
+    ("a negative rate", "critic.optim.lr=-1e-5", "critic.optim.lr", "a value >= 0"),
+    ("gamma above one", "algorithm.gamma=1.1", "algorithm.gamma", "a value <= 1"),
+    ("top_p of nothing", "rollout.top_p=0", "rollout.top_p", "a value > 0"),
+    ("top_k of nothing", "rollout.top_k=0", "rollout.top_k", "keeps no token"),
+    ("top_k below -1", "rollout.top_k=-2", "rollout.top_k", "a value >= -1"),
+    ("no samples", "rollout.n=0", "rollout.n", "a value > 0"),
+    ("zero ranks", "actor.megatron.tensor_model_parallel_size=0",
+     "actor.megatron.tensor_model_parallel_size", "a value > 0"),
+    ("one virtual stage", "actor.megatron.virtual_pipeline_model_parallel_size=1",
+     "actor.megatron.virtual_pipeline_model_parallel_size", "a value > 1"),
+    ("greedy training", "rollout.temperature=0", "rollout.temperature", "greedy"),
+    ("many greedy validation samples", "rollout.val_kwargs.n=4", "rollout.val_kwargs.n",
+     "greedy samples"),
+    ("batch not divisible", "actor.ppo_mini_batch_size=3", "actor.ppo_mini_batch_size",
+     "choose one of 1, 2, 4, 8"),
+    ("mini-batch above batch", "actor.ppo_mini_batch_size=16", "actor.ppo_mini_batch_size",
+     "not a multiple"),
+    ("critic batch not divisible", "critic.ppo_mini_batch_size=5", "critic.ppo_mini_batch_size",
+     "not a multiple"),
+    ("a group of one", "algorithm.adv_estimator=grpo", "rollout.n", "choose 2 or more"),
+    ("a positions overflow", "data.max_response_length=4096", "data.max_response_length",
+     "more than the model's 512 positions"),
+    ("task and files", "data.train_files=[{file}]", "data.task", "train_files is given too"),
+    ("no prompts at all", "data.task=null", "data.task", "nothing to train on"),
+    ("no such file", "data.val_files=[nowhere.jsonl]", "data.val_files", "no such file"),
+    ("a folder for a file", "data.val_files=[{folder}]", "data.val_files", "is no file"),
+    ("an empty file", "data.val_files=[{empty}]", "data.val_files", "the file is empty"),
+    ("an unknown kind of file", "data.val_files=[{text}]", "data.val_files", "unknown kind"),
+    ("no such model", "model.path=nowhere/model", "model.path", "no such folder"),
+    ("a file for a model", "model.path={file}", "model.path", "is a file, not a folder"),
+    ("a folder without config.json", "model.path={folder}", "model.path", "no config.json"),
+    ("a model without weights", "model.path={bare}", "model.path", "holds no *.safetensors"),
+    ("no such embedded model", "model.path=builtin:tny", "model.path", "no such embedded model"),
+    ("an unknown family", "model.path={alien}", "model.path", "no such family"),
+    ("no such critic", "critic.path=nowhere/critic", "critic.path", "no such folder"),
+    ("a reference nobody asks", "ref.path=builtin:tiny", "ref.path", "no KL term is on"),
+    ("adaptive KL without KL", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.type",
+     "no effect"),
+    ("decay upward", "actor.optim.min_lr=1", "actor.optim.min_lr", "is above actor.optim.lr"),
+    ("a scale nobody uses", "actor.loss_scale_factor=10", "actor.loss_scale_factor", "no effect"),
+    ("a tolerance nobody uses", "rollout.logprob_tolerance=0.1", "rollout.logprob_tolerance",
+     "no effect"),
+    ("a correction bound nobody uses", "algorithm.rollout_correction.rollout_is_lower=0.5",
+     "algorithm.rollout_correction.rollout_is_lower", "no effect"),
+    ("a remote reward without address", "reward.name=remote", "reward.url", "needs it"),
+    ("a reward function without name", "reward.name=function", "reward.function", "needs it"),
+    ("a function nobody calls", "reward.function=a.b:c", "reward.function", "no effect"),
+    ("an overlong buffer above the limit", "reward.overlong_buffer_len=100",
+     "reward.overlong_buffer_len", "longer than data.max_response_length"),
+    ("a local engine over ranks", "rollout.tensor_model_parallel_size=2",
+     "rollout.tensor_model_parallel_size", "no effect with rollout.name = local"),
+    ("server addresses for a local engine", "rollout.urls=[http://a]", "rollout.urls", "no effect"),
+    ("a validation of nothing", "trainer.test_freq=5 data.val_size=0", "data.val_size",
+     "asks for validation"),
+    ("a run folder that is a file", "trainer.default_local_dir={file}",
+     "trainer.default_local_dir", "is a file"),
+    ("more ranks than started", "trainer.nnodes=2 trainer.n_gpus_per_node=8",
+     "trainer.n_gpus_per_node", "but 1 ranks were started"),
+    ("a server apart without address", "rollout.name=sglang rollout.mode=disaggregated",
+     "rollout.urls", "run elsewhere"),
+    ("an address that is none", "rollout.name=sglang rollout.mode=disaggregated rollout.urls=[h:1]",
+     "rollout.urls", "no HTTP address"),
+]  # fmt: skip
+
+# layouts on four ranks: name, overrides, key, message
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+LAYOUTS = [
+    ("world not a multiple", f"actor.megatron.{TP}=4 actor.megatron.{PP}=2", "actor.megatron",
+     "start a multiple of 8 ranks"),
+    ("critic's world not a multiple", f"critic.megatron.{PP}=2 critic.megatron.{TP}=4",
+     "critic.megatron", "world size 4 is not a multiple"),
+    ("heads not divisible", "model.path={nine_heads} actor.megatron.tensor_model_parallel_size=2",
+     f"actor.megatron.{TP}", "does not divide the 9 attention heads"),
+    ("layers not divisible", f"model.path={{three_layers}} actor.megatron.{PP}=2",
+     f"actor.megatron.{PP}", "3 layers do not divide among 2 stages"),
+    ("chunks not divisible",
+     f"actor.megatron.{PP}=2 actor.megatron.virtual_pipeline_model_parallel_size=3",
+     "actor.megatron.virtual_pipeline_model_parallel_size", "do not divide into 3 chunks"),
+    ("chunks without a pipeline", "actor.megatron.virtual_pipeline_model_parallel_size=2",
+     "actor.megatron.virtual_pipeline_model_parallel_size", "has no effect"),
+    ("a last stage without a pipeline", "critic.megatron.num_layers_in_last_pipeline_stage=1",
+     "critic.megatron.num_layers_in_last_pipeline_stage", "has no effect"),
+    ("a first stage too large",
+     f"actor.megatron.{PP}=2 actor.megatron.num_layers_in_first_pipeline_stage=9",
+     f"actor.megatron.{PP}", "leave -5 for 1 stages"),
+    ("experts in a dense model", "actor.megatron.expert_model_parallel_size=2",
+     "actor.megatron.expert_model_parallel_size", "no mixture of experts"),
+    ("experts not divisible", "model.path={six_experts} "
+     "algorithm.adv_estimator=reinforce_plus_plus actor.megatron.expert_model_parallel_size=4",
+     "actor.megatron.expert_model_parallel_size", "does not divide the 6 experts"),
+    ("a mixture under TP alone",
+     "model.path=builtin:tiny-moe algorithm.adv_estimator=reinforce_plus_plus "
+     f"actor.megatron.{TP}=2 actor.megatron.sequence_parallel=false",
+     "actor.megatron.sequence_parallel", "needs it"),
+    ("an auxiliary loss that is off", "actor.megatron.moe_aux_loss_coeff=0.1",
+     "actor.megatron.moe_aux_loss_coeff", "no effect"),
+    ("a frozen router that moves", "model.path=builtin:tiny-moe "
+     "algorithm.adv_estimator=reinforce_plus_plus actor.megatron.freeze_moe_router=true "
+     "actor.megatron.moe_router_bias_update_rate=0.001",
+     "actor.megatron.moe_router_bias_update_rate", "moves the router's bias"),
+    ("a dispatcher that cannot", f"actor.megatron.{PP}=2 "
+     "actor.megatron.moe_token_dispatcher_type=allgather",
+     "actor.megatron.moe_token_dispatcher_type", "need alltoall"),
+    ("fewer sequences than ranks", "actor.ppo_mini_batch_size=2 critic.ppo_mini_batch_size=4",
+     "actor.ppo_mini_batch_size", "fewer than the 4 data-parallel ranks"),
+    ("an engine that does not fit", "rollout.name=sglang rollout.tensor_model_parallel_size=3 "
+     "model.path={nine_heads}", "rollout.tensor_model_parallel_size", "divide the 4 ranks"),
+]  # fmt: skip
+
+# lines of a jsonl file and settings: name, text, settings, message
+DATA = [
+    ("no JSON", '{"prompt": "1+1=", "answer": "2"}\n{"prompt": ', "", r"line 2.*not valid JSON"),
+    ("a list", "[1, 2]", "", r"line 1.*not an object"),
+    ("a number", "7", "", r"line 1.*not an object"),
+    ("no prompt", '{"answer": "2"}', "", r"line 1.*no key 'prompt'; the row has 'answer'"),
+    ("no answer", '{"prompt": "1+1="}', "", r"line 1.*no key 'answer'"),
+    ("an answer of null", '{"prompt": "1+1=", "answer": null}', "", r"line 1.*'answer' is null"),
+    ("an empty prompt", '{"prompt": "", "answer": "2"}', "", r"line 1.*an empty text"),
+    ("a prompt of numbers", '{"prompt": 5, "answer": "2"}', "", r"line 1.*neither a text nor"),
+    ("a message without content", '{"prompt": [{"role": "user"}], "answer": "2"}', "",
+     r"line 1.*lacks 'role' or 'content'"),
+    ("a nested answer that is missing", '{"prompt": "a", "reward_model": {}}',
+     "data.answer_key=reward_model.ground_truth", r"no key 'reward_model.ground_truth'"),
+    ("bytes that are no text", b'{"prompt": "\xff", "answer": "2"}', "", r"not UTF-8 at byte 13"),
+    ("only blank lines", "\n\n\n", "", r"the file holds no row"),
+    ("prompts too long", json.dumps({"prompt": "x" * 90, "answer": "2"}), "",
+     r"all 1 prompts are longer"),
+    ("a prompt too long to keep", json.dumps({"prompt": "x" * 90, "answer": "2"}),
+     "data.filter_overlong_prompts=false", r"data.max_prompt_length = 32"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Files and folders that rows name in braces."""
+    root = tmp_path_factory.mktemp("places")
+    (root / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (root / "empty.jsonl").touch()
+    (root / "rows.txt").write_text("1+1=2\n")
+    (root / "folder").mkdir()
+    sizes = {
+        "model_type": "qwen2", "hidden_size": 36, "intermediate_size": 36, "vocab_size": 64,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    models = {
+        "bare": {},
+        "alien": {"model_type": "gpt2", "n_embd": 32},
+        "nine_heads": {"num_attention_heads": 9, "num_key_value_heads": 9},
+        "three_layers": {"num_hidden_layers": 3},
+        "six_experts": {
+            "model_type": "qwen2_moe",
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    }
+    for name, changes in models.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps({**sizes, **changes}))
+    (root / "alien" / "model.safetensors").touch()
+    places = {name: root / name for name in ("folder", *models)}
+    return places | {
+        "file": root / "rows.jsonl", "empty": root / "empty.jsonl", "text": root / "rows.txt"
+    }  # fmt: skip
+
+
+def refusal(tmp_path: Path, capsys, text: str, settings: str, *options: str) -> str:
+    """Run the entry point; its message."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    code = main(["--config", str(path), *options, *settings.split()])
+    shown = capsys.readouterr()
+    assert code == 2, shown.err
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+    return shown.err
+
+
+def assert_one_fault(message: str, key: str, wanted: str) -> None:
+    assert ": 1 fault\n" in message, message
+    assert re.search(rf"^  1\. {re.escape(key)} = ", message, re.MULTILINE), message
+    assert wanted in " ".join(message.split()), message
+    assert re.search(r"^ +cure: \S", message, re.MULTILINE), message
+
+
+@pytest.mark.parametrize(("text", "key", "wanted"), [row[1:] for row in DOCUMENTS],
+                         ids=[row[0] for row in DOCUMENTS])  # fmt: skip
+def test_malformed_file(text, key, wanted, tmp_path, capsys):
+    assert_one_fault(refusal(tmp_path, capsys, text, ""), key, wanted)
+
+
+@pytest.mark.parametrize(("setting", "key", "wanted"), [row[1:] for row in SETTINGS],
+                         ids=[row[0] for row in SETTINGS])  # fmt: skip
+def test_malformed_setting(setting, key, wanted, tmp_path, capsys, places):
+    if "{" in setting:
+        setting = setting.format(**places)
+    settings = " ".join(part.replace(" ", "") for part in re.split(r" (?=\w+\.)", setting))
+    assert_one_fault(refusal(tmp_path, capsys, GOOD, settings), key, wanted)
+
+
+@pytest.mark.parametrize(("settings", "key", "wanted"), [row[1:] for row in LAYOUTS],
+                         ids=[row[0] for row in LAYOUTS])  # fmt: skip
+def test_layout_that_does_not_fit(settings, key, wanted, tmp_path, capsys, places):
+    options = ("--dry-run", "--world-size", "4")
+    message = refusal(tmp_path, capsys, GOOD, settings.format(**places), *options)
+    assert_one_fault(message, key, wanted)
+
+
+@pytest.mark.parametrize(("content", "settings", "wanted"), [row[1:] for row in DATA],
+                         ids=[row[0] for row in DATA])  # fmt: skip
+def test_malformed_data_file(content, settings, wanted, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    overrides = ["data.task=null", f"data.train_files=[{path}]", *settings.split()]
+    recipe_path = tmp_path / "recipe.yaml"
+    recipe_path.write_text(GOOD)
+    recipe = load_checked(recipe_path, overrides, 1)
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(recipe.data, byte_tokenizer(), "train")
+    assert len(caught.value.faults) == 1
+    assert re.search(wanted, str(caught.value), re.DOTALL), str(caught.value)
+
+
+def test_the_good_recipe_is_good(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD)
+    assert load_checked(path, [], 1).trainer.experiment_name == "spoilt"
+
+
+def test_the_table_is_long_enough():
+    assert len(DOCUMENTS) + len(SETTINGS) + len(LAYOUTS) + len(DATA) >= 80
+
+
+def test_a_recipe_that_is_not_there(tmp_path, capsys):
+    assert main(["--config", str(tmp_path / "nowhere.yaml")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_many_faults_are_told_together(tmp_path, capsys):
+    settings = "actor.ppo_mini_batch_size=3 rollout.temperature=0 actor.lr=1 data.seed=x"
+    message = refusal(tmp_path, capsys, GOOD, settings)
+    assert ": 4 faults" in message

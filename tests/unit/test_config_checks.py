@@ -1,0 +1,236 @@
+"""Rules between keys, and what a dry run counts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mppo.config.checks import check_recipe, load_checked
+from mppo.config.errors import ConfigError
+from mppo.config.load import load_recipe
+from mppo.config.memory import Count, count_parameters, experts_per_token, role_memory, stage_layers
+from mppo.config.plan import describe_plan, plan_roles
+from mppo.config.rule import RULES, roles_in_use, world_size_of
+from mppo.parallel.layout import Layout
+from mppo.weights.shape import model_shape
+from mppo.weights.table import parameter_table
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+DENSE = SimpleNamespace(
+    model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=6,
+    num_attention_heads=8, num_key_value_heads=2, vocab_size=101, max_position_embeddings=2048,
+    tie_word_embeddings=False,
+)  # fmt: skip
+TIED = SimpleNamespace(**{**vars(DENSE), "tie_word_embeddings": True})
+MOE = SimpleNamespace(
+    model_type="qwen3_moe", hidden_size=64, intermediate_size=96, num_hidden_layers=6,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=16, vocab_size=100, num_experts=8,
+    num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1, mlp_only_layers=[],
+    max_position_embeddings=2048, tie_word_embeddings=False, norm_topk_prob=True,
+)  # fmt: skip
+
+
+def recipe(*overrides: str):
+    return load_recipe(None, ["data.task=arithmetic", *overrides])
+
+
+def keys(faults) -> list[str]:
+    return [fault.key for fault in faults]
+
+
+def test_the_defaults_with_a_task_break_no_rule():
+    assert check_recipe(recipe(), 1, DENSE) == []
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_tensor_parallel_may_be_a_multiple_of_the_key_value_heads(tp):
+    assert check_recipe(recipe(f"actor.megatron.{TP}={tp}"), 8, DENSE) == []
+
+
+def test_sequence_parallel_without_tensor_parallel_is_harmless():
+    assert check_recipe(recipe("actor.megatron.sequence_parallel=true"), 1, DENSE) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "pp", "fine"),
+    [(None, None, 2, True), (None, None, 4, False), (1, None, 2, True), (2, 2, 3, True),
+     (1, 1, 4, True), (2, 1, 4, False), (6, None, 2, False), (3, 3, 2, True), (2, 3, 2, False)],
+)  # fmt: skip
+def test_uneven_stages(first, last, pp, fine):
+    overrides = [f"actor.megatron.{PP}={pp}"]
+    for name, value in (("first", first), ("last", last)):
+        if value is not None:
+            overrides.append(f"actor.megatron.num_layers_in_{name}_pipeline_stage={value}")
+    faults = check_recipe(recipe(*overrides), pp, DENSE)
+    assert keys(faults) == ([] if fine else [f"actor.megatron.{PP}"])
+
+
+def test_the_critic_has_its_own_model():
+    overrides = ("critic.path=other", f"critic.megatron.{PP}=3")
+    assert check_recipe(recipe(*overrides), 3, DENSE, DENSE) == []
+    four_layers = SimpleNamespace(**{**vars(DENSE), "num_hidden_layers": 4})
+    assert keys(check_recipe(recipe(*overrides), 3, DENSE, four_layers)) == [
+        f"critic.megatron.{PP}"
+    ]
+
+
+def test_a_reference_without_layout_takes_the_actors():
+    wanted = recipe("algorithm.use_kl_in_reward=true", f"actor.megatron.{TP}=2")
+    roles = {role.name: role for role in roles_in_use(wanted)}
+    assert roles["ref"].megatron is wanted.actor.megatron
+    faults = check_recipe(wanted, 3, DENSE)
+    assert keys(faults) == ["actor.megatron"], "told once, not once per role"
+
+
+def test_unused_roles_are_not_judged():
+    estimator = ("algorithm.adv_estimator=reinforce_plus_plus",)
+    assert check_recipe(recipe(f"critic.megatron.{TP}=7", *estimator), 1, DENSE) == []
+    assert check_recipe(recipe("ref.megatron.tensor_model_parallel_size=7"), 1, DENSE) == []
+
+
+def test_rescaled_positions_are_not_judged():
+    scaled = SimpleNamespace(**vars(DENSE), rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    assert check_recipe(recipe("data.max_response_length=9000"), 1, scaled) == []
+    assert keys(check_recipe(recipe("data.max_response_length=9000"), 1, DENSE)) == [
+        "data.max_response_length"
+    ]
+
+
+def test_one_mistake_gives_one_message():
+    with pytest.raises(ConfigError) as caught:
+        load_checked(
+            None, ["data.task=arithmetic", "actor.ppo_mini_batch_size=x"], 1, lambda _: DENSE
+        )
+    assert keys(caught.value.faults) == ["actor.ppo_mini_batch_size"]
+
+
+def test_a_model_that_cannot_be_read_is_a_fault_of_its_key():
+    def unreadable(path):
+        raise OSError("not a JSON file")
+
+    with pytest.raises(ConfigError, match="not a JSON file") as caught:
+        load_checked(None, ["data.task=arithmetic"], 1, unreadable)
+    assert keys(caught.value.faults) == ["model.path"]
+
+
+def test_every_rule_says_what_it_holds():
+    for keys_read, function in RULES:
+        assert function.__doc__, function.__name__
+        assert keys_read, function.__name__
+
+
+def test_world_size_comes_from_the_recipe():
+    assert world_size_of(recipe("trainer.nnodes=4", "trainer.n_gpus_per_node=8")) == 32
+    layouts = (f"actor.megatron.{TP}=2", f"actor.megatron.{PP}=2", f"critic.megatron.{PP}=3")
+    assert world_size_of(recipe(*layouts)) == 12
+
+
+def test_layers_go_round_the_stages_once_per_chunk():
+    assert stage_layers(8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert stage_layers(8, 2, vpp=2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert stage_layers(7, 3, last=1) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert stage_layers(5, 3, first=1, last=2) == [[0], [1, 2], [3, 4]]
+
+
+def by_hand(config) -> int:
+    """Parameters of a dense Llama, from its sizes."""
+    h, f, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    kv = h // heads * config.num_key_value_heads
+    layer = h * h + 2 * h * kv + h * h + 3 * h * f + 2 * h
+    ends = config.vocab_size * h * (1 if config.tie_word_embeddings else 2) + h
+    return config.num_hidden_layers * layer + ends
+
+
+@pytest.mark.parametrize("config", [DENSE, TIED], ids=["untied", "tied"])
+def test_whole_model_count_is_the_sum_worked_out_by_hand(config):
+    table = parameter_table(model_shape(config))
+    assert count_parameters(table, Layout(world=1), 0, list(range(6)), False).total == by_hand(
+        config
+    )
+
+
+def test_a_critic_has_one_output():
+    table = parameter_table(model_shape(DENSE))
+    policy = count_parameters(table, Layout(world=1), 0, list(range(6)), False).total
+    value = count_parameters(table, Layout(world=1), 0, list(range(6)), True).total
+    assert policy - value == 101 * 64 - 64
+
+
+def test_stages_hold_the_model_once():
+    table = parameter_table(model_shape(DENSE))
+    layout = Layout(world=3, pp=3)
+    counts = [
+        count_parameters(table, layout, stage, layers, False).total
+        for stage, layers in enumerate(stage_layers(6, 3))
+    ]
+    assert sum(counts) == by_hand(DENSE)
+
+
+def test_a_tied_pipeline_holds_the_embedding_at_both_ends():
+    table = parameter_table(model_shape(TIED))
+    layout = Layout(world=2, pp=2)
+    counts = [
+        count_parameters(table, layout, stage, layers, False).total
+        for stage, layers in enumerate(stage_layers(6, 2))
+    ]
+    assert sum(counts) == by_hand(TIED) + 101 * 64
+
+
+def test_experts_are_divided_over_their_ranks():
+    table = parameter_table(model_shape(MOE))
+    alone = count_parameters(table, Layout(world=1), 0, list(range(6)), False)
+    spread = count_parameters(table, Layout(world=4, ep=4), 0, list(range(6)), False)
+    assert alone.expert == 6 * 8 * 3 * 64 * 32
+    assert (spread.expert, spread.dense) == (alone.expert // 4, alone.dense)
+    assert experts_per_token(MOE) == 2
+
+
+def test_memory_of_weights_gradients_and_optimizer():
+    role = roles_in_use(recipe())[0]
+    layout, count = Layout(world=4), Count(1000, 0)
+    memory = role_memory(role, layout, 0, count, "bfloat16", 0, [], model_shape(DENSE))
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2000, 4000, 12 * 250)
+    whole = role_memory(role, layout, 0, count, "float32", 0, [], model_shape(DENSE))
+    assert (whole.weights, whole.optimizer) == (4000, 8 * 250)
+
+
+def test_a_frozen_role_keeps_weights_only():
+    frozen = roles_in_use(recipe("algorithm.use_kl_in_reward=true"))[-1]
+    memory = role_memory(
+        frozen, Layout(world=1), 0, Count(1000, 0), "bfloat16", 64, [10.0], model_shape(DENSE)
+    )
+    assert (memory.gradients, memory.optimizer) == (0, 0)
+
+
+def test_recomputation_lowers_activations_and_the_first_stage_holds_most():
+    none = recipe(f"actor.megatron.{PP}=3")
+    full = recipe(f"actor.megatron.{PP}=3", "actor.megatron.recompute_granularity=full")
+    plain, saved = (plan_roles(r, 3, DENSE)[0].memory for r in (none, full))
+    assert plain[0].activations > plain[1].activations > plain[2].activations > 0
+    assert saved[0].activations < plain[0].activations
+
+
+def test_micro_batches_cover_the_mini_batch():
+    wanted = recipe(
+        "data.train_batch_size=64", "actor.ppo_mini_batch_size=32", "rollout.n=2",
+        "actor.ppo_micro_batch_size_per_gpu=5", "actor.ppo_epochs=3",
+        "data.max_prompt_length=100", "data.max_response_length=28",
+    )  # fmt: skip
+    actor, critic = plan_roles(wanted, 2, DENSE)
+    assert (actor.mini_batches, actor.micro_batches, actor.micro_batch_tokens) == (6, 7, 5 * 128)
+    assert (critic.mini_batches, critic.micro_batches) == (2, 4)
+
+
+def test_dynamic_micro_batches_follow_the_token_budget():
+    wanted = recipe(
+        "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=500",
+        "data.max_prompt_length=100", "data.max_response_length=28",
+    )  # fmt: skip
+    actor = plan_roles(wanted, 2, DENSE)[0]
+    assert (actor.micro_batches, actor.micro_batch_tokens) == (11, 3 * 128)
+
+
+def test_a_large_world_is_cut_short_in_the_plan():
+    text = describe_plan(recipe(), 128, DENSE)
+    assert "... and 64 more ranks" in text

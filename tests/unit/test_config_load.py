@@ -1,0 +1,166 @@
+"""Reading recipes: YAML, overrides, includes, verl's names, the JSON schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from mppo.config.document import MOVED, merge, parse_yaml
+from mppo.config.errors import ConfigError, Fault, nearest
+from mppo.config.load import json_schema, load_recipe, read_recipe, recipe_keys, resolved_yaml
+from mppo.config.schema import Recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(tmp_path: Path, text: str, name: str = "recipe.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_an_empty_recipe_is_the_defaults(tmp_path):
+    assert load_recipe(write(tmp_path, "")) == Recipe() == load_recipe(None)
+
+
+def test_overrides_win_over_the_file_and_later_over_earlier(tmp_path):
+    path = write(tmp_path, "actor: {optim: {lr: 1e-5}, ppo_epochs: 2}")
+    recipe = load_recipe(path, ["actor.optim.lr=2e-5", "actor.optim.lr=3e-5"])
+    assert recipe.actor.optim.lr == 3e-5
+    assert recipe.actor.ppo_epochs == 2
+
+
+def test_override_values_are_yaml(tmp_path):
+    recipe = load_recipe(
+        None,
+        [
+            "data.train_files=[a.jsonl, b.jsonl]",
+            "critic.path=null",
+            "model.override_config={rope_theta: 1e6}",
+            "rollout.n=4",
+            "+trainer.seed=7",
+            "data.system_prompt=think = then answer",
+        ],
+    )
+    assert recipe.data.train_files == ("a.jsonl", "b.jsonl")
+    assert recipe.critic.path is None
+    assert recipe.model.override_config == {"rope_theta": 1e6}
+    assert (recipe.rollout.n, recipe.trainer.seed) == (4, 7)
+    assert recipe.data.system_prompt == "think = then answer"
+
+
+def test_verl_long_names_are_accepted(tmp_path):
+    recipe = load_recipe(
+        None,
+        [
+            "actor_rollout_ref.actor.optim.lr=1e-6",
+            "actor_rollout_ref.rollout.n=5",
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3",
+            "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
+            "actor_rollout_ref.model.path=builtin:tiny-llama",
+            "critic.model.path=builtin:tiny",
+            "critic.forward_micro_batch_size_per_gpu=6",
+        ],
+    )
+    assert recipe.actor.optim.lr == 1e-6
+    assert recipe.rollout.n == 5
+    assert recipe.actor.log_prob_micro_batch_size_per_gpu == 3
+    assert recipe.ref.megatron.tensor_model_parallel_size == 2
+    assert (recipe.model.path, recipe.critic.path) == ("builtin:tiny-llama", "builtin:tiny")
+    assert recipe.critic.log_prob_micro_batch_size_per_gpu == 6
+
+
+def test_every_moved_name_leads_to_a_key_that_exists():
+    keys = recipe_keys()
+    for new in MOVED.values():
+        assert any(key == new or key.startswith(f"{new}.") for key in keys), new
+
+
+def test_yaml_words_stay_words_and_numbers_are_numbers():
+    parsed = parse_yaml("{a: off, b: no, c: 1e-6, d: 2024-01-01, e: 12:30, f: true, g: 010, h: ~}")
+    assert parsed == {
+        "a": "off", "b": "no", "c": 1e-6, "d": "2024-01-01", "e": "12:30", "f": True, "g": 10.0,
+        "h": None,
+    }  # fmt: skip
+
+
+def test_base_recipes_are_laid_under(tmp_path):
+    write(tmp_path, "actor: {ppo_epochs: 3}\ntrainer: {seed: 1}", "low.yaml")
+    write(tmp_path, "base: low.yaml\ntrainer: {seed: 2}", "middle.yaml")
+    path = write(tmp_path, "base: [middle.yaml]\ndata: {seed: 9}", "top.yaml")
+    recipe = load_recipe(path)
+    assert (recipe.actor.ppo_epochs, recipe.trainer.seed, recipe.data.seed) == (3, 2, 9)
+
+
+def test_merge_leaves_its_arguments_alone():
+    under, over = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3}}
+    assert merge(under, over) == {"a": {"b": 3, "c": 2}}
+    assert (under, over) == ({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
+
+
+def test_paths_are_expanded(monkeypatch):
+    monkeypatch.setenv("DATA_HERE", "/somewhere")
+    monkeypatch.setenv("HOME", "/home/someone")
+    recipe = load_recipe(None, ["data.train_files=[$DATA_HERE/a.jsonl]", "model.path=~/m"])
+    assert recipe.data.train_files == ("/somewhere/a.jsonl",)
+    assert recipe.model.path == "/home/someone/m"
+
+
+def test_the_resolved_recipe_loads_back_to_itself(tmp_path):
+    recipe = load_recipe(None, ["ref.megatron.tensor_model_parallel_size=2", "actor.optim.lr=3e-7"])
+    assert load_recipe(write(tmp_path, resolved_yaml(recipe))) == recipe
+
+
+def test_a_section_set_in_part_keeps_its_other_defaults():
+    recipe = load_recipe(None, ["critic.optim.eps=1e-6", "rollout.val_kwargs.n=1"])
+    assert recipe.critic.optim.lr == Recipe().critic.optim.lr == 1e-5
+    assert recipe.rollout.val_kwargs == Recipe().rollout.val_kwargs
+
+
+def test_all_faults_come_out_at_once(tmp_path):
+    path = write(tmp_path, "actor: {ppo_epoch: 2, optim: {lr: fast}}\nrollout: {name: vllm}")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, ["data.train_batch_size=0"])
+    keys = {fault.key for fault in caught.value.faults}
+    assert keys == {
+        "actor.ppo_epoch", "actor.optim.lr", "rollout.name", "data.train_batch_size",
+    }  # fmt: skip
+    text = str(caught.value)
+    assert "4 faults" in text
+    assert "did you mean actor.ppo_epochs?" in text
+
+
+def test_faulty_keys_fall_back_so_that_the_rest_can_be_judged(tmp_path):
+    path = write(tmp_path, "actor: {ppo_epochs: none}\ntrainer: {seed: 3}")
+    recipe, faults = read_recipe(path)
+    assert [fault.key for fault in faults] == ["actor.ppo_epochs"]
+    assert (recipe.trainer.seed, recipe.actor.ppo_epochs) == (3, 1)
+
+
+def test_long_values_are_cut_in_messages():
+    assert len(str(Fault("a.b", "x" * 1000, "w", "c"))) < 200
+
+
+def test_nearest_is_near_or_nothing():
+    assert nearest("train_bach_size", ["train_batch_size", "val_size"]) == "train_batch_size"
+    assert nearest("zebra", ["train_batch_size", "val_size"]) is None
+
+
+def test_the_json_schema_file_is_in_step_with_the_code():
+    written = json.loads((ROOT / "docs" / "recipe.schema.json").read_text())
+    assert written == json_schema(), "run: make schema"
+
+
+def test_shipped_recipes_agree_with_the_json_schema():
+    validator = jsonschema.Draft202012Validator(json_schema())
+    for path in sorted((ROOT / "recipes").rglob("*.yaml")):
+        errors = list(validator.iter_errors(parse_yaml(path.read_text())))
+        assert not errors, f"{path}: {errors[0].message}"
+
+
+def test_the_resolved_recipe_is_plain_yaml():
+    assert yaml.safe_load(resolved_yaml(Recipe()))["rollout"]["verify_sync"] == "off"
