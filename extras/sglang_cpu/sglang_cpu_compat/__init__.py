@@ -1,0 +1,64 @@
+"""SGLang plugin: plain torch for code that otherwise needs a GPU or AMX.
+
+SGLang calls ``register`` in each of its processes (entry point ``sglang.srt.plugins``). With a GPU,
+or a CPU whose AMX kernels SGLang has, it changes nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _gated_add(
+    hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor
+) -> None:
+    """final += sigmoid(hidden @ gate) * shared, in place (the shared expert of Qwen2-MoE)."""
+    gate = torch.nn.functional.linear(hidden_states, gate_weight.reshape(1, -1)).sigmoid()
+    final_hidden_states.add_(gate * shared_output)
+
+
+def _rope_on_default_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Unscaled rotary embeddings assert that no device is named; the CPU is the default anyway."""
+    if kwargs.get("device") == "cpu" and kwargs.get("rope_scaling") is None:
+        kwargs["device"] = None
+    return original(*args, **kwargs)
+
+
+def _unpinned(*args: Any, **kwargs: Any) -> None:
+    """Host memory stays pageable where there is no CUDA runtime to pin it."""
+
+
+def register() -> None:
+    """Install the replacements."""
+    from sglang.srt.utils.common import cpu_has_amx_support, is_cpu
+
+    if not is_cpu() or cpu_has_amx_support():
+        return
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+    )
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+        _gated_add,
+        HookType.REPLACE,
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper",
+        _rope_on_default_device,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.mem_cache.pool_host.common._cuda_host_register", _unpinned, HookType.REPLACE
+    )
+    # the torch_native backend attends over the cache alone, which holds latents: prefill must use
+    # the absorbed form too, or log-probabilities are silently wrong
+    AttentionBackendRegistry.register(
+        "torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA
+    )
