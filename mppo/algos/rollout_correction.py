@@ -183,9 +183,10 @@ def mismatch_metrics(
     rollout_B = sequence_mean(rollout_logprobs_T.double(), mask_T, cu_seqlens)
     log_ppl_diff_B = rollout_B - train_B
     sum_B = sequence_sum(d_T, cu_seqlens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    probs_diff_T = (
-        torch.where(mask_T > 0, logprobs_T.double().exp() - rollout_logprobs_T.double().exp(), 0.0)
-    ).abs()
+    probs_T, rollout_probs_T = (
+        x_T.double().clamp(max=0.0).exp() for x_T in (logprobs_T, rollout_logprobs_T)
+    )
+    probs_diff_T = torch.where(mask_T > 0, probs_T - rollout_probs_T, 0.0).abs()
     limit = LOG_RATIO_LIMIT
     return {
         "rollout_corr/kl": masked_mean(-d_T, mask_T).item(),

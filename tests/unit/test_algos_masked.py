@@ -1,0 +1,127 @@
+"""Means, whitening and sums over masked tokens, and cutting sequences out."""
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mppo.algos.aggregation import aggregation_weights_T
+from mppo.algos.masked import (
+    last_masked_index,
+    masked_mean,
+    masked_var,
+    masked_whiten,
+    place_at_last,
+    sequence_mean,
+    sequence_sum,
+)
+from mppo.algos.packing import select_cu_seqlens, select_sequences
+
+MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+def test_mean_and_variance_of_masked_tokens():
+    x = torch.tensor([1.0, 2.0, 100.0, 3.0])
+    mask = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    assert masked_mean(x, mask) == 2.0
+    assert masked_var(x, mask) == 1.0
+    torch.testing.assert_close(masked_var(x, mask, unbiased=False), torch.tensor(2 / 3))
+
+
+def test_means_ignore_what_lies_outside_the_mask():
+    x = torch.tensor([1.0, math.nan, math.inf])
+    assert masked_mean(x, torch.tensor([1.0, 0.0, 0.0])) == 1.0
+
+
+def test_whitening_by_hand():
+    x = torch.tensor([1.0, 2.0, 9.0, 3.0])
+    mask = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    torch.testing.assert_close(masked_whiten(x, mask), torch.tensor([-1.0, 0.0, 0.0, 1.0]))
+    kept_mean = masked_whiten(x, mask, shift_mean=False)
+    torch.testing.assert_close(kept_mean, torch.tensor([1.0, 2.0, 0.0, 3.0]))
+    biased = masked_whiten(x, mask, unbiased=False)
+    torch.testing.assert_close(biased[3], torch.tensor(1 / math.sqrt(2 / 3)))
+
+
+def test_whitening_at_the_edges_is_finite():
+    for x, mask in (
+        (torch.tensor([5.0]), torch.ones(1)),
+        (torch.tensor([5.0, 5.0]), torch.ones(2)),
+        (torch.tensor([5.0, 7.0]), torch.zeros(2)),
+        (torch.zeros(0), torch.zeros(0)),
+    ):
+        assert masked_whiten(x, mask).tolist() == [0.0] * len(x)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(2, 300), st.integers(0, 10**6))
+def test_whitened_tokens_have_mean_zero_and_variance_one(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, generator=generator, dtype=torch.float64) * 3 + 7
+    whitened = masked_whiten(x, torch.ones(n, dtype=torch.float64))
+    assert abs(whitened.mean().item()) < 1e-9
+    assert abs(whitened.var().item() - 1) < 1e-6
+
+
+def test_sums_means_and_last_tokens_of_sequences():
+    cu_seqlens = torch.tensor([0, 2, 2, 5])
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0])
+    assert sequence_sum(x, cu_seqlens).tolist() == [3.0, 0.0, 12.0]
+    assert sequence_mean(x, mask, cu_seqlens).tolist() == [2.0, 0.0, 3.5]
+    assert last_masked_index(mask, cu_seqlens).tolist() == [1, -1, 3]
+    placed = place_at_last(torch.tensor([7.0, 8.0, 9.0]), mask, cu_seqlens)
+    assert placed.tolist() == [0.0, 7.0, 0.0, 9.0, 0.0]
+
+
+def test_selecting_sequences_keeps_their_tokens_in_any_order():
+    cu_seqlens = torch.tensor([0, 2, 2, 5])
+    x = torch.arange(5)
+    assert select_sequences(x, cu_seqlens, [2, 0, 2]).tolist() == [2, 3, 4, 0, 1, 2, 3, 4]
+    assert select_cu_seqlens(cu_seqlens, [2, 0, 1]).tolist() == [0, 3, 5, 5]
+    assert select_sequences(x, cu_seqlens, []).tolist() == []
+
+
+def test_aggregation_weights_by_hand():
+    # sequence 0: 1 token, sequence 1: none, sequence 2: 3 tokens
+    cu_seqlens = torch.tensor([0, 2, 3, 6])
+    mask = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    expected = {
+        "token-mean": [0, 1 / 4, 0, 1 / 4, 1 / 4, 1 / 4],
+        "token-sum": [0, 1, 0, 1, 1, 1],
+        "seq-mean-token-sum": [0, 1 / 2, 0, 1 / 2, 1 / 2, 1 / 2],
+        "seq-mean-token-mean": [0, 1 / 2, 0, 1 / 6, 1 / 6, 1 / 6],
+        "seq-mean-token-sum-norm": [0, 1 / 20, 0, 1 / 20, 1 / 20, 1 / 20],
+    }
+    for mode, weights in expected.items():
+        scale = 10.0 if mode.endswith("norm") else None
+        actual = aggregation_weights_T(mask, cu_seqlens, mode, scale)
+        torch.testing.assert_close(actual, torch.tensor(weights, dtype=torch.float32))
+
+
+def test_aggregation_of_nothing_is_zero():
+    for mode in MODES:
+        weights = aggregation_weights_T(torch.zeros(3), torch.tensor([0, 1, 3]), mode)
+        assert weights.tolist() == [0.0, 0.0, 0.0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.permutations(range(4)), st.sampled_from(MODES))
+def test_aggregation_does_not_depend_on_the_order_of_sequences(order, mode):
+    cu_seqlens = torch.tensor([0, 3, 4, 9, 11])
+    generator = torch.Generator().manual_seed(1)
+    mask = (torch.rand(11, generator=generator) > 0.3).float()
+    losses = torch.randn(11, generator=generator)
+    expected = (aggregation_weights_T(mask, cu_seqlens, mode) * losses).sum()
+    shuffled = aggregation_weights_T(
+        select_sequences(mask, cu_seqlens, order), select_cu_seqlens(cu_seqlens, order), mode
+    )
+    actual = (shuffled * select_sequences(losses, cu_seqlens, order)).sum()
+    torch.testing.assert_close(actual, expected)
