@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from mppo.config.document import BASE_KEY, apply_overrides, merge, read_document
 from mppo.config.errors import ConfigError, Fault, nearest
+from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
 from mppo.config.verl_names import ADVICE
 
@@ -73,7 +74,7 @@ def read_recipe(
             return None, faults
     document, override_faults = apply_overrides(document, overrides)
     faults += override_faults
-    document = _normalise(document, Recipe, "", faults)
+    document = _normalise(apply_preset(document), Recipe, "", faults)
     try:
         return Recipe.model_validate(document), faults
     except ValidationError as error:

@@ -102,6 +102,12 @@ def test_merge_leaves_its_arguments_alone():
     assert (under, over) == ({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
 
 
+def test_a_preset_gives_defaults_and_the_recipe_keeps_its_own_values(tmp_path):
+    recipe = load_recipe(None, ["algorithm.preset=trl", "algorithm.lam=0.9"])
+    assert (recipe.algorithm.lam, recipe.critic.value_loss_coef) == (0.9, 0.1)
+    assert load_recipe(write(tmp_path, resolved_yaml(recipe))) == recipe
+
+
 def test_paths_are_expanded(monkeypatch):
     monkeypatch.setenv("DATA_HERE", "/somewhere")
     monkeypatch.setenv("HOME", "/home/someone")
