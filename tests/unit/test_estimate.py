@@ -1,0 +1,407 @@
+"""From measured batch to experience: by hand, at the edges, and against each system's own loop."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from mppo.algos.reward_normalization import RunningMoments
+from mppo.batch import Batch, Measured
+from mppo.config.presets import apply_preset
+from mppo.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    KLControlConfig,
+    PFPPOConfig,
+    PolicyLossConfig,
+    Recipe,
+    RolloutCorrectionConfig,
+    ScoreNormalizationConfig,
+)
+from mppo.estimate import (
+    current_kl,
+    estimate,
+    experience_metrics,
+    kl_controller,
+    needs_critic,
+    normalize_scores,
+)
+from mppo.objective import policy_objective, policy_targets, value_objective, value_targets
+from mppo.selection import (
+    concatenate_batches,
+    informative_sequences,
+    resample,
+    select_batch,
+    select_experience,
+)
+
+ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
+REJECTIONS = RolloutCorrectionConfig.model_fields["rollout_rs"].annotation.__args__
+
+
+def measured_of(lengths, scores=None, seed=0, prompt=1, samples=2):
+    """Random measurements of responses of the given lengths, ``samples`` to a prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    count = len(lengths)
+    cu_seqlens = torch.tensor([0, *(prompt + n for n in lengths)]).cumsum(0)
+    pieces = [torch.tensor([0.0] * prompt + [1.0] * n) for n in lengths]
+    mask = torch.cat(pieces) if pieces else torch.zeros(0)
+
+    def random():
+        return torch.randn(len(mask), generator=generator) * mask
+
+    if scores is None:
+        scores = torch.randn(count, generator=generator)
+    batch = Batch(
+        tokens_T=torch.arange(len(mask)),
+        cu_seqlens=cu_seqlens,
+        response_mask_T=mask,
+        rollout_logprobs_T=-random().abs(),
+        group_B=torch.arange(count) // samples,
+        scores_B=torch.as_tensor(scores, dtype=torch.float32),
+        truncated_B=torch.arange(count) % 2 == 1,
+        weight_version_B=torch.zeros(count, dtype=torch.int64),
+    )
+    return Measured(batch, -random().abs(), random().abs(), -random().abs(), random())
+
+
+def finite(experience):
+    tensors = (
+        experience.rewards_T,
+        experience.advantages_T,
+        experience.returns_T,
+        experience.loss_weight_T,
+    )
+    return all(torch.isfinite(tensor).all() for tensor in tensors)
+
+
+def test_score_and_kl_penalty_become_token_rewards():
+    measured = measured_of([2], scores=[3.0])
+    measured = dataclasses.replace(
+        measured,
+        logprobs_T=torch.tensor([0.0, -1.0, -2.0]),
+        ref_logprobs_T=torch.tensor([0.0, -1.5, -1.0]),
+        values_T=torch.tensor([0.0, 1.0, 2.0]),
+    )
+    algorithm = AlgorithmConfig(use_kl_in_reward=True, whiten_advantages=False)
+    experience = estimate(measured, algorithm, kl_coef=0.1)
+    torch.testing.assert_close(experience.rewards_T, torch.tensor([0.0, -0.05, 3.1]))
+    # gamma = lam = 1: returns are rewards to go
+    torch.testing.assert_close(experience.returns_T, torch.tensor([0.0, 3.05, 3.1]))
+    torch.testing.assert_close(experience.advantages_T, torch.tensor([0.0, 2.05, 1.1]))
+    assert experience.loss_weight_T.tolist() == [0.0, 1.0, 1.0]
+    assert current_kl(measured, algorithm) == pytest.approx((0.5 - 1.0) / 2)
+
+
+def test_values_and_policy_may_have_their_own_lambda():
+    measured = measured_of([3, 4])
+    both = AlgorithmConfig(lam=0.5, lam_value=1.0, whiten_advantages=False)
+    experience = estimate(measured, both, 0.0)
+    policy = estimate(measured, both.model_copy(update={"lam_value": None}), 0.0)
+    value = estimate(measured, both.model_copy(update={"lam": 1.0}), 0.0)
+    torch.testing.assert_close(experience.advantages_T, policy.advantages_T)
+    torch.testing.assert_close(experience.returns_T, value.returns_T)
+
+
+def test_reinforce_plus_plus_and_remax_by_hand():
+    measured = measured_of([2, 1], scores=[4.0, 6.0])
+    plain = {"gamma": 0.5, "whiten_advantages": False}
+    experience = estimate(
+        measured, AlgorithmConfig(adv_estimator="reinforce_plus_plus", **plain), 0
+    )
+    assert experience.advantages_T.tolist() == [0.0, 2.0, 4.0, 0.0, 6.0]
+    remax = AlgorithmConfig(adv_estimator="remax", **plain)
+    experience = estimate(measured, remax, 0, baseline_scores_B=torch.tensor([1.0, 7.0]))
+    assert experience.advantages_T.tolist() == [0.0, 3.0, 3.0, 0.0, -1.0]
+    with pytest.raises(ValueError, match="greedy"):
+        estimate(measured, remax, 0)
+
+
+def test_group_estimators_spread_one_number_over_the_response():
+    measured = measured_of([2, 1], scores=[1.0, 3.0])
+    experience = estimate(measured, AlgorithmConfig(adv_estimator="dr_grpo"), 0)
+    assert experience.advantages_T.tolist() == [0.0, -1.0, -1.0, 0.0, 1.0]
+
+
+def test_an_empty_response_still_counts_in_its_group():
+    measured = measured_of([0, 1], scores=[1.0, 3.0])
+    experience = estimate(measured, AlgorithmConfig(adv_estimator="rloo"), 0)
+    assert experience.advantages_T.tolist() == [0.0, 0.0, 2.0]
+
+
+def test_only_gae_needs_a_critic():
+    wanting = [n for n in ESTIMATORS if needs_critic(AlgorithmConfig(adv_estimator=n))]
+    assert wanting == ["gae"]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_critic_free_estimators_do_not_read_values(estimator):
+    algorithm = AlgorithmConfig(adv_estimator=estimator)
+    measured = measured_of([3, 2, 4, 1])
+    other = dataclasses.replace(measured, values_T=measured.values_T + 1)
+    baseline = torch.zeros(4)
+    first, second = (
+        estimate(m, algorithm, 0.0, baseline_scores_B=baseline) for m in (measured, other)
+    )
+    assert torch.equal(first.advantages_T, second.advantages_T) != needs_critic(algorithm)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("lengths", [[3, 0, 5, 1], [1], [0], [0, 0], []])
+def test_every_estimator_is_finite_at_the_edges(estimator, lengths):
+    measured = measured_of(lengths)
+    for rejection, whiten in zip(REJECTIONS, (True, False) * 7):
+        algorithm = AlgorithmConfig(
+            adv_estimator=estimator,
+            use_kl_in_reward=True,
+            kl_penalty="k3",
+            whiten_rewards=whiten,
+            whiten_advantages=whiten,
+            rollout_correction=RolloutCorrectionConfig(
+                rollout_is="sequence" if whiten else "token",
+                rollout_is_mode="mask" if whiten else "truncate",
+                rollout_is_batch_normalize=True,
+                rollout_rs=rejection,
+                rollout_token_veto_threshold=1e-4,
+            ),
+        )
+        experience = estimate(measured, algorithm, 0.1, baseline_scores_B=torch.zeros(len(lengths)))
+        assert finite(experience)
+        metrics = experience_metrics(experience)
+        assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_huge_log_ratios_leave_everything_finite():
+    measured = measured_of([3, 2])
+    measured = dataclasses.replace(
+        measured, logprobs_T=measured.batch.response_mask_T * -1e4, ref_logprobs_T=torch.zeros(7)
+    )
+    for kind in ("k1", "abs", "k2", "k3"):
+        correction = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_sum_k3")
+        algorithm = AlgorithmConfig(
+            use_kl_in_reward=True, kl_penalty=kind, rollout_correction=correction
+        )
+        experience = estimate(measured, algorithm, 0.1)
+        assert finite(experience)
+        assert all(math.isfinite(v) for v in experience_metrics(experience).values())
+
+
+def test_bypass_trains_against_the_engine_and_refuses_double_correction():
+    measured = measured_of([3])
+    correction = RolloutCorrectionConfig(bypass_mode=True)
+    experience = estimate(measured, AlgorithmConfig(rollout_correction=correction), 0)
+    assert torch.equal(experience.measured.logprobs_T, measured.batch.rollout_logprobs_T)
+    both = RolloutCorrectionConfig(bypass_mode=True, rollout_is="token")
+    with pytest.raises(ValueError, match="rollout_is: off"):
+        estimate(measured, AlgorithmConfig(rollout_correction=both), 0)
+
+
+def test_truncated_responses_can_be_left_out_of_the_loss():
+    experience = estimate(measured_of([2, 2]), AlgorithmConfig(mask_truncated=True), 0)
+    assert experience.loss_weight_T.tolist() == [0, 1, 1, 0, 0, 0]
+
+
+def test_scores_are_normalised_as_asked():
+    batch = measured_of([1, 1, 1, 1], scores=[1.0, 3.0, 5.0, 5.0]).batch
+
+    def scores(mode, moments=None, **kwargs):
+        config = ScoreNormalizationConfig(mode=mode, **kwargs)
+        algorithm = AlgorithmConfig(normalize_scores=config)
+        return normalize_scores(batch, algorithm, moments).scores_B
+
+    assert scores("off") is batch.scores_B
+    assert scores("given", mean=1.0, std=2.0).tolist() == [0.0, 1.0, 2.0, 2.0]
+    torch.testing.assert_close(scores("batch").mean(), torch.tensor(0.0))
+    torch.testing.assert_close(scores("group")[2:], torch.zeros(2))
+    moments = RunningMoments()
+    moments.merge(batch.scores_B)
+    torch.testing.assert_close(scores("running", moments), scores("batch"))
+    with pytest.raises(ValueError, match="moments"):
+        scores("running")
+
+
+def test_pf_ppo_draws_whole_sequences_of_the_experience():
+    experience = estimate(
+        measured_of([3, 0, 5, 2], scores=[0.0, 0.0, 0.0, 9.0]), AlgorithmConfig(), 0
+    )
+    assert resample(experience, AlgorithmConfig(), 0) is experience
+    algorithm = AlgorithmConfig(use_pf_ppo=True, pf_ppo=PFPPOConfig(reweight_method="pow"))
+    drawn = resample(experience, algorithm, seed=1)
+    assert drawn.measured.batch.scores_B.tolist() == [9.0] * 4
+    expected = experience.advantages_T[-3:].repeat(4)
+    torch.testing.assert_close(drawn.advantages_T, expected)
+
+
+def test_selecting_and_concatenating_batches():
+    experience = estimate(measured_of([3, 0, 5]), AlgorithmConfig(), 0)
+    again = select_experience(experience, [0, 1, 2])
+    torch.testing.assert_close(again.measured.values_T, experience.measured.values_T)
+    batch = experience.measured.batch
+    joined = concatenate_batches([select_batch(batch, [2]), select_batch(batch, [0, 1])])
+    assert joined.tokens_T.tolist() == select_batch(batch, [2, 0, 1]).tokens_T.tolist()
+    assert joined.cu_seqlens.tolist() == [0, 6, 10, 11]
+    with pytest.raises(ValueError, match="no batch"):
+        concatenate_batches([])
+
+
+def test_dynamic_sampling_keeps_groups_that_differ():
+    scores, group = torch.tensor([1.0, 1, 0, 1, 2]), torch.tensor([5, 5, 3, 3, 9])
+    assert informative_sequences(scores, group).tolist() == [2, 3, 4]
+    assert informative_sequences(scores[:0], group[:0]).tolist() == []
+
+
+def test_experience_metrics_by_hand():
+    measured = measured_of([2, 1], scores=[3.0, 1.0])
+    experience = estimate(measured, AlgorithmConfig(use_kl_in_reward=True), 0.1)
+    metrics = experience_metrics(experience)
+    assert metrics["critic/score/mean"] == 2.0
+    assert (metrics["response_length/max"], metrics["prompt_length/mean"]) == (2.0, 1.0)
+    assert metrics["response_length/clip_ratio"] == 0.5
+    kl = (measured.logprobs_T - measured.ref_logprobs_T).sum().item() / 2
+    assert metrics["objective/kl"] == pytest.approx(kl, rel=1e-5)
+    assert metrics["objective/non_score_reward"] == pytest.approx(-0.1 * kl, rel=1e-4)
+    total = metrics["objective/scores"] + metrics["objective/non_score_reward"]
+    assert metrics["objective/rlhf_reward"] == pytest.approx(total)
+    assert metrics["val/num_eos_tokens"] == 1.0
+    perfect = dataclasses.replace(
+        experience, measured=dataclasses.replace(measured, values_T=experience.returns_T)
+    )
+    assert experience_metrics(perfect)["critic/vf_explained_var"] == pytest.approx(1.0)
+
+
+# Each system's published formula, on padded rows as that system has them, in float64.
+
+
+def padded(x_T, measured):
+    """Responses as rows [B, R], zeros on the right."""
+    batch = measured.batch
+    rows = []
+    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:]):
+        inside = batch.response_mask_T[start:end] > 0
+        rows.append(x_T[start:end][inside].double())
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def whiten(x, mask, unbiased=True):
+    n = mask.sum()
+    mean = (x * mask).sum() / n
+    var = ((x - mean).square() * mask).sum() / (n - (1 if unbiased else 0))
+    return (x - mean) * torch.rsqrt(var + 1e-8) * mask
+
+
+def system_losses(name, measured, new_logprobs, new_values):
+    """Policy and value loss, as the named system computes them from one batch."""
+    verl, gamma = name == "verl", 1.0
+    lam = 1.0 if verl else 0.95
+    mask = padded(measured.batch.response_mask_T, measured)
+    old, ref = padded(measured.logprobs_T, measured), padded(measured.ref_logprobs_T, measured)
+    values, scores = padded(measured.values_T, measured), measured.batch.scores_B.double()
+    beta = {"verl": 0.0, "trl": 0.05, "deepspeed_chat": 0.1, "openrlhf": 0.02}[name]
+    rewards = -beta * (old - ref) * mask
+    limit = {"deepspeed_chat": 5.0, "openrlhf": 10.0}.get(name, math.inf)
+    last = mask.sum(1).long() - 1
+    rewards[torch.arange(len(mask)), last] += scores.clamp(-limit, limit)
+    advantages, running = torch.zeros_like(values), torch.zeros(len(mask)).double()
+    for t in reversed(range(mask.shape[1])):
+        following = values[:, t + 1] if t + 1 < mask.shape[1] else torch.zeros(len(mask))
+        running = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * running
+        running = running * mask[:, t]
+        advantages[:, t] = running
+    returns = advantages + values
+    if name != "deepspeed_chat":
+        advantages = whiten(advantages, mask, unbiased=name != "openrlhf")
+    ratio = (padded(new_logprobs, measured) - old).exp()
+    pg = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    if verl:
+        pg = torch.where(advantages < 0, torch.minimum(pg, -3.0 * advantages), pg)
+    value_range = 0.5 if verl else 0.2
+    new = padded(new_values, measured)
+    clipped = torch.clamp(new, values - value_range, values + value_range)
+    vf = 0.5 * torch.maximum((new - returns).square(), (clipped - returns).square())
+
+    def aggregate(x):
+        if name == "openrlhf":
+            return ((x * mask).sum(1) / mask.sum(1)).mean()
+        return (x * mask).sum() / mask.sum()
+
+    return aggregate(pg), aggregate(vf) * (0.1 if name == "trl" else 1.0)
+
+
+@pytest.mark.parametrize("name", ["verl", "trl", "deepspeed_chat", "openrlhf"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_preset_reproduces_its_systems_losses(name, seed):
+    recipe = Recipe.model_validate(apply_preset({"algorithm": {"preset": name}}))
+    measured = measured_of([3, 7, 1, 5], seed=seed)
+    scores = measured.batch.scores_B * 8
+    if recipe.reward.clip is not None:
+        shaped = scores.clamp(-recipe.reward.clip, recipe.reward.clip)
+    else:
+        shaped = scores
+    mask = measured.batch.response_mask_T
+    generator = torch.Generator().manual_seed(seed + 100)
+    noise = torch.randn(2, len(mask), generator=generator) * mask
+    new_logprobs = measured.logprobs_T + 0.4 * noise[0]
+    new_values = measured.values_T + 0.6 * noise[1]
+    raw = dataclasses.replace(measured, batch=dataclasses.replace(measured.batch, scores_B=scores))
+    ours = dataclasses.replace(measured, batch=dataclasses.replace(measured.batch, scores_B=shaped))
+    experience = estimate(ours, recipe.algorithm, recipe.algorithm.kl_ctrl.kl_coef)
+    targets = policy_targets(experience, range(4), recipe.actor)
+    policy, _ = policy_objective(new_logprobs, noise[0].abs(), targets, recipe.actor)
+    value_target = value_targets(experience, range(4), recipe.critic)
+    value, _ = value_objective(new_values, value_target, recipe.critic)
+    expected_policy, expected_value = system_losses(name, raw, new_logprobs, new_values)
+    torch.testing.assert_close(policy.double(), expected_policy, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(value.double(), expected_value, rtol=1e-4, atol=1e-5)
+
+
+def test_trl_whitens_as_we_do():
+    ppo = pytest.importorskip("trl.experimental.ppo.ppo_trainer", reason="TRL is not installed")
+    from mppo.algos.masked import masked_whiten
+
+    x, mask = torch.randn(50), (torch.rand(50) > 0.3).float()
+    for shift_mean in (True, False):
+        theirs = ppo.masked_whiten(x, mask.bool(), shift_mean=shift_mean) * mask
+        torch.testing.assert_close(masked_whiten(x, mask, shift_mean), theirs)
+
+
+def test_every_pair_of_options_estimates_and_trains_to_finite_numbers():
+    losses = PolicyLossConfig.model_fields["loss_mode"].annotation.__args__
+    aggregations = ActorConfig.model_fields["loss_agg_mode"].annotation.__args__
+    kinds = ("k1", "abs+", "k2", "k3+")
+    corrections = ("off", "token", "sequence")
+    measured = measured_of([3, 0, 5, 1])
+    for i, estimator in enumerate(ESTIMATORS):
+        for j, loss_mode in enumerate(losses):
+            correction = RolloutCorrectionConfig(
+                rollout_is=corrections[(i + j) % 3], rollout_rs=REJECTIONS[(2 * i + j) % 14]
+            )
+            algorithm = AlgorithmConfig(
+                adv_estimator=estimator,
+                use_kl_in_reward=bool((i + j) % 2),
+                kl_penalty=kinds[(i + 2 * j) % 4],
+                rollout_correction=correction,
+            )
+            actor = ActorConfig(
+                policy_loss=PolicyLossConfig(loss_mode=loss_mode),
+                loss_agg_mode=aggregations[(i + j) % 5],
+                use_kl_loss=bool(j % 2),
+                kl_loss_type=kinds[(i + j) % 4],
+            )
+            experience = estimate(measured, algorithm, 0.1, baseline_scores_B=torch.zeros(4))
+            targets = policy_targets(experience, range(4), actor)
+            logprobs = (targets.old_logprobs_T - 0.1).requires_grad_()
+            loss, stats = policy_objective(logprobs, logprobs.detach().abs(), targets, actor)
+            loss.backward()
+            assert torch.isfinite(logprobs.grad).all(), (estimator, loss_mode)
+            assert all(math.isfinite(value) for value in stats.values()), (estimator, loss_mode)
+    values = value_targets(experience, range(4), CriticConfig())
+    assert math.isfinite(value_objective(values.returns_T, values, CriticConfig())[0])
+
+
+def test_the_controller_a_recipe_asks_for():
+    config = KLControlConfig(type="adaptive", kl_coef=0.2, target_kl=0.1, horizon=100)
+    controller = kl_controller(config)
+    controller.update(0.2, 10)
+    assert controller.coef == pytest.approx(0.2 * 1.02)
