@@ -14,6 +14,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mppo.config.schema import MegatronConfig, OptimConfig
+from mppo.models import adam
 from mppo.models.stage import Stage
 
 logging.getLogger("megatron.core").setLevel(logging.WARNING)
@@ -73,6 +74,7 @@ class RoleOptimizer:
         dtype: torch.dtype,
         total_steps: int,
     ) -> None:
+        adam.install()
         self._chunks = list(chunks)
         config = OptimizerConfig(
             optimizer="adam",
@@ -109,6 +111,11 @@ class RoleOptimizer:
         """Move the schedule one PPO step on; returns the learning rate of that step."""
         self.schedule.step(1)
         return self.learning_rate
+
+    def resume_schedule(self, steps: int) -> None:
+        """Put the schedule where ``steps`` PPO steps leave it."""
+        self.schedule.num_steps = steps
+        self.schedule.step(0)
 
     @property
     def learning_rate(self) -> float:

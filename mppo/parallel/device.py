@@ -70,6 +70,17 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def random_state() -> torch.Tensor | None:
+    """The GPU's random state; None on the CPU, whose state is torch's own."""
+    return torch.cuda.get_rng_state() if is_cuda() else None
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """Put a saved GPU random state back; on the CPU there is none to set."""
+    if is_cuda():
+        torch.cuda.set_rng_state(state)
+
+
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine's layers are used (it needs CUDA)."""
     if not is_cuda():

@@ -7,11 +7,12 @@ active.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
 
 from mppo.parallel.layout import Coordinates, Layout
 
@@ -91,6 +92,14 @@ class LayoutGroups:
             self._rng_states = tracker.get_states()
             tracker.set_states(rng_before)
             _put(before)
+
+    def random_states(self) -> dict[str, Tensor]:
+        """Megatron's random states of this layout by name."""
+        return dict(self._rng_states)
+
+    def set_random_states(self, states: Mapping[str, Tensor]) -> None:
+        """Replace them, as a resumed run does."""
+        self._rng_states = dict(states)
 
     @property
     def is_last_stage(self) -> bool:

@@ -1,0 +1,224 @@
+"""Checkpoint folders: names, manifests, checksums, which are complete and which may go.
+
+``<run>/checkpoints/global_step_10/`` holds ``manifest.json`` (written last), ``run.json``, one
+Megatron distributed checkpoint per trained role and one random-state file per rank. It is built
+under ``.global_step_10.partial`` and renamed when every file is on disk, so a folder that bears the
+final name was whole when it got it; the manifest's sizes and checksums say whether it still is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"global_step_(\d+)")
+_BLOCK = 16 << 20
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what its manifest says."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What the manifest knows of a file: length in bytes and CRC-32 of the contents."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The table of contents of a checkpoint.
+
+    Args:
+        step: PPO steps done.
+        world_size: ranks that wrote it.
+        roles: by role, its layout and its model's shape (``describe_model``).
+        metrics: the step's metrics.
+        files: by path relative to the folder.
+        version: mppo's version.
+        format: of the folder; readers refuse newer ones.
+    """
+
+    step: int
+    world_size: int
+    roles: Mapping[str, Mapping[str, Any]]
+    metrics: Mapping[str, float]
+    files: Mapping[str, FileEntry]
+    version: str
+    format: int = FORMAT
+
+
+def final_path(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return root / f"global_step_{step}"
+
+
+def partial_path(root: Path, step: int) -> Path:
+    """Where it is built."""
+    return root / f".global_step_{step}.partial"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in a checkpoint folder's name, None for other names."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Folders named as checkpoints, newest step first."""
+    if not root.is_dir():
+        return []
+    found = [(step, p) for p in root.iterdir() if (step := step_of(p)) is not None and p.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def checksum(file: Path) -> FileEntry:
+    """Size and CRC-32 of a file."""
+    crc, size = 0, 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+            size += len(block)
+    return FileEntry(size, crc)
+
+
+def write_text(file: Path, text: str) -> FileEntry:
+    """Write a small file and flush it to disk."""
+    data = text.encode()
+    with file.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return FileEntry(len(data), zlib.crc32(data))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest; the last file of a checkpoint."""
+    write_text(folder / MANIFEST, json.dumps(asdict(manifest), indent=1, allow_nan=True) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        Damaged: it is missing or not readable.
+        ValueError: a newer version of mppo wrote it.
+    """
+    try:
+        values = json.loads((folder / MANIFEST).read_text())
+        written = int(values["format"])
+    except FileNotFoundError:
+        raise Damaged(f"{folder}: {MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise Damaged(f"{folder / MANIFEST}: cannot be read ({error})") from error
+    if written > FORMAT:
+        raise ValueError(
+            f"{folder}: its format {written} is newer than this mppo's ({FORMAT}); it was written "
+            f"by mppo {values.get('version')}: use that version or a newer one"
+        )
+    try:
+        files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
+        return Manifest(**{**values, "files": files})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{folder / MANIFEST}: entries are missing ({error})") from error
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Every listed file is there in full length.
+
+    Raises:
+        Damaged: naming the first that is not.
+    """
+    for name, entry in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            raise Damaged(f"{folder / name}: is missing") from None
+        if size != entry.size:
+            raise Damaged(f"{folder / name}: has {size} bytes, {entry.size} were written")
+
+
+def check_contents(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> None:
+    """The files hold the bytes that were written.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+        share, shares: check every ``shares``-th file from the ``share``-th on, so that ranks can
+            divide the work.
+
+    Raises:
+        Damaged: naming the first file that differs or cannot be read.
+    """
+    for name in sorted(manifest.files)[share::shares]:
+        try:
+            entry = checksum(folder / name)
+        except OSError as error:
+            raise Damaged(f"{folder / name}: cannot be read ({error.strerror})") from error
+        if entry != manifest.files[name]:
+            raise Damaged(f"{folder / name}: its checksum is not the one that was written")
+
+
+def publish(building: Path, final: Path) -> None:
+    """Give a finished folder its name. What bears the name already is kept beside it."""
+    if final.exists():
+        set_aside(final)
+    sync_folder(building)
+    building.rename(final)
+    sync_folder(final.parent)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename to ``<name>.old-1`` (or the next free number); returns the new path."""
+    number = 1
+    while (other := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    return path.rename(other)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def best_step(metrics_by_step: Mapping[int, Mapping[str, float]], metric: str | None) -> int | None:
+    """The step with the highest value of a metric (``-name``: the lowest); the later one if equal.
+
+    Steps that lack the metric do not take part; None where none has it.
+    """
+    if metric is None:
+        return None
+    sign, name = (-1.0, metric[1:]) if metric.startswith("-") else (1.0, metric)
+    known = [(sign * m[name], step) for step, m in metrics_by_step.items() if name in m]
+    finite = [pair for pair in known if pair[0] == pair[0]]
+    return max(finite)[1] if finite else None
+
+
+def expendable(
+    metrics_by_step: Mapping[int, Mapping[str, float]], keep: int | None, metric: str | None
+) -> Sequence[int]:
+    """Steps whose checkpoints may be deleted.
+
+    Args:
+        metrics_by_step: every complete checkpoint's metrics.
+        keep: how many of the newest stay; None keeps all.
+        metric: the best by this stays too.
+    """
+    if keep is None:
+        return []
+    best = best_step(metrics_by_step, metric)
+    return [step for step in sorted(metrics_by_step)[:-keep] if step != best]

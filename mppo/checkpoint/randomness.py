@@ -1,0 +1,64 @@
+"""The random state of one rank: Python, NumPy, torch, the device, and Megatron's trackers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from mppo.checkpoint.folder import FileEntry, checksum
+from mppo.parallel import device
+from mppo.parallel.groups import LayoutGroups
+
+
+def file_name(rank: int) -> str:
+    """The rank's file, relative to the checkpoint."""
+    return f"random/rank_{rank:05d}.safetensors"
+
+
+def save_random_state(folder: Path, rank: int, layouts: Mapping[str, LayoutGroups]) -> FileEntry:
+    """Write this rank's random state.
+
+    Args:
+        folder: the checkpoint; ``random/`` exists.
+        rank: this rank.
+        layouts: groups by role, for Megatron's trackers.
+    """
+    numpy_kind, numpy_keys, *numpy_rest = np.random.get_state()
+    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_keys.copy())}
+    if (state := device.random_state()) is not None:
+        tensors["device"] = state
+    for role, groups in layouts.items():
+        tensors |= {f"{role}/{name}": s for name, s in groups.random_states().items()}
+    header = {
+        "python": json.dumps(random.getstate()),
+        "numpy": json.dumps([numpy_kind, *numpy_rest]),
+    }
+    file = folder / file_name(rank)
+    file.write_bytes(save({name: t.clone() for name, t in tensors.items()}, metadata=header))
+    return checksum(file)
+
+
+def load_random_state(folder: Path, rank: int, layouts: Mapping[str, LayoutGroups]) -> None:
+    """Take up the state that the same rank of the same layouts has saved."""
+    with safe_open(folder / file_name(rank), framework="pt") as file:
+        header = file.metadata()
+        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}
+    version, words, gauss = json.loads(header["python"])
+    random.setstate((version, tuple(words), gauss))
+    numpy_kind, *numpy_rest = json.loads(header["numpy"])
+    np.random.set_state((numpy_kind, tensors["numpy"].numpy(), *numpy_rest))
+    torch.set_rng_state(tensors["torch"])
+    if "device" in tensors:
+        device.set_random_state(tensors["device"])
+    for role, groups in layouts.items():
+        prefix = f"{role}/"
+        mine = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        groups.set_random_states(mine)
