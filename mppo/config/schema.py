@@ -305,7 +305,17 @@ class RewardConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The run: how long, how often, where to."""
+    """The run: how long, how often, where to.
+
+    ``save_freq`` counts PPO steps (-1: none on a schedule), ``save_every_minutes`` wall-clock time;
+    either may be given. ``checkpoint_must_save_by`` (``[DD:]HH:MM:SS`` since the start) saves and
+    stops in time for a known limit. ``max_ckpt_to_keep`` newest checkpoints stay, and the best by
+    ``best_metric`` (``-name``: lowest). ``resume_mode: auto`` goes on from the newest complete
+    checkpoint of ``default_local_dir``; ``resume_path`` from ``resume_from_path``.
+    After ``max_nonfinite_in_a_row`` skipped steps (``on_nonfinite: skip``) the run stops.
+    ``heartbeat_timeout_s`` is how long a silent rank counts as alive, ``hang_timeout_s`` how long
+    no rank may make progress.
+    """
 
     project_name: str = "mppo"
     experiment_name: str = "run"
@@ -318,6 +328,16 @@ class TrainerConfig(Section):
     val_before_train: bool = True
     test_freq: int = Field(default=-1, ge=-1)
     save_freq: int = Field(default=-1, ge=-1)
+    save_every_minutes: float | None = Field(default=None, gt=0)
+    checkpoint_must_save_by: str | None = Field(
+        default=None, pattern=r"^(\d+:)?\d{1,2}:\d{2}:\d{2}$"
+    )
+    save_on_signal: bool = True
+    async_save: bool = True
+    max_ckpt_to_keep: int | None = Field(default=None, gt=0)
+    best_metric: str | None = None
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    resume_from_path: str | None = None
     export_hf: bool = True
     critic_warmup: int = Field(default=0, ge=0)
     logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = ("console", "jsonl")
@@ -325,7 +345,10 @@ class TrainerConfig(Section):
     nnodes: int | None = Field(default=None, gt=0)
     n_gpus_per_node: int | None = Field(default=None, gt=0)
     collective_timeout_s: float = Field(default=600.0, gt=0)
+    heartbeat_timeout_s: float = Field(default=20.0, ge=2)
+    hang_timeout_s: float = Field(default=1800.0, gt=0)
     on_nonfinite: Literal["skip", "stop"] = "stop"
+    max_nonfinite_in_a_row: int = Field(default=3, gt=0)
     seed: int = 0
     deterministic: bool = False
 
