@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -184,8 +185,7 @@ def check_scores(scores: Sequence[float], responses: Sequence[Response]) -> list
     if len(scores) != len(responses):
         raise ValueError(f"{len(responses)} responses were judged, {len(scores)} scores came back")
     for score, response in zip(scores, responses):
-        number = isinstance(score, (int, float)) and not isinstance(score, str)
-        if not number or not math.isfinite(score):
+        if not isinstance(score, Real) or not math.isfinite(score):
             raise ValueError(
                 f"the score of {describe(response.prompt)} is {score!r}, not a finite number; "
                 f"the response was {_short(response.text)!r}"

@@ -18,8 +18,9 @@ from mppo.config.errors import ConfigError, Fault
 Verifier = Callable[[str, str, Mapping[str, Any]], float]
 """(response, ground truth, the prompt's ``extra``) -> score."""
 
-NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-GSM8K_ANSWER = re.compile(r"####\s*(-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+)")
+_DECIMAL = r"[-$]{0,2}(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+NUMBER = re.compile(_DECIMAL)
+GSM8K_ANSWER = re.compile(rf"####\s*({_DECIMAL})")
 CHOICE = re.compile(r"(?<![A-Za-z])\(?([A-J])\)?(?![A-Za-z])")
 BOXED = "\\boxed{"
 

@@ -1,0 +1,70 @@
+"""The order of prompts."""
+
+import json
+
+import pytest
+
+from mppo.batch import Prompt
+from mppo.data.loader import PromptLoader
+from mppo.data.source import PromptSet
+
+
+def prompt_set(size):
+    return PromptSet(tuple(Prompt(index, (index,), "x", "", str(index)) for index in range(size)))
+
+
+def rows(batch):
+    return [prompt.token_ids[0] for prompt in batch]
+
+
+@pytest.mark.parametrize("size", [5, 6, 7, 3])
+def test_every_epoch_holds_every_prompt_once(size):
+    loader = PromptLoader(prompt_set(size), batch_size=3, shuffle=True, seed=0)
+    drawn = [row for _ in range(4 * size) for row in rows(next(loader))]
+    epochs = [drawn[start : start + size] for start in range(0, len(drawn), size)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_without_shuffling_the_order_is_the_sets():
+    loader = PromptLoader(prompt_set(4), batch_size=3, shuffle=False, seed=0)
+    assert [rows(next(loader)) for _ in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
+
+
+def test_uids_are_positions_in_the_run():
+    loader = PromptLoader(prompt_set(2), batch_size=3, shuffle=True, seed=0)
+    assert [prompt.uid for _ in range(2) for prompt in next(loader)] == list(range(6))
+
+
+def test_order_depends_on_the_seed():
+    orders = [rows(next(PromptLoader(prompt_set(50), 50, True, seed))) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_a_resumed_loader_goes_on_where_the_first_stood():
+    first = PromptLoader(prompt_set(7), batch_size=3, shuffle=True, seed=0)
+    for _ in range(4):
+        next(first)
+    second = PromptLoader(prompt_set(7), batch_size=3, shuffle=True, seed=0)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.epoch == first.epoch == 12 / 7
+    assert [next(first) for _ in range(5)] == [next(second) for _ in range(5)]
+
+
+def test_a_position_in_other_data_is_refused():
+    state = PromptLoader(prompt_set(7), 3, True, 0).state_dict()
+    with pytest.raises(ValueError, match="num_prompts = 7, this run 8"):
+        PromptLoader(prompt_set(8), 3, True, 0).load_state_dict(state)
+    with pytest.raises(ValueError, match="seed = 0, this run 1"):
+        PromptLoader(prompt_set(7), 3, True, 1).load_state_dict(state)
+
+
+def test_steps_per_epoch_rounds_up():
+    assert PromptLoader(prompt_set(7), 3, True, 0).steps_per_epoch == 3
+
+
+def test_no_prompt_or_no_batch_is_refused():
+    with pytest.raises(ValueError, match="at least one prompt"):
+        PromptLoader(prompt_set(0), 3, True, 0)
+    with pytest.raises(ValueError, match="batch_size 0"):
+        PromptLoader(prompt_set(3), 0, True, 0)

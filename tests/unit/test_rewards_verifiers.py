@@ -1,0 +1,130 @@
+"""Rule verifiers."""
+
+import threading
+
+import pytest
+
+from mppo.config.errors import ConfigError
+from mppo.data.tasks import task
+from mppo.rewards import verifiers
+from mppo.rewards.verifiers import VERIFIERS, extract_final, last_boxed, verifier_for
+
+NESTED = r"so \boxed{1} or \boxed{\frac{1}{2}}"
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "truth", "score"),
+    [
+        ("exact", " 17\n", "17", 1),
+        ("exact", "17.", "17", 0),
+        ("exact", "1717", "17", 0),
+        ("exact", "", "17", 0),
+        ("final_answer", r"12+5 is \boxed{17}", "17", 1),
+        ("final_answer", "thinking 3\n#### 17", "17", 1),
+        ("final_answer", "<answer>\n Red Fox </answer> indeed", "red fox", 1),
+        ("final_answer", "Let me see.\nThe end.\n\n", "the end", 1),
+        ("final_answer", r"17 \boxed{18}", "17", 0),
+        ("gsm8k", "work\n#### 1,234", "1234", 1),
+        ("gsm8k", "#### 3 #### $-1,234.50", "-1234.5", 1),
+        ("gsm8k", "#### 3", "Ann has 3 left.\n#### 3", 1),
+        ("gsm8k", "the answer is 1234", "1234", 0),
+        ("gsm8k", "#### 12345", "1234", 0),
+        ("gsm8k_flexible", "first 12, then 17.", "17", 1),
+        ("gsm8k_flexible", "first 17, then 12.", "17", 0),
+        ("gsm8k_flexible", "it is 1,000,000", "1000000.0", 1),
+        ("gsm8k_flexible", "none", "17", 0),
+        ("gsm8k_flexible", "5-3=2", "2", 1),
+        ("choice", "I think (B) but no: C.", "C", 1),
+        ("choice", "ABC", "C", 0),
+        ("choice", "the answer is B", "(b)", 1),
+    ],
+)
+def test_scores(name, response, truth, score):
+    assert VERIFIERS[name](response, truth, {}) == score
+
+
+def test_negative_last_number_keeps_its_sign():
+    assert verifiers.gsm8k_flexible("the answer is -3", "-3", {}) == 1
+    assert verifiers.gsm8k_flexible("the answer is -3", "3", {}) == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        (r"thus \boxed{\frac{1}{2}}", "0.5", 1),
+        (r"\boxed{x^2 + 2x + 1}", r"$(x+1)^2$", 1),
+        (r"\boxed{3} no, \boxed{4}", "3", 0),
+        (r"\boxed{}", "3", 0),
+        ("I do not know", "3", 0),
+    ],
+)
+def test_math_is_judged_by_value(response, truth, score):
+    pytest.importorskip("math_verify", reason="the optional package math-verify is missing")
+    assert verifiers.math(response, truth, {}) == score
+
+
+def test_math_also_works_outside_the_main_thread():
+    pytest.importorskip("math_verify", reason="the optional package math-verify is missing")
+    scores = []
+    worker = threading.Thread(target=lambda: scores.append(verifiers.math(r"\boxed{2}", "2", {})))
+    worker.start()
+    worker.join()
+    assert scores == [1.0]
+
+
+def test_missing_math_verify_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r"mppo\[rewards\]"):
+        verifiers.math("1", "1", {})
+
+
+def test_reasoning_gym_gives_a_full_point_or_none():
+    pytest.importorskip("reasoning_gym", reason="the optional package reasoning_gym is missing")
+    example = task("reasoning_gym:chain_sum").example(0)
+    answer = example.answer
+    assert verifiers.reasoning_gym(f"I say\n{answer}", answer, example.extra) == 1
+    assert verifiers.reasoning_gym(f"{answer} or 5", answer, example.extra) == 0
+    assert verifiers.reasoning_gym("", answer, example.extra) == 0
+
+
+def test_partial_credit_is_the_share_of_right_positions():
+    partial = verifiers.exact_partial
+    assert partial("123", "124", {}) == pytest.approx(2 / 3)
+    assert partial("1234", "12", {}) == 0.5
+    assert partial("", "12", {}) == 0
+    assert partial("12", "12", {}) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("arithmetic", "exact"),
+        ("reasoning_gym:countdown", "reasoning_gym"),
+        ("openai/gsm8k", "gsm8k"),
+        ("gsm8k", "gsm8k"),
+        ("HuggingFaceH4/MATH-500", "math"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math"),
+        ("math_dapo", "math"),
+        ("cais/mmlu", "choice"),
+    ],
+)
+def test_data_source_picks_the_verifier(source, name):
+    assert verifier_for(source) == name
+
+
+def test_unknown_data_source_lists_the_verifiers():
+    with pytest.raises(ConfigError, match=r"(?s)'poems'.*exact"):
+        verifier_for("poems")
+
+
+def test_boxed_and_final_answers():
+    assert last_boxed(NESTED) == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{1} \boxed{2") == "1"
+    assert last_boxed("none") is None
+    assert extract_final("") == ""
+    assert extract_final("a\n\nb \n") == "b"
+
+
+def test_a_ground_truth_that_is_no_number_is_an_error():
+    with pytest.raises(ValueError, match="'many' is no number"):
+        verifiers.gsm8k("#### 3", "many", {})
