@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
@@ -25,6 +26,11 @@ from mppo.estimate import kl_controller
 from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo, discover, process_group
 from mppo.parallel.phase import current, phase
+from mppo.parallel.signals import StopRequest, listening
+from mppo.report.redact import redact
+
+if TYPE_CHECKING:
+    pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,13 +94,13 @@ def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:
 def _run(recipe: Recipe, info: LaunchInfo) -> int:
     """Everything with a process group; the group is destroyed on every way out."""
     device.prepare_megatron()
-    with process_group(info, timeout_s=1800.0):
-        run = _build(recipe, info)
+    with listening() as stop, process_group(info, recipe.trainer.collective_timeout_s):
+        run = _build(recipe, info, stop)
         try:
             from mppo.loop import train
 
             train(run)
-            if recipe.trainer.export_hf:
+            if recipe.trainer.export_hf and not run.checkpoints.stopped_early:
                 with phase("export"):
                     run.roles.actor.save(run.reporter.run_dir / "actor")
         finally:
@@ -103,7 +109,9 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     return 0
 
 
-def _build(recipe: Recipe, info: LaunchInfo):
+def _build(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
+    from mppo.checkpoint.checkpointer import Checkpointer
+    from mppo.checkpoint.resume import has_checkpoints
     from mppo.loop import Run
     from mppo.parallel.groups import GroupRegistry
     from mppo.report.reporter import Reporter
@@ -128,7 +136,10 @@ def _build(recipe: Recipe, info: LaunchInfo):
     run_dir = Path(trainer.default_local_dir or Path("runs") / trainer.experiment_name)
     reporter = Reporter(run_dir, trainer, recipe.model_dump(mode="json"), total_steps, is_main)
     registry = GroupRegistry(trainer.seed)
-    if trainer.warm_start_steps:
+    started, checkpoints = run_dir / "warm_start", run_dir / "checkpoints"
+    if trainer.warm_start_steps and started.is_dir() and has_checkpoints(trainer, checkpoints):
+        folder = started
+    elif trainer.warm_start_steps:
         folder = warm_start(
             recipe,
             folder,
@@ -136,12 +147,13 @@ def _build(recipe: Recipe, info: LaunchInfo):
             training,
             tokenizer,
             registry,
-            run_dir / "warm_start",
+            started,
             on_step=partial(reporter.warm_start, total=trainer.warm_start_steps),
         )
     roles = Roles(recipe, folder, read_config, registry, total_steps)
     with phase("starting the rollout engine"):
         engine = build_engine(recipe, folder, read_config(folder), run_dir)
+    kl = kl_controller(recipe.algorithm.kl_ctrl)
     return Run(
         recipe=recipe,
         tokenizer=tokenizer,
@@ -150,7 +162,16 @@ def _build(recipe: Recipe, info: LaunchInfo):
         engine=engine,
         scorer=build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length),
         roles=roles,
-        kl=kl_controller(recipe.algorithm.kl_ctrl),
+        kl=kl,
+        checkpoints=Checkpointer(
+            trainer,
+            checkpoints,
+            roles.trained,
+            {"prompts": prompts, "kl": kl, "roles": roles},
+            redact(recipe.model_dump(mode="json")),
+            stop,
+            reporter.line,
+        ),
         reporter=reporter,
         total_steps=total_steps,
     )

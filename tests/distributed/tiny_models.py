@@ -38,6 +38,8 @@ _LATENT = {
 
 CONFIGS = {
     "qwen2": lambda: hf.Qwen2Config(**_GROUPED),
+    "qwen2_tied": lambda: hf.Qwen2Config(**{**_GROUPED, "tie_word_embeddings": True}),
+    "llama": lambda: hf.LlamaConfig(**_GROUPED),
     "qwen3": lambda: hf.Qwen3Config(**_GROUPED, head_dim=12),
     "mistral_window": lambda: hf.MistralConfig(**_GROUPED, sliding_window=5),
     "gemma2": lambda: hf.Gemma2Config(
