@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
 
+from mppo.models.context import ContextRows, sequence_order
 from mppo.models.packing import AttentionRows, Packing
 
 
@@ -41,8 +45,10 @@ class PackedAttention(torch.nn.Module):
 
     Grouped-query heads, a value width other than the key's, a sliding window (the configuration's
     ``window_size`` in the layers of ``window_attn_skip_freq``) and soft-capped scores
-    (``attn_logit_softcap``) are supported. Constructor arguments are those Megatron passes to a
-    core attention.
+    (``attn_logit_softcap``) are supported, and sequences split over context-parallel ranks: keys
+    and values are gathered over the group, and gathered again in the backward pass, so that no
+    activation as long as the whole sequence is kept. Constructor arguments are those Megatron
+    passes to a core attention.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class PackedAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
+        self.context_group = pg_collection.cp if pg_collection is not None else None
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.softmax_scale
         self.softcap: float | None = getattr(config, "attn_logit_softcap", None)
         windowed = is_layer_window_attention(
@@ -91,6 +98,9 @@ class PackedAttention(torch.nn.Module):
         packing = packed_seq_params
         assert packing is not None, "PackedAttention needs a Packing"
         q, k, v = (x.flatten(0, -3) if x.dim() == 4 else x for x in (query, key, value))
+        if packing.context is not None:
+            context = self._attend_split(q, k, v, packing)
+            return context.reshape(context.shape[0], 1, -1)
         out = [self._attend(rows, packing, q, k, v) for rows in packing.attention_rows]
         context = out[0] if len(out) == 1 else torch.cat(out)
         if not packing.contiguous:
@@ -103,26 +113,82 @@ class PackedAttention(torch.nn.Module):
         if not packing.contiguous:
             inverse = _slots_of(rows, packing)
             q, k, v = (_Rearrange.apply(x, rows.gather, inverse) for x in (q, k, v))
-        q, k, v = (x.view(rows.rows, rows.width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        mask = None
-        if self.window is not None and self.window < rows.width:
-            mask = window_mask(rows.width, self.window, q.device)
-        if self.softcap is None:
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
-            )
-        else:
-            if mask is None:
-                mask = window_mask(rows.width, rows.width, q.device)
+        q, k, v = (x.view(rows.rows, rows.width, *x.shape[1:]) for x in (q, k, v))
+        return self._rows(q, k, v).flatten(0, 1)
+
+    def _attend_split(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+        """Local queries against the keys of all ranks: ``[t, heads, value_dim]``."""
+
+        def attend(q, k, v):
+            shapes = k.shape[1:], v.shape[1:]
+            both = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+            both = gather_from_sequence_parallel_region(both, group=self.context_group)
+            k, v = both.split([shape.numel() for shape in shapes], dim=1)
+            k, v = (x.unflatten(1, shape) for x, shape in zip((k, v), shapes))
+            out = [self._attend_chunks(rows, packing, q, k, v) for rows in packing.context.rows]
+            return torch.cat(out)
+
+        if not torch.is_grad_enabled():
+            return attend(q, k, v)
+        return checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
+
+    def _attend_chunks(
+        self, rows: ContextRows, packing: Packing, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Both local chunks of a group of sequences: ``[2 * rows * chunk, heads, value_dim]``."""
+        place, count = packing.context.place, rows.rows * rows.chunk
+        k, v = (sequence_order(x, rows, place) for x in (k, v))
+        out = []
+        for part, chunk in enumerate(place.chunks):
+            first, last = chunk * rows.chunk, (chunk + 1) * rows.chunk
+            seen = 0 if self.window is None else max(0, first - self.window + 1)
+            here = q[rows.start + part * count : rows.start + (part + 1) * count]
+            here = here.unflatten(0, (rows.rows, rows.chunk))
+            out.append(self._rows(here, k[:, seen:last], v[:, seen:last]).flatten(0, 1))
+        return torch.cat(out)
+
+    def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of rows whose last query stands at the last key.
+
+        Args:
+            q: ``[rows, queries, heads, dim]``.
+            k, v: ``[rows, keys, groups, dim]``, at least as many keys as queries.
+
+        Returns:
+            ``[rows, queries, heads, value_dim]``.
+        """
+        queries, keys = q.shape[1], k.shape[1]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        window = self.window if self.window is not None and self.window < keys else None
+        if self.softcap is not None:
+            mask = window_mask(queries, keys, window or keys, q.device)
             out = softcapped_attention(q, k, v, mask, self.softmax_scale, self.softcap)
-        return out.transpose(1, 2).flatten(0, 1)
+        else:
+            mask = None
+            if window is not None:
+                mask = window_mask(queries, keys, window, q.device)
+            elif queries != keys:
+                mask = causal_lower_right(queries, keys)
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                mask,
+                is_causal=mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        return out.transpose(1, 2)
 
 
-def window_mask(width: int, window: int, device: torch.device) -> Tensor:
-    """bool ``[width, width]``: query i sees key j where ``i - window < j <= i``."""
-    ones = torch.ones(width, width, dtype=torch.bool, device=device)
-    return ones.tril().triu(1 - window)
+def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """bool ``[queries, keys]``: a query sees itself and the ``window - 1`` keys before it.
+
+    The last query stands at the last key.
+    """
+    shift = keys - queries
+    ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    return ones.tril(shift).triu(shift + 1 - window)
 
 
 def softcapped_attention(
@@ -131,14 +197,14 @@ def softcapped_attention(
     """Attention on ``softcap * tanh(scores / softcap)``; the score matrix is materialised.
 
     Args:
-        q: ``[rows, heads, width, dim]``.
-        k, v: ``[rows, groups, width, dim]``.
-        mask: bool ``[width, width]``, True where a key is seen.
+        q: ``[rows, heads, queries, dim]``.
+        k, v: ``[rows, groups, keys, dim]``.
+        mask: bool ``[queries, keys]``, True where a key is seen.
         scale: factor on scores; None is ``1 / sqrt(dim)``.
         softcap: bound of the scores.
 
     Returns:
-        ``[rows, heads, width, dim]`` in the dtype of ``q``. Source: Gemma 2
+        ``[rows, heads, queries, dim]`` in the dtype of ``q``. Source: Gemma 2
         (https://arxiv.org/abs/2408.00118).
     """
     repeats = q.shape[1] // k.shape[1]

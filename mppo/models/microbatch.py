@@ -10,15 +10,17 @@ from torch import Tensor
 
 from mppo.algos.packing import select_sequences
 from mppo.batch import Batch
-from mppo.models.packing import Packing, pack
+from mppo.models.context import ContextPlace, split_context
+from mppo.models.packing import Packing, pack, pack_context
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Model input and where its outputs belong.
 
-    Shapes: ``t`` tokens in the model (padded to the layout's multiple), ``T`` tokens of the chosen
-    sequences, ``N`` response tokens among them.
+    Shapes: ``t`` tokens in the model (padded to the layout's multiple; this rank's share under
+    context parallelism), ``T`` tokens of the chosen sequences, ``N`` response tokens among them
+    that are predicted here.
 
     Args:
         tokens_t: int64 ``[t]`` on the model's device.
@@ -39,7 +41,14 @@ class MicroBatch:
     indices: tuple[int, ...]
 
 
-def cut(batch: Batch, indices: Sequence[int], multiple: int, device: torch.device) -> MicroBatch:
+def cut(
+    batch: Batch,
+    indices: Sequence[int],
+    multiple: int,
+    device: torch.device,
+    context: ContextPlace | None = None,
+    merge_rows: bool = True,
+) -> MicroBatch:
     """Cut sequences out of a batch.
 
     Args:
@@ -47,28 +56,41 @@ def cut(batch: Batch, indices: Sequence[int], multiple: int, device: torch.devic
         indices: which sequences; none gives a dummy of one padding sequence and N = 0.
         multiple: the model's token count is a multiple of this (sequence parallelism).
         device: the model's device.
+        context: this rank's place, where sequences are split over context-parallel ranks.
+        merge_rows: see ``split_context``.
 
     Returns:
         The micro-batch.
     """
     chosen = torch.tensor(list(indices), dtype=torch.int64)
     lengths = batch.lengths_B[chosen]
-    cu_seqlens = torch.zeros(len(chosen) + 1, dtype=torch.int64)
-    cu_seqlens[1:] = lengths.cumsum(0)
     tokens_T = select_sequences(batch.tokens_T, batch.cu_seqlens, chosen)
     mask_T = select_sequences(batch.response_mask_T, batch.cu_seqlens, chosen)
-    num_tokens = len(tokens_T)
-    padding = -num_tokens % multiple if num_tokens else multiple
-    tokens_t = torch.cat([tokens_T, tokens_T.new_zeros(padding)])
-    if padding:
-        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([num_tokens + padding])])
+    if context is None:
+        packing = _whole(lengths, multiple, device)
+    else:
+        split = split_context(lengths.tolist(), context, multiple, merge_rows)
+        packing = pack_context(split, device)
+    origin_t = packing.origin.cpu()
+    tokens_t = torch.cat([tokens_T, tokens_T.new_zeros(1)])[origin_t]
+    slot_T = torch.full((len(tokens_T) + 1,), -1)
+    slot_T[origin_t] = torch.arange(len(origin_t))
     index_N = mask_T.nonzero()[:, 0]
+    index_N = index_N[slot_T[index_N - 1] >= 0]
     return MicroBatch(
         tokens_t=tokens_t.to(device),
-        packing=pack(cu_seqlens, device),
-        source_N=(index_N - 1).to(device),
+        packing=packing,
+        source_N=slot_T[index_N - 1].to(device),
         target_N=tokens_T[index_N].to(device),
         index_N=index_N.to(device),
-        num_tokens=num_tokens,
+        num_tokens=len(tokens_T),
         indices=tuple(indices),
     )
+
+
+def _whole(lengths: Tensor, multiple: int, device: torch.device) -> Packing:
+    """The packing of whole sequences, with padding as a sequence of its own."""
+    total = int(lengths.sum())
+    padding = -total % multiple if total else multiple
+    padded = [*lengths.tolist(), padding] if padding else lengths.tolist()
+    return pack(torch.tensor([0, *padded]).cumsum(0), device, padding)

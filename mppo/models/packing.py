@@ -8,6 +8,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mppo.models.context import ContextSplit
+
 _MAX_ATTENTION_PADDING = 1.25
 
 
@@ -39,20 +41,42 @@ class Packing(PackedSeqParams):
         attention_rows: groups that together cover every token once.
         scatter: int64 ``[T]``, slot of each token in the concatenated rows of all groups.
         contiguous: the one group lays its tokens in order, without padding.
+        origin: int64 ``[T]``, which token of the micro-batch each one is; -1 for padding.
+        context: the split over context-parallel ranks; ``attention_rows`` is then empty and all
+            tensors above speak of local tokens, save ``cu_seqlens``.
     """
 
     positions: Tensor | None = None
     attention_rows: tuple[AttentionRows, ...] = ()
     scatter: Tensor | None = None
     contiguous: bool = False
+    origin: Tensor | None = None
+    context: ContextSplit | None = None
 
 
-def pack(cu_seqlens: Tensor, device: torch.device) -> Packing:
+def pack_context(split: ContextSplit, device: torch.device) -> Packing:
+    """Plan this rank's part of a micro-batch."""
+    cu_seqlens = split.cu_seqlens.to(device=device, dtype=torch.int32)
+    longest = int(split.cu_seqlens.diff().max())
+    return Packing(
+        qkv_format="packed",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        positions=split.positions_t.to(device),
+        origin=split.origin_t.to(device),
+        context=split,
+    )
+
+
+def pack(cu_seqlens: Tensor, device: torch.device, padding: int = 0) -> Packing:
     """Plan a micro-batch of whole sequences.
 
     Args:
         cu_seqlens: int64 ``[B + 1]`` on the CPU; the last entry is T.
         device: where the model runs.
+        padding: tokens at the end that are none of the micro-batch's.
 
     Returns:
         Packing whose attention groups waste at most a quarter of their slots.
@@ -77,6 +101,8 @@ def pack(cu_seqlens: Tensor, device: torch.device) -> Packing:
         rows.append(AttentionRows(len(members), width, gather.to(device)))
     contiguous = len(rows) == 1 and bool((scatter == torch.arange(total)).all()) and slot == total
     cu_seqlens = cu_seqlens.to(device=device, dtype=torch.int32)
+    origin = torch.arange(total)
+    origin[total - padding :] = -1
     return Packing(
         qkv_format="packed",
         cu_seqlens_q=cu_seqlens,
@@ -87,6 +113,7 @@ def pack(cu_seqlens: Tensor, device: torch.device) -> Packing:
         attention_rows=tuple(rows),
         scatter=scatter.to(device),
         contiguous=contiguous,
+        origin=origin.to(device),
     )
 
 

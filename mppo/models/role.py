@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from mppo.algos.packing import sequence_token_indices
 from mppo.batch import Batch
 from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
 from mppo.models.configuration import transformer_config
+from mppo.models.context import ContextPlace
 from mppo.models.families import family_config
 from mppo.models.head import Vocabulary, chunked_logprobs, gather_hidden, gather_values
 from mppo.models.microbatch import MicroBatch, cut
@@ -107,7 +109,7 @@ class Role:
 
     @property
     def token_multiple(self) -> int:
-        """Token counts of micro-batches are multiples of this."""
+        """A rank's token counts of micro-batches are multiples of this."""
         return self.layout.tp if self.config.sequence_parallel else 1
 
     def shape(self, measuring: bool) -> RoleShape:
@@ -118,7 +120,8 @@ class Role:
         if measuring:
             sequences = batching.log_prob_micro_batch_size_per_gpu or sequences
             tokens = batching.log_prob_max_token_len_per_gpu or tokens
-        limits = MicroBatchLimits(sequences, tokens if batching.use_dynamic_bsz else None)
+        tokens = tokens * self.layout.cp if batching.use_dynamic_bsz else None
+        limits = MicroBatchLimits(sequences, tokens)
         multiple = self.layout.pp if self.layout.vpp > 1 else 1
         return RoleShape(self.name, self.layout.dp, multiple, limits)
 
@@ -219,14 +222,21 @@ class Role:
 
     def _cut(self, batch: Batch, plan: Plan) -> list[MicroBatch]:
         mine = plan[self.groups.coordinates.dp]
-        return [cut(batch, indices, self.token_multiple, device.device()) for indices in mine]
+        context = None
+        if self.layout.cp > 1:
+            context = ContextPlace(self.layout.cp, self.groups.coordinates.cp)
+        merge = not self.stages[0].uses_transformer_engine
+        return [
+            cut(batch, indices, self.token_multiple, device.device(), context, merge)
+            for indices in mine
+        ]
 
     def _head(self, hidden: Tensor, microbatch: MicroBatch) -> Outputs:
         stage = self.stages[-1]
         if self.spec.head == "value":
             values = stage.value_head(hidden[:, 0])
             values = gather_values(values, self.config.sequence_parallel)
-            return (_spread(values[microbatch.source_N], microbatch),)
+            return self._whole((values[microbatch.source_N],), microbatch)
         hidden = gather_hidden(hidden, self.config.sequence_parallel)
         weight = stage.output_weight()
         vocabulary = Vocabulary(
@@ -239,7 +249,18 @@ class Role:
         )
         chosen = hidden.index_select(0, microbatch.source_N)
         outputs = chunked_logprobs(chosen, weight, microbatch.target_N, vocabulary)
-        return tuple(_spread(x, microbatch) for x in outputs)
+        return self._whole(outputs, microbatch)
+
+    def _whole(self, outputs_N: Outputs, microbatch: MicroBatch) -> Outputs:
+        """Spread over the ``T`` tokens of the micro-batch, and over the context-parallel ranks.
+
+        Every rank of the group then computes the whole loss; its gradient reaches only the
+        outputs computed here, so gradients add up over the group.
+        """
+        outputs_T = torch.stack([_spread(x, microbatch) for x in outputs_N])
+        if self.layout.cp > 1 and microbatch.num_tokens:
+            outputs_T = reduce_from_tensor_model_parallel_region(outputs_T, self.groups.cp)
+        return tuple(outputs_T)
 
     def _sum_statistics(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         if self._stat_names is None:

@@ -108,8 +108,8 @@ class LayoutGroups:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank reports for its data-parallel replica: last stage, first of TP."""
-        return self.is_last_stage and self.coordinates.tp == 0
+        """Whether this rank reports for its data-parallel replica: last stage, first of TP, CP."""
+        return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
 
 
 class GroupRegistry:
