@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.algos.kl_controller import KLController
 from mppo.batch import Batch, Measured, Prompt, Trajectory, pack_trajectories
+from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.config.schema import Recipe, SamplingConfig
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet
@@ -39,6 +40,7 @@ class Run:
     scorer: Scorer
     roles: Roles
     kl: KLController
+    checkpoints: Checkpointer
     reporter: Reporter
     total_steps: int
     seconds: dict[str, float] = field(default_factory=dict)
@@ -56,16 +58,20 @@ class Run:
 def train(run: Run) -> None:
     """All iterations, with validation before the first and every ``trainer.test_freq`` steps."""
     trainer = run.recipe.trainer
-    sync(run, version=0)
-    if trainer.val_before_train:
+    done = run.checkpoints.resume()
+    sync(run, version=done)
+    if trainer.val_before_train and not done:
         run.reporter.log(0, validate(run, step=0))
-    for step in range(1, run.total_steps + 1):
-        run.seconds.clear()
+    for step in range(done + 1, run.total_steps + 1):
         metrics = iterate(run, step)
         last = step == run.total_steps
         if trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
             metrics |= validate(run, step)
         run.reporter.log(step, metrics)
+        run.seconds.clear()
+        with run.stage("save_checkpoint", step):
+            if run.checkpoints.after_step(step, last, metrics):
+                break
 
 
 def iterate(run: Run, step: int) -> dict[str, float]:

@@ -86,6 +86,20 @@ class Roles:
             self.ref = build("ref", "policy", ref, ref.path, ref.megatron or actor.megatron, None)
         self.skipped_steps = 0
 
+    @property
+    def trained(self) -> dict[str, Role]:
+        """The roles that learn, by name: what a checkpoint holds."""
+        roles = (self.actor, self.critic)
+        return {role.name: role for role in roles if role is not None}
+
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run needs besides models and optimizers."""
+        return {"skipped_steps": self.skipped_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a saved state."""
+        self.skipped_steps = int(state["skipped_steps"])
+
     def measure(self, batch: Batch) -> Measured:
         """What actor, reference and critic say of the batch, before any update."""
         roles = [role for role in (self.actor, self.ref, self.critic) if role is not None]

@@ -92,9 +92,8 @@ def checksum(file: Path) -> FileEntry:
     return FileEntry(size, crc)
 
 
-def write_text(file: Path, text: str) -> FileEntry:
+def write_bytes(file: Path, data: bytes) -> FileEntry:
     """Write a small file and flush it to disk."""
-    data = text.encode()
     with file.open("wb") as stream:
         stream.write(data)
         stream.flush()
@@ -104,7 +103,7 @@ def write_text(file: Path, text: str) -> FileEntry:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest; the last file of a checkpoint."""
-    write_text(folder / MANIFEST, json.dumps(asdict(manifest), indent=1, allow_nan=True) + "\n")
+    write_bytes(folder / MANIFEST, f"{json.dumps(asdict(manifest), indent=1)}\n".encode())
 
 
 def read_manifest(folder: Path) -> Manifest:

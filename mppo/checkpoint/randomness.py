@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from mppo.checkpoint.folder import FileEntry, checksum
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
 
@@ -23,12 +22,10 @@ def file_name(rank: int) -> str:
     return f"random/rank_{rank:05d}.safetensors"
 
 
-def save_random_state(folder: Path, rank: int, layouts: Mapping[str, LayoutGroups]) -> FileEntry:
-    """Write this rank's random state.
+def random_state(layouts: Mapping[str, LayoutGroups]) -> bytes:
+    """This rank's random state, as the contents of a safetensors file.
 
     Args:
-        folder: the checkpoint; ``random/`` exists.
-        rank: this rank.
         layouts: groups by role, for Megatron's trackers.
     """
     numpy_kind, numpy_keys, *numpy_rest = np.random.get_state()
@@ -41,16 +38,14 @@ def save_random_state(folder: Path, rank: int, layouts: Mapping[str, LayoutGroup
         "python": json.dumps(random.getstate()),
         "numpy": json.dumps([numpy_kind, *numpy_rest]),
     }
-    file = folder / file_name(rank)
-    file.write_bytes(save({name: t.clone() for name, t in tensors.items()}, metadata=header))
-    return checksum(file)
+    return save({name: t.clone() for name, t in tensors.items()}, metadata=header)
 
 
 def load_random_state(folder: Path, rank: int, layouts: Mapping[str, LayoutGroups]) -> None:
     """Take up the state that the same rank of the same layouts has saved."""
     with safe_open(folder / file_name(rank), framework="pt") as file:
         header = file.metadata()
-        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}
+        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     version, words, gauss = json.loads(header["python"])
     random.setstate((version, tuple(words), gauss))
     numpy_kind, *numpy_rest = json.loads(header["numpy"])

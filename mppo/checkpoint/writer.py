@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from mppo.checkpoint.folder import FileEntry, checksum, publish, write_text
+from mppo.checkpoint.folder import FileEntry, checksum, publish, write_bytes
 from mppo.parallel import device
 
 NOTES = ".notes"
@@ -68,12 +68,14 @@ class PlannedShards:
         folder: the role's folder.
         writer: Megatron's writer, which knows how to finish the folder.
         metadata: of the whole checkpoint; on the first rank only.
+        common: state that is not sharded; written by the first rank.
         buckets: one file each: (path, name, (byte items, tensor items)).
     """
 
     folder: Path
     writer: filesystem_async.FileSystemWriterAsync
     metadata: object
+    common: dict
     buckets: list
 
 
@@ -89,18 +91,14 @@ def plan_shards(sharded_state: dict, folder: Path, group, snapshot: bool) -> Pla
     # Megatron would start a manager process for the results of its writer processes
     filesystem_async._results_queue = filesystem_async._results_queue or queue.SimpleQueue()
     strategy = _PlanOnly("torch_dist", 1, thread_count=2)
-    dist_checkpointing.save(
-        sharded_state,
-        str(folder),
-        FullyParallelSaveStrategyWrapper(strategy, group),
-        async_sharded_save=True,
-    )
+    sharded, common = save_preprocess(sharded_state, True)
+    FullyParallelSaveStrategyWrapper(strategy, group).async_save(sharded, folder)
     buckets = [
         (path, name, (blobs, [(item, _stage(tensor, snapshot)) for item, tensor in tensors]))
         for path, name, (blobs, tensors) in strategy.writer.write_buckets
     ]
     device.synchronize()
-    return PlannedShards(folder, strategy.writer, strategy.metadata, buckets)
+    return PlannedShards(folder, strategy.writer, strategy.metadata, common, buckets)
 
 
 def _stage(tensor: torch.Tensor, snapshot: bool) -> torch.Tensor:
@@ -165,8 +163,9 @@ class SaveJob:
         final: its name when done.
         rank, world_size: of this process.
         shards: by role.
-        files: small files this rank has already written, relative to ``building``.
+        contents: small files this rank writes, by path relative to ``building``.
         write_manifest: called on the first rank with the entries of all files.
+        published: called on the first rank when the folder has its name.
         patience_s: how long the first rank waits for the others.
     """
 
@@ -175,8 +174,9 @@ class SaveJob:
     rank: int
     world_size: int
     shards: Mapping[str, PlannedShards]
-    files: dict[str, FileEntry]
+    contents: Mapping[str, bytes]
     write_manifest: Callable[[dict[str, FileEntry]], None]
+    published: Callable[[], None]
     patience_s: float
     seconds: float = 0.0
     error: BaseException | None = field(default=None, init=False)
@@ -196,11 +196,14 @@ class SaveJob:
 
     def _write(self) -> None:
         results = {}
+        files = {}
         try:
+            for name, content in self.contents.items():
+                files[name] = write_bytes(self.building / name, content)
             for role, planned in self.shards.items():
                 written = [_write_bucket(bucket) for bucket in planned.buckets]
                 for bucket, (_, entry) in zip(planned.buckets, written):
-                    self.files[f"{role}/{bucket[1]}"] = entry
+                    files[f"{role}/{bucket[1]}"] = entry
                 results[role] = [_pack(r) for items, _ in written for r in items]
         except Exception as error:
             self._free_space()
@@ -209,8 +212,8 @@ class SaveJob:
         finally:
             for planned in self.shards.values():
                 planned.buckets = []
-        files = {name: [entry.size, entry.crc32] for name, entry in self.files.items()}
-        self._leave({"error": None, "results": results, "files": files})
+        listed = {name: [entry.size, entry.crc32] for name, entry in files.items()}
+        self._leave({"error": None, "results": results, "files": listed})
 
     def _free_space(self) -> None:
         """Remove what this rank wrote, so that a full disk has room for the note."""
@@ -221,7 +224,7 @@ class SaveJob:
     def _leave(self, note: dict) -> None:
         """Write the note under another name first: a note is whole or not there."""
         hidden = self.building / NOTES / f".{self.rank}.json"
-        write_text(hidden, json.dumps(note))
+        write_bytes(hidden, json.dumps(note).encode())
         hidden.rename(self.building / NOTES / f"{self.rank}.json")
 
     def _finish(self) -> None:
@@ -230,11 +233,10 @@ class SaveJob:
         if errors:
             shutil.rmtree(self.building, ignore_errors=True)
             raise SaveError("; ".join(errors))
-        files = {
-            name: FileEntry(*entry) for note in notes for name, entry in note["files"].items()
-        }
+        files = {name: FileEntry(*entry) for note in notes for name, entry in note["files"].items()}
         for role, planned in self.shards.items():
             results = [[_unpack(r) for r in note["results"][role]] for note in notes]
+            torch.save(planned.common, planned.folder / "common.pt")
             planned.writer.finish(planned.metadata, results)
             save_config(CheckpointingConfig("torch_dist", 1), str(planned.folder))
             for name in (".metadata", "metadata.json", "common.pt"):
@@ -242,6 +244,7 @@ class SaveJob:
         shutil.rmtree(self.building / NOTES)
         self.write_manifest(files)
         publish(self.building, self.final)
+        self.published()
 
     def _wait_for_notes(self) -> list[dict]:
         deadline = time.monotonic() + self.patience_s
