@@ -1,0 +1,274 @@
+"""Saves a run and takes it up again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+import mppo
+from mppo.checkpoint import folder as folders
+from mppo.checkpoint.folder import FileEntry, Manifest
+from mppo.checkpoint.randomness import file_name, load_random_state, random_state
+from mppo.checkpoint.resume import Found, changed_keys, choose
+from mppo.checkpoint.role_state import describe_model, load_role, role_counters, sharded_state
+from mppo.checkpoint.timing import SaveTiming
+from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_shards
+from mppo.config.schema import TrainerConfig
+from mppo.models.role import Role
+from mppo.parallel import device
+from mppo.parallel.signals import StopRequest
+
+STATE = "run.json"
+
+
+class Stateful(Protocol):
+    """A part of the run whose state is JSON-able."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Checkpointer:
+    """Decides when to save, saves, and finds what to resume from. All methods are collective.
+
+    Args:
+        trainer: the recipe's section.
+        root: folder of the checkpoints, the same on every rank.
+        roles: trained roles by name.
+        parts: everything else with a state, by name.
+        recipe: the resolved recipe as plain values, without secrets.
+        stop: stop requests of this process.
+        say: shows a line to the user (on the first rank).
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        root: Path,
+        roles: Mapping[str, Role],
+        parts: Mapping[str, Stateful],
+        recipe: dict[str, Any],
+        stop: StopRequest,
+        say: Callable[[str], None],
+    ) -> None:
+        self.trainer = trainer
+        self.root = root
+        self.roles = roles
+        self.parts = parts
+        self.stopped_early = False
+        self.failed_saves = 0
+        self._last_error: str | None = None
+        self._recipe = recipe
+        self._stop = stop
+        self._say = say
+        self._thread = SaveThread()
+        self._timing = SaveTiming(trainer)
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+
+    def resume(self) -> int:
+        """Take up the newest complete checkpoint, where the recipe lets us.
+
+        Returns:
+            The last step that is done; 0 for a fresh start.
+
+        Raises:
+            ConfigError: the checkpoint asked for cannot be used, and why.
+        """
+        if self.trainer.resume_mode == "disable":
+            if self._rank == 0 and folders.list_checkpoints(self.root):
+                self._say(f"resume_mode=disable: kept {folders.set_aside(self.root)}")
+            dist.barrier()
+            return 0
+        mine = {name: describe_model(role) for name, role in self.roles.items()}
+        found = choose(self.trainer, self.root, mine, self._say)
+        if found is None:
+            return 0
+        self._load(found)
+        self._timing.step_done()
+        return found.manifest.step
+
+    def after_step(self, step: int, last: bool, metrics: Mapping[str, float]) -> bool:
+        """Save if it is time to.
+
+        Args:
+            step: the PPO step that has just ended.
+            last: whether it is the run's last.
+            metrics: of the step, for the choice of the best checkpoint.
+
+        Returns:
+            Whether the run is to stop here.
+        """
+        self._timing.step_done()
+        self._collect(self._thread.finished())
+        by_clock, stop = self._agree()
+        due = by_clock or self._timing.is_due_by_step(step, last)
+        if due or (stop and self.trainer.save_on_signal):
+            self.save(step, metrics)
+        if last or stop:
+            self.finish()
+        self.stopped_early = stop and not last
+        return stop
+
+    def save(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Begin to save; with ``trainer.async_save: false``, also end it."""
+        self._collect(self._thread.wait())
+        start = time.perf_counter()
+        building = folders.partial_path(self.root, step)
+        self._last_error = self._prepare(building)
+        if self._last_error is not None:
+            self._failed(building, self._last_error)
+            return
+        job = self._job(step, building, metrics)
+        self._timing.saved()
+        self._thread.start(job)
+        if not self.trainer.async_save:
+            self._collect(self._thread.wait())
+        self._timing.longest_save_s = max(self._timing.longest_save_s, time.perf_counter() - start)
+
+    def finish(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            SaveError: on every rank, where the last save failed on any.
+        """
+        self._collect(self._thread.wait())
+        errors: list[str | None] = [None] * self._world
+        dist.all_gather_object(errors, self._last_error)
+        if any(errors):
+            first = next(error for error in errors if error)
+            raise SaveError(f"the last checkpoint could not be written: {first}")
+
+    def _agree(self) -> tuple[bool, bool]:
+        """What the first rank's clock says and whether anyone is asked to stop, for all ranks."""
+        asked = self._stop.signal_name is not None
+        clock = self._rank == 0 and self._timing.is_due_by_clock()
+        limit = self._rank == 0 and self._timing.must_stop()
+        flags = torch.tensor([clock, asked, limit], dtype=torch.float32, device=device.device())
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        clock, asked, limit = (bool(flag) for flag in flags.tolist())
+        if asked:
+            name = self._stop.signal_name or "a signal on another rank"
+            self._say(f"stopping after this step: {name}")
+        elif limit:
+            self._say("stopping: trainer.checkpoint_must_save_by leaves no time for another step")
+        return clock, asked or limit
+
+    def _prepare(self, building: Path) -> str | None:
+        """Make the folders; returns what is wrong, the same on every rank."""
+        error = None
+        if self._rank == 0:
+            try:
+                shutil.rmtree(building, ignore_errors=True)
+                for name in (NOTES, "random", *self.roles):
+                    (building / name).mkdir(parents=True)
+            except OSError as failure:
+                error = f"{failure.strerror} ({failure.filename})"
+        outcome = [error]
+        dist.broadcast_object_list(outcome, src=0)
+        return outcome[0]
+
+    def _job(self, step: int, building: Path, metrics: Mapping[str, float]) -> SaveJob:
+        shards, counters = {}, {}
+        for name, role in self.roles.items():
+            counters[name] = role_counters(role)
+            with role.groups.active():
+                group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+                state = sharded_state(role)
+                folder = building / name
+                shards[name] = plan_shards(state, folder, group, self.trainer.async_save)
+        layouts = {name: role.groups for name, role in self.roles.items()}
+        contents = {file_name(self._rank): random_state(layouts)}
+        if self._rank == 0:
+            state = {
+                "step": step,
+                "parts": {name: part.state_dict() for name, part in self.parts.items()},
+                "roles": counters,
+                "recipe": self._recipe,
+            }
+            contents[STATE] = f"{json.dumps(state, indent=1)}\n".encode()
+        manifest = Manifest(
+            step=step,
+            world_size=self._world,
+            roles={
+                name: {"layout": asdict(role.layout), "model": describe_model(role)}
+                for name, role in self.roles.items()
+            },
+            metrics={name: float(value) for name, value in metrics.items()},
+            files={},
+            version=mppo.__version__,
+        )
+        return SaveJob(
+            building=building,
+            final=folders.final_path(self.root, step),
+            rank=self._rank,
+            world_size=self._world,
+            shards=shards,
+            contents=contents,
+            write_manifest=partial(_write_manifest, building, manifest),
+            published=self._prune,
+            patience_s=self.trainer.collective_timeout_s,
+        )
+
+    def _prune(self) -> None:
+        """Delete the checkpoints that are neither among the newest nor the best."""
+        metrics = {}
+        for path in folders.list_checkpoints(self.root):
+            try:
+                metrics[folders.step_of(path)] = folders.read_manifest(path).metrics
+            except ValueError as error:
+                self._say(f"left alone: {error}")
+        keep, metric = self.trainer.max_ckpt_to_keep, self.trainer.best_metric
+        for step in folders.expendable(metrics, keep, metric):
+            doomed = folders.partial_path(self.root, step)
+            shutil.rmtree(doomed, ignore_errors=True)
+            folders.final_path(self.root, step).rename(doomed)
+            shutil.rmtree(doomed)
+
+    def _collect(self, job: SaveJob | None) -> None:
+        if job is None:
+            return
+        self._last_error = None if job.error is None else str(job.error)
+        if self._last_error is not None:
+            self._failed(job.final, self._last_error)
+        elif self._rank == 0:
+            self._say(f"saved {job.final} ({job.seconds:.1f} s)")
+
+    def _failed(self, path: Path, why: str) -> None:
+        """Training goes on: earlier checkpoints are untouched, and the next save may succeed."""
+        self.failed_saves += 1
+        self._say(f"the checkpoint {path} could not be written: {why}")
+
+    def _load(self, found: Found) -> None:
+        state = json.loads((found.folder / STATE).read_text())
+        for name, role in self.roles.items():
+            load_role(role, str(found.folder / name), state["roles"][name])
+        for name, part in self.parts.items():
+            part.load_state_dict(state["parts"][name])
+        layouts = {name: role.groups for name, role in self.roles.items()}
+        same = found.manifest.world_size == self._world and all(
+            found.manifest.roles[name]["layout"] == asdict(role.layout)
+            for name, role in self.roles.items()
+        )
+        if same:
+            load_random_state(found.folder, self._rank, layouts)
+        self._say(f"resumed from {found.folder} after step {found.manifest.step}")
+        if not same:
+            self._say("the layout changed: random states start from trainer.seed")
+        for line in changed_keys(state["recipe"], self._recipe):
+            self._say(f"changed since the checkpoint: {line}")
+
+
+def _write_manifest(building: Path, manifest: Manifest, files: dict[str, FileEntry]) -> None:
+    listed = Manifest(**{**vars(manifest), "files": dict(sorted(files.items()))})
+    folders.write_manifest(building, listed)
