@@ -148,7 +148,7 @@ def _build(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
             tokenizer,
             registry,
             started,
-            on_step=partial(reporter.warm_start, total=trainer.warm_start_steps),
+            on_step=partial(_show_warm_start, reporter, trainer.warm_start_steps),
         )
     roles = Roles(recipe, folder, read_config, registry, total_steps)
     with phase("starting the rollout engine"):
@@ -175,6 +175,12 @@ def _build(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
         reporter=reporter,
         total_steps=total_steps,
     )
+
+
+def _show_warm_start(reporter, total: int, step: int, loss: float) -> None:
+    """A line for every tenth of the warm start."""
+    if step == total or step % max(total // 10, 1) == 0:
+        reporter.line(f"warm start {step}/{total}: loss {loss:.3f}")
 
 
 def _refuse(error: Exception) -> int:
