@@ -11,6 +11,7 @@ import warnings
 from typing import Literal
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -19,6 +20,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
 from mppo.models.attention import PackedAttention
@@ -68,6 +70,13 @@ class Stage(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """See ``GPTModel``; a value model's last chunk has no output layer to tie or pad."""
+        if self.head == "policy" or not self.post_process:
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def forward_packed(self, tokens_T: Tensor, packing: Packing) -> Tensor:
         """Run the chunk over a micro-batch.
