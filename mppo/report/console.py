@@ -20,7 +20,6 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("val reward", history.VAL_REWARD, "{:.3f}"),
     ("kl", history.KL, "{:.4f}"),
     ("length", history.LENGTH, "{:.1f}"),
-    ("loss", history.SFT_LOSS, "{:.4f}"),
     ("tokens/s", history.THROUGHPUT, "{:.0f}"),
     ("s/step", history.STEP_TIME, "{:.2f}"),
 )

@@ -12,12 +12,11 @@ Metrics = Mapping[str, float]
 
 # Metric names that the console, the plot and the run report show.
 REWARD = "critic/score/mean"
-VAL_REWARD = "val/score/mean"
+VAL_REWARD = "val/reward"
 KL = "objective/kl"
 LENGTH = "response_length/mean"
-THROUGHPUT = "perf/throughput"
+THROUGHPUT = "perf/tokens_per_second"
 STEP_TIME = "timing_s/step"
-SFT_LOSS = "warm_start/loss"
 
 
 class History:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,10 +84,6 @@ class Reporter:
         if self.is_main and self._console:
             self._console.print_line(text)
 
-    def wants_samples(self, step: int) -> bool:
-        """Whether ``step`` is the first, the middle or the last one."""
-        return step in {1, (self.total_steps + 1) // 2, self.total_steps}
-
     def samples(self, step: int, rows: Sequence[SampleRow | tuple[str, str, float]]) -> None:
         """Completions (prompt, response, score): table on the console, and samples.jsonl."""
         if not self.is_main or not rows:
@@ -98,11 +95,17 @@ class Reporter:
         if self._console:
             self._console.samples(step, self._samples[step])
 
-    def close(self, status: str = "finished") -> None:
-        """Write plot and report, and let go of terminal and trackers. Idempotent."""
+    def close(self, status: str | None = None) -> None:
+        """Write plot and report, and let go of terminal and trackers. Idempotent.
+
+        Args:
+            status: how the run ended; by default "failed" while an exception is on its way,
+                "stopped early" before the last step, and "finished" otherwise.
+        """
         if self._closed:
             return
         self._closed = True
+        status = status or self._status()
         if self._console:
             self._console.stop()
         for tracker in self._trackers:
@@ -118,3 +121,9 @@ class Reporter:
         )
         (self.run_dir / "report.md").write_text(report)
         self.line(f"{status}: {self.run_dir / 'report.md'}")
+
+    def _status(self) -> str:
+        if sys.exc_info()[0] is not None:
+            return "failed"
+        last_step = self._history.rows[-1][0] if self._history.rows else 0
+        return "finished" if last_step >= self.total_steps else "stopped early"

@@ -78,7 +78,7 @@ def math(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
     given = f"${boxed}$" if boxed is not None else response
     wanted = last_boxed(ground_truth) or ground_truth.strip("$ ")
     # math-verify's time limit is an alarm signal, which only the main thread can receive.
-    limit = 5 if threading.current_thread() is threading.main_thread() else None
+    limit = 30 if threading.current_thread() is threading.main_thread() else None
     parsed = [package.parse(text, parsing_timeout=limit) for text in (f"${wanted}$", given)]
     if not all(parsed):
         return 0.0

@@ -1,0 +1,176 @@
+"""What a run leaves behind."""
+
+import contextlib
+import io
+import json
+import math
+
+import pytest
+import yaml
+from rich.console import Console
+
+from mppo.config.errors import ConfigError
+from mppo.config.schema import Recipe, TrainerConfig
+from mppo.report.console import StepConsole, format_duration, step_line, visible
+from mppo.report.history import History
+from mppo.report.reporter import Reporter
+
+METRICS = {
+    "critic/score/mean": 0.5,
+    "objective/kl": 0.0123,
+    "response_length/mean": 4.25,
+    "perf/tokens_per_second": 5120.4,
+    "timing_s/step": 0.5,
+    "timing_s/gen": 0.4,
+}
+ROWS = [("<bos>1+2=\n", "3", 1.0), ("a|b", "\x1b[31m*", 0.0)]
+
+
+def reporter(run_dir, total_steps=4, is_main=True, **trainer):
+    dump = Recipe().model_dump(mode="json")
+    return Reporter(run_dir, TrainerConfig(**trainer), dump, total_steps, is_main)
+
+
+def run(run_dir, first=1, last=4, **settings):
+    subject = reporter(run_dir, **settings)
+    for step in range(first, last + 1):
+        subject.log(step, {**METRICS, "critic/score/mean": step / 10})
+    subject.samples(last, ROWS)
+    subject.close()
+    return subject
+
+
+def json_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_recipe_numbers_samples_picture_and_report(tmp_path, capsys):
+    run(tmp_path)
+    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text()) == Recipe().model_dump(
+        mode="json"
+    )
+    rows = json_lines(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0] == {"step": 1, **METRICS, "critic/score/mean": 0.1}
+    assert json_lines(tmp_path / "samples.jsonl")[0]["response"] == "3"
+    assert (tmp_path / "reward_kl.png").read_bytes().startswith(b"\x89PNG")
+    report = (tmp_path / "report.md").read_text()
+    assert "Finished after 4 steps" in report
+    assert "| mean reward | 0.1 | 0.4 | 0.4 |" in report
+    assert "| gen | 1.6 | 80% |" in report
+    assert "| a\\|b | \\\\x1b[31m\\* | 0.000 |" in report
+    assert "step 4/4 | eta 0s | reward 0.400 | kl 0.0123" in capsys.readouterr().out
+
+
+def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
+    subject = run(tmp_path / "run", is_main=False)
+    subject.line("x")
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_how_a_run_ended_is_told(tmp_path):
+    run(tmp_path / "early", last=2)
+    assert "Stopped early after 2 steps" in (tmp_path / "early" / "report.md").read_text()
+    subject = reporter(tmp_path / "failed")
+    with pytest.raises(RuntimeError, match="boom"), contextlib.closing(subject):
+        raise RuntimeError("boom")
+    assert "Failed after 0 steps" in (tmp_path / "failed" / "report.md").read_text()
+
+
+def test_a_resumed_run_drops_the_steps_it_repeats_and_keeps_the_rest(tmp_path):
+    run(tmp_path, first=1, last=3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "critic/sc')  # killed while writing
+    run(tmp_path, first=2, last=4)
+    rows = json_lines(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_file_and_left_out_of_series(tmp_path):
+    history = History(tmp_path / "metrics.jsonl")
+    history.append(1, {"a": math.nan, "b": 1.0})
+    history.append(2, {"a": 2.0, "b": math.inf})
+    assert json_lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "a": None, "b": 1.0},
+        {"step": 2, "a": 2.0, "b": None},
+    ]
+    assert history.series("a") == ([2], [2.0])
+    assert history.series("b") == ([1], [1.0])
+    again = History(tmp_path / "metrics.jsonl")
+    again.append(3, {"a": 3.0})
+    assert again.series("a") == ([2, 3], [2.0, 3.0])
+
+
+def test_a_step_line_leaves_out_what_was_not_measured():
+    assert (
+        step_line(3, 100, "2m05s", {"objective/kl": 0.5}) == "step   3/100 | eta 2m05s | kl 0.5000"
+    )
+
+
+def test_output_that_is_no_terminal_gets_whole_plain_lines():
+    out = io.StringIO()
+    console = StepConsole(10, Console(file=out, width=20, highlight=False))
+    console.start(0)
+    console.step(1, METRICS)
+    console.print_line("[bold]not markup[/bold]")
+    console.stop()
+    first, second = out.getvalue().splitlines()
+    assert first.endswith("| reward 0.500 | kl 0.0123 | length 4.2 | tokens/s 5120 | s/step 0.50")
+    assert second == "[bold]not markup[/bold]"
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_terminal_gets_a_bar():
+    out = io.StringIO()
+    console = StepConsole(10, Console(file=out, force_terminal=True, width=80))
+    console.start(0)
+    console.step(1, METRICS)
+    console.stop()
+    assert "1/10" in out.getvalue()
+    assert "reward 0.500" in out.getvalue()
+
+
+def test_eta_follows_the_steps(monkeypatch):
+    clock = iter([0.0, 10.0, 20.0])
+    monkeypatch.setattr("mppo.report.console.time.monotonic", lambda: next(clock))
+    console = StepConsole(8, Console(file=io.StringIO()))
+    console.start(0)
+    assert console.seconds_left() is None
+    console.step(1, {})
+    console.step(2, {})
+    assert console.seconds_left() == 60.0
+
+
+def test_durations_and_visible_text():
+    assert [format_duration(s) for s in (None, 45.4, 187, 7500)] == ["?", "45s", "3m07s", "2h05m"]
+    assert visible("a\n\té漢\x1b") == "a\\n\\té漢\\x1b"
+
+
+def test_tensorboard_files_hold_the_numbers(tmp_path):
+    reason = "the optional package tensorboard is missing"
+    pytest.importorskip("tensorboard", reason=reason)
+    loader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason=reason
+    )
+    run(tmp_path, logger=("tensorboard",))
+    events = loader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    scalars = events.Scalars("critic/score/mean")
+    assert [event.step for event in scalars] == [1, 2, 3, 4]
+    assert [event.value for event in scalars] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("logger", "module"),
+    [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")],
+)
+def test_a_missing_tracker_says_how_to_install_it(logger, module, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(ConfigError, match=rf"mppo\[{logger}\]"):
+        reporter(tmp_path, logger=(logger,))
+
+
+def test_without_jsonl_no_numbers_are_written_but_the_report_is(tmp_path):
+    run(tmp_path, logger=("console",))
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert "| mean reward |" in (tmp_path / "report.md").read_text()
