@@ -1,9 +1,9 @@
 """One PPO step of mppo and of TRL's PPOTrainer, alternating in one run on the same machine.
 
 Same model (Qwen2, hidden 256, 4 layers, vocabulary 1024, random weights), same 32 prompts of 32
-random tokens, 32 response tokens each, one epoch, two mini-batches, same dtype, same cores. TRL's reward
-model is made negligible (hidden 8); mppo's reward is a count. Actor, critic and reference are
-separate models on both sides, KL is in the reward.
+random tokens, 32 response tokens each, one epoch, two mini-batches, same dtype, same cores. TRL's
+reward model is made negligible (hidden 8); mppo's reward is a count. Actor, critic and reference
+are separate models on both sides, KL is in the reward.
 
     python benchmarks/ppo_step.py --trl-python .venv-trl/bin/python
 
@@ -145,6 +145,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
             scorer=CountScorer(),
             roles=Roles(recipe, Path(folder), lambda path: config, GroupRegistry(), 100),
             kl=kl_controller(recipe.algorithm.kl_ctrl),
+            checkpoints=None,
             reporter=None,
             total_steps=1 << 30,
         )

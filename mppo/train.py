@@ -95,7 +95,7 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     """Everything with a process group; the group is destroyed on every way out."""
     device.prepare_megatron()
     with listening() as stop, process_group(info, recipe.trainer.collective_timeout_s):
-        run = _build(recipe, info, stop)
+        run = build_run(recipe, info, stop)
         try:
             from mppo.loop import train
 
@@ -109,7 +109,8 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     return 0
 
 
-def _build(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
+def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run:
+    """Prompts, models, engine, scorer, reporter and checkpoints of a run; collective."""
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.checkpoint.resume import has_checkpoints
     from mppo.loop import Run
