@@ -92,9 +92,28 @@ class HFFolder:
         """Shape of a tensor."""
         return self._stored(name).shape
 
-    def is_quantised(self, name: str) -> bool:
-        """Whether reading the tensor dequantises it."""
-        return name + SCALE_SUFFIX in self._scales
+    def scales(self, name: str) -> tuple[StoredTensor, tuple[int, int]] | None:
+        """A quantised tensor's scales and the rows and columns each is for; None if it has none.
+
+        Raises:
+            ValueError: 8-bit floats without scales, or scales of a wrong shape.
+        """
+        stored, scale = self._stored(name), self._scales.get(name + SCALE_SUFFIX)
+        if stored.dtype not in FLOAT8:
+            return None
+        if scale is None:
+            raise ValueError(
+                f"{name}: stored as {stored.dtype} without {name}{SCALE_SUFFIX}; use a folder with "
+                "its scales, or an unquantised one"
+            )
+        rows, columns = self._quantisation_block()
+        expected = (-(-stored.shape[0] // rows), -(-stored.shape[1] // columns))
+        if scale.shape != expected:
+            raise ValueError(
+                f"{name}{SCALE_SUFFIX}: shape {list(scale.shape)}, but blocks of {rows} x "
+                f"{columns} need {list(expected)}"
+            )
+        return scale, (rows, columns)
 
     def read_into(self, target: Tensor, name: str, dim: int = 0, start: int = 0) -> None:
         """Fill ``target`` from a stretch of a tensor.
@@ -179,20 +198,10 @@ class HFFolder:
 
     def _dequantise_into(self, target: Tensor, name: str, dim: int, start: int) -> None:
         """``weight * scale`` with one scale per block, for the stretch asked for."""
-        stored, scale = self._stored(name), self._scales.get(name + SCALE_SUFFIX)
-        if scale is None:
-            raise ValueError(
-                f"{name}: stored as {stored.dtype} without {name}{SCALE_SUFFIX}; use a folder with "
-                "its scales, or an unquantised one"
-            )
+        stored, found = self._stored(name), self.scales(name)
+        assert found is not None
+        scale, (rows, columns) = found
         length = target.shape[dim]
-        rows, columns = self._quantisation_block()
-        expected = (-(-stored.shape[0] // rows), -(-stored.shape[1] // columns))
-        if scale.shape != expected:
-            raise ValueError(
-                f"{name}{SCALE_SUFFIX}: shape {list(scale.shape)}, but blocks of {rows} x "
-                f"{columns} need {list(expected)}"
-            )
         weight = self._view(stored).narrow(dim, start, length).to(torch.float32)
         block = (rows, columns)[dim]
         index = torch.arange(start, start + length) // block

@@ -1,0 +1,118 @@
+"""Hugging Face folders to Megatron checkpoints and back, and the proof that they are equal.
+
+    python -m checkpoints_convert hf-to-megatron --hf DIR --megatron DIR
+    python -m checkpoints_convert megatron-to-hf --megatron DIR --hf DIR
+    python -m checkpoints_convert verify --hf DIR --megatron DIR [--logits]
+    python -m checkpoints_convert inspect DIR
+
+Alone, or with the work shared under ``torchrun --nproc-per-node N -m checkpoints_convert ...`` or
+``mpirun -n N python -m checkpoints_convert ...``. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from checkpoints_convert.commands import hf_to_megatron, inspect, megatron_to_hf
+from checkpoints_convert.job import Ranks
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BARRIER_TIMEOUT_S = 24 * 3600.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool.
+
+    Args:
+        argv: arguments; the process's own where None.
+
+    Returns:
+        Exit status: 0 done, 1 verification found differences, 2 wrong input or a failed disk.
+    """
+    arguments = _parser().parse_args(argv)
+    os.environ.setdefault("MPPO_DEVICE", "cpu")
+    from mppo.parallel.launch import discover, process_group
+
+    try:
+        info = discover()
+        if info.world_size == 1:
+            return _run(arguments, Ranks(0, 1, lambda: None))
+        with process_group(info, BARRIER_TIMEOUT_S):
+            ranks = Ranks(info.rank, info.world_size, torch.distributed.barrier)
+            return _run(arguments, ranks)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _run(arguments: argparse.Namespace, ranks: Ranks) -> int:
+    command = arguments.command
+    dtype = DTYPES.get(getattr(arguments, "dtype", None) or "")
+    status = 0
+    if command == "hf-to-megatron":
+        said = hf_to_megatron(
+            arguments.hf, arguments.megatron, ranks, dtype, arguments.keep_extra,
+            not arguments.no_tokenizer,
+        )  # fmt: skip
+    elif command == "megatron-to-hf":
+        said = megatron_to_hf(
+            arguments.megatron, arguments.hf, ranks, arguments.config, dtype,
+            int(arguments.max_shard_gb * 1e9),
+        )  # fmt: skip
+    elif command == "verify":
+        from checkpoints_convert.verify import verify
+
+        status, said = verify(
+            arguments.hf, arguments.megatron, ranks, arguments.logits, arguments.checksums
+        )
+    else:
+        said = inspect(arguments.path)
+    if ranks.rank == 0:
+        print(said, flush=True)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mppo-convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    to_megatron = commands.add_parser("hf-to-megatron", help="Hugging Face folder to torch_dist")
+    to_hf = commands.add_parser("megatron-to-hf", help="torch_dist to Hugging Face folder")
+    verify = commands.add_parser("verify", help="compare the two, tensor by tensor")
+    for command in (to_megatron, to_hf, verify):
+        command.add_argument("--hf", type=Path, required=True, help="Hugging Face folder")
+        command.add_argument("--megatron", type=Path, required=True, help="Megatron checkpoint")
+    for command in (to_megatron, to_hf):
+        command.add_argument(
+            "--dtype", choices=sorted(DTYPES), help="cast weights (default: as is)"
+        )
+    to_megatron.add_argument(
+        "--keep-extra", action="store_true",
+        help="keep multi-token-prediction layers aside, for a loss-less way back",
+    )  # fmt: skip
+    to_megatron.add_argument(
+        "--no-tokenizer", action="store_true", help="accept a folder without a tokenizer"
+    )
+    to_hf.add_argument(
+        "--config", type=Path, help="folder with config.json and tokenizer (default: DIR/hf)"
+    )
+    to_hf.add_argument(
+        "--max-shard-gb", type=float, default=5.0, help="largest safetensors file (default 5)"
+    )
+    verify.add_argument(
+        "--logits", action="store_true", help="also run both models and compare their logits"
+    )
+    verify.add_argument("--checksums", action="store_true", help="print a checksum per tensor")
+    inspect_ = commands.add_parser("inspect", help="list what a folder holds")
+    inspect_.add_argument("path", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

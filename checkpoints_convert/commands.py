@@ -1,0 +1,231 @@
+"""The tool's commands: convert both ways, inspect."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoints_convert.job import Ranks, clear_journal, fingerprint_of, run_plan
+from mppo.weights.conversion import EXTRA_FILE, plan_hf, plan_megatron
+from mppo.weights.hf_folder import HFFolder, read_json
+from mppo.weights.output_folder import (
+    check_free,
+    copy_companions,
+    partial_path,
+    publish,
+    write_index,
+)
+from mppo.weights.shape import ModelShape, model_shape
+from mppo.weights.torch_dist import (
+    LATEST,
+    RELEASE,
+    checkpoint_folder,
+    read_checkpoint,
+)
+from mppo.weights.torch_dist import write_index as write_checkpoint_index
+
+COMPANIONS = "hf"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
+              "tiktoken.model")  # fmt: skip
+COMMON = {"checkpoint_version": 3.0, "iteration": 0}
+
+
+def hf_to_megatron(
+    hf: Path,
+    megatron: Path,
+    ranks: Ranks,
+    dtype: torch.dtype | None = None,
+    keep_extra: bool = False,
+    tokenizer: bool = True,
+) -> str:
+    """Convert a Hugging Face folder into a ``torch_dist`` checkpoint; collective.
+
+    Args:
+        hf: the folder.
+        megatron: the output; must not exist.
+        ranks: who shares the work.
+        dtype: cast weights to this; None: as stored.
+        keep_extra: keep multi-token-prediction layers aside for the way back.
+        tokenizer: refuse a folder without a tokenizer.
+
+    Returns:
+        A line that says what was done.
+
+    Raises:
+        ValueError: the input is not what it should be, or the output exists.
+        OSError: the disk is full, or failed.
+    """
+    megatron = megatron.absolute()
+    check_free(megatron)
+    shape = read_shape(hf)
+    if tokenizer and not any((hf / name).exists() for name in TOKENIZERS):
+        raise ValueError(
+            f"{hf}: no tokenizer ({', '.join(TOKENIZERS)}); add it, or pass --no-tokenizer"
+        )
+    source = HFFolder(hf)
+    building = partial_path(megatron)
+    plan, index = plan_megatron(
+        source, shape, building / RELEASE, dtype, keep_extra, ranks.share
+    )  # fmt: skip
+    seconds = run_plan(
+        plan, building, ranks, fingerprint_of(_state(hf), dtype, keep_extra, plan.count)
+    )
+    if ranks.rank == 0:
+        write_checkpoint_index(building / RELEASE, index.tensors, index.objects, COMMON)
+        (building / LATEST).write_text(RELEASE)
+        (building / COMPANIONS).mkdir(exist_ok=True)
+        copy_companions(hf, building / COMPANIONS, dtype or _plain_dtype(hf))
+        clear_journal(building)
+        publish(megatron)
+    ranks.barrier()
+    return _report(megatron, plan.count, plan.total_bytes, seconds, plan.extras)
+
+
+def megatron_to_hf(
+    megatron: Path,
+    hf: Path,
+    ranks: Ranks,
+    config: Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> str:
+    """Convert a ``torch_dist`` checkpoint into a Hugging Face folder; collective.
+
+    Args:
+        megatron: the checkpoint, or the folder of iterations above it.
+        hf: the output; must not exist.
+        ranks: who shares the work.
+        config: folder with config.json and tokenizer; None: the one kept beside the checkpoint.
+        dtype: cast weights to this; None: as stored.
+        max_shard_bytes: most bytes of one safetensors file.
+
+    Returns:
+        A line that says what was done.
+
+    Raises:
+        ValueError: the input is not what it should be, or the output exists.
+        OSError: the disk is full, or failed.
+    """
+    hf = hf.absolute()
+    check_free(hf)
+    folder, companions = find_checkpoint(megatron, config)
+    shape = read_shape(companions)
+    checkpoint = read_checkpoint(folder)
+    building = partial_path(hf)
+    extra = folder / EXTRA_FILE
+    plan, places = plan_hf(
+        checkpoint, shape, building, dtype, extra if extra.exists() else None, ranks.share,
+        max_shard_bytes,
+    )  # fmt: skip
+    stamp = (folder / ".metadata").stat().st_mtime_ns
+    seconds = run_plan(
+        plan, building, ranks, fingerprint_of(folder, stamp, dtype, max_shard_bytes, plan.count)
+    )
+    if ranks.rank == 0:
+        weights = next(p.dtype for p in places.values() if len(p.shape) == 2)
+        copy_companions(companions, building, weights)
+        write_index(building, places)
+        clear_journal(building)
+        publish(hf)
+    ranks.barrier()
+    return _report(hf, plan.count, plan.total_bytes, seconds, ())
+
+
+def inspect(path: Path) -> str:
+    """What a Hugging Face folder or a Megatron checkpoint holds, for reading."""
+    if (path / "config.json").exists():
+        source = HFFolder(path)
+        tensors = {name: (t.dtype, t.shape) for name, t in source.tensors.items()}
+        config = read_json(path / "config.json")
+        lines = [f"Hugging Face folder {path}", f"family      {config.get('model_type')}"]
+    else:
+        folder = checkpoint_folder(path)
+        checkpoint = read_checkpoint(folder)
+        tensors = {key: (t.dtype, t.shape) for key, t in checkpoint.items()}
+        chunks = sum(len(t.chunks) for t in checkpoint.values())
+        lines = [f"torch_dist checkpoint {folder}", f"chunks      {chunks}"]
+    sizes = {
+        name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in tensors.items()
+    }
+    numbers = sum(torch.Size(shape).numel() for _, shape in tensors.values())
+    lines += [
+        f"tensors     {len(tensors)}",
+        f"parameters  {numbers / 1e6:,.1f} M",
+        f"bytes       {sum(sizes.values()) / 1e9:.2f} GB",
+    ]
+    width = max((len(name) for name in tensors), default=0)
+    for name, (dtype, shape) in sorted(tensors.items()):
+        lines.append(f"  {name:<{width}}  {str(dtype).removeprefix('torch.'):<9} {list(shape)}")
+    return "\n".join(lines)
+
+
+def find_checkpoint(megatron: Path, config: Path | None) -> tuple[Path, Path]:
+    """The checkpoint folder, and the folder with its model's config.json and tokenizer.
+
+    Raises:
+        ValueError: one of them is not there.
+    """
+    folder = checkpoint_folder(megatron)
+    if config is not None:
+        return folder, config
+    for beside in (megatron / COMPANIONS, folder / COMPANIONS, folder.parent / COMPANIONS):
+        if (beside / "config.json").exists():
+            return folder, beside
+    raise ValueError(
+        f"{megatron}: no {COMPANIONS}/config.json beside the checkpoint; name the model's Hugging "
+        "Face folder with --config"
+    )
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers config of a folder.
+
+    Raises:
+        ValueError: absent, unreadable, or of no known kind.
+    """
+    from transformers import AutoConfig
+
+    read_json(folder / "config.json")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"{folder}/config.json: {error}") from error
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Sizes of the model a folder's config describes, refused where Megatron cannot have it.
+
+    Raises:
+        ValueError: see ``mppo.models.families``.
+    """
+    from mppo.models.families import family_config
+
+    config = read_config(folder)
+    family_config(config)
+    return model_shape(config)
+
+
+def _plain_dtype(hf: Path) -> torch.dtype | None:
+    """The dtype to state for weights that are dequantised on the way; None for plain ones."""
+    quantised = "quantization_config" in read_json(hf / "config.json")
+    return torch.bfloat16 if quantised else None
+
+
+def _state(hf: Path) -> list[tuple[str, int, int]]:
+    """What identifies a folder's weights: names, sizes and times of its files."""
+    files = sorted(hf.glob("*.safetensors"))
+    return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+
+
+def _report(out: Path, count: int, nbytes: int, seconds: float, extras: tuple[str, ...]) -> str:
+    free = shutil.disk_usage(out).free / 1e9
+    line = (
+        f"{out}: {count} tensors, {nbytes / 1e9:.2f} GB in {seconds:.1f} s "
+        f"({nbytes / 1e9 / max(seconds, 1e-9):.2f} GB/s), {free:.0f} GB left on the disk"
+    )
+    if extras:
+        line += f"\n{len(extras)} tensors are not part of the model, such as {extras[0]}"
+    return line

@@ -1,0 +1,166 @@
+"""Running a plan: shares over ranks, a journal to resume from, a progress line."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mppo.weights.conversion import Plan, Share
+from mppo.weights.output_folder import create_files
+from mppo.weights.transfer import Copier
+
+FINGERPRINT = "plan.sha256"
+JOURNAL = "done.{rank}.log"
+FLUSH_BYTES = 1 << 30
+LINE_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that share the work.
+
+    Args:
+        rank, world: its number and how many there are.
+        barrier: waits for all.
+    """
+
+    rank: int
+    world: int
+    barrier: Callable[[], None]
+
+    @property
+    def share(self) -> Share:
+        """This rank's share of a plan."""
+        return Share(self.rank, self.world)
+
+
+def run_plan(plan: Plan, building: Path, ranks: Ranks, fingerprint: str) -> float:
+    """Write this rank's share of a plan; collective.
+
+    A folder left by an interrupted run of the same plan is continued.
+
+    Args:
+        plan: the plan, its files under ``building``.
+        building: the folder under construction.
+        ranks: who shares the work.
+        fingerprint: names the plan; another fingerprint starts over.
+
+    Returns:
+        Seconds it took.
+
+    Raises:
+        ValueError: not enough room on the disk.
+        OSError: the disk is full, or failed.
+    """
+    if ranks.rank == 0:
+        _prepare(plan, building, fingerprint)
+    ranks.barrier()
+    done = _done(building)
+    ranks.barrier()
+    started = time.monotonic()
+    todo = {number: task for number, task in plan.tasks.items() if number not in done}
+    progress = Progress(sum(task.nbytes for task in todo.values()), ranks)
+    copier = Copier()
+    journal = building / JOURNAL.format(rank=ranks.rank)
+    finished: list[int] = []
+    since_flush = 0
+    for number, task in todo.items():
+        copier.run(task)
+        finished.append(number)
+        since_flush += task.nbytes
+        progress.add(task.nbytes)
+        if since_flush >= FLUSH_BYTES:
+            _record(copier, journal, finished)
+            finished, since_flush = [], 0
+    _record(copier, journal, finished)
+    copier.close()
+    progress.end()
+    ranks.barrier()
+    return time.monotonic() - started
+
+
+def clear_journal(building: Path) -> None:
+    """Remove what only an unfinished folder needs."""
+    for file in (*building.glob(JOURNAL.format(rank="*")), building / FINGERPRINT):
+        file.unlink()
+
+
+def fingerprint_of(*parts: object) -> str:
+    """A name for a plan: a hash of everything it depends on."""
+    return hashlib.sha256("\n".join(str(part) for part in parts).encode()).hexdigest()
+
+
+def _prepare(plan: Plan, building: Path, fingerprint: str) -> None:
+    file = building / FINGERPRINT
+    if file.exists() and file.read_text() == fingerprint:
+        return
+    if building.exists():
+        shutil.rmtree(building)
+    building.mkdir(parents=True)
+    needed = sum(size for _, size in plan.files.values())
+    free = shutil.disk_usage(building).free
+    if needed > free:
+        building.rmdir()
+        raise ValueError(
+            f"{building.parent}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; make room "
+            "or write elsewhere"
+        )
+    for path in plan.files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    create_files(plan.files)
+    file.write_text(fingerprint)
+
+
+def _done(building: Path) -> set[int]:
+    """Numbers of finished tasks; a line cut short by a kill does not count."""
+    numbers: set[int] = set()
+    for journal in building.glob(JOURNAL.format(rank="*")):
+        lines = journal.read_text().split("\n")[:-1]
+        numbers.update(int(line) for line in lines if line.isdigit())
+    return numbers
+
+
+def _record(copier: Copier, journal: Path, finished: list[int]) -> None:
+    """Data first, then the journal that vouches for it."""
+    copier.flush()
+    with journal.open("a") as stream:
+        stream.write("".join(f"{number}\n" for number in finished))
+
+
+class Progress:
+    """One line on stderr: share of the bytes done and GB/s, from rank 0."""
+
+    def __init__(self, total: int, ranks: Ranks) -> None:
+        self._total, self._done = total, 0
+        self._started = self._shown = time.monotonic()
+        self._speaks = ranks.rank == 0
+        self._tty = sys.stderr.isatty()
+        self._of = f" of rank 0 of {ranks.world}" if ranks.world > 1 else ""
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes, and show the line now and then."""
+        self._done += nbytes
+        now = time.monotonic()
+        if self._speaks and now - self._shown > (0.2 if self._tty else LINE_EVERY_S):
+            self._shown = now
+            self._show("\r" if self._tty else "", "" if self._tty else "\n")
+
+    def end(self) -> None:
+        """Show the last line."""
+        if self._speaks:
+            self._show("\r" if self._tty else "", "\n")
+
+    def _show(self, start: str, end: str) -> None:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        share = self._done / self._total if self._total else 1.0
+        bar = "#" * int(30 * share)
+        print(
+            f"{start}[{bar:<30}] {100 * share:5.1f}%  {self._done / 1e9:.2f} GB{self._of}  "
+            f"{self._done / 1e9 / seconds:.2f} GB/s",
+            end=end, file=sys.stderr, flush=True,
+        )  # fmt: skip

@@ -1,0 +1,275 @@
+"""Megatron's ``torch_dist`` checkpoint format: chunks of global tensors located by file offset.
+
+A folder holds ``.metadata`` (torch.distributed.checkpoint's index: the chunks of every key, and the
+stretch of which ``.distcp`` file holds each), ``metadata.json``, ``common.pt`` and the ``.distcp``
+files, in which every chunk is one ``torch.save`` archive.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mppo.weights.safetensors_file import StoredTensor
+
+LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+class Chunk(NamedTuple):
+    """A box of a global tensor: where it starts, how large it is, and where its archive lies."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    archive_offset: int
+    archive_bytes: int
+
+
+@dataclass(frozen=True)
+class GlobalTensor:
+    """A key of the checkpoint: global shape and the chunks that cover it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """The folder with ``.metadata``: ``path`` itself, or the latest iteration under it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if (path / ".metadata").exists():
+        return path
+    if (path / LATEST).exists():
+        latest = (path / LATEST).read_text().strip()
+        inside = path / (RELEASE if latest == RELEASE else f"iter_{int(latest):07d}")
+        if (inside / ".metadata").exists():
+            return inside
+        raise ValueError(f"{path}: {LATEST} names {inside.name}, which is not a checkpoint")
+    raise ValueError(
+        f"{path}: no torch_dist checkpoint (no .metadata and no {LATEST}); name the folder that "
+        "Megatron saved with --ckpt-format torch_dist"
+    )
+
+
+def read_checkpoint(folder: Path) -> dict[str, GlobalTensor]:
+    """Every tensor key of a checkpoint.
+
+    Raises:
+        ValueError: the index is unreadable, or a data file is missing.
+    """
+    try:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise ValueError(f"{folder}/.metadata: unreadable ({error})") from error
+    places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+    missing = {i.relative_path for i in places.values() if not (folder / i.relative_path).exists()}
+    if missing:
+        raise ValueError(f"{folder}: data file {sorted(missing)[0]} is missing")
+    tensors = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        chunks = []
+        for chunk in entry.chunks:
+            place = places[key, chunk.offsets]
+            chunks.append(
+                Chunk(
+                    tuple(chunk.offsets),
+                    tuple(chunk.sizes),
+                    folder / place.relative_path,
+                    place.offset,
+                    place.length,
+                )
+            )
+        tensors[key] = GlobalTensor(tuple(entry.size), entry.properties.dtype, tuple(chunks))
+    return tensors
+
+
+def locate(chunk: Chunk) -> StoredTensor:
+    """Where a chunk's data lies inside its archive.
+
+    Raises:
+        ValueError: the archive is cut short, or its tensor is not contiguous.
+    """
+    try:
+        with chunk.file.open("rb") as stream:
+            with zipfile.ZipFile(_Slice(stream, chunk)) as archive:
+                names = {name.partition("/")[2]: name for name in archive.namelist()}
+                tensor = _TensorReader(archive.open(names["data.pkl"])).load()
+                header = archive.getinfo(names["data/0"]).header_offset
+            stream.seek(chunk.archive_offset + header + 26)
+            lengths = stream.read(4)
+    except (zipfile.BadZipFile, KeyError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{chunk.file}: unreadable chunk at byte {chunk.archive_offset} ({error})"
+        ) from error
+    name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+    begin = chunk.archive_offset + header + 30 + name + extra
+    if tuple(tensor.shape) != chunk.sizes or not tensor.contiguous:
+        raise ValueError(f"{chunk.file}: a chunk of shape {chunk.sizes} is stored as {tensor}")
+    itemsize = tensor.dtype.itemsize
+    return StoredTensor(chunk.file, begin + tensor.offset * itemsize, tensor.dtype, chunk.sizes)
+
+
+class _SavedTensor(NamedTuple):
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def contiguous(self) -> bool:
+        expected, stride = 1, list(self.stride)
+        for size, step in zip(reversed(self.shape), reversed(stride)):
+            if size != 1 and step != expected:
+                return False
+            expected *= size
+        return True
+
+
+class _TensorReader(pickle.Unpickler):
+    """Reads an archive's pickle of one tensor without its data."""
+
+    def persistent_load(self, saved_id: tuple) -> torch.dtype:
+        return saved_id[1]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_rebuild_tensor_v2":
+            return lambda dtype, offset, size, stride, *rest: _SavedTensor(
+                dtype, offset, tuple(size), tuple(stride)
+            )
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise pickle.UnpicklingError(f"{module}.{name} in a tensor chunk")
+
+
+class _Slice(io.RawIOBase):
+    """A chunk's archive as a seekable file."""
+
+    def __init__(self, stream: io.BufferedReader, chunk: Chunk) -> None:
+        self._stream, self._begin, self._size = stream, chunk.archive_offset, chunk.archive_bytes
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = self._size - self._position
+        self._stream.seek(self._begin + self._position)
+        data = self._stream.read(left if size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+
+@lru_cache(maxsize=4096)
+def archive_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """What surrounds a tensor's data in its ``torch.save`` archive: bytes before, bytes after."""
+    with tempfile.TemporaryFile() as stream:
+        tensor = torch.empty(shape, dtype=dtype)
+        with torch.serialization.skip_data():
+            torch.save(tensor, stream)
+        stream.seek(0)
+        with zipfile.ZipFile(stream) as archive:
+            info = next(i for i in archive.infolist() if i.filename.endswith("/data/0"))
+        stream.seek(info.header_offset + 26)
+        lengths = stream.read(4)
+        name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+        begin = info.header_offset + 30 + name + extra
+        stream.seek(0)
+        head = stream.read(begin)
+        stream.seek(begin + tensor.nbytes)
+        return head, stream.read()
+
+
+def write_index(
+    folder: Path,
+    tensors: Mapping[str, GlobalTensor],
+    objects: Mapping[str, tuple[Path, int, int]],
+    common: dict[str, Any],
+) -> None:
+    """Write ``.metadata``, ``metadata.json`` and ``common.pt``.
+
+    Args:
+        folder: the checkpoint folder; files of chunks are relative to it.
+        tensors: every tensor key with its chunks.
+        objects: byte objects: file, offset and length by key.
+        common: the common state.
+    """
+    state, storage = {}, {}
+    for key, tensor in tensors.items():
+        boxes = [
+            ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks
+        ]
+        properties = TensorProperties(dtype=tensor.dtype)
+        state[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), boxes)
+        for i, chunk in enumerate(tensor.chunks):
+            index = MetadataIndex(key, torch.Size(chunk.offsets), i)
+            relative = str(chunk.file.relative_to(folder))
+            storage[index] = _StorageInfo(relative, chunk.archive_offset, chunk.archive_bytes)
+    for key, (file, offset, length) in objects.items():
+        state[key] = BytesStorageMetadata()
+        storage[MetadataIndex(key)] = _StorageInfo(str(file.relative_to(folder)), offset, length)
+    torch.save(common, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps(BACKEND))
+    metadata = Metadata(state_dict_metadata=state, planner_data=None, storage_data=storage)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def empty_object() -> bytes:
+    """The archive of a layer's empty extra state."""
+    buffer = io.BytesIO()
+    torch.save([None], buffer)
+    return buffer.getvalue()
