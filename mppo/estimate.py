@@ -183,7 +183,10 @@ def estimate(
     if whiten is None:
         whiten = algorithm.adv_estimator in WHITENED_BY_DEFAULT
     if whiten:
-        advantages_T = masked_whiten(advantages_T, mask_T, unbiased=algorithm.whiten_unbiased)
+        own = advantages_T if advantages_T is not returns_T else None
+        advantages_T = masked_whiten(
+            advantages_T, mask_T, unbiased=algorithm.whiten_unbiased, out=own
+        )
     correction = algorithm.rollout_correction
     weight_T = correction_weights(measured, correction)
     if algorithm.mask_truncated:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mppo.algos.scan import reverse_scan, uniform_reverse_scan_
+from mppo.algos.scan import reverse_scan, uniform_reverse_scan
+
+_PIECE = 1 << 18
+"""Tokens whose temporaries stay in a core's cache."""
 
 
 def gae(
@@ -52,9 +55,15 @@ def _run_breaks(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor | None:
         Sorted int64 indices t: the mask changes after t, or a sequence ends with it. None where
         some sequence's masked tokens have a gap.
     """
-    changes = (mask_T[1:] != mask_T[:-1]).nonzero().squeeze(1)
+    changes = [
+        (mask_T[i + 1 : i + 1 + _PIECE] != mask_T[i : i + _PIECE][: len(mask_T) - 1 - i])
+        .nonzero()
+        .squeeze(1)
+        .add_(i)
+        for i in range(0, len(mask_T) - 1, _PIECE)
+    ]
     last = cu_seqlens[1:] - 1
-    breaks = torch.unique(torch.cat([changes, last[last >= 0]]))
+    breaks = torch.unique(torch.cat([*changes, last[last >= 0]]))
     run_ends = breaks[mask_T[breaks] > 0]
     run_sequences = torch.searchsorted(cu_seqlens, run_ends, right=True)
     if (run_sequences[1:] == run_sequences[:-1]).any():
@@ -70,12 +79,19 @@ def _gae_of_runs(
     gamma: float,
     lam: float,
 ) -> Tensor:
-    """GAE where each sequence's masked tokens are one run; one buffer, a few passes over it."""
-    advantages_T = rewards_T - values_T
-    advantages_T[:-1].add_(values_T[1:], alpha=gamma)
-    advantages_T[breaks] = rewards_T[breaks] - values_T[breaks]
-    advantages_T.mul_(mask_T)
-    uniform_reverse_scan_(advantages_T, gamma * lam, breaks)
+    """GAE where each sequence's masked tokens are one run; one buffer, one pass over it."""
+
+    def delta(start: int, stop: int, piece: Tensor) -> None:
+        torch.sub(rewards_T[start:stop], values_T[start:stop], out=piece)
+        following = values_T[start + 1 : stop + 1]
+        piece[: len(following)].add_(following, alpha=gamma)
+        here = slice(*torch.searchsorted(breaks, torch.tensor([start, stop])).tolist())
+        crossed = breaks[here] - start
+        piece[crossed] = rewards_T[breaks[here]] - values_T[breaks[here]]
+        piece.mul_(mask_T[start:stop])
+
+    advantages_T = torch.empty_like(values_T)
+    uniform_reverse_scan(len(values_T), delta, gamma * lam, breaks, advantages_T)
     return advantages_T
 
 

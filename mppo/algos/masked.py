@@ -37,7 +37,12 @@ def masked_var(x_T: Tensor, mask_T: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(
-    x_T: Tensor, mask_T: Tensor, shift_mean: bool = True, unbiased: bool = True, eps: float = 1e-8
+    x_T: Tensor,
+    mask_T: Tensor,
+    shift_mean: bool = True,
+    unbiased: bool = True,
+    eps: float = 1e-8,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``(x - mean) / sqrt(var + eps)`` over the masked tokens, 0 outside the mask.
 
@@ -47,6 +52,7 @@ def masked_whiten(
         shift_mean: False adds the mean back (rewards are scaled, not centred).
         unbiased: Bessel's correction (verl, TRL); OpenRLHF has none.
         eps: keeps a constant input finite.
+        out: where to write; may be ``x_T`` itself, which saves an allocation.
 
     Returns:
         float ``[T]``. With fewer than two masked tokens the variance is unknown: the tokens are
@@ -57,7 +63,7 @@ def masked_whiten(
     mask_T = mask_T.to(x_T.dtype)
     count = mask_T.sum()
     mean = (_dot(x_T, mask_T) / count.clamp(min=1.0)).to(x_T.dtype)
-    whitened_T = (x_T - mean).mul_(mask_T)
+    whitened_T = torch.sub(x_T, mean, out=out).mul_(mask_T)
     var = _dot(whitened_T, whitened_T) / (count - (1.0 if unbiased else 0.0)).clamp(min=1.0)
     whitened_T.mul_(torch.where(count >= 2, torch.rsqrt(var + eps), 1.0).to(x_T.dtype))
     return whitened_T if shift_mean else whitened_T.add_(mean * mask_T)

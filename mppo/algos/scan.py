@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 _BLOCK = 32
-_CHUNK = 1 << 22
+_PIECE = 1 << 21
 
 
 def reverse_scan(x_N: Tensor, decay_N: Tensor) -> Tensor:
@@ -44,58 +46,66 @@ def _scan_blocks_(y: Tensor, g: Tensor) -> None:
         step *= 2
 
 
-def uniform_reverse_scan_(x_N: Tensor, decay: float, breaks: Tensor) -> None:
-    """``y_i = x_i + decay y_{i+1}``, written over ``x``; nothing crosses a break.
+def uniform_reverse_scan(
+    n: int, x_of: Callable[[int, int, Tensor], None], decay: float, breaks: Tensor, out_N: Tensor
+) -> None:
+    """``y_i = x_i + decay y_{i+1}``, where nothing crosses a break.
 
-    As :func:`reverse_scan` with one decay, where segments are long: the rows of a ``[N/32, 32]``
-    view are scanned by one matrix product, the few rows that hold a break apart.
+    As :func:`reverse_scan` with one decay, for long segments. The input is made piece by piece and
+    never stands whole in memory. A piece is rows of 32; the rows' first elements are one
+    matrix-vector product, scanned as above they are the rows' carries, and with the carries added
+    to the rows' last elements one matrix product gives all elements. The few rows that hold a
+    break are scanned apart.
 
     Args:
-        x_N: float ``[N]``, overwritten.
+        n: number of elements.
+        x_of: ``x_of(start, stop, piece)`` writes elements start to stop into ``piece``.
         decay: the same for all.
-        breaks: int64, sorted: indices i where ``y_i = x_i``.
+        breaks: int64, sorted: indices i where ``y_i = x_i``; the last one is ``n - 1``.
+        out_N: float ``[n]``, written.
     """
     powers = decay ** torch.arange(_BLOCK + 1, dtype=torch.float64)
     lag = torch.arange(_BLOCK)[:, None] - torch.arange(_BLOCK)[None, :]
-    matrix = torch.where(lag >= 0, powers[lag.clamp(min=0)], 0.0).to(x_N)
-    to_end = powers[1:].flip(0).to(x_N)
-    edges = torch.arange(0, len(x_N) + _CHUNK, _CHUNK).clamp(max=len(x_N))
+    matrix = torch.where(lag >= 0, powers[lag.clamp(min=0)], 0.0).to(out_N)
+    edges = torch.arange(0, n + _PIECE, _PIECE).clamp(max=n)
     bounds = torch.searchsorted(breaks, edges).tolist()
-    scratch = x_N.new_empty(min(len(x_N), _CHUNK) + _BLOCK)
-    carry = x_N.new_zeros(1)
-    for chunk in reversed(range(len(edges) - 1)):
-        start = chunk * _CHUNK
-        local = x_N[start : start + _CHUNK]
-        here = breaks[bounds[chunk] : bounds[chunk + 1]] - start
-        carry = _scan_chunk_(local, scratch, matrix, to_end, here, carry)
+    scratch = out_N.new_zeros(min(n + -n % _BLOCK, _PIECE))
+    carry = out_N.new_zeros(1)
+    for piece in reversed(range(len(edges) - 1)):
+        start, stop = piece * _PIECE, min((piece + 1) * _PIECE, n)
+        x = scratch[: stop - start + (start - stop) % _BLOCK]
+        x_of(start, stop, x[: stop - start])
+        x[stop - start :] = 0.0
+        here = breaks[bounds[piece] : bounds[piece + 1]] - start
+        carry = _scan_piece(x.view(-1, _BLOCK), matrix, here, carry, out_N[start:stop])
 
 
-def _scan_chunk_(
-    x_N: Tensor, scratch: Tensor, matrix: Tensor, to_end: Tensor, breaks: Tensor, carry: Tensor
-) -> Tensor:
-    """One chunk of :func:`uniform_reverse_scan_`; returns its first element, the next carry.
+def _scan_piece(x: Tensor, matrix: Tensor, breaks: Tensor, carry: Tensor, out: Tensor) -> Tensor:
+    """Scan one piece into ``out``; returns its first element, the carry of the piece before it.
 
-    A chunk that is no multiple of the block (only the last) is scanned in a padded copy.
+    Args:
+        x: rows ``[r, 32]``, overwritten; zeros beyond ``len(out)``.
+        matrix: ``[32, 32]``, powers of the decay.
+        breaks: int64, within the piece.
+        carry: ``[1]``, the element after the piece.
+        out: float, as many as the piece has.
     """
-    n = len(x_N)
-    if n % _BLOCK:
-        padded = torch.nn.functional.pad(x_N, (0, -n % _BLOCK))
-        ends = torch.unique(torch.cat([breaks, breaks.new_tensor([n - 1])]))
-        first = _scan_chunk_(padded, scratch, matrix, to_end, ends, carry)
-        x_N.copy_(padded[:n])
-        return first
-    x = x_N.view(-1, _BLOCK)
-    y = scratch[:n].view(-1, _BLOCK)
-    torch.mm(x, matrix, out=y)
-    block_decay = to_end[0].expand(len(y)).clone()
+    decay, row_decay = matrix[1, 0], matrix[-1, 0] * matrix[1, 0]
     rows, row_of = torch.unique(breaks // _BLOCK, return_inverse=True)
-    broken_y = x[rows]
-    broken_g = to_end[-1].expand_as(broken_y).clone()
-    broken_g[row_of, breaks % _BLOCK] = 0.0
-    _scan_blocks_(broken_y, broken_g)
-    y[rows] = broken_y
-    block_decay[rows] = broken_g[:, 0]
-    first = reverse_scan(torch.cat([y[:, 0], carry]), torch.cat([block_decay, carry * 0]))
-    torch.addr(y, first[1:], to_end, out=x)
-    x[rows] = broken_y + broken_g * first[1:][rows].unsqueeze(1)
+    broken = x[rows]
+    broken_decay = decay.expand_as(broken).clone()
+    broken_decay[row_of, breaks % _BLOCK] = 0.0
+    _scan_blocks_(broken, broken_decay)
+    first = torch.mv(x, matrix[:, 0])
+    first_decay = row_decay.expand(len(first)).clone()
+    first[rows], first_decay[rows] = broken[:, 0], broken_decay[:, 0]
+    first = reverse_scan(torch.cat([first, carry]), torch.cat([first_decay, carry * 0]))
+    x[:, -1].add_(first[1:] * decay)
+    if len(out) == x.numel():
+        y = torch.mm(x, matrix, out=out.view(-1, _BLOCK))
+        y[rows] = broken + broken_decay * first[1:][rows].unsqueeze(1)
+    else:
+        y = torch.mm(x, matrix)
+        y[rows] = broken + broken_decay * first[1:][rows].unsqueeze(1)
+        out.copy_(y.view(-1)[: len(out)])
     return first[:1]

@@ -109,16 +109,19 @@ def test_gae_does_not_see_the_other_sequences(batch, which):
     torch.testing.assert_close(whole[part], expected)
 
 
-@pytest.mark.parametrize("chunk", [32, 64, 1024])
-def test_the_uniform_scan_equals_the_general_one_across_chunks(chunk, monkeypatch):
-    monkeypatch.setattr(scan, "_CHUNK", chunk)
+@pytest.mark.parametrize("piece", [32, 64, 1024])
+def test_the_uniform_scan_equals_the_general_one_across_pieces(piece, monkeypatch):
+    monkeypatch.setattr(scan, "_PIECE", piece)
     x = torch.randn(333, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    breaks = torch.tensor([0, 31, 32, 63, 64, 100, 331])
+    breaks = torch.tensor([0, 31, 32, 63, 64, 100, 331, 332])
     decay = torch.full_like(x, 0.97)
     decay[breaks] = 0.0
     expected = scan.reverse_scan(x, decay)
-    scan.uniform_reverse_scan_(x, 0.97, breaks)
-    torch.testing.assert_close(x, expected)
+    actual = torch.empty_like(x)
+    scan.uniform_reverse_scan(
+        333, lambda start, stop, out: out.copy_(x[start:stop]), 0.97, breaks, actual
+    )
+    torch.testing.assert_close(actual, expected)
 
 
 def test_long_sums_keep_float32_precision():
