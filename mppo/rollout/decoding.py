@@ -85,8 +85,9 @@ class RowCache(Cache):
         """Store new states; prefill (``window`` of rows) attends to the fresh ones alone."""
         buffers = self._buffers[layer_idx]
         if buffers is None:
+            # zeros: masked columns must not hold what multiplies to NaN
             buffers = self._buffers[layer_idx] = [
-                s.new_empty(self._rows, s.shape[1], self.columns, s.shape[3])
+                s.new_zeros(self._rows, s.shape[1], self.columns, s.shape[3])
                 for s in (key_states, value_states)
             ]
         end = self.length + key_states.shape[2]

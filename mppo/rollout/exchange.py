@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mppo.batch import Prompt, Trajectory
+
 
 def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
     """Indices each rank works on: longest first, dealt to and fro.
@@ -49,3 +51,61 @@ def gather_flat(mine: Tensor, world: int, group: dist.ProcessGroup | None = None
     received = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(received, padded, group=group)
     return [tensor[:count] for tensor, count in zip(received, counts, strict=True)]
+
+
+def pack_rows(
+    key_R: Tensor, length_R: Tensor, stopped_R: Tensor, tokens: Tensor, logprobs: Tensor
+) -> Tensor:
+    """A rank's responses as one int32 tensor.
+
+    Args:
+        key_R: ``prompt index * n + sample`` of each row.
+        length_R: tokens of each row.
+        stopped_R: whether a stop token ended it.
+        tokens: integers, all rows end to end.
+        logprobs: float32, likewise.
+
+    Returns:
+        int32: row count; keys, lengths, stops; tokens; bits of the log-probabilities.
+    """
+    count = torch.tensor([len(key_R)], dtype=torch.int32, device=key_R.device)
+    head = torch.stack([key_R, length_R, stopped_R.to(key_R.dtype)]).int().flatten()
+    return torch.cat([count, head, tokens.int(), logprobs.float().view(torch.int32)])
+
+
+def unpack_rows(
+    packed: Tensor, prompts: Sequence[Prompt], n: int, version: int
+) -> dict[int, Trajectory]:
+    """Trajectories by ``prompt index * n + sample``; the inverse of ``pack_rows``."""
+    packed = packed.cpu()
+    rows = int(packed[0])
+    keys, lengths, stopped = packed[1 : 1 + 3 * rows].view(3, rows).tolist()
+    body = packed[1 + 3 * rows :]
+    half = len(body) // 2
+    tokens, logprobs = body[:half].tolist(), body[half:].view(torch.float32).tolist()
+    found, at = {}, 0
+    for key, length, stop in zip(keys, lengths, stopped, strict=True):
+        found[key] = Trajectory(
+            prompt=prompts[key // n],
+            response_ids=tuple(tokens[at : at + length]),
+            logprobs=tuple(logprobs[at : at + length]),
+            finish_reason="stop" if stop else "length",
+            weight_version=version,
+        )
+        at += length
+    return found
+
+
+def agree(error: str | None, world: int, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank what went wrong on any.
+
+    Raises:
+        RuntimeError: some rank brought an error.
+    """
+    errors: list[str | None] = [error]
+    if world > 1:
+        errors = [None] * world
+        dist.all_gather_object(errors, error, group=group)
+    told = list(dict.fromkeys(e for e in errors if e is not None))
+    if told:
+        raise RuntimeError("; ".join(told))

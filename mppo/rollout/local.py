@@ -21,7 +21,7 @@ from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import SamplingConfig
 from mppo.rollout.decoding import ATTENTION, Responses, decode
 from mppo.rollout.engine import WeightBucket
-from mppo.rollout.exchange import gather_flat, shares
+from mppo.rollout.exchange import gather_flat, pack_rows, shares, unpack_rows
 from mppo.rollout.parameters import WIDE_BUFFER, ParameterSink
 from mppo.rollout.sampling import row_keys
 
@@ -120,10 +120,10 @@ class LocalEngine:
         for start in range(0, len(rows), self._batch_size):
             chunk = rows[start : start + self._batch_size]
             parts.append(self._generate_rows(prompts, chunk, sampling, max_tokens, seed, stops))
-        packed = torch.cat([*(_pack(rows, prompts, sampling.n, parts)), self._nothing()])
+        packed = _pack(rows, sampling.n, parts, self._device)
         found: dict[int, Trajectory] = {}
         for received in gather_flat(packed, self._world, self._group):
-            found.update(_unpack(received, prompts, sampling.n, version))
+            found.update(unpack_rows(received, prompts, sampling.n, version))
         return [found[key] for key in range(len(prompts) * sampling.n)]
 
     def _generate_rows(
@@ -148,9 +148,6 @@ class LocalEngine:
             max_tokens,
             stops,
         )
-
-    def _nothing(self) -> Tensor:
-        return torch.empty(0, dtype=torch.int32, device=self._device)
 
     def _check_lengths(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
         config = self._model.config
@@ -235,45 +232,20 @@ class LocalEngine:
 
 
 def _pack(
-    rows: Sequence[tuple[int, int]], prompts: Sequence[Prompt], n: int, parts: Sequence[Responses]
-) -> list[Tensor]:
-    """A rank's responses as int32: per row index, length, stopped; then tokens; then log-probs."""
-    if not rows:
-        return []
-    lengths = torch.cat([part.length_R for part in parts])
-    stopped = torch.cat([part.stopped_R for part in parts])
-    keys = torch.tensor([index * n + sample for index, sample in rows], device=lengths.device)
-    head = torch.stack([keys, lengths, stopped]).int()
-    tokens, logprobs = [], []
+    rows: Sequence[tuple[int, int]], n: int, parts: Sequence[Responses], device: torch.device
+) -> Tensor:
+    """A rank's responses, in row order, for the exchange."""
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    tokens, logprobs = [nothing], [nothing.float()]
     for part in parts:
-        column = torch.arange(part.tokens.shape[1], device=lengths.device)
-        valid = column < part.length_R[:, None]
+        column_T = torch.arange(part.tokens.shape[1], device=device)
+        valid = column_T < part.length_R[:, None]
         tokens.append(part.tokens[valid])
-        logprobs.append(part.logprobs[valid].view(torch.int32))
-    count = torch.tensor([len(rows)], dtype=torch.int32, device=lengths.device)
-    return [count, head.flatten(), *tokens, *logprobs]
-
-
-def _unpack(
-    packed: Tensor, prompts: Sequence[Prompt], n: int, version: int
-) -> dict[int, Trajectory]:
-    """Trajectories by ``prompt index * n + sample``."""
-    if not packed.numel():
-        return {}
-    packed = packed.cpu()
-    rows = int(packed[0])
-    keys, lengths, stopped = packed[1 : 1 + 3 * rows].view(3, rows).tolist()
-    body = packed[1 + 3 * rows :]
-    half = len(body) // 2
-    tokens, logprobs = body[:half].tolist(), body[half:].view(torch.float32).tolist()
-    found, at = {}, 0
-    for key, length, stop in zip(keys, lengths, stopped, strict=True):
-        found[key] = Trajectory(
-            prompt=prompts[key // n],
-            response_ids=tuple(tokens[at : at + length]),
-            logprobs=tuple(logprobs[at : at + length]),
-            finish_reason="stop" if stop else "length",
-            weight_version=version,
-        )
-        at += length
-    return found
+        logprobs.append(part.logprobs[valid])
+    return pack_rows(
+        torch.tensor([i * n + s for i, s in rows], dtype=torch.int64, device=device),
+        torch.cat([nothing, *(part.length_R for part in parts)]),
+        torch.cat([nothing, *(part.stopped_R for part in parts)]),
+        torch.cat(tokens),
+        torch.cat(logprobs),
+    )

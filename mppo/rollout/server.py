@@ -1,0 +1,125 @@
+"""A server process owned by this rank: start, watch, stop, start again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+_POLL_S = 0.1
+_TAIL_LINES = 25
+_LAUNCHER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+)  # fmt: skip
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "SLURM_", "PMI_", "PMIX_", "OMPI_")
+
+
+class ServerError(RuntimeError):
+    """A server that did not come up, or is gone."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without what a launcher told this rank, and with ``extra``."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+    return {**kept, **extra}
+
+
+class ServerProcess:
+    """One server under a guard, in its own session.
+
+    The guard kills the server's whole process group when this process ends in any way.
+
+    Args:
+        name: what to call it in messages.
+        command: makes the command line for a fresh port.
+        environment: variables it gets besides this process's.
+        log: file its output goes to (appended).
+        is_up: asks the server whether it answers, given the port.
+        start_timeout_s: how long it may take to come up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[int], Sequence[str]],
+        environment: Mapping[str, str],
+        log: Path,
+        is_up: Callable[[int], bool],
+        start_timeout_s: float,
+    ) -> None:
+        self.name, self.log = name, log
+        self.port = 0
+        self._command, self._environment, self._is_up = command, environment, is_up
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Launch it; does not wait until it answers."""
+        assert self._process is None, "already started"
+        self.port = free_port()
+        guard = [sys.executable, "-m", "mppo.rollout.guard", str(os.getpid())]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*guard, *self._command(self.port)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=clean_environment(self._environment),
+                start_new_session=True,
+            )
+
+    def wait_until_up(self) -> None:
+        """Block until it answers.
+
+        Raises:
+            ServerError: it ended, or stayed silent for ``start_timeout_s``; with its last output.
+        """
+        deadline = time.monotonic() + self._start_timeout_s
+        while not self._is_up(self.port):
+            if not self.alive:
+                raise ServerError(f"{self.name} ended while starting{self.last_output()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise ServerError(
+                    f"{self.name} did not answer within {self._start_timeout_s:.0f} s "
+                    f"(rollout.start_timeout_s){self.last_output()}"
+                )
+            time.sleep(_POLL_S)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs (it may hang)."""
+        return self._process is not None and self._process.poll() is None
+
+    def last_output(self) -> str:
+        """The end of its log, for messages."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        tail = "\n  ".join(lines[-_TAIL_LINES:])
+        return f"; the end of {self.log}:\n  {tail}" if tail else f"; {self.log} is empty"
+
+    def stop(self) -> None:
+        """Kill the whole process group and reap the guard. Idempotent."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None

@@ -1,0 +1,187 @@
+"""SGLang's HTTP interface, the part a trainer needs. SGLang itself is not imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mppo.config.schema import SamplingConfig
+from mppo.rollout.http_client import JsonClient, RequestRefused, ServerLost
+
+_QUICK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One response as the server returned it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool
+    weight_version: str
+
+
+def sampling_parameters(
+    sampling: SamplingConfig, max_tokens: int, stop_tokens: Sequence[int]
+) -> dict[str, Any]:
+    """SGLang's names for how to sample one response."""
+    return {
+        "max_new_tokens": max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop_token_ids": list(stop_tokens),
+    }
+
+
+class SGLangApi:
+    """Calls to one SGLang server.
+
+    Args:
+        url: its address.
+        api_key: its key, or None.
+        timeout_s: longest silence in generation and weight updates.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+        self.url = url
+        self._client = JsonClient(url, api_key, timeout_s)
+        self._has_sessions = True
+
+    def is_up(self) -> bool:
+        """Whether it answers a health check at once."""
+        try:
+            self._client.get("/health", timeout_s=_QUICK_S)
+        except ServerLost:
+            return False
+        return True
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
+    ) -> list[Generated]:
+        """One response to each prompt.
+
+        Raises:
+            ServerLost: no answer, or a response the server gave up on; nothing of it counts.
+        """
+        body = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": parameters,
+            "return_logprob": True,
+        }
+        return [self._generated(answer) for answer in self._client.post("/generate", body)]
+
+    def _generated(self, answer: dict[str, Any]) -> Generated:
+        meta = answer["meta_info"]
+        reason = meta["finish_reason"]
+        if reason["type"] not in ("stop", "length"):
+            raise ServerLost(f"{self.url} gave up on a response: {reason}")
+        tokens = answer["output_ids"]
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        if len(tokens) != len(logprobs):
+            raise ServerLost(f"{self.url}: {len(tokens)} tokens, {len(logprobs)} log-probabilities")
+        version = str(meta.get("weight_version", ""))
+        return Generated(tokens, logprobs, reason["type"] == "stop", version)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token but the first, at temperature 1."""
+        body = {
+            "input_ids": [list(sequence) for sequence in sequences],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answers = self._client.post("/generate", body)
+        return [[e[0] for e in a["meta_info"]["input_token_logprobs"][1:]] for a in answers]
+
+    def begin_update(self) -> None:
+        """Open a weight update, where the version has such a call."""
+        self._session("/begin_weight_update", {"selector": "all"})
+
+    def end_update(self) -> None:
+        """Close it: the server finishes what it derives from weights."""
+        self._session("/end_weight_update", {})
+
+    def _session(self, path: str, body: dict[str, Any]) -> None:
+        if not self._has_sessions:
+            return
+        try:
+            self._succeed(path, body)
+        except RequestRefused as error:
+            if "status 404" not in str(error):
+                raise
+            self._has_sessions = False
+
+    def update_from_tensor(self, payloads: Sequence[str], version: int) -> None:
+        """Load one bucket, given as one serialized payload per tensor-parallel rank."""
+        self._succeed(
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": list(payloads),
+                "load_format": "flattened_bucket",
+                "flush_cache": True,
+                "weight_version": str(version),
+            },
+        )
+
+    def join_group(
+        self, address: str, port: int, rank_offset: int, world: int, name: str, backend: str
+    ) -> None:
+        """Have the server's ranks join a process group; returns when all members are there."""
+        self._succeed(
+            "/init_weights_update_group",
+            {
+                "master_address": address,
+                "master_port": port,
+                "rank_offset": rank_offset,
+                "world_size": world,
+                "group_name": name,
+                "backend": backend,
+            },
+        )
+
+    def leave_group(self, name: str) -> None:
+        """Have the server's ranks leave it."""
+        self._succeed("/destroy_weights_update_group", {"group_name": name})
+
+    def update_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        version: int,
+    ) -> None:
+        """Load one bucket that is broadcast as a single tensor in the group meanwhile."""
+        self._succeed(
+            "/update_weights_from_distributed",
+            {
+                "names": list(names),
+                "dtypes": list(dtypes),
+                "shapes": [list(shape) for shape in shapes],
+                "group_name": group,
+                "flush_cache": True,
+                "load_format": "flattened_bucket",
+                "weight_version": str(version),
+            },
+        )
+
+    def update_from_disk(self, folder: str, version: int) -> None:
+        """Load a Hugging Face folder the server can read."""
+        body = {"model_path": folder, "load_format": "auto", "weight_version": str(version)}
+        self._succeed("/update_weights_from_disk", body)
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Give back the device memory of ``weights`` or ``kv_cache``."""
+        self._client.post("/release_memory_occupation", {"tags": list(tags)})
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take it again."""
+        self._client.post("/resume_memory_occupation", {"tags": list(tags)})
+
+    def _succeed(self, path: str, body: dict[str, Any]) -> None:
+        answer = self._client.post(path, body)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise RequestRefused(f"{self.url}{path}: {answer.get('message')}")
