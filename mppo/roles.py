@@ -70,6 +70,7 @@ class Roles:
                 temperature=temperature,
                 optim=optim,
                 total_steps=total_steps,
+                router_replay=getattr(section, "router_replay", "off"),
             )
             with phase(f"building {name}"):
                 return Role(spec, load_config(where), registry.of(layout_of(megatron, world)))
@@ -180,7 +181,7 @@ class Roles:
         metrics = update_metrics(stats)
         metrics[f"{role.name}/grad_norm"] = sum(norms) / len(norms)
         metrics[f"{role.name}/lr"] = learning_rate
-        return metrics
+        return metrics | role.routing_metrics()
 
     def _accumulate(self, role: Role, batch: Batch, action: Action, targets, objective):
         place = {index: i for i, index in enumerate(action.mini_batch)}

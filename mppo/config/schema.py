@@ -137,7 +137,12 @@ KLType = Literal[
 
 
 class ActorConfig(BatchingConfig):
-    """The policy: layout, optimizer, and the PPO update."""
+    """The policy: layout, optimizer, and the PPO update.
+
+    ``router_replay``: in a mixture of experts, the update takes the experts chosen when
+    log-probabilities were measured (R2), or update and measurement those the rollout engine chose
+    (R3).
+    """
 
     ppo_mini_batch_size: int = Field(default=64, gt=0)
     ppo_epochs: int = Field(default=1, gt=0)
@@ -155,10 +160,14 @@ class ActorConfig(BatchingConfig):
     kl_loss_type: KLType = "low_var_kl"
     optim: OptimConfig = OptimConfig(lr=1e-6)
     megatron: MegatronConfig = MegatronConfig()
+    router_replay: Literal["off", "R2", "R3"] = "off"
 
 
 class CriticConfig(BatchingConfig):
-    """The value model. ``path`` null starts it from ``model.path`` with a fresh value head."""
+    """The value model. ``path`` null starts it from ``model.path`` with a fresh value head.
+
+    ``router_replay`` R2: the update takes the experts chosen when values were measured.
+    """
 
     path: str | None = None
     ppo_mini_batch_size: int | None = Field(default=None, gt=0)
@@ -169,6 +178,7 @@ class CriticConfig(BatchingConfig):
     loss_agg_mode: LossAggMode = "token-mean"
     optim: OptimConfig = OptimConfig(lr=1e-5)
     megatron: MegatronConfig = MegatronConfig()
+    router_replay: Literal["off", "R2"] = "off"
 
 
 class RefConfig(BatchingConfig):

@@ -70,9 +70,9 @@ def transformer_config(
         finalize_model_grads_func=_finalize,
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
-        moe_router_load_balancing_type=megatron.moe_router_load_balancing_type,
-        moe_aux_loss_coeff=megatron.moe_aux_loss_coeff,
-        moe_z_loss_coeff=megatron.moe_z_loss_coeff,
+        # auxiliary losses are mppo.models.router's: Megatron's depend on the micro-batches
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
         moe_router_bias_update_rate=megatron.moe_router_bias_update_rate,
         moe_router_dtype=megatron.moe_router_dtype,
         moe_grouped_gemm=use_te and "num_moe_experts" in family.transformer_kwargs,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mppo.models.context import ContextSplit
+
+if TYPE_CHECKING:
+    from mppo.models.router import MicroRouting
 
 _MAX_ATTENTION_PADDING = 1.25
 
@@ -44,6 +48,7 @@ class Packing(PackedSeqParams):
         origin: int64 ``[T]``, which token of the micro-batch each one is; -1 for padding.
         context: the split over context-parallel ranks; ``attention_rows`` is then empty and all
             tensors above speak of local tokens, save ``cu_seqlens``.
+        routing: what the routers of a mixture of experts do with the micro-batch; None: choose.
     """
 
     positions: Tensor | None = None
@@ -52,6 +57,7 @@ class Packing(PackedSeqParams):
     contiguous: bool = False
     origin: Tensor | None = None
     context: ContextSplit | None = None
+    routing: MicroRouting | None = None
 
 
 def pack_context(split: ContextSplit, device: torch.device) -> Packing:

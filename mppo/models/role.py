@@ -20,7 +20,9 @@ from mppo.models.context import ContextPlace
 from mppo.models.families import family_config
 from mppo.models.head import Vocabulary, chunked_logprobs, gather_hidden, gather_values
 from mppo.models.microbatch import MicroBatch, cut
+from mppo.models.moe import freeze_routers
 from mppo.models.optimizer import RoleOptimizer, StepResult, wrap_in_ddp
+from mppo.models.routing import Replay, RoleRouting
 from mppo.models.stage import Head, Stage, build_stages
 from mppo.parallel import device
 from mppo.parallel.balance import MicroBatchLimits, Plan
@@ -54,6 +56,7 @@ class RoleSpec:
         temperature: log-probabilities are of softmax(logits / temperature).
         optim: None for a frozen role.
         total_steps: PPO steps of the run.
+        router_replay: whose choice of experts the update takes (``mppo.models.routing``).
     """
 
     name: str
@@ -65,6 +68,7 @@ class RoleSpec:
     temperature: float = 1.0
     optim: OptimConfig | None = None
     total_steps: int = 1
+    router_replay: Replay = "off"
 
 
 class Role:
@@ -90,6 +94,14 @@ class Role:
                 family, self.config, self.layout, padded_vocab, groups.coordinates.pp, spec.head
             )
             load_hf_weights(spec.folder, self.stages, hf_config, self.layout, groups.coordinates)
+            if spec.megatron.freeze_moe_router:
+                for stage in self.stages:
+                    freeze_routers(stage)
+            self.routing: RoleRouting | None = None
+            if self.config.num_moe_experts:
+                self.routing = RoleRouting(
+                    self.stages, spec.megatron, spec.router_replay, groups, self.config
+                )
             self._chunks: list[torch.nn.Module] = list(self.stages)
             self.optimizer: RoleOptimizer | None = None
             if spec.optim is not None:
@@ -137,18 +149,7 @@ class Role:
             The head's outputs for the whole batch, float32 ``[T]`` on the CPU of every rank, zero
             outside responses.
         """
-        with self.groups.active():
-            for stage in self.stages:
-                stage.eval()
-            microbatches = self._cut(batch, plan)
-            parts = run_pipeline(
-                self.stages,
-                microbatches,
-                _run_chunk,
-                lambda hidden, microbatch: self._head(hidden, microbatch),
-                backward=False,
-                max_tokens=max(len(m.tokens_t) for m in microbatches),
-            )
+        microbatches, parts = self._forward(batch, plan)
         count = 2 if self.spec.head == "policy" else 1
         outputs = torch.zeros(count, len(batch.tokens_T), device=device.device())
         if self.groups.speaks:
@@ -157,6 +158,26 @@ class Role:
                 outputs[:, where] = torch.stack(part)
         dist.all_reduce(outputs)
         return tuple(outputs.cpu())
+
+    def _forward(self, batch: Batch, plan: Plan) -> tuple[list[MicroBatch], list[Outputs]]:
+        """This rank's micro-batches, and on the last stage their outputs; no gradient."""
+        with self.groups.active():
+            for stage in self.stages:
+                stage.eval()
+            microbatches = self._cut(batch, plan)
+            if self.routing:
+                self.routing.before_measure(batch, microbatches)
+            parts = run_pipeline(
+                self.stages,
+                microbatches,
+                _run_chunk,
+                lambda hidden, microbatch: self._head(hidden, microbatch),
+                backward=False,
+                max_tokens=max(len(m.tokens_t) for m in microbatches),
+            )
+            if self.routing:
+                self.routing.after_measure(batch, plan, microbatches)
+        return microbatches, parts
 
     def forward_backward(self, batch: Batch, plan: Plan, objective: Objective) -> dict[str, float]:
         """Accumulate the gradient of one mini-batch, from zero.
@@ -170,11 +191,16 @@ class Role:
             The summed statistics, the same on every rank.
         """
         assert self.optimizer is not None, f"{self.name} is frozen"
+        if self.routing and self.routing.needs_record(batch, plan):
+            with torch.no_grad():
+                self._forward(batch, plan)
         with self.groups.active():
             for stage in self.stages:
                 stage.train()
             self.optimizer.zero_grad()
             microbatches = self._cut(batch, plan)
+            if self.routing:
+                self.routing.before_update(batch, plan, microbatches)
             parts = run_pipeline(
                 self._chunks,
                 microbatches,
@@ -190,6 +216,10 @@ class Role:
         assert self.optimizer is not None, f"{self.name} is frozen"
         with self.groups.active():
             return self.optimizer.step()
+
+    def routing_metrics(self) -> dict[str, float]:
+        """Balance of the experts and router replay since the last call; collective."""
+        return self.routing.metrics(self.name) if self.routing else {}
 
     def hf_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """The current weights under Hugging Face names, whole, bucket by bucket; collective."""

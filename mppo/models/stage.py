@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -27,10 +28,11 @@ from mppo.models.attention import PackedAttention
 from mppo.models.families import FamilyConfig
 from mppo.models.head import ValueHead
 from mppo.models.latent import LatentAttention
-from mppo.models.moe import reduce_over_expert_data_parallel
+from mppo.models.moe import hand_packing_to_routers, reduce_over_expert_data_parallel
 from mppo.models.norm import RMSNorm
 from mppo.models.packing import Packing
 from mppo.models.rotary import PackedRotary
+from mppo.models.router import Router
 from mppo.models.sandwich import SandwichLayer
 from mppo.parallel import device
 from mppo.parallel.layout import Layout
@@ -96,7 +98,9 @@ def _as_thd(packing: Packing) -> PackedSeqParams:
     """The same packing for Transformer Engine's attention."""
     names = [f.name for f in dataclasses.fields(PackedSeqParams)]
     values = {name: getattr(packing, name) for name in names}
-    return PackedSeqParams(**{**values, "qkv_format": "thd"})
+    params = PackedSeqParams(**{**values, "qkv_format": "thd"})
+    params.packing = packing
+    return params
 
 
 def build_stages(
@@ -143,6 +147,7 @@ def build_stages(
         )
         if not stage.uses_transformer_engine:
             _pack_rotary(stage)
+        hand_packing_to_routers(stage)
         reduce_over_expert_data_parallel(stage, layout)
         stages.append(stage.to(device=device.device()))
     return stages
@@ -161,33 +166,40 @@ def layer_specs(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         specs = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
-    if not use_te:
-        specs = _with_local_parts(specs)
+    specs = _with_parts(specs, {TopKRouter: Router} if use_te else _LOCAL_PARTS)
     if family.sandwich_norms:
         layers = [dataclasses.replace(layer, module=SandwichLayer) for layer in specs.layer_specs]
         specs = dataclasses.replace(specs, layer_specs=layers)
     return specs
 
 
-def _with_local_parts(spec):
-    """``spec`` with norms, core attention and latent attention replaced by this package's."""
-    if spec is WrappedTorchNorm or getattr(spec, "__name__", "") == "FusedLayerNorm":
-        return RMSNorm
-    if spec is DotProductAttention:
-        return PackedAttention
-    if spec is MLASelfAttention:
-        return LatentAttention
+_LOCAL_PARTS = {
+    TopKRouter: Router,
+    WrappedTorchNorm: RMSNorm,
+    DotProductAttention: PackedAttention,
+    MLASelfAttention: LatentAttention,
+}
+"""This package's modules in place of Megatron's, where there is no Transformer Engine."""
+
+
+def _with_parts(spec, parts: dict[type, type]):
+    """``spec`` with every module that is a key of ``parts`` replaced (Apex's norm too)."""
+    if isinstance(spec, type):
+        if spec.__name__ == "FusedLayerNorm":
+            return parts.get(WrappedTorchNorm, spec)
+        return parts.get(spec, spec)
     if isinstance(spec, list):
-        return [_with_local_parts(part) for part in spec]
+        return [_with_parts(part, parts) for part in spec]
     if isinstance(spec, ModuleSpec):
         return dataclasses.replace(
             spec,
-            module=_with_local_parts(spec.module),
-            submodules=_with_local_parts(spec.submodules),
+            module=_with_parts(spec.module, parts),
+            submodules=_with_parts(spec.submodules, parts),
         )
-    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        parts = {f.name: _with_local_parts(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **parts)
+    if dataclasses.is_dataclass(spec):
+        fields = dataclasses.fields(spec)
+        changed = {f.name: _with_parts(getattr(spec, f.name), parts) for f in fields}
+        return dataclasses.replace(spec, **changed)
     return spec
 
 

@@ -49,6 +49,7 @@ class Outcome:
     norms: list[float]
     weights: dict[str, torch.Tensor]
     stats: list[dict[str, float]]
+    routing: dict[str, float]
 
 
 def batch_of(sequences: int = 7, longest: int = 11) -> Batch:
@@ -125,7 +126,8 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
     weights = {
         name: tensor.clone() for bucket in role.hf_weights(1 << 16) for name, tensor in bucket
     }
-    return Outcome(measured, [s["loss"] for s in stats], norms, weights, stats)
+    losses = [s["loss"] for s in stats]
+    return Outcome(measured, losses, norms, weights, stats, role.routing_metrics())
 
 
 def _worker(rank: int, world: int, cases: Sequence[Case], folder: Path, run=None) -> None:

@@ -1,0 +1,277 @@
+"""What a role's routers record, replay and report, over all its micro-batches and ranks.
+
+Router replay: the experts of every token are recorded in one pass and taken again in later ones.
+R2 records in the role's own measuring pass; R3 takes what the rollout engine chose, in measuring
+and in updating. A record holds one byte per layer, token and chosen expert (four with more than
+256 experts), for the layers of this rank's pipeline stage, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mppo.algos.packing import sequence_token_indices
+from mppo.batch import Batch
+from mppo.config.schema import MegatronConfig
+from mppo.models.microbatch import MicroBatch
+from mppo.models.moe import moe_layers
+from mppo.models.router import AuxiliaryLoss, MicroRouting
+from mppo.parallel import device
+from mppo.parallel.balance import Plan
+from mppo.parallel.groups import LayoutGroups
+
+Replay = Literal["off", "R2", "R3"]
+
+
+@dataclass(frozen=True)
+class RoutingRecord:
+    """Experts of every token of a batch, in the layers of this rank.
+
+    Args:
+        experts: ``[L, T, k]``.
+        starts: first token of each sequence, by its tokens. Equal sequences are routed alike, so
+            the record serves any selection of the batch's sequences too.
+    """
+
+    experts: Tensor
+    starts: dict[bytes, int]
+
+    def of(self, batch: Batch, indices: Sequence[int]) -> Tensor:
+        """Experts of the tokens of some sequences, laid end to end: int64 ``[L, T', k]``."""
+        where = []
+        for index in indices:
+            tokens = _sequence(batch, index)
+            where.append(self.starts[tokens.numpy().tobytes()] + torch.arange(len(tokens)))
+        if not where:
+            return self.experts[:, :0].long()
+        return self.experts[:, torch.cat(where)].long()
+
+    def covers(self, batch: Batch, indices: Sequence[int]) -> bool:
+        """Whether it knows all these sequences."""
+        return all(_sequence(batch, i).numpy().tobytes() in self.starts for i in indices)
+
+
+def record_of(batch: Batch, indices: Sequence[int], experts: Tensor) -> RoutingRecord:
+    """A record of some sequences of a batch; ``experts`` is ``[L, T, k]``, over all of it."""
+    starts = {_sequence(batch, i).numpy().tobytes(): int(batch.cu_seqlens[i]) for i in indices}
+    return RoutingRecord(experts, starts)
+
+
+def _sequence(batch: Batch, index: int) -> Tensor:
+    return batch.tokens_T[batch.cu_seqlens[index] : batch.cu_seqlens[index + 1]]
+
+
+class RoleRouting:
+    """Routing of one role on one rank.
+
+    Args:
+        stages: the role's chunks, prepared for its routers.
+        megatron: the role's section of the recipe.
+        replay: which choices the update takes.
+        groups: the layout's groups.
+        config: Megatron's configuration.
+
+    Raises:
+        ValueError: a recomputation in which the router would see another micro-batch.
+    """
+
+    def __init__(
+        self, stages, megatron: MegatronConfig, replay: Replay, groups: LayoutGroups, config
+    ) -> None:
+        if config.recompute_granularity == "selective" and "moe" in config.recompute_modules:
+            raise ValueError(
+                "override_transformer_config.recompute_modules: 'moe' recomputes the router apart "
+                "from its layer; use recompute_granularity = full, or leave 'moe' out"
+            )
+        self._routers = [layer.router for layer in moe_layers(stages)]
+        self._groups = groups
+        self._config = config
+        self._replay = replay
+        self.losses = auxiliary_loss(megatron)
+        for row, router in enumerate(self._routers):
+            router.prepare(row, self.losses)
+        self._record: RoutingRecord | None = None
+        self._mini_batches = 0
+
+    @property
+    def records(self) -> bool:
+        """Whether the measuring pass keeps its choices."""
+        return self._replay == "R2" or self.losses.balance > 0
+
+    def needs_record(self, batch: Batch, plan: Plan) -> bool:
+        """Whether a mini-batch must be measured once more before its gradient is taken."""
+        if not self.records:
+            return False
+        return self._record is None or not self._record.covers(batch, _planned(plan))
+
+    def before_measure(self, batch: Batch, microbatches: Sequence[MicroBatch]) -> None:
+        """Prepare a forward-only pass."""
+        if self._replay == "R3":
+            self._record = self._engine_record(batch)
+        for microbatch in microbatches:
+            routing = MicroRouting(training=False)
+            if self._replay == "R3":
+                routing.chosen = self._chosen(batch, microbatch)
+            elif self.records:
+                tokens = len(microbatch.tokens_t)
+                shape = (len(self._routers), tokens, self._config.moe_router_topk)
+                routing.record = torch.zeros(shape, dtype=self._dtype, device=device.device())
+            microbatch.packing.routing = routing
+
+    def after_measure(self, batch: Batch, plan: Plan, microbatches: Sequence[MicroBatch]) -> None:
+        """Bring together what the ranks of this pipeline stage recorded."""
+        if self._replay == "R3" or not self.records:
+            return
+        topk, tokens = self._config.moe_router_topk, len(batch.tokens_T)
+        experts = torch.zeros(len(self._routers), tokens, topk, dtype=self._dtype)
+        for microbatch in microbatches:
+            here = microbatch.packing.origin.cpu()
+            real = here >= 0
+            if self._reports and self._routers:
+                where = sequence_token_indices(batch.cu_seqlens, microbatch.indices)[here[real]]
+                experts[:, where] = microbatch.packing.routing.record.cpu()[:, real]
+        if self._routers:
+            experts = experts.to(device.device())
+            dist.all_reduce(experts, group=_stage_group())
+        self._record = record_of(batch, _planned(plan), experts.cpu())
+
+    def before_update(self, batch: Batch, plan: Plan, microbatches: Sequence[MicroBatch]) -> None:
+        """Prepare a pass with gradient over one mini-batch."""
+        indices = _planned(plan)
+        lengths_B = batch.lengths_B[torch.tensor(indices, dtype=torch.int64)]
+        load = self._load(batch, indices) if self.losses.balance and self._routers else None
+        self._mini_batches += 1
+        for microbatch in microbatches:
+            routing = MicroRouting(
+                training=True,
+                mini_batch_tokens=int(lengths_B.sum()),
+                mini_batch_sequences=len(indices),
+                load=None if load is None else load.to(device.device()),
+            )
+            if self._replay != "off":
+                routing.chosen = self._chosen(batch, microbatch)
+            if self.losses.sequence_balance:
+                routing.num_sequences = len(microbatch.indices)
+                routing.sequence_t = _sequence_of(batch, microbatch).to(device.device())
+            microbatch.packing.routing = routing
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Balance and replay since the last call, the same on every rank; collective.
+
+        Args:
+            name: the role's name, prefix of every metric.
+
+        Returns:
+            Per layer (``moe/layer_<n>/...``) and over layers: ``max_vio``, ``min_vio`` and
+            ``avg_vio``, load of the fullest, the emptiest and the average expert relative to an
+            even load, less one (in absolute value for the average); ``dropped``, share of choices
+            over capacity; ``replay_differing``, share of replayed choices the router would not have
+            made; ``aux_loss``, mean over mini-batches of the sum over layers.
+        """
+        experts = self._config.num_moe_experts
+        sums = torch.zeros(self._config.num_layers, experts + 4, dtype=torch.float64)
+        for router in self._routers:
+            if self._reports:
+                sums[router.layer_number - 1] += router.load.sums.cpu()
+            router.load.sums.zero_()
+        sums = sums.to(device.device())
+        dist.all_reduce(sums)
+        sums[:, -1] /= max(self._mini_batches, 1)
+        self._mini_batches = 0
+        return load_metrics(sums.cpu(), self._config.moe_router_topk, name)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.uint8 if self._config.num_moe_experts <= 256 else torch.int32
+
+    @property
+    def _reports(self) -> bool:
+        """Of ranks that route the same tokens, one reports."""
+        return self._config.sequence_parallel or self._groups.coordinates.tp == 0
+
+    def _chosen(self, batch: Batch, microbatch: MicroBatch) -> Tensor:
+        assert self._record is not None, "router replay without a measuring pass"
+        experts = self._record.of(batch, microbatch.indices)
+        padding = experts.new_full((len(experts), 1, experts.shape[2]), -1)
+        chosen = torch.cat([experts, padding], dim=1)[:, microbatch.packing.origin.cpu()]
+        return chosen.to(device.device())
+
+    def _load(self, batch: Batch, indices: Sequence[int]) -> Tensor:
+        """Share of the recorded choices on each expert: float32 ``[L, E]``."""
+        experts = self._config.num_moe_experts
+        taken = self._record.of(batch, indices).flatten(1)
+        return (
+            torch.stack([torch.bincount(row, minlength=experts) for row in taken]).float()
+            / (taken.shape[1])
+        )
+
+    def _engine_record(self, batch: Batch) -> RoutingRecord:
+        layers = [router.layer_number - 1 for router in self._routers]
+        experts = batch.routed_experts_T[:, layers].transpose(0, 1)
+        return record_of(batch, range(batch.num_sequences), experts)
+
+
+def auxiliary_loss(megatron: MegatronConfig) -> AuxiliaryLoss:
+    """The losses a recipe section asks for."""
+    kind, coefficient = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
+    return AuxiliaryLoss(
+        balance=coefficient if kind == "aux_loss" else 0.0,
+        sequence_balance=coefficient if kind == "seq_aux_loss" else 0.0,
+        z=megatron.moe_z_loss_coeff or 0.0,
+    )
+
+
+def load_metrics(sums: Tensor, topk: int, name: str) -> dict[str, float]:
+    """Metrics from ``[layers, E + 4]`` sums (see ``LayerLoad``); rows without tokens are left out.
+
+    Returns:
+        See ``RoleRouting.metrics``.
+    """
+    load, (tokens, differing, replayed, auxiliary) = sums[:, :-4], sums[:, -4:].T
+    layers = tokens.nonzero()[:, 0].tolist()
+    if not layers:
+        return {}
+    relative = load[layers] / load[layers].mean(1, keepdim=True).clamp_min(1e-9) - 1
+    vio = {
+        "max_vio": relative.amax(1),
+        "min_vio": relative.amin(1),
+        "avg_vio": relative.abs().mean(1),
+    }
+    metrics = {
+        f"{name}/moe/layer_{layer}/{key}": float(values[row])
+        for key, values in vio.items()
+        for row, layer in enumerate(layers)
+    }
+    metrics |= {f"{name}/moe/{key}": float(values.mean()) for key, values in vio.items()}
+    chosen = float(tokens.sum()) * topk
+    metrics[f"{name}/moe/dropped"] = 1 - float(load.sum()) / chosen
+    if replayed.sum():
+        metrics[f"{name}/moe/replay_differing"] = float(differing.sum() / replayed.sum())
+    if auxiliary.any():
+        metrics[f"{name}/moe/aux_loss"] = float(auxiliary.sum())
+    return metrics
+
+
+def _sequence_of(batch: Batch, microbatch: MicroBatch) -> Tensor:
+    """Sequence of each local token; padding gets one of its own, the last."""
+    lengths = batch.lengths_B[torch.tensor(microbatch.indices, dtype=torch.int64)]
+    padded = torch.cat([lengths, lengths.new_ones(1)])
+    sequence_T = torch.repeat_interleave(torch.arange(len(padded)), padded)
+    return sequence_T[microbatch.packing.origin.cpu()]
+
+
+def _planned(plan: Plan) -> list[int]:
+    """Every sequence of a plan."""
+    return [index for share in plan for part in share for index in part]
+
+
+def _stage_group() -> dist.ProcessGroup:
+    """The ranks of this pipeline stage; the layout must be active."""
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
