@@ -1,0 +1,125 @@
+"""Whole PPO iterations: the same metrics and weights in every combination of role layouts."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+STEPS = 2
+COMMON = [
+    "model.path=builtin:tiny",
+    "model.dtype=float32",
+    "data.task=arithmetic",
+    "data.train_size=64",
+    "data.val_size=8",
+    "data.max_prompt_length=16",
+    "data.max_response_length=7",
+    "data.train_batch_size=6",
+    "rollout.n=2",
+    "actor.ppo_mini_batch_size=4",
+    "actor.optim.lr=1e-3",
+    "actor.optim.eps=1e-2",
+    "actor.ppo_epochs=2",
+    "actor.entropy_coeff=0.01",
+    "actor.use_kl_loss=true",
+    "critic.optim.lr=1e-3",
+    "critic.optim.eps=1e-2",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.lam=0.95",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.test_freq=1",
+]
+TP, PP = "megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size"
+VPP = "megatron.virtual_pipeline_model_parallel_size"
+VARIANTS = {
+    "actor TP2xPP2, critic TP4, reference PP4": [
+        f"actor.{TP}=2", f"actor.{PP}=2", f"critic.{TP}=4", f"ref.{PP}=4",
+    ],
+    "actor PP2xVPP2, critic DP4, one sequence a micro-batch": [
+        f"actor.{PP}=2", f"actor.{VPP}=2", "actor.ppo_micro_batch_size_per_gpu=1",
+        "critic.ppo_micro_batch_size_per_gpu=1",
+    ],
+    "actor DP4, critic PP2, token budget": [
+        f"critic.{PP}=2", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=20",
+        "critic.use_dynamic_bsz=true", "critic.ppo_max_token_len_per_gpu=33",
+    ],
+}  # fmt: skip
+
+
+def _iterate(rank: int, world: int, cases: list[list[str]], out: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+    from mppo.config.load import load_recipe
+    from mppo.loop import train
+    from mppo.parallel.launch import LaunchInfo
+    from mppo.parallel.signals import listening
+    from mppo.train import build_run
+
+    store = f"file://{out}/store{world}"
+    dist.init_process_group("gloo", store, rank=rank, world_size=world)
+    info = LaunchInfo(rank, world, rank, world, "127.0.0.1", 1, "python")
+    for i, case in enumerate(cases):
+        run_dir = f"{out}/run{world}-{i}"
+        overrides = [*COMMON, *case, f"trainer.default_local_dir={run_dir}"]
+        with listening() as stop:
+            run = build_run(load_recipe(None, overrides), info, stop)
+            train(run)
+        buckets = run.roles.actor.hf_weights(1 << 20)
+        weights = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+        run.reporter.close()
+        if rank == 0:
+            torch.save(weights, f"{run_dir}/weights.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _results(run_dir: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], torch.load(run_dir / "weights.pt")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    out = tmp_path_factory.mktemp("iterations")
+    mp.spawn(_iterate, (1, [[]], str(out)), nprocs=1)
+    mp.spawn(_iterate, (4, list(VARIANTS.values()), str(out)), nprocs=4)
+    names = zip(VARIANTS, range(len(VARIANTS)))
+    return _results(out / "run1-0"), {name: _results(out / f"run4-{i}") for name, i in names}
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_role_layouts_change_no_metric_and_no_weight(results, name):
+    (want, want_weights), variants = results
+    got, got_weights = variants[name]
+    layout_free = ("timing", "perf/", "time")
+    assert len(got) == len(want) == STEPS + 1
+    for line, reference in zip(got, want):
+        assert line.keys() == reference.keys()
+        for key, value in reference.items():
+            if isinstance(value, float) and not key.startswith(layout_free):
+                assert line[key] == pytest.approx(value, rel=1e-4, abs=2e-5), key
+    for weight_name, weight in got_weights.items():
+        torch.testing.assert_close(weight, want_weights[weight_name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_first_step_starts_on_policy(results):
+    (lines, _), variants = results
+    for line in (lines[1], *(v[0][1] for v in variants.values())):
+        assert abs(line["actor/reward_kl_penalty"]) < 1e-6  # reference and actor are one model
+        assert line["training/rollout_logprob_diff_max"] < 1e-4
+
+
+def test_the_engine_follows_the_actor_after_every_sync(results):
+    (lines, _), variants = results
+    for line in (lines[2], *(v[0][2] for v in variants.values())):
+        assert line["training/rollout_logprob_diff_max"] < 1e-4
