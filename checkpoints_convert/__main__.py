@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     os.environ.setdefault("MPPO_DEVICE", "cpu")
+    warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
     from mppo.parallel.launch import discover, process_group
 
     try:

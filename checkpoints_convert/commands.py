@@ -20,6 +20,7 @@ from mppo.weights.output_folder import (
 )
 from mppo.weights.shape import ModelShape, model_shape
 from mppo.weights.torch_dist import (
+    COMPANIONS,
     LATEST,
     RELEASE,
     checkpoint_folder,
@@ -27,7 +28,6 @@ from mppo.weights.torch_dist import (
 )
 from mppo.weights.torch_dist import write_index as write_checkpoint_index
 
-COMPANIONS = "hf"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
               "tiktoken.model")  # fmt: skip
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}

@@ -12,16 +12,21 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.dist_checkpointing.validation import StrictHandling
 
+from mppo.weights.conversion import model_prefix
 from mppo.weights.output_folder import check_free, partial_path, publish
-from mppo.weights.torch_dist import checkpoint_folder
+from mppo.weights.torch_dist import COMPANIONS, LATEST, checkpoint_folder, read_checkpoint
+
+VALUE_HEAD = "value_head.weight"
 
 
 def is_megatron_checkpoint(path: str | Path) -> bool:
     """Whether a path holds a ``torch_dist`` checkpoint rather than a Hugging Face folder."""
     path = Path(path)
     return not (path / "config.json").exists() and (
-        (path / ".metadata").exists() or (path / "latest_checkpointed_iteration.txt").exists()
+        (path / ".metadata").exists() or (path / LATEST).exists()
     )
 
 
@@ -53,20 +58,56 @@ def save_megatron(folder: str | Path, chunks: Sequence[Any]) -> Path:
     return folder
 
 
-def load_megatron(path: str | Path, chunks: Sequence[Any]) -> None:
+def load_megatron(path: str | Path, chunks: Sequence[Any]) -> tuple[str, ...]:
     """Fill a role's parameters; collective over all ranks.
 
     Args:
         path: a checkpoint folder, or the folder of iterations above it.
         chunks: this rank's ``GPTModel`` chunks.
 
+    Returns:
+        Parameters left as initialised: a value head the checkpoint does not have.
+
     Raises:
-        ValueError: no such checkpoint.
+        ValueError: no such checkpoint, or it lacks parameters.
     """
     folder = checkpoint_folder(Path(path))
-    loaded = dist_checkpointing.load(_sharded(chunks), str(folder))
+    prefix = model_prefix(read_checkpoint(folder))
+    wanted = _sharded(chunks)
+    add_prefix_for_sharding(wanted, prefix)
+    # Megatron calls "unexpected" what is asked for and not in the checkpoint.
+    loaded, _, absent_keys = dist_checkpointing.load(
+        wanted, str(folder), strict=StrictHandling.RETURN_ALL
+    )
+    lost = sorted(k.removeprefix(prefix) for k in absent_keys if "_extra_state" not in k)
+    fresh = tuple(key for key in lost if key == VALUE_HEAD)
+    if len(lost) > len(fresh):
+        raise ValueError(f"{folder}: lacks {len(lost)} parameters, such as {lost[0]}")
     for number, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[f"model{number}"], strict=True)
+        absent, unexpected = chunk.load_state_dict(loaded[f"model{number}"], strict=False)
+        names = [*absent, *unexpected]
+        wrong = [n for n in names if not n.endswith("_extra_state") and n not in fresh]
+        if wrong:
+            raise ValueError(f"{folder}: does not fit the model: {', '.join(wrong[:5])}")
+    return fresh
+
+
+def companion_folder(path: str | Path) -> Path:
+    """The folder with config.json and tokenizer of a Hugging Face folder or a checkpoint.
+
+    Raises:
+        ValueError: a checkpoint without them.
+    """
+    path = Path(path)
+    if not is_megatron_checkpoint(path):
+        return path
+    for beside in (path / COMPANIONS, checkpoint_folder(path).parent / COMPANIONS):
+        if (beside / "config.json").exists():
+            return beside
+    raise ValueError(
+        f"{path}: no {COMPANIONS}/config.json beside the checkpoint; put the model's config.json "
+        "and tokenizer there"
+    )
 
 
 def _sharded(chunks: Sequence[Any]) -> dict[str, Any]:

@@ -183,6 +183,24 @@ def plan_hf(
     return Plan(tasks, headers, total, len(places), tuple(extras)), places
 
 
+def model_prefix(checkpoint: Mapping[str, GlobalTensor]) -> str:
+    """What stands before the model's names in a checkpoint's keys.
+
+    Raises:
+        ValueError: no model in it, or several.
+    """
+    end = "embedding.word_embeddings.weight"
+    prefixes = [
+        key.removesuffix(end) for key in checkpoint if key.endswith(end) and "optimizer" not in key
+    ]
+    if len(prefixes) != 1:
+        raise ValueError(
+            f"the checkpoint holds {len(prefixes)} models ({', '.join(prefixes) or 'none'}); name "
+            "a checkpoint of one model"
+        )
+    return prefixes[0]
+
+
 class CheckpointReader:
     """The table's entries in a ``torch_dist`` checkpoint.
 
@@ -196,18 +214,7 @@ class CheckpointReader:
 
     def __init__(self, checkpoint: Mapping[str, GlobalTensor], table: Table) -> None:
         self.checkpoint, self.table = checkpoint, table
-        end = "embedding.word_embeddings.weight"
-        prefixes = [
-            key.removesuffix(end)
-            for key in checkpoint
-            if key.endswith(end) and "optimizer" not in key
-        ]
-        if len(prefixes) != 1:
-            raise ValueError(
-                f"the checkpoint holds {len(prefixes)} models ({', '.join(prefixes) or 'none'}); "
-                "name a checkpoint of one model"
-            )
-        self.prefix = prefixes[0]
+        self.prefix = model_prefix(checkpoint)
         start = f"{self.prefix}decoder.layers.self_attention."
         self.homogeneous = any(key.startswith(start) for key in checkpoint)
         self._boxes: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}

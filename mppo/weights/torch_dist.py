@@ -33,6 +33,7 @@ from mppo.weights.safetensors_file import StoredTensor
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+COMPANIONS = "hf"
 STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,

@@ -1,0 +1,102 @@
+"""The same tokens through the checkpoint on Megatron-Core and the folder on transformers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.config.schema import MegatronConfig
+from mppo.models.configuration import transformer_config
+from mppo.models.families import FamilyConfig, family_config
+from mppo.models.packing import pack
+from mppo.models.stage import Stage, build_stages
+from mppo.parallel import device
+from mppo.parallel.groups import LayoutGroups
+from mppo.parallel.launch import discover, process_group
+from mppo.parallel.layout import Layout
+from mppo.weights.checkpoint import load_megatron
+
+TOLERANCE = 2e-6
+LENGTHS = (5, 17, 33)
+TIMEOUT_S = 600.0
+
+
+def compare_logits(hf: Path, megatron: Path) -> tuple[bool, str]:
+    """Load both in float32 on the CPU and compare logits of a few random sequences.
+
+    The checkpoint goes through Megatron's own loader, so this also shows that it loads.
+
+    Args:
+        hf: the Hugging Face folder.
+        megatron: the checkpoint.
+
+    Returns:
+        Whether they agree within 2e-6 of the largest logit (4e-6 for a depth above 16 layers, as
+        rounding adds up), and a line that says so.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(hf, trust_remote_code=False)
+    family = family_config(config)
+    generator = torch.Generator().manual_seed(0)
+    sequences = [
+        torch.randint(0, config.vocab_size, (length,), generator=generator) for length in LENGTHS
+    ]
+    with process_group(discover({}), TIMEOUT_S), torch.no_grad():
+        ours = megatron_logits(family, megatron, sequences)
+    model = AutoModelForCausalLM.from_pretrained(
+        hf, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
+    ).eval()
+    restore_latent_scale(model, config)
+    with torch.no_grad():
+        theirs = torch.cat([model(sequence[None]).logits[0] for sequence in sequences])
+    largest = float((ours - theirs).abs().max())
+    relative = largest / float(theirs.abs().max())
+    allowed = TOLERANCE * max(1.0, math.sqrt(config.num_hidden_layers / 4))
+    verdict = "equal" if relative <= allowed else "DIFFERENT"
+    return relative <= allowed, (
+        f"logits {verdict}: largest difference {largest:.2e}, {relative:.1e} of the largest logit "
+        f"({allowed:.1e} allowed) over {sum(LENGTHS)} tokens"
+    )
+
+
+def megatron_logits(family: FamilyConfig, megatron: Path, sequences: list[Tensor]) -> Tensor:
+    """Logits ``[T, vocab]`` of a checkpoint in a world of one, float32."""
+    device.prepare_megatron()
+    layout = Layout(world=dist.get_world_size())
+    groups = LayoutGroups(layout)
+    vocab = family.gpt_kwargs["vocab_size"]
+    config = transformer_config(family, MegatronConfig(), layout, torch.float32)
+    with groups.active():
+        stages = build_stages(family, config, layout, vocab, 0, "policy")
+        load_megatron(megatron, stages)
+        return stage_logits(stages[0], sequences)[:, :vocab]
+
+
+def stage_logits(stage: Stage, sequences: list[Tensor]) -> Tensor:
+    """Logits ``[T, vocab]`` of a whole model in one stage."""
+    cu_seqlens = torch.tensor([0, *(len(s) for s in sequences)]).cumsum(0)
+    hidden = stage.forward_packed(torch.cat(sequences), pack(cu_seqlens, device.device()))
+    logits = hidden[:, 0] @ stage.output_weight().t()
+    cap = stage.final_logit_softcap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def restore_latent_scale(model: torch.nn.Module, config) -> None:
+    """Give transformers' DeepSeek-V2 the softmax scale of its authors.
+
+    Their code multiplies it by ``(0.1 * mscale_all_dim * ln(factor) + 1) ** 2``; transformers does
+    so for V3 only, serving engines for both.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    power = rope.get("mscale_all_dim")
+    if config.model_type != "deepseek_v2" or not power or rope.get("factor", 1.0) <= 1.0:
+        return
+    mscale = 0.1 * power * math.log(rope["factor"]) + 1.0
+    for module in model.modules():
+        if hasattr(module, "kv_a_proj_with_mqa"):
+            module.scaling = module.scaling * mscale * mscale

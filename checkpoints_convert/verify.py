@@ -1,0 +1,131 @@
+"""Proof that a checkpoint and a Hugging Face folder hold the same model."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from checkpoints_convert.commands import find_checkpoint, read_shape
+from checkpoints_convert.job import Ranks
+from mppo.weights.conversion import CheckpointReader, Share
+from mppo.weights.hf_folder import HFFolder
+from mppo.weights.load import known_extras
+from mppo.weights.safetensors_file import StoredTensor
+from mppo.weights.table import parameter_table
+from mppo.weights.torch_dist import read_checkpoint
+from mppo.weights.transfer import Copier, Scales, Stretch, Task, matrix
+
+HOLE = 0xFF  # a NaN in every float type
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One tensor's comparison: checksums of both sides in the checkpoint's dtype."""
+
+    name: str
+    megatron: int
+    hf: int
+
+
+def verify(
+    hf: Path, megatron: Path, ranks: Ranks, logits: bool = False, checksums: bool = False
+) -> tuple[int, str]:
+    """Compare every tensor in Hugging Face coordinates; collective.
+
+    Buffers are filled with NaNs before the checkpoint's stretches are read into them, so a hole in
+    the checkpoint shows as a difference. Every tensor of the folder is either compared or a known
+    extra.
+
+    Args:
+        hf: the folder.
+        megatron: the checkpoint.
+        ranks: who shares the work.
+        logits: also run both models and compare logits; in one process only.
+        checksums: list a checksum per tensor.
+
+    Returns:
+        Exit status (0 equal, 1 not) and what to say.
+
+    Raises:
+        ValueError: an input is not what it should be.
+    """
+    if logits and ranks.world > 1:
+        raise ValueError("--logits builds the whole model: run it in one process")
+    shape = read_shape(hf)
+    source = HFFolder(hf)
+    extras = known_extras(source, shape)
+    folder, _ = find_checkpoint(megatron, hf)
+    reader = CheckpointReader(read_checkpoint(folder), parameter_table(shape))
+    compared = _gathered(_compare(source, reader, shape.kv_heads, ranks.share), ranks)
+    names = [item.name for item in compared]
+    left = set(source.tensors) - set(names) - set(extras)
+    assert not left, left
+    assert len(set(names)) == len(names)
+    different = [item for item in compared if item.megatron != item.hf]
+    lines = [f"{item.name}  {item.hf:08x}" for item in compared] if checksums else []
+    lines += [
+        f"DIFFERENT  {item.name}: checkpoint {item.megatron:08x}, folder {item.hf:08x}"
+        for item in different
+    ]
+    whole = zlib.crc32(",".join(f"{i.name}:{i.hf:08x}" for i in compared).encode())
+    equal = len(compared) - len(different)
+    lines.append(f"{equal} of {len(compared)} tensors are equal (checksum {whole:08x})")
+    if extras:
+        lines.append(f"{len(extras)} tensors are not part of the model, such as {extras[0]}")
+    status = 1 if different else 0
+    if logits:
+        from checkpoints_convert.logits import compare_logits
+
+        passed, line = compare_logits(hf, megatron)
+        lines.append(line)
+        status = status if passed else 1
+    return status, "\n".join(lines)
+
+
+def _compare(
+    source: HFFolder, reader: CheckpointReader, groups: int, share: Share
+) -> list[Compared]:
+    parts = [
+        (entry, number, name)
+        for entry in reader.entries()
+        for number, name in enumerate(entry.hf)
+        if name in source.tensors
+    ]
+    total = sum(source.tensors[name].nbytes for _, _, name in parts)
+    ours, theirs, out, done = Copier(), Copier(), [], 0
+    for entry, number, name in parts:
+        if share.takes(done, total):
+            shape = entry.row.shapes[number]
+            target = StoredTensor(Path(), 0, reader.dtype(entry), shape)
+            mine = Task(name, target, reader.stretches(entry, number))
+            scales = source.scales(name)
+            stored = source.tensors[name]
+            whole = Stretch(
+                stored, 0, 0, matrix(stored.shape)[0], scales=scales and Scales(*scales)
+            )
+            checks = [
+                _checksum(ours, mine), _checksum(theirs, Task(name, target, (whole,)))
+            ]  # fmt: skip
+            out.append(Compared(name, *checks))
+        done += source.tensors[name].nbytes
+    ours.close()
+    theirs.close()
+    return out
+
+
+def _checksum(copier: Copier, task: Task) -> int:
+    value = 0
+    for _, window in copier.windows(task, HOLE):
+        value = zlib.crc32(memoryview(window), value)
+    return value
+
+
+def _gathered(compared: list[Compared], ranks: Ranks) -> list[Compared]:
+    if ranks.world == 1:
+        return compared
+    everywhere: list[list[Compared]] = [[] for _ in range(ranks.world)]
+    dist.all_gather_object(everywhere, compared)
+    return [item for part in everywhere for item in part]
