@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
@@ -28,9 +27,6 @@ from mppo.parallel.launch import LaunchInfo, discover, process_group
 from mppo.parallel.phase import current, phase
 from mppo.parallel.signals import StopRequest, listening
 from mppo.report.redact import redact
-
-if TYPE_CHECKING:
-    pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +105,7 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     return 0
 
 
-def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run:
+def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
     """Prompts, models, engine, scorer, reporter and checkpoints of a run; collective."""
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.checkpoint.resume import has_checkpoints
