@@ -275,6 +275,34 @@ def apply_preset(document: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
+def preset_table() -> str:
+    """All presets as one Markdown table: key by system, with the sources below."""
+    names = list(PRESETS)
+    rows = {name: {row.key: row for row in PRESETS[name]} for name in names}
+    keys = sorted({key for table in rows.values() for key in table})
+    lines = ["| key | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for key in keys:
+        cells = [_cell(rows[name].get(key)) for name in names]
+        lines.append(f"| `{key}` | " + " | ".join(cells) + " |")
+    lines.append("")
+    for name in names:
+        for source in dict.fromkeys(row.source for row in PRESETS[name]):
+            mine = [f"`{row.key}`" for row in PRESETS[name] if row.source == source]
+            lines.append(f"- {name}, {source}: {', '.join(mine)}")
+    return "\n".join(lines)
+
+
+def _cell(row: Default | None) -> str:
+    if row is None:
+        return ""
+    if isinstance(row.value, Same):
+        times = "" if row.value.factor == 1.0 else f"{row.value.factor:g} x "
+        return f"{times}`{row.value.key}`"
+    if row.value is None:
+        return "null"
+    return str(row.value).lower() if isinstance(row.value, bool) else str(row.value)
+
+
 def _copy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _copy(inner) for key, inner in value.items()}

@@ -1,9 +1,12 @@
 """Presets: every row names a real key with a valid value, and the user always wins."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from mppo.config.load import recipe_keys
-from mppo.config.presets import PRESETS, Same, apply_preset
+from mppo.config.presets import PRESETS, Same, apply_preset, preset_table
 from mppo.config.schema import Recipe
 
 NAMES = tuple(PRESETS)
@@ -62,3 +65,24 @@ def test_without_a_preset_or_with_a_wrong_one_nothing_changes():
 def test_a_fault_in_the_users_document_is_left_for_validation():
     document = {"algorithm": {"preset": "trl"}, "actor": "fast"}
     assert apply_preset(document)["actor"] == "fast"
+
+
+def test_the_documented_table_is_the_code():
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    assert preset_table() in page
+
+
+def test_every_key_the_migration_guide_sends_people_to_exists():
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+    right = [
+        cells[1]
+        for line in page.splitlines()
+        if len(cells := [cell for cell in line.split("|") if cell.strip()]) == 2
+    ]
+    sections = tuple(f"{name}." for name in Recipe.model_fields)
+    named = [word for cell in right for word in re.findall(r"`([a-z_.]+)", cell)]
+    keys = [word for word in named if word.startswith(sections)]
+    known = recipe_keys()
+    missing = [k for k in keys if not any(key == k or key.startswith(k + ".") for key in known)]
+    assert len(keys) > 80
+    assert missing == []
