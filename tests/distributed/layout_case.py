@@ -42,7 +42,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out: measured values ``[T]``, one loss and norm per step, weights at the end."""
+    """What came out: measured values ``[T]``, one loss and norm per step, routing metrics, weights
+    before and after."""
 
     measured: tuple[torch.Tensor, ...]
     losses: list[float]
@@ -50,6 +51,7 @@ class Outcome:
     weights: dict[str, torch.Tensor]
     stats: list[dict[str, float]]
     routing: dict[str, float]
+    initial: dict[str, torch.Tensor]
 
 
 def batch_of(sequences: int = 7, longest: int = 11) -> Batch:
@@ -117,17 +119,34 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
     lengths = batch.lengths_B.tolist()
     plan = measure_schedule(lengths, [role.shape(measuring=True)])[0].microbatches
     measured = role.measure(batch, plan)
+    initial = _weights(role)
     action = update_schedule(lengths, role.shape(measuring=False), [range(len(lengths))])[0]
     role.optimizer.advance()
     stats, norms = [], []
     for _ in range(case.steps):
         stats.append(role.forward_backward(batch, action.microbatches, objective(batch)))
         norms.append(role.optimizer_step().grad_norm)
-    weights = {
-        name: tensor.clone() for bucket in role.hf_weights(1 << 16) for name, tensor in bucket
-    }
     losses = [s["loss"] for s in stats]
-    return Outcome(measured, losses, norms, weights, stats, role.routing_metrics())
+    metrics = role.routing_metrics()
+    return Outcome(measured, losses, norms, _weights(role), stats, metrics, initial)
+
+
+def _weights(role) -> dict[str, torch.Tensor]:
+    """The role's weights under their Hugging Face names."""
+    return {name: tensor.clone() for bucket in role.hf_weights(1 << 16) for name, tensor in bucket}
+
+
+def compare(here: Outcome, there: Outcome) -> None:
+    """Assert that two runs measured, lost and learned the same."""
+    for mine, other in zip(here.measured, there.measured, strict=True):
+        torch.testing.assert_close(mine, other, atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(here.losses, there.losses, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(here.norms, there.norms, atol=5e-6, rtol=1e-5)
+    assert here.weights.keys() == there.weights.keys()
+    for name, weight in there.weights.items():
+        torch.testing.assert_close(
+            here.weights[name], weight, atol=5e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def _worker(rank: int, world: int, cases: Sequence[Case], folder: Path, run=None) -> None:

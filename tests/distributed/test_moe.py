@@ -1,0 +1,151 @@
+"""Mixtures of experts train alike on every layout: losses, gradient norms, updated weights."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from layout_case import Case, Outcome, compare, run_cases
+
+LAYOUTS = {
+    "EP2": {"expert_model_parallel_size": 2},
+    "EP4": {"expert_model_parallel_size": 4},
+    "TP2": {"tensor_model_parallel_size": 2},
+    "TP2xEP2xPP2": {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+    },
+    "TP2xETP2xEP2": {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+    },
+    "ETP2": {"expert_tensor_parallel_size": 2},
+    "PP2xVPP2xEP2": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+    },
+    "PP2 uneven": {
+        "pipeline_model_parallel_size": 2,
+        "num_layers_in_last_pipeline_stage": 1,
+        "expert_model_parallel_size": 2,
+    },
+    "EP2 allgather recompute": {
+        "expert_model_parallel_size": 2,
+        "tensor_model_parallel_size": 2,
+        "moe_token_dispatcher_type": "allgather",
+        "recompute_granularity": "full",
+    },
+}
+BALANCE = {
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.3,
+    "moe_z_loss_coeff": 0.1,
+}
+SEQUENCE_BALANCE = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3}
+BIAS = {"moe_router_bias_update_rate": 0.01}
+REPLAY = {"router_replay": "R2"}
+
+REFERENCES = {
+    "moonlight": Case("moonlight"),
+    "qwen2_moe": Case("qwen2_moe"),
+    "qwen3_moe": Case("qwen3_moe"),
+    "mixtral": Case("mixtral"),
+    "moonlight value": Case("moonlight", head="value"),
+    "moonlight R2 sequence balance bias": Case(
+        "moonlight", SEQUENCE_BALANCE | BIAS, role=REPLAY, steps=3
+    ),
+    "qwen2_moe R2": Case("qwen2_moe", role=REPLAY, steps=3),
+    "qwen2_moe balance": Case("qwen2_moe", BALANCE),
+    "qwen2_moe frozen router": Case("qwen2_moe", {"freeze_moe_router": True}),
+}
+"""Runs of one process that layouts are compared with."""
+
+CHOSEN = {
+    "moonlight": list(LAYOUTS),
+    "qwen2_moe": ["EP4", "TP2", "TP2xETP2xEP2", "PP2xVPP2xEP2"],
+    "qwen3_moe": ["EP2", "TP2xEP2xPP2"],
+    "mixtral": ["TP2", "TP2xEP2xPP2"],
+    "moonlight value": ["TP2xEP2xPP2", "PP2xVPP2xEP2"],
+    "moonlight R2 sequence balance bias": [
+        "TP2xEP2xPP2",
+        "PP2xVPP2xEP2",
+        "EP2 allgather recompute",
+    ],
+    "qwen2_moe R2": ["EP4", "TP2xEP2xPP2"],
+    "qwen2_moe balance": ["TP2xEP2xPP2", "EP4"],
+    "qwen2_moe frozen router": ["TP2xEP2xPP2"],
+}
+PAIRS = [(name, layout) for name, layouts in CHOSEN.items() for layout in layouts]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("moe")
+
+
+@pytest.fixture(scope="module")
+def alone(folder) -> dict[str, Outcome]:
+    """Every reference, by one process."""
+    return dict(zip(REFERENCES, run_cases(list(REFERENCES.values()), 1, folder)))
+
+
+@pytest.fixture(scope="module")
+def together(folder, alone) -> dict[tuple[str, str], Outcome]:
+    """Every pair of reference and layout, by four processes, in smaller micro-batches."""
+    cases = [
+        replace(
+            REFERENCES[name],
+            megatron=REFERENCES[name].megatron | LAYOUTS[layout],
+            micro_batch=1 + index % 3,
+        )
+        for index, (name, layout) in enumerate(PAIRS)
+    ]
+    return dict(zip(PAIRS, run_cases(cases, 4, folder)))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("pair", PAIRS, ids=[f"{name} {layout}" for name, layout in PAIRS])
+def test_every_layout_trains_like_one_process(pair, alone, together) -> None:
+    compare(together[pair], alone[pair[0]])
+    assert together[pair].routing == pytest.approx(alone[pair[0]].routing, abs=1e-5)
+
+
+@pytest.mark.distributed
+def test_updates_reach_routers_and_experts(alone) -> None:
+    before, after = alone["moonlight"].initial, alone["moonlight"].weights
+    for name in ("mlp.gate.weight", "mlp.experts.3.down_proj.weight", "shared_experts.up_proj"):
+        touched = [key for key in after if name in key]
+        assert touched
+        assert all((before[key] != after[key]).any() for key in touched)
+
+
+@pytest.mark.distributed
+def test_the_expert_bias_stays_unless_asked(alone) -> None:
+    key = "model.layers.1.mlp.gate.e_score_correction_bias"
+    still, moved = alone["moonlight"], alone["moonlight R2 sequence balance bias"]
+    assert torch.equal(still.weights[key], still.initial[key])
+    steps = (moved.weights[key] - moved.initial[key]) / 0.01
+    assert steps.abs().max() > 0.5
+    torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.distributed
+def test_a_frozen_router_stays(alone) -> None:
+    frozen = alone["qwen2_moe frozen router"]
+    for key, weight in frozen.weights.items():
+        stays = key.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
+        assert torch.equal(weight, frozen.initial[key]) == stays, key
+
+
+@pytest.mark.distributed
+def test_replay_takes_other_experts_than_the_moved_router(alone) -> None:
+    assert alone["qwen2_moe R2"].routing["actor/moe/replay_differing"] > 0
+    assert "actor/moe/replay_differing" not in alone["qwen2_moe"].routing
+
+
+@pytest.mark.distributed
+def test_auxiliary_losses_are_off_unless_asked(alone) -> None:
+    assert "actor/moe/aux_loss" not in alone["qwen2_moe"].routing
+    assert alone["qwen2_moe balance"].routing["actor/moe/aux_loss"] > 0.3
