@@ -1,0 +1,83 @@
+# Sourced by the batch scripts. Settings, all optional:
+#   MPPO_ROOT            the repository; default: the folder sbatch was called in
+#   MPPO_PYTHON          interpreter; default: $MPPO_ROOT/.venv/bin/python, else python3
+#   MPPO_CONTAINER       run inside it: a .sif file (apptainer) or an image name (pyxis)
+#   MPPO_RANKS_PER_NODE  processes per node; default: the node's GPUs, else 1
+#   MPPO_LAUNCH          torchrun (one task per node), srun (one task per rank) or mpi (the same,
+#                        ranks found through mpi4py; needs an MPI that speaks PMI2, such as MPICH)
+#   MPPO_PREFLIGHT       0 skips the checks before the run
+#   MPPO_MAX_REQUEUES    give up after so many restarts of the job; default 100
+
+mppo_die() { echo "mppo: $*" >&2; exit 1; }
+
+mppo_setup() {
+  cd "${MPPO_ROOT:-${SLURM_SUBMIT_DIR:-.}}" || mppo_die "no folder ${MPPO_ROOT:-$SLURM_SUBMIT_DIR}"
+  [ -f mppo/train.py ] || mppo_die "submit from the repository, or set MPPO_ROOT to it"
+  MPPO_ROOT=$PWD
+  if [ -z "${MPPO_PYTHON:-}" ]; then
+    MPPO_PYTHON=python3
+    [ -x .venv/bin/python ] && MPPO_PYTHON=$PWD/.venv/bin/python
+  fi
+  MPPO_NODES=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}
+  MPPO_RANKS_PER_NODE=${MPPO_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+  MPPO_WORLD=$((MPPO_NODES * MPPO_RANKS_PER_NODE))
+  local first
+  first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  # a node's name need not be in DNS; Slurm knows its address
+  MASTER_ADDR=$(scontrol show node -o "$first" | sed -E 's/.*NodeAddr=([^ ]+).*/\1/')
+  MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+  export MPPO_ROOT MPPO_PYTHON MPPO_RANKS_PER_NODE MASTER_ADDR MASTER_PORT
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
+  MPPO_SRUN=(srun --kill-on-bad-exit=1 --cpu-bind=none)
+  # srun does not inherit sbatch's --cpus-per-task (Slurm 22.05 and newer)
+  [ -n "${SLURM_CPUS_PER_TASK:-}" ] && MPPO_SRUN+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+  MPPO_INSIDE=()
+  case "${MPPO_CONTAINER:-}" in
+    "") ;;
+    *.sif) MPPO_INSIDE=(apptainer exec --nv --bind "$MPPO_ROOT" "$MPPO_CONTAINER") ;;
+    *) MPPO_SRUN+=(--container-image="$MPPO_CONTAINER"
+                   --container-mounts="$MPPO_ROOT:$MPPO_ROOT" --container-workdir="$MPPO_ROOT") ;;
+  esac
+}
+
+# Set MPPO_COMMAND to run a command once per node, ...
+mppo_per_node() {
+  MPPO_COMMAND=("${MPPO_SRUN[@]}" --nodes="$MPPO_NODES" --ntasks="$MPPO_NODES"
+    --ntasks-per-node=1 "${MPPO_INSIDE[@]}" "$@")
+}
+
+# ... once per rank, ...
+mppo_per_rank() {
+  MPPO_COMMAND=("${MPPO_SRUN[@]}" --nodes="$MPPO_NODES" --ntasks="$MPPO_WORLD"
+    --ntasks-per-node="$MPPO_RANKS_PER_NODE" --overcommit "${MPPO_INSIDE[@]}" "$@")
+}
+
+# ... or to run a Python script on every rank, by the launcher asked for.
+mppo_per_launcher() {
+  case "${MPPO_LAUNCH:-torchrun}" in
+    torchrun) mppo_per_node bash slurm/node.sh "$@" ;;
+    srun) mppo_per_rank "$MPPO_PYTHON" "$@" ;;
+    mpi)
+      mppo_per_rank "$MPPO_PYTHON" "$@"
+      MPPO_COMMAND=(srun --mpi=pmi2 "${MPPO_COMMAND[@]:1}")
+      ;;
+    *) mppo_die "MPPO_LAUNCH=$MPPO_LAUNCH: choose torchrun, srun or mpi" ;;
+  esac
+}
+
+# Recipe, then every node, then a collective: each in a minute at most, with a table of what is wrong.
+mppo_preflight() {
+  [ "${MPPO_PREFLIGHT:-1}" = 0 ] && return 0
+  "${MPPO_INSIDE[@]}" "$MPPO_PYTHON" -m mppo.preflight recipe --world-size "$MPPO_WORLD" \
+    --config "$@" || return $?
+  mppo_per_node timeout 60 "$MPPO_PYTHON" -m mppo.preflight collect \
+    --ranks "$MPPO_RANKS_PER_NODE" --port "$MASTER_PORT"
+  "${MPPO_COMMAND[@]}" |
+    "${MPPO_INSIDE[@]}" "$MPPO_PYTHON" -m mppo.preflight judge --nodes "$MPPO_NODES" || return $?
+  [ "$MPPO_WORLD" -gt 1 ] || return 0
+  mppo_per_launcher slurm/allreduce.py
+  timeout 60 "${MPPO_COMMAND[@]}" || {
+    echo "mppo: the ranks could not all-reduce within a minute" >&2
+    return 1
+  }
+}
