@@ -14,6 +14,9 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+_LOG_ZERO = -1e4
+"""Stands for log 0 in products with a probability of 0, where -inf would give nan."""
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -80,8 +83,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             chosen = logits.gather(1, column[:, None])[:, 0].masked_fill(~here, 0.0)
             logits.sub_(largest[:, None])
             exp = logits.exp()
-            # exp is 0 where the logit is -inf; the product there must be 0, not nan
-            weighted = (exp * logits.clamp_min_(torch.finfo(torch.float32).min)).sum(1)
+            weighted = (exp * logits.clamp_min_(_LOG_ZERO)).sum(1)
             sums = _all_reduce(torch.stack([exp.sum(1), weighted, chosen]), vocabulary.group)
             log_sum = sums[0].log()
             logprobs.append(sums[2] - largest - log_sum)
@@ -110,7 +112,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad = probs * -grad_logprobs[part, None]
             else:
                 # dH/dz_j = -p_j (log p_j + H)
-                surprise = logits.clamp_min_(torch.finfo(torch.float32).min)
+                surprise = logits.clamp_min_(_LOG_ZERO)
                 surprise.add_(entropy[part, None]).mul_(grad_entropy[part, None])
                 grad = probs * (surprise.add_(grad_logprobs[part, None]).neg_())
             column, here = _local_target(target[part], vocabulary, weight.shape[0])

@@ -1,0 +1,74 @@
+"""The chunked head equals plain log_softmax, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mppo.models.head import Vocabulary, chunked_logprobs
+
+N, HIDDEN, VOCAB, PADDED = 11, 6, 13, 16
+
+
+def case(temperature=1.0, softcap=None, chunk=4, start=0):
+    return Vocabulary(start, VOCAB, None, temperature, softcap, chunk)
+
+
+def tensors():
+    torch.manual_seed(0)
+    hidden = torch.randn(N, HIDDEN, dtype=torch.float32, requires_grad=True)
+    weight = torch.randn(PADDED, HIDDEN, requires_grad=True)
+    return hidden, weight, torch.randint(0, VOCAB, (N,))
+
+
+def plain(hidden, weight, target, vocabulary):
+    logits = hidden @ weight[:VOCAB].t()
+    if vocabulary.softcap is not None:
+        logits = vocabulary.softcap * torch.tanh(logits / vocabulary.softcap)
+    logp = (logits / vocabulary.temperature).log_softmax(-1)
+    return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.3, 2.5)])
+def test_values_and_gradients(temperature, softcap, chunk):
+    vocabulary = case(temperature, softcap, chunk)
+    results = []
+    for function in (chunked_logprobs, plain):
+        hidden, weight, target = tensors()
+        logprobs, entropy = function(hidden, weight, target, vocabulary)
+        (logprobs.sin().sum() + (entropy * torch.arange(N)).sum()).backward()
+        results.append((logprobs, entropy, hidden.grad, weight.grad))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_gradient_of_the_logprobs_alone():
+    results = []
+    for function in (chunked_logprobs, plain):
+        hidden, weight, target = tensors()
+        function(hidden, weight, target, case())[0].sum().backward()
+        results.append((hidden.grad, weight.grad))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_padded_rows_get_no_gradient():
+    hidden, weight, target = tensors()
+    chunked_logprobs(hidden, weight, target, case())[1].sum().backward()
+    assert torch.equal(weight.grad[VOCAB:], torch.zeros(PADDED - VOCAB, HIDDEN))
+
+
+def test_no_position_still_joins_the_graph():
+    hidden, weight, target = tensors()
+    logprobs, _ = chunked_logprobs(hidden[:0], weight, target[:0], case())
+    logprobs.sum().backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_extreme_logits_stay_finite():
+    hidden = torch.full((2, HIDDEN), 1e4, requires_grad=True)
+    weight = torch.randn(PADDED, HIDDEN, generator=torch.Generator().manual_seed(1))
+    logprobs, entropy = chunked_logprobs(hidden, weight, torch.tensor([0, 5]), case())
+    (logprobs.sum() + entropy.sum()).backward()
+    assert torch.isfinite(torch.cat([logprobs, entropy, hidden.grad.flatten()])).all()
