@@ -1,5 +1,8 @@
 """SIGUSR1, SIGTERM and SIGINT ask the run to stop; asked twice, the process exits at once.
 
+SIGUSR1 again means nothing new: on preemption Slurm tells the batch script and the ranks, and the
+script tells the ranks as well.
+
 Python runs signal handlers in the main thread between bytecodes, which may be never while a
 collective waits. The C-level handler, though, writes to a wake-up descriptor immediately; a thread
 reads it, so that the second signal always ends the process.
@@ -36,7 +39,7 @@ class StopRequest:
         now = time.monotonic()
         if self.signal_name is None:
             self.signal_name, self._first_at = signal.Signals(number).name, now
-        elif now - self._first_at > _SAME_REQUEST_S:
+        elif number != signal.SIGUSR1 and now - self._first_at > _SAME_REQUEST_S:
             sys.stderr.write(f"mppo: {signal.Signals(number).name} again: exiting at once\n")
             sys.stderr.flush()
             os._exit(128 + number)
