@@ -256,3 +256,27 @@ def validation_has_prompts(case: Case) -> Iterator[Fault]:
     elif data.train_files and not data.val_files:
         why = f"trainer.test_freq = {freq} asks for validation"
         yield Fault("data.val_files", [], why, "name a file, or set test_freq to -1")
+
+
+@rule("trainer")
+def resume_path_and_mode_agree(case: Case) -> Iterator[Fault]:
+    """A checkpoint named by path is taken in one resume mode only, which needs it."""
+    trainer = case.recipe.trainer
+    wanted, path = trainer.resume_mode == "resume_path", trainer.resume_from_path
+    key = "trainer.resume_from_path"
+    if wanted and not path:
+        why = "trainer.resume_mode = resume_path needs it"
+        yield Fault(key, None, why, "name a global_step_N folder")
+    if path and not wanted:
+        why = f"has no effect with trainer.resume_mode = {trainer.resume_mode}"
+        yield Fault(key, path, why, "set resume_mode to resume_path, or leave it out")
+
+
+@rule("trainer.best_metric", "trainer.save_freq", "trainer.save_every_minutes")
+def best_checkpoint_needs_saves(case: Case) -> Iterator[Fault]:
+    """The best checkpoint is chosen among those saved on a schedule."""
+    trainer = case.recipe.trainer
+    if trainer.best_metric and trainer.save_freq <= 0 and trainer.save_every_minutes is None:
+        why = "no checkpoint is saved on a schedule to choose from"
+        cure = "set trainer.save_freq or trainer.save_every_minutes, or leave it out"
+        yield Fault("trainer.best_metric", trainer.best_metric, why, cure)

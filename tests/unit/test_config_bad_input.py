@@ -151,6 +151,13 @@ SETTINGS = [
      "trainer.default_local_dir", "is a file"),
     ("more ranks than started", "trainer.nnodes=2 trainer.n_gpus_per_node=8",
      "trainer.n_gpus_per_node", "but 1 ranks were started"),
+    ("a checkpoint nobody loads", "trainer.resume_from_path=runs/x", "trainer.resume_from_path",
+     "no effect with trainer.resume_mode = auto"),
+    ("a resume without checkpoint", "trainer.resume_mode=resume_path", "trainer.resume_from_path",
+     "needs it"),
+    ("a best of nothing", "trainer.best_metric=val/reward", "trainer.best_metric", "save_freq"),
+    ("a deadline that is no time", "trainer.checkpoint_must_save_by=soon",
+     "trainer.checkpoint_must_save_by", "should match pattern"),
     ("a server apart without address", "rollout.name=sglang rollout.mode=disaggregated",
      "rollout.urls", "run elsewhere"),
     ("an address that is none", "rollout.name=sglang rollout.mode=disaggregated rollout.urls=[h:1]",
@@ -193,6 +200,17 @@ LAYOUTS = [
      "algorithm.adv_estimator=reinforce_plus_plus actor.megatron.freeze_moe_router=true "
      "actor.megatron.moe_router_bias_update_rate=0.001",
      "actor.megatron.moe_router_bias_update_rate", "moves the router's bias"),
+    ("latent attention under TP alone", "model.path=builtin:tiny-moe "
+     "algorithm.adv_estimator=reinforce_plus_plus "
+     f"actor.megatron.{TP}=2 actor.megatron.sequence_parallel=false",
+     "actor.megatron.sequence_parallel", "latent attention"),
+    ("replay without experts", "actor.router_replay=R2", "actor.router_replay",
+     "no mixture of experts"),
+    ("replay from an engine that cannot", "model.path=builtin:tiny-moe "
+     "algorithm.adv_estimator=reinforce_plus_plus actor.router_replay=R3",
+     "actor.router_replay", "does not return the experts"),
+    ("a critic that replays the engine", "critic.router_replay=R3", "critic.router_replay",
+     "off, R2"),
     ("a dispatcher that cannot", f"actor.megatron.{PP}=2 "
      "actor.megatron.moe_token_dispatcher_type=allgather",
      "actor.megatron.moe_token_dispatcher_type", "need alltoall"),
