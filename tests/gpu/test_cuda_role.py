@@ -1,0 +1,60 @@
+"""On one GPU: the log-probabilities of a role equal Hugging Face's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_on_one_gpu(tmp_path, dtype):
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from mppo.batch import Prompt, Trajectory, pack_trajectories
+    from mppo.config.schema import BatchingConfig, MegatronConfig
+    from mppo.models.configuration import layout_of
+    from mppo.models.role import Role, RoleSpec
+    from mppo.parallel import device
+    from mppo.parallel.groups import GroupRegistry
+    from mppo.parallel.schedule import measure_schedule
+
+    config = Qwen2Config(
+        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    device.prepare_megatron()
+    device.select(0, 1)
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group(device.backend(), store, rank=0, world_size=1)
+    try:
+        megatron = MegatronConfig()
+        spec = RoleSpec("actor", "policy", tmp_path / "model", dtype, megatron, BatchingConfig())
+        role = Role(spec, config, GroupRegistry().of(layout_of(megatron, 1)))
+        ids = torch.randint(0, 101, (3, 17)).tolist()
+        batch = pack_trajectories(
+            [
+                Trajectory(
+                    Prompt(i, tuple(x[:5]), "", "", ""), tuple(x[5:]), (0.0,) * 12, "stop", 0
+                )
+                for i, x in enumerate(ids)
+            ],
+            [0.0] * 3,
+        )
+        plan = measure_schedule(batch.lengths_B.tolist(), [role.shape(measuring=True)])
+        logprobs_T, _ = role.measure(batch, plan[0].microbatches)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype).cuda()
+        tokens = torch.tensor(ids, device="cuda")
+        with torch.no_grad():
+            logp = model(tokens).logits.float().log_softmax(-1)
+        want = logp[:, 4:-1].gather(2, tokens[:, 5:, None]).flatten().cpu()
+        tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+        torch.testing.assert_close(
+            logprobs_T[batch.response_mask_T > 0], want, rtol=0, atol=tolerance
+        )
+    finally:
+        dist.destroy_process_group()
