@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone
 RECIPE ?= recipes/demo.yaml
 SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
-SGLANG_COMPAT := $(patsubst %/pyproject.toml,%,$(firstword $(wildcard */sglang_cpu*/pyproject.toml)))
+SGLANG_COMPAT := extras/sglang_cpu
 
 .PHONY: help demo test lint format schema sglang-cpu slurm soak clean
 
@@ -68,9 +68,9 @@ $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python
 	$(PIP) "ruff>=0.12"
 	@touch $@
 
-$(VENV)/.sglang: pyproject.toml | $(VENV)/.mppo
-	$(PIP) -e ".[cpu,sglang-cpu]"
-	$(PIP) --no-deps $(SGLANG_CPU) $(if $(SGLANG_COMPAT),./$(SGLANG_COMPAT))
+$(VENV)/.sglang: $(SGLANG_COMPAT)/pyproject.toml $(SGLANG_COMPAT)/requirements.txt | $(VENV)/.mppo
+	$(PIP) -r $(SGLANG_COMPAT)/requirements.txt
+	$(PIP) --no-deps $(SGLANG_CPU) ./$(SGLANG_COMPAT)
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.mppo $(VENV)/.sglang $(VENV)/.lint
