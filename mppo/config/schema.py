@@ -200,7 +200,11 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(SamplingConfig):
-    """The engine that generates. ``local`` is transformers on each rank; ``sglang`` a server."""
+    """The engine that generates. ``local`` is transformers on each rank; ``sglang`` a server.
+
+    ``servers`` is how many SGLang servers a run owns: by default one per
+    ``tensor_model_parallel_size`` ranks on GPUs, one on a CPU.
+    """
 
     name: Literal["local", "sglang"] = "local"
     batch_size: int = Field(default=256, gt=0)
@@ -208,6 +212,7 @@ class RolloutConfig(SamplingConfig):
     val_kwargs: SamplingConfig = SamplingConfig(temperature=0.0)
     tensor_model_parallel_size: int = Field(default=1, gt=0)
     mode: Literal["colocated", "disaggregated"] = "colocated"
+    servers: int | None = Field(default=None, gt=0)
     urls: tuple[str, ...] = ()
     sync: Literal["tensor", "distributed", "disk"] = "tensor"
     sync_bucket_mb: int = Field(default=512, gt=0)
