@@ -153,32 +153,7 @@ def estimate(
     if algorithm.use_kl_in_reward:
         penalty_T = -kl_coef * reward_kl(measured, algorithm, full_kl_T)
     rewards_T = penalty_T + place_at_last(batch.scores_B, mask_T, cu_seqlens)
-    shaped_T = rewards_T
-    if algorithm.whiten_rewards:
-        shaped_T = masked_whiten(rewards_T, mask_T, shift_mean=False)
-    if needs_critic(algorithm):
-        advantages_T, returns_T = _gae_advantages(measured, algorithm, shaped_T)
-    elif algorithm.adv_estimator in ("reinforce_plus_plus", "remax"):
-        returns_T = reward_to_go(shaped_T, mask_T, cu_seqlens, _return_gamma(algorithm))
-        advantages_T = returns_T
-        if needs_greedy_baseline(algorithm):
-            if baseline_scores_B is None:
-                raise ValueError(
-                    "adv_estimator 'remax' needs baseline_scores_B: the score of a greedy "
-                    "response to each prompt"
-                )
-            baseline_B = baseline_scores_B.to(returns_T.dtype)
-            advantages_T = (returns_T - spread(baseline_B, cu_seqlens)) * mask_T
-    else:
-        outcome_B = batch.scores_B + sequence_sum(penalty_T, cu_seqlens)
-        if algorithm.whiten_rewards:
-            outcome_B = sequence_sum(shaped_T, cu_seqlens)
-        formula = OUTCOME_ESTIMATORS[algorithm.adv_estimator]
-        length_B = sequence_sum(mask_T, cu_seqlens)
-        options = OutcomeOptions(algorithm.norm_adv_by_std_in_grpo, algorithm.f_norm)
-        advantage_B = formula(outcome_B, batch.group_B, length_B, options)
-        advantages_T = spread(advantage_B, cu_seqlens) * mask_T
-        returns_T = advantages_T
+    advantages_T, returns_T = _advantages(measured, algorithm, rewards_T, baseline_scores_B)
     whiten = algorithm.whiten_advantages
     if whiten is None:
         whiten = algorithm.adv_estimator in WHITENED_BY_DEFAULT
@@ -196,9 +171,39 @@ def estimate(
     return Experience(measured, rewards_T, advantages_T, returns_T, weight_T)
 
 
-def _return_gamma(algorithm: AlgorithmConfig) -> float:
-    """ReMax's reward-to-go is not discounted (verl); REINFORCE++'s is."""
-    return 1.0 if needs_greedy_baseline(algorithm) else algorithm.gamma
+def _advantages(
+    measured: Measured,
+    algorithm: AlgorithmConfig,
+    rewards_T: Tensor,
+    baseline_scores_B: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages before whitening, and returns, by the recipe's estimator."""
+    batch = measured.batch
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    if algorithm.whiten_rewards:
+        rewards_T = masked_whiten(rewards_T, mask_T, shift_mean=False)
+    if needs_critic(algorithm):
+        return _gae_advantages(measured, algorithm, rewards_T)
+    if algorithm.adv_estimator == "reinforce_plus_plus":
+        returns_T = reward_to_go(rewards_T, mask_T, cu_seqlens, algorithm.gamma)
+        return returns_T, returns_T
+    if needs_greedy_baseline(algorithm):
+        if baseline_scores_B is None:
+            raise ValueError(
+                "adv_estimator 'remax' needs baseline_scores_B: the score of a greedy response to "
+                "each prompt"
+            )
+        returns_T = reward_to_go(rewards_T, mask_T, cu_seqlens, 1.0)
+        baseline_T = spread(baseline_scores_B.to(returns_T.dtype), cu_seqlens)
+        return (returns_T - baseline_T) * mask_T, returns_T
+    length_B = sequence_sum(mask_T, cu_seqlens)
+    # an empty response has no token that could carry its score
+    outcome_B = torch.where(length_B > 0, sequence_sum(rewards_T, cu_seqlens), batch.scores_B)
+    formula = OUTCOME_ESTIMATORS[algorithm.adv_estimator]
+    options = OutcomeOptions(algorithm.norm_adv_by_std_in_grpo, algorithm.f_norm)
+    advantage_B = formula(outcome_B, batch.group_B, length_B, options)
+    advantages_T = spread(advantage_B, cu_seqlens) * mask_T
+    return advantages_T, advantages_T
 
 
 def _gae_advantages(

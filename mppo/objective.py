@@ -37,10 +37,7 @@ from mppo.algos.policy_loss import (
 )
 from mppo.algos.value_loss import value_loss
 from mppo.batch import Experience
-from mppo.config.schema import ActorConfig, CriticConfig
-
-SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
-"""Losses defined with seq-mean-token-mean, whatever ``loss_agg_mode`` says (as in verl)."""
+from mppo.config.schema import SEQUENCE_LOSSES, ActorConfig, CriticConfig
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from mppo.config import engine_rules, layout_rules, training_rules
+from mppo.config import algorithm_rules, engine_rules, layout_rules, training_rules
 from mppo.config.errors import ConfigError, Fault
 from mppo.config.file_rules import check_files
 from mppo.config.load import read_recipe, source_name
@@ -14,7 +14,7 @@ from mppo.config.rule import RULES, Case, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.weights.shape import model_shape, rope_parameters
 
-RULE_MODULES = (layout_rules, training_rules, engine_rules)
+RULE_MODULES = (layout_rules, training_rules, algorithm_rules, engine_rules)
 """Importing them fills ``RULES``."""
 
 ReadConfig = Callable[[str], Any]

@@ -123,6 +123,9 @@ class PolicyLossConfig(Section):
     ppo_kl_coef: float = Field(default=0.1, ge=0)
 
 
+SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
+"""Losses defined with seq-mean-token-mean; with the default ``loss_agg_mode`` they still take it."""
+
 LossAggMode = Literal[
     "token-mean",
     "seq-mean-token-sum",

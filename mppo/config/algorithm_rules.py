@@ -1,0 +1,82 @@
+"""Rules between estimator, losses, KL and corrections: combinations that make no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mppo.config.errors import Fault
+from mppo.config.rule import Case, rule
+from mppo.config.schema import SEQUENCE_LOSSES
+
+
+@rule("algorithm.rollout_correction")
+def bypass_corrects_already(case: Case) -> Iterator[Fault]:
+    """With the engine's log-probabilities as the old ones, the ratio is the importance weight."""
+    correction = case.recipe.algorithm.rollout_correction
+    if correction.bypass_mode and correction.rollout_is != "off":
+        yield Fault(
+            "algorithm.rollout_correction.rollout_is",
+            correction.rollout_is,
+            "bypass_mode takes the policy's ratio against the engine, which already corrects",
+            "set rollout_is to off, or bypass_mode to false",
+        )
+
+
+@rule("algorithm.rollout_correction")
+def veto_is_a_small_ratio(case: Case) -> Iterator[Fault]:
+    """A veto above 1 would drop sequences on which actor and engine agree."""
+    threshold = case.recipe.algorithm.rollout_correction.rollout_token_veto_threshold
+    if threshold is not None and threshold >= 1:
+        key = "algorithm.rollout_correction.rollout_token_veto_threshold"
+        why = "is no small ratio: tokens on which actor and engine agree have 1"
+        yield Fault(key, threshold, why, "1e-4 is usual")
+
+
+@rule("algorithm", "actor.use_kl_loss", "actor.kl_loss_type")
+def full_kl_needs_the_vocabulary(case: Case) -> Iterator[Fault]:
+    """The KL over the vocabulary needs both distributions; measuring keeps one number per token."""
+    algorithm, actor = case.recipe.algorithm, case.recipe.actor
+    why = "needs the reference's whole distribution, and only its log-probabilities are measured"
+    cure = "choose low_var_kl (k3), an unbiased estimate of it"
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty.startswith("full"):
+        yield Fault("algorithm.kl_penalty", algorithm.kl_penalty, why, cure)
+    if actor.use_kl_loss and actor.kl_loss_type.startswith("full"):
+        yield Fault("actor.kl_loss_type", actor.kl_loss_type, why, cure)
+
+
+@rule("actor.policy_loss", "actor.loss_agg_mode")
+def sequence_losses_average_over_sequences(case: Case) -> Iterator[Fault]:
+    """GSPO, GMPO and SAPO always take seq-mean-token-mean; the default may stand."""
+    actor = case.recipe.actor
+    mode = actor.policy_loss.loss_mode
+    if mode in SEQUENCE_LOSSES and actor.loss_agg_mode not in ("seq-mean-token-mean", "token-mean"):
+        why = f"actor.policy_loss.loss_mode = {mode} is defined with seq-mean-token-mean"
+        yield Fault("actor.loss_agg_mode", actor.loss_agg_mode, why, "leave it out")
+
+
+@rule("algorithm.adv_estimator", "algorithm.f_norm", "algorithm.norm_adv_by_std_in_grpo")
+def estimator_keys_need_their_estimator(case: Case) -> Iterator[Fault]:
+    """A key that one estimator reads is refused where another is chosen."""
+    algorithm = case.recipe.algorithm
+    chosen = f"has no effect with algorithm.adv_estimator = {algorithm.adv_estimator}"
+    if algorithm.f_norm != 1.0 and algorithm.adv_estimator != "gpg":
+        yield Fault("algorithm.f_norm", algorithm.f_norm, chosen, "leave it out, or choose gpg")
+    if not algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator != "grpo":
+        key = "algorithm.norm_adv_by_std_in_grpo"
+        yield Fault(key, False, chosen, "leave it out, or choose grpo")
+
+
+@rule("algorithm.normalize_scores", "rollout.n")
+def normalization_is_complete(case: Case) -> Iterator[Fault]:
+    """Each way to normalise scores has what it reads, and nothing that it would ignore."""
+    config, samples = case.recipe.algorithm.normalize_scores, case.recipe.rollout.n
+    if config.mode == "group" and samples < 2:
+        why = "algorithm.normalize_scores.mode = group compares the samples of one prompt"
+        yield Fault("rollout.n", samples, why, "choose 2 or more (8 is usual)")
+    if config.mode != "given":
+        for name, default in (("mean", 0.0), ("std", 1.0)):
+            value = getattr(config, name)
+            if value != default:
+                why = f"has no effect with algorithm.normalize_scores.mode = {config.mode}"
+                key = f"algorithm.normalize_scores.{name}"
+                yield Fault(key, value, why, "set the mode to given, or leave it out")
