@@ -124,7 +124,7 @@ class PolicyLossConfig(Section):
 
 
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
-"""Losses defined with seq-mean-token-mean; with the default ``loss_agg_mode`` they still take it."""
+"""Losses defined with seq-mean-token-mean, which they take whatever ``loss_agg_mode`` defaults to."""
 
 LossAggMode = Literal[
     "token-mean",
