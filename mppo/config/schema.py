@@ -124,7 +124,7 @@ class PolicyLossConfig(Section):
 
 
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
-"""Losses defined with seq-mean-token-mean, which they take whatever ``loss_agg_mode`` defaults to."""
+"""Losses defined with seq-mean-token-mean, which they take although it is not the default."""
 
 LossAggMode = Literal[
     "token-mean",
