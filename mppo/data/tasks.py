@@ -55,12 +55,14 @@ class Arithmetic:
         max_operand: operands are drawn from 0 to this, both included.
         terms: number of operands.
         operations: characters out of ``+-*``, drawn anew between each pair of operands.
+        ending: what follows the expression.
     """
 
     seed: int = 0
     max_operand: int = 9
     terms: int = 2
     operations: str = "+"
+    ending: str = "="
 
     def __post_init__(self) -> None:
         _require(self, "max_operand", self.max_operand >= 0, "at least 0")
@@ -74,7 +76,7 @@ class Arithmetic:
         for _ in range(self.terms - 1):
             expression += random.choice(self.operations)
             expression += str(random.randint(0, self.max_operand))
-        return Example(f"{expression}=", str(_evaluate(expression)))
+        return Example(expression + self.ending, str(_evaluate(expression)))
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def _split_of(prompt: str) -> Split:
 
 
 def _random(source: Any, index: int) -> Random:
-    return Random(f"{source!r} {index}")
+    return Random(f"{type(source).__name__} {source.seed} {index}")
 
 
 def _word(random: Random, alphabet: str, min_length: int, max_length: int) -> str:
