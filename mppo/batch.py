@@ -51,6 +51,9 @@ class Trajectory:
             from before top-p/top-k/min-p truncation (that is softmax(logits / temperature)).
         finish_reason: "stop" (a stop token was generated), "length" or "abort".
         weight_version: version of the weights that generated it.
+        routed_experts: int16 ``[tokens, layers, k]``, experts the engine's routers chose for the
+            first tokens of prompt and response (the last generated token was never routed); None
+            where the engine was not asked.
     """
 
     prompt: Prompt
@@ -58,6 +61,7 @@ class Trajectory:
     logprobs: tuple[float, ...]
     finish_reason: str
     weight_version: int
+    routed_experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Batch:
         scores_B: float32 ``[B]``, the outcome reward of each trajectory.
         truncated_B: bool ``[B]``, finished for length, not by a stop token.
         weight_version_B: int64 ``[B]``.
+        routed_experts_T: int16 ``[T, layers, k]``, experts the engine chose, by decoder layer; -1
+            where it is not known. ``[T, 0, 0]`` where the engine was not asked.
     """
 
     tokens_T: Tensor
@@ -83,6 +89,12 @@ class Batch:
     scores_B: Tensor
     truncated_B: Tensor
     weight_version_B: Tensor
+    routed_experts_T: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.routed_experts_T is None:
+            nothing = torch.empty(len(self.tokens_T), 0, 0, dtype=torch.int16)
+            object.__setattr__(self, "routed_experts_T", nothing)
 
     @property
     def num_sequences(self) -> int:
@@ -175,7 +187,20 @@ def pack_trajectories(trajectories: Sequence[Trajectory], scores: Sequence[float
         scores_B=torch.tensor(scores, dtype=torch.float32),
         truncated_B=torch.tensor([t.finish_reason != "stop" for t in trajectories]),
         weight_version_B=torch.tensor([t.weight_version for t in trajectories]),
+        routed_experts_T=_lay_routing(trajectories, lengths),
     )
+
+
+def _lay_routing(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> Tensor | None:
+    """The engine's choices of experts, -1 for the tokens it did not route."""
+    known = [t.routed_experts for t in trajectories]
+    if any(experts is None for experts in known):
+        return None
+    rows = []
+    for experts, length in zip(known, lengths):
+        missing = experts.new_full((length - len(experts), *experts.shape[1:]), -1)
+        rows += [experts.to(torch.int16), missing.to(torch.int16)]
+    return torch.cat(rows)
 
 
 def sequence_ids(cu_seqlens: Tensor) -> Tensor:

@@ -172,18 +172,19 @@ def expert_parallel_divides_experts(case: Case) -> Iterator[Fault]:
 
 
 @rule("*.megatron", "model", "critic.path")
-def experts_under_tensor_parallel_need_sequence_parallel(case: Case) -> Iterator[Fault]:
-    """Megatron trains MoE under TP only with sequence parallelism."""
+def experts_and_latent_attention_under_tensor_parallel_need_sequence_parallel(
+    case: Case,
+) -> Iterator[Fault]:
+    """Megatron trains MoE under TP only with sequence parallelism; so it does latent attention,
+    the gradients of whose down projections are not whole without."""
     for role in case.roles:
         shape, m = case.shapes.get(role.name), role.megatron
-        tp = m.tensor_model_parallel_size
-        if shape and shape.num_experts and tp > 1 and not m.sequence_parallel:
-            yield Fault(
-                f"{role.key}.sequence_parallel",
-                False,
-                "a mixture of experts under tensor parallelism needs it",
-                "set it to true",
-            )
+        if shape is None or m.sequence_parallel or m.tensor_model_parallel_size == 1:
+            continue
+        if shape.num_experts or shape.latent is not None:
+            what = "a mixture of experts" if shape.num_experts else "latent attention"
+            why = f"{what} under tensor parallelism needs it"
+            yield Fault(f"{role.key}.sequence_parallel", False, why, "set it to true")
 
 
 @rule("*.megatron", "model", "critic.path")
@@ -223,3 +224,18 @@ def dispatcher_suits_the_pipeline(case: Case) -> Iterator[Fault]:
                 "packed sequences of varying length under pipeline parallelism need alltoall",
                 "set it to alltoall",
             )
+
+
+@rule("actor.router_replay", "critic.router_replay", "rollout.name", "model", "critic.path")
+def router_replay_has_routers_and_a_record(case: Case) -> Iterator[Fault]:
+    """Replay needs a mixture of experts; R3 an engine that returns the experts it chose."""
+    for role in case.roles:
+        replay, shape = getattr(role.section, "router_replay", "off"), case.shapes.get(role.name)
+        key = f"{role.name}.router_replay"
+        if replay != "off" and shape is not None and not shape.num_experts:
+            yield Fault(
+                key, replay, f"{shape.model_type} is no mixture of experts", "set it to off"
+            )
+        elif replay == "R3" and case.recipe.rollout.name == "local":
+            why = "the local engine does not return the experts it chose"
+            yield Fault(key, replay, why, "set rollout.name to sglang, or choose R2")

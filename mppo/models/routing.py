@@ -213,6 +213,18 @@ class RoleRouting:
         )
 
     def _engine_record(self, batch: Batch) -> RoutingRecord:
+        """The rollout engine's choices in the layers of this rank.
+
+        Raises:
+            ValueError: the batch carries none, or not those of this model.
+        """
+        wanted = (self._config.num_layers, self._config.moe_router_topk)
+        if tuple(batch.routed_experts_T.shape[1:]) != wanted:
+            raise ValueError(
+                f"actor.router_replay: R3 needs the experts the rollout engine chose in "
+                f"{wanted[0]} layers, {wanted[1]} per token; the trajectories carry "
+                f"{tuple(batch.routed_experts_T.shape[1:])}. Use rollout.name = sglang, or R2"
+            )
         layers = [router.layer_number - 1 for router in self._routers]
         experts = batch.routed_experts_T[:, layers].transpose(0, 1)
         return record_of(batch, range(batch.num_sequences), experts)

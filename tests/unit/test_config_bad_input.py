@@ -200,10 +200,6 @@ LAYOUTS = [
      "algorithm.adv_estimator=reinforce_plus_plus actor.megatron.freeze_moe_router=true "
      "actor.megatron.moe_router_bias_update_rate=0.001",
      "actor.megatron.moe_router_bias_update_rate", "moves the router's bias"),
-    ("latent attention under TP alone", "model.path=builtin:tiny-moe "
-     "algorithm.adv_estimator=reinforce_plus_plus "
-     f"actor.megatron.{TP}=2 actor.megatron.sequence_parallel=false",
-     "actor.megatron.sequence_parallel", "latent attention"),
     ("replay without experts", "actor.router_replay=R2", "actor.router_replay",
      "no mixture of experts"),
     ("replay from an engine that cannot", "model.path=builtin:tiny-moe "
