@@ -22,7 +22,9 @@ from mppo.data.builtin import load_tokenizer, resolve_model
 from mppo.data.loader import PromptLoader
 from mppo.data.source import load_prompts
 from mppo.estimate import kl_controller
+from mppo.faults import is_out_of_memory, out_of_memory_message
 from mppo.parallel import device
+from mppo.parallel.heartbeat import watching
 from mppo.parallel.launch import LaunchInfo, discover, process_group
 from mppo.parallel.phase import current, phase
 from mppo.parallel.signals import StopRequest, listening
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        _report_failure(error, info)
+        _report_failure(error, info, recipe)
         return 1
 
 
@@ -90,19 +92,31 @@ def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:
 def _run(recipe: Recipe, info: LaunchInfo) -> int:
     """Everything with a process group; the group is destroyed on every way out."""
     device.prepare_megatron()
-    with listening() as stop, process_group(info, recipe.trainer.collective_timeout_s):
+    trainer = recipe.trainer
+    silence, hang = trainer.heartbeat_timeout_s, trainer.hang_timeout_s
+    hang = hang or 0.9 * trainer.collective_timeout_s
+    with (
+        listening() as stop,
+        process_group(info, trainer.collective_timeout_s),
+        watching(info, silence, hang, _run_dir(recipe) / "stacks"),
+    ):
         run = build_run(recipe, info, stop)
         try:
             from mppo.loop import train
 
             train(run)
-            if recipe.trainer.export_hf and not run.checkpoints.stopped_early:
+            if trainer.export_hf and not run.checkpoints.stopped_early:
                 with phase("export"):
                     run.roles.actor.save(run.reporter.run_dir / "actor")
         finally:
             run.engine.stop()
             run.reporter.close()
     return 0
+
+
+def _run_dir(recipe: Recipe) -> Path:
+    trainer = recipe.trainer
+    return Path(trainer.default_local_dir or Path("runs") / trainer.experiment_name)
 
 
 def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
@@ -130,7 +144,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
         training, recipe.data.train_batch_size, recipe.data.shuffle, recipe.data.seed
     )
     total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
-    run_dir = Path(trainer.default_local_dir or Path("runs") / trainer.experiment_name)
+    run_dir = _run_dir(recipe)
     reporter = Reporter(run_dir, trainer, recipe.model_dump(mode="json"), total_steps, is_main)
     registry = GroupRegistry(trainer.seed)
     started, checkpoints = run_dir / "warm_start", run_dir / "checkpoints"
@@ -187,14 +201,14 @@ def _refuse(error: Exception) -> int:
     return 2
 
 
-def _report_failure(error: BaseException, info: LaunchInfo) -> None:
+def _report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> None:
     if not isinstance(error, RuntimeError) or "MPPO_TRACEBACK" in os.environ:
         traceback.print_exception(error)
     where = f"rank {info.rank} of {info.world_size}"
-    print(
-        f"mppo: {where} failed while {current()}: {type(error).__name__}: {error}", file=sys.stderr
-    )
-    sys.stderr.flush()
+    lines = [f"mppo: {where} failed while {current()}: {type(error).__name__}: {error}"]
+    if is_out_of_memory(error):
+        lines.append(f"mppo: {where}: {out_of_memory_message(current(), recipe)}")
+    print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 import mppo
 from mppo.checkpoint import folder as folders
@@ -26,6 +25,7 @@ from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_s
 from mppo.config.schema import TrainerConfig
 from mppo.models.role import Role
 from mppo.parallel import device
+from mppo.parallel.phase import step_done
 from mppo.parallel.signals import StopRequest
 
 STATE = "run.json"
@@ -95,6 +95,7 @@ class Checkpointer:
         if found is None:
             return 0
         self._load(found)
+        step_done(found.manifest.step)
         self._timing.step_done()
         return found.manifest.step
 
@@ -109,6 +110,7 @@ class Checkpointer:
         Returns:
             Whether the run is to stop here.
         """
+        step_done(step)
         self._timing.step_done()
         self._collect(self._thread.finished())
         by_clock, stop = self._agree()
@@ -183,10 +185,8 @@ class Checkpointer:
         for name, role in self.roles.items():
             counters[name] = role_counters(role)
             with role.groups.active():
-                group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-                state = sharded_state(role)
-                folder = building / name
-                shards[name] = plan_shards(state, folder, group, self.trainer.async_save)
+                state, folder = sharded_state(role), building / name
+                shards[name] = plan_shards(state, folder, self.trainer.async_save)
         layouts = {name: role.groups for name, role in self.roles.items()}
         contents = {file_name(self._rank): random_state(layouts)}
         if self._rank == 0:

@@ -1,40 +1,38 @@
 """A role's model and optimizer as Megatron sharded state, in coordinates no layout changes.
 
-Every tensor is named and placed as the model's parameters are: ``model.<key>`` holds the weights,
-``optimizer.state.<kind>.<key>`` the optimizer's float32 weights (``param``) and moments
-(``exp_avg``, ``exp_avg_sq``). Whichever optimizer a layout uses (distributed or not, one for all
-parameters or one more for the experts), it writes and reads these same tensors, so that a
-checkpoint can be taken up under any layout.
+Every tensor is named and placed as the model's parameters are: ``<key>`` holds the weights,
+``optimizer.state.<kind>.<key>`` the optimizer's moments (``exp_avg``, ``exp_avg_sq``) and, where
+the weights are not float32, its float32 copy of them (``param``). A rank of a distributed optimizer
+owns a flat range of some parameters; the range is written as the rectangles it is made of, without
+any exchange, and read into place the same way. So a checkpoint can be taken up under any layout and
+with any optimizer sharding.
+
+Megatron's own ``fully_reshardable`` format, which gathers whole buckets first, loses the order of
+parameters where a model has more than one bucket (tied embeddings in a pipeline, overlapped
+gradient reduction): its buffers drop the padding between buckets that its offsets count.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-)
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from mppo.checkpoint.rectangles import Rectangle, rectangles
 from mppo.models.role import Role
 from mppo.parallel import device
 
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": False,
-}
-_KINDS = ("param", "exp_avg", "exp_avg_sq")
+_METADATA = {"singleton_local_shards": False}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHAPE_KEYS = (
     "model_type",
     "hidden_size",
@@ -54,25 +52,27 @@ def describe_model(role: Role) -> dict[str, Any]:
     """What must agree between a checkpoint and the model that takes it up."""
     config = role.hf_config
     shape = {key: getattr(config, key) for key in _SHAPE_KEYS if hasattr(config, key)}
-    return {**shape, "head": role.spec.head, "trained": role.optimizer is not None}
+    dtype = str(role.spec.dtype).removeprefix("torch.")
+    return {**shape, "head": role.spec.head, "dtype": dtype}
 
 
-def sharded_state(role: Role, loading: bool = False) -> dict[str, Any]:
-    """Megatron sharded state of a role; the layout's groups must be active. Collective.
+def sharded_state(role: Role) -> dict[str, Any]:
+    """Megatron sharded state of a role, its tensors in place; the layout's groups must be active.
 
-    Args:
-        role: the role.
-        loading: placeholders to load into, rather than the values.
+    To load, hand it to ``dist_checkpointing.load``, which fills optimizer tensors in place.
     """
     model: dict[str, Any] = {}
     for i, stage in enumerate(role.stages):
         model[f"chunk{i}"] = stage.sharded_state_dict(prefix="", metadata=dict(_METADATA))
     state: dict[str, Any] = {"model": model}
     if role.optimizer is not None:
-        parts = optimizer_parts(role)
-        state["optimizer"] = {
-            i: _optimizer_tensors(part, model, loading) for i, part in enumerate(parts)
-        }
+        entries = {id(entry.data): entry for entry in nested_values(model) if _is_sharded(entry)}
+        pieces = []
+        for part in optimizer_parts(role):
+            part.init_state_fn(part.optimizer, part.config)
+            for share in _shares(part):
+                pieces += _pieces(share, entries[id(share.parameter)], part.optimizer.state)
+        state["optimizer"] = dict(enumerate(pieces))
     return state
 
 
@@ -83,36 +83,81 @@ def optimizer_parts(role: Role) -> list:
     return [p for p in getattr(whole, "chained_optimizers", [whole]) if p.optimizer is not None]
 
 
-def _optimizer_tensors(part, model: dict[str, Any], loading: bool) -> dict[int, dict[str, Any]]:
-    part.init_state_fn(part.optimizer, part.config)
+@dataclass(frozen=True)
+class _Share:
+    """What this rank's optimizer steps of a parameter.
+
+    Args:
+        parameter: the model's.
+        main: the tensor that is stepped: elements ``start`` to ``stop`` of the flat parameter.
+    """
+
+    parameter: Tensor
+    main: Tensor
+    start: int
+    stop: int
+
+
+def _shares(part) -> Iterator[_Share]:
     if isinstance(part, DistributedOptimizer):
-        return part.sharded_param_state_fully_reshardable(model, loading, dict(_METADATA))
-    place = {id(entry.data): entry for entry in nested_values(model) if _is_sharded(entry)}
-    tensors = {}
-    for i, (parameter, main) in enumerate(_plain_pairs(part)):
-        values = {"param": main, **part.optimizer.state[main]}
-        tensors[i] = {
-            kind: make_sharded_optimizer_tensor(
-                place[id(parameter)], values[kind].detach(), f"optimizer.state.{kind}"
-            )
-            for kind in _KINDS
-        }
-    return tensors
+        groups = part.optimizer.param_groups
+        for buckets in (b for ranges in part.gbuf_ranges for b in ranges.values()):
+            for parameter, ranges in (item for b in buckets for item in b["param_map"].items()):
+                group, order = part.model_param_group_index_map[parameter]
+                main, owned = groups[group]["params"][order], ranges["param"]
+                yield _Share(parameter, main, owned.start, owned.end)
+        return
+    if hasattr(part, "float16_groups"):
+        pairs = [
+            pair
+            for halves, mains in zip(part.float16_groups, part.fp32_from_float16_groups)
+            for pair in zip(halves, mains)
+        ]
+        pairs += [(p, p) for group in part.fp32_from_fp32_groups for p in group]
+    else:
+        pairs = [(p, p) for group in part.optimizer.param_groups for p in group["params"]]
+    for parameter, main in pairs:
+        yield _Share(parameter, main, 0, parameter.numel())
+
+
+def _pieces(share: _Share, entry, states) -> list[ShardedTensor]:
+    """The share's moments (and float32 weights) as rectangles of the stored tensors."""
+    tensors = {kind: states[share.main][kind] for kind in _MOMENTS}
+    if share.parameter.dtype != share.main.dtype:
+        tensors["param"] = share.main
+    leaves = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
+    pieces = []
+    for leaf in leaves:
+        assert leaf.data.is_contiguous()
+        first = leaf.data.storage_offset() - share.parameter.storage_offset()
+        start = max(share.start - first, 0)
+        stop = min(share.stop - first, leaf.data.numel())
+        for block in rectangles(leaf.local_shape, start, max(start, stop)):
+            place = block.start + first - share.start
+            for kind, tensor in tensors.items():
+                flat = tensor.detach().view(-1)[place : place + block.size]
+                pieces.append(_piece(leaf, block, f"optimizer.state.{kind}", flat))
+    return pieces
+
+
+def _piece(leaf: ShardedTensor, block: Rectangle, prefix: str, flat: Tensor) -> ShardedTensor:
+    ones = (1,) * leaf.prepend_axis_num  # the layer, where layers are stacked under one name
+    offset = (0,) * leaf.prepend_axis_num + block.offset
+    return replace(
+        leaf,
+        key=f"{prefix}.{leaf.key}",
+        data=flat.view(ones + block.shape),
+        dtype=flat.dtype,
+        local_shape=ones + block.shape,
+        global_offset=tuple(a + b for a, b in zip(leaf.global_offset, offset)),
+        axis_fragmentations=None,
+        prepend_axis_num=0,
+        replica_id=(*leaf.replica_id[:2], 0),
+    )
 
 
 def _is_sharded(entry: Any) -> bool:
     return isinstance(entry, ShardedTensor | ShardedTensorFactory)
-
-
-def _plain_pairs(part) -> list[tuple[Tensor, Tensor]]:
-    """Model parameter and the tensor the optimizer steps, for an optimizer that is not sharded."""
-    pairs = []
-    if hasattr(part, "float16_groups"):
-        for halves, mains in zip(part.float16_groups, part.fp32_from_float16_groups):
-            pairs += list(zip(halves, mains))
-        pairs += [(p, p) for group in part.fp32_from_fp32_groups for p in group]
-        return pairs
-    return [(p, p) for group in part.optimizer.param_groups for p in group["params"]]
 
 
 def load_role(role: Role, folder: str, counters: dict[str, int]) -> None:
@@ -127,13 +172,8 @@ def load_role(role: Role, folder: str, counters: dict[str, int]) -> None:
         ValueError: the checkpoint lacks tensors of this role.
     """
     with role.groups.active(), torch.no_grad():
-        wanted = sharded_state(role, loading=True)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        strategy = get_default_load_sharded_strategy(folder)
-        if dist.get_world_size(group) > 1 and device.is_cuda():
-            strategy = FullyParallelLoadStrategyWrapper(strategy, group)
         loaded, missing, _ = dist_checkpointing.load(
-            wanted, folder, strategy, strict=StrictHandling.RETURN_ALL
+            sharded_state(role), folder, strict=StrictHandling.RETURN_ALL
         )
         missing = sorted(key for key in missing if not key.endswith("_extra_state"))
         if missing:
@@ -143,8 +183,9 @@ def load_role(role: Role, folder: str, counters: dict[str, int]) -> None:
         for i, stage in enumerate(role.stages):
             _load_stage(stage, loaded["model"][f"chunk{i}"], folder)
         if role.optimizer is not None:
-            for i, part in enumerate(optimizer_parts(role)):
-                _load_optimizer(part, loaded["optimizer"][i], counters["optimizer_step"])
+            for part in optimizer_parts(role):
+                for group in part.optimizer.param_groups:
+                    group["step"] = counters["optimizer_step"]
             role.optimizer.resume_schedule(counters["schedule_step"])
 
 
@@ -153,18 +194,6 @@ def _load_stage(stage, tensors: dict[str, Any], folder: str) -> None:
     wrong = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
     if wrong:
         raise ValueError(f"{folder}: parameters do not match the model: {', '.join(wrong[:5])}")
-
-
-def _load_optimizer(part, tensors: dict[int, dict[str, Tensor]], step: int) -> None:
-    if isinstance(part, DistributedOptimizer):
-        part.load_parameter_state_from_fully_reshardable(tensors)
-    else:
-        for i, (_, main) in enumerate(_plain_pairs(part)):
-            values = {"param": main, **part.optimizer.state[main]}
-            for kind in _KINDS:
-                values[kind].copy_(tensors[i][kind])
-    for group in part.optimizer.param_groups:
-        group["step"] = step
 
 
 def role_counters(role: Role) -> dict[str, int]:

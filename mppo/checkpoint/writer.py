@@ -79,20 +79,19 @@ class PlannedShards:
     buckets: list
 
 
-def plan_shards(sharded_state: dict, folder: Path, group, snapshot: bool) -> PlannedShards:
+def plan_shards(sharded_state: dict, folder: Path, snapshot: bool) -> PlannedShards:
     """Decide who writes what and bring it to host memory. Collective.
 
     Args:
         sharded_state: Megatron sharded state dict.
         folder: exists and is empty.
-        group: data-parallel group whose ranks share the writing of replicated shards.
         snapshot: copy tensors that training goes on to change; needless where it waits.
     """
     # Megatron would start a manager process for the results of its writer processes
     filesystem_async._results_queue = filesystem_async._results_queue or queue.SimpleQueue()
     strategy = _PlanOnly("torch_dist", 1, thread_count=2)
     sharded, common = save_preprocess(sharded_state, True)
-    FullyParallelSaveStrategyWrapper(strategy, group).async_save(sharded, folder)
+    FullyParallelSaveStrategyWrapper(strategy).async_save(sharded, folder)
     buckets = [
         (path, name, (blobs, [(item, _stage(tensor, snapshot)) for item, tensor in tensors]))
         for path, name, (blobs, tensors) in strategy.writer.write_buckets

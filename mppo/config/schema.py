@@ -332,7 +332,7 @@ class TrainerConfig(Section):
     checkpoint of ``default_local_dir``; ``resume_path`` from ``resume_from_path``.
     After ``max_nonfinite_in_a_row`` skipped steps (``on_nonfinite: skip``) the run stops.
     ``heartbeat_timeout_s`` is how long a silent rank counts as alive, ``hang_timeout_s`` how long
-    no rank may make progress.
+    no rank may make progress (null: nine tenths of ``collective_timeout_s``).
     """
 
     project_name: str = "mppo"
@@ -364,7 +364,7 @@ class TrainerConfig(Section):
     n_gpus_per_node: int | None = Field(default=None, gt=0)
     collective_timeout_s: float = Field(default=600.0, gt=0)
     heartbeat_timeout_s: float = Field(default=20.0, ge=2)
-    hang_timeout_s: float = Field(default=1800.0, gt=0)
+    hang_timeout_s: float | None = Field(default=None, gt=0)
     on_nonfinite: Literal["skip", "stop"] = "stop"
     max_nonfinite_in_a_row: int = Field(default=3, gt=0)
     seed: int = 0

@@ -70,6 +70,18 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def memory_summary() -> str:
+    """Memory of this rank in a few words: in use, at its peak, and what the device has."""
+    peak = peak_memory_bytes() / 2**30
+    if not is_cuda():
+        return f"peak {peak:.1f} GiB of the process, on {name()}"
+    free, total = torch.cuda.mem_get_info()
+    return (
+        f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB allocated, peak {peak:.1f} GiB, "
+        f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free on {name()}"
+    )
+
+
 def random_state() -> torch.Tensor | None:
     """The GPU's random state; None on the CPU, whose state is torch's own."""
     return torch.cuda.get_rng_state() if is_cuda() else None

@@ -9,6 +9,8 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from mppo.parallel.phase import tick
+
 M = TypeVar("M")
 
 
@@ -40,6 +42,7 @@ def run_pipeline(
 
     def forward_step(iterator, chunk):
         microbatch = next(iterator)
+        tick()
         output = forward(chunk, microbatch)
 
         def loss_func(hidden: Tensor, non_loss_data: bool = False):

@@ -1,0 +1,83 @@
+"""What a failure says to the user: phase, sizes, and the recipe keys that would help."""
+
+from __future__ import annotations
+
+import torch
+
+from mppo.config.schema import Recipe
+from mppo.parallel import device
+
+_CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU_ALLOCATOR)
+
+
+def advice(phase: str, recipe: Recipe) -> list[str]:
+    """Recipe keys that take less memory in a phase, with their present values.
+
+    Args:
+        phase: ``mppo.parallel.phase.current()`` of the rank that failed.
+        recipe: the recipe of the run.
+    """
+    for marker, keys in _keys_by_phase(phase).items():
+        if marker in phase:
+            return [f"{key} (now {_value(recipe, key)}): {how}" for key, how in keys]
+    return []
+
+
+def _keys_by_phase(phase: str) -> dict[str, list[tuple[str, str]]]:
+    role = next((name for name in ("critic", "ref", "actor") if name in phase), "actor")
+    layout = [
+        (f"{role}.megatron.tensor_model_parallel_size", "raise"),
+        (f"{role}.megatron.pipeline_model_parallel_size", "raise"),
+    ]
+    chunk = (f"{role}.head_chunk_tokens", "lower")
+    return {
+        "updating": [
+            (f"{role}.ppo_micro_batch_size_per_gpu", "lower"),
+            (f"{role}.ppo_max_token_len_per_gpu", "lower, with use_dynamic_bsz=true"),
+            (f"{role}.megatron.recompute_granularity", "set to full"),
+            (f"{role}.megatron.use_distributed_optimizer", "set to true"),
+            chunk,
+            *layout,
+        ],
+        "measuring": [
+            (f"{role}.log_prob_micro_batch_size_per_gpu", "lower"),
+            (f"{role}.log_prob_max_token_len_per_gpu", "lower, with use_dynamic_bsz=true"),
+            chunk,
+            *layout,
+        ],
+        "weight sync": [("rollout.sync_bucket_mb", "lower")],
+        "gen": [
+            ("rollout.batch_size", "lower"),
+            ("data.max_response_length", "lower"),
+            ("rollout.tensor_model_parallel_size", "raise"),
+            ("rollout.server_args", "lower mem_fraction_static"),
+        ],
+        "testing": [("data.val_batch_size", "lower"), ("rollout.batch_size", "lower")],
+        "save_checkpoint": [("trainer.async_save", "set to false: no copy in host memory")],
+        "building": [
+            *layout,
+            (f"{role}.megatron.use_distributed_optimizer", "set to true"),
+            ("model.dtype", "set to bfloat16"),
+        ],
+    }
+
+
+def _value(recipe: Recipe, key: str) -> object:
+    value: object = recipe
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def out_of_memory_message(phase: str, recipe: Recipe) -> str:
+    """Memory in use, and what would take less."""
+    lines = [f"out of memory in: {phase}; {device.memory_summary()}"]
+    lines += [f"  {line}" for line in advice(phase, recipe)]
+    return "\n".join(lines)

@@ -1,0 +1,297 @@
+"""Every rank shows signs of life; a dead or hung one ends the job everywhere within seconds.
+
+A thread of each rank writes what the rank does into a key-value store of the job's own, hosted by
+the first rank. The first rank judges: a rank that was silent too long is dead; if no rank has made
+progress for too long, a collective hangs. The others watch for its verdict, and for its own signs
+of life. On a verdict each rank writes the stacks of all its threads into the run's folder and
+exits with code 1, whatever its main thread waits for.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mppo.parallel import phase
+from mppo.parallel.launch import LaunchInfo
+
+EXIT_CODE = 1
+_VERDICT, _FAREWELL = "verdict", "farewell"
+_FAREWELL_S = 5.0
+_LINGER_BEATS = 3
+"""The first rank's store outlives a verdict by so many beats, for the others to read it."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life.
+
+    Args:
+        number: counts the rank's beats.
+        progress: counts what the rank has begun or ended.
+        phase: what it does.
+        last_step: the last PPO step it has completed.
+        host, pid: where to look for it.
+    """
+
+    number: int
+    progress: int
+    phase: str
+    last_step: int
+    host: str
+    pid: int
+
+
+@dataclass
+class Judge:
+    """Decides from the beats of all ranks whether the job is well.
+
+    Args:
+        world_size: number of ranks.
+        silence_s: a rank without a new beat for so long is dead.
+        hang_s: without progress of any rank for so long, the job hangs.
+    """
+
+    world_size: int
+    silence_s: float
+    hang_s: float
+    _beats: dict[int, Beat] = field(default_factory=dict)
+    _seen: dict[int, float] = field(default_factory=dict)
+    _progress_at: float | None = None
+
+    def hear(self, beats: Mapping[int, Beat], now: float) -> None:
+        """Take the newest known beat of each rank, at ``now`` seconds."""
+        for rank, beat in beats.items():
+            before = self._beats.get(rank)
+            if before is None or before.number != beat.number:
+                self._seen[rank] = now
+            if before is None or before.progress != beat.progress or self._progress_at is None:
+                self._progress_at = now
+            self._beats[rank] = beat
+
+    def verdict(self, now: float) -> str | None:
+        """Why the job must end, None while it is well."""
+        for rank in sorted(self._seen):
+            silence = now - self._seen[rank]
+            if silence > self.silence_s:
+                return f"no sign of life for {silence:.0f} s from {self._describe(rank)}"
+        if self._progress_at is not None and now - self._progress_at > self.hang_s:
+            return self._hang(now - self._progress_at)
+        return None
+
+    def lost(self, rank: int) -> str:
+        """The verdict on a rank whose connection broke."""
+        return f"the connection broke to {self._describe(rank)}"
+
+    def _describe(self, rank: int) -> str:
+        if rank not in self._beats:
+            return f"rank {rank} of {self.world_size}"
+        beat = self._beats[rank]
+        return (
+            f"rank {rank} of {self.world_size} (pid {beat.pid} on {beat.host}), which was in: "
+            f"{beat.phase}; last completed step: {beat.last_step}"
+        )
+
+    def _hang(self, seconds: float) -> str:
+        doing: dict[str, list[int]] = {}
+        for rank, beat in sorted(self._beats.items()):
+            doing.setdefault(f"{beat.phase}; last completed step: {beat.last_step}", []).append(
+                rank
+            )
+        where = "\n".join(f"  rank {_ranges(ranks)}: {what}" for what, ranks in doing.items())
+        return f"no rank has made progress for {seconds:.0f} s:\n{where}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """``0-3,7`` for 0, 1, 2, 3, 7."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
+
+
+class Heartbeat:
+    """This rank's part of the watch. Construct collectively, in the default process group.
+
+    Args:
+        info: this process's place.
+        silence_s: a rank that is silent for so long is dead.
+        hang_s: longest time without progress of any rank.
+        stacks: folder for the stacks of a job that was ended.
+        end: called with the exit code, once everything is said.
+    """
+
+    def __init__(
+        self,
+        info: LaunchInfo,
+        silence_s: float,
+        hang_s: float,
+        stacks: Path,
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._info, self._stacks, self._end = info, stacks, end
+        self._interval_s = min(1.0, silence_s / 10)
+        self._judge = Judge(info.world_size, silence_s, hang_s)
+        self._store = _connect(info)
+        self._number = 0
+        self._stopping = threading.Event()
+        self._beat()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def fail(self, error: Exception) -> None:
+        """This rank has failed: tell the others.
+
+        Where the error only says that another rank has gone, wait until it is known which one; the
+        watch then ends this process with that reason.
+        """
+        if is_consequence(error):
+            self._thread.join(self._judge.silence_s + 5)
+        self._stopping.set()
+        why = (
+            f"rank {self._info.rank} of {self._info.world_size} failed in: {phase.current()}; last "
+            f"completed step: {phase.last_step()}: {type(error).__name__}: {error}"
+        )
+        try:
+            self._store.compare_set(_VERDICT, "", why)
+        except dist.DistError:
+            return  # the first rank has gone, and with it the store: all have noticed
+        if self._info.rank == 0:
+            time.sleep(_LINGER_BEATS * self._interval_s)
+
+    def stop(self) -> None:
+        """End the watch on the clean way out; the first rank leaves last."""
+        self._stopping.set()
+        self._thread.join()
+        self._store.add(_FAREWELL, 1)
+        deadline = time.monotonic() + _FAREWELL_S
+        while self._info.rank == 0 and time.monotonic() < deadline:
+            if self._store.add(_FAREWELL, 0) >= self._info.world_size:
+                return
+            time.sleep(0.01)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval_s):
+            try:
+                self._beat()
+                why = self._watch()
+            except dist.DistError:
+                if self._stopping.is_set():
+                    return
+                why = self._judge.lost(0)
+            if why is not None:
+                self._leave(why)
+                return
+
+    def _beat(self) -> None:
+        self._number += 1
+        beat = Beat(
+            self._number,
+            phase.progress(),
+            phase.current(),
+            phase.last_step(),
+            socket.gethostname(),
+            os.getpid(),
+        )
+        self._store.set(f"beat/{self._info.rank}", json.dumps(asdict(beat)))
+
+    def _watch(self) -> str | None:
+        if self._store.check([_VERDICT]):
+            return self._store.get(_VERDICT).decode()
+        ranks = range(self._info.world_size) if self._info.rank == 0 else range(1)
+        keys = {f"beat/{rank}": rank for rank in ranks}
+        if not self._store.check(list(keys)):
+            return None
+        values = self._store.multi_get(list(keys))
+        beats = {rank: Beat(**json.loads(v)) for rank, v in zip(keys.values(), values)}
+        now = time.monotonic()
+        self._judge.hear(beats, now)
+        why = self._judge.verdict(now)
+        if why is not None and self._info.rank == 0:
+            self._store.set(_VERDICT, why)
+        return why
+
+    def _leave(self, why: str) -> None:
+        """Write the stacks, say why (once in the job), end the process."""
+        file = self._stacks / f"rank_{self._info.rank:05d}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w") as stream:
+            stream.write(f"{why}\n\nthis rank: {phase.current()}\n\n")
+            stream.flush()
+            faulthandler.dump_traceback(stream, all_threads=True)
+        if self._info.rank == 0 or why == self._judge.lost(0):
+            sys.stderr.write(f"mppo: {why}\nmppo: stacks of every rank: {self._stacks}\n")
+        sys.stderr.flush()
+        if self._info.rank == 0:
+            time.sleep(_LINGER_BEATS * self._interval_s)
+        self._end(EXIT_CODE)
+
+
+@contextmanager
+def watching(
+    info: LaunchInfo, silence_s: float, hang_s: float, stacks: Path
+) -> Iterator[Heartbeat]:
+    """Watch over the job inside; a failure is told to the other ranks."""
+    heartbeat = Heartbeat(info, silence_s, hang_s, stacks)
+    try:
+        yield heartbeat
+    except Exception as error:
+        heartbeat.fail(error)
+        raise
+    heartbeat.stop()
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error only says that another rank has gone."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def _connect(info: LaunchInfo) -> dist.TCPStore:
+    """The store; the first rank hosts it on the interface the rendezvous uses."""
+    place: list[int | None] = [None]
+    listener = None
+    if info.rank == 0:
+        listener = _listen(info.master_addr)
+        place = [listener.getsockname()[1]]
+    dist.broadcast_object_list(place, src=0)
+    store = dist.TCPStore(
+        info.master_addr,
+        int(place[0] or 0),
+        is_master=info.rank == 0,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    dist.barrier()
+    return store
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket on the interface of ``address``; on all of them where it is not this host's own
+    (behind a network address translation)."""
+    for host in (address, ""):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind((host, 0))
+        except OSError:
+            listener.close()
+            continue
+        listener.listen(socket.SOMAXCONN)
+        return listener
+    raise OSError(f"no free port on {address}")

@@ -1,0 +1,133 @@
+"""Checkpoint folders: manifests, damage, names, and which may go."""
+
+from __future__ import annotations
+
+import json
+import zlib
+
+import pytest
+
+from mppo.checkpoint import folder as folders
+from mppo.checkpoint.folder import Damaged, FileEntry, Manifest
+
+
+def make(root, step: int, metrics=None):
+    path = folders.final_path(root, step)
+    (path / "actor").mkdir(parents=True)
+    files = {
+        name: folders.write_bytes(path / name, content)
+        for name, content in {"run.json": b"{}", "actor/a.distcp": b"\0" * 100 + b"weights"}.items()
+    }
+    folders.write_manifest(path, Manifest(step, 2, {}, metrics or {}, files, "0.1"))
+    return path
+
+
+def check(path):
+    manifest = folders.read_manifest(path)
+    folders.check_sizes(path, manifest)
+    folders.check_contents(path, manifest)
+    return manifest
+
+
+def test_a_whole_checkpoint_passes(tmp_path):
+    manifest = check(make(tmp_path, 7, {"reward": 0.5}))
+    assert (manifest.step, manifest.metrics) == (7, {"reward": 0.5})
+    assert manifest.files["run.json"] == FileEntry(2, zlib.crc32(b"{}"))
+
+
+def truncate(path):
+    file = path / "actor/a.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(path):
+    file = path / "actor/a.distcp"
+    data = bytearray(file.read_bytes())
+    data[50] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {
+    "truncated shard": (truncate, "has 106 bytes, 107 were written"),
+    "flipped bit": (flip, "its checksum is not the one that was written"),
+    "missing file": (lambda p: (p / "actor/a.distcp").unlink(), "a.distcp: is missing"),
+    "missing manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    "cut manifest": (lambda p: (p / "manifest.json").write_text('{"form'), "cannot be read"),
+    "empty manifest": (lambda p: (p / "manifest.json").write_text('{"format": 1}'), "missing"),
+    "manifest of a list": (lambda p: (p / "manifest.json").write_text("[]"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found_and_named(tmp_path, name):
+    path = make(tmp_path, 7)
+    harm, message = DAMAGE[name]
+    harm(path)
+    with pytest.raises(Damaged, match=message):
+        check(path)
+
+
+def test_a_newer_format_is_no_damage_but_a_refusal(tmp_path):
+    path = make(tmp_path, 7)
+    values = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**values, "format": 2, "version": "9.9"}))
+    with pytest.raises(ValueError, match=r"format 2 is newer.*mppo 9\.9") as caught:
+        folders.read_manifest(path)
+    assert not isinstance(caught.value, Damaged)
+
+
+def test_shares_of_the_checking_cover_every_file(tmp_path):
+    path = make(tmp_path, 7)
+    flip(path)
+    manifest = folders.read_manifest(path)
+    found = 0
+    for share in range(3):
+        try:
+            folders.check_contents(path, manifest, share, 3)
+        except Damaged:
+            found += 1
+    assert found == 1
+
+
+def test_only_final_names_are_listed_newest_first(tmp_path):
+    for step in (2, 10, 9):
+        make(tmp_path, step)
+    (tmp_path / ".global_step_11.partial").mkdir()
+    (tmp_path / "global_step_12.old-1").mkdir()
+    (tmp_path / "global_step_x").mkdir()
+    (tmp_path / "global_step_13").write_text("a file")
+    assert [folders.step_of(p) for p in folders.list_checkpoints(tmp_path)] == [10, 9, 2]
+    assert folders.list_checkpoints(tmp_path / "absent") == []
+
+
+def test_publishing_never_overwrites(tmp_path):
+    old = make(tmp_path, 7)
+    building = folders.partial_path(tmp_path, 7)
+    building.mkdir()
+    (building / "new").write_text("new")
+    folders.publish(building, folders.final_path(tmp_path, 7))
+    assert (old / "new").exists()
+    check(tmp_path / "global_step_7.old-1")
+
+
+BY_STEP = {1: {"r": 0.1}, 2: {"r": 0.9}, 3: {}, 4: {"r": 0.2}, 5: {"r": float("nan")}}
+
+
+@pytest.mark.parametrize(
+    ("keep", "metric", "goes"),
+    [
+        (None, "r", []),
+        (2, None, [1, 2, 3]),
+        (2, "r", [1, 3]),
+        (2, "-r", [2, 3]),
+        (5, "r", []),
+        (9, None, []),
+        (1, "unknown", [1, 2, 3, 4]),
+    ],
+)
+def test_the_newest_and_the_best_stay(keep, metric, goes):
+    assert list(folders.expendable(BY_STEP, keep, metric)) == goes
+
+
+def test_the_later_of_two_equally_good_ones_is_the_best():
+    assert folders.best_step({1: {"r": 1.0}, 2: {"r": 1.0}}, "r") == 2

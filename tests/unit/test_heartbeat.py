@@ -1,0 +1,57 @@
+"""The judgement on a job from its ranks' signs of life."""
+
+from __future__ import annotations
+
+from mppo.parallel.heartbeat import Beat, Judge, is_consequence
+
+
+def beat(number: int, progress: int, phase: str = "gen, step 3", last_step: int = 2) -> Beat:
+    return Beat(number, progress, phase, last_step, "node7", 123)
+
+
+def test_a_job_that_beats_and_goes_on_is_well():
+    judge = Judge(2, silence_s=20, hang_s=100)
+    for second in range(300):
+        judge.hear({0: beat(second, second // 50), 1: beat(second, 0)}, float(second))
+        assert judge.verdict(float(second)) is None
+
+
+def test_a_silent_rank_is_named_with_phase_and_step():
+    judge = Judge(2, silence_s=20, hang_s=100)
+    judge.hear({0: beat(1, 1), 1: beat(1, 1, "updating critic, step 5", 4)}, 0.0)
+    for second in range(1, 21):
+        judge.hear(
+            {0: beat(1 + second, second), 1: beat(1, 1, "updating critic, step 5", 4)}, second
+        )
+        assert judge.verdict(float(second)) is None
+    judge.hear({0: beat(40, 40)}, 21.0)
+    assert judge.verdict(21.0) == (
+        "no sign of life for 21 s from rank 1 of 2 (pid 123 on node7), which was in: "
+        "updating critic, step 5; last completed step: 4"
+    )
+
+
+def test_a_hang_says_where_every_rank_is():
+    judge = Judge(5, silence_s=20, hang_s=60)
+    for second in range(62):
+        beats = {rank: beat(second, 7, "updating actor, step 3") for rank in (0, 1, 2, 4)}
+        judge.hear({**beats, 3: beat(second, 9, "reward, step 3")}, float(second))
+    verdict = judge.verdict(61.0)
+    assert verdict is not None
+    assert verdict.splitlines() == [
+        "no rank has made progress for 61 s:",
+        "  rank 0-2,4: updating actor, step 3; last completed step: 2",
+        "  rank 3: reward, step 3; last completed step: 2",
+    ]
+
+
+def test_ranks_that_have_not_begun_are_not_missed():
+    judge = Judge(3, silence_s=20, hang_s=1000)
+    for second in range(100):
+        judge.hear({0: beat(second, second)}, float(second))
+        assert judge.verdict(float(second)) is None
+
+
+def test_which_errors_are_consequences():
+    assert is_consequence(RuntimeError("[/x/third_party/gloo/gloo/pair.cc:1] Connection closed"))
+    assert not is_consequence(RuntimeError("division by zero"))
