@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,7 +13,7 @@ from mppo.parallel import device
 from mppo.rollout.engine import RolloutEngine
 
 
-def build_engine(recipe: Recipe, folder: Path, hf_config, run_dir: Path) -> RolloutEngine:
+def build_engine(recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path) -> RolloutEngine:
     """Start the engine ``rollout.name`` asks for; collective.
 
     Args:
@@ -24,15 +25,30 @@ def build_engine(recipe: Recipe, folder: Path, hf_config, run_dir: Path) -> Roll
     Returns:
         The engine, waiting for its first weights.
     """
+    rollout = recipe.rollout
+    dtype = DTYPES[rollout.dtype or recipe.model.dtype]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if rollout.name == "sglang":
+        from mppo.rollout.sglang import SGLangEngine
+
+        return SGLangEngine(
+            folder,
+            hf_config,
+            dtype,
+            rollout,
+            rank=rank,
+            world=world,
+            device=device.device(),
+            run_dir=run_dir,
+        )
     from mppo.rollout.local import LocalEngine
 
-    rollout = recipe.rollout
     return LocalEngine(
         folder,
         hf_config,
-        DTYPES[rollout.dtype or recipe.model.dtype],
-        rank=dist.get_rank(),
-        world=dist.get_world_size(),
+        dtype,
+        rank=rank,
+        world=world,
         device=device.device(),
         batch_size=rollout.batch_size,
     )

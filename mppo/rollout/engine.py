@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -12,6 +12,22 @@ from mppo.config.schema import SamplingConfig
 
 WeightBucket = list[tuple[str, Tensor]]
 """Hugging Face names with whole tensors, on the training device."""
+
+
+class WeightSource:
+    """A stream of weights that can be produced again, unlike a generator.
+
+    An engine whose server died takes the weights again from it.
+
+    Args:
+        make: starts a fresh stream of the current weights; collective.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[WeightBucket]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[WeightBucket]:
+        return iter(self._make())
 
 
 class RolloutEngine(Protocol):
@@ -37,7 +53,10 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """Take new weights. Every rank must drain ``buckets`` (producing them is collective)."""
+        """Take new weights. Every rank drains ``buckets`` (producing them is collective).
+
+        A ``WeightSource`` lets an engine ask for them again, should it lose them.
+        """
         ...
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

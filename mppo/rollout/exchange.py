@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch import Prompt, Trajectory
+
+T = TypeVar("T")
 
 
 def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
@@ -102,10 +105,15 @@ def agree(error: str | None, world: int, group: dist.ProcessGroup | None = None)
     Raises:
         RuntimeError: some rank brought an error.
     """
-    errors: list[str | None] = [error]
-    if world > 1:
-        errors = [None] * world
-        dist.all_gather_object(errors, error, group=group)
+    errors = gather_objects(error, world, group)
     told = list(dict.fromkeys(e for e in errors if e is not None))
     if told:
         raise RuntimeError("; ".join(told))
+
+
+def gather_objects(mine: T, world: int, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's small object, in rank order, on every rank."""
+    everyone = [mine] * world
+    if world > 1:
+        dist.all_gather_object(everyone, mine, group=group)
+    return everyone

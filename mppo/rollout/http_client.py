@@ -14,7 +14,19 @@ class RequestRefused(RuntimeError):
 
 
 class ServerLost(ConnectionError):
-    """No usable answer: connection failed, time ran out, or the server reported its own failure."""
+    """No usable answer: connection failed, time ran out, or the server reported its own failure.
+
+    Args:
+        url: the server.
+        why: what happened.
+    """
+
+    def __init__(self, url: str, why: object) -> None:
+        super().__init__(f"{url}: {why}")
+        self.url, self.why = url, str(why)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.url, self.why)
 
 
 class JsonClient:
@@ -65,13 +77,13 @@ class JsonClient:
                 # a kept-alive connection the server has closed meanwhile is no failure yet
                 self._drop()
                 if fresh or not reused:
-                    raise ServerLost(f"{self.url}{path}: {error}") from error
+                    raise ServerLost(self.url, f"{path}: {error}") from error
             except (OSError, http.client.HTTPException) as error:
                 self._drop()
                 why = (
                     f"no answer within {limit:.0f} s" if isinstance(error, TimeoutError) else error
                 )
-                raise ServerLost(f"{self.url}{path}: {why}") from error
+                raise ServerLost(self.url, f"{path}: {why}") from error
         raise AssertionError("unreachable")
 
     def _connection(self, timeout_s: float, fresh: bool) -> http.client.HTTPConnection:
@@ -96,5 +108,5 @@ class JsonClient:
         if 400 <= status < 500 and status not in (408, 429):
             raise RequestRefused(f"{self.url}{path}: status {status}: {shown}")
         if status != 200:
-            raise ServerLost(f"{self.url}{path}: status {status}: {shown}")
+            raise ServerLost(self.url, f"{path}: status {status}: {shown}")
         return json.loads(text) if text[:1] in b'{["ntf-0123456789' and text else None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from mppo.parallel.launch import free_port
 
 _POLL_S = 0.1
 _TAIL_LINES = 25
@@ -22,13 +23,6 @@ _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "SLURM_", "PMI_", "PMIX_",
 
 class ServerError(RuntimeError):
     """A server that did not come up, or is gone."""
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -77,11 +77,13 @@ class SGLangApi:
         meta = answer["meta_info"]
         reason = meta["finish_reason"]
         if reason["type"] not in ("stop", "length"):
-            raise ServerLost(f"{self.url} gave up on a response: {reason}")
+            raise ServerLost(self.url, f"gave up on a response: {reason}")
         tokens = answer["output_ids"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
         if len(tokens) != len(logprobs):
-            raise ServerLost(f"{self.url}: {len(tokens)} tokens, {len(logprobs)} log-probabilities")
+            raise ServerLost(
+                self.url, f"{len(tokens)} tokens with {len(logprobs)} log-probabilities"
+            )
         version = str(meta.get("weight_version", ""))
         return Generated(tokens, logprobs, reason["type"] == "stop", version)
 
@@ -97,8 +99,14 @@ class SGLangApi:
         return [[e[0] for e in a["meta_info"]["input_token_logprobs"][1:]] for a in answers]
 
     def begin_update(self) -> None:
-        """Open a weight update, where the version has such a call."""
-        self._session("/begin_weight_update", {"selector": "all"})
+        """Open a weight update, where the version has such a call; a broken-off one is closed."""
+        try:
+            self._session("/begin_weight_update", {"selector": "all"})
+        except RequestRefused as error:
+            if "already open" not in str(error):
+                raise
+            self.end_update()
+            self._session("/begin_weight_update", {"selector": "all"})
 
     def end_update(self) -> None:
         """Close it: the server finishes what it derives from weights."""

@@ -1,0 +1,344 @@
+"""Rollout by SGLang servers, behind the ``RolloutEngine`` protocol.
+
+What the servers answer to their head ranks is brought to all ranks. A server that fails loses its
+jobs to another; where none is left, it is started again and given the current weights again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.batch import Prompt, Trajectory
+from mppo.config.schema import RolloutConfig, SamplingConfig
+from mppo.parallel import device as device_seam
+from mppo.parallel.launch import own_address
+from mppo.rollout.dispatch import dispatch
+from mppo.rollout.engine import WeightBucket
+from mppo.rollout.exchange import (
+    agree,
+    gather_flat,
+    gather_objects,
+    pack_rows,
+    shares,
+    unpack_rows,
+)
+from mppo.rollout.fleet import Fleet
+from mppo.rollout.http_client import RequestRefused, ServerLost
+from mppo.rollout.local import stop_tokens
+from mppo.rollout.sglang_api import Generated, SGLangApi, sampling_parameters
+from mppo.rollout.sglang_server import HOST
+from mppo.rollout.sync import DiskRoute, DistributedRoute, Route, TensorRoute
+
+_ATTEMPTS = 3
+_JOBS_PER_SERVER = 32
+_SCORE_TOKENS = 8192
+_SCORES_AT_ONCE = 4
+
+
+class SGLangEngine:
+    """SGLang servers as a rollout engine.
+
+    Args:
+        hf_folder: model folder (own servers read only its configuration).
+        hf_config: its configuration.
+        dtype: type of the servers' weights.
+        rollout: the recipe's section.
+        rank, world: this rank and the number of ranks that call.
+        device: where the stream's tensors are.
+        run_dir: for logs, option files and weights synced by disk.
+        group: process group of the callers; None is the default one.
+    """
+
+    def __init__(
+        self,
+        hf_folder: str | Path,
+        hf_config: Any,
+        dtype: torch.dtype,
+        rollout: RolloutConfig,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        device: torch.device | str = "cpu",
+        run_dir: Path,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._rollout, self._rank, self._world, self._group = rollout, rank, world, group
+        self._device, folder = torch.device(device), run_dir / "rollout"
+        self._stops = stop_tokens(hf_folder, hf_config)
+        self._version: int | None = None
+        self._synced: dict[int, int] = {}  # server of this rank -> version it holds
+        self._source: Iterable[WeightBucket] | None = None
+        self._fleet = Fleet(
+            rollout, Path(hf_folder), dtype, rank, world, self._device, folder, group
+        )
+        self._route = self._make_route(folder, Path(hf_folder))
+
+    def _make_route(self, folder: Path, hf_folder: Path) -> Route:
+        tensor_parallel = self._fleet.tensor_parallel
+        if self._rollout.sync == "disk":
+            return DiskRoute((folder / "weights").resolve(), hf_folder, writes=self._rank == 0)
+        if self._rollout.sync == "distributed":
+            return DistributedRoute(
+                self._device,
+                device_seam.backend(),
+                tensor_parallel,
+                own_address() if self._rollout.urls else HOST,
+                self._rollout.request_timeout_s,
+            )
+        group = None
+        if self._device.type != "cpu" and tensor_parallel > 1:
+            # the ranks whose GPUs one server shares
+            for first in range(0, self._world, tensor_parallel):
+                ranks = list(range(first, first + tensor_parallel))
+                made = dist.new_group(ranks)
+                group = made if self._rank in ranks else group
+        return TensorRoute(self._device, tensor_parallel, group)
+
+    # ---- weights
+
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        """See ``RolloutEngine.update_weights``.
+
+        Where ``buckets`` can be iterated again (it is no generator), a server lost in mid-update or
+        later is restarted and given the weights again.
+
+        Raises:
+            RuntimeError: on every rank, when a server could not take the weights.
+        """
+        self._source = None if iter(buckets) is buckets else buckets
+        self._version, self._synced = version, {}
+        self._fleet.revive()
+        self._fleet.wake("weights")
+        self._push(iter(buckets))
+
+    def _push(self, buckets: Iterator[WeightBucket]) -> None:
+        """Bring the weights to every server that lacks them; again to those lost on the way."""
+        lacking = self._lacking()
+        for _ in range(_ATTEMPTS):
+            self._send(buckets, lacking)
+            lacking = self._lacking()
+            if not lacking:
+                return
+            if self._source is None:
+                break
+            self._fleet.revive()
+            buckets = iter(self._source)
+        cure = "" if self._source else " (and the stream of weights cannot be repeated)"
+        raise RuntimeError(f"SGLang servers could not take the weights{cure}: {lacking}")
+
+    def _lacking(self) -> dict[int, str]:
+        """Servers without the current weights, and why, on every rank; collective."""
+        mine = {
+            server: self._fleet.lost.get(server, "")
+            for server in self._fleet.mine
+            if self._synced.get(server) != self._version
+        }
+        everyone = gather_objects(mine, self._world, self._group)
+        return {server: why for part in everyone for server, why in part.items()}
+
+    def _send(self, buckets: Iterator[WeightBucket], lacking: dict[int, str]) -> None:
+        """One pass of the stream, always drained, to the servers that lack it."""
+        assert self._version is not None
+        targets = {s: api for s, api in self._fleet.apis.items() if s in lacking}
+        senders = targets
+        if isinstance(self._route, DistributedRoute):
+            urls = self._fleet.urls()
+            at_source = sorted(lacking) if self._rank == 0 else ()
+            senders = {server: self._fleet.client(urls[server]) for server in at_source}
+        self._route.open(senders, self._version)
+        for bucket in buckets:
+            self._route.send(bucket)
+        error = _error_of(self._route.close)
+        if isinstance(self._route, DistributedRoute):
+            error = gather_objects(error, self._world, self._group)[0]
+        self._raise_refusal(error)
+        if isinstance(self._route, DiskRoute):
+            route = self._route  # the folder is complete: every rank has agreed
+            error = _error_of(lambda: route.load(targets))
+            self._raise_refusal(error)
+        if error is None:
+            self._synced.update(dict.fromkeys(targets, self._version))
+            return
+        for server, api in targets.items():
+            if api.url == getattr(error, "url", api.url) or not api.is_up():
+                self._fleet.lost[server] = str(error)
+
+    def _raise_refusal(self, error: Exception | None) -> None:
+        """Raise on every rank what repeating would not help; collective."""
+        final = error is not None and not isinstance(error, ServerLost)
+        agree(f"rank {self._rank}: {error}" if final else None, self._world, self._group)
+
+    def _restore(self) -> None:
+        """Lost servers started again, with the current weights; collective."""
+        if self._version is None:
+            raise RuntimeError("the SGLang engine has no weights: call update_weights first")
+        for server in self._fleet.revive():
+            self._synced.pop(server, None)
+        lacking = self._lacking()
+        if not lacking:
+            return
+        if self._source is None:
+            raise RuntimeError(
+                f"SGLang servers {sorted(lacking)} lost their weights, which cannot be sent again: "
+                "the last stream was a generator"
+            )
+        self._fleet.wake("weights")
+        self._push(iter(self._source))
+
+    # ---- generation
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, max_tokens: int, seed: int
+    ) -> list[Trajectory]:
+        """See ``RolloutEngine.generate``; SGLang draws its own random numbers, ``seed`` is unused.
+
+        Raises:
+            RuntimeError: on every rank, when some prompt could not be served.
+        """
+        self._restore()
+        assert self._version is not None
+        version, n = self._version, sampling.n
+        stops = sorted({*self._stops, *sampling.stop_token_ids})
+        parameters = sampling_parameters(sampling, max_tokens, stops)
+        rows = self._my_rows([len(p.token_ids) for p in prompts], n)
+        size = self._job_size(len(rows))
+        jobs = [rows[start : start + size] for start in range(0, len(rows), size)]
+
+        def ask(api: SGLangApi, job: list[int]) -> list[Generated]:
+            answers = api.generate([prompts[key // n].token_ids for key in job], parameters)
+            for answer in answers:
+                if answer.weight_version != str(version):
+                    raise ServerLost(
+                        api.url, f"holds weights of version {answer.weight_version}, not {version}"
+                    )
+            return answers
+
+        answered = self._run(jobs, ask, max(1, self._rollout.batch_size // size))
+        found: dict[int, Trajectory] = {}
+        packed = _packed(jobs, answered).to(self._device)
+        for received in gather_flat(packed, self._world, self._group):
+            found.update(unpack_rows(received, prompts, n, version))
+        return [found[key] for key in range(len(prompts) * n)]
+
+    def _my_rows(self, lengths: Sequence[int], n: int) -> list[int]:
+        """Rows (``prompt * n + sample``) for this rank's servers, longest prompts first."""
+        dealt = shares(lengths, self._fleet.count)
+        mine = [index for server in self._fleet.mine for index in dealt[server]]
+        mine.sort(key=lambda index: -lengths[index])
+        return [index * n + sample for index in mine for sample in range(n)]
+
+    def _job_size(self, rows: int) -> int:
+        """Rows per request: enough requests to spread, few enough to cost little."""
+        spread = _JOBS_PER_SERVER * max(1, len(self._fleet.mine))
+        return max(1, min(-(-rows // spread), self._rollout.batch_size))
+
+    def _run(
+        self, jobs: list[list[int]], ask: Callable[[SGLangApi, list[int]], Any], in_flight: int
+    ) -> dict[int, Any]:
+        """Results of all jobs, lost servers being revived; collective."""
+        results: dict[int, Any] = {}
+        lost: dict[int, str] = {}
+        for _ in range(_ATTEMPTS):
+            self._fleet.wake("kv_cache")
+            waiting = [index for index in range(len(jobs)) if index not in results]
+            error = None
+            try:
+                outcome = dispatch(self._fleet.apis, [jobs[i] for i in waiting], ask, in_flight)
+                lost.update(outcome.lost)
+                results.update({waiting[place]: r for place, r in outcome.results.items()})
+            except RequestRefused as caught:
+                error = f"rank {self._rank}: {caught}"
+            agree(error, self._world, self._group)
+            self._fleet.lost.update(lost)
+            left = len(jobs) - len(results)
+            if not any(gather_objects(left, self._world, self._group)):
+                return results
+            self._restore()
+            lost_before, lost = lost, {}
+        told = (
+            f"rank {self._rank}: {left} of {len(jobs)} requests not served in {_ATTEMPTS} attempts"
+        )
+        agree(f"{told}: {lost_before}" if left else None, self._world, self._group)
+        raise AssertionError("some rank had requests left")
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See ``RolloutEngine.logprobs``."""
+        self._restore()
+        lengths = [len(s) for s in sequences]
+        scored = [i for i, length in enumerate(lengths) if length > 1]
+        dealt = [
+            [scored[place] for place in part]
+            for part in shares([lengths[i] for i in scored], self._fleet.count)
+        ]
+        jobs = _by_tokens([i for s in self._fleet.mine for i in dealt[s]], lengths)
+        answered = self._run(
+            jobs, lambda api, job: api.score([sequences[i] for i in job]), _SCORES_AT_ONCE
+        )
+        values = [v for index in range(len(jobs)) for row in answered[index] for v in row]
+        flat = torch.tensor(values, dtype=torch.float32, device=self._device)
+        result: list[list[float]] = [[] for _ in sequences]
+        for rank, received in enumerate(gather_flat(flat, self._world, self._group)):
+            servers = [s for s in range(self._fleet.count) if self._fleet.head_of(s) == rank]
+            numbers, at = received.tolist(), 0
+            for index in (i for server in servers for i in dealt[server]):
+                count = lengths[index] - 1
+                result[index], at = numbers[at : at + count], at + count
+        return result
+
+    # ---- memory and end
+
+    def sleep(self) -> None:
+        """Servers on this run's devices give back the memory of weights and cache."""
+        if self._fleet.shares_devices:
+            self._fleet.sleep(("weights", "kv_cache"))
+            if self._device.type != "cpu":
+                self._synced = {}
+
+    def wake(self) -> None:
+        """Servers take the weights' memory back; the cache's follows with the first request."""
+        self._fleet.wake("weights")
+
+    def stop(self) -> None:
+        """End every own server. Idempotent."""
+        self._route.stop()
+        self._fleet.stop()
+
+
+def _error_of(step: Callable[[], object]) -> Exception | None:
+    """What a step raised, to be told to the other ranks."""
+    try:
+        step()
+    except Exception as error:
+        return error
+    return None
+
+
+def _by_tokens(indices: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Indices in requests of bounded size, order kept."""
+    jobs: list[list[int]] = []
+    held = _SCORE_TOKENS + 1
+    for index in indices:
+        if held + lengths[index] > _SCORE_TOKENS:
+            jobs.append([])
+            held = 0
+        jobs[-1].append(index)
+        held += lengths[index]
+    return jobs
+
+
+def _packed(jobs: list[list[int]], answered: dict[int, list[Generated]]) -> Tensor:
+    """A rank's responses for the exchange."""
+    rows = [row for index in range(len(jobs)) for row in answered[index]]
+    return pack_rows(
+        torch.tensor([key for job in jobs for key in job], dtype=torch.int64),
+        torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
+        torch.tensor([row.stopped for row in rows], dtype=torch.bool),
+        torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int64),
+        torch.tensor([value for row in rows for value in row.logprobs], dtype=torch.float32),
+    )

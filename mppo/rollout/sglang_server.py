@@ -1,0 +1,147 @@
+"""An SGLang server of our own: its options, environment and command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mppo.rollout.server import ServerProcess
+from mppo.rollout.sglang_api import SGLangApi
+
+HOST = "127.0.0.1"
+_OURS = ("model_path", "host", "port", "api_key", "tp_size", "base_gpu_id")
+_CPU_OPTIONS: dict[str, Any] = {
+    "attention_backend": "torch_native",
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 32768,
+    "max_running_requests": 256,
+}
+
+
+def check_installed(on_cpu: bool) -> None:
+    """Refuse early where SGLang, or what it needs on a CPU, is not installed.
+
+    Raises:
+        RuntimeError: with the command that installs it.
+    """
+    if find_spec("sglang") is None:
+        cure = "make sglang-cpu" if on_cpu else 'pip install "mppo[sglang]"'
+        raise RuntimeError(f"rollout.name=sglang needs SGLang, which is not installed: {cure}")
+    if on_cpu and find_spec("sglang_cpu_compat") is None:
+        raise RuntimeError(
+            "SGLang on a CPU needs the package in extras/sglang_cpu: make sglang-cpu "
+            "(or pip install --no-deps ./extras/sglang_cpu)"
+        )
+
+
+def installed_version() -> str:
+    """SGLang's version here."""
+    return metadata.version("sglang")
+
+
+def server_options(
+    model_path: str,
+    dtype: str,
+    tensor_parallel: int,
+    base_device: int,
+    on_cpu: bool,
+    server_args: Mapping[str, Any],
+) -> dict[str, Any]:
+    """SGLang's options for a server whose weights come by sync.
+
+    Args:
+        model_path: Hugging Face folder; only configuration is read, weights start as dummies.
+        dtype: ``float32`` or ``bfloat16``.
+        tensor_parallel: its ranks.
+        base_device: first GPU.
+        on_cpu: whether it runs on a CPU.
+        server_args: ``rollout.server_args``; wins over every default here.
+
+    Returns:
+        Options without host, port and key.
+
+    Raises:
+        ValueError: ``server_args`` sets what mppo decides itself.
+    """
+    given = {name.lstrip("-").replace("-", "_"): value for name, value in server_args.items()}
+    for name in _OURS:
+        if name in given:
+            raise ValueError(
+                f"rollout.server_args.{name} = {given[name]!r} is decided by mppo: leave it out"
+            )
+    options: dict[str, Any] = {
+        "model_path": model_path,
+        "dtype": dtype,
+        "tp_size": tensor_parallel,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "log_level": "warning",
+        "random_seed": 0,
+    }
+    if on_cpu:
+        options |= {"device": "cpu", **_CPU_OPTIONS}
+    else:
+        options |= {"base_gpu_id": base_device, "enable_memory_saver": True}
+    return options | given
+
+
+def server_environment(tensor_parallel: int, on_cpu: bool) -> dict[str, str]:
+    """Variables such a server needs."""
+    variables = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    if on_cpu:
+        threads = os.environ.get("MPPO_SGLANG_THREADS", "1")
+        variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads}
+        if tensor_parallel > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            bound = [str(cores[i % len(cores)]) for i in range(tensor_parallel)]
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+    return variables
+
+
+def own_server(
+    index: int,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str],
+    api_key: str,
+    folder: Path,
+    start_timeout_s: float,
+) -> ServerProcess:
+    """A server not yet started.
+
+    Its options go through a file only this user can read: the key is not to be seen in the process
+    table.
+
+    Args:
+        index: which of the run's servers.
+        options: from ``server_options``.
+        environment: from ``server_environment``.
+        api_key: what clients must present.
+        folder: for its option file and log.
+        start_timeout_s: how long it may take to come up.
+    """
+    config = folder / f"server_{index}.yaml"
+
+    def command(port: int) -> list[str]:
+        folder.mkdir(parents=True, exist_ok=True)
+        shown = {**options, "host": HOST, "port": port, "api_key": api_key}
+        content = {name.replace("_", "-"): value for name, value in shown.items()}
+        config.unlink(missing_ok=True)
+        config.touch(mode=0o600)
+        config.write_text(yaml.safe_dump(content))
+        return [sys.executable, "-m", "sglang.launch_server", "--config", str(config)]
+
+    return ServerProcess(
+        name=f"SGLang server {index}",
+        command=command,
+        environment=environment,
+        log=folder / f"server_{index}.log",
+        is_up=lambda port: SGLangApi(f"http://{HOST}:{port}", api_key, 5.0).is_up(),
+        start_timeout_s=start_timeout_s,
+    )

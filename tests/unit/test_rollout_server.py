@@ -1,0 +1,177 @@
+"""Server processes: clean environment, refusals, no orphan whatever way the owner ends."""
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mppo.rollout.http_client import JsonClient, RequestRefused, ServerLost
+from mppo.rollout.server import ServerError, ServerProcess, clean_environment
+from mppo.rollout.sglang_server import own_server, server_environment, server_options
+
+SLEEPER = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['sleep', '600'])"]
+
+
+def _wait(condition, limit_s: float = 180.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def _running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def _server(tmp_path: Path, command: list[str], timeout_s: float = 30.0, up=lambda port: True):
+    return ServerProcess("test", lambda port: command, {}, tmp_path / "log", up, timeout_s)
+
+
+def test_the_servers_environment_knows_nothing_of_the_launcher(monkeypatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "PMI_RANK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KEPT", "yes")
+    environment = clean_environment({"EXTRA": "2"})
+    assert environment["KEPT"] == "yes"
+    assert environment["EXTRA"] == "2"
+    assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "PMI_RANK"} & set(
+        environment
+    )
+
+
+def test_stop_kills_the_whole_tree(tmp_path) -> None:
+    server = _server(tmp_path, SLEEPER)
+    server.start()
+    guard = psutil.Process(server._process.pid)
+    assert _wait(lambda: len(guard.children(recursive=True)) == 2)
+    family = [guard, *guard.children(recursive=True)]
+    server.stop()
+    server.stop()
+    assert _wait(lambda: not any(_running(p.pid) for p in family))
+
+
+def test_a_server_that_ends_or_stays_silent_is_told_with_its_last_words(tmp_path) -> None:
+    talker = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
+    server = _server(tmp_path, talker, up=lambda port: False)
+    server.start()
+    with pytest.raises(ServerError, match=r"(?s)ended while starting.*no such model"):
+        server.wait_until_up()
+    assert not server.alive
+    silent = _server(tmp_path, SLEEPER, timeout_s=0.2, up=lambda port: False)
+    silent.start()
+    with pytest.raises(ServerError, match="start_timeout_s"):
+        silent.wait_until_up()
+
+
+@pytest.mark.parametrize("victim", ["owner", "guard", "server"])
+def test_no_orphan_after_kill_9_of(tmp_path, victim: str) -> None:
+    program = f"""
+import sys, time
+from pathlib import Path
+from mppo.rollout.server import ServerProcess
+server = ServerProcess("x", lambda port: {SLEEPER!r}, {{}}, Path({str(tmp_path / "log")!r}),
+                       lambda port: True, 30.0)
+server.start()
+print(server._process.pid, flush=True)
+time.sleep(600)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    family: list[psutil.Process] = []
+    try:
+        guard = psutil.Process(int(owner.stdout.readline()))
+        assert _wait(lambda: len(guard.children(recursive=True)) == 2)
+        child, grandchild = family = guard.children(recursive=True)
+        target = {"owner": owner.pid, "guard": guard.pid, "server": child.pid}[victim]
+        os.kill(target, signal.SIGKILL)
+        assert _wait(lambda: not _running(child.pid))
+        if victim != "guard":
+            assert _wait(lambda: not _running(grandchild.pid))
+            assert _wait(lambda: not _running(guard.pid))
+    finally:
+        owner.kill()
+        owner.wait()
+        for process in family:
+            if _running(process.pid):
+                process.kill()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        status = {"/refuse": 400, "/fail": 500}.get(self.path, 200)
+        if self.path == "/slow":
+            time.sleep(2)
+        answer = json.dumps({"got": json.loads(body), "key": self.headers["Authorization"]})
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer.encode())
+        if self.path == "/once":
+            self.close_connection = True
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_client_tells_refusals_from_lost_servers(url: str) -> None:
+    client = JsonClient(url, "key", timeout_s=30.0)
+    assert client.post("/echo", {"a": [1]}) == {"got": {"a": [1]}, "key": "Bearer key"}
+    with pytest.raises(RequestRefused, match="status 400"):
+        client.post("/refuse")
+    with pytest.raises(ServerLost, match="status 500"):
+        client.post("/fail")
+    with pytest.raises(ServerLost, match="no answer within"):
+        client.post("/slow", timeout_s=0.2)
+    with pytest.raises(ServerLost):
+        JsonClient("http://127.0.0.1:9", None, 5.0).get("/")
+
+
+def test_a_kept_alive_connection_that_was_closed_is_opened_again(url: str) -> None:
+    client = JsonClient(url, None, timeout_s=30.0)
+    for _ in range(3):
+        assert client.post("/once", {"a": 1})["got"] == {"a": 1}
+        time.sleep(0.1)
+
+
+def test_the_key_is_not_in_the_command_and_its_file_is_private(tmp_path) -> None:
+    options = server_options("/model", "float32", 2, 0, True, {"max-total-tokens": 64})
+    server = own_server(0, options, server_environment(2, True), "secret", tmp_path, 1.0)
+    command = server._command(1234)
+    assert "secret" not in " ".join(command)
+    config = Path(command[-1])
+    assert config.stat().st_mode & 0o077 == 0
+    text = config.read_text()
+    assert "api-key: secret" in text
+    assert "max-total-tokens: 64" in text
+    assert "host: 127.0.0.1" in text
+
+
+def test_options_mppo_decides_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"server_args\.port"):
+        server_options("/model", "float32", 1, 0, False, {"--port": 3})
+    gpu = server_options("/model", "bfloat16", 4, 4, False, {"mem_fraction_static": 0.6})
+    assert gpu["base_gpu_id"] == 4
+    assert gpu["enable_memory_saver"] is True
+    assert gpu["mem_fraction_static"] == 0.6
