@@ -24,12 +24,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 import mppo
-from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, Fault
-from mppo.data.builtin import resolve_model
 from mppo.parallel import device
 
 MARK = "mppo-preflight "
@@ -139,8 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         if arguments.action == "recipe":
-            load_checked(arguments.config, arguments.overrides, arguments.world_size, _read_config)
-            print(f"preflight: recipe {arguments.config} fits {arguments.world_size} ranks")
+            _check_recipe(arguments.config, arguments.overrides, arguments.world_size)
         elif arguments.action == "collect":
             report = collect(arguments.ranks, arguments.port, Path.cwd())
             print(MARK + json.dumps(asdict(report)), flush=True)
@@ -205,10 +201,21 @@ def _read_reports(text: str) -> list[NodeReport]:
     return reports
 
 
-def _read_config(path: str):
+def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> None:
+    # imported here, for `collect` runs on every node and has no use for them
+    from transformers import AutoConfig
+
+    from mppo.config.checks import load_checked
+    from mppo.data.builtin import resolve_model
+
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mppo"
-    folder = resolve_model(path, os.environ.get("MPPO_CACHE", base))
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    cache = os.environ.get("MPPO_CACHE", base)
+
+    def read(path: str):
+        return AutoConfig.from_pretrained(resolve_model(path, cache), local_files_only=True)
+
+    load_checked(config, overrides, world_size, read)
+    print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)
 
 
 def _node_suffix() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -18,7 +19,7 @@ def main() -> None:
     """All-reduce; the sum must be the sum of the ranks."""
     info = discover()
     started = time.perf_counter()
-    with process_group(info, timeout_s=50.0):
+    with process_group(info, timeout_s=float(os.environ.get("MPPO_PREFLIGHT_S", "60"))):
         joined = time.perf_counter() - started
         values = torch.full((MEGABYTES << 18,), float(info.rank), device=device.device())
         dist.all_reduce(values)

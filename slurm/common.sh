@@ -6,6 +6,7 @@
 #   MPPO_LAUNCH          torchrun (one task per node), srun (one task per rank) or mpi (the same,
 #                        ranks found through mpi4py; needs an MPI that speaks PMI2, such as MPICH)
 #   MPPO_PREFLIGHT       0 skips the checks before the run
+#   MPPO_PREFLIGHT_S     seconds for each of the checks; default 60
 #   MPPO_MAX_REQUEUES    give up after so many restarts of the job; default 100
 
 mppo_die() { echo "mppo: $*" >&2; exit 1; }
@@ -65,19 +66,20 @@ mppo_per_launcher() {
   esac
 }
 
-# Recipe, then every node, then a collective: each in a minute at most, with a table of what is wrong.
+# Recipe, then every node, then a collective, each within a time limit and with what is wrong.
 mppo_preflight() {
   [ "${MPPO_PREFLIGHT:-1}" = 0 ] && return 0
+  local seconds=${MPPO_PREFLIGHT_S:-60}
   "${MPPO_INSIDE[@]}" "$MPPO_PYTHON" -m mppo.preflight recipe --world-size "$MPPO_WORLD" \
     --config "$@" || return $?
-  mppo_per_node timeout 60 "$MPPO_PYTHON" -m mppo.preflight collect \
+  mppo_per_node timeout "$seconds" "$MPPO_PYTHON" -m mppo.preflight collect \
     --ranks "$MPPO_RANKS_PER_NODE" --port "$MASTER_PORT"
   "${MPPO_COMMAND[@]}" |
     "${MPPO_INSIDE[@]}" "$MPPO_PYTHON" -m mppo.preflight judge --nodes "$MPPO_NODES" || return $?
   [ "$MPPO_WORLD" -gt 1 ] || return 0
   mppo_per_launcher slurm/allreduce.py
-  timeout 60 "${MPPO_COMMAND[@]}" || {
-    echo "mppo: the ranks could not all-reduce within a minute" >&2
+  timeout "$seconds" "${MPPO_COMMAND[@]}" || {
+    echo "mppo: the ranks could not all-reduce within $seconds s" >&2
     return 1
   }
 }

@@ -73,6 +73,7 @@ def job(cluster, tmp_path):
             "MPPO_PYTHON": sys.executable,
             "MPPO_ROOT": str(ROOT),
             "MPPO_RANKS_PER_NODE": "2",
+            "MPPO_PREFLIGHT_S": "300",  # a busy machine imports torch slowly
             "PYTHONPATH": str(ROOT),
             **environ,
         }
