@@ -1,0 +1,110 @@
+"""Resharding plans: carried out on real tensors they give the engine what it wants, no more."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mppo.parallel.layout import Layout
+from mppo.weights.blocks import ZERO, padded_vocab_size
+from mppo.weights.reshard import engine_blocks, plan_reshard
+from mppo.weights.shape import LatentShape, ModelShape
+from mppo.weights.table import Entry, parameter_table
+
+
+def model(kv_heads=2, per_group=2, vocab=37, experts=0, latent=False) -> ModelShape:
+    heads = kv_heads * per_group
+    return ModelShape(
+        model_type="deepseek_v3" if latent else "qwen2_moe" if experts else "qwen2",
+        num_layers=2, hidden=12, heads=heads, kv_heads=heads if latent else kv_heads, head_dim=4,
+        ffn=16, vocab=vocab, tied=False, qkv_bias=not latent,
+        sparse_layers=(False, bool(experts)), num_experts=experts, expert_ffn=8 if experts else 0,
+        shared_ffn=8 if experts else 0, shared_gate=bool(experts) and not latent,
+        latent=LatentShape(8, 8, 4, 4, 4) if latent else None,
+    )  # fmt: skip
+
+
+def owners(layout: Layout, shape: ModelShape) -> dict:
+    ends = {"embedding.word_embeddings.weight": 0}
+    last = layout.pp - 1
+    ends |= {"decoder.final_layernorm.weight": last, "output_layer.weight": last}
+    return ends | {i: i * layout.pp // shape.num_layers for i in range(shape.num_layers)}
+
+
+def assembled(blocks, tensors, dim) -> torch.Tensor:
+    parts = []
+    for block in blocks:
+        like = tensors[0].narrow(dim, 0, 0)
+        empty = torch.zeros([block.length if i == dim else n for i, n in enumerate(like.shape)])
+        parts.append(
+            empty if block.source == ZERO
+            else tensors[block.source].narrow(dim, block.start, block.length)
+        )  # fmt: skip
+    return torch.cat(parts, dim)
+
+
+def training_shard(entry: Entry, shape: ModelShape, layout: Layout, rank: int, tensors):
+    here = layout.coordinates(rank)
+    expert = entry.row.group == "etp"
+    index, size = (here.etp, layout.etp) if expert else (here.tp, layout.tp)
+    padded = padded_vocab_size(shape.vocab, size) if entry.row.kind == "vocab" else 0
+    blocks = entry.blocks(index, size, shape.kv_heads, padded)
+    return assembled(blocks, tensors, entry.cut_dim)
+
+
+def check(shape: ModelShape, layout: Layout, engines: list[list[int]]) -> tuple[int, int]:
+    """Carry a plan out; returns elements crossing ranks and elements in all."""
+    torch.manual_seed(0)
+    crossing = total = 0
+    for plan in plan_reshard(parameter_table(shape), layout, owners(layout, shape), engines, 8):
+        entry, dim = plan.entry, plan.entry.cut_dim
+        tensors = [torch.randn(part) for part in entry.row.shapes]
+        for engine in engines:
+            for index, host in enumerate(engine):
+                wanted = assembled(
+                    engine_blocks(entry, shape, index, len(engine), 8), tensors, dim
+                )  # fmt: skip
+                got = torch.zeros_like(wanted)
+                for move in plan.moves:
+                    if move.destination == host:
+                        shard = training_shard(entry, shape, layout, move.source, tensors)
+                        part = shard.narrow(dim, move.source_offset, move.length)
+                        got.narrow(dim, move.destination_offset, move.length).copy_(part)
+                assert torch.equal(got, wanted), entry.name
+        crossing, total = crossing + plan.crossing, total + plan.total
+    return crossing, total
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    train=st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)]),
+    rollout=st.sampled_from([1, 2, 4]),
+    kv_heads=st.sampled_from([1, 2, 4]), vocab=st.integers(5, 70), experts=st.sampled_from([0, 4]),
+    latent=st.booleans(),
+)  # fmt: skip
+def test_any_layout_reaches_any_engine(train, rollout, kv_heads, vocab, experts, latent):
+    tp, pp = train
+    layout = Layout(world=4, tp=tp, pp=pp, ep=2 if experts else 1, etp=1)
+    if not latent and tp > kv_heads and tp % kv_heads:
+        return
+    shape = model(kv_heads, 4, vocab, experts, latent)
+    engines = [list(range(first, first + rollout)) for first in range(0, 4, rollout)]
+    crossing, total = check(shape, layout, engines)
+    assert 0 <= crossing <= total
+
+
+def test_gated_and_row_cuts_of_equal_size_move_nothing():
+    shape, layout = model(), Layout(world=2, tp=2)
+    for plan in plan_reshard(parameter_table(shape), layout, owners(layout, shape), [[0, 1]], 1):
+        if ".mlp.linear_fc" in plan.entry.name:
+            assert plan.crossing == 0
+
+
+def test_keys_and_values_are_repeated_for_more_ranks_than_heads():
+    shape = model(kv_heads=2, per_group=4)
+    entry = next(e for e in parameter_table(shape).entries() if "linear_qkv.weight" in e.name)
+    blocks = [engine_blocks(entry, shape, rank, 4) for rank in range(4)]
+    assert blocks[0][1] == blocks[1][1]
+    assert blocks[2][1].start == 4
+    assert sum(b[0].length for b in blocks) == 32
