@@ -29,7 +29,10 @@ def build_engine(recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path) ->
     dtype = DTYPES[rollout.dtype or recipe.model.dtype]
     rank, world = dist.get_rank(), dist.get_world_size()
     if rollout.name == "sglang":
+        from mppo.rollout.routed_experts import routing_shape
         from mppo.rollout.sglang import SGLangEngine
+
+        replays = recipe.actor.router_replay == "R3"
 
         return SGLangEngine(
             folder,
@@ -40,6 +43,7 @@ def build_engine(recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path) ->
             world=world,
             device=device.device(),
             run_dir=run_dir,
+            routing=routing_shape(hf_config) if replays else None,
         )
     from mppo.rollout.local import LocalEngine
 

@@ -31,6 +31,7 @@ from mppo.rollout.exchange import (
 from mppo.rollout.fleet import Fleet
 from mppo.rollout.http_client import RequestRefused, ServerLost
 from mppo.rollout.local import stop_tokens
+from mppo.rollout.routed_experts import RoutingShape, attach, decode, routed_tokens
 from mppo.rollout.sglang_api import Generated, SGLangApi, sampling_parameters
 from mppo.rollout.sglang_server import HOST
 from mppo.rollout.sync import DiskRoute, DistributedRoute, Route, TensorRoute
@@ -53,6 +54,7 @@ class SGLangEngine:
         device: where the stream's tensors are.
         run_dir: for logs, option files and weights synced by disk.
         group: process group of the callers; None is the default one.
+        routing: have trajectories carry the experts chosen, of this shape; None: do not ask.
     """
 
     def __init__(
@@ -67,7 +69,12 @@ class SGLangEngine:
         device: torch.device | str = "cpu",
         run_dir: Path,
         group: dist.ProcessGroup | None = None,
+        routing: RoutingShape | None = None,
     ) -> None:
+        self._routing = routing
+        if routing is not None:
+            arguments = {**rollout.server_args, "enable_return_routed_experts": True}
+            rollout = rollout.model_copy(update={"server_args": arguments})
         self._rollout, self._rank, self._world, self._group = rollout, rank, world, group
         self._device, folder = torch.device(device), run_dir / "rollout"
         self._stops = stop_tokens(hf_folder, hf_config)
@@ -211,7 +218,8 @@ class SGLangEngine:
         jobs = [rows[start : start + size] for start in range(0, len(rows), size)]
 
         def ask(api: SGLangApi, job: list[int]) -> list[Generated]:
-            answers = api.generate([prompts[key // n].token_ids for key in job], parameters)
+            asked = [prompts[key // n].token_ids for key in job]
+            answers = api.generate(asked, parameters, self._routing is not None)
             for answer in answers:
                 if answer.weight_version != str(version):
                     raise ServerLost(
@@ -222,9 +230,31 @@ class SGLangEngine:
         answered = self._run(jobs, ask, max(1, self._rollout.batch_size // size))
         found: dict[int, Trajectory] = {}
         packed = _packed(jobs, answered).to(self._device)
-        for received in gather_flat(packed, self._world, self._group):
+        rows = gather_flat(packed, self._world, self._group)
+        for received in rows:
             found.update(unpack_rows(received, prompts, n, version))
+        if self._routing is not None:
+            mine = self._chosen(jobs, answered, found).to(self._device)
+            found = attach(found, rows, mine, self._routing, self._world, self._group)
         return [found[key] for key in range(len(prompts) * n)]
+
+    def _chosen(
+        self,
+        jobs: list[list[int]],
+        answered: dict[int, list[Generated]],
+        found: dict[int, Trajectory],
+    ) -> Tensor:
+        """The experts of this rank's responses, flat; what is missing is told on every rank."""
+        parts, error = [torch.empty(0, dtype=torch.int16)], None
+        try:
+            for index, job in enumerate(jobs):
+                for key, row in zip(job, answered[index], strict=True):
+                    experts = decode(row.routed_experts, self._routing, routed_tokens(found[key]))
+                    parts.append(experts.flatten())
+        except RequestRefused as refused:
+            error = f"rank {self._rank}: {refused}"
+        agree(error, self._world, self._group)
+        return torch.cat(parts)
 
     def _my_rows(self, lengths: Sequence[int], n: int) -> list[int]:
         """Rows (``prompt * n + sample``) for this rank's servers, longest prompts first."""

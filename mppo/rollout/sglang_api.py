@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,16 @@ _QUICK_S = 5.0
 
 @dataclass(frozen=True)
 class Generated:
-    """One response as the server returned it."""
+    """One response as the server returned it.
+
+    ``routed_experts``: int32 values, layer by layer for each routed token; None where not asked.
+    """
 
     tokens: list[int]
     logprobs: list[float]
     stopped: bool
     weight_version: str
+    routed_experts: bytes | None = None
 
 
 def sampling_parameters(
@@ -59,9 +64,12 @@ class SGLangApi:
         return True
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
+        self,
+        prompts: Sequence[Sequence[int]],
+        parameters: dict[str, Any],
+        routed_experts: bool = False,
     ) -> list[Generated]:
-        """One response to each prompt.
+        """One response to each prompt, with the experts its tokens went through where asked.
 
         Raises:
             ServerLost: no answer, or a response the server gave up on; nothing of it counts.
@@ -71,6 +79,8 @@ class SGLangApi:
             "sampling_params": parameters,
             "return_logprob": True,
         }
+        if routed_experts:
+            body["return_routed_experts"] = True
         return [self._generated(answer) for answer in self._client.post("/generate", body)]
 
     def _generated(self, answer: dict[str, Any]) -> Generated:
@@ -85,7 +95,9 @@ class SGLangApi:
                 self.url, f"{len(tokens)} tokens with {len(logprobs)} log-probabilities"
             )
         version = str(meta.get("weight_version", ""))
-        return Generated(tokens, logprobs, reason["type"] == "stop", version)
+        experts = meta.get("routed_experts")
+        decoded = base64.b64decode(experts) if experts else None
+        return Generated(tokens, logprobs, reason["type"] == "stop", version, decoded)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of every token but the first, at temperature 1."""
