@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import ConfigError, Fault
-from mppo.rewards.response import Response
+from mppo.rewards.response import Response, describe, shorten
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info)"
 
@@ -47,8 +47,8 @@ class FunctionJudge:
             )
         except Exception as error:
             raise ValueError(
-                f"the reward function {self.name} failed on prompt {prompt.uid} "
-                f"({prompt.data_source}: {prompt.text[:80]!r}), response {response.text[:80]!r}: "
+                f"the reward function {self.name} failed on {describe(prompt)}, "
+                f"response {shorten(response.text)!r}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         return result["score"] if isinstance(result, Mapping) and "score" in result else result

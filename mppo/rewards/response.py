@@ -18,3 +18,13 @@ class Response:
 
 Judge = Callable[[Sequence[Response]], Sequence[float]]
 """Raw scores, one per response."""
+
+
+def describe(prompt: Prompt) -> str:
+    """A prompt, named for a message."""
+    return f"prompt {prompt.uid} ({prompt.data_source}: {shorten(prompt.text)!r})"
+
+
+def shorten(text: str) -> str:
+    """At most 80 characters."""
+    return text if len(text) <= 80 else text[:77] + "..."

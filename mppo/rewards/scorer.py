@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -13,59 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from mppo.batch import Prompt, Trajectory
 from mppo.config.errors import ConfigError, Fault, nearest
 from mppo.config.schema import RewardConfig
-from mppo.rewards import verifiers
 from mppo.rewards.function import load_function
 from mppo.rewards.remote import RemoteJudge
-from mppo.rewards.response import Judge, Response
+from mppo.rewards.response import Judge, Response, describe, shorten
+from mppo.rewards.rules import RuleJudge
 from mppo.rewards.shaping import clip_score, overlong_penalty
-
-
-@dataclass(frozen=True)
-class RuleJudge:
-    """Scores by the verifier that each prompt's data source gets, or by one for all.
-
-    Args:
-        verifier: name in ``verifiers.VERIFIERS``, or None to go by data source.
-        partial_credit: part of a point for part of an answer, where the verifier knows it.
-    """
-
-    verifier: str | None = None
-    partial_credit: bool = False
-
-    def __post_init__(self) -> None:
-        if self.verifier is not None:
-            self._find(self.verifier)
-
-    def __call__(self, responses: Sequence[Response]) -> list[float]:
-        return [self._score(response) for response in responses]
-
-    def check(self, prompts: Iterable[Prompt]) -> None:
-        """Find out before the first rollout that a data source has no verifier, or a ground truth
-        that its verifier cannot read."""
-        for prompt in prompts:
-            self._score(Response(prompt, ""))
-
-    def _score(self, response: Response) -> float:
-        prompt = response.prompt
-        verify = self._find(self.verifier or verifiers.verifier_for(prompt.data_source))
-        try:
-            return verify(response.text, prompt.ground_truth, prompt.extra)
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ValueError(f"{describe(prompt)} cannot be verified: {error}") from error
-
-    def _find(self, name: str) -> verifiers.Verifier:
-        table = verifiers.PARTIAL if self.partial_credit else verifiers.VERIFIERS
-        if name in table:
-            return table[name]
-        if name in verifiers.VERIFIERS:
-            why = f"the verifier {name} knows no partial credit"
-            cure = f"drop it, or use reward.verifier out of {', '.join(table)}"
-            raise ConfigError([Fault("reward.kwargs.partial_credit", True, why, cure)])
-        guess = nearest(name, table)
-        cure = (f"did you mean {guess!r}? " if guess else "") + f"there are {', '.join(table)}"
-        raise ConfigError([Fault("reward.verifier", name, "no such verifier", cure)])
 
 
 @dataclass(frozen=True)
@@ -156,7 +108,8 @@ def _build_judge(reward: RewardConfig) -> Judge:
         cure = {"function": "module:function or path.py:function", "url": "http://host:port/path"}
         raise ConfigError([Fault(f"reward.{needed}", None, why, cure[needed])])
     if reward.name == "rule":
-        return _with_kwargs(RuleJudge, reward.kwargs, ("partial_credit",), reward.verifier)
+        keys = ("partial_credit", "sandbox")
+        return _with_kwargs(RuleJudge, reward.kwargs, keys, reward.verifier)
     if reward.name == "function":
         return load_function(str(reward.function), reward.kwargs)
     keys = ("batch_size", "retries", "backoff_s", "api_key_env")
@@ -188,15 +141,6 @@ def check_scores(scores: Sequence[float], responses: Sequence[Response]) -> list
         if not isinstance(score, Real) or not math.isfinite(score):
             raise ValueError(
                 f"the score of {describe(response.prompt)} is {score!r}, not a finite number; "
-                f"the response was {_short(response.text)!r}"
+                f"the response was {shorten(response.text)!r}"
             )
     return [float(score) for score in scores]
-
-
-def describe(prompt: Prompt) -> str:
-    """A prompt, named for a message."""
-    return f"prompt {prompt.uid} ({prompt.data_source}: {_short(prompt.text)!r})"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."

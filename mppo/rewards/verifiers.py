@@ -111,12 +111,16 @@ VERIFIERS: dict[str, Verifier] = {
 PARTIAL: dict[str, Verifier] = {"exact": exact_partial}
 """The verifiers that know partial credit, in that form."""
 
+CODE = "code"
+"""The verifier that runs programs; it lives in ``mppo.rewards.sandbox``."""
+
 BY_DATA_SOURCE: tuple[tuple[str, str], ...] = (
     (r"arithmetic|reverse|sort_digits|count_letters", "exact"),
     (r"reasoning_gym:.*", "reasoning_gym"),
     (r"(.*/)?gsm8k", "gsm8k"),
     (r"(.*/)?(math([-_]?(500|lighteval|dapo))?|aime.*|amc.*|deepscaler.*|numina.*)", "math"),
     (r"(.*/)?(mmlu|arc|gpqa).*", "choice"),
+    (r"(.*/)?(code|humaneval|mbpp|apps|taco|codecontests|livecodebench).*", CODE),
 )
 """Which verifier a data source gets (whole name, any case); the first match wins."""
 
@@ -131,7 +135,7 @@ def verifier_for(data_source: str) -> str:
         if re.fullmatch(pattern, data_source, re.IGNORECASE):
             return name
     why = f"no verifier is known for the data source {data_source!r}"
-    cure = f"one of {', '.join(VERIFIERS)}; or reward.name=function with reward.function"
+    cure = f"one of {', '.join([*VERIFIERS, CODE])}; or reward.name=function with reward.function"
     raise ConfigError([Fault("reward.verifier", None, why, cure)])
 
 
