@@ -1,0 +1,246 @@
+"""How fast a mixture of experts is updated, what router replay costs, what CP2 saves.
+
+    python benchmarks/moe_step.py [--repeat 3] [--long 16384] [--out FILE]
+
+One process and one thread, float32: forward and backward pass over the same sequences by mppo's
+actor (Qwen3-MoE), by its dense counterpart of the same active parameters, and by transformers'
+eager mixture of experts (padded, as it needs). Then the same update with every choice of experts
+replayed, and peak memory of one long sequence on one rank and on each of two (context parallelism).
+The fastest repetition counts; on a shared machine processor seconds mean more than wall-clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+
+EXPERTS, CHOSEN, WIDTH = 16, 2, 512
+TRUNK = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+
+
+def save_models(folder: Path) -> None:
+    """The mixture of experts, and the dense model of the same active parameters."""
+    torch.manual_seed(0)
+    sparse = transformers.Qwen3MoeConfig(
+        **TRUNK,
+        intermediate_size=WIDTH,
+        moe_intermediate_size=WIDTH,
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+        norm_topk_prob=True,
+    )
+    dense = transformers.Qwen3Config(**TRUNK, intermediate_size=CHOSEN * WIDTH)
+    for name, config in (("sparse", sparse), ("dense", dense)):
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+
+
+def make_batch(lengths: list[int]):
+    """Random sequences, an eighth of each the prompt."""
+    from mppo.batch import Prompt, Trajectory, pack_trajectories
+
+    generator = torch.Generator().manual_seed(1)
+    trajectories = []
+    for uid, length in enumerate(lengths):
+        tokens = torch.randint(0, TRUNK["vocab_size"], (length,), generator=generator).tolist()
+        cut = max(1, length // 8)
+        prompt, response = tuple(tokens[:cut]), tuple(tokens[cut:])
+        logprobs = (0.0,) * len(response)
+        trajectories.append(
+            Trajectory(Prompt(uid, prompt, "", "", ""), response, logprobs, "stop", 0)
+        )
+    return pack_trajectories(trajectories, [0.0] * len(lengths))
+
+
+def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp: int = 1):
+    """An actor on the running process group."""
+    from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+    from mppo.models.configuration import layout_of
+    from mppo.models.role import Role, RoleSpec
+
+    megatron = MegatronConfig(context_parallel_size=cp)
+    spec = RoleSpec(
+        name="actor",
+        head="policy",
+        folder=folder,
+        dtype=torch.float32,
+        megatron=megatron,
+        batching=BatchingConfig(ppo_micro_batch_size_per_gpu=micro_batch),
+        optim=OptimConfig(),
+        router_replay=replay,
+    )
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return Role(spec, config, registry.of(layout_of(megatron, dist.get_world_size())))
+
+
+def make_update(role, batch) -> Callable[[], object]:
+    """A forward and backward pass of the role over the whole batch."""
+    from mppo.parallel.schedule import measure_schedule, update_schedule
+
+    lengths = batch.lengths_B.tolist()
+    role.measure(batch, measure_schedule(lengths, [role.shape(measuring=True)])[0].microbatches)
+    action = update_schedule(lengths, role.shape(measuring=False), [range(len(lengths))])[0]
+
+    def objective(outputs, indices):
+        loss = -outputs[0].sum() / float(batch.response_mask_T.sum())
+        return loss, {"loss": loss.detach()}
+
+    return lambda: role.forward_backward(batch, action.microbatches, objective)
+
+
+def make_hf_update(folder: Path, batch, micro_batch: int) -> Callable[[], object]:
+    """The same by transformers, in padded micro-batches of similar lengths."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
+    ).train()
+    starts = batch.cu_seqlens.tolist()
+    sequences = [batch.tokens_T[a:b] for a, b in itertools.pairwise(starts)]
+    masks = [batch.response_mask_T[a:b] for a, b in itertools.pairwise(starts)]
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    total = float(batch.response_mask_T.sum())
+
+    def pad(rows):
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def update() -> None:
+        model.zero_grad()
+        for first in range(0, len(order), micro_batch):
+            part = order[first : first + micro_batch]
+            tokens, mask = pad([sequences[i] for i in part]), pad([masks[i] for i in part])
+            real = pad([torch.ones(len(sequences[i]), dtype=torch.int64) for i in part])
+            logits = model(tokens, attention_mask=real, use_cache=False).logits[:, :-1]
+            logprobs = logits.float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+            (-(logprobs * mask[:, 1:]).sum() / total).backward()
+
+    return update
+
+
+def alternate(works: dict[str, Callable[[], object]], repeat: int) -> dict[str, dict[str, float]]:
+    """Fastest seconds of each, wall clock and processor; turn by turn, so that load hits all."""
+    seconds = {name: {"wall_s": float("inf"), "processor_s": float("inf")} for name in works}
+    for turn in range(repeat + 1):
+        for name, work in works.items():
+            gc.collect()
+            start, processor = time.perf_counter(), time.process_time()
+            work()
+            spent = time.perf_counter() - start, time.process_time() - processor
+            if turn:
+                for key, value in zip(("wall_s", "processor_s"), spent):
+                    seconds[name][key] = min(seconds[name][key], value)
+    return seconds
+
+
+def peak_bytes() -> int:
+    """Largest resident size of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def start(rank: int, world: int, store: Path):
+    """A process group of gloo ranks that meet in a file; the registry of its layouts."""
+    torch.set_num_threads(1)
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+    from mppo.parallel.groups import GroupRegistry
+
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
+    return GroupRegistry()
+
+
+def time_updates(rank: int, folder: Path, repeat: int) -> None:
+    """Seconds of every update, written to ``seconds.json``."""
+    registry = start(rank, 1, folder / "store")
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(64, 512, (24,), generator=generator).tolist()
+    batch, micro_batch = make_batch(lengths), 8
+    works = {
+        "moe": make_update(make_role(folder / "sparse", registry, micro_batch), batch),
+        "moe_replayed": make_update(
+            make_role(folder / "sparse", registry, micro_batch, "R2"), batch
+        ),
+        "dense": make_update(make_role(folder / "dense", registry, micro_batch), batch),
+        "transformers_eager": make_hf_update(folder / "sparse", batch, micro_batch),
+    }
+    result = {"tokens": sum(lengths), "seconds": alternate(works, repeat)}
+    (folder / "seconds.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
+    """Bytes a long sequence's update adds at its peak, written to ``memory_<world>_<rank>``."""
+    registry = start(rank, world, folder / f"store_{world}")
+    role = make_role(folder / "dense", registry, 1, cp=world)
+    make_update(role, make_batch([256]))()
+    before = peak_bytes()
+    from mppo.parallel.schedule import update_schedule
+
+    batch = make_batch([length])
+    plan = update_schedule([length], role.shape(measuring=False), [[0]])[0].microbatches
+    role.forward_backward(batch, plan, lambda o, i: (-o[0].mean(), {"loss": o[0].mean().detach()}))
+    (folder / f"memory_{world}_{rank}").write_text(str(peak_bytes() - before))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--long", type=int, default=16384, help="tokens of the long sequence")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_models(folder)
+        mp.spawn(time_updates, (folder, arguments.repeat), nprocs=1)
+        timed = json.loads((folder / "seconds.json").read_text())
+        for world in (1, 2):
+            mp.spawn(grow_memory, (world, folder, arguments.long), nprocs=world)
+        alone = int((folder / "memory_1_0").read_text())
+        split = max(int((folder / f"memory_2_{rank}").read_text()) for rank in (0, 1))
+    seconds = {name: values["processor_s"] for name, values in timed["seconds"].items()}
+    result = {
+        "date": str(date.today()),
+        "command": " ".join(["python", *sys.argv]),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        **timed,
+        "tokens_per_processor_second": {k: timed["tokens"] / v for k, v in seconds.items()},
+        "times_transformers": seconds["transformers_eager"] / seconds["moe"],
+        "share_of_dense_speed": seconds["dense"] / seconds["moe"],
+        "replay_cost": seconds["moe_replayed"] / seconds["moe"] - 1,
+        "long_sequence": arguments.long,
+        "peak_growth_mib": {"cp1": alone / 2**20, "cp2": split / 2**20},
+        "cp2_share_of_cp1": split / alone,
+    }
+    print(json.dumps(result, indent=2))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

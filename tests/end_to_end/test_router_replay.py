@@ -1,0 +1,159 @@
+"""Router replay from a real SGLang server: equal log-probabilities even where routing is near ties."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(
+        find_spec("sglang") is None or find_spec("sglang_cpu_compat") is None,
+        reason="SGLang for the CPU is not installed: make sglang-cpu",
+    ),
+]
+TEMPERATURE = 0.9
+
+
+def _save_near_ties(folder: Path) -> None:
+    """A model whose routers hardly tell the experts of a triple apart; each token takes two."""
+    import transformers
+
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        mlp_only_layers=[0],
+        tie_word_embeddings=False,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15)
+            if name.endswith("mlp.gate.weight"):
+                rows = parameter[::3].repeat_interleave(3, 0)
+                parameter.copy_(rows * (1 + 2e-7 * torch.randn_like(rows)))
+    model.save_pretrained(folder)
+
+
+def _role(folder: Path, replay: str, registry):
+    from transformers import AutoConfig
+
+    from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+    from mppo.models.configuration import layout_of
+    from mppo.models.role import Role, RoleSpec
+
+    spec = RoleSpec(
+        name="actor",
+        head="policy",
+        folder=folder,
+        dtype=torch.float32,
+        megatron=MegatronConfig(recompute_granularity="full"),
+        batching=BatchingConfig(ppo_micro_batch_size_per_gpu=5),
+        temperature=TEMPERATURE,
+        optim=OptimConfig(lr=1e-3),
+        router_replay=replay,
+    )
+    return Role(spec, AutoConfig.from_pretrained(folder), registry.of(layout_of(spec.megatron, 1)))
+
+
+def _measured(role, batch) -> torch.Tensor:
+    """The role's log-probabilities of the response tokens."""
+    from mppo.parallel.schedule import measure_schedule
+
+    plan = measure_schedule(batch.lengths_B.tolist(), [role.shape(measuring=True)])[0].microbatches
+    return role.measure(batch, plan)[0][batch.response_mask_T > 0]
+
+
+def _run(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+    from transformers import AutoConfig
+
+    from mppo.batch import Prompt, pack_trajectories
+    from mppo.config.schema import RolloutConfig, SamplingConfig
+    from mppo.parallel.groups import GroupRegistry
+    from mppo.rollout.routed_experts import routing_shape
+    from mppo.rollout.sglang import SGLangEngine
+
+    dist.init_process_group("gloo", f"file://{folder / 'store'}", rank=0, world_size=1)
+    model = folder / "model"
+    _save_near_ties(model)
+    rollout = RolloutConfig(
+        name="sglang",
+        start_timeout_s=900.0,
+        request_timeout_s=300.0,
+        server_args={"max_total_tokens": 16384},
+    )
+    config = AutoConfig.from_pretrained(model)
+    engine = SGLangEngine(
+        model, config, torch.float32, rollout, run_dir=folder, routing=routing_shape(config)
+    )
+    try:
+        registry = GroupRegistry()
+        replaying, free = (_role(model, replay, registry) for replay in ("R3", "off"))
+        engine.update_weights(list(replaying.hf_weights(1 << 20)), 0)
+        generator = torch.Generator().manual_seed(1)
+        prompts = [
+            Prompt(
+                i, tuple(torch.randint(3, 256, (4 + i,), generator=generator).tolist()), "", "", ""
+            )
+            for i in range(8)
+        ]
+        sampling = SamplingConfig(temperature=TEMPERATURE, n=2)
+        trajectories = engine.generate(prompts, sampling, 24, seed=0)
+        batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
+        torch.save(
+            {
+                "experts": batch.routed_experts_T,
+                "engine": batch.rollout_logprobs_T[batch.response_mask_T > 0],
+                "replayed": _measured(replaying, batch),
+                "free": _measured(free, batch),
+                "metrics": replaying.routing_metrics(),
+            },
+            folder / "result.pt",
+        )
+    finally:
+        engine.stop()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("replay")
+    mp.spawn(_run, (folder,), nprocs=1)
+    return torch.load(folder / "result.pt")
+
+
+def test_with_replay_the_engine_and_the_actor_agree(result) -> None:
+    torch.testing.assert_close(result["replayed"], result["engine"], atol=1e-5, rtol=0)
+
+
+def test_without_replay_near_ties_part_them(result) -> None:
+    assert (result["free"] - result["engine"]).abs().max() > 1e-2
+    assert result["metrics"]["actor/moe/replay_differing"] > 0.01
+
+
+def test_the_engine_names_two_experts_for_all_but_last_tokens(result) -> None:
+    experts = result["experts"][:, 1:]
+    assert ((experts >= 0) == (experts[:, :1, :1] >= 0)).all()
+    known = experts[experts[:, 0, 0] >= 0]
+    assert (known[..., 0] != known[..., 1]).all()
+    assert known.max() == 5
