@@ -113,7 +113,8 @@ def process_group(info: LaunchInfo, timeout_s: float) -> Iterator[None]:
     if info.how == "mpi":
         from mpi4py import MPI
 
-        MPI.Finalize()
+        if not MPI.Is_finalized():
+            MPI.Finalize()
 
 
 def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
@@ -256,6 +257,8 @@ def _from_mpi(environ: Mapping[str, str]) -> LaunchInfo:
     address = LOOPBACK if on_this_node == size else own_address()
     address, port = world.bcast((address, free_port()) if rank == 0 else None, root=0)
     on_node.Free()
+    if size == 1:
+        MPI.Finalize()  # alone there is nobody to take down
     return LaunchInfo(rank, size, local, on_this_node, address, port, "mpi")
 
 

@@ -1,0 +1,113 @@
+"""Scores of a model folder on a recipe's validation prompts, without training.
+
+``torchrun mppo/evaluate.py --config recipe.yaml model.path=runs/demo/actor`` generates with the
+recipe's engine and ``rollout.val_kwargs``, scores with its reward, and prints means by data source
+as one line of JSON. The prompts are divided over the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from mppo.config.checks import load_checked
+from mppo.config.errors import ConfigError
+from mppo.config.schema import Recipe
+from mppo.data.builtin import load_tokenizer, resolve_model
+from mppo.data.source import load_prompts
+from mppo.parallel import device
+from mppo.parallel.launch import LaunchInfo, discover, process_group
+from mppo.rewards.scorer import build_scorer
+from mppo.rollout.build import build_engine
+from mppo.rollout.engine import WeightBucket
+from mppo.weights.hf_folder import HFFolder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate; exit code 0, or 2 for a faulty recipe."""
+    parser = argparse.ArgumentParser(prog="mppo/evaluate.py", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="recipe (YAML)")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_intermixed_args(argv)
+    info = discover()
+    try:
+        recipe = load_checked(arguments.config, arguments.overrides, info.world_size)
+        result = evaluate(recipe, info)
+    except ConfigError as error:
+        if info.rank == 0:
+            print(f"mppo: {error}", file=sys.stderr)
+        return 2
+    if info.rank == 0:
+        print(json.dumps(result))
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(result) + "\n")
+    return 0
+
+
+def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
+    """Mean scores and lengths. Collective.
+
+    Args:
+        recipe: whose ``model.path`` is evaluated.
+        info: this process's place.
+
+    Returns:
+        ``reward/<data source>``, ``reward/mean``, ``response_length/mean`` (tokens),
+        ``response_length/clip_ratio`` (share that ended for length) and ``prompts``.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mppo"
+    folder = resolve_model(recipe.model.path, os.environ.get("MPPO_CACHE", base))
+    trust = recipe.model.trust_remote_code
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
+    tokenizer = load_tokenizer(recipe.model.tokenizer_path or folder, trust)
+    prompts = load_prompts(recipe.data, tokenizer, "val").prompts
+    scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
+    with process_group(info, recipe.trainer.collective_timeout_s):
+        engine = build_engine(recipe, folder, config, Path("runs") / "evaluate")
+        try:
+            engine.update_weights(folder_buckets(folder, recipe.rollout.sync_bucket_mb << 20), 0)
+            trajectories = engine.generate(
+                prompts, recipe.rollout.val_kwargs, recipe.data.max_response_length, seed=0
+            )
+        finally:
+            engine.stop()
+    scores = scorer.score(trajectories)
+    by_source: dict[str, list[float]] = {}
+    for trajectory, reward in zip(trajectories, scores):
+        by_source.setdefault(trajectory.prompt.data_source, []).append(reward)
+    lengths = [len(trajectory.response_ids) for trajectory in trajectories]
+    truncated = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
+    result = {f"reward/{name}": sum(part) / len(part) for name, part in by_source.items()}
+    return result | {
+        "reward/mean": sum(scores) / len(scores),
+        "response_length/mean": sum(lengths) / len(lengths),
+        "response_length/clip_ratio": truncated / len(lengths),
+        "prompts": float(len(prompts)),
+    }
+
+
+def folder_buckets(folder: Path, bucket_bytes: int) -> Iterator[WeightBucket]:
+    """The tensors of a Hugging Face folder, in buckets of about that many bytes."""
+    source = HFFolder(folder)
+    bucket: WeightBucket = []
+    size = 0
+    for name in sorted(source.tensors):
+        tensor = source.read(name).to(device.device())
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+        if size >= bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Scores of a model folder, without training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_model_folder_is_scored_on_two_ranks(tmp_path):
+    out = tmp_path / "scores.json"
+    result = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+            str(ROOT / "mppo" / "evaluate.py"),
+            "--config", str(ROOT / "recipes" / "tiny_cpu_tp2_pp2.yaml"), "--out", str(out),
+            "data.val_size=5", "trainer.n_gpus_per_node=null",
+            "actor.megatron.pipeline_model_parallel_size=1",
+            "critic.megatron.tensor_model_parallel_size=1",
+            "ref.megatron.pipeline_model_parallel_size=1",
+        ],
+        capture_output=True, text=True, timeout=500, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    scores = json.loads(out.read_text())
+    assert scores["prompts"] == 5
+    assert scores["reward/mean"] == scores["reward/reverse"]
+    assert 0 <= scores["reward/mean"] <= 1
+    assert 0 < scores["response_length/mean"] <= 16
+    assert json.dumps(scores) in result.stdout
+
+
+def test_a_missing_model_is_told_in_one_message(tmp_path):
+    result = subprocess.run(
+        [
+            sys.executable, str(ROOT / "mppo" / "evaluate.py"),
+            "--config", str(ROOT / "recipes" / "smollm2_135m_cpu.yaml"),
+            "model.path=nowhere/model",
+        ],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert "no such folder" in result.stderr
+    assert "Traceback" not in result.stderr
