@@ -98,7 +98,7 @@ def pipeline_divides_layers(case: Case) -> Iterator[Fault]:
         shape, m = case.shapes.get(role.name), role.megatron
         pp, vpp = m.pipeline_model_parallel_size, m.virtual_pipeline_model_parallel_size or 1
         first, last = m.num_layers_in_first_pipeline_stage, m.num_layers_in_last_pipeline_stage
-        if shape is None or pp == 1:
+        if shape is None or pp == 1 or m.pipeline_layers is not None:
             continue
         key = f"{role.key}.pipeline_model_parallel_size"
         stated = [n for n in (first, last) if n is not None]
@@ -143,11 +143,36 @@ def pipeline_options_need_a_pipeline(case: Case) -> Iterator[Fault]:
             "virtual_pipeline_model_parallel_size",
             "num_layers_in_first_pipeline_stage",
             "num_layers_in_last_pipeline_stage",
+            "pipeline_layers",
         ):
             if getattr(m, name) is not None:
                 why = "has no effect with pipeline_model_parallel_size = 1"
                 cure = "leave it out, or raise pipeline_model_parallel_size"
                 yield Fault(f"{role.key}.{name}", getattr(m, name), why, cure)
+
+
+@rule("*.megatron", "model", "critic.path")
+def stated_pipeline_layers_fit(case: Case) -> Iterator[Fault]:
+    """Layers stated for every chunk are as many as the model has, for as many chunks as there are.
+
+    Nothing else says then how layers are shared.
+    """
+    for role in case.roles:
+        shape, m = case.shapes.get(role.name), role.megatron
+        layers, pp = m.pipeline_layers, m.pipeline_model_parallel_size
+        if layers is None or pp == 1:
+            continue
+        key = f"{role.key}.pipeline_layers"
+        chunks = pp * (m.virtual_pipeline_model_parallel_size or 1)
+        if len(layers) != chunks:
+            why = f"states {len(layers)} chunks; PP x VPP is {chunks}"
+            yield Fault(key, list(layers), why, f"give {chunks} numbers")
+        elif shape is not None and sum(layers) != shape.num_layers:
+            why = f"adds up to {sum(layers)} of the model's {shape.num_layers} layers"
+            yield Fault(key, list(layers), why, "correct the numbers")
+        elif m.num_layers_in_first_pipeline_stage or m.num_layers_in_last_pipeline_stage:
+            why = "the layers of the first or last stage are stated too"
+            yield Fault(key, list(layers), why, "leave out one of the two")
 
 
 @rule("*.megatron", "model", "critic.path")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from mppo.config.rule import RoleCase
@@ -48,7 +49,12 @@ class Memory:
 
 
 def stage_layers(
-    num_layers: int, pp: int, vpp: int = 1, first: int | None = None, last: int | None = None
+    num_layers: int,
+    pp: int,
+    vpp: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+    chunks: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Decoder layers of every pipeline stage.
 
@@ -57,10 +63,17 @@ def stage_layers(
         pp: stages.
         vpp: chunks per stage; layers go round the stages once per chunk (Megatron's interleaving).
         first, last: layers of the first and last stage; the rest is shared evenly.
+        chunks: layers of every chunk, where they are stated one by one.
 
     Returns:
         ``pp`` ascending lists that together hold every layer once.
     """
+    if chunks is not None:
+        bounds = [0, *accumulate(chunks)]
+        return [
+            [layer for i in range(stage, len(chunks), pp) for layer in range(*bounds[i : i + 2])]
+            for stage in range(pp)
+        ]
     stated = (first or 0) + (last or 0)
     stages = pp - (first is not None) - (last is not None)
     middle = (num_layers - stated) // stages if stages else 0

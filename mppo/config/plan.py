@@ -106,6 +106,7 @@ def _plan_role(
         layout.vpp,
         m.num_layers_in_first_pipeline_stage,
         m.num_layers_in_last_pipeline_stage,
+        m.pipeline_layers,
     )
     value_head = role.name == "critic"
     counts = [

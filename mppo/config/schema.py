@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 
 class Section(BaseModel):
@@ -73,7 +73,11 @@ class OptimConfig(Section):
 
 
 class MegatronConfig(Section):
-    """A role's layout over the ranks, and how its activations are kept."""
+    """A role's layout over the ranks, and how its activations are kept.
+
+    ``pipeline_layers``: decoder layers of every pipeline chunk, in the order the model runs through
+    them (PP x VPP numbers); null shares them evenly.
+    """
 
     tensor_model_parallel_size: int = Field(default=1, gt=0)
     pipeline_model_parallel_size: int = Field(default=1, gt=0)
@@ -84,6 +88,7 @@ class MegatronConfig(Section):
     sequence_parallel: bool = True
     num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)
     num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
+    pipeline_layers: tuple[PositiveInt, ...] | None = None
     use_distributed_optimizer: bool = True
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     overlap_grad_reduce: bool = False

@@ -60,6 +60,7 @@ def transformer_config(
         sequence_parallel=sequence_parallel,
         num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
+        pipeline_model_parallel_layout=_pipeline_chunks(megatron.pipeline_layers),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -96,6 +97,16 @@ def transformer_config(
     for name, value in family.config_attributes.items():
         setattr(config, name, value)
     return config
+
+
+def _pipeline_chunks(layers: tuple[int, ...] | None) -> list[list[str]] | None:
+    """Megatron's spelling of the layers of every chunk."""
+    if layers is None:
+        return None
+    chunks = [["decoder"] * count for count in layers]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
 
 
 def _recompute(granularity: str) -> dict:

@@ -31,6 +31,12 @@ LAYOUTS = {
         "num_layers_in_last_pipeline_stage": 1,
         "expert_model_parallel_size": 2,
     },
+    "PP2xVPP2 stated": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "pipeline_layers": (1, 1, 1, 1),
+    },
+    "PP2 stated": {"pipeline_model_parallel_size": 2, "pipeline_layers": (3, 1)},
     "EP2 allgather recompute": {
         "expert_model_parallel_size": 2,
         "tensor_model_parallel_size": 2,

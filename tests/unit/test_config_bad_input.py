@@ -200,6 +200,15 @@ LAYOUTS = [
      "algorithm.adv_estimator=reinforce_plus_plus actor.megatron.freeze_moe_router=true "
      "actor.megatron.moe_router_bias_update_rate=0.001",
      "actor.megatron.moe_router_bias_update_rate", "moves the router's bias"),
+    ("stages for another model", f"actor.megatron.{PP}=2 actor.megatron.pipeline_layers=[1,9]",
+     "actor.megatron.pipeline_layers", "adds up to 10"),
+    ("stages without a pipeline", "actor.megatron.pipeline_layers=[4]",
+     "actor.megatron.pipeline_layers", "no effect"),
+    ("too few stages", f"actor.megatron.{PP}=4 actor.megatron.pipeline_layers=[2,2]",
+     "actor.megatron.pipeline_layers", "PP x VPP is 4"),
+    ("stages stated twice", f"actor.megatron.{PP}=2 actor.megatron.pipeline_layers=[1,3] "
+     "actor.megatron.num_layers_in_last_pipeline_stage=3",
+     "actor.megatron.pipeline_layers", "stated too"),
     ("replay without experts", "actor.router_replay=R2", "actor.router_replay",
      "no mixture of experts"),
     ("replay from an engine that cannot", "model.path=builtin:tiny-moe "

@@ -131,6 +131,7 @@ def test_layers_go_round_the_stages_once_per_chunk():
     assert stage_layers(8, 2, vpp=2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert stage_layers(7, 3, last=1) == [[0, 1, 2], [3, 4, 5], [6]]
     assert stage_layers(5, 3, first=1, last=2) == [[0], [1, 2], [3, 4]]
+    assert stage_layers(7, 2, vpp=2, chunks=(1, 3, 2, 1)) == [[0, 4, 5], [1, 2, 3, 6]]
 
 
 def by_hand(config) -> int:
