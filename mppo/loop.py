@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mppo.algos.kl_controller import KLController
-from mppo.batch import Batch, Measured, Prompt, Trajectory, pack_trajectories
+from mppo.batch import Batch, Experience, Measured, Prompt, Trajectory, pack_trajectories
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.config.schema import Recipe, SamplingConfig
 from mppo.data.loader import PromptLoader
@@ -20,9 +20,11 @@ from mppo.estimate import current_kl, estimate, needs_greedy_baseline
 from mppo.experience_metrics import experience_metrics
 from mppo.parallel import device
 from mppo.parallel.phase import phase
+from mppo.replay import MODELS, Case, keep_case
+from mppo.report.redact import redact
 from mppo.report.reporter import Reporter, SampleRow
 from mppo.rewards.scorer import Scorer
-from mppo.roles import Roles
+from mppo.roles import NonFiniteGradient, Roles
 from mppo.rollout.engine import RolloutEngine
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -89,18 +91,29 @@ def iterate(run: Run, step: int) -> dict[str, float]:
         measured = run.roles.measure(batch)
     with run.stage("adv", step):
         experience = estimate(measured, algorithm, run.kl.coef, baseline_scores_B=baseline_B)
-    with run.stage("update_critic", step):
-        critic_metrics = run.roles.update_critic(experience, step)
-    with run.stage("update_actor", step):
-        actor_metrics = {} if actor_frozen else run.roles.update_actor(experience, step)
+    with run.stage("update", step), keeping_offender(run, experience, step):
+        update_metrics = run.roles.update(experience, step, actor_frozen)
     with run.stage("update_weights", step):
         sync(run, version=step)
     show_samples(run, step, trajectories, batch)
     kl = current_kl(measured, algorithm)
-    metrics = experience_metrics(experience) | critic_metrics | actor_metrics
+    metrics = experience_metrics(experience) | update_metrics
     metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": run.kl.coef}
     run.kl.update(kl, len(prompts))
     return metrics | mismatch(measured) | performance(run, batch, step)
+
+
+@contextmanager
+def keeping_offender(run: Run, experience: Experience, step: int) -> Iterator[None]:
+    """Keep the batch and the models of a step that was not finite, for ``mppo-replay``."""
+    try:
+        yield
+    except NonFiniteGradient as fault:
+        folder = run.reporter.run_dir / "nonfinite" / f"step_{step}"
+        model, recipe = str(run.roles.actor.spec.folder), redact(run.recipe.model_dump(mode="json"))
+        keep_case(folder, Case(step, fault.mini_batch, model, recipe), experience)
+        run.checkpoints.save_roles(folder / MODELS)
+        raise RuntimeError(f"{fault}; kept for mppo-replay: {folder}") from fault
 
 
 def generate(

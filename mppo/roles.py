@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +16,8 @@ from mppo.batch import Batch, Experience, Measured
 from mppo.config.schema import Recipe
 from mppo.estimate import needs_critic
 from mppo.models.configuration import DTYPES, layout_of
-from mppo.models.role import Role, RoleSpec
+from mppo.models.optimizer import StepResult
+from mppo.models.role import Role, RoleSpec, step_together
 from mppo.objective import (
     policy_objective,
     policy_targets,
@@ -25,11 +30,85 @@ from mppo.objective import (
 from mppo.parallel import device
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.phase import phase
-from mppo.parallel.schedule import Action, measure_schedule, update_schedule
+from mppo.parallel.schedule import Action, joint_rounds, measure_schedule, update_schedule
 
 
 class NonFiniteGradient(RuntimeError):
-    """A role's gradient was inf or nan and the recipe says to stop; its weights are untouched."""
+    """A role's gradient was inf or nan and the recipe says to stop; no role took the step.
+
+    Args:
+        step: PPO step.
+        mini_batch: indices of the sequences it was computed from.
+        results: of every role that was to step, by name.
+        in_a_row: how many steps in a row were left out.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        mini_batch: tuple[int, ...],
+        results: Mapping[str, StepResult],
+        in_a_row: int,
+    ) -> None:
+        self.step, self.mini_batch = step, mini_batch
+        norms = ", ".join(f"{name} {result.grad_norm}" for name, result in results.items())
+        names = " and ".join(results)
+        cure = "lower their optim.lr, look at the rewards, or set trainer.on_nonfinite=skip"
+        if in_a_row > 1:
+            cure = "lower their optim.lr, look at the rewards, or raise max_nonfinite_in_a_row"
+        super().__init__(
+            f"gradient norm at step {step} is not finite ({norms}), {in_a_row} time(s) in a row; "
+            f"{names} took no step: {cure}"
+        )
+
+
+@dataclass
+class Learner:
+    """A role's part in the update stage.
+
+    Args:
+        role: who learns.
+        mini_batches: sequence indices of each of its steps.
+        targets_of: what a mini-batch is trained towards.
+        objective: loss and statistics from outputs and targets.
+    """
+
+    role: Role
+    mini_batches: list[list[int]]
+    targets_of: Callable[[tuple[int, ...]], Any]
+    objective: Callable[..., Any]
+    learning_rate: float = 0.0
+    seconds: float = 0.0
+    stats: list[dict[str, float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def accumulate(self, batch: Batch, action: Action) -> None:
+        """The gradient of one mini-batch."""
+        start = time.perf_counter()
+        targets = to_device(self.targets_of(action.mini_batch), device.device())
+        place = {index: i for i, index in enumerate(action.mini_batch)}
+
+        def micro_objective(outputs, indices):
+            return self.objective(outputs, select(targets, [place[i] for i in indices]))
+
+        self.stats.append(self.role.forward_backward(batch, action.microbatches, micro_objective))
+        device.synchronize()
+        self.seconds += time.perf_counter() - start
+
+    def run_once(self, batch: Batch, mini_batch: tuple[int, ...]) -> None:
+        """The gradient of one mini-batch, outside any schedule."""
+        shape = self.role.shape(measuring=False)
+        self.accumulate(batch, update_schedule(batch.lengths_B.tolist(), shape, [mini_batch])[0])
+
+    def metrics(self) -> dict[str, float]:
+        """Of all mini-batches, once they are done."""
+        name = self.role.name
+        return update_metrics(self.stats) | {
+            f"{name}/grad_norm": sum(self.norms) / len(self.norms),
+            f"{name}/lr": self.learning_rate,
+            f"timing_s/update_{name}": self.seconds,
+            **self.role.routing_metrics(),
+        }
 
 
 def needs_reference(recipe: Recipe) -> bool:
@@ -86,6 +165,7 @@ class Roles:
         if needs_reference(recipe):
             self.ref = build("ref", "policy", ref, ref.path, ref.megatron or actor.megatron, None)
         self.skipped_steps = 0
+        self._skipped_in_a_row = 0
 
     @property
     def trained(self) -> dict[str, Role]:
@@ -95,11 +175,12 @@ class Roles:
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs besides models and optimizers."""
-        return {"skipped_steps": self.skipped_steps}
+        return {"skipped_steps": self.skipped_steps, "in_a_row": self._skipped_in_a_row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from a saved state."""
         self.skipped_steps = int(state["skipped_steps"])
+        self._skipped_in_a_row = int(state["in_a_row"])
 
     def measure(self, batch: Batch) -> Measured:
         """What actor, reference and critic say of the batch, before any update."""
@@ -120,33 +201,54 @@ class Roles:
             values_T=outputs["critic"][0] if self.critic else torch.zeros_like(logprobs_T),
         )
 
-    def update_critic(self, experience: Experience, step: int) -> dict[str, float]:
-        """All epochs and mini-batches of the critic; its metrics."""
-        if self.critic is None:
-            return {}
+    def update(self, experience: Experience, step: int, actor_frozen: bool) -> dict[str, float]:
+        """All epochs and mini-batches of critic and actor, side by side; their metrics.
+
+        Raises:
+            NonFiniteGradient: a gradient was not finite and the recipe says to stop, or for the
+                ``trainer.max_nonfinite_in_a_row``-th time in a row.
+        """
+        learners = self.learners(experience, step, actor_frozen)
+        by_name = {learner.role.name: learner for learner in learners}
+        batch = experience.measured.batch
+        lengths = batch.lengths_B.tolist()
+        schedules = []
+        for learner in learners:
+            shape = learner.role.shape(measuring=False)
+            schedules.append(update_schedule(lengths, shape, learner.mini_batches))
+            learner.learning_rate = learner.role.optimizer.advance()
+        for actions in joint_rounds(schedules):
+            for action in actions:
+                if action.kind == "forward_backward":
+                    with phase(f"updating {action.role}", step):
+                        by_name[action.role].accumulate(batch, action)
+            stepping = [a.role for a in actions if a.kind == "optimizer_step"]
+            with phase(f"stepping {' and '.join(stepping)}", step):
+                self._step([by_name[name] for name in stepping], actions[0].mini_batch, step)
+        return {name: value for learner in learners for name, value in learner.metrics().items()}
+
+    def learners(self, experience: Experience, step: int, actor_frozen: bool) -> list[Learner]:
+        """Who learns from an experience, and how."""
+        learners = [] if self.critic is None else [self._critic_learner(experience, step)]
+        return learners + ([] if actor_frozen else [self._actor_learner(experience, step)])
+
+    def _critic_learner(self, experience: Experience, step: int) -> Learner:
         section = self.recipe.critic
         size = section.ppo_mini_batch_size or self.recipe.actor.ppo_mini_batch_size
-        mini_batches = self._mini_batches(experience, size, section, step)
-        return self._update(
+        return Learner(
             self.critic,
-            experience,
-            mini_batches,
+            self._mini_batches(experience, size, section, step),
             partial(value_targets, experience, critic=section),
             lambda outputs, targets: value_objective(*outputs, targets, section),
-            step,
         )
 
-    def update_actor(self, experience: Experience, step: int) -> dict[str, float]:
-        """All epochs and mini-batches of the actor; its metrics."""
+    def _actor_learner(self, experience: Experience, step: int) -> Learner:
         section = self.recipe.actor
-        mini_batches = self._mini_batches(experience, section.ppo_mini_batch_size, section, step)
-        return self._update(
+        return Learner(
             self.actor,
-            experience,
-            mini_batches,
+            self._mini_batches(experience, section.ppo_mini_batch_size, section, step),
             partial(policy_targets, experience, actor=section, seed=step),
             lambda outputs, targets: policy_objective(*outputs, targets, section),
-            step,
         )
 
     def _mini_batches(
@@ -162,43 +264,19 @@ class Roles:
             chosen += [order[i : i + per_mini_batch] for i in range(0, len(order), per_mini_batch)]
         return chosen
 
-    def _update(
-        self, role: Role, experience: Experience, mini_batches, targets_of, objective, step: int
-    ) -> dict[str, float]:
-        batch = experience.measured.batch
-        schedule = update_schedule(
-            batch.lengths_B.tolist(), role.shape(measuring=False), mini_batches
-        )
-        learning_rate = role.optimizer.advance()
-        stats, norms = [], []
-        for action in schedule:
-            with phase(f"updating {role.name}", step=step):
-                if action.kind == "forward_backward":
-                    targets = to_device(targets_of(action.mini_batch), device.device())
-                    stats.append(self._accumulate(role, batch, action, targets, objective))
-                else:
-                    norms.append(self._step(role, step))
-        metrics = update_metrics(stats)
-        metrics[f"{role.name}/grad_norm"] = sum(norms) / len(norms)
-        metrics[f"{role.name}/lr"] = learning_rate
-        return metrics | role.routing_metrics()
-
-    def _accumulate(self, role: Role, batch: Batch, action: Action, targets, objective):
-        place = {index: i for i, index in enumerate(action.mini_batch)}
-
-        def micro_objective(outputs, indices):
-            return objective(outputs, select(targets, [place[i] for i in indices]))
-
-        return role.forward_backward(batch, action.microbatches, micro_objective)
-
-    def _step(self, role: Role, step: int) -> float:
-        result = role.optimizer_step()
-        if not result.applied:
-            if self.recipe.trainer.on_nonfinite == "stop":
-                raise NonFiniteGradient(
-                    f"{role.name}: gradient norm is {result.grad_norm} at step {step}; its weights "
-                    f"are untouched. Lower {role.name}.optim.lr, or set "
-                    f"trainer.on_nonfinite=skip to leave such steps out"
-                )
-            self.skipped_steps += 1
-        return result.grad_norm
+    def _step(self, learners: Sequence[Learner], mini_batch: tuple[int, ...], step: int) -> None:
+        """Take the optimizer steps of a round together, or leave all of them out."""
+        start = time.perf_counter()
+        results = step_together([learner.role for learner in learners])
+        for learner in learners:
+            learner.norms.append(results[learner.role.name].grad_norm)
+            learner.seconds += (time.perf_counter() - start) / len(learners)
+        if all(result.applied for result in results.values()):
+            self._skipped_in_a_row = 0
+            return
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        trainer = self.recipe.trainer
+        stop = trainer.on_nonfinite == "stop"
+        if stop or self._skipped_in_a_row >= trainer.max_nonfinite_in_a_row:
+            raise NonFiniteGradient(step, mini_batch, results, self._skipped_in_a_row)

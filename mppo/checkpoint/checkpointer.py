@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -138,6 +138,19 @@ class Checkpointer:
             self._collect(self._thread.wait())
         self._timing.longest_save_s = max(self._timing.longest_save_s, time.perf_counter() - start)
 
+    def save_roles(self, final: Path) -> None:
+        """Write the roles as they are now to a folder outside the run's checkpoints, and wait."""
+        self._collect(self._thread.wait())
+        building = final.with_name(f".{final.name}.partial")
+        error = self._prepare(building)
+        if error is None:
+            job = replace(self._job(0, building, {}), final=final, published=lambda: None)
+            job.run()
+            error = None if job.error is None else str(job.error)
+        if error is not None:
+            self._failed(final, error)
+        dist.barrier()
+
     def finish(self) -> None:
         """Wait for the save under way.
 
@@ -251,8 +264,7 @@ class Checkpointer:
 
     def _load(self, found: Found) -> None:
         state = json.loads((found.folder / STATE).read_text())
-        for name, role in self.roles.items():
-            load_role(role, str(found.folder / name), state["roles"][name])
+        load_roles(found.folder, self.roles)
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
         layouts = {name: role.groups for name, role in self.roles.items()}
@@ -267,6 +279,13 @@ class Checkpointer:
             self._say("the layout changed: random states start from trainer.seed")
         for line in changed_keys(state["recipe"], self._recipe):
             self._say(f"changed since the checkpoint: {line}")
+
+
+def load_roles(folder: Path, roles: Mapping[str, Role]) -> None:
+    """Take up the models and optimizers of a checkpoint. Collective."""
+    counters = json.loads((folder / STATE).read_text())["roles"]
+    for name, role in roles.items():
+        load_role(role, str(folder / name), counters[name])
 
 
 def _write_manifest(building: Path, manifest: Manifest, files: dict[str, FileEntry]) -> None:

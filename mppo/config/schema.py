@@ -76,7 +76,8 @@ class MegatronConfig(Section):
     """A role's layout over the ranks, and how its activations are kept.
 
     ``pipeline_layers``: decoder layers of every pipeline chunk, in the order the model runs through
-    them (PP x VPP numbers); null shares them evenly.
+    them (PP x VPP numbers); null shares them evenly. ``offload_activations`` keeps what the
+    backward pass needs in host memory meanwhile.
     """
 
     tensor_model_parallel_size: int = Field(default=1, gt=0)
@@ -91,6 +92,7 @@ class MegatronConfig(Section):
     pipeline_layers: tuple[PositiveInt, ...] | None = None
     use_distributed_optimizer: bool = True
     recompute_granularity: Literal["none", "selective", "full"] = "none"
+    offload_activations: bool = False
     overlap_grad_reduce: bool = False
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0)

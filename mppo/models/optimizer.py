@@ -129,18 +129,26 @@ class RoleOptimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def step(self) -> StepResult:
-        """Clip and apply the accumulated gradient, unless it is not finite."""
+    def gradient_norm(self) -> float:
+        """Make the accumulated gradient ready; returns its norm, inf where it overflowed."""
         overflow = self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm() or 0.0)
-        if overflow or not math.isfinite(norm):
-            return StepResult(norm, applied=False)
+        return math.inf if overflow and math.isfinite(norm) else norm
+
+    def apply(self, norm: float) -> None:
+        """Clip the gradient, whose norm is ``norm``, and take the step."""
         for optimizer in self._parts():
             parameters = optimizer.get_parameters()
             if optimizer.config.clip_grad > 0 and parameters:
                 clip_grad_by_total_norm_fp32(parameters, optimizer.config.clip_grad, norm)
         self.megatron.step_with_ready_grads()
-        return StepResult(norm, applied=True)
+
+    def step(self) -> StepResult:
+        """Clip and apply the accumulated gradient, unless it is not finite."""
+        norm = self.gradient_norm()
+        if math.isfinite(norm):
+            self.apply(norm)
+        return StepResult(norm, applied=math.isfinite(norm))
 
     def reload_weights(self) -> None:
         """Take the model's current weights as the optimizer's main weights (after a load)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -212,10 +213,8 @@ class Role:
         return self._sum_statistics(parts)
 
     def optimizer_step(self) -> StepResult:
-        """Apply the accumulated gradient."""
-        assert self.optimizer is not None, f"{self.name} is frozen"
-        with self.groups.active():
-            return self.optimizer.step()
+        """Apply the accumulated gradient, unless it is not finite."""
+        return step_together([self])[self.name]
 
     def routing_metrics(self) -> dict[str, float]:
         """Balance of the experts and router replay since the last call; collective."""
@@ -304,6 +303,24 @@ class Role:
         totals = totals.to(device.device())
         dist.all_reduce(totals)
         return dict(zip(self._stat_names, totals.tolist()))
+
+
+def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
+    """Apply the accumulated gradients of several roles: all of them, or none if any is not finite.
+
+    Returns:
+        By role name; the norms are the same on every rank, and so is the decision.
+    """
+    norms = {}
+    for role in roles:
+        assert role.optimizer is not None, f"{role.name} is frozen"
+        with role.groups.active():
+            norms[role.name] = role.optimizer.gradient_norm()
+    finite = all(math.isfinite(norm) for norm in norms.values())
+    for role in roles if finite else ():
+        with role.groups.active():
+            role.optimizer.apply(norms[role.name])
+    return {name: StepResult(norm, finite) for name, norm in norms.items()}
 
 
 def _run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:

@@ -73,6 +73,23 @@ def update_schedule(
     return actions
 
 
+def joint_rounds(schedules: Sequence[Sequence[Action]]) -> list[list[Action]]:
+    """Lay the update schedules of several roles side by side, mini-batch by mini-batch.
+
+    A round holds the i-th gradient of every role that has one, then their optimizer steps, which
+    are to be taken together: all or none. The roles' numbers are those of one after the other,
+    for neither reads what the other has updated.
+
+    Args:
+        schedules: from ``update_schedule``, one per role.
+    """
+    rounds = []
+    for first in range(0, max(map(len, schedules), default=0), 2):
+        pairs = [schedule[first : first + 2] for schedule in schedules if first < len(schedule)]
+        rounds.append([gradient for gradient, _ in pairs] + [step for _, step in pairs])
+    return rounds
+
+
 def bubble_fraction(pp: int, vpp: int, microbatches: int) -> float:
     """Idle share of a pipeline under 1F1B (``vpp`` 1) or interleaving.
 

@@ -1,0 +1,190 @@
+"""``mppo-replay``: look again at a mini-batch whose gradient was not finite.
+
+``torchrun -m mppo.replay RUN/nonfinite/step_12`` builds the roles as they were at that moment, runs
+the same mini-batch forward and backward, and says where the first numbers that are not finite
+appear: in the batch, in a layer's output, in the loss of a sequence, in a parameter's gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from mppo.batch import Batch, Experience, Measured
+from mppo.checkpoint.checkpointer import load_roles
+from mppo.config.schema import Recipe
+from mppo.models.role import Role
+from mppo.parallel import device
+from mppo.parallel.groups import GroupRegistry
+from mppo.parallel.launch import discover, process_group
+from mppo.roles import Roles
+
+CASE, TENSORS, MODELS = "case.json", "experience.safetensors", "models"
+_SHOWN = 5
+"""Findings of one kind shown per role; those that follow are consequences."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mini-batch and where it comes from.
+
+    Args:
+        step: PPO step.
+        mini_batch: indices of the offending sequences.
+        model: Hugging Face folder the roles were built from.
+        recipe: of the run, as plain values without secrets.
+    """
+
+    step: int
+    mini_batch: tuple[int, ...]
+    model: str
+    recipe: dict[str, Any]
+
+
+def keep_case(folder: Path, case: Case, experience: Experience) -> None:
+    """Write what a replay needs besides the models; the first rank writes.
+
+    Args:
+        folder: of the case.
+        case: the mini-batch.
+        experience: the whole batch of the step.
+    """
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(_flatten(experience), folder / TENSORS)
+        (folder / CASE).write_text(json.dumps(asdict(case), indent=1) + "\n")
+
+
+def load_case(folder: Path) -> tuple[Case, Experience]:
+    """What ``keep_case`` wrote."""
+    case = Case(**json.loads((folder / CASE).read_text()))
+    tensors = load_file(folder / TENSORS)
+    batch = Batch(**{f.name: tensors[f"batch.{f.name}"] for f in fields(Batch)})
+    own = [f.name for f in fields(Measured) if f.name != "batch"]
+    measured = Measured(batch=batch, **{name: tensors[f"measured.{name}"] for name in own})
+    own = [f.name for f in fields(Experience) if f.name != "measured"]
+    experience = Experience(measured=measured, **{name: tensors[name] for name in own})
+    return case, experience
+
+
+def _flatten(experience: Experience) -> dict[str, Tensor]:
+    measured, batch = experience.measured, experience.measured.batch
+    parts = {"batch.": batch, "measured.": measured, "": experience}
+    return {
+        f"{prefix}{f.name}": getattr(part, f.name).contiguous()
+        for prefix, part in parts.items()
+        for f in fields(part)
+        if isinstance(getattr(part, f.name), Tensor)
+    }
+
+
+def not_finite(experience: Experience) -> list[str]:
+    """Which tensors of the batch hold numbers that are not finite, where, and how many."""
+    found = []
+    for name, tensor in _flatten(experience).items():
+        bad = ~torch.isfinite(tensor) if tensor.is_floating_point() else torch.zeros(0)
+        if bad.any():
+            first = int(bad.flatten().nonzero()[0])
+            found.append(
+                f"batch: {name} has {int(bad.sum())} of {tensor.numel()}, first at {first}"
+            )
+    return found
+
+
+@contextmanager
+def watching_layers(role: Role, found: list[str]) -> Iterator[None]:
+    """Note the modules of this rank whose output is not finite, in the order they ran."""
+
+    def look(name: str, module, inputs, output) -> None:
+        tensors = output if isinstance(output, tuple) else (output,)
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                bad = int((~torch.isfinite(tensor)).sum())
+                if bad:
+                    found.append(f"{role.name}: output of {name} has {bad} of {tensor.numel()}")
+
+    handles = [
+        module.register_forward_hook(partial(look, f"chunk {i} {name}"))
+        for i, stage in enumerate(role.stages)
+        for name, module in stage.named_modules()
+        if name
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def gradients_not_finite(role: Role) -> list[str]:
+    """This rank's parameters whose accumulated gradient is not finite."""
+    found = []
+    for i, stage in enumerate(role.stages):
+        for name, parameter in stage.named_parameters():
+            bad = int((~torch.isfinite(parameter.main_grad)).sum())
+            if bad:
+                total = parameter.numel()
+                found.append(f"{role.name}: gradient of chunk {i} {name} has {bad} of {total}")
+    return found
+
+
+def replay(case: Case, experience: Experience, roles: Roles) -> list[str]:
+    """Run a kept case again, on roles as they were at that moment. Collective.
+
+    Returns:
+        This rank's findings, in the order in which numbers ceased to be finite.
+    """
+    found = not_finite(experience)
+    for learner in roles.learners(experience, case.step, actor_frozen=False):
+        outputs: list[str] = []
+        with watching_layers(learner.role, outputs):
+            learner.run_once(experience.measured.batch, tuple(case.mini_batch))
+        found += outputs[:_SHOWN]
+        found += gradients_not_finite(learner.role)[:_SHOWN]
+        statistics = learner.stats[-1]
+        bad = sorted(name for name, value in statistics.items() if not math.isfinite(value))
+        found += [f"{learner.role.name}: statistics {', '.join(bad)}"] if bad else []
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replay the case named on the command line; prints the findings of every rank."""
+    parser = argparse.ArgumentParser(prog="mppo-replay", description=__doc__)
+    parser.add_argument("folder", type=Path, help="RUN/nonfinite/step_N")
+    folder = parser.parse_args(argv).folder
+    if not (folder / CASE).is_file():
+        parser.error(f"{folder}: has no {CASE}; name a folder RUN/nonfinite/step_N")
+    case, experience = load_case(folder)
+    recipe = Recipe.model_validate(case.recipe)
+    info = discover()
+    device.prepare_megatron()
+    with process_group(info, recipe.trainer.collective_timeout_s):
+        read_config = partial(AutoConfig.from_pretrained, local_files_only=True)
+        registry = GroupRegistry(recipe.trainer.seed)
+        roles = Roles(recipe, Path(case.model), read_config, registry, total_steps=1)
+        load_roles(folder / MODELS, roles.trained)
+        everyone: list[list[str]] = [[] for _ in range(info.world_size)]
+        dist.all_gather_object(everyone, replay(case, experience, roles))
+    if info.rank == 0:
+        for rank, lines in enumerate(everyone):
+            for line in lines or ["everything is finite"]:
+                print(f"rank {rank}: {line}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
