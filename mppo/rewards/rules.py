@@ -35,11 +35,12 @@ class RuleJudge:
             self._find(self.verifier)
 
     def __call__(self, responses: Sequence[Response]) -> list[float]:
-        """Programs run side by side, one per core; everything else in turn."""
+        """Programs run side by side, one per core of this rank; everything else in turn."""
         names = [self._name(response.prompt) for response in responses]
         if verifiers.CODE not in names:
             return [self._score(response) for response in responses]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        with ThreadPoolExecutor(max(cores, 1)) as pool:
             return list(pool.map(self._score, responses))
 
     def check(self, prompts: Iterable[Prompt]) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from mppo.batch import Prompt, Trajectory
 from mppo.config.errors import ConfigError, Fault, nearest
 from mppo.config.schema import RewardConfig
+from mppo.rewards.division import judge_divided
 from mppo.rewards.function import load_function
 from mppo.rewards.remote import RemoteJudge
 from mppo.rewards.response import Judge, Response, describe, shorten
@@ -49,6 +50,11 @@ class Scorer:
     def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
         """One reward per trajectory: the judged score, clipped, then less the penalties.
 
+        Collective: the ranks share the judging, and all get all rewards.
+
+        Args:
+            trajectories: the same on every rank.
+
         Raises:
             ValueError: a score is missing or not finite; the message names the prompt.
         """
@@ -57,7 +63,7 @@ class Scorer:
             skip_special_tokens=True,
         )
         responses = [Response(each.prompt, text) for each, text in zip(trajectories, texts)]
-        scores = check_scores(self.judge(responses), responses) if responses else []
+        scores = judge_divided(self.judge, responses, check_scores) if responses else []
         return [self._shape(score, each) for score, each in zip(scores, trajectories)]
 
     def _shape(self, score: float, trajectory: Trajectory) -> float:

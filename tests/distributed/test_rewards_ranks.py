@@ -1,0 +1,46 @@
+"""Ranks share the judging, agree on every score, and fail together."""
+
+import os
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mppo.batch import Prompt
+from mppo.rewards.division import judge_divided
+from mppo.rewards.response import Response
+from mppo.rewards.scorer import check_scores
+
+RESPONSES = [Response(Prompt(uid, (1,), "t", "", "p"), "x") for uid in range(5)]
+
+
+def _worker(rank: int, world: int, store: str) -> None:
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
+    judged: list[int] = []
+
+    def judge(responses):
+        judged.extend(response.prompt.uid for response in responses)
+        return [response.prompt.uid + 0.5 for response in responses]
+
+    def fails_on_the_fourth(responses):
+        return [1.0 if response.prompt.uid != 3 else float("nan") for response in responses]
+
+    try:
+        assert judge_divided(judge, RESPONSES, check_scores) == [0.5, 1.5, 2.5, 3.5, 4.5]
+        assert judged == list(range(rank, 5, world))
+        guilty = 3 % world
+        message = "the score of prompt 3" if rank == guilty else f"failed on rank {guilty}"
+        with pytest.raises(ValueError, match=message):
+            judge_divided(fails_on_the_fourth, RESPONSES, check_scores)
+        different = judge_divided(lambda mine: [os.getpid()] * len(mine), RESPONSES, check_scores)
+        agreed: list = [None] * world
+        dist.all_gather_object(agreed, different)
+        assert agreed == [agreed[0]] * world
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_response_is_judged_once_and_all_ranks_get_all_scores(tmp_path, world: int) -> None:
+    mp.spawn(_worker, (world, str(tmp_path / "store")), nprocs=world)
