@@ -94,6 +94,7 @@ def transformer_config(
     values.update(family.transformer_kwargs)
     values.update(megatron.override_transformer_config)
     config = (MLATransformerConfig if family.is_mla else TransformerConfig)(**values)
+    config.offload_activations = megatron.offload_activations
     for name, value in family.config_attributes.items():
         setattr(config, name, value)
     return config

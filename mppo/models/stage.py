@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -30,6 +31,7 @@ from mppo.models.head import ValueHead
 from mppo.models.latent import LatentAttention
 from mppo.models.moe import hand_packing_to_routers, reduce_over_expert_data_parallel
 from mppo.models.norm import RMSNorm
+from mppo.models.offload import offloaded_activations
 from mppo.models.packing import Packing
 from mppo.models.rotary import PackedRotary
 from mppo.models.router import Router
@@ -91,7 +93,9 @@ class Stage(GPTModel):
             Hidden states ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism.
         """
         params = _as_thd(packing) if self.uses_transformer_engine else packing
-        return self(tokens_T[None], packing.positions[None], None, packed_seq_params=params)
+        offload = self.config.offload_activations and torch.is_grad_enabled()
+        with offloaded_activations(self) if offload else nullcontext():
+            return self(tokens_T[None], packing.positions[None], None, packed_seq_params=params)
 
 
 def _as_thd(packing: Packing) -> PackedSeqParams:

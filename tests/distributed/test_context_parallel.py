@@ -16,6 +16,7 @@ LAYOUTS = {
     "CP2xEP4": {CP: 2, EP: 4},
     "CP2xTP2xEP4": {CP: 2, TP: 2, EP: 4},
     "CP4 recompute": {CP: 4, "recompute_granularity": "full"},
+    "CP2xPP2 offload": {CP: 2, PP: 2, "offload_activations": True},
     "CP2 selective": {CP: 2, "recompute_granularity": "selective"},
 }
 BALANCE = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3}
@@ -31,7 +32,7 @@ CHOSEN = {
     "qwen2": ["CP2", "CP4", "CP2xTP2 without SP", "CP2xPP2xVPP2"],
     "gemma2": ["CP4"],
     "mistral_window": ["CP2xTP2", "CP4"],
-    "moonlight": ["CP4 recompute", "CP2xTP2xEP4", "CP2 selective"],
+    "moonlight": ["CP2xPP2 offload", "CP4 recompute", "CP2xTP2xEP4", "CP2 selective"],
     "moonlight value": ["CP2xTP2", "CP2xPP2xVPP2"],
     "qwen2_moe R2 balance": ["CP2xTP2xEP4", "CP2xEP4", "CP4 recompute"],
 }
