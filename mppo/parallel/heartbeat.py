@@ -3,7 +3,7 @@
 A thread of each rank writes what the rank does into a key-value store of the job's own, hosted by
 the first rank. The first rank judges: a rank that was silent too long is dead; if no rank has made
 progress for too long, a collective hangs. The others watch for its verdict, and for its own signs
-of life. On a verdict each rank writes the stacks of all its threads into the run's folder and
+of life; all watch their torchrun, for nobody else would end them when it is killed. On a verdict each rank writes the stacks of all its threads into the run's folder and
 exits with code 1, whatever its main thread waits for.
 """
 
@@ -149,6 +149,7 @@ class Heartbeat:
         self._judge = Judge(info.world_size, silence_s, hang_s)
         self._store = _connect(info)
         self._number = 0
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._stopping = threading.Event()
         self._beat()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -211,6 +212,8 @@ class Heartbeat:
         self._store.set(f"beat/{self._info.rank}", json.dumps(asdict(beat)))
 
     def _watch(self) -> str | None:
+        if self._launcher not in (None, os.getppid()):
+            return f"torchrun (pid {self._launcher}) has gone"
         if self._store.check([_VERDICT]):
             return self._store.get(_VERDICT).decode()
         ranks = range(self._info.world_size) if self._info.rank == 0 else range(1)

@@ -1,0 +1,137 @@
+"""A run that is interrupted and resumed ends as one that was not: bitwise in the same layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+COMMON = [
+    "model.dtype=float32",
+    "data.task=arithmetic",
+    "data.train_size=20",
+    "data.val_size=4",
+    "data.max_prompt_length=16",
+    "data.max_response_length=5",
+    "data.train_batch_size=8",
+    "actor.ppo_mini_batch_size=4",
+    "actor.optim.lr=1e-3",
+    "actor.optim.eps=1e-2",
+    "actor.optim.lr_decay_style=cosine",
+    "actor.shuffle=true",
+    "critic.optim.lr=1e-3",
+    "critic.optim.eps=1e-2",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "trainer.warm_start_steps=2",
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=2",
+    "trainer.test_freq=4",
+    "trainer.val_before_train=false",
+]
+TP, PP = "megatron.tensor_model_parallel_size=2", "megatron.pipeline_model_parallel_size=2"
+SETUPS = {
+    "dense": ["model.path=builtin:tiny", f"actor.{TP}", f"critic.{PP}"],
+    "experts": ["model.path=builtin:tiny-moe", "actor.megatron.expert_model_parallel_size=2"],
+}
+OTHER_LAYOUT = ["model.path=builtin:tiny", f"actor.{PP}"]
+COMPARED = ("actor/", "critic/", "response", "prompt", "training/", "val", "objective/")
+
+
+def _run(info, overrides: list[str], run_dir: Path) -> None:
+    from mppo.config.load import load_recipe
+    from mppo.loop import train
+    from mppo.parallel.signals import listening
+    from mppo.train import build_run
+
+    overrides = [*COMMON, *overrides, f"trainer.default_local_dir={run_dir}"]
+    with listening() as stop:
+        run = build_run(load_recipe(None, overrides), info, stop)
+        train(run)
+    run.roles.actor.save(run_dir / "actor")
+    run.reporter.close()
+
+
+def _half_done(run_dir: Path, copy: Path) -> None:
+    """``copy`` is ``run_dir`` as it was when its first checkpoint was complete."""
+    if dist.get_rank() == 0:
+        shutil.copytree(run_dir, copy)
+        shutil.rmtree(copy / "checkpoints/global_step_4")
+        shutil.rmtree(copy / "actor")
+    dist.barrier()
+
+
+def _worker(rank: int, out: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+    from mppo.parallel.launch import LaunchInfo
+
+    dist.init_process_group("gloo", f"file://{out}/store", rank=rank, world_size=2)
+    info = LaunchInfo(rank, 2, rank, 2, "127.0.0.1", 1, "python")
+    for name, setup in SETUPS.items():
+        _run(info, setup, out / name)
+        _half_done(out / name, out / f"{name} resumed")
+        _run(info, setup, out / f"{name} resumed")
+    _half_done(out / "dense", out / "other layout")
+    _run(info, OTHER_LAYOUT, out / "other layout")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("resume")
+    mp.spawn(_worker, (out,), nprocs=2)
+    return out
+
+
+def _metrics(run_dir: Path) -> list[dict[str, float]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_two_steps_resume_and_two_more_are_four_steps_bitwise(runs, name):
+    whole, resumed = runs / name, runs / f"{name} resumed"
+    want, got = _weights(whole / "actor"), _weights(resumed / "actor")
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    lines, again = _metrics(whole), _metrics(resumed)
+    assert [line["step"] for line in again] == [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line, other in zip(lines, again):
+        for key, value in line.items():
+            if key.startswith(COMPARED):
+                assert other[key] == value, (line["step"], key)
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_checkpoints_of_both_runs_hold_the_same_bytes(runs, name):
+    from mppo.checkpoint.folder import read_manifest
+
+    step = "checkpoints/global_step_4"
+    whole = read_manifest(runs / name / step)
+    resumed = read_manifest(runs / f"{name} resumed" / step)
+    shards = [file for file in whole.files if file.endswith(".distcp")]
+    assert len(shards) >= 4
+    assert all(whole.files[file] == resumed.files[file] for file in shards)
+
+
+def test_in_another_layout_the_weights_agree_to_a_millionth(runs):
+    want, got = _weights(runs / "dense/actor"), _weights(runs / "other layout/actor")
+    assert max((want[key] - got[key]).abs().max().item() for key in want) < 1e-6
+    assert [line["step"] for line in _metrics(runs / "other layout")] == [1, 2, 3, 4]
