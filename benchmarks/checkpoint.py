@@ -1,0 +1,182 @@
+"""Checkpoints: blocking time of an asynchronous save, write rate against the disk, load rates.
+
+``python benchmarks/checkpoint.py --hidden 768 --layers 8`` runs two ranks (TP2), saves a model with
+its optimizer (16 bytes a parameter under bfloat16, 12 under float32) synchronously and
+asynchronously, copies the same bytes on the same disk, and loads them under TP2 and under PP2. The
+result is printed and written to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+RESULTS = Path(__file__).parent / "results"
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> int:
+    """Write a random Qwen2 model; returns its parameter count."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=32_000,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    return sum(p.numel() for p in model.parameters())
+
+
+def build(folder: Path, registry, megatron: dict):
+    from transformers import AutoConfig
+
+    from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+    from mppo.models.configuration import layout_of
+    from mppo.models.role import Role, RoleSpec
+
+    section = MegatronConfig(**megatron)
+    spec = RoleSpec(
+        name="actor",
+        head="policy",
+        folder=folder,
+        dtype=torch.float32,
+        megatron=section,
+        batching=BatchingConfig(),
+        optim=OptimConfig(),
+        total_steps=10,
+    )
+    layout = layout_of(section, dist.get_world_size())
+    return Role(spec, AutoConfig.from_pretrained(folder), registry.of(layout))
+
+
+def checkpointer(role, root: Path, background: bool):
+    from mppo.checkpoint.checkpointer import Checkpointer
+    from mppo.config.schema import TrainerConfig
+    from mppo.parallel.signals import StopRequest
+
+    trainer = TrainerConfig(async_save=background)
+    return Checkpointer(trainer, root, {"actor": role}, {}, {}, StopRequest(), lambda text: None)
+
+
+def timed(action) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def worker(rank: int, root: Path, repeat: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    from mppo.checkpoint.role_state import load_role
+    from mppo.parallel import device
+    from mppo.parallel.groups import GroupRegistry
+
+    device.prepare_megatron()
+    dist.init_process_group("gloo", f"file://{root}/store", rank=rank, world_size=2)
+    registry = GroupRegistry()
+    role = build(root / "model", registry, TP2)
+    seconds: dict[str, list[float]] = {}
+    for turn in range(repeat + 1):
+        target = root / f"turn_{turn}"
+        saver = checkpointer(role, target / "sync", background=False)
+        found = {"synchronous save": timed(lambda: saver.save(1, {}))}  # noqa: B023
+        saver = checkpointer(role, target / "async", background=True)
+        found["blocked by an asynchronous save"] = timed(lambda: saver.save(1, {}))  # noqa: B023
+        found["until it is on disk"] = found["blocked by an asynchronous save"] + timed(
+            saver.finish
+        )
+        found["copy of the same bytes"] = copy_time(target / "sync", target / "copy")
+        counters = {"optimizer_step": 0, "schedule_step": 0}
+        folder = str(target / "sync/global_step_1/actor")
+        other = build(root / "model", registry, PP2)
+        found["load, same layout"] = timed(lambda: load_role(role, folder, counters))  # noqa: B023
+        found["load, other layout"] = timed(lambda: load_role(other, folder, counters))  # noqa: B023
+        if rank == 0:
+            shutil.rmtree(target)
+        dist.barrier()
+        for name, value in found.items() if turn else ():
+            seconds.setdefault(name, []).append(value)
+    if rank == 0:
+        (root / "seconds.json").write_text(json.dumps(seconds))
+    dist.destroy_process_group()
+
+
+def copy_time(source: Path, target: Path) -> float:
+    """Seconds for one process to copy a folder and flush it to disk; every rank waits."""
+
+    def copy() -> None:
+        if dist.get_rank():
+            return
+        for file in sorted(p for p in source.rglob("*") if p.is_file()):
+            to = target / file.relative_to(source)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("rb") as reader, to.open("wb") as writer:
+                shutil.copyfileobj(reader, writer, 16 << 20)
+                writer.flush()
+                os.fsync(writer.fileno())
+
+    return timed(copy)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="disk to measure; a temporary folder otherwise")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        root = Path(folder)
+        parameters = make_model(root / "model", arguments.hidden, arguments.layers)
+        mp.spawn(worker, (root, arguments.repeat), nprocs=2)
+        seconds = json.loads((root / "seconds.json").read_text())
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    gigabytes = 12 * parameters / 1e9
+    ratios = {
+        "blocking share of an asynchronous save": median["blocked by an asynchronous save"]
+        / median["synchronous save"],
+        "write rate over copy rate": median["copy of the same bytes"] / median["synchronous save"],
+        "load, other layout over same": median["load, other layout"] / median["load, same layout"],
+    }
+    result = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": str(date.today()),
+        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
+        "load average at the end": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "parameters": parameters,
+        "checkpoint GB": round(gigabytes, 3),
+        "median seconds": {name: round(value, 3) for name, value in median.items()},
+        "ratios": {name: round(value, 3) for name, value in ratios.items()},
+    }
+    print(json.dumps(result, indent=1))
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"checkpoint_{date.today()}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
