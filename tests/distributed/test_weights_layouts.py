@@ -1,0 +1,119 @@
+"""Every family on every layout: same logits as transformers, same bytes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import transformers as hf
+from hf_families import CONFIGS, assert_same_tensors, randomise, save, tensors
+from weights_worker import Case, sequences, warm_up, worker
+
+from checkpoints_convert.__main__ import main
+from checkpoints_convert.logits import restore_latent_scale
+
+pytestmark = pytest.mark.timeout(1800)
+
+SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "moonlight", "deepseek_v3")
+SHARP = ("llama", "qwen2_tied", "qwen3", "gemma2", "qwen2_moe", "deepseek_v3")
+LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+    "TP2xPP2": ({"tp": 2, "pp": 2}, tuple(CONFIGS)),
+    "TP4": ({"tp": 4}, SHARP),
+    "PP2xVPP2": ({"pp": 2, "vpp": 2}, ("llama", "qwen2_tied", "qwen2_moe", "moonlight")),
+    "TP2xPP2xEP2": ({"tp": 2, "pp": 2, "ep": 2, "etp": 1}, SPARSE),
+    "TP2xEP2xETP2": ({"tp": 2, "ep": 2, "etp": 2}, SPARSE),
+    "EP4": ({"ep": 4}, ("mixtral", "deepseek_v3")),
+}
+CASES = {
+    (name, family): Case(family, layout)
+    for name, (layout, families) in LAYOUTS.items()
+    for family in families
+}
+CHECKPOINTED = ("llama", "qwen2_tied", "qwen2_moe", "deepseek_v3")
+
+
+def spawn(cases, folder):
+    """Fork four ranks that inherit the imported libraries; nothing here runs a backward pass."""
+    warm_up()
+    mp.start_processes(worker, (4, cases, folder), nprocs=4, start_method="fork")
+    return torch.load(folder / "results.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Every family as a Hugging Face folder, a reward model, and Megatron checkpoints of some."""
+    folder = tmp_path_factory.mktemp("weights")
+    for name in CONFIGS:
+        save(name, folder / name)
+    config = CONFIGS["qwen2"]()
+    config.num_labels = 1
+    reward = hf.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    randomise(reward, zero_centred=False)
+    reward.save_pretrained(folder / "reward")
+    for name in CHECKPOINTED:
+        arguments = ["--hf", str(folder / name), "--megatron", str(folder / f"{name}_megatron")]
+        assert main(["hf-to-megatron", *arguments]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(models):
+    """Everything below, run in one process group."""
+    cases = dict(CASES)
+    for name in CHECKPOINTED:
+        layout = {"tp": 2, "pp": 2, **({"ep": 2, "etp": 1} if name in SPARSE else {})}
+        cases["saved", name] = Case(
+            name, layout, source=str(models / f"{name}_megatron"),
+            save=str(models / f"{name}_saved"), export=str(models / f"{name}_export"),
+        )  # fmt: skip
+        other = {"pp": 2, "vpp": 2} if name not in SPARSE else {"ep": 2, "etp": 2, "tp": 2}
+        cases["loaded", name] = Case(name, other, source=str(models / f"{name}_saved"))
+    cases["value", "fresh"] = Case("qwen2_tied", {"tp": 2, "pp": 2}, "value")
+    cases["value", "scored"] = Case("qwen2", {"tp": 2, "pp": 2}, "value", str(models / "reward"))
+    return dict(zip(cases, spawn(list(cases.values()), models), strict=True))
+
+
+def expected_logits(models, family):
+    model = hf.AutoModelForCausalLM.from_pretrained(
+        models / family, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    restore_latent_scale(model, model.config)
+    with torch.no_grad():
+        return torch.cat([model(s[None]).logits[0] for s in sequences(model.config.vocab_size)])
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_logits_are_those_of_transformers_on_every_layout(models, outcomes, family):
+    theirs = expected_logits(models, family)
+    for (layout, name), outcome in outcomes.items():
+        if name == family:
+            difference = (outcome["logits"] - theirs).abs().max() / theirs.abs().max()
+            assert difference < 2e-6, layout
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_stream_gives_back_every_byte_from_every_layout(models, outcomes, family):
+    theirs = tensors(models / family)
+    for (_, name), outcome in outcomes.items():
+        if name == family:
+            assert_same_tensors(outcome["streamed"], theirs)
+
+
+@pytest.mark.parametrize("family", CHECKPOINTED)
+def test_checkpoints_and_exports_give_back_every_byte(models, outcomes, family):
+    theirs = tensors(models / family)
+    assert_same_tensors(tensors(models / f"{family}_export"), theirs)
+    back = models / f"{family}_back"
+    arguments = ["--hf", str(back), "--megatron", str(models / f"{family}_saved")]
+    assert main(["megatron-to-hf", *arguments, "--config", str(models / family)]) == 0
+    assert_same_tensors(tensors(back), theirs)
+    verified = ["verify", "--hf", str(models / family), *arguments[2:]]
+    assert main(verified) == 0
+
+
+def test_a_value_head_is_fresh_or_the_reward_models(models, outcomes):
+    fresh, scored = outcomes["value", "fresh"], outcomes["value", "scored"]
+    assert scored["fresh"] == ()
+    assert_same_tensors(scored["streamed"], tensors(models / "reward"))
+    without = {k: v for k, v in fresh["streamed"].items() if k != "score.weight"}
+    assert_same_tensors(without, tensors(models / "qwen2_tied"))

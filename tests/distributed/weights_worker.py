@@ -1,0 +1,169 @@
+"""Models loaded, run, streamed and saved on layouts of four gloo ranks."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LENGTHS = (13, 20, 31)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one layout.
+
+    Args:
+        family: key of ``hf_families.CONFIGS``.
+        layout: sizes of ``Layout`` other than the world.
+        head: what the model ends in.
+        source: folder to load instead of the family's.
+        save: folder to save a Megatron checkpoint to.
+        export: folder to save a Hugging Face folder to.
+    """
+
+    family: str
+    layout: dict[str, int] = field(default_factory=dict)
+    head: str = "policy"
+    source: str | None = None
+    save: str | None = None
+    export: str | None = None
+
+
+def sequences(vocab: int) -> list[torch.Tensor]:
+    """The token sequences every logit comparison uses."""
+    random = torch.Generator().manual_seed(5)
+    return [torch.randint(0, vocab, (length,), generator=random) for length in LENGTHS]
+
+
+def warm_up() -> None:
+    """Import what the ranks need, once, before they are forked."""
+    import transformers.models.auto.configuration_auto  # noqa: F401
+
+    import mppo.models.configuration
+    import mppo.models.stage
+    import mppo.parallel.groups
+    import mppo.weights.checkpoint
+    import mppo.weights.save  # noqa: F401
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+
+
+def worker(rank: int, world: int, cases: list[Case], folder: Path) -> None:
+    """Run all cases; rank 0 writes results to ``results.pt``."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+    from mppo.parallel.groups import GroupRegistry
+
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
+    registry, results = GroupRegistry(), []
+    for case in cases:
+        try:
+            results.append(run_case(case, folder, registry, world))
+        except Exception:
+            (folder / f"failed-{rank}").write_text(f"{case}\n{traceback.format_exc()}")
+            raise
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
+    """Build the stages full of NaNs, load, and collect what the tests look at."""
+    from transformers import AutoConfig
+
+    from mppo.config.schema import MegatronConfig
+    from mppo.models.configuration import transformer_config
+    from mppo.models.families import family_config
+    from mppo.models.stage import build_stages
+    from mppo.parallel.layout import Layout
+    from mppo.weights.blocks import padded_vocab_size
+    from mppo.weights.checkpoint import is_megatron_checkpoint, load_megatron, save_megatron
+    from mppo.weights.load import load_hf_weights
+    from mppo.weights.save import save_hf
+    from mppo.weights.stream import stream_hf_weights
+
+    layout = Layout(world=world, **case.layout)
+    groups = registry.of(layout)
+    here = groups.coordinates
+    config = AutoConfig.from_pretrained(folder / case.family)
+    family = family_config(config)
+    megatron = transformer_config(family, MegatronConfig(), layout, torch.float32)
+    source = Path(case.source) if case.source else folder / case.family
+    vocab = padded_vocab_size(config.vocab_size, layout.tp)
+    with groups.active():
+        stages = build_stages(family, megatron, layout, vocab, here.pp, case.head)
+    for stage in stages:
+        for parameter in stage.parameters():
+            parameter.data.fill_(torch.nan)
+    if is_megatron_checkpoint(source):
+        with groups.active():
+            fresh = load_megatron(source, stages)
+    else:
+        fresh = load_hf_weights(source, stages, config, layout, here).fresh
+    streamed: dict[str, torch.Tensor] = {}
+    for bucket in stream_hf_weights(stages, config, layout, here, groups, 40_000):
+        for name, tensor in bucket:
+            assert name not in streamed, name
+            streamed[name] = tensor
+    if case.save:
+        with groups.active():
+            save_megatron(case.save, stages)
+    if case.export:
+        save_hf(
+            case.export, stages, config, layout, here, groups, folder / case.family,
+            bucket_bytes=40_000, max_shard_bytes=100_000,
+        )  # fmt: skip
+    logits = None
+    if case.head == "policy":
+        with torch.no_grad(), groups.active():
+            logits = whole_logits(stages, layout, groups, config)
+    return {"streamed": streamed, "logits": logits, "fresh": fresh}
+
+
+def whole_logits(stages, layout, groups, config) -> torch.Tensor:
+    """Logits ``[T, vocab]`` on every rank: chunks run in order, hidden states handed on."""
+    from mppo.models.packing import pack
+
+    tokens = torch.cat(sequences(config.vocab_size))
+    packing = pack(torch.tensor([0, *LENGTHS]).cumsum(0), torch.device("cpu"))
+    hidden = None
+    for virtual in range(layout.pp * layout.vpp):
+        chunk, owner = divmod(virtual, layout.pp)
+        if groups.coordinates.pp == owner:
+            stages[chunk].set_input_tensor(hidden)
+            hidden = stages[chunk].forward_packed(tokens, packing).contiguous()
+        if layout.pp > 1:
+            if hidden is None:
+                hidden = torch.empty(len(tokens) // layout.tp, 1, config.hidden_size)
+            source = dist.get_process_group_ranks(groups.pp)[owner]
+            dist.broadcast(hidden, source, group=groups.pp)
+    hidden = torch.cat(gathered(hidden, groups.tp, layout.tp))
+    logits = torch.empty(len(tokens), config.vocab_size)
+    if groups.is_last_stage:
+        local = hidden[:, 0] @ stages[-1].output_weight().t()
+        logits = torch.cat(gathered(local, groups.tp, layout.tp), -1)[:, : config.vocab_size]
+        cap = stages[-1].final_logit_softcap
+        logits = logits.contiguous() if cap is None else cap * torch.tanh(logits / cap)
+    if layout.pp > 1:
+        dist.broadcast(logits, dist.get_process_group_ranks(groups.pp)[-1], group=groups.pp)
+    return logits
+
+
+def gathered(tensor: torch.Tensor, group, size: int) -> list[torch.Tensor]:
+    """The tensor of every rank of a group."""
+    if size == 1:
+        return [tensor]
+    out = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(out, tensor.contiguous(), group=group)
+    return out
