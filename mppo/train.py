@@ -181,7 +181,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
             {"prompts": prompts, "kl": kl, "roles": roles},
             redact(recipe.model_dump(mode="json")),
             stop,
-            reporter.line,
+            partial(_announce, reporter, trainer.logger),
         ),
         reporter=reporter,
         total_steps=total_steps,
@@ -192,6 +192,14 @@ def _show_warm_start(reporter, total: int, step: int, loss: float) -> None:
     """A line for every tenth of the warm start."""
     if step == total or step % max(total // 10, 1) == 0:
         reporter.line(f"warm start {step}/{total}: loss {loss:.3f}")
+
+
+def _announce(reporter, loggers: Sequence[str], text: str) -> None:
+    """A line that must be seen, with or without the console logger."""
+    if "console" in loggers:
+        reporter.line(text)
+    elif reporter.is_main:
+        print(f"mppo: {text}", file=sys.stderr, flush=True)
 
 
 def _refuse(error: Exception) -> int:

@@ -117,6 +117,8 @@ class Checkpointer:
         due = by_clock or self._timing.is_due_by_step(step, last)
         if due or (stop and self.trainer.save_on_signal):
             self.save(step, metrics)
+            if self.trainer.checkpoint_hf:
+                self.roles["actor"].save(self.root.parent / "hf" / f"global_step_{step}")
         if last or stop:
             self.finish()
         self.stopped_early = stop and not last

@@ -335,8 +335,9 @@ class TrainerConfig(Section):
     ``save_freq`` counts PPO steps (-1: none on a schedule), ``save_every_minutes`` wall-clock time;
     either may be given. ``checkpoint_must_save_by`` (``[DD:]HH:MM:SS`` since the start) saves and
     stops in time for a known limit. ``max_ckpt_to_keep`` newest checkpoints stay, and the best by
-    ``best_metric`` (``-name``: lowest). ``resume_mode: auto`` goes on from the newest complete
-    checkpoint of ``default_local_dir``; ``resume_path`` from ``resume_from_path``.
+    ``best_metric`` (``-name``: lowest). ``checkpoint_hf`` also exports the actor, as a Hugging Face
+    folder ``hf/global_step_N``, with every checkpoint. ``resume_mode: auto`` goes on from the
+    newest complete checkpoint of ``default_local_dir``; ``resume_path`` from ``resume_from_path``.
     After ``max_nonfinite_in_a_row`` skipped steps (``on_nonfinite: skip``) the run stops.
     ``heartbeat_timeout_s`` is how long a silent rank counts as alive, ``hang_timeout_s`` how long
     no rank may make progress (null: nine tenths of ``collective_timeout_s``).
@@ -361,6 +362,7 @@ class TrainerConfig(Section):
     async_save: bool = True
     max_ckpt_to_keep: int | None = Field(default=None, gt=0)
     best_metric: str | None = None
+    checkpoint_hf: bool = False
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     resume_from_path: str | None = None
     export_hf: bool = True
