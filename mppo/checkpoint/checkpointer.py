@@ -18,7 +18,7 @@ import mppo
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint.folder import FileEntry, Manifest
 from mppo.checkpoint.randomness import file_name, load_random_state, random_state
-from mppo.checkpoint.resume import Found, changed_keys, choose
+from mppo.checkpoint.resume import Found, changed_keys, choose, resume_mode
 from mppo.checkpoint.role_state import describe_model, load_role, role_counters, sharded_state
 from mppo.checkpoint.timing import SaveTiming
 from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_shards
@@ -85,7 +85,7 @@ class Checkpointer:
         Raises:
             ConfigError: the checkpoint asked for cannot be used, and why.
         """
-        if self.trainer.resume_mode == "disable":
+        if resume_mode(self.trainer, self.root) == "disable":
             if self._rank == 0 and folders.list_checkpoints(self.root):
                 self._say(f"resume_mode=disable: kept {folders.set_aside(self.root)}")
             dist.barrier()

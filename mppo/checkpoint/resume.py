@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from mppo.config.errors import ConfigError, Fault
 from mppo.config.schema import TrainerConfig
 
 _NOT_COMPARED = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
+
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def choose(
         ConfigError: the one asked for is damaged; all are; or it belongs to another model or a
             newer mppo.
     """
-    if trainer.resume_mode == "resume_path":
+    if resume_mode(trainer, root) == "resume_path":
         key, value = "trainer.resume_from_path", trainer.resume_from_path
         candidates = [Path(value)] if value else []
         if not candidates or not candidates[0].is_dir():
@@ -82,7 +85,15 @@ def choose(
 
 def has_checkpoints(trainer: TrainerConfig, root: Path) -> bool:
     """Whether a run under ``root`` will go on from a checkpoint of its own. Collective."""
-    return trainer.resume_mode == "auto" and bool(_agreed(folders.list_checkpoints(root)))
+    return resume_mode(trainer, root) == "auto" and bool(_agreed(folders.list_checkpoints(root)))
+
+
+def resume_mode(trainer: TrainerConfig, root: Path) -> str:
+    """``trainer.resume_mode``; a job its launcher restarts goes on from its own checkpoints."""
+    restarts = [os.environ.get(name, "0") for name in _RESTART_COUNTS]
+    restarted = any(count.isdigit() and int(count) > 0 for count in restarts)
+    own = _agreed(folders.list_checkpoints(root)) if restarted else []
+    return "auto" if own else trainer.resume_mode
 
 
 def _agreed(candidates: list[Path]) -> list[Path]:

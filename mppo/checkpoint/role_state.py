@@ -132,7 +132,7 @@ def _pieces(share: _Share, entry, states) -> list[ShardedTensor]:
         first = leaf.data.storage_offset() - share.parameter.storage_offset()
         start = max(share.start - first, 0)
         stop = min(share.stop - first, leaf.data.numel())
-        for block in rectangles(leaf.local_shape, start, max(start, stop)):
+        for block in rectangles(leaf.local_shape, start, stop) if start < stop else ():
             place = block.start + first - share.start
             for kind, tensor in tensors.items():
                 flat = tensor.detach().view(-1)[place : place + block.size]

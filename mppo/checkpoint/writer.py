@@ -11,6 +11,7 @@ All ranks see the same folder, so on several nodes it must lie on a shared file 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import queue
@@ -19,11 +20,11 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -235,11 +236,10 @@ class SaveJob:
         files = {name: FileEntry(*entry) for note in notes for name, entry in note["files"].items()}
         for role, planned in self.shards.items():
             results = [[_unpack(r) for r in note["results"][role]] for note in notes]
-            torch.save(planned.common, planned.folder / "common.pt")
             planned.writer.finish(planned.metadata, results)
-            save_config(CheckpointingConfig("torch_dist", 1), str(planned.folder))
-            for name in (".metadata", "metadata.json", "common.pt"):
-                files[f"{role}/{name}"] = checksum(planned.folder / name)
+            files[f"{role}/.metadata"] = checksum(planned.folder / ".metadata")
+            for name, content in _companions(planned.common).items():
+                files[f"{role}/{name}"] = write_bytes(planned.folder / name, content)
         shutil.rmtree(self.building / NOTES)
         self.write_manifest(files)
         publish(self.building, self.final)
@@ -289,6 +289,14 @@ class SaveThread:
         self._thread.join()
         job, self._thread, self._job = self._job, None, None
         return job
+
+
+def _companions(common: dict) -> dict[str, bytes]:
+    """Megatron's two small files beside the shards: unsharded state, and the format's name."""
+    stream = io.BytesIO()
+    torch.save(common, stream)
+    config = json.dumps(asdict(CheckpointingConfig("torch_dist", 1)))
+    return {"common.pt": stream.getvalue(), "metadata.json": config.encode()}
 
 
 def _pack(result: WriteResult) -> list:

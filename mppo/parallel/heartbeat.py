@@ -3,14 +3,16 @@
 A thread of each rank writes what the rank does into a key-value store of the job's own, hosted by
 the first rank. The first rank judges: a rank that was silent too long is dead; if no rank has made
 progress for too long, a collective hangs. The others watch for its verdict, and for its own signs
-of life; all watch their torchrun, for nobody else would end them when it is killed. On a verdict each rank writes the stacks of all its threads into the run's folder and
-exits with code 1, whatever its main thread waits for.
+of life; all watch their torchrun, for nobody else would end them when it is killed. On a verdict
+each rank writes the stacks of all its threads into the run's folder and exits with code 1, whatever
+its main thread waits for.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import socket
 import sys
@@ -24,12 +26,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from mppo.config.errors import ConfigError
 from mppo.parallel import phase
 from mppo.parallel.launch import LaunchInfo
 
 EXIT_CODE = 1
 _VERDICT, _FAREWELL = "verdict", "farewell"
-_FAREWELL_S = 5.0
+_FAREWELL_S = 60.0
 _LINGER_BEATS = 3
 """The first rank's store outlives a verdict by so many beats, for the others to read it."""
 
@@ -146,7 +149,9 @@ class Heartbeat:
     ) -> None:
         self._info, self._stacks, self._end = info, stacks, end
         self._interval_s = min(1.0, silence_s / 10)
-        self._judge = Judge(info.world_size, silence_s, hang_s)
+        hears_all = info.rank == 0
+        self._judge = Judge(info.world_size, silence_s, hang_s if hears_all else math.inf)
+        self._judged_here = False
         self._store = _connect(info)
         self._number = 0
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -161,6 +166,9 @@ class Heartbeat:
         Where the error only says that another rank has gone, wait until it is known which one; the
         watch then ends this process with that reason.
         """
+        if isinstance(error, ConfigError):
+            self._stopping.set()
+            return  # every rank finds it; the first one says so and the exit code tells
         if is_consequence(error):
             self._thread.join(self._judge.silence_s + 5)
         self._stopping.set()
@@ -176,7 +184,8 @@ class Heartbeat:
             time.sleep(_LINGER_BEATS * self._interval_s)
 
     def stop(self) -> None:
-        """End the watch on the clean way out; the first rank leaves last."""
+        """End the watch on the clean way out, collectively; the first rank leaves last."""
+        dist.barrier()
         self._stopping.set()
         self._thread.join()
         self._store.add(_FAREWELL, 1)
@@ -194,7 +203,7 @@ class Heartbeat:
             except dist.DistError:
                 if self._stopping.is_set():
                     return
-                why = self._judge.lost(0)
+                self._judged_here, why = True, self._judge.lost(0)
             if why is not None:
                 self._leave(why)
                 return
@@ -225,24 +234,35 @@ class Heartbeat:
         now = time.monotonic()
         self._judge.hear(beats, now)
         why = self._judge.verdict(now)
+        self._judged_here = why is not None
         if why is not None and self._info.rank == 0:
             self._store.set(_VERDICT, why)
         return why
 
     def _leave(self, why: str) -> None:
-        """Write the stacks, say why (once in the job), end the process."""
-        file = self._stacks / f"rank_{self._info.rank:05d}.txt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w") as stream:
-            stream.write(f"{why}\n\nthis rank: {phase.current()}\n\n")
-            stream.flush()
-            faulthandler.dump_traceback(stream, all_threads=True)
-        if self._info.rank == 0 or why == self._judge.lost(0):
-            sys.stderr.write(f"mppo: {why}\nmppo: stacks of every rank: {self._stacks}\n")
-        sys.stderr.flush()
+        """Write the stacks, say why, end the process.
+
+        The first rank speaks for the job; where it has gone, one rank of each node does.
+        """
+        lines = [why]
+        try:
+            self._write_stacks(why)
+            lines.append(f"stacks of every rank: {self._stacks}")
+        except OSError as error:
+            lines.append(f"rank {self._info.rank} could not write its stacks: {error}")
+        if self._info.rank == 0 or (self._judged_here and self._info.local_rank <= 1):
+            sys.stderr.write("".join(f"mppo: {line}\n" for line in lines))
+            sys.stderr.flush()
         if self._info.rank == 0:
             time.sleep(_LINGER_BEATS * self._interval_s)
         self._end(EXIT_CODE)
+
+    def _write_stacks(self, why: str) -> None:
+        self._stacks.mkdir(parents=True, exist_ok=True)
+        with (self._stacks / f"rank_{self._info.rank:05d}.txt").open("w") as stream:
+            stream.write(f"{why}\n\nthis rank: {phase.current()}\n\n")
+            stream.flush()
+            faulthandler.dump_traceback(stream, all_threads=True)
 
 
 @contextmanager
