@@ -95,6 +95,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
     device.prepare_megatron()
     from transformers import AutoConfig
 
+    from mppo.algos.reward_normalization import RunningMoments
     from mppo.batch import Prompt
     from mppo.config.load import load_recipe
     from mppo.data.loader import PromptLoader
@@ -145,6 +146,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
             scorer=CountScorer(),
             roles=Roles(recipe, Path(folder), lambda path: config, GroupRegistry(), 100),
             kl=kl_controller(recipe.algorithm.kl_ctrl),
+            moments=RunningMoments(),
             checkpoints=None,
             reporter=None,
             total_steps=1 << 30,

@@ -11,12 +11,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mppo.algos.kl_controller import KLController
+from mppo.algos.reward_normalization import RunningMoments
 from mppo.batch import Batch, Experience, Measured, Prompt, Trajectory, pack_trajectories
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.config.schema import Recipe, SamplingConfig
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet
-from mppo.estimate import current_kl, estimate, needs_greedy_baseline
+from mppo.estimate import current_kl, estimate, needs_greedy_baseline, normalize_scores
 from mppo.experience_metrics import experience_metrics
 from mppo.parallel import device
 from mppo.parallel.phase import phase
@@ -26,6 +27,7 @@ from mppo.report.reporter import Reporter, SampleRow
 from mppo.rewards.scorer import Scorer
 from mppo.roles import NonFiniteGradient, Roles
 from mppo.rollout.engine import RolloutEngine
+from mppo.selection import resample
 
 GREEDY = SamplingConfig(temperature=0.0)
 
@@ -42,6 +44,7 @@ class Run:
     scorer: Scorer
     roles: Roles
     kl: KLController
+    moments: RunningMoments
     checkpoints: Checkpointer
     reporter: Reporter
     total_steps: int
@@ -85,21 +88,25 @@ def iterate(run: Run, step: int) -> dict[str, float]:
         greedy = generate(run, prompts, GREEDY, step) if needs_greedy_baseline(algorithm) else []
         run.engine.sleep()
     with run.stage("reward", step):
-        batch = score(run, trajectories)
+        scored = score(run, trajectories)
+        run.moments.merge(scored.scores_B)
+        batch = normalize_scores(scored, algorithm, run.moments)
         baseline_B = torch.tensor(run.scorer.score(greedy)).repeat_interleave(run.recipe.rollout.n)
     with run.stage("measure", step):
         measured = run.roles.measure(batch)
     with run.stage("adv", step):
         experience = estimate(measured, algorithm, run.kl.coef, baseline_scores_B=baseline_B)
+        experience = resample(experience, algorithm, seed=run.recipe.trainer.seed + step)
     with run.stage("update", step), keeping_offender(run, experience, step):
         update_metrics = run.roles.update(experience, step, actor_frozen)
     with run.stage("update_weights", step):
         sync(run, version=step)
-    show_samples(run, step, trajectories, batch)
+    show_samples(run, step, trajectories, scored)
     kl = current_kl(measured, algorithm)
     metrics = experience_metrics(experience) | update_metrics
     metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": run.kl.coef}
-    run.kl.update(kl, len(prompts))
+    metrics |= {"critic/raw_score/mean": scored.scores_B.mean().item()}
+    run.kl.update(kl, batch.num_sequences)
     return metrics | mismatch(measured) | performance(run, batch, step)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from mppo.algos.reward_normalization import RunningMoments
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.schema import Recipe
@@ -143,9 +144,17 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
     prompts = PromptLoader(
         training, recipe.data.train_batch_size, recipe.data.shuffle, recipe.data.seed
     )
+    scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
+    scorer.check(training.prompts)
     total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     run_dir = _run_dir(recipe)
     reporter = Reporter(run_dir, trainer, recipe.model_dump(mode="json"), total_steps, is_main)
+    for split, found in (("train", training), ("val", validation)):
+        if found.filtered or found.truncated:
+            reporter.line(
+                f"{split}: {found.filtered} prompts over data.max_prompt_length left out, "
+                f"{found.truncated} truncated"
+            )
     registry = GroupRegistry(trainer.seed)
     started, checkpoints = run_dir / "warm_start", run_dir / "checkpoints"
     if trainer.warm_start_steps and started.is_dir() and has_checkpoints(trainer, checkpoints):
@@ -164,21 +173,22 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
     roles = Roles(recipe, folder, read_config, registry, total_steps)
     with phase("starting the rollout engine"):
         engine = build_engine(recipe, folder, read_config(folder), run_dir)
-    kl = kl_controller(recipe.algorithm.kl_ctrl)
+    kl, moments = kl_controller(recipe.algorithm.kl_ctrl), RunningMoments()
     return Run(
         recipe=recipe,
         tokenizer=tokenizer,
         prompts=prompts,
         validation=validation,
         engine=engine,
-        scorer=build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length),
+        scorer=scorer,
         roles=roles,
         kl=kl,
+        moments=moments,
         checkpoints=Checkpointer(
             trainer,
             checkpoints,
             roles.trained,
-            {"prompts": prompts, "kl": kl, "roles": roles},
+            {"prompts": prompts, "kl": kl, "moments": moments, "roles": roles},
             redact(recipe.model_dump(mode="json")),
             stop,
             partial(_announce, reporter, trainer.logger),
