@@ -13,6 +13,7 @@ import yaml
 
 from mppo.config.schema import TrainerConfig
 from mppo.report.console import SampleRow, StepConsole
+from mppo.report.expert_load import plot_expert_load
 from mppo.report.history import History, Metrics
 from mppo.report.plot import plot_run
 from mppo.report.redact import redact
@@ -111,6 +112,7 @@ class Reporter:
         for tracker in self._trackers:
             tracker.close()
         plot_run(self._history, self.run_dir / "reward_kl.png", self._name)
+        plot_expert_load(self._history, self.run_dir / "expert_load.png", self._name)
         report = run_report(
             self._name,
             status,

@@ -10,6 +10,7 @@ from typing import Any
 
 from mppo.report import history
 from mppo.report.console import SampleRow, format_duration, visible
+from mppo.report.expert_load import load_rows
 from mppo.report.history import History
 
 PACKAGES = ("mppo", "torch", "megatron-core", "transformers", "sglang")
@@ -39,6 +40,8 @@ def run_report(
     lines = [f"# {name}", "", f"{status.capitalize()} after {max(steps, default=0)} steps, "]
     lines[-1] += f"{format_duration(seconds)}. Recipe: `recipe.yaml`; numbers: `metrics.jsonl`."
     lines += ["", "![reward and KL](reward_kl.png)", "", *_figures(runs), *_phases(runs)]
+    if load_rows(runs):
+        lines += ["", "## Load of the experts", "", "![load of the experts](expert_load.png)"]
     for step, rows in samples.items():
         lines += ["", f"## Samples at step {step}", "", "| prompt | response | score |"]
         lines += ["|---|---|---|", *map(_sample_line, rows)]

@@ -109,7 +109,7 @@ def _run(rank: int, folder: Path) -> None:
     try:
         registry = GroupRegistry()
         replaying, free = (_role(model, replay, registry) for replay in ("R3", "off"))
-        engine.update_weights(list(replaying.hf_weights(1 << 20)), 0)
+        engine.update_weights(replaying.hf_weights(1 << 20), 0)
         generator = torch.Generator().manual_seed(1)
         prompts = [
             Prompt(

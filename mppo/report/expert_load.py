@@ -1,0 +1,58 @@
+"""How evenly each layer's experts were used over a run, as a picture."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from mppo.report.history import History
+
+_METRIC = re.compile(r"(\w+)/moe/layer_(\d+)/max_vio")
+
+
+def load_rows(runs: History) -> dict[str, tuple[list[int], dict[int, list[float]]]]:
+    """For every role: steps, and by layer the fullest expert's load at each of them.
+
+    Load is relative to an even one: 1 is even, 2 twice as much.
+    """
+    names = sorted({name for _, row in runs.rows for name in row if _METRIC.fullmatch(name)})
+    roles: dict[str, tuple[list[int], dict[int, list[float]]]] = {}
+    for name in names:
+        role, layer = _METRIC.fullmatch(name).groups()
+        steps, values = runs.series(name)
+        roles.setdefault(role, (steps, {}))[1][int(layer)] = [1 + value for value in values]
+    return roles
+
+
+def plot_expert_load(runs: History, path: Path, title: str) -> bool:
+    """Write a PNG with one heat map per role, layers over steps; nothing without experts.
+
+    Returns:
+        Whether a picture was written.
+    """
+    roles = load_rows(runs)
+    if not roles:
+        return False
+    figure = Figure(figsize=(8, 3 * len(roles)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{title}: load of the fullest expert, relative to an even load")
+    for axis, (role, (steps, layers)) in zip(
+        figure.subplots(len(roles), squeeze=False)[:, 0], roles.items()
+    ):
+        order = sorted(layers)
+        image = axis.imshow(
+            [layers[layer] for layer in order],
+            aspect="auto",
+            vmin=1,
+            interpolation="nearest",
+            extent=(steps[0] - 0.5, steps[-1] + 0.5, len(order) - 0.5, -0.5),
+        )
+        axis.set_yticks(range(len(order)), [str(layer) for layer in order])
+        axis.set_ylabel(f"{role}: layer")
+        axis.set_xlabel("step")
+        figure.colorbar(image, ax=axis)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    return True
