@@ -163,7 +163,10 @@ class Roles:
             )
         self.ref: Role | None = None
         if needs_reference(recipe):
-            self.ref = build("ref", "policy", ref, ref.path, ref.megatron or actor.megatron, None)
+            batching = ref.batching(actor)
+            self.ref = build(
+                "ref", "policy", batching, ref.path, ref.megatron or actor.megatron, None
+            )
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
 

@@ -93,7 +93,9 @@ def roles_in_use(recipe: Recipe) -> tuple[RoleCase, ...]:
     if uses_reference(recipe):
         own = recipe.ref.megatron
         key = "ref.megatron" if own else "actor.megatron"
-        roles.append(RoleCase("ref", recipe.ref, own or recipe.actor.megatron, key))
+        roles.append(
+            RoleCase("ref", recipe.ref.batching(recipe.actor), own or recipe.actor.megatron, key)
+        )
     return tuple(roles)
 
 

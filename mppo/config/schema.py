@@ -191,11 +191,24 @@ class CriticConfig(BatchingConfig):
     router_replay: Literal["off", "R2"] = "off"
 
 
-class RefConfig(BatchingConfig):
-    """The frozen reference. ``path`` null takes the actor's initial weights."""
+class RefConfig(Section):
+    """The frozen reference. ``path`` null takes the actor's initial weights; whatever else is null
+    is as the actor has it."""
 
     path: str | None = None
+    ppo_micro_batch_size_per_gpu: int | None = Field(default=None, gt=0)
+    use_dynamic_bsz: bool | None = None
+    ppo_max_token_len_per_gpu: int | None = Field(default=None, gt=0)
+    log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, gt=0)
+    log_prob_max_token_len_per_gpu: int | None = Field(default=None, gt=0)
+    head_chunk_tokens: int | None = Field(default=None, gt=0)
     megatron: MegatronConfig | None = None
+
+    def batching(self, actor: ActorConfig) -> BatchingConfig:
+        """The reference's micro-batch limits: its own where given, else the actor's."""
+        own = {key: getattr(self, key) for key in BatchingConfig.model_fields}
+        theirs = {key: getattr(actor, key) for key in own}
+        return BatchingConfig(**theirs | {k: v for k, v in own.items() if v is not None})
 
 
 class SamplingConfig(Section):
