@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
@@ -105,7 +105,7 @@ class SlurmCluster:
             (self.folder / f"spool-n{i}").mkdir()
             self._run("slurmd", "-f", self.environ["SLURM_CONF"], "-N", f"n{i}")
         self._wait(lambda: self._output("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D")
-                   == str(self.count), 30, "the nodes never became idle")  # fmt: skip
+                   == str(self.count), 30, lambda: "the nodes are not idle")  # fmt: skip
 
     def stop(self) -> None:
         """Cancel every job (steps outlive a node daemon), then end the daemons."""
@@ -139,21 +139,27 @@ class SlurmCluster:
 
     def wait_until_ended(self, job: int, seconds: float) -> str:
         """The job's final state. (``sbatch --wait`` polls too seldom.)"""
-        self._wait(lambda: self.field(job, "JobState") in ENDED, seconds, f"job {job} never ended")
+        self._wait(
+            lambda: self.field(job, "JobState") in ENDED,
+            seconds,
+            lambda: f"job {job} has not ended",
+        )
         return self.field(job, "JobState")
 
     def wait_for_text(self, path: Path, text: str, seconds: float) -> None:
-        """Until a log holds a text."""
+        """Until a log holds a text; a failure shows the log."""
+
+        def content() -> str:
+            return path.read_text(errors="replace") if path.exists() else ""
+
         self._wait(
-            lambda: path.exists() and text in path.read_text(errors="replace"),
-            seconds,
-            f"{text!r} never stood in {path}",
+            lambda: text in content(), seconds, lambda: f"{text!r} is not in the log:\n{content()}"
         )
 
-    def _wait(self, holds, seconds: float, message: str) -> None:
+    def _wait(self, holds: Callable[[], bool], seconds: float, message: Callable[[], str]) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
-            assert time.monotonic() < deadline, f"{message} (within {seconds} s)"
+            assert time.monotonic() < deadline, f"after {seconds} s: {message()}"
             time.sleep(0.2)
 
     def _run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:

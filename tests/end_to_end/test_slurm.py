@@ -187,7 +187,7 @@ def test_a_recipe_that_is_preempted_ends_with_the_weights_of_an_undisturbed_run(
     assert "(torchrun, gloo) joined" in text_of(calm_log)
 
     number, log = submit(tmp_path / "disturbed")
-    cluster.wait_for_text(log, "step 1/4", 300)
+    cluster.wait_for_text(log, "step 1/4", 500)
     cluster.command("scancel", "--batch", "--signal=USR1", str(number))
     assert cluster.wait_until_ended(number, 500) == "COMPLETED", text_of(log)
     assert cluster.field(number, "Restarts") == "1", text_of(log)
