@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from mppo.rollout.checked_load import BYTES, TABLE, table_of
 from mppo.rollout.engine import WeightBucket
 
 ALIGNMENT = 16
@@ -132,15 +133,22 @@ class SharedBuffer:
         with _shared_by_file_name():
             self._bytes = torch.empty(size, dtype=torch.uint8).share_memory_()
 
-    def payload(self) -> str:
+    def payload(self, checked: bool = False) -> str:
         """A handle to the bucket for one reading process: base64 of a pickle.
 
         Each reader needs one of its own.
+
+        Args:
+            checked: for ``mppo.rollout.checked_load`` instead of SGLang's flattened buckets.
         """
-        content = {
-            "flattened_tensor": _Handle(self._bytes[: self._used]),
-            "metadata": self._metadata,
-        }
+        used = self._bytes[: self._used]
+        content: object
+        if checked:
+            with _shared_by_file_name():
+                table = table_of(used, self._metadata).share_memory_()
+            content = [(BYTES, _Handle(used)), (TABLE, _Handle(table))]
+        else:
+            content = {"flattened_tensor": _Handle(used), "metadata": self._metadata}
         stream = io.BytesIO()
         with _shared_by_file_name():
             ForkingPickler(stream).dump(content)

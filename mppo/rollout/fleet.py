@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mppo.config.schema import RolloutConfig
+from mppo.rollout.checked_load import LOADER
 from mppo.rollout.exchange import agree, gather_objects
 from mppo.rollout.http_client import ServerLost
 from mppo.rollout.server import ServerError, ServerProcess
@@ -95,6 +96,8 @@ class Fleet:
                 on_cpu,
                 self._rollout.server_args,
             )
+            if self._rollout.verify_sync == "checksum":
+                options["custom_weight_loader"] = [LOADER]
             environment = server_environment(self.tensor_parallel, on_cpu)
             self._processes[server] = own_server(
                 server, options, environment, self.key or "", folder, self._rollout.start_timeout_s
@@ -109,6 +112,10 @@ class Fleet:
     def client(self, url: str) -> SGLangApi:
         """A client to any server of the run."""
         return SGLangApi(url, self.key, self._rollout.request_timeout_s)
+
+    def last_words(self) -> str:
+        """The end of the logs of this rank's own servers, for messages."""
+        return "".join(process.last_output() for process in self._processes.values())
 
     def urls(self) -> dict[int, str]:
         """Address of every server, on every rank; collective."""

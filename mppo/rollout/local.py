@@ -102,6 +102,11 @@ class LocalEngine:
         self._sink = ParameterSink(self._model, dtype)
         self._version: int | None = None
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the model knows."""
+        return self._model.config.vocab_size
+
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingConfig, max_tokens: int, seed: int
     ) -> list[Trajectory]:

@@ -30,11 +30,12 @@ from mppo.rollout.exchange import (
 )
 from mppo.rollout.fleet import Fleet
 from mppo.rollout.http_client import RequestRefused, ServerLost
-from mppo.rollout.local import stop_tokens
+from mppo.rollout.local import LocalEngine, stop_tokens
 from mppo.rollout.routed_experts import RoutingShape, attach, decode, routed_tokens
 from mppo.rollout.sglang_api import Generated, SGLangApi, sampling_parameters
 from mppo.rollout.sglang_server import HOST
 from mppo.rollout.sync import DiskRoute, DistributedRoute, Route, TensorRoute
+from mppo.rollout.sync_check import SyncCheck
 
 _ATTEMPTS = 3
 _JOBS_PER_SERVER = 32
@@ -75,6 +76,11 @@ class SGLangEngine:
         if routing is not None:
             arguments = {**rollout.server_args, "enable_return_routed_experts": True}
             rollout = rollout.model_copy(update={"server_args": arguments})
+        if rollout.verify_sync == "checksum" and (rollout.sync != "tensor" or rollout.urls):
+            raise ValueError(
+                "rollout.verify_sync = checksum is done by own servers with rollout.sync = tensor: "
+                "set verify_sync to logprob, which works with every route"
+            )
         self._rollout, self._rank, self._world, self._group = rollout, rank, world, group
         self._device, folder = torch.device(device), run_dir / "rollout"
         self._stops = stop_tokens(hf_folder, hf_config)
@@ -85,6 +91,12 @@ class SGLangEngine:
             rollout, Path(hf_folder), dtype, rank, world, self._device, folder, group
         )
         self._route = self._make_route(folder, Path(hf_folder))
+        self._check: SyncCheck | None = None
+        if rollout.verify_sync == "logprob":
+            oracle = LocalEngine(
+                hf_folder, hf_config, dtype, rank=rank, world=world, device=device, group=group
+            )
+            self._check = SyncCheck(oracle, dtype, rollout.logprob_tolerance, self._fleet.count)
 
     def _make_route(self, folder: Path, hf_folder: Path) -> Route:
         tensor_parallel = self._fleet.tensor_parallel
@@ -105,7 +117,8 @@ class SGLangEngine:
                 ranks = list(range(first, first + tensor_parallel))
                 made = dist.new_group(ranks)
                 group = made if self._rank in ranks else group
-        return TensorRoute(self._device, tensor_parallel, group)
+        checked = self._rollout.verify_sync == "checksum"
+        return TensorRoute(self._device, tensor_parallel, group, checked)
 
     # ---- weights
 
@@ -123,6 +136,8 @@ class SGLangEngine:
         self._fleet.revive()
         self._fleet.wake("weights")
         self._push(iter(buckets))
+        if self._check is not None:
+            self._check.compare(self.logprobs, version)
 
     def _push(self, buckets: Iterator[WeightBucket]) -> None:
         """Bring the weights to every server that lacks them; again to those lost on the way."""
@@ -137,7 +152,10 @@ class SGLangEngine:
             self._fleet.revive()
             buckets = iter(self._source)
         cure = "" if self._source else " (and the stream of weights cannot be repeated)"
-        raise RuntimeError(f"SGLang servers could not take the weights{cure}: {lacking}")
+        words = gather_objects(self._fleet.last_words(), self._world, self._group)
+        raise RuntimeError(
+            f"SGLang servers could not take the weights{cure}: {lacking}{''.join(words)}"
+        )
 
     def _lacking(self) -> dict[int, str]:
         """Servers without the current weights, and why, on every rank; collective."""
@@ -159,8 +177,12 @@ class SGLangEngine:
             at_source = sorted(lacking) if self._rank == 0 else ()
             senders = {server: self._fleet.client(urls[server]) for server in at_source}
         self._route.open(senders, self._version)
-        for bucket in buckets:
-            self._route.send(bucket)
+        stream = self._sent(buckets)
+        if self._check is not None:
+            self._check.oracle.update_weights(stream, self._version)
+        else:
+            for _ in stream:
+                pass
         error = _error_of(self._route.close)
         if isinstance(self._route, DistributedRoute):
             error = gather_objects(error, self._world, self._group)[0]
@@ -175,6 +197,12 @@ class SGLangEngine:
         for server, api in targets.items():
             if api.url == getattr(error, "url", api.url) or not api.is_up():
                 self._fleet.lost[server] = str(error)
+
+    def _sent(self, buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+        """The stream, each bucket on its way to the servers as it passes."""
+        for bucket in buckets:
+            self._route.send(bucket)
+            yield bucket
 
     def _raise_refusal(self, error: Exception | None) -> None:
         """Raise on every rank what repeating would not help; collective."""

@@ -134,13 +134,15 @@ class SGLangApi:
                 raise
             self._has_sessions = False
 
-    def update_from_tensor(self, payloads: Sequence[str], version: int) -> None:
+    def update_from_tensor(
+        self, payloads: Sequence[str], version: int, loader: str = "flattened_bucket"
+    ) -> None:
         """Load one bucket, given as one serialized payload per tensor-parallel rank."""
         self._succeed(
             "/update_weights_from_tensor",
             {
                 "serialized_named_tensors": list(payloads),
-                "load_format": "flattened_bucket",
+                "load_format": loader,
                 "flush_cache": True,
                 "weight_version": str(version),
             },

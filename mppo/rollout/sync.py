@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 
 from mppo.parallel.launch import free_port
 from mppo.rollout.buckets import SharedBuffer, by_dtype, dtype_names
+from mppo.rollout.checked_load import LOADER
 from mppo.rollout.engine import WeightBucket
 from mppo.rollout.sglang_api import SGLangApi
 
@@ -66,11 +67,17 @@ class TensorRoute:
         tensor_parallel: ranks of each server. On a GPU each reads from the training rank on its own
             device: the payloads of ``tensor_parallel`` neighbouring ranks go together.
         group: process group of those neighbours (GPU with tensor_parallel > 1 only).
+        checked: have the servers load by ``mppo.rollout.checked_load``.
     """
 
     def __init__(
-        self, device: torch.device, tensor_parallel: int, group: dist.ProcessGroup | None = None
+        self,
+        device: torch.device,
+        tensor_parallel: int,
+        group: dist.ProcessGroup | None = None,
+        checked: bool = False,
     ) -> None:
+        self._checked = checked
         self._device, self._tensor_parallel, self._group = device, tensor_parallel, group
         self._buffers = (SharedBuffer(device), SharedBuffer(device))
         self._in_flight: list[list[Future]] = [[], []]
@@ -104,15 +111,19 @@ class TensorRoute:
         self._try(lambda: self._buffers[turn].fill(bucket))
         if self._group is not None:
             shared: list[str] = [""] * self._tensor_parallel
-            mine = "" if self._failure else self._buffers[turn].payload()
+            mine = "" if self._failure else self._payload(turn)
             dist.all_gather_object(shared, mine, group=self._group)
         for api in self._servers.values():
             if self._failure is not None:
                 return
             if self._group is None:
-                shared = [self._buffers[turn].payload() for _ in range(self._tensor_parallel)]
-            future = self._pool.submit(api.update_from_tensor, shared, self._version)
+                shared = [self._payload(turn) for _ in range(self._tensor_parallel)]
+            loader = LOADER if self._checked else "flattened_bucket"
+            future = self._pool.submit(api.update_from_tensor, shared, self._version, loader)
             self._in_flight[turn].append(future)
+
+    def _payload(self, turn: int) -> str:
+        return self._buffers[turn].payload(self._checked)
 
     def _wait(self, turn: int) -> None:
         futures, self._in_flight[turn] = self._in_flight[turn], []

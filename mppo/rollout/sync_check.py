@@ -1,0 +1,57 @@
+"""After a sync, do the servers and the local engine say the same of the same tokens?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mppo.rollout.local import LocalEngine
+
+_TOKENS = 48
+_SEQUENCES_PER_SERVER = 2
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
+
+Scores = list[list[float]]
+
+
+class SyncCheck:
+    """Compares log-probabilities of random tokens with an oracle fed from the same stream.
+
+    Args:
+        oracle: holds the same weights.
+        dtype: type of the servers' weights.
+        tolerance: largest difference of a token's log-probability; None: 1e-4 in float32, 0.3 in
+            bfloat16 (nats).
+        servers: number of servers; each gets some of the sequences.
+    """
+
+    def __init__(
+        self, oracle: LocalEngine, dtype: torch.dtype, tolerance: float | None, servers: int
+    ) -> None:
+        self.oracle = oracle
+        self._tolerance = _TOLERANCE[dtype] if tolerance is None else tolerance
+        generator = torch.Generator().manual_seed(0)
+        shape = (_SEQUENCES_PER_SERVER * servers, _TOKENS)
+        self._sequences = torch.randint(oracle.vocab_size, shape, generator=generator).tolist()
+
+    def compare(self, logprobs: Callable[[Sequence[Sequence[int]]], Scores], version: int) -> None:
+        """Raise where the servers differ; collective.
+
+        Args:
+            logprobs: the engine's.
+            version: of the weights, for the message.
+
+        Raises:
+            RuntimeError: on every rank.
+        """
+        ours, theirs = self.oracle.logprobs(self._sequences), logprobs(self._sequences)
+        gap = (torch.tensor(ours) - torch.tensor(theirs)).abs().nan_to_num(nan=float("inf"))
+        if gap.max() > self._tolerance:
+            sequence, position = divmod(int(gap.argmax()), gap.shape[1])
+            raise RuntimeError(
+                f"verify_sync: with weights of version {version}, SGLang's log-probabilities "
+                f"differ from transformers' by {gap.max():.3g} at token {position + 1} of probe "
+                f"{sequence} (mean {gap.mean():.3g}; allowed {self._tolerance:.3g}, "
+                "rollout.logprob_tolerance)"
+            )
