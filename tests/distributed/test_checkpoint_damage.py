@@ -154,7 +154,7 @@ def small_disk(folder: Path):
     try:
         yield
     finally:
-        subprocess.run(["umount", folder], check=True)
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def can_mount(folder: Path) -> bool:
