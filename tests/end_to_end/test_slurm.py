@@ -172,22 +172,28 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_a_recipe_that_is_preempted_ends_with_the_weights_of_an_undisturbed_run(
     cluster, job, tmp_path
 ):
-    def submit(run: Path) -> tuple[int, Path]:
+    def submit(run: Path, preflight: str) -> tuple[int, Path]:
         return job(
             str(ROOT / "recipes" / "tiny_cpu_tp2_pp2.yaml"),
-            "trainer.total_training_steps=4",
+            "actor.megatron.pipeline_model_parallel_size=1",
+            "critic.megatron.tensor_model_parallel_size=2",
+            "algorithm.use_kl_in_reward=false",
+            "data.train_batch_size=16",
+            "trainer.total_training_steps=3",
             "trainer.val_before_train=false",
             f"trainer.default_local_dir={run}",
             MPPO_CACHE=os.environ["MPPO_CACHE"],
+            MPPO_RANKS_PER_NODE="1",
+            MPPO_PREFLIGHT=preflight,
         )
 
-    calm, calm_log = submit(tmp_path / "calm")
+    calm, calm_log = submit(tmp_path / "calm", preflight="1")
     assert cluster.wait_until_ended(calm, 500) == "COMPLETED", text_of(calm_log)
-    assert "fits 4 ranks" in text_of(calm_log)
+    assert "fits 2 ranks" in text_of(calm_log)
     assert "(torchrun, gloo) joined" in text_of(calm_log)
 
-    number, log = submit(tmp_path / "disturbed")
-    cluster.wait_for_text(log, "step 1/4", 500)
+    number, log = submit(tmp_path / "disturbed", preflight="0")
+    cluster.wait_for_text(log, "step 1/3", 500)
     cluster.command("scancel", "--batch", "--signal=USR1", str(number))
     assert cluster.wait_until_ended(number, 500) == "COMPLETED", text_of(log)
     assert cluster.field(number, "Restarts") == "1", text_of(log)
