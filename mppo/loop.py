@@ -26,7 +26,7 @@ from mppo.report.redact import redact
 from mppo.report.reporter import Reporter, SampleRow
 from mppo.rewards.scorer import Scorer
 from mppo.roles import NonFiniteGradient, Roles
-from mppo.rollout.engine import RolloutEngine
+from mppo.rollout.engine import RolloutEngine, WeightSource
 from mppo.selection import resample
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -141,7 +141,8 @@ def sync(run: Run, version: int) -> None:
     bucket_bytes = run.recipe.rollout.sync_bucket_mb << 20
     with phase("weight sync"):
         run.engine.wake()
-        run.engine.update_weights(run.roles.actor.hf_weights(bucket_bytes), version)
+        weights = WeightSource(lambda: run.roles.actor.hf_weights(bucket_bytes))
+        run.engine.update_weights(weights, version)
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
