@@ -1,0 +1,180 @@
+"""Names of other layer specs: twins with Transformer Engine's parameter names load the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hf_families import save, tensors
+from transformers import AutoConfig
+
+from mppo.parallel.layout import Layout
+from mppo.weights.load import load_hf_weights
+from mppo.weights.shape import model_shape
+from mppo.weights.slots import find_slots
+from mppo.weights.table import parameter_table
+
+DENSE = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm",
+    "self_attention.linear_qkv.weight": None,
+    "self_attention.linear_qkv.bias": None,
+    "self_attention.linear_proj.weight": None,
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm",
+    "mlp.linear_fc1.weight": None,
+    "mlp.linear_fc2.weight": None,
+}
+LATENT = (
+    "input_layernorm.weight", "self_attention.linear_q_down_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.linear_q_up_proj.weight",
+    "self_attention.linear_kv_down_proj.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.linear_kv_up_proj.weight",
+    "self_attention.linear_proj.weight",
+)  # fmt: skip
+
+
+class Node(torch.nn.Module):
+    """A module that grows children on the way to a parameter."""
+
+    def put(self, name: str, tensor: torch.Tensor, buffer: bool = False) -> None:
+        head, _, rest = name.partition(".")
+        if rest:
+            if head not in self._modules:
+                self.add_module(head, Node())
+            self.get_submodule(head).put(rest, tensor, buffer)
+        elif buffer:
+            self.register_buffer(head, tensor)
+        else:
+            self.register_parameter(head, torch.nn.Parameter(tensor))
+
+
+def twin(layers: list[dict[str, tuple[int, ...]]], ends: dict[str, tuple[int, ...]]) -> Node:
+    """A chunk with these parameters, full of NaNs; layers are numbered from 1."""
+    chunk, decoder = Node(), Node()
+    decoder.layers = torch.nn.ModuleList()
+    for number, names in enumerate(layers, 1):
+        layer = Node()
+        layer.layer_number = number
+        for name, shape in names.items():
+            layer.put(name, torch.full(shape, torch.nan), name.endswith("expert_bias"))
+        decoder.layers.append(layer)
+    chunk.decoder = decoder
+    for name, shape in ends.items():
+        chunk.put(name, torch.full(shape, torch.nan))
+    return chunk
+
+
+def folder_of(name, tmp_path_factory):
+    folder = save(name, tmp_path_factory.mktemp("twin") / name)
+    config = AutoConfig.from_pretrained(folder)
+    return folder, config, parameter_table(model_shape(config))
+
+
+def loaded(chunk, folder, config, layout=None):
+    layout = layout or Layout(world=1)
+    report = load_hf_weights(folder, [chunk], config, layout, layout.coordinates(0))
+    assert report.fresh == ()
+    assert not any(p.isnan().any() for p in chunk.parameters())
+    return dict(chunk.named_parameters())
+
+
+def ends(table, tied=False):
+    names = [row for row in table.rows if row.where in ("embedding", "final", "output")]
+    return {
+        row.name: row.shapes[0] for row in names if not (tied and row.where == "output")
+    }  # fmt: skip
+
+
+def te_names(table, layer: int) -> dict[str, tuple[int, ...]]:
+    """Names Transformer Engine's spec gives a layer's parameters, and their shapes."""
+    sparse, names = table.shape.sparse_layers[layer], {}
+    for entry in table.layer_entries(layer):
+        row, name = entry.row, entry.row.name
+        if row.where == "expert":
+            name = row.aliases[0].replace("{e}", str(entry.expert))
+        elif row.aliases and not (name == "pre_mlp_layernorm.weight" and sparse):
+            name = row.aliases[0]
+        names[name] = entry.shard_shape(1)
+    return names
+
+
+def test_a_dense_te_layer_has_these_names(tmp_path_factory):
+    folder, config, table = folder_of("qwen2", tmp_path_factory)
+    layers = [te_names(table, layer) for layer in range(4)]
+    assert set(layers[0]) == set(DENSE)
+    parameters, whole = loaded(twin(layers, ends(table)), folder, config), tensors(folder)
+    for name, hf in DENSE.items():
+        if hf:
+            got = parameters[f"decoder.layers.2.{name}"]
+            assert torch.equal(got, whole[f"model.layers.2.{hf}.weight"])
+    q, k, v = (whole[f"model.layers.1.self_attn.{x}_proj.bias"].view(2, -1) for x in "qkv")
+    interleaved = torch.cat([q, k, v], 1).flatten()
+    assert torch.equal(parameters["decoder.layers.1.self_attention.linear_qkv.bias"], interleaved)
+
+
+def test_te_grouped_experts_and_fused_latent_norms(tmp_path_factory):
+    folder, config, table = folder_of("deepseek_v3", tmp_path_factory)
+    layers = [te_names(table, layer) for layer in range(4)]
+    assert set(LATENT) <= set(layers[0])
+    assert "mlp.experts.linear_fc1.weight15" in layers[1]
+    assert "pre_mlp_layernorm.weight" in layers[1]
+    assert "mlp.linear_fc1.layer_norm_weight" in layers[0]
+    parameters, whole = loaded(twin(layers, ends(table)), folder, config), tensors(folder)
+    start = "model.layers.3.mlp.experts.7"
+    fc1 = torch.cat([whole[f"{start}.{x}_proj.weight"] for x in ("gate", "up")])
+    assert torch.equal(parameters["decoder.layers.3.mlp.experts.linear_fc1.weight7"], fc1)
+
+
+def test_te_keeps_latent_down_projections_whole_under_tensor_parallelism(tmp_path_factory):
+    folder, config, table = folder_of("deepseek_v3", tmp_path_factory)
+    layout = Layout(world=2, tp=2, etp=2)
+    layers = []
+    for layer in range(4):
+        names = te_names(table, layer)
+        for entry in table.layer_entries(layer):
+            if entry.row.dim is not None and "down_proj" not in entry.row.name:
+                name = entry.row.name
+                if entry.row.where == "expert":
+                    name = entry.row.aliases[0].replace("{e}", str(entry.expert))
+                names[name] = entry.shard_shape(2)
+        layers.append(names)
+    cut = {
+        name: (-(-shape[0] // 2), shape[1]) if len(shape) > 1 else shape
+        for name, shape in ends(table).items()
+    }
+    parameters, whole = loaded(twin(layers, cut), folder, config, layout), tensors(folder)
+    down = parameters["decoder.layers.1.self_attention.linear_kv_down_proj.weight"]
+    assert torch.equal(down, whole["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"])
+
+
+def test_experts_stored_transposed_in_one_matrix(tmp_path_factory):
+    folder, config, table = folder_of("qwen3_moe", tmp_path_factory)
+    shape, layers = table.shape, []
+    for layer in range(4):
+        names = {n: s for n, s in te_names(table, layer).items() if ".experts." not in n}
+        width = shape.num_experts * shape.expert_ffn
+        names["mlp.experts.weight1"] = (shape.hidden, 2 * width)
+        names["mlp.experts.weight2"] = (width, shape.hidden)
+        layers.append(names)
+    chunk = twin(layers, ends(table))
+    for layer in chunk.decoder.layers:
+        layer.mlp.experts.num_local_experts = shape.num_experts
+        layer.mlp.experts.config = SimpleNamespace(hidden_size=shape.hidden)
+    parameters, whole = loaded(chunk, folder, config), tensors(folder)
+    second = parameters["decoder.layers.0.mlp.experts.weight2"].view(4, -1, shape.hidden)
+    for expert in range(4):
+        down = whole[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"]
+        assert torch.equal(second[expert].t(), down)
+
+
+def test_stages_that_do_not_fit_are_told(tmp_path_factory):
+    _, _, table = folder_of("qwen2", tmp_path_factory)
+    layers = [te_names(table, layer) for layer in range(4)]
+    place = (table, Layout(world=1), Layout(world=1).coordinates(0))
+    with pytest.raises(ValueError, match=r"no parameter decoder\.layers\.0\.mlp\.gate"):
+        find_slots([twin([{**layers[0], "mlp.gate": (2,)}], {})], *place)
+    with pytest.raises(ValueError, match="stage has shape"):
+        find_slots([twin([{**layers[0], "mlp.linear_fc2.weight": (64, 95)}], {})], *place)
+    lacking = {n: s for n, s in layers[0].items() if n != "mlp.linear_fc2.weight"}
+    with pytest.raises(ValueError, match=r"lacks decoder\.layers\.0\.mlp\.linear_fc2"):
+        find_slots([twin([lacking], {})], *place)
