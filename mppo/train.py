@@ -21,7 +21,7 @@ from mppo.config.errors import ConfigError
 from mppo.config.schema import Recipe
 from mppo.data.builtin import load_tokenizer, resolve_model
 from mppo.data.loader import PromptLoader
-from mppo.data.source import load_prompts
+from mppo.data.source import PromptSet, load_prompts
 from mppo.estimate import kl_controller
 from mppo.faults import is_out_of_memory, out_of_memory_message
 from mppo.parallel import device
@@ -149,12 +149,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
     total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     run_dir = _run_dir(recipe)
     reporter = Reporter(run_dir, trainer, recipe.model_dump(mode="json"), total_steps, is_main)
-    for split, found in (("train", training), ("val", validation)):
-        if found.filtered or found.truncated:
-            reporter.line(
-                f"{split}: {found.filtered} prompts over data.max_prompt_length left out, "
-                f"{found.truncated} truncated"
-            )
+    _show_left_out(reporter, training, validation)
     registry = GroupRegistry(trainer.seed)
     started, checkpoints = run_dir / "warm_start", run_dir / "checkpoints"
     if trainer.warm_start_steps and started.is_dir() and has_checkpoints(trainer, checkpoints):
@@ -174,6 +169,9 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
     with phase("starting the rollout engine"):
         engine = build_engine(recipe, folder, read_config(folder), run_dir)
     kl, moments = kl_controller(recipe.algorithm.kl_ctrl), RunningMoments()
+    parts = {"prompts": prompts, "kl": kl, "moments": moments, "roles": roles}
+    plain = redact(recipe.model_dump(mode="json"))
+    announce = partial(_announce, reporter, trainer.logger)
     return Run(
         recipe=recipe,
         tokenizer=tokenizer,
@@ -184,18 +182,20 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
         roles=roles,
         kl=kl,
         moments=moments,
-        checkpoints=Checkpointer(
-            trainer,
-            checkpoints,
-            roles.trained,
-            {"prompts": prompts, "kl": kl, "moments": moments, "roles": roles},
-            redact(recipe.model_dump(mode="json")),
-            stop,
-            partial(_announce, reporter, trainer.logger),
-        ),
+        checkpoints=Checkpointer(trainer, checkpoints, roles.trained, parts, plain, stop, announce),
         reporter=reporter,
         total_steps=total_steps,
     )
+
+
+def _show_left_out(reporter, training: PromptSet, validation: PromptSet) -> None:
+    """A line for each set that lost prompts, or tokens of them."""
+    for split, found in (("train", training), ("val", validation)):
+        if found.filtered or found.truncated:
+            reporter.line(
+                f"{split}: {found.filtered} prompts over data.max_prompt_length left out, "
+                f"{found.truncated} truncated"
+            )
 
 
 def _show_warm_start(reporter, total: int, step: int, loss: float) -> None:

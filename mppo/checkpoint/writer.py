@@ -114,12 +114,17 @@ class _CheckedStream:
         self._stream = stream
         self.size = 0
         self.crc32 = 0
+        self.error: OSError | None = None
 
     def write(self, data) -> int:
         view = memoryview(data).cast("B")
         done = 0
-        while done < len(view):
-            done += self._stream.write(view[done:])
+        try:
+            while done < len(view):
+                done += self._stream.write(view[done:])
+        except OSError as error:
+            self.error = error
+            raise
         self.crc32 = zlib.crc32(view, self.crc32)
         self.size += len(view)
         return len(view)
@@ -139,17 +144,12 @@ def _write_bucket(bucket) -> tuple[list[WriteResult], FileEntry]:
     results = []
     with open(path, "wb", buffering=0) as raw:
         stream = _CheckedStream(raw)
-        for item, data in [*blobs, *tensors]:
-            results.append(
-                _write_item(
-                    _StorageWriterTransforms(),
-                    stream,
-                    data,
-                    item,
-                    name,
-                    SerializationFormat.TORCH_SAVE,
-                )
-            )
+        try:
+            for item, data in [*blobs, *tensors]:
+                how = (item, name, SerializationFormat.TORCH_SAVE)
+                results.append(_write_item(_StorageWriterTransforms(), stream, data, *how))
+        except RuntimeError as error:  # torch.save does not pass on what the file said
+            raise stream.error or error from None
         os.fsync(raw.fileno())
     return results, FileEntry(stream.size, stream.crc32)
 
