@@ -86,6 +86,24 @@ def say(**answer) -> None:
     print("@" + json.dumps(answer), flush=True)
 
 
+def mppo_settings(folder: str, dtype: str) -> list[str]:
+    """The recipe of the mppo side."""
+    return [
+        f"model.path={folder}",
+        f"model.dtype={dtype}",
+        f"data.train_batch_size={PROMPTS}",
+        f"data.max_response_length={RESPONSE_LENGTH}",
+        f"actor.ppo_mini_batch_size={PROMPTS // 2}",
+        f"actor.ppo_micro_batch_size_per_gpu={PROMPTS}",
+        "actor.optim.lr=1e-5",
+        f"critic.ppo_micro_batch_size_per_gpu={PROMPTS}",
+        f"ref.ppo_micro_batch_size_per_gpu={PROMPTS}",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.lam=0.95",
+        "trainer.sample_table_rows=0",
+    ]
+
+
 def mppo_worker(folder: str, dtype: str) -> None:
     """Rank of an mppo run: DP over the ranks, one thread each."""
     import torch
@@ -107,24 +125,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from mppo.roles import Roles
     from mppo.rollout.build import build_engine
 
-    half = PROMPTS // 2
-    recipe = load_recipe(
-        None,
-        [
-            f"model.path={folder}",
-            f"model.dtype={dtype}",
-            f"data.train_batch_size={PROMPTS}",
-            f"data.max_response_length={RESPONSE_LENGTH}",
-            f"actor.ppo_mini_batch_size={half}",
-            f"actor.ppo_micro_batch_size_per_gpu={PROMPTS}",
-            "actor.optim.lr=1e-5",
-            f"critic.ppo_micro_batch_size_per_gpu={PROMPTS}",
-            f"ref.ppo_micro_batch_size_per_gpu={PROMPTS}",
-            "algorithm.use_kl_in_reward=true",
-            "algorithm.lam=0.95",
-            "trainer.sample_table_rows=0",
-        ],
-    )
+    recipe = load_recipe(None, mppo_settings(folder, dtype))
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB - 2, (PROMPTS * 64, PROMPT_LENGTH), generator=generator).tolist()
     prompts = PromptSet(tuple(Prompt(i, tuple(row), "bench", "", "") for i, row in enumerate(ids)))
@@ -159,6 +160,34 @@ def mppo_worker(folder: str, dtype: str) -> None:
             run.seconds.clear()
             iterate(run, step)
             say(phases=run.seconds)
+
+
+def trl_settings() -> dict:
+    """Arguments of PPOConfig on the TRL side."""
+    return dict(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=PROMPTS,
+        gradient_accumulation_steps=1,
+        num_mini_batches=2,
+        num_ppo_epochs=1,
+        local_rollout_forward_batch_size=PROMPTS,
+        response_length=RESPONSE_LENGTH,
+        total_episodes=PROMPTS * 64,
+        temperature=1.0,
+        kl_coef=0.001,
+        lam=0.95,
+        learning_rate=1e-5,
+        num_sample_generations=0,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        save_strategy="no",
+        eval_strategy="no",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        seed=0,
+    )
 
 
 def trl_worker(folder: str, dtype: str) -> None:
@@ -204,32 +233,8 @@ def trl_worker(folder: str, dtype: str) -> None:
             if not sys.stdin.readline():
                 sys.exit(0)
 
-    config = PPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=PROMPTS,
-        gradient_accumulation_steps=1,
-        num_mini_batches=2,
-        num_ppo_epochs=1,
-        local_rollout_forward_batch_size=PROMPTS,
-        response_length=RESPONSE_LENGTH,
-        total_episodes=PROMPTS * 64,
-        temperature=1.0,
-        kl_coef=0.001,
-        lam=0.95,
-        learning_rate=1e-5,
-        num_sample_generations=0,
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        fp16=False,
-        save_strategy="no",
-        eval_strategy="no",
-        disable_tqdm=True,
-        gradient_checkpointing=False,
-        seed=0,
-    )
     PPOTrainer(
-        args=config,
+        args=PPOConfig(**trl_settings()),
         processing_class=tokenizer,
         model=policy,
         ref_model=reference,

@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         info = discover()
+    except ValueError as error:
+        return _refuse(error)
+    try:
         world = arguments.world_size or info.world_size
         with_data = not arguments.dry_run
         recipe = load_checked(
@@ -45,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.dry_run:
             return _dry_run(recipe, world, info)
     except (ConfigError, ValueError) as error:
-        return _refuse(error)
+        return _refuse(error, info.rank)
     try:
         return _run(recipe, info)
     except ConfigError as error:
-        return _refuse(error)
+        return _refuse(error, info.rank)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
@@ -212,9 +215,9 @@ def _announce(reporter, loggers: Sequence[str], text: str) -> None:
         print(f"mppo: {text}", file=sys.stderr, flush=True)
 
 
-def _refuse(error: Exception) -> int:
+def _refuse(error: Exception, rank: int = 0) -> int:
     """A faulty recipe: one message (from the first rank), exit code 2."""
-    if os.environ.get("RANK", "0") == "0":
+    if rank == 0:
         print(f"mppo: {error}", file=sys.stderr)
     return 2
 
