@@ -1,4 +1,4 @@
-"""Router replay from a real SGLang server: equal log-probabilities even where routing is near ties."""
+"""Routers of training and of SGLang: the same experts where replayed, others near a tie."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -140,8 +141,8 @@ def test_any_tiling_is_copied_exactly(tmp_path_factory, rows, columns, cuts, buf
     column_edges = sorted({0, columns, *([column_cut] if column_cut < columns else [])})
     boxes = [
         (top, bottom, left, right)
-        for top, bottom in zip(edges, edges[1:])
-        for left, right in zip(column_edges, column_edges[1:])
+        for top, bottom in itertools.pairwise(edges)
+        for left, right in itertools.pairwise(column_edges)
     ]
     parts = {
         str(i): source[t:b, left:right].contiguous() for i, (t, b, left, right) in enumerate(boxes)
