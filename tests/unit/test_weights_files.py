@@ -52,7 +52,7 @@ def test_a_slice_outside_is_refused(llama):
 def test_a_missing_shard_is_named(llama, tmp_path):
     folder = copy_of(llama, tmp_path)
     next(folder.glob("model-00002*")).unlink()
-    with pytest.raises(ValueError, match="names model-00002.*not in the folder"):
+    with pytest.raises(ValueError, match=r"names model-00002.*not in the folder"):
         HFFolder(folder)
 
 
