@@ -172,13 +172,14 @@ def load_role(role: Role, folder: str, counters: dict[str, int]) -> None:
         ValueError: the checkpoint lacks tensors of this role.
     """
     with role.groups.active(), torch.no_grad():
-        loaded, missing, _ = dist_checkpointing.load(
+        # Megatron's names: "missing" was not asked for, "unexpected" is not in the checkpoint
+        loaded, _, absent = dist_checkpointing.load(
             sharded_state(role), folder, strict=StrictHandling.RETURN_ALL
         )
-        missing = sorted(key for key in missing if not key.endswith("_extra_state"))
-        if missing:
+        absent = sorted(key for key in absent if not key.endswith("_extra_state"))
+        if absent:
             raise ValueError(
-                f"{folder}: lacks {len(missing)} tensors of {role.name}, such as {missing[0]}"
+                f"{folder}: lacks {len(absent)} tensors of {role.name}, such as {absent[0]}"
             )
         for i, stage in enumerate(role.stages):
             _load_stage(stage, loaded["model"][f"chunk{i}"], folder)
