@@ -31,13 +31,14 @@ SRUN = {
     "MASTER_ADDR": "10.0.0.1",
 }
 PROBE = """
-import sys, time, torch, torch.distributed as dist
+import os, sys, time, torch, torch.distributed as dist
 from mppo.parallel.launch import discover, process_group
 info = discover()
 with process_group(info, 60):
     total = torch.tensor([float(info.rank + 1)])
     dist.all_reduce(total)
-    print("sum", total.item(), "of", info.world_size, "by", info.how, flush=True)
+    line = f"sum {total.item()} of {info.world_size} by {info.how}\\n"
+    os.write(1, line.encode())  # one write: lines of two ranks must not mix
     if "fail" in sys.argv and info.rank == 1:
         sys.exit(3)
     if "fail" in sys.argv:
