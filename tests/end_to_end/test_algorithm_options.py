@@ -138,6 +138,7 @@ def test_the_table_holds_every_pair():
         assert found == set(itertools.product(FACTORS[a], FACTORS[b]))
 
 
+@pytest.mark.extended
 @pytest.mark.distributed
 def test_every_pair_of_options_trains_three_steps_on_two_processes(tmp_path):
     rows = pairwise(FACTORS)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.server,
     pytest.mark.skipif(
         find_spec("sglang") is None or find_spec("sglang_cpu_compat") is None,

@@ -267,6 +267,7 @@ def test_kill_9_in_mid_update_and_while_asleep(qwen2) -> None:
     qwen2.check()
 
 
+@pytest.mark.extended
 def test_a_refused_stream_stops_with_a_reason(qwen2) -> None:
     qwen2.change_weights()
     wrong = [[("model.norm.weight", torch.ones(3))]]
@@ -276,6 +277,7 @@ def test_a_refused_stream_stops_with_a_reason(qwen2) -> None:
     qwen2.check()
 
 
+@pytest.mark.extended
 def test_stop_leaves_no_process(tmp_path) -> None:
     case = Case(tmp_path, "qwen2", own())
     family = _family_of(case)
@@ -287,6 +289,7 @@ def test_stop_leaves_no_process(tmp_path) -> None:
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen2"])
 def test_every_family_is_equal(tmp_path, family: str) -> None:
     case = Case(tmp_path, family, own())
@@ -299,6 +302,7 @@ def test_every_family_is_equal(tmp_path, family: str) -> None:
         case.engine.stop()
 
 
+@pytest.mark.extended
 def test_tensor_parallel_server_is_equal(tmp_path) -> None:
     case = Case(tmp_path, "qwen2", own(tensor_model_parallel_size=2))
     try:
@@ -309,6 +313,7 @@ def test_tensor_parallel_server_is_equal(tmp_path) -> None:
         case.engine.stop()
 
 
+@pytest.mark.extended
 def test_a_missing_model_folder_is_told(tmp_path) -> None:
     config = FAMILIES["qwen2"]()
     engine = SGLangEngine(
@@ -321,6 +326,7 @@ def test_a_missing_model_folder_is_told(tmp_path) -> None:
         engine.stop()
 
 
+@pytest.mark.extended
 def test_training_with_sglang(tmp_path) -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",

@@ -13,6 +13,7 @@ from slurm_cluster import SlurmCluster, missing
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.server,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(missing() is not None, reason=missing() or "never"),
