@@ -65,7 +65,8 @@ def keep_case(folder: Path, case: Case, experience: Experience) -> None:
     """
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(_flatten(experience), folder / TENSORS)
+        tensors = {name: tensor.clone() for name, tensor in _flatten(experience).items()}
+        save_file(tensors, folder / TENSORS)
         (folder / CASE).write_text(json.dumps(asdict(case), indent=1) + "\n")
 
 

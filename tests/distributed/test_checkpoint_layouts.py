@@ -90,6 +90,7 @@ MODELS = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("model", "head"), [*((model, "policy") for model in MODELS), ("qwen2", "value")]
 )
@@ -104,6 +105,7 @@ def test_two_ranks_resume_in_other_layouts(tmp_path, model, head):
         assert difference == 0 if layout == first else difference < 1e-6, (layout, difference)
 
 
+@pytest.mark.extended
 def test_the_world_may_grow_and_shrink(tmp_path):
     two, again = Step("qwen2", PP2), tmp_path / "again"
     by_two, by_four = str(tmp_path / "by_two"), str(tmp_path / "by_four")

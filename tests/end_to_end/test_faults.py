@@ -89,6 +89,7 @@ def test_asked_twice_it_exits_at_once(tmp_path):
 BLOWN_UP = ["actor.optim.lr=1e30", "trainer.save_freq=-1"]
 
 
+@pytest.mark.extended
 def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_path):
     run = LaunchedRun(tmp_path, BLOWN_UP)
     codes = run.codes()
@@ -104,8 +105,10 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_pat
     assert re.search(r"rank \d: actor: gradient of chunk 0 \S+ has \d+ of \d+", again.texts())
 
 
+@pytest.mark.extended
 def test_steps_that_are_not_finite_are_left_out_counted_and_limited(tmp_path):
-    skip = ["trainer.on_nonfinite=skip", "trainer.max_nonfinite_in_a_row=3"]
+    skip = ["trainer.on_nonfinite=skip", "trainer.max_nonfinite_in_a_row=3", "actor.ppo_epochs=4"]
+    skip.append("critic.ppo_epochs=4")  # in a row within one step: a policy of nan cannot generate
     run = LaunchedRun(tmp_path, [*BLOWN_UP, *skip])
     assert run.codes() == [1, 1]
     assert "3 time(s) in a row" in run.texts()
