@@ -86,6 +86,7 @@ class Role:
         self.groups = groups
         self.layout = groups.layout
         self.hf_config = hf_config
+        device.prepare_dtype(spec.dtype)
         family = family_config(hf_config)
         self._vocab_size = family.gpt_kwargs["vocab_size"]
         with groups.active():

@@ -109,3 +109,11 @@ def prepare_megatron() -> None:
     from mppo.parallel import megatron_on_cpu
 
     megatron_on_cpu.install()
+
+
+def prepare_dtype(dtype: torch.dtype) -> None:
+    """Make matrix multiplies in ``dtype`` fast on this machine; nothing to do on CUDA."""
+    if dtype is torch.bfloat16 and not is_cuda():
+        from mppo.parallel import bfloat16_on_cpu
+
+        bfloat16_on_cpu.install()

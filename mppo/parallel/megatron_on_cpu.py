@@ -185,7 +185,30 @@ def _patch_tensor_methods() -> None:
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 
 
+def _shared_groups(create):
+    """One gloo group per set of ranks, whatever axes of whatever layouts consist of them.
+
+    Megatron makes about forty groups per layout, most of them equal, and each gloo group polls on
+    a thread of its own. Made anew after the default group was destroyed.
+    """
+    world, groups = None, {}
+
+    @functools.wraps(create)
+    def shared(ranks=None, timeout=None, **kwargs):
+        nonlocal world, groups
+        if world is not torch.distributed.group.WORLD:
+            world, groups = torch.distributed.group.WORLD, {}
+        key = (tuple(ranks), timeout)
+        if key not in groups:
+            groups[key] = create(ranks, timeout, **kwargs)
+        return groups[key]
+
+    return shared
+
+
 def _patch_modules() -> None:
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    parallel_state.create_group = _shared_groups(parallel_state.create_group)
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

@@ -1,0 +1,70 @@
+"""Matrix multiplies in bfloat16 on a CPU that has no instructions for it.
+
+Without AVX512-BF16 or AMX, torch multiplies bfloat16 matrices five to ten times slower than
+float32 ones. Here those operators widen their operands to float32, multiply, and round the result
+to bfloat16 once: the same rounding as a bfloat16 unit that accumulates in float32. Other dtypes
+go to torch's own kernels unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+_OPERATORS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+
+
+def is_slow() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices without instructions made for it."""
+    return torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@functools.cache
+def install() -> None:
+    """Widen the operators where the CPU is slow in bfloat16. Idempotent, for the whole process."""
+    if not is_slow() or not hasattr(torch.library, "get_kernel"):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in _OPERATORS:
+            _library().impl(name, _widened(name), "CPU", allow_override=True)
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """The registrations; they last as long as this object."""
+    return torch.library.Library("aten", "IMPL")
+
+
+def _widened(name: str):
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+    def operator(first: Tensor, *args, **kwargs):
+        if first.dtype is not torch.bfloat16:
+            return kernel.call_boxed(keys, first, *args, **kwargs)
+        args = [_wide(x) for x in (first, *args)]
+        out = kernel.call_boxed(keys, *args, **{k: _wide(v) for k, v in kwargs.items()})
+        return out.bfloat16() if isinstance(out, Tensor) else _narrow(name, out)
+
+    return operator
+
+
+def _wide(x):
+    return x.float() if isinstance(x, Tensor) and x.dtype is torch.bfloat16 else x
+
+
+def _narrow(name: str, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Attention's outputs in bfloat16; its log-sum-exp, second of the forward, stays float32."""
+    forward = not name.endswith("backward")
+    return tuple(x if forward and i == 1 else x.bfloat16() for i, x in enumerate(out))

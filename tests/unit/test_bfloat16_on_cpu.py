@@ -1,0 +1,63 @@
+"""bfloat16 matrix multiplies that go through float32 on CPUs without bfloat16 instructions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mppo.parallel import bfloat16_on_cpu
+
+pytestmark = pytest.mark.skipif(
+    not bfloat16_on_cpu.is_slow(), reason="this CPU has bfloat16 instructions: nothing is replaced"
+)
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    bfloat16_on_cpu.install()
+
+
+def rounded(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def test_products_are_the_float32_ones_rounded_once():
+    a, b, c = rounded(5, 7), rounded(7, 3), rounded(3)
+    assert torch.equal(a @ b, (a.float() @ b.float()).bfloat16())
+    assert torch.equal(
+        F.linear(a, b.T, c), torch.addmm(c.float(), a.float(), b.float()).bfloat16()
+    )
+    x, y = rounded(2, 5, 7), rounded(2, 7, 3)
+    assert torch.equal(x @ y, (x.float() @ y.float()).bfloat16())
+
+
+def test_gradients_are_the_float32_ones_of_the_rounded_operands():
+    a, b = rounded(5, 7).requires_grad_(), rounded(7, 3).requires_grad_()
+    (a @ b).sum().backward()
+    wide_a, wide_b = (x.detach().float().requires_grad_() for x in (a, b))
+    (wide_a @ wide_b).sum().backward()
+    assert torch.equal(a.grad, wide_a.grad.bfloat16())
+    assert torch.equal(b.grad, wide_b.grad.bfloat16())
+
+
+def test_attention_and_its_gradients_agree_with_float32():
+    operands = [rounded(2, 4, 9, 16).requires_grad_() for _ in range(3)]
+    wide = [x.detach().float().requires_grad_() for x in operands]
+    out, expected = (
+        F.scaled_dot_product_attention(*each, is_causal=True) for each in (operands, wide)
+    )
+    assert torch.equal(out, expected.bfloat16())
+    weight = rounded(*out.shape)
+    (out * weight).sum().backward()
+    (expected * weight.float()).sum().backward()
+    for ours, theirs in zip(operands, wide):
+        torch.testing.assert_close(ours.grad.float(), theirs.grad, atol=0.02, rtol=0.02)
+
+
+def test_float32_keeps_torchs_own_kernels_to_the_bit():
+    a, b = torch.randn(5, 7), torch.randn(7, 3)
+    assert torch.equal(a @ b, torch.mm(a, b, out=torch.empty(5, 3)))
+
+
+def test_the_step_is_recorded_for_float64_too():
+    a = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: x @ x, a)
