@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from layout_case import Case, batch_of, build_role, objective, run_cases
+from safetensors.torch import load_file
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -20,12 +21,10 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Step(Case):
-    """Train ``STEPS`` steps, from the checkpoint ``resume`` if named; save as ``save`` if named."""
+    """Train ``2 STEPS`` steps: with a save as ``save`` halfway, or from there on by ``resume``."""
 
     save: str = ""
     resume: str = ""
-    dtype: str = "float32"
-    role: dict = field(default_factory=dict)
 
 
 class _Counter:
@@ -64,16 +63,17 @@ def train(role, steps: int) -> None:
 
 
 def run_step(case: Step, folder: Path, registry) -> dict[str, torch.Tensor]:
-    """The case's weights, under HF names, at its end; undisturbed where it saves nothing."""
-    role, counter, done = build_role(case, folder, registry), _Counter(), 0
+    """The weights, under HF names, at the end of the case."""
+    role, counter = build_role(case, folder, registry), _Counter()
     if case.resume:
         done = checkpointer(role, folder / case.resume, [], counter).resume()
         assert (done, counter.value) == (STEPS, STEPS)
         assert role.optimizer.schedule.num_steps == STEPS
-    train(role, STEPS if case.save or case.resume else 2 * STEPS)
-    if case.save:
-        counter.value = done + STEPS
-        checkpointer(role, folder / case.save, [], counter).save(done + STEPS, {})
+    else:
+        train(role, STEPS)
+        counter.value = STEPS
+        checkpointer(role, folder / case.save, [], counter).save(STEPS, {})
+    train(role, STEPS)
     return {name: tensor.clone() for bucket in role.hf_weights(1 << 16) for name, tensor in bucket}
 
 
@@ -82,38 +82,54 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
 
 
-MODELS = {
-    "qwen2": (TP2, [TP2, PP2, VPP2, DP2, PLAIN]),
-    "gemma2": (PP2, [TP2, DP2]),
-    "qwen2_moe": (EP2, [EP2, TP2, PP2, DP2]),
-    "moonlight": ({**EP2, **TP2}, [{**EP2}, PP2]),
+TRIED = {
+    ("qwen2", "policy"): (TP2, [TP2, PP2, VPP2, DP2, PLAIN]),
+    ("qwen2", "value"): (TP2, [PP2]),
+    ("gemma2", "policy"): (PP2, [TP2, DP2]),
+    ("qwen2_moe", "policy"): (EP2, [EP2, TP2, PP2, DP2]),
+    ("moonlight", "policy"): ({**EP2, **TP2}, [{**EP2}, PP2]),
 }
+"""By model and head: the layout that saves, and those that resume."""
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("model", "head"), [*((model, "policy") for model in MODELS), ("qwen2", "value")]
-)
-def test_two_ranks_resume_in_other_layouts(tmp_path, model, head):
-    first, others = MODELS[model]
-    whole = Step(model, first, head=head)
-    cases = [whole, replace(whole, save="saved")]
-    cases += [replace(whole, megatron=layout, resume="saved") for layout in others]
-    expected, _, *resumed = run_cases(cases, 2, tmp_path, run_step)
-    for layout, outcome in zip(others, resumed):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder) -> dict[tuple[str, str], list[dict[str, torch.Tensor]]]:
+    """By model and head: the run that saved, then those that resumed, all in one group of two."""
+    cases = []
+    for (model, head), (first, others) in TRIED.items():
+        name = f"{model} {head}"
+        cases.append(Step(model, first, head=head, save=name))
+        cases += [Step(model, layout, head=head, resume=name) for layout in others]
+    outcomes = iter(run_cases(cases, 2, folder, run_step))
+    return {key: [next(outcomes) for _ in range(1 + len(TRIED[key][1]))] for key in TRIED}
+
+
+@pytest.mark.parametrize(("model", "head"), TRIED)
+def test_two_ranks_resume_in_other_layouts(two_ranks, folder, model, head):
+    expected, *resumed = two_ranks[model, head]
+    first, others = TRIED[model, head]
+    initial = load_file(folder / model / "model.safetensors")
+    learned = {
+        name: (initial[name] - expected[name]).abs().max() for name in expected.keys() & initial
+    }
+    assert max(learned.values()) > 1e-3
+    for layout, outcome in zip(others, resumed, strict=True):
         difference = largest_difference(outcome, expected)
         assert difference == 0 if layout == first else difference < 1e-6, (layout, difference)
 
 
-@pytest.mark.extended
-def test_the_world_may_grow_and_shrink(tmp_path):
-    two, again = Step("qwen2", PP2), tmp_path / "again"
-    by_two, by_four = str(tmp_path / "by_two"), str(tmp_path / "by_four")
-    expected, start = run_cases([two, replace(two, save=by_two)], 2, tmp_path, run_step)
-    four = [Step("qwen2", {**TP2, **PP2}, resume=by_two), Step("qwen2", TP2, save=by_four)]
-    after, _ = run_cases(four, 4, tmp_path, run_step)
-    again.mkdir()
-    (shrunk,) = run_cases([Step("qwen2", TP2, resume=by_four)], 2, again, run_step)
-    assert largest_difference(start, expected) > 1e-3
-    for outcome in (after, shrunk):
+def test_the_world_may_grow_and_shrink(two_ranks, folder):
+    expected = two_ranks["qwen2", "policy"][0]
+    four = [
+        Step("qwen2", {**TP2, **PP2}, resume="qwen2 policy"),
+        Step("qwen2", TP2, save="by four"),
+    ]
+    grown, of_four = run_cases(four, 4, folder, run_step)
+    (shrunk,) = run_cases([Step("qwen2", resume="by four")], 1, folder, run_step)
+    for outcome in (grown, of_four, shrunk):
         assert largest_difference(outcome, expected) < 1e-6
