@@ -10,18 +10,12 @@ mppo's engine and as one plain HTTP request, turn by turn. The smallest of the r
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import sys
 import tempfile
-import time
-from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import torch
 import transformers
+from record import alternate, parser, record
 
 from mppo.batch import Prompt
 from mppo.config.schema import RolloutConfig, SamplingConfig
@@ -39,22 +33,6 @@ MODEL = {
     "eos_token_id": None,
     "tie_word_embeddings": False,
 }
-
-
-def alternate(
-    works: dict[str, Callable[[], object]], repeat: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Smallest wall-clock and processor seconds of each, taking turns."""
-    wall = {name: float("inf") for name in works}
-    processor = dict(wall)
-    for round_ in range(repeat + 1):
-        for name, work in works.items():
-            start, start_processor = time.perf_counter(), time.process_time()
-            work()
-            if round_:
-                wall[name] = min(wall[name], time.perf_counter() - start)
-                processor[name] = min(processor[name], time.process_time() - start_processor)
-    return wall, processor
 
 
 def make_prompts(count: int, length: int) -> list[Prompt]:
@@ -92,14 +70,15 @@ def local(arguments: argparse.Namespace) -> dict[str, object]:
         "transformers": plain,
         "transformers_with_logits": lambda: plain(output_logits=True, return_dict_in_generate=True),
     }
-    wall, processor = alternate(works, arguments.repeat)
+    times = alternate(works, arguments.repeat)
     tokens = arguments.prompts * length
     return {
-        "seconds": wall,
-        "processor_seconds": processor,
-        "tokens_per_s": {name: tokens / value for name, value in wall.items()},
-        "transformers_over_mppo": wall["transformers"] / wall["mppo"],
-        "transformers_over_mppo_processor": processor["transformers"] / processor["mppo"],
+        "seconds": {name: t.wall for name, t in times.items()},
+        "processor_seconds": {name: t.processor for name, t in times.items()},
+        "tokens_per_s": {name: tokens / t.wall for name, t in times.items()},
+        "transformers_over_mppo": times["transformers"].wall / times["mppo"].wall,
+        "transformers_over_mppo_processor": times["transformers"].processor
+        / times["mppo"].processor,
     }
 
 
@@ -127,43 +106,27 @@ def sglang(arguments: argparse.Namespace) -> dict[str, object]:
                 "mppo": lambda: engine.generate(prompts, SamplingConfig(), length, seed=0),
                 "plain_request": lambda: api.generate([p.token_ids for p in prompts], parameters),
             }
-            wall, _ = alternate(works, arguments.repeat)
+            times = alternate(works, arguments.repeat)
         finally:
             engine.stop()
     tokens = arguments.prompts * length
     return {
-        "seconds": wall,
-        "tokens_per_s": {name: tokens / value for name, value in wall.items()},
-        "mppo_adds": wall["mppo"] / wall["plain_request"] - 1,
+        "seconds": {name: t.wall for name, t in times.items()},
+        "processor_seconds_of_the_driver": {name: t.processor for name, t in times.items()},
+        "tokens_per_s": {name: tokens / t.wall for name, t in times.items()},
+        "mppo_adds": times["mppo"].wall / times["plain_request"].wall - 1,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=("local", "sglang"), default="local")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--prompt-length", type=int, default=32)
-    parser.add_argument("--response-length", type=int, default=32)
-    parser.add_argument("--repeat", type=int, default=10)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": date.today().isoformat(),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-        },
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        **{"local": local, "sglang": sglang}[arguments.engine](arguments),
-    }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
+    arguments = parser(__doc__, repeat=10)
+    arguments.add_argument("--engine", choices=("local", "sglang"), default="local")
+    arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    arguments.add_argument("--prompts", type=int, default=32)
+    arguments.add_argument("--prompt-length", type=int, default=32)
+    arguments.add_argument("--response-length", type=int, default=32)
+    given = arguments.parse_args()
+    record({"local": local, "sglang": sglang}[given.engine](given), given.out)
 
 
 if __name__ == "__main__":

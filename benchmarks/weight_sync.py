@@ -10,25 +10,22 @@ reads the bytes it names, as a server would before its own loading (not part of 
 
 from __future__ import annotations
 
-import argparse
 import base64
-import json
 import multiprocessing
-import os
 import pickle
-import platform
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import date
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 import torch.multiprocessing
+from record import Seconds, parser, record
 
 from mppo.rollout.buckets import SharedBuffer
+from mppo.rollout.checked_load import BYTES, TABLE
 from mppo.rollout.engine import WeightBucket
 from mppo.rollout.sync import DiskRoute
 
@@ -93,126 +90,114 @@ def _reader(connection) -> None:
     """Open handles and touch what they name, until told to stop."""
     torch.set_num_threads(1)
     while (payload := connection.recv()) is not None:
-        content = pickle.loads(base64.b64decode(payload))
-        flat = content["flattened_tensor"]
-        names = [m.name for m in content["metadata"]]
-        connection.send((len(names), int(flat[::4096].long().sum())))
+        content = dict(pickle.loads(base64.b64decode(payload)))
+        flat = content[BYTES]
+        connection.send((len(content[TABLE]), int(flat[::4096].long().sum())))
         del content, flat
 
 
-def memcpy_seconds(nbytes: int) -> tuple[float, float]:
-    """Wall-clock and processor seconds of a copy of so many bytes, both sides already touched."""
+def memcpy(nbytes: int) -> Seconds:
+    """A copy of so many bytes, both sides already touched."""
     size = min(nbytes, 256 << 20)
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    wall = processor = float("inf")
+    seconds = Seconds()
     for _ in range(8):
-        start, start_processor = time.perf_counter(), time.process_time()
-        target.copy_(source)
-        wall = min(wall, time.perf_counter() - start)
-        processor = min(processor, time.process_time() - start_processor)
-    return wall * nbytes / size, processor * nbytes / size
+        seconds.take(lambda: target.copy_(source))
+    return Seconds(seconds.wall * nbytes / size, seconds.processor * nbytes / size)
 
 
-def by_tensor(buckets: list[WeightBucket], repeat: int) -> Iterator[dict[str, float]]:
-    """Time of each update through shared memory."""
+@dataclass
+class Update:
+    """One update: all of it, and mppo's own part."""
+
+    seconds: float
+    own: Seconds
+
+
+def by_tensor(buckets: list[WeightBucket], repeat: int) -> Iterator[Update]:
+    """Updates through shared memory."""
     parent, child = multiprocessing.get_context("spawn").Pipe()
     reader = multiprocessing.get_context("spawn").Process(target=_reader, args=(child,))
     reader.start()
     buffers = [SharedBuffer(torch.device("cpu")) for _ in range(2)]
+    report = Path("nothing")
     try:
         for _ in range(repeat):
-            own = own_processor = 0.0
+            own = Seconds(0.0, 0.0)
             start = time.perf_counter()
             for number, bucket in enumerate(buckets):
                 begin, begin_processor = time.perf_counter(), time.process_time()
                 buffers[number % 2].fill(bucket)
-                payload = buffers[number % 2].payload()
-                own += time.perf_counter() - begin
-                own_processor += time.process_time() - begin_processor
+                payload = buffers[number % 2].own_payload(report, whole=True, checked=False)
+                own.wall += time.perf_counter() - begin
+                own.processor += time.process_time() - begin_processor
                 parent.send(payload)
                 parent.recv()
-            yield {
-                "seconds": time.perf_counter() - start,
-                "own_seconds": own,
-                "own_processor_seconds": own_processor,
-            }
+            yield Update(time.perf_counter() - start, own)
     finally:
         parent.send(None)
         reader.join()
 
 
-def by_disk(buckets: list[WeightBucket], repeat: int) -> Iterator[dict[str, float]]:
-    """Time of each update written as a folder."""
+def by_disk(buckets: list[WeightBucket], repeat: int) -> Iterator[Update]:
+    """Updates written as a folder."""
     with tempfile.TemporaryDirectory() as folder:
         route = DiskRoute(Path(folder) / "weights", Path(folder), writes=True)
-        for version in range(repeat):
-            start, start_processor = time.perf_counter(), time.process_time()
+
+        def write(version: int) -> None:
             route.open({}, version)
             for bucket in buckets:
                 route.send(bucket)
             route.close()
-            seconds = time.perf_counter() - start
-            yield {
-                "seconds": seconds,
-                "own_seconds": seconds,
-                "own_processor_seconds": time.process_time() - start_processor,
-            }
+
+        for version in range(repeat):
+            own = Seconds()
+            own.take(lambda version=version: write(version))
+            yield Update(own.wall, own)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=("dense", "moe"), default="dense")
-    parser.add_argument("--route", choices=("tensor", "disk"), default="tensor")
-    parser.add_argument("--bucket-mb", type=int, default=128)
-    parser.add_argument("--scattered", action="store_true", help="tensors in storages of their own")
-    parser.add_argument("--repeat", type=int, default=50)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    shapes = {"dense": dense, "moe": moe}[arguments.model]()
-    buckets = buckets_of(shapes, arguments.bucket_mb << 20, arguments.scattered)
+    arguments = parser(__doc__, repeat=50)
+    arguments.add_argument("--model", choices=("dense", "moe"), default="dense")
+    arguments.add_argument("--route", choices=("tensor", "disk"), default="tensor")
+    arguments.add_argument("--bucket-mb", type=int, default=128)
+    arguments.add_argument(
+        "--scattered", action="store_true", help="tensors in storages of their own"
+    )
+    given = arguments.parse_args()
+    shapes = {"dense": dense, "moe": moe}[given.model]()
+    buckets = buckets_of(shapes, given.bucket_mb << 20, given.scattered)
     nbytes = sum(tensor.nbytes for bucket in buckets for _, tensor in bucket)
-    route = {"tensor": by_tensor, "disk": by_disk}[arguments.route]
-    resident, times = [], []
-    for seconds in route(buckets, arguments.repeat):
-        times.append(seconds)
+    route = {"tensor": by_tensor, "disk": by_disk}[given.route]
+    resident, updates = [], []
+    for update in route(buckets, given.repeat):
+        updates.append(update)
         resident.append(psutil.Process().memory_info().rss)
-    copy, copy_processor = memcpy_seconds(nbytes)
-    own = min(t["own_seconds"] for t in times)
-    own_processor = min(t["own_processor_seconds"] for t in times)
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": date.today().isoformat(),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
+    copy = memcpy(nbytes)
+    own = Seconds(min(u.own.wall for u in updates), min(u.own.processor for u in updates))
+    # what a copy of the same bytes would take anyway is not counted per tensor
+    per_tensor = 1e6 / len(shapes)
+    record(
+        {
+            "tensors": len(shapes),
+            "buckets": len(buckets),
+            "gigabytes": nbytes / 1e9,
+            "updates": len(updates),
+            "seconds": min(u.seconds for u in updates),
+            "own_seconds": own.wall,
+            "own_processor_seconds": own.processor,
+            "memcpy_seconds": copy.wall,
+            "memcpy_processor_seconds": copy.processor,
+            "own_gigabytes_per_s": nbytes / own.wall / 1e9,
+            "memcpy_gigabytes_per_s": nbytes / copy.wall / 1e9,
+            "share_of_memcpy": copy.wall / own.wall,
+            "share_of_memcpy_by_processor_time": copy.processor / own.processor,
+            "own_microseconds_per_tensor": (own.wall - copy.wall) * per_tensor,
+            "own_processor_microseconds_per_tensor": (own.processor - copy.processor) * per_tensor,
+            "resident_growth_mb": (resident[-1] - resident[min(2, len(resident) - 1)]) / 1e6,
         },
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
-        "torch": torch.__version__,
-        "tensors": len(shapes),
-        "buckets": len(buckets),
-        "gigabytes": nbytes / 1e9,
-        "updates": len(times),
-        "seconds": min(t["seconds"] for t in times),
-        "own_seconds": own,
-        "own_processor_seconds": own_processor,
-        "memcpy_seconds": copy,
-        "memcpy_processor_seconds": copy_processor,
-        "own_gigabytes_per_s": nbytes / own / 1e9,
-        "memcpy_gigabytes_per_s": nbytes / copy / 1e9,
-        "share_of_memcpy": copy / own,
-        "share_of_memcpy_by_processor_time": copy_processor / own_processor,
-        # what a copy of the same bytes would take anyway is not counted per tensor
-        "own_microseconds_per_tensor": (own - copy) / len(shapes) * 1e6,
-        "own_processor_microseconds_per_tensor": (own_processor - copy_processor)
-        / len(shapes)
-        * 1e6,
-        "resident_growth_mb": (resident[-1] - resident[min(2, len(resident) - 1)]) / 1e6,
-    }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
+        given.out,
+    )
 
 
 if __name__ == "__main__":

@@ -58,6 +58,23 @@ def engine_parallelism_fits(case: Case) -> Iterator[Fault]:
         yield Fault(key, tp, why, f"choose one of {divisors(shape.heads)}")
 
 
+@rule("rollout.name", "model")
+def server_knows_the_layers(case: Case) -> Iterator[Fault]:
+    """SGLang 0.5 builds every layer of a Qwen mixture of experts with experts."""
+    shape = case.shapes.get("actor")
+    if case.recipe.rollout.name != "sglang" or shape is None:
+        return
+    dense = shape.num_layers - sum(shape.sparse_layers)
+    if shape.model_type in ("qwen2_moe", "qwen3_moe") and dense:
+        yield Fault(
+            "rollout.name",
+            "sglang",
+            f"SGLang gives every layer of a {shape.model_type} experts, while config.json "
+            f"(mlp_only_layers, decoder_sparse_step) makes {dense} of {shape.num_layers} dense",
+            "set rollout.name to local, or use a model without dense layers",
+        )
+
+
 @rule("rollout.verify_sync", "rollout.logprob_tolerance")
 def tolerance_needs_its_check(case: Case) -> Iterator[Fault]:
     """A tolerance is compared only by the log-probability check."""

@@ -32,12 +32,12 @@ Replay = Literal["off", "R2", "R3"]
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """Experts of every token of a batch, in the layers of this rank.
+    """Experts a role's own routers chose for a batch, in the layers of this rank.
 
     Args:
         experts: ``[L, T, k]``.
-        starts: first token of each sequence, by its tokens. Equal sequences are routed alike, so
-            the record serves any selection of the batch's sequences too.
+        starts: first token of each sequence, by its tokens. Equal sequences of one pass are routed
+            alike, so the record serves any selection of the batch's sequences too.
     """
 
     experts: Tensor
@@ -102,8 +102,8 @@ class RoleRouting:
 
     @property
     def records(self) -> bool:
-        """Whether the measuring pass keeps its choices."""
-        return self._replay == "R2" or self.losses.balance > 0
+        """Whether the measuring pass keeps its choices (with R3 the batch brings them)."""
+        return self._replay == "R2" or (self._replay == "off" and self.losses.balance > 0)
 
     def needs_record(self, batch: Batch, plan: Plan) -> bool:
         """Whether a mini-batch must be measured once more before its gradient is taken."""
@@ -113,8 +113,6 @@ class RoleRouting:
 
     def before_measure(self, batch: Batch, microbatches: Sequence[MicroBatch]) -> None:
         """Prepare a forward-only pass."""
-        if self._replay == "R3":
-            self._record = self._engine_record(batch)
         for microbatch in microbatches:
             routing = MicroRouting(training=False)
             if self._replay == "R3":
@@ -127,7 +125,7 @@ class RoleRouting:
 
     def after_measure(self, batch: Batch, plan: Plan, microbatches: Sequence[MicroBatch]) -> None:
         """Bring together what the ranks of this pipeline stage recorded."""
-        if self._replay == "R3" or not self.records:
+        if not self.records:
             return
         topk, tokens = self._config.moe_router_topk, len(batch.tokens_T)
         experts = torch.zeros(len(self._routers), tokens, topk, dtype=self._dtype)
@@ -197,27 +195,27 @@ class RoleRouting:
         return self._config.sequence_parallel or self._groups.coordinates.tp == 0
 
     def _chosen(self, batch: Batch, microbatch: MicroBatch) -> Tensor:
-        assert self._record is not None, "router replay without a measuring pass"
-        experts = self._record.of(batch, microbatch.indices)
+        experts = self._taken(batch, microbatch.indices)
         padding = experts.new_full((len(experts), 1, experts.shape[2]), -1)
         chosen = torch.cat([experts, padding], dim=1)[:, microbatch.packing.origin.cpu()]
         return chosen.to(device.device())
 
     def _load(self, batch: Batch, indices: Sequence[int]) -> Tensor:
-        """Share of the recorded choices on each expert: float32 ``[L, E]``."""
+        """Share of the known choices on each expert: float32 ``[L, E]``."""
         experts = self._config.num_moe_experts
-        taken = self._record.of(batch, indices).flatten(1)
-        return (
-            torch.stack([torch.bincount(row, minlength=experts) for row in taken]).float()
-            / (taken.shape[1])
-        )
+        taken = self._taken(batch, indices).flatten(1)
+        counts = [torch.bincount(row[row >= 0], minlength=experts) for row in taken]
+        return torch.stack(counts).float() / (taken[0] >= 0).sum()
 
-    def _engine_record(self, batch: Batch) -> RoutingRecord:
-        """The rollout engine's choices in the layers of this rank.
+    def _taken(self, batch: Batch, indices: Sequence[int]) -> Tensor:
+        """Choices to replay for some sequences, in the layers of this rank: int64 ``[L, T', k]``.
 
         Raises:
-            ValueError: the batch carries none, or not those of this model.
+            ValueError: R3, and the batch carries no choices, or not those of this model.
         """
+        if self._replay != "R3":
+            assert self._record is not None, "router replay without a measuring pass"
+            return self._record.of(batch, indices)
         wanted = (self._config.num_layers, self._config.moe_router_topk)
         if tuple(batch.routed_experts_T.shape[1:]) != wanted:
             raise ValueError(
@@ -226,8 +224,9 @@ class RoleRouting:
                 f"{tuple(batch.routed_experts_T.shape[1:])}. Use rollout.name = sglang, or R2"
             )
         layers = [router.layer_number - 1 for router in self._routers]
-        experts = batch.routed_experts_T[:, layers].transpose(0, 1)
-        return record_of(batch, range(batch.num_sequences), experts)
+        # by sequence, not by tokens: an engine may route equal responses differently near a tie
+        chosen = batch.routed_experts_T[sequence_token_indices(batch.cu_seqlens, indices)]
+        return chosen[:, layers].transpose(0, 1).long()
 
 
 def auxiliary_loss(megatron: MegatronConfig) -> AuxiliaryLoss:

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from mppo.rollout.checked_load import BYTES, TABLE, table_of
+from mppo.rollout.checked_load import BYTES, TABLE, Entry, checksum, table
 from mppo.rollout.engine import WeightBucket
 
 ALIGNMENT = 16
@@ -88,7 +88,7 @@ class SharedBuffer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self._metadata: list[SimpleNamespace] = []
+        self._rows: list[tuple[str, tuple[int, ...], torch.dtype, int, int]] = []
         self._used = 0
 
     def fill(self, bucket: WeightBucket) -> None:
@@ -103,15 +103,8 @@ class SharedBuffer:
                 flat = tensor.detach().contiguous().flatten().view(torch.uint8)
                 self._bytes[offset : offset + flat.numel()].copy_(flat)
         self._used = total
-        self._metadata = [
-            SimpleNamespace(
-                name=name,
-                shape=tuple(tensor.shape),
-                dtype=tensor.dtype,
-                start_idx=offset,
-                end_idx=offset + tensor.nbytes,
-                numel=tensor.nbytes,
-            )
+        self._rows = [
+            (name, tuple(tensor.shape), tensor.dtype, offset, offset + tensor.nbytes)
             for offset, (name, tensor) in zip(offsets, bucket, strict=True)
         ]
         if self._device.type != "cpu":
@@ -133,26 +126,57 @@ class SharedBuffer:
         with _shared_by_file_name():
             self._bytes = torch.empty(size, dtype=torch.uint8).share_memory_()
 
-    def payload(self, checked: bool = False) -> str:
-        """A handle to the bucket for one reading process: base64 of a pickle.
+    def payload(self) -> str:
+        """A handle to the bucket, in SGLang's form, for one reading process: base64 of a pickle.
 
         Each reader needs one of its own.
+        """
+        metadata = [
+            SimpleNamespace(
+                name=name,
+                shape=shape,
+                dtype=dtype,
+                start_idx=start,
+                end_idx=end,
+                numel=end - start,
+            )
+            for name, shape, dtype, start, end in self._rows
+        ]
+        return _pickled({"flattened_tensor": _Handle(self._content()), "metadata": metadata})
+
+    def own_payload(self, report: Path, whole: bool, checked: bool) -> str:
+        """The same for ``mppo.rollout.checked_load``.
 
         Args:
-            checked: for ``mppo.rollout.checked_load`` instead of SGLang's flattened buckets.
+            report: file for what the server finds wrong.
+            whole: the server is one rank.
+            checked: whether it is to verify what it gets and loads.
         """
-        used = self._bytes[: self._used]
-        content: object
-        if checked:
-            with _shared_by_file_name():
-                table = table_of(used, self._metadata).share_memory_()
-            content = [(BYTES, _Handle(used)), (TABLE, _Handle(table))]
-        else:
-            content = {"flattened_tensor": _Handle(used), "metadata": self._metadata}
-        stream = io.BytesIO()
+        flat = self._content()
+        entries = [
+            Entry(
+                name,
+                str(dtype).removeprefix("torch."),
+                shape,
+                start,
+                end,
+                checksum(flat[start:end]) if checked else None,
+            )
+            for name, shape, dtype, start, end in self._rows
+        ]
         with _shared_by_file_name():
-            ForkingPickler(stream).dump(content)
-        return base64.b64encode(stream.getbuffer()).decode("ascii")
+            described = table(entries, report, whole).share_memory_()
+        return _pickled([(BYTES, _Handle(flat)), (TABLE, _Handle(described))])
+
+    def _content(self) -> Tensor:
+        return self._bytes[: self._used]
+
+
+def _pickled(content: object) -> str:
+    stream = io.BytesIO()
+    with _shared_by_file_name():
+        ForkingPickler(stream).dump(content)
+    return base64.b64encode(stream.getbuffer()).decode("ascii")
 
 
 class _Handle:

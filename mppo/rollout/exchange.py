@@ -79,13 +79,19 @@ def pack_rows(
 def unpack_rows(
     packed: Tensor, prompts: Sequence[Prompt], n: int, version: int
 ) -> dict[int, Trajectory]:
-    """Trajectories by ``prompt index * n + sample``; the inverse of ``pack_rows``."""
+    """Trajectories by ``prompt index * n + sample``; the inverse of ``pack_rows``.
+
+    Raises:
+        ValueError: a log-probability is not finite (on every rank: all unpack the same).
+    """
     packed = packed.cpu()
     rows = int(packed[0])
     keys, lengths, stopped = packed[1 : 1 + 3 * rows].view(3, rows).tolist()
     body = packed[1 + 3 * rows :]
     half = len(body) // 2
-    tokens, logprobs = body[:half].tolist(), body[half:].view(torch.float32).tolist()
+    values = body[half:].view(torch.float32)
+    _check_finite(values, keys, lengths, prompts, n, version)
+    tokens, logprobs = body[:half].tolist(), values.tolist()
     found, at = {}, 0
     for key, length, stop in zip(keys, lengths, stopped, strict=True):
         found[key] = Trajectory(
@@ -97,6 +103,26 @@ def unpack_rows(
         )
         at += length
     return found
+
+
+def _check_finite(
+    values: Tensor,
+    keys: Sequence[int],
+    lengths: Sequence[int],
+    prompts: Sequence[Prompt],
+    n: int,
+    version: int,
+) -> None:
+    if bool(values.isfinite().all()):
+        return
+    bad = int((~values.isfinite()).nonzero()[0])
+    row = int(torch.searchsorted(torch.tensor(lengths).cumsum(0), bad, right=True))
+    raise ValueError(
+        f"rollout: log-probability {values[bad].item()} in the response to prompt "
+        f"{prompts[keys[row] // n].uid}: the weights of version {version} hold NaN or overflow "
+        "(look at actor/grad_norm and lower actor.optim.lr, or use model.dtype = bfloat16 or "
+        "float32)"
+    )
 
 
 def agree(error: str | None, world: int, group: dist.ProcessGroup | None = None) -> None:

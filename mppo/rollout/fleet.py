@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ class Fleet:
     Args:
         rollout: the recipe's section.
         model_folder: what own servers read their configuration from.
+        hf_config: that configuration.
         dtype: type of their weights.
         rank, world: this rank and the number of ranks.
         device: this rank's device.
@@ -51,6 +53,7 @@ class Fleet:
         self,
         rollout: RolloutConfig,
         model_folder: Path,
+        hf_config: Any,
         dtype: torch.dtype,
         rank: int,
         world: int,
@@ -70,7 +73,7 @@ class Fleet:
         self._apis: dict[int, SGLangApi] = {}
         self._processes: dict[int, ServerProcess] = {}
         if not rollout.urls:
-            self._launch(model_folder, dtype, device.index or 0, on_cpu, folder)
+            self._launch(model_folder, hf_config, dtype, device, folder)
 
     def head_of(self, server: int) -> int:
         """The rank that talks to a server."""
@@ -84,20 +87,26 @@ class Fleet:
         return gather_objects(key, self._world, self._group)[0]
 
     def _launch(
-        self, model_folder: Path, dtype: torch.dtype, first_gpu: int, on_cpu: bool, folder: Path
+        self,
+        model_folder: Path,
+        hf_config: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        folder: Path,
     ) -> None:
+        on_cpu = device.type == "cpu"
         check_installed(on_cpu)
         for server in self.mine:
             options = server_options(
                 str(model_folder),
                 str(dtype).removeprefix("torch."),
                 self.tensor_parallel,
-                first_gpu,
+                device.index or 0,
                 on_cpu,
                 self._rollout.server_args,
+                hf_config,
             )
-            if self._rollout.verify_sync == "checksum":
-                options["custom_weight_loader"] = [LOADER]
+            options["custom_weight_loader"] = [LOADER]
             environment = server_environment(self.tensor_parallel, on_cpu)
             self._processes[server] = own_server(
                 server, options, environment, self.key or "", folder, self._rollout.start_timeout_s

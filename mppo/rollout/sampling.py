@@ -54,10 +54,14 @@ def uniforms(key_R: Tensor, start: int, count: int) -> Tensor:
 
 
 def _invert(weight_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """Index drawn in proportion to non-negative weights: int64 ``[R]``."""
+    """Index drawn in proportion to non-negative weights: int64 ``[R]``.
+
+    Where a weight is NaN it is the last index: a caller finds NaN in the log-probability.
+    """
     cumulative_RV = weight_RV.cumsum(-1, dtype=torch.float64)
     target_R1 = uniform_R[:, None] * cumulative_RV[:, -1:]
-    return torch.searchsorted(cumulative_RV, target_R1, right=True)[:, 0]
+    index_R1 = torch.searchsorted(cumulative_RV, target_R1, right=True)
+    return index_R1.clamp_(max=weight_RV.shape[-1] - 1)[:, 0]
 
 
 def _draw_truncated(logprobs_RV: Tensor, uniform_R: Tensor, sampling: SamplingConfig) -> Tensor:

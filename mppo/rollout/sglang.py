@@ -74,7 +74,9 @@ class SGLangEngine:
     ) -> None:
         self._routing = routing
         if routing is not None:
-            arguments = {**rollout.server_args, "enable_return_routed_experts": True}
+            # equal prompts that share a prefix cache are given the experts of only one of them
+            arguments = {"disable_radix_cache": True, **rollout.server_args}
+            arguments["enable_return_routed_experts"] = True
             rollout = rollout.model_copy(update={"server_args": arguments})
         if rollout.verify_sync == "checksum" and (rollout.sync != "tensor" or rollout.urls):
             raise ValueError(
@@ -88,7 +90,7 @@ class SGLangEngine:
         self._synced: dict[int, int] = {}  # server of this rank -> version it holds
         self._source: Iterable[WeightBucket] | None = None
         self._fleet = Fleet(
-            rollout, Path(hf_folder), dtype, rank, world, self._device, folder, group
+            rollout, Path(hf_folder), hf_config, dtype, rank, world, self._device, folder, group
         )
         self._route = self._make_route(folder, Path(hf_folder))
         self._check: SyncCheck | None = None
@@ -117,8 +119,12 @@ class SGLangEngine:
                 ranks = list(range(first, first + tensor_parallel))
                 made = dist.new_group(ranks)
                 group = made if self._rank in ranks else group
+        report = None
+        if not self._rollout.urls:
+            report = (folder / f"refused_{self._rank}.txt").resolve()
+            report.unlink(missing_ok=True)
         checked = self._rollout.verify_sync == "checksum"
-        return TensorRoute(self._device, tensor_parallel, group, checked)
+        return TensorRoute(self._device, tensor_parallel, group, report, checked)
 
     # ---- weights
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -23,6 +24,17 @@ _CPU_OPTIONS: dict[str, Any] = {
     "max_total_tokens": 32768,
     "max_running_requests": 256,
 }
+
+
+_UNSTATED = {
+    "deepseek_v3": {
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+    }
+}
+"""Settings SGLang reads from config.json that transformers takes for granted and does not save."""
 
 
 def check_installed(on_cpu: bool) -> None:
@@ -53,6 +65,7 @@ def server_options(
     base_device: int,
     on_cpu: bool,
     server_args: Mapping[str, Any],
+    hf_config: Any,
 ) -> dict[str, Any]:
     """SGLang's options for a server whose weights come by sync.
 
@@ -63,6 +76,7 @@ def server_options(
         base_device: first GPU.
         on_cpu: whether it runs on a CPU.
         server_args: ``rollout.server_args``; wins over every default here.
+        hf_config: the folder's configuration.
 
     Returns:
         Options without host, port and key.
@@ -85,6 +99,10 @@ def server_options(
         "log_level": "warning",
         "random_seed": 0,
     }
+    known = _UNSTATED.get(hf_config.model_type, {})
+    unstated = {key: value for key, value in known.items() if not hasattr(hf_config, key)}
+    if unstated:
+        options["json_model_override_args"] = json.dumps(unstated)
     if on_cpu:
         options |= {"device": "cpu", **_CPU_OPTIONS}
     else:

@@ -25,6 +25,7 @@ from mppo.parallel.launch import free_port
 from mppo.rollout.buckets import SharedBuffer, by_dtype, dtype_names
 from mppo.rollout.checked_load import LOADER
 from mppo.rollout.engine import WeightBucket
+from mppo.rollout.http_client import RequestRefused
 from mppo.rollout.sglang_api import SGLangApi
 
 _POLL_S = 0.0005
@@ -67,7 +68,9 @@ class TensorRoute:
         tensor_parallel: ranks of each server. On a GPU each reads from the training rank on its own
             device: the payloads of ``tensor_parallel`` neighbouring ranks go together.
         group: process group of those neighbours (GPU with tensor_parallel > 1 only).
-        checked: have the servers load by ``mppo.rollout.checked_load``.
+        report: the servers are mppo's own and load by ``mppo.rollout.checked_load``, which tells in
+            this file what is wrong; None: servers of others.
+        checked: have own servers verify what they get and load.
     """
 
     def __init__(
@@ -75,9 +78,10 @@ class TensorRoute:
         device: torch.device,
         tensor_parallel: int,
         group: dist.ProcessGroup | None = None,
+        report: Path | None = None,
         checked: bool = False,
     ) -> None:
-        self._checked = checked
+        self._report, self._checked = report, checked
         self._device, self._tensor_parallel, self._group = device, tensor_parallel, group
         self._buffers = (SharedBuffer(device), SharedBuffer(device))
         self._in_flight: list[list[Future]] = [[], []]
@@ -118,12 +122,28 @@ class TensorRoute:
                 return
             if self._group is None:
                 shared = [self._payload(turn) for _ in range(self._tensor_parallel)]
-            loader = LOADER if self._checked else "flattened_bucket"
-            future = self._pool.submit(api.update_from_tensor, shared, self._version, loader)
-            self._in_flight[turn].append(future)
+            self._in_flight[turn].append(self._pool.submit(self._load, api, shared, self._version))
 
     def _payload(self, turn: int) -> str:
-        return self._buffers[turn].payload(self._checked)
+        buffer = self._buffers[turn]
+        if self._report is None:
+            return buffer.payload()
+        return buffer.own_payload(self._report, self._tensor_parallel == 1, self._checked)
+
+    def _load(self, api: SGLangApi, payloads: list[str], version: int) -> None:
+        """Have one server load one bucket.
+
+        Raises:
+            RequestRefused: an own server found something wrong with it.
+        """
+        if self._report is None:
+            api.update_from_tensor(payloads, version)
+            return
+        api.update_from_tensor(payloads, version, LOADER)
+        if self._report.exists():
+            found = self._report.read_text().strip()
+            self._report.unlink()
+            raise RequestRefused(f"{api.url}/update_weights_from_tensor: {found}")
 
     def _wait(self, turn: int) -> None:
         futures, self._in_flight[turn] = self._in_flight[turn], []

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 pytestmark = [
-    pytest.mark.extended,
     pytest.mark.server,
     pytest.mark.skipif(
         find_spec("sglang") is None or find_spec("sglang_cpu_compat") is None,
@@ -36,7 +35,6 @@ def _save_near_ties(folder: Path) -> None:
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=32,
-        mlp_only_layers=[0],
         tie_word_embeddings=False,
         eos_token_id=2,
     )
@@ -118,7 +116,7 @@ def _run(rank: int, folder: Path) -> None:
             )
             for i in range(8)
         ]
-        sampling = SamplingConfig(temperature=TEMPERATURE, n=2)
+        sampling = SamplingConfig(temperature=TEMPERATURE, n=4)
         trajectories = engine.generate(prompts, sampling, 24, seed=0)
         batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
         torch.save(

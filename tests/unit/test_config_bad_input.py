@@ -221,6 +221,8 @@ LAYOUTS = [
      "actor.megatron.moe_token_dispatcher_type", "need alltoall"),
     ("fewer sequences than ranks", "actor.ppo_mini_batch_size=2 critic.ppo_mini_batch_size=4",
      "actor.ppo_mini_batch_size", "fewer than the 4 data-parallel ranks"),
+    ("dense layers SGLang does not know", "rollout.name=sglang model.path={mixed_layers} "
+     "algorithm.adv_estimator=reinforce_plus_plus", "rollout.name", "makes 1 of 4 dense"),
     ("an engine that does not fit", "rollout.name=sglang rollout.tensor_model_parallel_size=3 "
      "model.path={nine_heads}", "rollout.tensor_model_parallel_size", "divide the 4 ranks"),
 ]  # fmt: skip
@@ -260,18 +262,17 @@ def places(tmp_path_factory):
         "model_type": "qwen2", "hidden_size": 36, "intermediate_size": 36, "vocab_size": 64,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     }  # fmt: skip
+    experts = {
+        "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    }  # fmt: skip
     models = {
         "bare": {},
         "alien": {"model_type": "gpt2", "n_embd": 32},
         "nine_heads": {"num_attention_heads": 9, "num_key_value_heads": 9},
         "three_layers": {"num_hidden_layers": 3},
-        "six_experts": {
-            "model_type": "qwen2_moe",
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
+        "six_experts": experts,
+        "mixed_layers": {**experts, "mlp_only_layers": [0]},
     }
     for name, changes in models.items():
         (root / name).mkdir()

@@ -238,3 +238,12 @@ def test_empty_prompts_and_exceeded_windows_are_refused(tmp_path) -> None:
         engine.generate(_prompts(), SamplingConfig(), 20, seed=0)
     with pytest.raises(ValueError, match="empty prompt"):
         engine.generate([Prompt(0, (), "t", "", "")], SamplingConfig(), 2, seed=0)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_weights_that_are_not_finite_are_told(engine_and_reference, top_p: float) -> None:
+    engine, reference = engine_and_reference("qwen2")
+    weights = [(name, tensor * float("nan")) for name, tensor in reference.state_dict().items()]
+    engine.update_weights([weights], version=6)
+    with pytest.raises(ValueError, match=r"nan.*prompt 10\d.*version 6.*actor.optim.lr"):
+        engine.generate(_prompts(), SamplingConfig(top_p=top_p), 4, seed=0)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from mppo.rollout.http_client import JsonClient, RequestRefused, ServerLost
 from mppo.rollout.server import ServerError, ServerProcess, clean_environment
 from mppo.rollout.sglang_server import own_server, server_environment, server_options
 
+CONFIG = SimpleNamespace(model_type="qwen2")
 SLEEPER = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['sleep', '600'])"]
 
 
@@ -156,7 +158,7 @@ def test_a_kept_alive_connection_that_was_closed_is_opened_again(url: str) -> No
 
 
 def test_the_key_is_not_in_the_command_and_its_file_is_private(tmp_path) -> None:
-    options = server_options("/model", "float32", 2, 0, True, {"max-total-tokens": 64})
+    options = server_options("/model", "float32", 2, 0, True, {"max-total-tokens": 64}, CONFIG)
     server = own_server(0, options, server_environment(2, True), "secret", tmp_path, 1.0)
     command = server._command(1234)
     assert "secret" not in " ".join(command)
@@ -170,8 +172,19 @@ def test_the_key_is_not_in_the_command_and_its_file_is_private(tmp_path) -> None
 
 def test_options_mppo_decides_are_refused() -> None:
     with pytest.raises(ValueError, match=r"server_args\.port"):
-        server_options("/model", "float32", 1, 0, False, {"--port": 3})
-    gpu = server_options("/model", "bfloat16", 4, 4, False, {"mem_fraction_static": 0.6})
+        server_options("/model", "float32", 1, 0, False, {"--port": 3}, CONFIG)
+    gpu = server_options("/model", "bfloat16", 4, 4, False, {"mem_fraction_static": 0.6}, CONFIG)
     assert gpu["base_gpu_id"] == 4
     assert gpu["enable_memory_saver"] is True
     assert gpu["mem_fraction_static"] == 0.6
+
+
+def test_settings_sglang_misses_in_the_folder_are_given() -> None:
+    latent = SimpleNamespace(model_type="deepseek_v3", scoring_func="sigmoid")
+    options = server_options("/model", "float32", 1, 0, True, {}, latent)
+    given = json.loads(options["json_model_override_args"])
+    assert given["topk_method"] == "noaux_tc"
+    assert "scoring_func" not in given
+    assert "json_model_override_args" not in server_options(
+        "/model", "float32", 1, 0, True, {}, CONFIG
+    )

@@ -1,0 +1,71 @@
+"""What the benchmarks share: timing by turns, and a result with what it was measured on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+import transformers
+
+
+@dataclass
+class Seconds:
+    """The smallest wall-clock and processor seconds seen."""
+
+    wall: float = float("inf")
+    processor: float = float("inf")
+
+    def take(self, work: Callable[[], object]) -> None:
+        """Do a piece of work once and keep its time if it was the fastest."""
+        start, start_processor = time.perf_counter(), time.process_time()
+        work()
+        self.wall = min(self.wall, time.perf_counter() - start)
+        self.processor = min(self.processor, time.process_time() - start_processor)
+
+
+def alternate(works: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, Seconds]:
+    """Time of each work, taking turns, after one round that does not count."""
+    for work in works.values():
+        work()
+    times = {name: Seconds() for name in works}
+    for _ in range(repeat):
+        for name, work in works.items():
+            times[name].take(work)
+    return times
+
+
+def parser(description: str, repeat: int) -> argparse.ArgumentParser:
+    """Arguments every benchmark has: ``--repeat`` and ``--out``."""
+    made = argparse.ArgumentParser(description=description.splitlines()[0])
+    made.add_argument("--repeat", type=int, default=repeat)
+    made.add_argument("--out", type=Path, help="JSON file for the result, shown in any case")
+    return made
+
+
+def record(measured: Mapping[str, object], out: Path | None) -> None:
+    """Show a result with command, date, machine and versions, and write it where asked."""
+    result = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": date.today().isoformat(),
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+        },
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        **measured,
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if out:
+        out.write_text(text + "\n")

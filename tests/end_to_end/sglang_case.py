@@ -1,0 +1,144 @@
+"""Small models of every family SGLang is tried with, and an engine beside its oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from mppo.batch import Prompt, Trajectory
+from mppo.config.schema import RolloutConfig, SamplingConfig
+from mppo.rollout.engine import WeightSource
+from mppo.rollout.local import LocalEngine
+from mppo.rollout.sglang import SGLangEngine
+
+needs_sglang = pytest.mark.skipif(
+    find_spec("sglang") is None or find_spec("sglang_cpu_compat") is None,
+    reason="SGLang for the CPU is not installed: make sglang-cpu",
+)
+TOLERANCE = 1e-5
+START_S = 900.0
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "routed_scaling_factor": 2.446,
+    "norm_topk_prob": True,
+}
+FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **SIZES, **EXPERTS, shared_expert_intermediate_size=64
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**{**SIZES, **LATENT}),
+}
+
+
+class Case:
+    """A model folder, weights that change, an SGLang engine and the local engine as the oracle."""
+
+    def __init__(self, folder: Path, family: str, rollout: RolloutConfig) -> None:
+        torch.manual_seed(0)
+        self.config = FAMILIES[family]()
+        self.model: nn.Module = transformers.AutoModelForCausalLM.from_config(self.config).eval()
+        self.folder = folder / "model"
+        self.model.save_pretrained(self.folder)
+        self.version = 0
+        self.local = LocalEngine(self.folder, self.config, torch.float32)
+        self.run_dir = folder
+        self.engine = self.connect(rollout)
+
+    def connect(self, rollout: RolloutConfig) -> SGLangEngine:
+        return SGLangEngine(self.folder, self.config, torch.float32, rollout, run_dir=self.run_dir)
+
+    def change_weights(self) -> None:
+        """Move every parameter; routing stays decided (no near ties) by moving it less."""
+        self.version += 1
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+    def stream(self) -> list[list[tuple[str, Tensor]]]:
+        """The model as a checkpoint names it, in several buckets."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tensors = revert_weight_conversion(self.model, self.model.state_dict())
+        named = list(tensors.items())
+        size = max(1, len(named) // 4)
+        return [named[i : i + size] for i in range(0, len(named), size)]
+
+    def sync(self, *engines: SGLangEngine) -> None:
+        for engine in engines or (self.engine,):
+            engine.update_weights(WeightSource(self.stream), self.version)
+        self.local.update_weights(self.stream(), self.version)
+
+    def check(self, engine: SGLangEngine | None = None, max_tokens: int = 8) -> list[Trajectory]:
+        engine = engine or self.engine
+        trajectories = engine.generate(
+            prompts(6), SamplingConfig(temperature=0.7, top_p=0.9, n=2), max_tokens, seed=0
+        )
+        self.check_logprobs(trajectories, 0.7)
+        sequences = [[*t.prompt.token_ids, *t.response_ids] for t in trajectories]
+        for ours, theirs in zip(
+            self.local.logprobs(sequences), engine.logprobs(sequences), strict=True
+        ):
+            assert theirs == pytest.approx(ours, abs=TOLERANCE)
+        return trajectories
+
+    @torch.no_grad()
+    def check_logprobs(self, trajectories: list[Trajectory], temperature: float) -> None:
+        for t in trajectories:
+            tokens = torch.tensor([[*t.prompt.token_ids, *t.response_ids]])
+            logprobs = (self.model(tokens).logits[0] / temperature).log_softmax(-1)[:-1]
+            expected = logprobs.gather(-1, tokens[0, 1:, None])[-len(t.response_ids) :, 0]
+            assert t.logprobs == pytest.approx(expected.tolist(), abs=TOLERANCE)
+            assert t.weight_version == self.version
+
+
+def prompts(count: int) -> list[Prompt]:
+    torch.manual_seed(7)
+    return [
+        Prompt(i, tuple(torch.randint(3, 512, (2 + 5 * i % 23,)).tolist()), "t", "", "")
+        for i in range(count)
+    ]
+
+
+def own(**options: object) -> RolloutConfig:
+    return RolloutConfig(
+        name="sglang",
+        start_timeout_s=START_S,
+        request_timeout_s=300.0,
+        **{"server_args": {"max_total_tokens": 16384}, **options},
+    )

@@ -1,0 +1,156 @@
+"""SGLang's log-probabilities equal those of Megatron's actor, by family, layout and server TP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from sglang_case import FAMILIES, START_S, TOLERANCE, needs_sglang, own, prompts
+
+pytestmark = [pytest.mark.server, needs_sglang]
+ROOT = Path(__file__).parents[2]
+WORLD = 4
+TEMPERATURE = 0.7
+TP, PP, EP = (
+    f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert")
+)  # fmt: skip
+CASES = [
+    ("llama", 1, [{TP: 2}, {PP: 2}, {TP: 2, PP: 2}]),
+    ("qwen3", 2, [{TP: 2}]),
+    ("qwen3_moe", 1, [{EP: 2}, {TP: 2, EP: 2}]),
+    ("deepseek_v3", 1, [{EP: 2}, {PP: 2, EP: 2}]),
+]
+
+
+def _engines(rank: int, folder: Path) -> Iterator[tuple]:
+    """Each case's engine; the next one starts up while this one is used."""
+    from transformers import AutoConfig
+
+    from mppo.rollout.sglang import SGLangEngine
+
+    started = []
+    for family, server_tp, layouts in [*CASES, (None, 0, [])]:
+        if family:
+            config = AutoConfig.from_pretrained(folder / family)
+            engine = SGLangEngine(
+                folder / family,
+                config,
+                torch.float32,
+                own(tensor_model_parallel_size=server_tp),
+                rank=rank,
+                world=WORLD,
+                run_dir=folder / "runs" / family,
+            )
+            started.append((family, config, layouts, engine))
+        if len(started) > 1 or not family:
+            yield started[0]
+            started.pop(0)[-1].stop()
+
+
+def _gap(engine, role, version: int) -> tuple[float, int]:
+    """Largest difference over response tokens, and how many there are."""
+    from mppo.batch import pack_trajectories
+    from mppo.config.schema import SamplingConfig
+    from mppo.parallel.schedule import measure_schedule
+    from mppo.rollout.engine import WeightSource
+
+    with torch.no_grad():
+        for stage in role.stages:
+            for parameter in stage.parameters():
+                parameter.mul_(1 + 0.1 * version)
+    engine.update_weights(WeightSource(lambda: role.hf_weights(1 << 17)), version)
+    sampling = SamplingConfig(temperature=TEMPERATURE, n=2)
+    trajectories = engine.generate(prompts(6), sampling, 8, seed=0)
+    batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
+    shapes = [role.shape(measuring=True)]
+    (plan,) = (s.microbatches for s in measure_schedule(batch.lengths_B.tolist(), shapes))
+    inside = batch.response_mask_T > 0
+    gap = (role.measure(batch, plan)[0] - batch.rollout_logprobs_T)[inside].abs()
+    return gap.max().item(), len(gap)
+
+
+def _run(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+    from mppo.config.schema import BatchingConfig, MegatronConfig
+    from mppo.models.configuration import layout_of
+    from mppo.models.role import Role, RoleSpec
+    from mppo.parallel.groups import GroupRegistry
+
+    dist.init_process_group("gloo", f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
+    registry, gaps = GroupRegistry(), []
+    try:
+        for family, config, layouts, engine in _engines(rank, folder):
+            for version, layout in enumerate(layouts):
+                megatron = MegatronConfig(**layout)
+                spec = RoleSpec(
+                    name="actor",
+                    head="policy",
+                    folder=folder / family,
+                    dtype=torch.float32,
+                    megatron=megatron,
+                    batching=BatchingConfig(ppo_micro_batch_size_per_gpu=5),
+                    temperature=TEMPERATURE,
+                )
+                role = Role(spec, config, registry.of(layout_of(megatron, WORLD)))
+                gaps.append((family, layout, *_gap(engine, role, version)))
+        if rank == 0:
+            (folder / "gaps.json").write_text(json.dumps(gaps))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def gaps(tmp_path_factory) -> list:
+    import transformers
+
+    folder = tmp_path_factory.mktemp("families")
+    for family, _, _ in CASES:
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
+        model.save_pretrained(folder / family)
+    mp.spawn(_run, (folder,), nprocs=WORLD)
+    return json.loads((folder / "gaps.json").read_text())
+
+
+@pytest.mark.parametrize("family", [case[0] for case in CASES])
+def test_engine_and_actor_agree(gaps, family: str) -> None:
+    found = [gap for gap in gaps if gap[0] == family]
+    assert [gap[1] for gap in found] == next(c[2] for c in CASES if c[0] == family)
+    for _, layout, gap, tokens in found:
+        assert tokens > 50, layout
+        assert gap < TOLERANCE, layout
+
+
+def test_training_with_sglang(tmp_path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        str(ROOT / "mppo" / "train.py"), "--config", str(ROOT / "recipes" / "tiny_cpu_sglang.yaml"),
+        f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=2",
+        f"rollout.start_timeout_s={START_S}", "trainer.export_hf=false",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        assert process.wait(timeout=600) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    rows = [row for row in rows if "actor/grad_norm" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["training/rollout_logprob_diff_max"] < 1e-4
+        assert abs(row["rollout_corr/k3_kl"]) < 1e-6
+        assert row["rollout_corr/ppl_ratio"] == pytest.approx(1, abs=1e-4)
