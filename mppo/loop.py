@@ -24,9 +24,10 @@ from mppo.parallel.phase import phase
 from mppo.replay import MODELS, Case, keep_case
 from mppo.report.redact import redact
 from mppo.report.reporter import Reporter, SampleRow
+from mppo.rewards.early import EarlyScores
 from mppo.rewards.scorer import Scorer
 from mppo.roles import NonFiniteGradient, Roles
-from mppo.rollout.engine import RolloutEngine, WeightSource
+from mppo.rollout.engine import Finished, RolloutEngine, WeightSource
 from mppo.selection import resample
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -82,13 +83,13 @@ def train(run: Run) -> None:
 def iterate(run: Run, step: int) -> dict[str, float]:
     """One iteration; its metrics."""
     algorithm, actor_frozen = run.recipe.algorithm, step <= run.recipe.trainer.critic_warmup
-    prompts = next(run.prompts)
+    prompts, early = next(run.prompts), EarlyScores(run.scorer)
     with run.stage("gen", step):
-        trajectories = generate(run, prompts, run.recipe.rollout, seed=step)
+        trajectories = generate(run, prompts, run.recipe.rollout, step, early.take)
         greedy = generate(run, prompts, GREEDY, step) if needs_greedy_baseline(algorithm) else []
         run.engine.sleep()
     with run.stage("reward", step):
-        scored = score(run, trajectories)
+        scored = pack_trajectories(trajectories, early.finish(trajectories))
         run.moments.merge(scored.scores_B)
         batch = normalize_scores(scored, algorithm, run.moments)
         baseline_B = torch.tensor(run.scorer.score(greedy)).repeat_interleave(run.recipe.rollout.n)
@@ -124,16 +125,15 @@ def keeping_offender(run: Run, experience: Experience, step: int) -> Iterator[No
 
 
 def generate(
-    run: Run, prompts: Sequence[Prompt], sampling: SamplingConfig, seed: int
+    run: Run,
+    prompts: Sequence[Prompt],
+    sampling: SamplingConfig,
+    seed: int,
+    finished: Finished | None = None,
 ) -> list[Trajectory]:
     """Sampled responses to the prompts."""
-    limit = run.recipe.data.max_response_length
-    return run.engine.generate(prompts, sampling, limit, run.recipe.trainer.seed * 1_000_003 + seed)
-
-
-def score(run: Run, trajectories: Sequence[Trajectory]) -> Batch:
-    """Trajectories with their rewards, on one token axis."""
-    return pack_trajectories(trajectories, run.scorer.score(trajectories))
+    limit, seed = run.recipe.data.max_response_length, run.recipe.trainer.seed * 1_000_003 + seed
+    return run.engine.generate(prompts, sampling, limit, seed, finished)
 
 
 def sync(run: Run, version: int) -> None:

@@ -58,13 +58,32 @@ class Scorer:
         Raises:
             ValueError: a score is missing or not finite; the message names the prompt.
         """
+        return self.shaped(self.judged_by_all(trajectories), trajectories)
+
+    def judged(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """Raw scores, judged on this rank alone.
+
+        Raises:
+            ValueError: as ``score``.
+        """
+        responses = self._responses(trajectories)
+        return check_scores(self.judge(responses), responses) if responses else []
+
+    def judged_by_all(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """Raw scores, the judging shared by the ranks; collective. As ``score`` otherwise."""
+        responses = self._responses(trajectories)
+        return judge_divided(self.judge, responses, check_scores) if responses else []
+
+    def shaped(self, scores: Sequence[float], trajectories: Sequence[Trajectory]) -> list[float]:
+        """Rewards from raw scores: clipped, then less the penalties."""
+        return [self._shape(score, each) for score, each in zip(scores, trajectories)]
+
+    def _responses(self, trajectories: Sequence[Trajectory]) -> list[Response]:
         texts = self.tokenizer.batch_decode(
             [list(trajectory.response_ids) for trajectory in trajectories],
             skip_special_tokens=True,
         )
-        responses = [Response(each.prompt, text) for each, text in zip(trajectories, texts)]
-        scores = judge_divided(self.judge, responses, check_scores) if responses else []
-        return [self._shape(score, each) for score, each in zip(scores, trajectories)]
+        return [Response(each.prompt, text) for each, text in zip(trajectories, texts)]
 
     def _shape(self, score: float, trajectory: Trajectory) -> float:
         reward = self.reward

@@ -14,6 +14,11 @@ WeightBucket = list[tuple[str, Tensor]]
 """Hugging Face names with whole tensors, on the training device."""
 
 
+Finished = Callable[[Sequence[int], Sequence[Trajectory]], None]
+"""Told of finished responses while others are still being generated: their places in the result
+(``prompt * n + sample``) and the responses, on the rank that received them, from any thread."""
+
+
 class WeightSource:
     """A stream of weights that can be produced again, unlike a generator.
 
@@ -37,7 +42,12 @@ class RolloutEngine(Protocol):
     """
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, max_tokens: int, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        max_tokens: int,
+        seed: int,
+        finished: Finished | None = None,
     ) -> list[Trajectory]:
         """Sample ``sampling.n`` responses for each prompt.
 
@@ -46,6 +56,7 @@ class RolloutEngine(Protocol):
             sampling: how to draw; ``temperature`` 0 is greedy.
             max_tokens: length stop, in generated tokens.
             seed: same prompts, seed and weights give the same tokens (local engine).
+            finished: told of some or all responses early, of none twice; never waits for others.
 
         Returns:
             P * n trajectories on every rank, prompt by prompt.

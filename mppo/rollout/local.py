@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import SamplingConfig
 from mppo.rollout.decoding import ATTENTION, Responses, decode
-from mppo.rollout.engine import WeightBucket
+from mppo.rollout.engine import Finished, WeightBucket
 from mppo.rollout.exchange import gather_flat, pack_rows, shares, unpack_rows
 from mppo.rollout.parameters import WIDE_BUFFER, ParameterSink
 from mppo.rollout.sampling import row_keys
@@ -108,7 +108,12 @@ class LocalEngine:
         return self._model.config.vocab_size
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, max_tokens: int, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        max_tokens: int,
+        seed: int,
+        finished: Finished | None = None,
     ) -> list[Trajectory]:
         """See ``RolloutEngine.generate``."""
         version = self._loaded_version()
@@ -125,6 +130,10 @@ class LocalEngine:
         for start in range(0, len(rows), self._batch_size):
             chunk = rows[start : start + self._batch_size]
             parts.append(self._generate_rows(prompts, chunk, sampling, max_tokens, seed, stops))
+            if finished is not None and start + self._batch_size < len(rows):
+                done = _pack(chunk, sampling.n, parts[-1:], self._device)
+                early = unpack_rows(done, prompts, sampling.n, version)
+                finished(list(early), list(early.values()))
         packed = _pack(rows, sampling.n, parts, self._device)
         found: dict[int, Trajectory] = {}
         for received in gather_flat(packed, self._world, self._group):

@@ -19,7 +19,7 @@ from mppo.config.schema import RolloutConfig, SamplingConfig
 from mppo.parallel import device as device_seam
 from mppo.parallel.launch import own_address
 from mppo.rollout.dispatch import dispatch
-from mppo.rollout.engine import WeightBucket
+from mppo.rollout.engine import Finished, WeightBucket
 from mppo.rollout.exchange import (
     agree,
     gather_flat,
@@ -235,7 +235,12 @@ class SGLangEngine:
     # ---- generation
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, max_tokens: int, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        max_tokens: int,
+        seed: int,
+        finished: Finished | None = None,
     ) -> list[Trajectory]:
         """See ``RolloutEngine.generate``; SGLang draws its own random numbers, ``seed`` is unused.
 
@@ -259,6 +264,8 @@ class SGLangEngine:
                     raise ServerLost(
                         api.url, f"holds weights of version {answer.weight_version}, not {version}"
                     )
+            if finished is not None:
+                finished(job, [a.trajectory(prompts[k // n]) for k, a in zip(job, answers)])
             return answers
 
         answered = self._run(jobs, ask, max(1, self._rollout.batch_size // size))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import SamplingConfig
 from mppo.rollout.http_client import JsonClient, RequestRefused, ServerLost
 
@@ -25,6 +26,16 @@ class Generated:
     stopped: bool
     weight_version: str
     routed_experts: bytes | None = None
+
+    def trajectory(self, prompt: Prompt) -> Trajectory:
+        """As a response to its prompt, without the experts."""
+        return Trajectory(
+            prompt,
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            "stop" if self.stopped else "length",
+            int(self.weight_version),
+        )
 
 
 def sampling_parameters(

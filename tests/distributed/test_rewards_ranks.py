@@ -6,15 +6,18 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from mppo.batch import Prompt
+from mppo.batch import Prompt, Trajectory
+from mppo.config.schema import RewardConfig
+from mppo.data.builtin import load_tokenizer, resolve_model
 from mppo.rewards.division import judge_divided
+from mppo.rewards.early import EarlyScores
 from mppo.rewards.response import Response
-from mppo.rewards.scorer import check_scores
+from mppo.rewards.scorer import Scorer, check_scores
 
 RESPONSES = [Response(Prompt(uid, (1,), "t", "", "p"), "x") for uid in range(5)]
 
 
-def _worker(rank: int, world: int, store: str) -> None:
+def _worker(rank: int, world: int, store: str, cache: str) -> None:
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
     judged: list[int] = []
 
@@ -36,6 +39,14 @@ def _worker(rank: int, world: int, store: str) -> None:
         agreed: list = [None] * world
         dist.all_gather_object(agreed, different)
         assert agreed == [agreed[0]] * world
+        scorer = Scorer(judge, load_tokenizer(resolve_model("builtin:tiny", cache)), RewardConfig())
+        everything = [Trajectory(each.prompt, (5,), (0.0,), "stop", 0) for each in RESPONSES]
+        early = EarlyScores(scorer)
+        judged.clear()
+        if rank == world - 1:
+            early.take([3, 1], [everything[3], everything[1]])
+        assert early.finish(everything) == [0.5, 1.5, 2.5, 3.5, 4.5]
+        assert judged == [3, 1] * (rank == world - 1) + [0, 2, 4][rank::world]
     finally:
         dist.destroy_process_group()
 
@@ -43,4 +54,4 @@ def _worker(rank: int, world: int, store: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_response_is_judged_once_and_all_ranks_get_all_scores(tmp_path, world: int) -> None:
-    mp.spawn(_worker, (world, str(tmp_path / "store")), nprocs=world)
+    mp.spawn(_worker, (world, str(tmp_path / "store"), str(tmp_path)), nprocs=world)

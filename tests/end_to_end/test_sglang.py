@@ -12,6 +12,7 @@ import torch
 from sglang_case import FAMILIES, TOLERANCE, Case, needs_sglang, own, prompts
 from torch import Tensor
 
+from mppo.batch import Trajectory
 from mppo.config.schema import SamplingConfig
 from mppo.rollout import buckets
 from mppo.rollout.engine import WeightSource
@@ -71,6 +72,18 @@ def test_greedy_and_stops_equal_the_local_engine(qwen2) -> None:
     for t in trajectories:
         assert t.finish_reason == ("stop" if t.response_ids[-1] in stops else "length")
         assert not set(t.response_ids[:-1]) & set(stops)
+
+
+def test_finished_responses_are_told_while_others_are_generated(qwen2) -> None:
+    qwen2.change_weights()
+    qwen2.sync()
+    parts: list[dict[int, Trajectory]] = []
+    everything = qwen2.engine.generate(
+        prompts(40), SamplingConfig(n=2), 6, 0, lambda k, done: parts.append(dict(zip(k, done)))
+    )
+    assert len(parts) > 10
+    assert sorted(key for part in parts for key in part) == list(range(80))
+    assert all(everything[key] == t for part in parts for key, t in part.items())
 
 
 def test_sleep_and_wake_keep_the_engine_usable(qwen2) -> None:

@@ -247,3 +247,13 @@ def test_weights_that_are_not_finite_are_told(engine_and_reference, top_p: float
     engine.update_weights([weights], version=6)
     with pytest.raises(ValueError, match=r"nan.*prompt 10\d.*version 6.*actor.optim.lr"):
         engine.generate(_prompts(), SamplingConfig(top_p=top_p), 4, seed=0)
+
+
+def test_finished_responses_are_told_while_others_are_generated(engine_and_reference) -> None:
+    engine, _ = engine_and_reference("qwen2", batch_size=4)
+    told: dict[int, Trajectory] = {}
+    everything = engine.generate(
+        _prompts(), SamplingConfig(n=2), 5, 0, lambda keys, done: told.update(zip(keys, done))
+    )
+    assert len(told) == 8
+    assert all(everything[key] == trajectory for key, trajectory in told.items())

@@ -1,0 +1,72 @@
+"""Scoring of finished responses while others are still being generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from mppo.batch import Trajectory
+from mppo.rewards.scorer import Scorer
+
+
+class EarlyScores:
+    """Judges responses on the rank that received them, in a thread beside generation.
+
+    A judge sees the responses in parts, as they come.
+
+    Args:
+        scorer: judges and shapes.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._parts: list[tuple[tuple[int, ...], Future[list[float]]]] = []
+        # one thread: judges need not be safe for several
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="scoring")
+
+    def take(self, keys: Sequence[int], trajectories: Sequence[Trajectory]) -> None:
+        """Have finished responses judged; returns at once, any thread may call it.
+
+        Args:
+            keys: their places in the list ``finish`` will be given.
+            trajectories: the responses.
+        """
+        self._parts.append((tuple(keys), self._pool.submit(self._scorer.judged, trajectories)))
+
+    def finish(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """One reward per trajectory; what was not taken early is judged now. Collective.
+
+        Args:
+            trajectories: all, the same on every rank.
+
+        Raises:
+            ValueError: judging failed on some rank; on that rank its own error.
+        """
+        mine: dict[int, float] = {}
+        failure: Exception | None = None
+        try:
+            for keys, scores in self._parts:
+                mine.update(zip(keys, scores.result(), strict=True))
+        except Exception as error:  # told to the other ranks first, or they would wait for this one
+            failure = error
+        self._pool.shutdown(cancel_futures=True)
+        known = _shared(mine, failure)
+        late = [place for place in range(len(trajectories)) if place not in known]
+        known.update(zip(late, self._scorer.judged_by_all([trajectories[i] for i in late])))
+        return self._scorer.shaped([known[i] for i in range(len(trajectories))], trajectories)
+
+
+def _shared(mine: dict[int, float], failure: Exception | None) -> dict[int, float]:
+    """Every rank's scores, or every rank's failure."""
+    everyone = [(mine, None if failure is None else str(failure))]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = everyone * dist.get_world_size()
+        dist.all_gather_object(everyone, (mine, None if failure is None else str(failure)))
+    if failure is not None:
+        raise failure
+    for rank, (_, message) in enumerate(everyone):
+        if message is not None:
+            raise ValueError(f"scoring failed on rank {rank}: {message}")
+    return {key: score for scores, _ in everyone for key, score in scores.items()}

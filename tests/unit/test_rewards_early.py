@@ -1,0 +1,52 @@
+"""Responses taken early are judged once, and rewarded as if scored at the end."""
+
+import threading
+
+import pytest
+
+from mppo.batch import Prompt, Trajectory
+from mppo.config.schema import RewardConfig
+from mppo.data.builtin import load_tokenizer, resolve_model
+from mppo.rewards.early import EarlyScores
+from mppo.rewards.scorer import Scorer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(resolve_model("builtin:tiny", tmp_path_factory.mktemp("models")))
+
+
+def trajectories(tokenizer) -> list[Trajectory]:
+    return [
+        Trajectory(Prompt(uid, (1,), "t", "", "p"), tuple(ids), (0.0,) * len(ids), "length", 0)
+        for uid, ids in enumerate(tokenizer(["1", "12", "3", "45", "6"])["input_ids"])
+    ]
+
+
+def test_early_and_late_responses_are_judged_once(tokenizer) -> None:
+    seen: list[int] = []
+    begun = threading.Event()
+
+    def judge(responses):
+        begun.set()
+        seen.extend(response.prompt.uid for response in responses)
+        return [float(response.text) for response in responses]
+
+    scorer = Scorer(judge, tokenizer, RewardConfig(missing_eos_penalty=0.5))
+    everything = trajectories(tokenizer)
+    early = EarlyScores(scorer)
+    early.take([3, 1], [everything[3], everything[1]])
+    assert begun.wait(30), "judging waits for the end of generation"
+    early.take([0], everything[:1])
+    assert early.finish(everything) == [0.5, 11.5, 2.5, 44.5, 5.5]
+    assert seen == [3, 1, 0, 2, 4]
+    seen.clear()
+    assert scorer.score(everything) == [0.5, 11.5, 2.5, 44.5, 5.5]
+
+
+def test_a_failure_of_judging_early_is_told_at_the_end(tokenizer) -> None:
+    scorer = Scorer(lambda responses: [float("nan")] * len(responses), tokenizer, RewardConfig())
+    early = EarlyScores(scorer)
+    early.take([1], trajectories(tokenizer)[1:2])
+    with pytest.raises(ValueError, match="score of prompt 1"):
+        early.finish(trajectories(tokenizer))
