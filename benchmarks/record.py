@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -43,10 +44,11 @@ def alternate(works: Mapping[str, Callable[[], object]], repeat: int) -> dict[st
     return times
 
 
-def parser(description: str, repeat: int) -> argparse.ArgumentParser:
-    """Arguments every benchmark has: ``--repeat`` and ``--out``."""
+def parser(description: str, repeat: int | None = None) -> argparse.ArgumentParser:
+    """Arguments every benchmark has: ``--out``, and ``--repeat`` where it has a default."""
     made = argparse.ArgumentParser(description=description.splitlines()[0])
-    made.add_argument("--repeat", type=int, default=repeat)
+    if repeat is not None:
+        made.add_argument("--repeat", type=int, default=repeat)
     made.add_argument("--out", type=Path, help="JSON file for the result, shown in any case")
     return made
 
@@ -65,7 +67,12 @@ def record(measured: Mapping[str, object], out: Path | None) -> None:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         **measured,
     }
-    text = json.dumps(result, indent=2)
+    text = _folded(json.dumps(result, indent=2))
     print(text)
     if out:
         out.write_text(text + "\n")
+
+
+def _folded(text: str) -> str:
+    """JSON with lists of numbers on one line each."""
+    return re.sub(r"\[[\s\d.,e+-]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text)

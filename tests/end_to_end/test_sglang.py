@@ -130,6 +130,27 @@ def test_one_wrong_byte_stops_the_job_and_names_the_tensor(qwen2, monkeypatch, n
     qwen2.check()
 
 
+def test_other_weights_than_the_oracles_stop_the_job(qwen2, monkeypatch) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
+    url = qwen2.engine._fleet._apis[0].url
+    engine = qwen2.connect(own(urls=(url,), verify_sync="logprob", server_args={}))
+    qwen2.change_weights()
+    qwen2.sync(engine)
+    qwen2.change_weights()
+    send = engine._route.send
+
+    def corrupted(bucket) -> None:
+        """Sends one tensor a little larger than the oracle gets it."""
+        send([(n, t * 1.01 if n == "model.layers.1.mlp.up_proj.weight" else t) for n, t in bucket])
+
+    monkeypatch.setattr(engine._route, "send", corrupted)
+    with pytest.raises(
+        RuntimeError, match=rf"verify_sync: with weights of version {qwen2.version}"
+    ):
+        qwen2.sync(engine)
+    engine.stop()
+
+
 def test_kill_9_in_mid_generation_loses_nothing(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()

@@ -139,6 +139,7 @@ def test_training_with_sglang(tmp_path) -> None:
         str(ROOT / "mppo" / "train.py"), "--config", str(ROOT / "recipes" / "tiny_cpu_sglang.yaml"),
         f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=2",
         f"rollout.start_timeout_s={START_S}", "trainer.export_hf=false",
+        "rollout.verify_sync=logprob", "rollout.logprob_tolerance=1e-5",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
