@@ -30,7 +30,7 @@ from torch import Tensor
 from mppo.algos.advantages import gae
 from mppo.algos.masked import masked_whiten
 from mppo.batch import Batch, Measured
-from mppo.config.schema import AlgorithmConfig
+from mppo.config.algorithm import AlgorithmConfig
 from mppo.estimate import estimate
 
 GAMMA, LAM = 1.0, 0.95

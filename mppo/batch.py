@@ -6,7 +6,8 @@ stage adds a field to its argument.
 Shapes: ``T`` tokens of all sequences laid end to end (no padding), ``B`` sequences.
 ``cu_seqlens`` has ``B + 1`` entries; sequence ``b`` is ``tokens_T[cu_seqlens[b]:cu_seqlens[b+1]]``.
 Index ``t`` speaks of token ``t``: its log-probability given everything before it, the value of the
-state before it, its mask. Positions outside ``response_mask_T`` hold 0 in every per-token float.
+state before it, its mask. Positions outside ``response_mask_T`` hold 0 in every per-token float;
+values and rewards also stand on end slots.
 A Batch is the whole global batch, and every rank holds the same one (on the CPU).
 """
 
@@ -79,6 +80,8 @@ class Batch:
         weight_version_B: int64 ``[B]``.
         routed_experts_T: int16 ``[T, layers, k]``, experts the engine chose, by decoder layer; -1
             where it is not known. ``[T, 0, 0]`` where the engine was not asked.
+        end_mask_T: float32 ``[T]``, 1 on a slot after a response's stop token, a state with a value
+            but no action; zeros where no such slots were asked for.
     """
 
     tokens_T: Tensor
@@ -90,15 +93,23 @@ class Batch:
     truncated_B: Tensor
     weight_version_B: Tensor
     routed_experts_T: Tensor | None = None
+    end_mask_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.routed_experts_T is None:
             nothing = torch.empty(len(self.tokens_T), 0, 0, dtype=torch.int16)
             object.__setattr__(self, "routed_experts_T", nothing)
+        if self.end_mask_T is None:
+            object.__setattr__(self, "end_mask_T", torch.zeros_like(self.response_mask_T))
 
     @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
+
+    @property
+    def value_mask_T(self) -> Tensor:
+        """1 where a state has a value: on response tokens and end slots, float32 ``[T]``."""
+        return self.response_mask_T + self.end_mask_T
 
     @property
     def lengths_B(self) -> Tensor:
@@ -118,6 +129,10 @@ class Measured:
             where no reference model is in use.
         values_T: critic's value of the state before token t, float32 ``[T]``; zeros where no
             critic is in use.
+        full_kl_T: KL of actor against reference over the vocabulary, float32 ``[T]`` (nats);
+            zeros where no term of the recipe asks for it.
+        ref_hidden_T: the reference's hidden states that predict token t, ``[T, hidden]`` in the
+            model's dtype; ``[T, 0]`` where the actor's loss does not take the KL from them.
     """
 
     batch: Batch
@@ -125,6 +140,14 @@ class Measured:
     entropy_T: Tensor
     ref_logprobs_T: Tensor
     values_T: Tensor
+    full_kl_T: Tensor | None = None
+    ref_hidden_T: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.full_kl_T is None:
+            object.__setattr__(self, "full_kl_T", torch.zeros_like(self.logprobs_T))
+        if self.ref_hidden_T is None:
+            object.__setattr__(self, "ref_hidden_T", torch.empty(len(self.logprobs_T), 0))
 
 
 @dataclass(frozen=True)
@@ -146,12 +169,16 @@ class Experience:
     loss_weight_T: Tensor
 
 
-def pack_trajectories(trajectories: Sequence[Trajectory], scores: Sequence[float]) -> Batch:
+def pack_trajectories(
+    trajectories: Sequence[Trajectory], scores: Sequence[float], end_slots: bool = False
+) -> Batch:
     """Lay trajectories end to end.
 
     Args:
         trajectories: B trajectories; an empty response is allowed.
         scores: B outcome rewards.
+        end_slots: put a slot behind every response that stopped (``Batch.end_mask_T``); it holds
+            the stop token again, which nothing reads.
 
     Returns:
         Batch on the CPU.
@@ -166,6 +193,7 @@ def pack_trajectories(trajectories: Sequence[Trajectory], scores: Sequence[float
         )
     tokens: list[int] = []
     mask: list[float] = []
+    end_mask: list[float] = []
     logprobs: list[float] = []
     lengths: list[int] = []
     for trajectory in trajectories:
@@ -175,7 +203,12 @@ def pack_trajectories(trajectories: Sequence[Trajectory], scores: Sequence[float
         mask += [0.0] * prompt_len + [1.0] * response_len
         logprobs += [0.0] * prompt_len
         logprobs += trajectory.logprobs
-        lengths.append(prompt_len + response_len)
+        slots = int(end_slots and trajectory.finish_reason == "stop" and response_len > 0)
+        tokens += trajectory.response_ids[-1:] * slots
+        mask += [0.0] * slots
+        logprobs += [0.0] * slots
+        end_mask += [0.0] * (prompt_len + response_len) + [1.0] * slots
+        lengths.append(prompt_len + response_len + slots)
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
     return Batch(
@@ -188,6 +221,7 @@ def pack_trajectories(trajectories: Sequence[Trajectory], scores: Sequence[float
         truncated_B=torch.tensor([t.finish_reason != "stop" for t in trajectories]),
         weight_version_B=torch.tensor([t.weight_version for t in trajectories]),
         routed_experts_T=_lay_routing(trajectories, lengths),
+        end_mask_T=torch.tensor(end_mask, dtype=torch.float32),
     )
 
 

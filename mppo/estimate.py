@@ -30,7 +30,7 @@ from mppo.algos.rollout_correction import (
     veto_mask,
 )
 from mppo.batch import Batch, Experience, Measured
-from mppo.config.schema import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
+from mppo.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
 from mppo.experience_metrics import experience_metrics
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "estimate",
     "experience_metrics",
     "kl_controller",
-    "needs_critic",
     "needs_greedy_baseline",
     "normalize_scores",
     "reward_kl",
@@ -48,11 +47,6 @@ __all__ = [
 
 WHITENED_BY_DEFAULT = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Estimators whose advantages verl whitens over the batch."""
-
-
-def needs_critic(algorithm: AlgorithmConfig) -> bool:
-    """Whether the estimator reads values: only gae does."""
-    return algorithm.adv_estimator == "gae"
 
 
 def needs_greedy_baseline(algorithm: AlgorithmConfig) -> bool:
@@ -65,28 +59,18 @@ def kl_controller(config: KLControlConfig) -> KLController:
     return KLController(config.type, config.kl_coef, config.target_kl, config.horizon)
 
 
-def reward_kl(
-    measured: Measured, algorithm: AlgorithmConfig, full_kl_T: Tensor | None = None
-) -> Tensor:
-    """Per-token KL between actor and reference, as ``algorithm.kl_penalty`` says: float ``[T]``.
-
-    Args:
-        measured: the measured batch.
-        algorithm: names the KL.
-        full_kl_T: needed for ``kl_penalty: full``.
-    """
+def reward_kl(measured: Measured, algorithm: AlgorithmConfig) -> Tensor:
+    """Per-token KL between actor and reference, as ``algorithm.kl_penalty`` says: float ``[T]``."""
     kl_T = kl_estimate(
-        measured.logprobs_T, measured.ref_logprobs_T, algorithm.kl_penalty, full_kl_T
+        measured.logprobs_T, measured.ref_logprobs_T, algorithm.kl_penalty, measured.full_kl_T
     )
     return torch.where(measured.batch.response_mask_T > 0, kl_T, 0.0)
 
 
-def current_kl(
-    measured: Measured, algorithm: AlgorithmConfig, full_kl_T: Tensor | None = None
-) -> float:
+def current_kl(measured: Measured, algorithm: AlgorithmConfig) -> float:
     """What the KL controller is told: mean over sequences of the mean over tokens (verl)."""
     batch = measured.batch
-    kl_T = reward_kl(measured, algorithm, full_kl_T)
+    kl_T = reward_kl(measured, algorithm)
     kl_B = sequence_mean(kl_T, batch.response_mask_T, batch.cu_seqlens)
     return kl_B.mean().item() if len(kl_B) else 0.0
 
@@ -129,7 +113,6 @@ def estimate(
     kl_coef: float,
     *,
     baseline_scores_B: Tensor | None = None,
-    full_kl_T: Tensor | None = None,
 ) -> Experience:
     """Rewards, advantages, returns and loss weights of a batch.
 
@@ -139,7 +122,6 @@ def estimate(
         kl_coef: coefficient of the KL in the reward now (the controller's).
         baseline_scores_B: float32 ``[B]``, the score of a greedy response to the same prompt;
             needed for ``remax``.
-        full_kl_T: float32 ``[T]``, KL over the vocabulary; needed for ``kl_penalty: full``.
 
     Returns:
         Experience. With ``bypass_mode`` its measured log-probabilities are the engine's.
@@ -151,8 +133,8 @@ def estimate(
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     penalty_T = torch.zeros_like(mask_T)
     if algorithm.use_kl_in_reward:
-        penalty_T = -kl_coef * reward_kl(measured, algorithm, full_kl_T)
-    rewards_T = penalty_T + place_at_last(batch.scores_B, mask_T, cu_seqlens)
+        penalty_T = -kl_coef * reward_kl(measured, algorithm)
+    rewards_T = penalty_T + place_at_last(batch.scores_B, batch.value_mask_T, cu_seqlens)
     advantages_T, returns_T = _advantages(measured, algorithm, rewards_T, baseline_scores_B)
     whiten = algorithm.whiten_advantages
     if whiten is None:
@@ -166,6 +148,9 @@ def estimate(
     weight_T = correction_weights(measured, correction)
     if algorithm.mask_truncated:
         weight_T = weight_T * spread(~batch.truncated_B, cu_seqlens)
+    if algorithm.score_after_end:
+        trained_B = sequence_sum((weight_T != 0).to(mask_T.dtype), cu_seqlens) > 0
+        weight_T = weight_T + batch.end_mask_T * spread(trained_B, cu_seqlens)
     if correction.bypass_mode:
         measured = replace(measured, logprobs_T=batch.rollout_logprobs_T)
     return Experience(measured, rewards_T, advantages_T, returns_T, weight_T)
@@ -181,8 +166,8 @@ def _advantages(
     batch = measured.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     if algorithm.whiten_rewards:
-        rewards_T = masked_whiten(rewards_T, mask_T, shift_mean=False)
-    if needs_critic(algorithm):
+        rewards_T = masked_whiten(rewards_T, batch.value_mask_T, shift_mean=False)
+    if algorithm.uses_critic:
         return _gae_advantages(measured, algorithm, rewards_T)
     if algorithm.adv_estimator == "reinforce_plus_plus":
         returns_T = reward_to_go(rewards_T, mask_T, cu_seqlens, algorithm.gamma)
@@ -211,11 +196,11 @@ def _gae_advantages(
 ) -> tuple[Tensor, Tensor]:
     """GAE, with its own lambda for the value's target where one is asked for."""
     batch = measured.batch
-    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    mask_T, cu_seqlens = batch.value_mask_T, batch.cu_seqlens
     values_T = torch.where(mask_T > 0, measured.values_T, 0.0)
     lam: float | Tensor = algorithm.lam
     if algorithm.lam_length_adaptive_alpha is not None:
-        length_B = sequence_sum(mask_T, cu_seqlens)
+        length_B = sequence_sum(batch.response_mask_T, cu_seqlens)
         lam = length_adaptive_lambda(length_B, algorithm.lam_length_adaptive_alpha)
     advantages_T = gae(rewards_T, values_T, mask_T, cu_seqlens, algorithm.gamma, lam)
     value_advantages_T = advantages_T
@@ -223,7 +208,10 @@ def _gae_advantages(
         value_advantages_T = gae(
             rewards_T, values_T, mask_T, cu_seqlens, algorithm.gamma, algorithm.lam_value
         )
-    return advantages_T, value_advantages_T + values_T
+    returns_T = value_advantages_T + values_T
+    if algorithm.score_after_end:
+        advantages_T = advantages_T * batch.response_mask_T
+    return advantages_T, returns_T
 
 
 def correction_weights(measured: Measured, correction: RolloutCorrectionConfig) -> Tensor:

@@ -37,7 +37,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
         "critic/score": batch.scores_B,
         "critic/rewards": reward_B,
         "response_length": length_B,
-        "prompt_length": batch.lengths_B - length_B,
+        "prompt_length": batch.lengths_B - sequence_sum(batch.value_mask_T, cu_seqlens),
     }
     per_token = {
         "critic/advantages": experience.advantages_T[inside_T],
@@ -49,8 +49,11 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     metrics["critic/vf_explained_var"] = explained_variance(
         measured.values_T, experience.returns_T, mask_T
     )
+    present_B = length_B > 0
     metrics["response_length/clip_ratio"] = _mean(batch.truncated_B)
-    metrics["response/aborted_ratio"] = _mean(length_B == 0)
+    metrics |= _mean_max_min("response_length_non_aborted", length_B[present_B])
+    metrics["response_length_non_aborted/clip_ratio"] = _mean(batch.truncated_B[present_B])
+    metrics["response/aborted_ratio"] = _mean(~present_B)
     metrics |= mismatch_metrics(measured.logprobs_T, batch.rollout_logprobs_T, mask_T, cu_seqlens)
     metrics |= weight_metrics(experience.loss_weight_T, mask_T)
     kl_T = torch.where(inside_T, measured.logprobs_T - measured.ref_logprobs_T, 0.0)
@@ -61,7 +64,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     metrics["objective/non_score_reward"] = _mean(non_score_B)
     metrics["objective/scores"] = _mean(batch.scores_B)
     metrics["objective/rlhf_reward"] = _mean(batch.scores_B + non_score_B)
-    metrics["val/num_eos_tokens"] = float((~batch.truncated_B & (length_B > 0)).sum())
+    metrics["val/num_eos_tokens"] = float((~batch.truncated_B & present_B).sum())
     return metrics
 
 

@@ -7,19 +7,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import psutil
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mppo.algos.kl_controller import KLController
+from mppo.algos.masked import sequence_sum
 from mppo.algos.reward_normalization import RunningMoments
 from mppo.batch import Batch, Experience, Measured, Prompt, Trajectory, pack_trajectories
 from mppo.checkpoint.checkpointer import Checkpointer
-from mppo.config.schema import Recipe, SamplingConfig
+from mppo.config.schema import DataConfig, Recipe, SamplingConfig
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet
 from mppo.estimate import current_kl, estimate, needs_greedy_baseline, normalize_scores
 from mppo.experience_metrics import experience_metrics
 from mppo.parallel import device
+from mppo.parallel.balance import balance_metrics
 from mppo.parallel.phase import phase
 from mppo.replay import MODELS, Case, keep_case
 from mppo.report.redact import redact
@@ -28,9 +32,32 @@ from mppo.rewards.early import EarlyScores
 from mppo.rewards.scorer import Scorer
 from mppo.roles import NonFiniteGradient, Roles
 from mppo.rollout.engine import Finished, RolloutEngine, WeightSource
-from mppo.selection import resample
+from mppo.selection import (
+    concatenate_batches,
+    first_groups,
+    informative_sequences,
+    resample,
+    select_batch,
+)
 
 GREEDY = SamplingConfig(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What an iteration learns from.
+
+    Args:
+        trajectories: of all sequences.
+        scored: the same with their scores, as one batch.
+        baseline_B: score of a greedy response to each sequence's prompt; empty unless asked for.
+        metrics: of the collection.
+    """
+
+    trajectories: list[Trajectory]
+    scored: Batch
+    baseline_B: Tensor
+    metrics: dict[str, float]
 
 
 @dataclass
@@ -83,16 +110,10 @@ def train(run: Run) -> None:
 def iterate(run: Run, step: int) -> dict[str, float]:
     """One iteration; its metrics."""
     algorithm, actor_frozen = run.recipe.algorithm, step <= run.recipe.trainer.critic_warmup
-    prompts, early = next(run.prompts), EarlyScores(run.scorer)
-    with run.stage("gen", step):
-        trajectories = generate(run, prompts, run.recipe.rollout, step, early.take)
-        greedy = generate(run, prompts, GREEDY, step) if needs_greedy_baseline(algorithm) else []
-        run.engine.sleep()
-    with run.stage("reward", step):
-        scored = pack_trajectories(trajectories, early.finish(trajectories))
-        run.moments.merge(scored.scores_B)
-        batch = normalize_scores(scored, algorithm, run.moments)
-        baseline_B = torch.tensor(run.scorer.score(greedy)).repeat_interleave(run.recipe.rollout.n)
+    collected = collect(run, step)
+    scored, baseline_B = collected.scored, collected.baseline_B
+    run.moments.merge(scored.scores_B)
+    batch = normalize_scores(scored, algorithm, run.moments)
     with run.stage("measure", step):
         measured = run.roles.measure(batch)
     with run.stage("adv", step):
@@ -102,13 +123,59 @@ def iterate(run: Run, step: int) -> dict[str, float]:
         update_metrics = run.roles.update(experience, step, actor_frozen)
     with run.stage("update_weights", step):
         sync(run, version=step)
-    show_samples(run, step, trajectories, scored)
+    show_samples(run, step, collected.trajectories, scored)
     kl = current_kl(measured, algorithm)
-    metrics = experience_metrics(experience) | update_metrics
+    metrics = collected.metrics | experience_metrics(experience) | update_metrics
     metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": run.kl.coef}
     metrics |= {"critic/raw_score/mean": scored.scores_B.mean().item()}
+    metrics |= {"prompt_length/clip_ratio": longest_prompts(batch, run.recipe.data)}
+    if run.recipe.actor.use_kl_loss:
+        metrics["actor/kl_coef"] = run.recipe.actor.kl_loss_coef
     run.kl.update(kl, batch.num_sequences)
     return metrics | mismatch(measured) | performance(run, batch, step)
+
+
+def collect(run: Run, step: int) -> Collected:
+    """Scored responses to a batch of prompts.
+
+    With ``algorithm.filter_groups``, generation goes on until as many groups as the batch has
+    prompts differ in score, or its maximum is reached (DAPO's dynamic sampling).
+    """
+    algorithm, size = run.recipe.algorithm, run.recipe.data.train_batch_size
+    dynamic = algorithm.filter_groups
+    left = dynamic.max_num_gen_batches if dynamic.enable else 1
+    trajectories: list[Trajectory] = []
+    greedy: list[Trajectory] = []
+    batches: list[Batch] = []
+    informative = 0
+    while left and informative < size:
+        left -= 1
+        prompts, early = next(run.prompts), EarlyScores(run.scorer)
+        with run.stage("gen", step):
+            found = generate(run, prompts, run.recipe.rollout, step, early.take)
+            if needs_greedy_baseline(algorithm):
+                greedy = generate(run, prompts, GREEDY, step)
+            if not left:
+                run.engine.sleep()
+        with run.stage("reward", step):
+            trajectories += found
+            scores = early.finish(found)
+            batches.append(pack_trajectories(found, scores, algorithm.score_after_end))
+            baseline_B = torch.tensor(run.scorer.score(greedy))
+        groups = informative_sequences(batches[-1].scores_B, batches[-1].group_B)
+        informative += len(groups) // run.recipe.rollout.n
+    scored, n = concatenate_batches(batches), run.recipe.rollout.n
+    if not dynamic.enable:
+        return Collected(trajectories, scored, baseline_B.repeat_interleave(n), {})
+    if left:
+        run.engine.sleep()
+    chosen = first_groups(scored.scores_B, scored.group_B, size)
+    metrics = {
+        "train/num_gen_batches": float(len(batches)),
+        "train/informative_groups": informative / (len(batches) * size),
+    }
+    kept = [trajectories[i] for i in chosen.tolist()]
+    return Collected(kept, select_batch(scored, chosen), baseline_B, metrics)
 
 
 @contextmanager
@@ -191,24 +258,37 @@ def mismatch(measured: Measured) -> dict[str, float]:
     }
 
 
+def longest_prompts(batch: Batch, data: DataConfig) -> float:
+    """Share of the prompts that have ``data.max_prompt_length`` tokens."""
+    prompt_B = batch.lengths_B - sequence_sum(batch.value_mask_T, batch.cu_seqlens)
+    return (prompt_B >= data.max_prompt_length).float().mean().item()
+
+
 def performance(run: Run, batch: Batch, step: int) -> dict[str, float]:
     """Seconds by stage, tokens per second, memory."""
     seconds = sum(run.seconds.values())
-    tokens = len(batch.tokens_T)
+    tokens, lengths = len(batch.tokens_T), batch.lengths_B.tolist()
     responses = max(float(batch.response_mask_T.sum()), 1.0)
     per_token = {"gen": responses}
-    metrics = {f"timing_s/{name}": value for name, value in run.seconds.items()}
+    timed = run.seconds | run.roles.seconds
+    metrics = {f"timing_s/{name}": value for name, value in timed.items()}
     metrics |= {
         f"timing_per_token_ms/{name}": 1e3 * value / per_token.get(name, tokens)
-        for name, value in run.seconds.items()
+        for name, value in timed.items()
     }
+    metrics |= balance_metrics(lengths, run.roles.actor.layout.dp)
     return metrics | {
+        "episode": float(step * batch.num_sequences),
+        "eps": batch.num_sequences / seconds,
+        "lr": run.roles.actor.optimizer.learning_rate,
         "timing_s/step": seconds,
         "perf/total_num_tokens": float(tokens),
         "perf/time_per_step": seconds,
         "perf/throughput": tokens / seconds / torch.distributed.get_world_size(),
         "perf/tokens_per_second": tokens / seconds,
         "perf/max_memory_allocated_gb": device.peak_memory_bytes() / 2**30,
+        "perf/max_memory_reserved_gb": device.peak_reserved_bytes() / 2**30,
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
         "training/global_step": float(step),
         "training/epoch": run.prompts.epoch,
         "training/skipped_steps": float(run.roles.skipped_steps),

@@ -167,7 +167,7 @@ def value_targets(
         return select_sequences(x_T, full_cu_seqlens, indices).float()
 
     cu_seqlens = select_cu_seqlens(full_cu_seqlens, indices)
-    mask_T = cut(measured.batch.response_mask_T) * (cut(experience.loss_weight_T) != 0)
+    mask_T = cut(measured.batch.value_mask_T) * (cut(experience.loss_weight_T) != 0)
     scale = _longest_response(experience)
     return ValueTargets(
         cu_seqlens=cu_seqlens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import torch
 
 from mppo.batch import Batch, Experience, Measured
 from mppo.config.schema import Recipe
-from mppo.estimate import needs_critic
 from mppo.models.configuration import DTYPES, layout_of
 from mppo.models.optimizer import StepResult
-from mppo.models.role import Role, RoleSpec, step_together
+from mppo.models.role import Role, step_together
+from mppo.models.role_spec import PLAIN, Extras, Outputs, RoleSpec
 from mppo.objective import (
     policy_objective,
     policy_targets,
@@ -31,6 +31,7 @@ from mppo.parallel import device
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.phase import phase
 from mppo.parallel.schedule import Action, joint_rounds, measure_schedule, update_schedule
+from mppo.plain_text import PlainText
 
 
 class NonFiniteGradient(RuntimeError):
@@ -71,12 +72,16 @@ class Learner:
         mini_batches: sequence indices of each of its steps.
         targets_of: what a mini-batch is trained towards.
         objective: loss and statistics from outputs and targets.
+        extras: what its passes are given besides tokens.
+        text: documents that ride along with every mini-batch.
     """
 
     role: Role
     mini_batches: list[list[int]]
     targets_of: Callable[[tuple[int, ...]], Any]
     objective: Callable[..., Any]
+    extras: Extras = PLAIN
+    text: PlainText | None = None
     learning_rate: float = 0.0
     seconds: float = 0.0
     stats: list[dict[str, float]] = field(default_factory=list)
@@ -91,7 +96,12 @@ class Learner:
         def micro_objective(outputs, indices):
             return self.objective(outputs, select(targets, [place[i] for i in indices]))
 
-        self.stats.append(self.role.forward_backward(batch, action.microbatches, micro_objective))
+        plan, extras, whole_objective = action.microbatches, self.extras, micro_objective
+        if self.text is not None:
+            extras = replace(extras, text_from=batch.num_sequences)
+            shape = self.role.shape(measuring=False)
+            batch, plan, whole_objective = self.text.join(batch, plan, shape, micro_objective)
+        self.stats.append(self.role.forward_backward(batch, plan, whole_objective, extras))
         device.synchronize()
         self.seconds += time.perf_counter() - start
 
@@ -106,14 +116,12 @@ class Learner:
         return update_metrics(self.stats) | {
             f"{name}/grad_norm": sum(self.norms) / len(self.norms),
             f"{name}/lr": self.learning_rate,
-            f"timing_s/update_{name}": self.seconds,
             **self.role.routing_metrics(),
         }
 
 
-def needs_reference(recipe: Recipe) -> bool:
-    """Whether any term of the recipe compares with a reference policy."""
-    return recipe.algorithm.use_kl_in_reward or recipe.actor.use_kl_loss
+MEASURED = {"actor": "old_log_prob", "ref": "ref", "critic": "values"}
+"""verl's name for what each role's measuring pass yields, under which it is timed."""
 
 
 class Roles:
@@ -126,12 +134,22 @@ class Roles:
         load_config: reads the config of such a folder.
         registry: process groups by layout.
         total_steps: PPO steps of the run, for the learning-rate schedules.
+        text: documents for the unsupervised loss, where the recipe asks for it.
+
+    ``seconds`` says how long each role's last measuring pass and update took.
     """
 
     def __init__(
-        self, recipe: Recipe, folder: Path, load_config, registry: GroupRegistry, total_steps: int
+        self,
+        recipe: Recipe,
+        folder: Path,
+        load_config,
+        registry: GroupRegistry,
+        total_steps: int,
+        text: PlainText | None = None,
     ) -> None:
         self.recipe = recipe
+        self.text = text
         world = torch.distributed.get_world_size()
         dtype = DTYPES[recipe.model.dtype]
         # greedy sampling has no distribution of its own; the model's is meant
@@ -150,6 +168,7 @@ class Roles:
                 optim=optim,
                 total_steps=total_steps,
                 router_replay=getattr(section, "router_replay", "off"),
+                ema_decay=getattr(section, "ema_decay", None),
             )
             with phase(f"building {name}"):
                 return Role(spec, load_config(where), registry.of(layout_of(megatron, world)))
@@ -157,16 +176,19 @@ class Roles:
         actor, critic, ref = recipe.actor, recipe.critic, recipe.ref
         self.actor = build("actor", "policy", actor, None, actor.megatron, actor.optim)
         self.critic: Role | None = None
-        if needs_critic(recipe.algorithm):
+        if recipe.algorithm.uses_critic:
             self.critic = build(
                 "critic", "value", critic, critic.path, critic.megatron, critic.optim
             )
         self.ref: Role | None = None
-        if needs_reference(recipe):
+        if recipe.uses_reference:
             batching = ref.batching(actor)
             self.ref = build(
                 "ref", "policy", batching, ref.path, ref.megatron or actor.megatron, None
             )
+            if recipe.measures_full_kl:
+                self.actor.compare_with(self.ref, recipe.rollout.sync_bucket_mb << 20)
+        self.seconds: dict[str, float] = {}
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
 
@@ -176,32 +198,48 @@ class Roles:
         roles = (self.actor, self.critic)
         return {role.name: role for role in roles if role is not None}
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides models and optimizers."""
-        return {"skipped_steps": self.skipped_steps, "in_a_row": self._skipped_in_a_row}
+        return {
+            "skipped_steps": self.skipped_steps,
+            "in_a_row": self._skipped_in_a_row,
+            "text": None if self.text is None else self.text.state_dict(),
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
+        if self.text is not None and state.get("text"):
+            self.text.load_state_dict(state["text"])
         self.skipped_steps = int(state["skipped_steps"])
         self._skipped_in_a_row = int(state["in_a_row"])
 
     def measure(self, batch: Batch) -> Measured:
         """What actor, reference and critic say of the batch, before any update."""
-        roles = [role for role in (self.actor, self.ref, self.critic) if role is not None]
+        roles = [role for role in (self.ref, self.actor, self.critic) if role is not None]
         actions = measure_schedule(
             batch.lengths_B.tolist(), [role.shape(measuring=True) for role in roles]
         )
-        outputs = {}
+        outputs: dict[str, Outputs] = {}
+        ref_hidden_T = None
         for role, action in zip(roles, actions):
+            plan, start = action.microbatches, time.perf_counter()
             with phase(f"measuring with {role.name}"):
-                outputs[role.name] = role.measure(batch, action.microbatches)
-        logprobs_T, entropy_T = outputs["actor"]
+                if role is self.ref and self.recipe.measures_full_kl:
+                    outputs["ref"], ref_hidden_T = role.measure_states(batch, plan)
+                elif role is self.actor:
+                    outputs["actor"] = role.measure(batch, plan, Extras(ref_hidden_T))
+                else:
+                    outputs[role.name] = role.measure(batch, plan)
+            self.seconds[MEASURED[role.name]] = time.perf_counter() - start
+        logprobs_T, entropy_T, *full_kl_T = outputs["actor"]
         return Measured(
             batch=batch,
             logprobs_T=logprobs_T,
             entropy_T=entropy_T,
             ref_logprobs_T=outputs["ref"][0] if self.ref else logprobs_T,
             values_T=outputs["critic"][0] if self.critic else torch.zeros_like(logprobs_T),
+            full_kl_T=full_kl_T[0] if full_kl_T else None,
+            ref_hidden_T=ref_hidden_T if self.recipe.actor.learns_full_kl else None,
         )
 
     def update(self, experience: Experience, step: int, actor_frozen: bool) -> dict[str, float]:
@@ -228,6 +266,8 @@ class Roles:
             stepping = [a.role for a in actions if a.kind == "optimizer_step"]
             with phase(f"stepping {' and '.join(stepping)}", step):
                 self._step([by_name[name] for name in stepping], actions[0].mini_batch, step)
+        for learner in learners:
+            self.seconds[f"update_{learner.role.name}"] = learner.seconds
         return {name: value for learner in learners for name, value in learner.metrics().items()}
 
     def learners(self, experience: Experience, step: int, actor_frozen: bool) -> list[Learner]:
@@ -246,12 +286,16 @@ class Roles:
         )
 
     def _actor_learner(self, experience: Experience, step: int) -> Learner:
-        section = self.recipe.actor
+        section, extras = self.recipe.actor, PLAIN
+        if section.learns_full_kl:
+            extras = Extras(experience.measured.ref_hidden_T)
         return Learner(
             self.actor,
             self._mini_batches(experience, section.ppo_mini_batch_size, section, step),
             partial(policy_targets, experience, actor=section, seed=step),
-            lambda outputs, targets: policy_objective(*outputs, targets, section),
+            lambda outputs, targets: policy_objective(*outputs[:2], targets, section, *outputs[2:]),
+            extras,
+            self.text,
         )
 
     def _mini_batches(

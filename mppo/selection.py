@@ -12,7 +12,7 @@ from torch import Tensor
 from mppo.algos import pf_ppo
 from mppo.algos.packing import select_cu_seqlens, select_sequences
 from mppo.batch import Batch, Experience, Measured
-from mppo.config.schema import AlgorithmConfig
+from mppo.config.algorithm import AlgorithmConfig
 
 Indices = Sequence[int] | Tensor
 Holder = TypeVar("Holder", Batch, Measured, Experience)
@@ -86,6 +86,26 @@ def resample(experience: Experience, algorithm: AlgorithmConfig, seed: int) -> E
     scores_B = experience.measured.batch.scores_B
     weight_B = pf_ppo.resampling_weights(scores_B, config.reweight_method, config.weight_pow)
     return select_experience(experience, pf_ppo.resample(weight_B, seed))
+
+
+def first_groups(scores_B: Tensor, group_B: Tensor, count: int) -> Tensor:
+    """Sequences of ``count`` groups: those whose scores differ, in order, then others to fill up.
+
+    Args:
+        scores_B: float ``[B]``.
+        group_B: int64 ``[B]``; a group's sequences lie side by side, and there are ``count`` groups
+            at least.
+        count: groups wanted.
+
+    Returns:
+        int64 indices, ascending.
+    """
+    informative_B = torch.zeros(len(group_B), dtype=torch.bool)
+    informative_B[informative_sequences(scores_B, group_B)] = True
+    groups, sizes = torch.unique_consecutive(group_B, return_counts=True)
+    informative_G = informative_B[sizes.cumsum(0) - sizes]
+    preferred = torch.argsort(informative_G.int(), descending=True, stable=True)[:count]
+    return torch.isin(group_B, groups[preferred]).nonzero().squeeze(1)
 
 
 def informative_sequences(scores_B: Tensor, group_B: Tensor) -> Tensor:

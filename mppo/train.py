@@ -111,7 +111,10 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
             train(run)
             if trainer.export_hf and not run.checkpoints.stopped_early:
                 with phase("export"):
-                    run.roles.actor.save(run.reporter.run_dir / "actor")
+                    actor, folder = run.roles.actor, run.reporter.run_dir
+                    actor.save(folder / "actor")
+                    if actor.average is not None:
+                        actor.save_average(folder / "actor_ema")
         finally:
             run.engine.stop()
             run.reporter.close()
@@ -168,7 +171,8 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
             started,
             on_step=partial(_show_warm_start, reporter, trainer.warm_start_steps),
         )
-    roles = Roles(recipe, folder, read_config, registry, total_steps)
+    text = _plain_text(recipe, tokenizer) if recipe.actor.ptx_coef else None
+    roles = Roles(recipe, folder, read_config, registry, total_steps, text)
     with phase("starting the rollout engine"):
         engine = build_engine(recipe, folder, read_config(folder), run_dir)
     kl, moments = kl_controller(recipe.algorithm.kl_ctrl), RunningMoments()
@@ -189,6 +193,18 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
         reporter=reporter,
         total_steps=total_steps,
     )
+
+
+def _plain_text(recipe: Recipe, tokenizer):
+    """The documents of ``data.ptx_files``."""
+    from mppo.data.documents import load_documents
+    from mppo.plain_text import PlainText
+
+    data, actor = recipe.data, recipe.actor
+    size = data.ptx_batch_size or actor.ppo_mini_batch_size * recipe.rollout.n
+    with phase("loading plain text"):
+        documents = load_documents(data, tokenizer)
+    return PlainText(PromptLoader(documents, size, data.shuffle, data.seed), actor.ptx_coef)
 
 
 def _show_left_out(reporter, training: PromptSet, validation: PromptSet) -> None:

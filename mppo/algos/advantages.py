@@ -55,13 +55,16 @@ def _run_breaks(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor | None:
         Sorted int64 indices t: the mask changes after t, or a sequence ends with it. None where
         some sequence's masked tokens have a gap.
     """
-    changes = [
-        (mask_T[i + 1 : i + 1 + _PIECE] != mask_T[i : i + _PIECE][: len(mask_T) - 1 - i])
-        .nonzero()
-        .squeeze(1)
-        .add_(i)
-        for i in range(0, len(mask_T) - 1, _PIECE)
-    ]
+    changes = []
+    changed = torch.zeros(_PIECE, dtype=torch.bool, device=mask_T.device)
+    for start in range(0, len(mask_T) - 1, _PIECE):
+        after = mask_T[start + 1 : start + 1 + _PIECE]
+        torch.ne(after, mask_T[start : start + len(after)], out=changed[: len(after)])
+        changed[len(after) :] = False
+        # most words of eight are without a change
+        words = changed.view(torch.int64).nonzero().squeeze(1)
+        row, column = changed.view(-1, 8)[words].nonzero(as_tuple=True)
+        changes.append(words[row] * 8 + column + start)
     last = cu_seqlens[1:] - 1
     breaks = torch.unique(torch.cat([*changes, last[last >= 0]]))
     run_ends = breaks[mask_T[breaks] > 0]
@@ -91,7 +94,7 @@ def _gae_of_runs(
         piece.mul_(mask_T[start:stop])
 
     advantages_T = torch.empty_like(values_T)
-    uniform_reverse_scan(len(values_T), delta, gamma * lam, breaks, advantages_T)
+    uniform_reverse_scan(delta, gamma * lam, breaks, advantages_T)
     return advantages_T
 
 

@@ -6,8 +6,13 @@ Every function is defined, and finite, when no token is masked in.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+_PIECE = 1 << 18
+"""Tokens that stay in a core's cache; sums over pieces are taken in float64."""
 
 
 def masked_sum(x_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -61,18 +66,22 @@ def masked_whiten(
     Source: verl ``masked_whiten``; TRL ``masked_whiten``.
     """
     mask_T = mask_T.to(x_T.dtype)
-    count = mask_T.sum()
-    mean = (_dot(x_T, mask_T) / count.clamp(min=1.0)).to(x_T.dtype)
-    whitened_T = torch.sub(x_T, mean, out=out).mul_(mask_T)
-    var = _dot(whitened_T, whitened_T) / (count - (1.0 if unbiased else 0.0)).clamp(min=1.0)
-    whitened_T.mul_(torch.where(count >= 2, torch.rsqrt(var + eps), 1.0).to(x_T.dtype))
-    return whitened_T if shift_mean else whitened_T.add_(mean * mask_T)
-
-
-def _dot(x_T: Tensor, y_T: Tensor) -> Tensor:
-    """Inner product, in float64 over pieces short enough for float32: scalar float64."""
-    pieces = zip(x_T.split(1 << 16), y_T.split(1 << 16))
-    return torch.stack([torch.dot(x, y).double() for x, y in pieces]).sum()
+    whitened_T = torch.empty_like(x_T) if out is None else out
+    pieces = list(zip(*(tensor.split(_PIECE) for tensor in (x_T, mask_T, whitened_T))))
+    count = sum(float(mask.sum()) for _, mask, _ in pieces)
+    mean = sum(float(torch.dot(x, mask)) for x, mask, _ in pieces) / max(count, 1.0)
+    squares, scratch = 0.0, x_T.new_empty(min(len(x_T), _PIECE))
+    for x, mask, _ in pieces:
+        centered = torch.sub(x, mean, out=scratch[: len(x)]).mul_(mask)
+        squares += float(torch.dot(centered, centered))
+    var = squares / max(count - (1.0 if unbiased else 0.0), 1.0)
+    scale = 1.0 / math.sqrt(var + eps) if count >= 2 else 1.0
+    for x, mask, whitened in pieces:
+        torch.sub(x, mean, out=whitened).mul_(scale)
+        if not shift_mean:
+            whitened.add_(mean)
+        whitened.mul_(mask)
+    return whitened_T
 
 
 def sequence_sum(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:

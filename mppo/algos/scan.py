@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 _BLOCK = 32
-_PIECE = 1 << 21
+_PIECE = 1 << 18
+"""Elements that stay in a core's cache."""
 
 
 def reverse_scan(x_N: Tensor, decay_N: Tensor) -> Tensor:
@@ -47,65 +48,58 @@ def _scan_blocks_(y: Tensor, g: Tensor) -> None:
 
 
 def uniform_reverse_scan(
-    n: int, x_of: Callable[[int, int, Tensor], None], decay: float, breaks: Tensor, out_N: Tensor
+    x_of: Callable[[int, int, Tensor], None], decay: float, breaks: Tensor, out_N: Tensor
 ) -> None:
     """``y_i = x_i + decay y_{i+1}``, where nothing crosses a break.
 
-    As :func:`reverse_scan` with one decay, for long segments. The input is made piece by piece and
-    never stands whole in memory. A piece is rows of 32; the rows' first elements are one
-    matrix-vector product, scanned as above they are the rows' carries, and with the carries added
-    to the rows' last elements one matrix product gives all elements. The few rows that hold a
-    break are scanned apart.
+    As :func:`reverse_scan` with one decay, for long segments. The elements are rows of 32; the
+    rows' first elements are a matrix-vector product, scanned as above they are the rows' carries,
+    and with the carries added to the rows' last elements a matrix product gives all elements. The
+    few rows that hold a break are scanned apart. Both passes go piece by piece, so that what a
+    piece needs stays in the cache, and need no buffer beside the output.
 
     Args:
-        n: number of elements.
         x_of: ``x_of(start, stop, piece)`` writes elements start to stop into ``piece``.
         decay: the same for all.
-        breaks: int64, sorted: indices i where ``y_i = x_i``; the last one is ``n - 1``.
-        out_N: float ``[n]``, written.
+        breaks: int64, sorted: indices i where ``y_i = x_i``; the last one is the last index.
+        out_N: float ``[N]``, written.
     """
-    powers = decay ** torch.arange(_BLOCK + 1, dtype=torch.float64)
-    lag = torch.arange(_BLOCK)[:, None] - torch.arange(_BLOCK)[None, :]
-    matrix = torch.where(lag >= 0, powers[lag.clamp(min=0)], 0.0).to(out_N)
-    edges = torch.arange(0, n + _PIECE, _PIECE).clamp(max=n)
-    bounds = torch.searchsorted(breaks, edges).tolist()
-    scratch = out_N.new_zeros(min(n + -n % _BLOCK, _PIECE))
-    carry = out_N.new_zeros(1)
-    for piece in reversed(range(len(edges) - 1)):
-        start, stop = piece * _PIECE, min((piece + 1) * _PIECE, n)
-        x = scratch[: stop - start + (start - stop) % _BLOCK]
-        x_of(start, stop, x[: stop - start])
-        x[stop - start :] = 0.0
-        here = breaks[bounds[piece] : bounds[piece + 1]] - start
-        carry = _scan_piece(x.view(-1, _BLOCK), matrix, here, carry, out_N[start:stop])
-
-
-def _scan_piece(x: Tensor, matrix: Tensor, breaks: Tensor, carry: Tensor, out: Tensor) -> Tensor:
-    """Scan one piece into ``out``; returns its first element, the carry of the piece before it.
-
-    Args:
-        x: rows ``[r, 32]``, overwritten; zeros beyond ``len(out)``.
-        matrix: ``[32, 32]``, powers of the decay.
-        breaks: int64, within the piece.
-        carry: ``[1]``, the element after the piece.
-        out: float, as many as the piece has.
-    """
-    decay, row_decay = matrix[1, 0], matrix[-1, 0] * matrix[1, 0]
-    rows, row_of = torch.unique(breaks // _BLOCK, return_inverse=True)
-    broken = x[rows]
-    broken_decay = decay.expand_as(broken).clone()
-    broken_decay[row_of, breaks % _BLOCK] = 0.0
+    n = len(out_N)
+    powers = (decay ** torch.arange(_BLOCK + 1, dtype=torch.float64)).to(out_N)
+    rows = out_N[: n - n % _BLOCK].view(-1, _BLOCK)
+    tail = out_N.new_zeros(1, _BLOCK)
+    first = out_N.new_empty(len(rows))
+    for start in range(0, n, _PIECE):
+        piece = out_N[start : start + _PIECE]
+        x_of(start, start + len(piece), piece)
+        here = slice(start // _BLOCK, (start + _PIECE) // _BLOCK)
+        torch.mv(rows[here], powers[:-1], out=first[here])
+    if n % _BLOCK:
+        tail[0, : n % _BLOCK] = out_N[len(rows) * _BLOCK :]
+        first = torch.cat([first, tail @ powers[:-1]])
+    row_B, which = torch.unique(breaks // _BLOCK, return_inverse=True)
+    broken = torch.cat([rows[row_B[row_B < len(rows)]], tail])[: len(row_B)]
+    broken_decay = powers[1].expand_as(broken).clone()
+    broken_decay[which, breaks % _BLOCK] = 0.0
     _scan_blocks_(broken, broken_decay)
-    first = torch.mv(x, matrix[:, 0])
-    first_decay = row_decay.expand(len(first)).clone()
-    first[rows], first_decay[rows] = broken[:, 0], broken_decay[:, 0]
-    first = reverse_scan(torch.cat([first, carry]), torch.cat([first_decay, carry * 0]))
-    x[:, -1].add_(first[1:] * decay)
-    if len(out) == x.numel():
-        y = torch.mm(x, matrix, out=out.view(-1, _BLOCK))
-        y[rows] = broken + broken_decay * first[1:][rows].unsqueeze(1)
-    else:
-        y = torch.mm(x, matrix)
-        y[rows] = broken + broken_decay * first[1:][rows].unsqueeze(1)
-        out.copy_(y.view(-1)[: len(out)])
-    return first[:1]
+    first_decay = powers[-1].expand_as(first).clone()
+    first[row_B], first_decay[row_B] = broken[:, 0], broken_decay[:, 0]
+    carry = torch.cat([reverse_scan(first, first_decay)[1:], first.new_zeros(1)])
+    _scan_rows_(rows, powers, carry)
+    broken += broken_decay * carry[row_B].unsqueeze(1)
+    if n % _BLOCK:
+        out_N[len(rows) * _BLOCK :] = broken[-1, : n % _BLOCK]
+        row_B, broken = row_B[:-1], broken[:-1]
+    rows[row_B] = broken
+
+
+def _scan_rows_(rows: Tensor, powers: Tensor, carry: Tensor) -> None:
+    """Scan unbroken rows in place, each with the element after it (``carry``, one for a row)."""
+    lag = torch.arange(_BLOCK)[:, None] - torch.arange(_BLOCK)[None, :]
+    matrix = torch.where(lag >= 0, powers[lag.clamp(min=0)], 0.0)
+    scratch = rows.new_empty(_PIECE // _BLOCK, _BLOCK)
+    for start in range(0, len(rows), len(scratch)):
+        piece = rows[start : start + len(scratch)]
+        x = scratch[: len(piece)].copy_(piece)
+        x[:, -1].add_(carry[start : start + len(piece)], alpha=float(powers[1]))
+        torch.mm(x, matrix, out=piece)

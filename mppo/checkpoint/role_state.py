@@ -2,7 +2,8 @@
 
 Every tensor is named and placed as the model's parameters are: ``<key>`` holds the weights,
 ``optimizer.state.<kind>.<key>`` the optimizer's moments (``exp_avg``, ``exp_avg_sq``) and, where
-the weights are not float32, its float32 copy of them (``param``). A rank of a distributed optimizer
+the weights are not float32, its float32 copy of them (``param``); ``average.<key>`` the moving
+average of the weights, where one is kept. A rank of a distributed optimizer
 owns a flat range of some parameters; the range is written as the rectangles it is made of, without
 any exchange, and read into place the same way. So a checkpoint can be taken up under any layout and
 with any optimizer sharding.
@@ -73,7 +74,27 @@ def sharded_state(role: Role) -> dict[str, Any]:
             for share in _shares(part):
                 pieces += _pieces(share, entries[id(share.parameter)], part.optimizer.state)
         state["optimizer"] = dict(enumerate(pieces))
+    if role.average is not None:
+        state["average"] = _averages(model, role.average.of_parameters())
     return state
+
+
+def _averages(model: dict[str, Any], averages: dict[int, Tensor]) -> dict[str, dict[str, Any]]:
+    """The entries of the parameters, holding their moving averages under a name of their own."""
+    return {
+        chunk: {
+            name: _with_average(entry, averages[id(entry.data)])
+            for name, entry in entries.items()
+            if _is_sharded(entry) and id(entry.data) in averages
+        }
+        for chunk, entries in model.items()
+    }
+
+
+def _with_average(entry, average: Tensor):
+    if isinstance(entry, ShardedTensor):
+        return replace(entry, key=f"average.{entry.key}", data=average, dtype=average.dtype)
+    return replace(entry, key=f"average.{entry.key}", data=average)
 
 
 def optimizer_parts(role: Role) -> list:
@@ -172,10 +193,13 @@ def load_role(role: Role, folder: str, counters: dict[str, int]) -> None:
         ValueError: the checkpoint lacks tensors of this role.
     """
     with role.groups.active(), torch.no_grad():
+        state = sharded_state(role)
+        averages = {
+            chunk: {name: entry.data for name, entry in entries.items()}
+            for chunk, entries in state.get("average", {}).items()
+        }
         # Megatron's names: "missing" was not asked for, "unexpected" is not in the checkpoint
-        loaded, _, absent = dist_checkpointing.load(
-            sharded_state(role), folder, strict=StrictHandling.RETURN_ALL
-        )
+        loaded, _, absent = dist_checkpointing.load(state, folder, strict=StrictHandling.RETURN_ALL)
         absent = sorted(key for key in absent if not key.endswith("_extra_state"))
         if absent:
             raise ValueError(
@@ -183,6 +207,9 @@ def load_role(role: Role, folder: str, counters: dict[str, int]) -> None:
             )
         for i, stage in enumerate(role.stages):
             _load_stage(stage, loaded["model"][f"chunk{i}"], folder)
+        for chunk, entries in averages.items():
+            for name, average in entries.items():
+                average.copy_(loaded["average"][chunk][name])
         if role.optimizer is not None:
             for part in optimizer_parts(role):
                 for group in part.optimizer.param_groups:

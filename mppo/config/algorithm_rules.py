@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mppo.config.algorithm import FilterGroupsConfig
 from mppo.config.errors import Fault
 from mppo.config.rule import Case, rule
 from mppo.config.schema import SEQUENCE_LOSSES
@@ -30,18 +31,6 @@ def veto_is_a_small_ratio(case: Case) -> Iterator[Fault]:
         key = "algorithm.rollout_correction.rollout_token_veto_threshold"
         why = "is no small ratio: tokens on which actor and engine agree have 1"
         yield Fault(key, threshold, why, "1e-4 is usual")
-
-
-@rule("algorithm", "actor.use_kl_loss", "actor.kl_loss_type")
-def full_kl_needs_the_vocabulary(case: Case) -> Iterator[Fault]:
-    """The KL over the vocabulary needs both distributions; measuring keeps one number per token."""
-    algorithm, actor = case.recipe.algorithm, case.recipe.actor
-    why = "needs the reference's whole distribution, and only its log-probabilities are measured"
-    cure = "choose low_var_kl (k3), an unbiased estimate of it"
-    if algorithm.use_kl_in_reward and algorithm.kl_penalty.startswith("full"):
-        yield Fault("algorithm.kl_penalty", algorithm.kl_penalty, why, cure)
-    if actor.use_kl_loss and actor.kl_loss_type.startswith("full"):
-        yield Fault("actor.kl_loss_type", actor.kl_loss_type, why, cure)
 
 
 @rule("actor.policy_loss", "actor.loss_agg_mode")
@@ -80,3 +69,39 @@ def normalization_is_complete(case: Case) -> Iterator[Fault]:
                 why = f"has no effect with algorithm.normalize_scores.mode = {config.mode}"
                 key = f"algorithm.normalize_scores.{name}"
                 yield Fault(key, value, why, "set the mode to given, or leave it out")
+
+
+@rule("actor.ptx_coef", "actor.router_replay", "data.ptx_files", "data.ptx_batch_size")
+def unsupervised_loss_is_complete(case: Case) -> Iterator[Fault]:
+    """The language-model loss needs text and a weight; text has no experts to replay."""
+    data, actor = case.recipe.data, case.recipe.actor
+    if actor.ptx_coef and not data.ptx_files:
+        why, cure = f"actor.ptx_coef = {actor.ptx_coef} needs text", "name files, or leave it out"
+        yield Fault("data.ptx_files", [], why, cure)
+    if actor.ptx_coef and actor.router_replay != "off":
+        why = f"text of actor.ptx_coef = {actor.ptx_coef} has no experts to replay"
+        yield Fault("actor.router_replay", actor.router_replay, why, "set one of them off")
+    for name in ("ptx_files", "ptx_batch_size"):
+        value = getattr(data, name)
+        if value and not actor.ptx_coef:
+            value = list(value) if name == "ptx_files" else value
+            why = "has no effect with actor.ptx_coef = 0"
+            yield Fault(f"data.{name}", value, why, "set actor.ptx_coef, or leave it out")
+
+
+@rule("algorithm.filter_groups", "algorithm.adv_estimator", "rollout.n")
+def dynamic_sampling_compares_samples(case: Case) -> Iterator[Fault]:
+    """A group differs in score only where it has several sampled responses."""
+    algorithm, samples = case.recipe.algorithm, case.recipe.rollout.n
+    config, default = algorithm.filter_groups, FilterGroupsConfig()
+    if config.enable and samples < 2:
+        why = "algorithm.filter_groups compares the samples of one prompt"
+        yield Fault("rollout.n", samples, why, "choose 2 or more (8 is usual)")
+    if config.enable and algorithm.adv_estimator == "remax":
+        why = "remax compares with a greedy response: groups of equal scores teach it too"
+        cure = "set it to false, or choose another estimator"
+        yield Fault("algorithm.filter_groups.enable", True, why, cure)
+    if not config.enable and config.max_num_gen_batches != default.max_num_gen_batches:
+        key = "algorithm.filter_groups.max_num_gen_batches"
+        why, cure = "has no effect with filter_groups.enable = false", "leave it out, or enable it"
+        yield Fault(key, config.max_num_gen_batches, why, cure)

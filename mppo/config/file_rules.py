@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mppo.config.errors import Fault
-from mppo.config.rule import uses_critic, uses_reference
 from mppo.config.schema import Recipe
 
 BUILTIN_PREFIX = "builtin:"
@@ -19,13 +18,14 @@ def check_files(recipe: Recipe) -> list[Fault]:
     faults: list[Fault] = []
     init = recipe.model.init == "pretrained"
     faults += _model_folder("model.path", recipe.model.path, weights=init)
-    if recipe.critic.path and uses_critic(recipe):
+    if recipe.critic.path and recipe.algorithm.uses_critic:
         faults += _model_folder("critic.path", recipe.critic.path, weights=True)
-    if recipe.ref.path and uses_reference(recipe):
+    if recipe.ref.path and recipe.uses_reference:
         faults += _model_folder("ref.path", recipe.ref.path, weights=True)
     for key, names in (
         ("data.train_files", recipe.data.train_files),
         ("data.val_files", recipe.data.val_files),
+        ("data.ptx_files", recipe.data.ptx_files),
     ):
         for name in names:
             faults += _data_file(key, name)

@@ -120,6 +120,7 @@ TRL = (
         {
             "algorithm.use_kl_in_reward": True,
             "algorithm.whiten_advantages": True,
+            "algorithm.score_after_end": True,
             "actor.shuffle": True,
             "critic.shuffle": True,
             "actor.clip_ratio_c": None,

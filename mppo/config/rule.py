@@ -75,22 +75,12 @@ def rule(*keys: str) -> Callable[[Rule], Rule]:
     return enter
 
 
-def uses_critic(recipe: Recipe) -> bool:
-    """Whether a value model is trained."""
-    return recipe.algorithm.adv_estimator == "gae"
-
-
-def uses_reference(recipe: Recipe) -> bool:
-    """Whether a frozen reference is needed: only a KL term looks at it."""
-    return recipe.algorithm.use_kl_in_reward or recipe.actor.use_kl_loss
-
-
 def roles_in_use(recipe: Recipe) -> tuple[RoleCase, ...]:
     """Actor, then critic and reference where the recipe needs them."""
     roles = [RoleCase("actor", recipe.actor, recipe.actor.megatron, "actor.megatron")]
-    if uses_critic(recipe):
+    if recipe.algorithm.uses_critic:
         roles.append(RoleCase("critic", recipe.critic, recipe.critic.megatron, "critic.megatron"))
-    if uses_reference(recipe):
+    if recipe.uses_reference:
         own = recipe.ref.megatron
         key = "ref.megatron" if own else "actor.megatron"
         roles.append(

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import Field, PositiveInt
 
-
-class Section(BaseModel):
-    """A part of the recipe: frozen, unknown keys refused."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
-    )
+from mppo.config.algorithm import AlgorithmConfig, KLType
+from mppo.config.section import Section
 
 
 class ModelConfig(Section):
@@ -36,7 +31,11 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts: built-in procedural tasks, jsonl or parquet files."""
+    """Prompts: built-in procedural tasks, jsonl or parquet files.
+
+    ``ptx_files`` hold plain text under ``ptx_key``, for ``actor.ptx_coef``; every optimizer step of
+    the actor takes ``ptx_batch_size`` documents (null: as many as its mini-batch has sequences).
+    """
 
     train_files: tuple[str, ...] = ()
     val_files: tuple[str, ...] = ()
@@ -56,6 +55,9 @@ class DataConfig(Section):
     system_prompt: str | None = None
     shuffle: bool = True
     seed: int = 0
+    ptx_files: tuple[str, ...] = ()
+    ptx_key: str = "text"
+    ptx_batch_size: int | None = Field(default=None, gt=0)
 
 
 class OptimConfig(Section):
@@ -140,10 +142,6 @@ LossAggMode = Literal[
     "seq-mean-token-sum-norm",
     "token-sum",
 ]
-KLType = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
-    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+",
-]  # fmt: skip
 
 
 class ActorConfig(BatchingConfig):
@@ -151,7 +149,8 @@ class ActorConfig(BatchingConfig):
 
     ``router_replay``: in a mixture of experts, the update takes the experts chosen when
     log-probabilities were measured (R2), or update and measurement those the rollout engine chose
-    (R3).
+    (R3). ``ptx_coef`` weighs the language-model loss on ``data.ptx_files``. ``ema_decay`` keeps a
+    moving average of the weights, which is checkpointed, and exported beside the actor.
     """
 
     ppo_mini_batch_size: int = Field(default=64, gt=0)
@@ -171,6 +170,13 @@ class ActorConfig(BatchingConfig):
     optim: OptimConfig = OptimConfig(lr=1e-6)
     megatron: MegatronConfig = MegatronConfig()
     router_replay: Literal["off", "R2", "R3"] = "off"
+    ptx_coef: float = Field(default=0.0, ge=0)
+    ema_decay: float | None = Field(default=None, ge=0, lt=1)
+
+    @property
+    def learns_full_kl(self) -> bool:
+        """Whether the loss holds a KL over the whole vocabulary."""
+        return self.use_kl_loss and self.kl_loss_type.startswith("full")
 
 
 class CriticConfig(BatchingConfig):
@@ -244,87 +250,6 @@ class RolloutConfig(SamplingConfig):
     request_timeout_s: float = Field(default=600.0, gt=0)
     start_timeout_s: float = Field(default=600.0, gt=0)
     server_args: dict[str, Any] = Field(default_factory=dict)
-
-
-class KLControlConfig(Section):
-    """Coefficient of the KL penalty in the reward."""
-
-    type: Literal["fixed", "adaptive"] = "fixed"
-    kl_coef: float = Field(default=0.001, ge=0)
-    horizon: int = Field(default=10000, gt=0)
-    target_kl: float = Field(default=0.1, gt=0)
-
-
-class PFPPOConfig(Section):
-    """PF-PPO: resample the batch by reward before the update."""
-
-    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
-    weight_pow: float = Field(default=2.0, gt=0)
-
-
-class RolloutCorrectionConfig(Section):
-    """Correction for the gap between the engine's and the actor's probabilities."""
-
-    rollout_is: Literal["off", "token", "sequence"] = "off"
-    rollout_is_threshold: float = Field(default=2.0, gt=0)
-    rollout_is_lower: float | None = Field(default=None, gt=0)
-    rollout_is_mode: Literal["truncate", "mask"] = "truncate"
-    rollout_is_batch_normalize: bool = False
-    rollout_rs: Literal[
-        "off",
-        "token_k1", "token_k2", "token_k3",
-        "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-        "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
-        "seq_max_k1", "seq_max_k2", "seq_max_k3",
-        "geometric",
-    ] = "off"  # fmt: skip
-    rollout_rs_threshold: float = Field(default=2.0, gt=0)
-    rollout_rs_threshold_lower: float | None = None
-    rollout_token_veto_threshold: float | None = Field(default=None, gt=0)
-    bypass_mode: bool = False
-
-
-class ScoreNormalizationConfig(Section):
-    """Scores brought to a common scale before they become rewards.
-
-    ``given`` uses ``mean`` and ``std``; ``running`` the scores seen so far in the run.
-    """
-
-    mode: Literal["off", "given", "batch", "group", "running"] = "off"
-    mean: float = 0.0
-    std: float = Field(default=1.0, gt=0)
-
-
-class AlgorithmConfig(Section):
-    """Rewards to advantages.
-
-    ``whiten_advantages: null`` whitens for gae, reinforce_plus_plus and its baseline form, as verl
-    does; ``whiten_unbiased: false`` divides by n instead of n - 1 (OpenRLHF). ``f_norm`` divides
-    GPG's advantages. ``mask_truncated`` trains on no token of a response that ended for length.
-    """
-
-    preset: Literal["verl", "trl", "deepspeed_chat", "openrlhf"] | None = None
-    adv_estimator: Literal[
-        "gae", "grpo", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
-    ] = "gae"  # fmt: skip
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    lam: float = Field(default=1.0, ge=0, le=1)
-    lam_value: float | None = Field(default=None, ge=0, le=1)
-    lam_length_adaptive_alpha: float | None = Field(default=None, gt=0)
-    norm_adv_by_std_in_grpo: bool = True
-    f_norm: float = Field(default=1.0, gt=0)
-    whiten_advantages: bool | None = None
-    whiten_unbiased: bool = True
-    whiten_rewards: bool = False
-    use_kl_in_reward: bool = False
-    kl_penalty: KLType = "kl"
-    kl_ctrl: KLControlConfig = KLControlConfig()
-    use_pf_ppo: bool = False
-    pf_ppo: PFPPOConfig = PFPPOConfig()
-    mask_truncated: bool = False
-    normalize_scores: ScoreNormalizationConfig = ScoreNormalizationConfig()
-    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
 
 class RewardConfig(Section):
@@ -405,3 +330,14 @@ class Recipe(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a frozen reference is needed: only a KL term looks at it."""
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def measures_full_kl(self) -> bool:
+        """Whether a KL term is taken over the whole vocabulary."""
+        penalty = self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty.startswith("full")
+        return penalty or self.actor.learns_full_kl

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mppo.config.errors import Fault
 from mppo.config.layout_rules import divisors
-from mppo.config.rule import Case, role_layout, rule, uses_critic, uses_reference
+from mppo.config.rule import Case, role_layout, rule
 from mppo.config.schema import SamplingConfig
 
 GROUP_ESTIMATORS = frozenset(
@@ -19,7 +19,7 @@ def mini_batches(case: Case) -> Iterator[tuple[str, int]]:
     """Key and size, in prompts, of each trained role's mini-batch."""
     actor = case.recipe.actor.ppo_mini_batch_size
     yield "actor.ppo_mini_batch_size", actor
-    if uses_critic(case.recipe):
+    if case.recipe.algorithm.uses_critic:
         own = case.recipe.critic.ppo_mini_batch_size
         yield ("critic.ppo_mini_batch_size", own) if own else ("actor.ppo_mini_batch_size", actor)
 
@@ -80,7 +80,7 @@ def kl_control_needs_kl_in_reward(case: Case) -> Iterator[Fault]:
 @rule("ref", "algorithm", "actor.use_kl_loss")
 def reference_path_needs_kl(case: Case) -> Iterator[Fault]:
     """A reference of its own is loaded only where a KL term looks at it."""
-    if case.recipe.ref.path and not uses_reference(case.recipe):
+    if case.recipe.ref.path and not case.recipe.uses_reference:
         yield Fault(
             "ref.path",
             case.recipe.ref.path,
@@ -92,7 +92,7 @@ def reference_path_needs_kl(case: Case) -> Iterator[Fault]:
 @rule("algorithm", "trainer.critic_warmup", "critic.path")
 def critic_keys_need_a_critic(case: Case) -> Iterator[Fault]:
     """Keys that only a value model obeys are refused where none is trained."""
-    if uses_critic(case.recipe):
+    if case.recipe.algorithm.uses_critic:
         return
     why = f"algorithm.adv_estimator = {case.recipe.algorithm.adv_estimator} trains no critic"
     cure = "leave it out, or set adv_estimator to gae"
@@ -100,9 +100,9 @@ def critic_keys_need_a_critic(case: Case) -> Iterator[Fault]:
         yield Fault("trainer.critic_warmup", case.recipe.trainer.critic_warmup, why, cure)
     if case.recipe.critic.path:
         yield Fault("critic.path", case.recipe.critic.path, why, cure)
-    for name in ("lam_value", "lam_length_adaptive_alpha"):
+    for name in ("lam_value", "lam_length_adaptive_alpha", "score_after_end"):
         value = getattr(case.recipe.algorithm, name)
-        if value is not None:
+        if value not in (None, False):
             yield Fault(f"algorithm.{name}", value, why, cure)
 
 

@@ -36,6 +36,7 @@ ADVICE: dict[str, str] = {
     "ppo_micro_batch_size": "set <role>.ppo_micro_batch_size_per_gpu",
     "log_prob_micro_batch_size": "set <role>.log_prob_micro_batch_size_per_gpu",
     "custom_reward_function": "set reward.name: function and reward.function: module.or.file:name",
+    "metric": "remove it: algorithm.filter_groups compares the scores of a group",
     "reward_model": "set reward.*: rule, function or remote",
     "return_raw_chat": "remove it: a chat prompt is kept as it is in the data file",
     "use_dist_checkpointing": "remove it: checkpoints are Megatron's distributed ones",

@@ -39,7 +39,9 @@ class Vocabulary:
     chunk: int
 
 
-def _logits(hidden: Tensor, weight: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor | None]:
+def vocabulary_logits(
+    hidden: Tensor, weight: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor | None]:
     """float32 logits ``[n, V_p]`` after soft-cap and temperature, and the soft-cap's derivative."""
     logits = (hidden @ weight.t()).float()
     slope = None
@@ -55,10 +57,41 @@ def _logits(hidden: Tensor, weight: Tensor, vocabulary: Vocabulary) -> tuple[Ten
     return logits, slope
 
 
-def _all_reduce(x: Tensor, group: dist.ProcessGroup | None, op=dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(x: Tensor, group: dist.ProcessGroup | None, op=dist.ReduceOp.SUM) -> Tensor:
+    """``x`` reduced in place over the ranks that share the vocabulary; as it is on one rank."""
     if group is not None:
         dist.all_reduce(x, op=op, group=group)
     return x
+
+
+def backpropagate_logits(
+    grad: Tensor,
+    slope: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    vocabulary: Vocabulary,
+    grad_weight: Tensor,
+) -> Tensor:
+    """Gradient of the hidden states from that of the logits :func:`vocabulary_logits` gave.
+
+    Args:
+        grad: float32 ``[n, V_p]``, overwritten.
+        slope: the soft-cap's derivative.
+        hidden: ``[n, hidden]``.
+        weight: ``[V_p, hidden]``.
+        vocabulary: the split.
+        grad_weight: float32 ``[V_p, hidden]``, added to.
+
+    Returns:
+        ``[n, hidden]`` in the weight's dtype: this rank's share.
+    """
+    if vocabulary.temperature != 1.0:
+        grad /= vocabulary.temperature
+    if slope is not None:
+        grad *= slope
+    grad = grad.to(weight.dtype)
+    grad_weight += grad.t() @ hidden
+    return grad @ weight
 
 
 def _local_target(target: Tensor, vocabulary: Vocabulary, rows: int) -> tuple[Tensor, Tensor]:
@@ -77,14 +110,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, normalisers = [], [], []
         for h, t in zip(hidden.split(vocabulary.chunk), target.split(vocabulary.chunk)):
-            logits, _ = _logits(h, weight, vocabulary)
-            largest = _all_reduce(logits.amax(1), vocabulary.group, dist.ReduceOp.MAX)
+            logits, _ = vocabulary_logits(h, weight, vocabulary)
+            largest = all_reduce(logits.amax(1), vocabulary.group, dist.ReduceOp.MAX)
             column, here = _local_target(t, vocabulary, weight.shape[0])
             chosen = logits.gather(1, column[:, None])[:, 0].masked_fill(~here, 0.0)
             logits.sub_(largest[:, None])
             exp = logits.exp()
             weighted = (exp * logits.clamp_min_(_LOG_ZERO)).sum(1)
-            sums = _all_reduce(torch.stack([exp.sum(1), weighted, chosen]), vocabulary.group)
+            sums = all_reduce(torch.stack([exp.sum(1), weighted, chosen]), vocabulary.group)
             log_sum = sums[0].log()
             logprobs.append(sums[2] - largest - log_sum)
             entropies.append(log_sum - sums[1] / sums[0])
@@ -105,7 +138,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for first in range(0, len(hidden), vocabulary.chunk):
             part = slice(first, first + vocabulary.chunk)
-            logits, slope = _logits(hidden[part], weight, vocabulary)
+            logits, slope = vocabulary_logits(hidden[part], weight, vocabulary)
             logits.sub_(normaliser[part, None])
             probs = logits.exp()
             if grad_entropy is None:
@@ -118,13 +151,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             column, here = _local_target(target[part], vocabulary, weight.shape[0])
             onehot = torch.where(here, grad_logprobs[part], 0.0)
             grad.scatter_add_(1, column[:, None], onehot[:, None])
-            if vocabulary.temperature != 1.0:
-                grad /= vocabulary.temperature
-            if slope is not None:
-                grad *= slope
-            grad = grad.to(weight.dtype)
-            torch.mm(grad, weight, out=grad_hidden[part])
-            grad_weight += grad.t() @ hidden[part]
+            grad_hidden[part] = backpropagate_logits(
+                grad, slope, hidden[part], weight, vocabulary, grad_weight
+            )
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 

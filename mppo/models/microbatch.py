@@ -48,6 +48,7 @@ def cut(
     device: torch.device,
     context: ContextPlace | None = None,
     merge_rows: bool = True,
+    mask_T: Tensor | None = None,
 ) -> MicroBatch:
     """Cut sequences out of a batch.
 
@@ -58,6 +59,7 @@ def cut(
         device: the model's device.
         context: this rank's place, where sequences are split over context-parallel ranks.
         merge_rows: see ``split_context``.
+        mask_T: float ``[T]`` of the batch, 1 on the tokens to predict; None: response tokens.
 
     Returns:
         The micro-batch.
@@ -65,7 +67,8 @@ def cut(
     chosen = torch.tensor(list(indices), dtype=torch.int64)
     lengths = batch.lengths_B[chosen]
     tokens_T = select_sequences(batch.tokens_T, batch.cu_seqlens, chosen)
-    mask_T = select_sequences(batch.response_mask_T, batch.cu_seqlens, chosen)
+    wanted_T = batch.response_mask_T if mask_T is None else mask_T
+    mask_T = select_sequences(wanted_T, batch.cu_seqlens, chosen)
     if context is None:
         packing = _whole(lengths, multiple, device)
     else:

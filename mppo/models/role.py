@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,16 +17,18 @@ from torch import Tensor
 
 from mppo.algos.packing import sequence_token_indices
 from mppo.batch import Batch
-from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+from mppo.models.average import MovingAverage
 from mppo.models.configuration import transformer_config
 from mppo.models.context import ContextPlace
 from mppo.models.families import family_config
+from mppo.models.full_kl import Projection, chunked_full_kl
 from mppo.models.head import Vocabulary, chunked_logprobs, gather_hidden, gather_values
 from mppo.models.microbatch import MicroBatch, cut
 from mppo.models.moe import freeze_routers
 from mppo.models.optimizer import RoleOptimizer, StepResult, wrap_in_ddp
-from mppo.models.routing import Replay, RoleRouting
-from mppo.models.stage import Head, Stage, build_stages
+from mppo.models.role_spec import PLAIN, Extras, Objective, Outputs, RoleSpec
+from mppo.models.routing import RoleRouting
+from mppo.models.stage import Stage, build_stages
 from mppo.parallel import device
 from mppo.parallel.balance import MicroBatchLimits, Plan
 from mppo.parallel.executor import run_pipeline
@@ -35,41 +39,11 @@ from mppo.weights.load import load_hf_weights
 from mppo.weights.save import save_hf
 from mppo.weights.stream import stream_hf_weights
 
-Outputs = tuple[Tensor, ...]
-"""What a head gives per token of a micro-batch, float32 ``[T]`` each: (log-probs, entropies) for a
-policy, (values,) for a value model."""
+_PROJECTIONS = ("lm_head.weight", "model.embed_tokens.weight")
+"""Hugging Face names of the vocabulary projection; the second where it is tied."""
 
-Objective = Callable[[Outputs, tuple[int, ...]], tuple[Tensor, dict[str, Tensor]]]
-"""From outputs and the micro-batch's sequence indices to (summed loss, summed statistics)."""
-
-
-@dataclass(frozen=True)
-class RoleSpec:
-    """How to build a role.
-
-    Args:
-        name: "actor", "critic", "ref" or "reward".
-        head: what the model ends in.
-        folder: Hugging Face folder with the initial weights.
-        dtype: parameters' dtype.
-        megatron: layout and recomputation.
-        batching: micro-batch limits and head chunk.
-        temperature: log-probabilities are of softmax(logits / temperature).
-        optim: None for a frozen role.
-        total_steps: PPO steps of the run.
-        router_replay: whose choice of experts the update takes (``mppo.models.routing``).
-    """
-
-    name: str
-    head: Head
-    folder: Path
-    dtype: torch.dtype
-    megatron: MegatronConfig
-    batching: BatchingConfig
-    temperature: float = 1.0
-    optim: OptimConfig | None = None
-    total_steps: int = 1
-    router_replay: Replay = "off"
+_EXCHANGED_ROWS = 8192
+"""Tokens whose hidden states are on the device at one time while ranks exchange them."""
 
 
 class Role:
@@ -114,6 +88,10 @@ class Role:
             else:
                 for stage in self.stages:
                     stage.requires_grad_(False)
+        self.average: MovingAverage | None = None
+        if spec.ema_decay is not None:
+            self.average = MovingAverage(self.stages, spec.ema_decay)
+        self._reference: Projection | None = None
         self._stat_names: list[str] | None = None
 
     @property
@@ -140,19 +118,84 @@ class Role:
         return RoleShape(self.name, self.layout.dp, multiple, limits)
 
     @torch.no_grad()
-    def measure(self, batch: Batch, plan: Plan) -> Outputs:
+    def measure(self, batch: Batch, plan: Plan, extras: Extras = PLAIN) -> Outputs:
         """Forward pass over the whole batch.
 
         Args:
             batch: the global batch, the same on every rank.
             plan: micro-batches for every data-parallel rank.
+            extras: what a policy compares with.
 
         Returns:
             The head's outputs for the whole batch, float32 ``[T]`` on the CPU of every rank, zero
             outside responses.
         """
-        microbatches, parts = self._forward(batch, plan)
-        count = 2 if self.spec.head == "policy" else 1
+        microbatches, parts = self._forward(batch, plan, partial(self._head, batch, extras))
+        return self._gather_outputs(batch, microbatches, parts, extras.ref_hidden_T is not None)
+
+    @torch.no_grad()
+    def measure_states(self, batch: Batch, plan: Plan) -> tuple[Outputs, Tensor]:
+        """As :meth:`measure`, and the hidden states that predict each response token.
+
+        Returns:
+            The head's outputs; hidden states ``[T, hidden]`` in the parameters' dtype, on the CPU
+            of every rank, zero outside responses.
+        """
+
+        def both(hidden: Tensor, microbatch: MicroBatch) -> tuple[Outputs, Tensor]:
+            outputs = self._head(batch, PLAIN, hidden, microbatch)
+            return outputs, self._predicting(hidden, microbatch).cpu()
+
+        microbatches, parts = self._forward(batch, plan, both)
+        outputs = self._gather_outputs(batch, microbatches, [part for part, _ in parts], False)
+        width = self.config.hidden_size
+        hidden_T = torch.zeros(len(batch.tokens_T), width, dtype=self.spec.dtype)
+        if self.groups.is_last_stage and self.groups.coordinates.tp == 0:
+            for microbatch, (_, hidden_N) in zip(microbatches, parts):
+                hidden_T[_response_indices(batch, microbatch)] = hidden_N
+        for rows in hidden_T.split(_EXCHANGED_ROWS):
+            exchanged = rows.float().to(device.device())
+            dist.all_reduce(exchanged)
+            rows.copy_(exchanged)
+        return outputs, hidden_T
+
+    def compare_with(self, reference: Role, bucket_bytes: int) -> None:
+        """Keep this rank's rows of a frozen policy's projection, for the KL over the vocabulary.
+
+        Collective. ``reference`` may have another layout.
+
+        Raises:
+            ValueError: the two have different vocabularies.
+        """
+        if reference._vocab_size != self._vocab_size:
+            raise ValueError(
+                f"ref.path: its vocabulary has {reference._vocab_size} tokens, the actor's "
+                f"{self._vocab_size}; kl type full compares them token by token: choose k3, or "
+                "another reference"
+            )
+        rows = padded_vocab_size(self._vocab_size, self.layout.tp) // self.layout.tp
+        start = self.groups.coordinates.tp * rows
+        found: dict[str, Tensor] = {}
+        for bucket in reference.hf_weights(bucket_bytes):
+            for name, tensor in bucket:
+                if self.groups.is_last_stage and name in _PROJECTIONS:
+                    found[name] = torch.zeros(rows, tensor.shape[1], dtype=tensor.dtype)
+                    mine = tensor[start : start + rows]
+                    found[name][: len(mine)] = mine
+        for name in _PROJECTIONS:
+            if name in found and self._reference is None:
+                vocabulary = self._vocabulary(rows, reference.final_logit_softcap)
+                self._reference = Projection(found[name].to(device.device()), vocabulary)
+
+    def _gather_outputs(
+        self,
+        batch: Batch,
+        microbatches: Sequence[MicroBatch],
+        parts: Sequence[Outputs],
+        compared: bool,
+    ) -> Outputs:
+        """Outputs of every rank's micro-batches on the batch's token axis, on every rank's CPU."""
+        count = 2 + compared if self.spec.head == "policy" else 1
         outputs = torch.zeros(count, len(batch.tokens_T), device=device.device())
         if self.groups.speaks:
             for microbatch, part in zip(microbatches, parts):
@@ -161,8 +204,11 @@ class Role:
         dist.all_reduce(outputs)
         return tuple(outputs.cpu())
 
-    def _forward(self, batch: Batch, plan: Plan) -> tuple[list[MicroBatch], list[Outputs]]:
-        """This rank's micro-batches, and on the last stage their outputs; no gradient."""
+    def _forward(
+        self, batch: Batch, plan: Plan, finish: Callable[[Tensor, MicroBatch], Any]
+    ) -> tuple[list[MicroBatch], list[Any]]:
+        """This rank's micro-batches, and on the last stage what ``finish`` makes of their hidden
+        states; no gradient."""
         with self.groups.active():
             for stage in self.stages:
                 stage.eval()
@@ -173,7 +219,7 @@ class Role:
                 self.stages,
                 microbatches,
                 _run_chunk,
-                lambda hidden, microbatch: self._head(hidden, microbatch),
+                finish,
                 backward=False,
                 max_tokens=max(len(m.tokens_t) for m in microbatches),
             )
@@ -181,13 +227,16 @@ class Role:
                 self.routing.after_measure(batch, plan, microbatches)
         return microbatches, parts
 
-    def forward_backward(self, batch: Batch, plan: Plan, objective: Objective) -> dict[str, float]:
+    def forward_backward(
+        self, batch: Batch, plan: Plan, objective: Objective, extras: Extras = PLAIN
+    ) -> dict[str, float]:
         """Accumulate the gradient of one mini-batch, from zero.
 
         Args:
             batch: the global batch.
             plan: the mini-batch's micro-batches for every data-parallel rank.
             objective: loss and statistics of a micro-batch; both add up over the mini-batch.
+            extras: what a policy compares with, and which sequences are plain text.
 
         Returns:
             The summed statistics, the same on every rank.
@@ -195,7 +244,7 @@ class Role:
         assert self.optimizer is not None, f"{self.name} is frozen"
         if self.routing and self.routing.needs_record(batch, plan):
             with torch.no_grad():
-                self._forward(batch, plan)
+                self._forward(batch, plan, partial(self._head, batch, PLAIN))
         with self.groups.active():
             for stage in self.stages:
                 stage.train()
@@ -207,7 +256,7 @@ class Role:
                 self._chunks,
                 microbatches,
                 _run_chunk,
-                lambda hidden, m: objective(self._head(hidden, m), m.indices),
+                lambda hidden, m: objective(self._head(batch, extras, hidden, m), m.indices),
                 backward=True,
                 max_tokens=max(len(m.tokens_t) for m in microbatches),
             )
@@ -250,36 +299,67 @@ class Role:
                 source=self.spec.folder,
             )
 
+    def save_average(self, folder: Path) -> None:
+        """As :meth:`save`, of the moving average."""
+        assert self.average is not None, f"{self.name} keeps no moving average"
+        with self.average.in_place():
+            self.save(folder)
+
     def _cut(self, batch: Batch, plan: Plan) -> list[MicroBatch]:
         mine = plan[self.groups.coordinates.dp]
         context = None
         if self.layout.cp > 1:
             context = ContextPlace(self.layout.cp, self.groups.coordinates.cp)
         merge = not self.stages[0].uses_transformer_engine
+        mask_T = batch.value_mask_T if self.spec.head == "value" else batch.response_mask_T
         return [
-            cut(batch, indices, self.token_multiple, device.device(), context, merge)
+            cut(batch, indices, self.token_multiple, device.device(), context, merge, mask_T)
             for indices in mine
         ]
 
-    def _head(self, hidden: Tensor, microbatch: MicroBatch) -> Outputs:
+    def _head(
+        self, batch: Batch, extras: Extras, hidden: Tensor, microbatch: MicroBatch
+    ) -> Outputs:
         stage = self.stages[-1]
         if self.spec.head == "value":
             values = stage.value_head(hidden[:, 0])
             values = gather_values(values, self.config.sequence_parallel)
             return self._whole((values[microbatch.source_N],), microbatch)
-        hidden = gather_hidden(hidden, self.config.sequence_parallel)
-        weight = stage.output_weight()
-        vocabulary = Vocabulary(
-            start=self.groups.coordinates.tp * weight.shape[0],
+        weight, is_text = stage.output_weight(), extras.is_text(microbatch)
+        vocabulary = self._vocabulary(len(weight), stage.final_logit_softcap)
+        if is_text:
+            vocabulary = replace(vocabulary, temperature=1.0)
+        chosen = self._predicting(hidden, microbatch)
+        outputs = chunked_logprobs(chosen, weight, microbatch.target_N, vocabulary)
+        if extras.ref_hidden_T is not None and is_text:
+            outputs = (*outputs, torch.zeros_like(outputs[0]))
+        elif extras.ref_hidden_T is not None:
+            assert self._reference is not None, "compare_with comes first"
+            theirs = extras.ref_hidden_T[_response_indices(batch, microbatch)].to(chosen.device)
+            kl = chunked_full_kl(chosen, weight, theirs, vocabulary, self._reference)
+            outputs = (*outputs, kl)
+        return self._whole(outputs, microbatch)
+
+    @property
+    def final_logit_softcap(self) -> float | None:
+        """The bound c of the logits ``c tanh(x / c)``, or None."""
+        return self.stages[-1].final_logit_softcap
+
+    def _vocabulary(self, rows: int, softcap: float | None) -> Vocabulary:
+        """How the projection is split over this layout."""
+        return Vocabulary(
+            start=self.groups.coordinates.tp * rows,
             size=self._vocab_size,
             group=self.groups.tp if self.layout.tp > 1 else None,
             temperature=self.spec.temperature,
-            softcap=stage.final_logit_softcap,
+            softcap=softcap,
             chunk=self.spec.batching.head_chunk_tokens,
         )
-        chosen = hidden.index_select(0, microbatch.source_N)
-        outputs = chunked_logprobs(chosen, weight, microbatch.target_N, vocabulary)
-        return self._whole(outputs, microbatch)
+
+    def _predicting(self, hidden: Tensor, microbatch: MicroBatch) -> Tensor:
+        """Hidden states that predict a response token ``[N, hidden]``, of the last stage's."""
+        hidden = gather_hidden(hidden, self.config.sequence_parallel)
+        return hidden.index_select(0, microbatch.source_N)
 
     def _whole(self, outputs_N: Outputs, microbatch: MicroBatch) -> Outputs:
         """Spread over the ``T`` tokens of the micro-batch, and over the context-parallel ranks.
@@ -321,6 +401,8 @@ def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
     for role in roles if finite else ():
         with role.groups.active():
             role.optimizer.apply(norms[role.name])
+        if role.average is not None:
+            role.average.update()
     return {name: StepResult(norm, finite) for name, norm in norms.items()}
 
 
@@ -335,6 +417,11 @@ def _spread(x_N: Tensor, microbatch: MicroBatch) -> Tensor:
     if len(microbatch.index_N) == 0:
         return x_T + x_N.sum()
     return x_T.index_copy(0, microbatch.index_N, x_N)
+
+
+def _response_indices(batch: Batch, microbatch: MicroBatch) -> Tensor:
+    """Where the response tokens that a micro-batch predicts here lie in the batch: ``[N]``."""
+    return _token_indices(batch, microbatch.indices)[microbatch.index_N.cpu()]
 
 
 def _token_indices(batch: Batch, indices: Sequence[int]) -> Tensor:

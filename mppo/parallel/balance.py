@@ -9,6 +9,7 @@ alone; an empty micro-batch is allowed (a rank then runs a dummy).
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,3 +111,24 @@ def _split(
         even = _first_fit(range(len(share)), weights, limits.max_tokens)
         even = [sorted(part) for part in even] + [[] for _ in range(count - len(even))]
     return [[share[i] for i in part] for part in even]
+
+
+def balance_metrics(lengths: Sequence[int], dp: int) -> dict[str, float]:
+    """verl's ``global_seqlen/*``: tokens of a data-parallel rank, before and after balancing.
+
+    Args:
+        lengths: tokens of every sequence of the batch.
+        dp: data-parallel ranks.
+    """
+    bounds = [len(lengths) * rank // dp for rank in range(dp + 1)]
+    plain = [sum(lengths[a:b]) for a, b in itertools.pairwise(bounds)]
+    shares = partition(lengths, dp, equal_count=True)
+    balanced = [sum(lengths[i] for i in share) for share in shares]
+    return {
+        "global_seqlen/min": float(min(plain)),
+        "global_seqlen/max": float(max(plain)),
+        "global_seqlen/minmax_diff": float(max(plain) - min(plain)),
+        "global_seqlen/balanced_min": float(min(balanced)),
+        "global_seqlen/balanced_max": float(max(balanced)),
+        "global_seqlen/mean": sum(lengths) / dp,
+    }

@@ -70,6 +70,11 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def peak_reserved_bytes() -> int:
+    """Peak of what the allocator holds; on the CPU, as :func:`peak_memory_bytes`."""
+    return torch.cuda.max_memory_reserved() if is_cuda() else peak_memory_bytes()
+
+
 def memory_summary() -> str:
     """Memory of this rank in a few words: in use, at its peak, and what the device has."""
     peak = peak_memory_bytes() / 2**30

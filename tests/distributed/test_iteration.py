@@ -22,6 +22,7 @@ COMMON = [
     "data.max_response_length=7",
     "data.train_batch_size=6",
     "rollout.n=2",
+    f"rollout.stop_token_ids={list(range(4, 50))}",
     "actor.ppo_mini_batch_size=4",
     "actor.optim.lr=1e-3",
     "actor.optim.eps=1e-2",
@@ -30,8 +31,19 @@ COMMON = [
     "actor.use_kl_loss=true",
     "critic.optim.lr=1e-3",
     "critic.optim.eps=1e-2",
+    "actor.kl_loss_type=full",
+    "actor.ptx_coef=0.5",
+    "actor.ema_decay=0.9",
+    "data.ptx_batch_size=3",
+    "data.ptx_key=prompt",
     "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_penalty=full",
     "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.score_after_end=true",
+    "algorithm.filter_groups.enable=true",
+    "algorithm.filter_groups.max_num_gen_batches=2",
+    "reward.name=function",
+    f"reward.function={__file__}:score",
     "algorithm.lam=0.95",
     f"trainer.total_training_steps={STEPS}",
     "trainer.test_freq=1",
@@ -53,6 +65,11 @@ VARIANTS = {
 }  # fmt: skip
 
 
+def score(data_source, solution_str, ground_truth, extra_info):
+    """A reward that is the same for some of the random responses to a prompt."""
+    return float(sum(map(ord, solution_str)) % 2)
+
+
 def _iterate(rank: int, world: int, cases: list[list[str]], out: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -70,7 +87,8 @@ def _iterate(rank: int, world: int, cases: list[list[str]], out: str) -> None:
     info = LaunchInfo(rank, world, rank, world, "127.0.0.1", 1, "python")
     for i, case in enumerate(cases):
         run_dir = f"{out}/run{world}-{i}"
-        overrides = [*COMMON, *case, f"trainer.default_local_dir={run_dir}"]
+        files = [f"trainer.default_local_dir={run_dir}", f"data.ptx_files=[{out}/text.jsonl]"]
+        overrides = [*COMMON, *case, *files]
         with listening() as stop:
             run = build_run(load_recipe(None, overrides), info, stop)
             train(run)
@@ -91,6 +109,8 @@ def _results(run_dir: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("iterations")
+    texts = [{"prompt": f"{i} and {i} make {2 * i}."} for i in range(7)]
+    (out / "text.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
     mp.spawn(_iterate, (1, [[]], str(out)), nprocs=1)
     mp.spawn(_iterate, (4, list(VARIANTS.values()), str(out)), nprocs=4)
     names = zip(VARIANTS, range(len(VARIANTS)))
@@ -101,7 +121,7 @@ def results(tmp_path_factory):
 def test_role_layouts_change_no_metric_and_no_weight(results, name):
     (want, want_weights), variants = results
     got, got_weights = variants[name]
-    layout_free = ("timing", "perf/", "time")
+    layout_free = ("timing", "perf/", "time", "eps", "global_seqlen/")
     assert len(got) == len(want) == STEPS + 1
     for line, reference in zip(got, want):
         assert line.keys() == reference.keys()
@@ -117,6 +137,15 @@ def test_the_first_step_starts_on_policy(results):
     for line in (lines[1], *(v[0][1] for v in variants.values())):
         assert abs(line["actor/reward_kl_penalty"]) < 1e-6  # reference and actor are one model
         assert line["training/rollout_logprob_diff_max"] < 1e-4
+
+
+def test_the_options_are_at_work(results):
+    (lines, _), _ = results
+    assert 1 <= lines[1]["train/num_gen_batches"] <= 2
+    assert 0 < lines[1]["train/informative_groups"] <= 1
+    assert lines[2]["actor/ptx_loss"] < lines[1]["actor/ptx_loss"]
+    assert lines[2]["actor/reward_kl_penalty"] > 0  # a KL over the vocabulary is never negative
+    assert lines[1]["val/num_eos_tokens"] > 0
 
 
 def test_the_engine_follows_the_actor_after_every_sync(results):

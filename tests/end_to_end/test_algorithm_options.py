@@ -1,7 +1,7 @@
 """Estimators, losses, aggregations, KL terms and corrections in the loop: every pair of options.
 
-One run is built on two processes; each row of a pairwise-covering table then trains it for three
-steps with its own algorithm.
+One run is built on two processes (the actor data-parallel, the critic in a pipeline); each row of a
+pairwise-covering table then trains it for three steps with its own algorithm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from mppo.config.schema import ActorConfig, AlgorithmConfig, PolicyLossConfig
+from mppo.config.algorithm import AlgorithmConfig
+from mppo.config.schema import ActorConfig, PolicyLossConfig
 
 STEPS = 3
 COMMON = [
@@ -34,7 +35,6 @@ COMMON = [
     "rollout.n=2",
     "actor.ppo_mini_batch_size=1",
     "actor.optim.lr=1e-3",
-    "actor.megatron.tensor_model_parallel_size=2",
     "critic.megatron.pipeline_model_parallel_size=2",
     "trainer.val_before_train=false",
     "trainer.sample_table_rows=0",
@@ -43,7 +43,7 @@ FACTORS = {
     "algorithm.adv_estimator": AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__,
     "actor.policy_loss.loss_mode": PolicyLossConfig.model_fields["loss_mode"].annotation.__args__,
     "actor.loss_agg_mode": ActorConfig.model_fields["loss_agg_mode"].annotation.__args__,
-    "kl": ("none", "reward k1", "reward k3", "loss k3", "loss k2+", "both abs"),
+    "kl": ("none", "reward k1", "reward k3", "loss k3", "loss k2+", "both abs", "both full"),
     "correction": (
         "rollout_is=off",
         "rollout_is=token",
@@ -110,7 +110,8 @@ def _train_rows(rank: int, rows: list[dict[str, str]], out: str) -> None:
 
     dist.init_process_group("gloo", f"file://{out}/store", rank=rank, world_size=2)
     info = LaunchInfo(rank, 2, rank, 2, "127.0.0.1", 1, "python")
-    everything = [*COMMON, "actor.use_kl_loss=true", f"trainer.default_local_dir={out}/run"]
+    full_kl = ["actor.use_kl_loss=true", "actor.kl_loss_type=full"]
+    everything = [*COMMON, *full_kl, f"trainer.default_local_dir={out}/run"]
     results = []
     with listening() as stop:
         run = build_run(load_recipe(None, everything), info, stop)
@@ -119,7 +120,7 @@ def _train_rows(rank: int, rows: list[dict[str, str]], out: str) -> None:
         for i, row in enumerate(rows):
             recipe = load_recipe(None, [*COMMON, *overrides_of(row)])
             run.recipe = run.roles.recipe = recipe
-            run.roles.critic = critic if recipe.algorithm.adv_estimator == "gae" else None
+            run.roles.critic = critic if recipe.algorithm.uses_critic else None
             run.roles.ref = None if row["kl"] == "none" else ref
             for step in range(1, STEPS + 1):
                 results.append(iterate(run, 1000 * (i + 1) + step))
@@ -138,7 +139,6 @@ def test_the_table_holds_every_pair():
         assert found == set(itertools.product(FACTORS[a], FACTORS[b]))
 
 
-@pytest.mark.extended
 @pytest.mark.distributed
 def test_every_pair_of_options_trains_three_steps_on_two_processes(tmp_path):
     rows = pairwise(FACTORS)

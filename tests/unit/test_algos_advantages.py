@@ -119,7 +119,7 @@ def test_the_uniform_scan_equals_the_general_one_across_pieces(piece, monkeypatc
     expected = scan.reverse_scan(x, decay)
     actual = torch.empty_like(x)
     scan.uniform_reverse_scan(
-        333, lambda start, stop, out: out.copy_(x[start:stop]), 0.97, breaks, actual
+        lambda start, stop, out: out.copy_(x[start:stop]), 0.97, breaks, actual
     )
     torch.testing.assert_close(actual, expected)
 

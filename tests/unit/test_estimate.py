@@ -8,29 +8,26 @@ import torch
 
 from mppo.algos.reward_normalization import RunningMoments
 from mppo.batch import Batch, Measured
-from mppo.config.presets import apply_preset
-from mppo.config.schema import (
-    ActorConfig,
+from mppo.config.algorithm import (
     AlgorithmConfig,
-    CriticConfig,
     KLControlConfig,
     PFPPOConfig,
-    PolicyLossConfig,
-    Recipe,
     RolloutCorrectionConfig,
     ScoreNormalizationConfig,
 )
+from mppo.config.presets import apply_preset
+from mppo.config.schema import ActorConfig, CriticConfig, PolicyLossConfig, Recipe
 from mppo.estimate import (
     current_kl,
     estimate,
     experience_metrics,
     kl_controller,
-    needs_critic,
     normalize_scores,
 )
 from mppo.objective import policy_objective, policy_targets, value_objective, value_targets
 from mppo.selection import (
     concatenate_batches,
+    first_groups,
     informative_sequences,
     resample,
     select_batch,
@@ -132,7 +129,7 @@ def test_an_empty_response_still_counts_in_its_group():
 
 
 def test_only_gae_needs_a_critic():
-    wanting = [n for n in ESTIMATORS if needs_critic(AlgorithmConfig(adv_estimator=n))]
+    wanting = [n for n in ESTIMATORS if AlgorithmConfig(adv_estimator=n).uses_critic]
     assert wanting == ["gae"]
 
 
@@ -145,7 +142,7 @@ def test_critic_free_estimators_do_not_read_values(estimator):
     first, second = (
         estimate(m, algorithm, 0.0, baseline_scores_B=baseline) for m in (measured, other)
     )
-    assert torch.equal(first.advantages_T, second.advantages_T) != needs_critic(algorithm)
+    assert torch.equal(first.advantages_T, second.advantages_T) != algorithm.uses_critic
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -250,6 +247,15 @@ def test_dynamic_sampling_keeps_groups_that_differ():
     scores, group = torch.tensor([1.0, 1, 0, 1, 2]), torch.tensor([5, 5, 3, 3, 9])
     assert informative_sequences(scores, group).tolist() == [2, 3, 4]
     assert informative_sequences(scores[:0], group[:0]).tolist() == []
+
+
+def test_a_batch_takes_the_first_groups_that_differ_and_fills_up():
+    scores = torch.tensor([1.0, 1, 0, 1, 2, 2, 3, 5])
+    group = torch.tensor([8, 8, 3, 3, 9, 9, 1, 1])
+    assert first_groups(scores, group, 1).tolist() == [2, 3]
+    assert first_groups(scores, group, 2).tolist() == [2, 3, 6, 7]
+    assert first_groups(scores, group, 3).tolist() == [0, 1, 2, 3, 6, 7]
+    assert first_groups(scores, group, 4).tolist() == list(range(8))
 
 
 def test_experience_metrics_by_hand():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mppo.models.head import Vocabulary, chunked_logprobs
+from mppo.algos.kl import full_kl
+from mppo.models.full_kl import Projection, chunked_full_kl
+from mppo.models.head import Vocabulary, chunked_logprobs, vocabulary_logits
 
 N, HIDDEN, VOCAB, PADDED = 11, 6, 13, 16
 
@@ -72,3 +74,36 @@ def test_extreme_logits_stay_finite():
     logprobs, entropy = chunked_logprobs(hidden, weight, torch.tensor([0, 5]), case())
     (logprobs.sum() + entropy.sum()).backward()
     assert torch.isfinite(torch.cat([logprobs, entropy, hidden.grad.flatten()])).all()
+
+
+@pytest.mark.parametrize("chunk", [4, 100])
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (1.3, 2.5)])
+def test_kl_over_the_vocabulary_and_its_gradients(temperature, softcap, chunk):
+    vocabulary = case(temperature, softcap, chunk)
+    ref_hidden, ref_weight = torch.randn(N, 3), torch.randn(PADDED, 3)
+    reference = Projection(ref_weight, case(temperature, None, chunk))
+
+    def whole(hidden, weight):
+        logits, _ = vocabulary_logits(hidden, weight, vocabulary)
+        ref_logits, _ = vocabulary_logits(ref_hidden, ref_weight, reference.vocabulary)
+        return full_kl(logits[:, :VOCAB], ref_logits[:, :VOCAB])
+
+    def chunked(hidden, weight):
+        return chunked_full_kl(hidden, weight, ref_hidden, vocabulary, reference)
+
+    results = []
+    for function in (chunked, whole):
+        hidden, weight, _ = tensors()
+        kl = function(hidden, weight)
+        (kl * torch.arange(N)).sum().backward()
+        results.append((kl, hidden.grad, weight.grad))
+    assert (results[0][0] > 0).all()
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_kl_over_the_vocabulary_of_no_position_joins_the_graph():
+    hidden, weight, _ = tensors()
+    reference = Projection(weight.detach(), case())
+    chunked_full_kl(hidden[:0], weight, hidden.detach()[:0], case(), reference).sum().backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mppo.parallel.balance import MicroBatchLimits, partition, plan_microbatches
+from mppo.parallel.balance import MicroBatchLimits, balance_metrics, partition, plan_microbatches
 from mppo.parallel.schedule import (
     RoleShape,
     bubble_fraction,
@@ -85,3 +85,18 @@ def test_bubble_shrinks_with_microbatches_and_interleaving():
     assert bubble_fraction(1, 1, 8) == 0.0
     assert bubble_fraction(4, 1, 4) == 3 / 7
     assert bubble_fraction(4, 3, 4) == 1 / 5
+
+
+def test_balance_metrics_by_hand():
+    metrics = balance_metrics([5, 1, 4, 2], 2)
+    assert metrics == {
+        "global_seqlen/min": 6.0,
+        "global_seqlen/max": 6.0,
+        "global_seqlen/minmax_diff": 0.0,
+        "global_seqlen/balanced_min": 6.0,
+        "global_seqlen/balanced_max": 6.0,
+        "global_seqlen/mean": 6.0,
+    }
+    uneven = balance_metrics([5, 4, 1, 2], 2)
+    assert uneven["global_seqlen/minmax_diff"] == 6.0
+    assert uneven["global_seqlen/balanced_max"] == 6.0

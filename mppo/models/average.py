@@ -1,0 +1,54 @@
+"""A moving average of a role's weights, beside the weights it follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mppo.algos.moving_average import update_moving_average_
+from mppo.models.stage import Stage
+
+
+class MovingAverage:
+    """Float32 averages of this rank's shards, in host memory.
+
+    Every rank averages the shards it holds, without any exchange: the average of a shard is the
+    shard of the average, in every layout. It starts as the weights.
+
+    Args:
+        stages: chunks of this rank.
+        decay: share the average keeps at each optimizer step.
+    """
+
+    def __init__(self, stages: Sequence[Stage], decay: float) -> None:
+        self.decay = decay
+        self._weights = [p for stage in stages for p in stage.parameters()]
+        self._averages = [p.detach().float().cpu().clone() for p in self._weights]
+
+    def update(self) -> None:
+        """Follow the weights by one optimizer step."""
+        update_moving_average_(self._averages, self._weights, self.decay)
+
+    def restart(self) -> None:
+        """Take the weights as they are."""
+        update_moving_average_(self._averages, self._weights, 0.0)
+
+    def of_parameters(self) -> dict[int, Tensor]:
+        """The averages by ``id`` of their parameter."""
+        return {id(p): average for p, average in zip(self._weights, self._averages)}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model holds the averages, rounded to its dtype."""
+        kept = [p.data for p in self._weights]
+        try:
+            with torch.no_grad():
+                for p, average in zip(self._weights, self._averages):
+                    p.data = average.to(p.device, p.dtype)
+            yield
+        finally:
+            for p, data in zip(self._weights, kept):
+                p.data = data

@@ -1,0 +1,77 @@
+"""What a role is built from, what its passes are given, and what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+from mppo.models.microbatch import MicroBatch
+from mppo.models.routing import Replay
+from mppo.models.stage import Head
+
+Outputs = tuple[Tensor, ...]
+"""What a head gives per token of a micro-batch, float32 ``[T]`` each: (log-probs, entropies) for a
+policy, with the KL over the vocabulary as a third where a reference's hidden states are given;
+(values,) for a value model."""
+
+Objective = Callable[[Outputs, tuple[int, ...]], tuple[Tensor, dict[str, Tensor]]]
+"""From outputs and the micro-batch's sequence indices to (summed loss, summed statistics)."""
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """How to build a role.
+
+    Args:
+        name: "actor", "critic", "ref" or "reward".
+        head: what the model ends in.
+        folder: Hugging Face folder with the initial weights.
+        dtype: parameters' dtype.
+        megatron: layout and recomputation.
+        batching: micro-batch limits and head chunk.
+        temperature: log-probabilities are of softmax(logits / temperature).
+        optim: None for a frozen role.
+        total_steps: PPO steps of the run.
+        router_replay: whose choice of experts the update takes (``mppo.models.routing``).
+        ema_decay: of the moving average of the weights; None keeps none.
+    """
+
+    name: str
+    head: Head
+    folder: Path
+    dtype: torch.dtype
+    megatron: MegatronConfig
+    batching: BatchingConfig
+    temperature: float = 1.0
+    optim: OptimConfig | None = None
+    total_steps: int = 1
+    router_replay: Replay = "off"
+    ema_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a policy's pass over a batch is given besides tokens.
+
+    Args:
+        ref_hidden_T: the reference's hidden states (``Role.measure_states``), for the KL over the
+            vocabulary.
+        text_from: sequences from this one on are plain text, read at temperature 1.
+    """
+
+    ref_hidden_T: Tensor | None = None
+    text_from: int | None = None
+
+    def is_text(self, microbatch: MicroBatch) -> bool:
+        """Whether a micro-batch holds plain text (it never holds both)."""
+        first = microbatch.indices[0] if microbatch.indices else -1
+        return self.text_from is not None and first >= self.text_from
+
+
+PLAIN = Extras()
+"""Tokens alone."""

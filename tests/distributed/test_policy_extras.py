@@ -1,0 +1,222 @@
+"""KL over the vocabulary, text beside the mini-batch and the moving average, in every layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layout_case import VOCABULARY, Case, batch_of, build_role, run_cases
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mppo.algos.kl import full_kl
+from mppo.algos.packing import select_sequences
+from mppo.batch import Prompt
+from mppo.data.loader import PromptLoader
+from mppo.data.source import PromptSet
+
+TP, PP, CP = (
+    f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")
+)  # fmt: skip
+DECAY, COEF, STEPS, TEMPERATURE = 0.75, 0.5, 2, 0.9
+POLICY = {"ema_decay": DECAY}
+ALONE = Case("qwen2", role=POLICY, steps=STEPS)
+VARIANTS = {
+    "DP4, one sequence a micro-batch": ({}, {TP: 4}, 1),
+    "TP2 x PP2": ({TP: 2, PP: 2}, {}, 4),
+    "TP2 without sequence parallelism": ({TP: 2, "sequence_parallel": False}, {PP: 4}, 3),
+    "CP2 x PP2": ({CP: 2, PP: 2}, {TP: 2}, 4),
+    "PP2 x VPP2": ({PP: 2, "virtual_pipeline_model_parallel_size": 2}, {TP: 2, PP: 2}, 2),
+}
+"""The actor's layout, the reference's, and sequences per micro-batch."""
+
+
+def documents() -> list[Prompt]:
+    random = torch.Generator().manual_seed(5)
+    lengths = [2, 9, 4, 13, 6]
+    return [
+        Prompt(i, tuple(torch.randint(0, VOCABULARY, (n,), generator=random).tolist()), "", "", "")
+        for i, n in enumerate(lengths)
+    ]
+
+
+def kl_loss(batch):
+    """A loss of log-probabilities and KL with a different weight for every response token."""
+    weights_T = torch.cos(torch.arange(len(batch.tokens_T)).float()) * batch.response_mask_T
+
+    def loss(outputs, indices):
+        chosen = select_sequences(weights_T, batch.cu_seqlens, list(indices))
+        kl = (chosen * outputs[2]).sum() / batch.num_sequences
+        total = (chosen * outputs[0]).sum() / batch.num_sequences + kl
+        return total, {"loss": total.detach(), "kl": kl.detach()}
+
+    return loss
+
+
+def train(case: Case, folder: Path, registry) -> dict[str, Any]:
+    """Measure against a reference of another family and layout, then train beside text."""
+    from mppo.checkpoint.role_state import load_role, role_counters, sharded_state
+    from mppo.config.schema import MegatronConfig
+    from mppo.models.configuration import layout_of
+    from mppo.models.role import Role
+    from mppo.models.role_spec import Extras
+    from mppo.parallel.schedule import measure_schedule, update_schedule
+    from mppo.plain_text import PlainText
+
+    world = dist.get_world_size()
+    name = case.role.get("name", "")
+    layout_name = name.replace(" ", "_")
+    _, ref_layout, _ = VARIANTS.get(name, ({}, {}, 4))
+    plain = dataclasses.replace(case, role=POLICY)
+    actor = build_role(plain, folder, registry)
+    spec = dataclasses.replace(
+        actor.spec,
+        name="ref",
+        folder=folder / "gemma2",
+        megatron=MegatronConfig(**ref_layout),
+        optim=None,
+        ema_decay=None,
+    )
+    layout = layout_of(spec.megatron, world)
+    reference = Role(spec, AutoConfig.from_pretrained(spec.folder), registry.of(layout))
+    actor.compare_with(reference, 1 << 14)
+    batch = batch_of()
+    lengths = batch.lengths_B.tolist()
+    plans = measure_schedule(lengths, [r.shape(measuring=True) for r in (reference, actor)])
+    (ref_logprobs_T, _), hidden_T = reference.measure_states(batch, plans[0].microbatches)
+    measured = actor.measure(batch, plans[1].microbatches, Extras(hidden_T))
+    shape = actor.shape(measuring=False)
+    plan = update_schedule(lengths, shape, [range(len(lengths))])[0].microbatches
+    text = PlainText(PromptLoader(PromptSet(tuple(documents())), 5, False, 0), COEF)
+    extras = Extras(hidden_T, text_from=len(lengths))
+    stats, norms, weights = [], [], [_weights(actor)]
+    actor.optimizer.advance()
+    for _ in range(case.steps):
+        longer, longer_plan, objective = text.join(batch, plan, shape, kl_loss(batch))
+        stats.append(actor.forward_backward(longer, longer_plan, objective, extras))
+        norms.append(actor.optimizer_step().grad_norm)
+        weights.append(_weights(actor))
+    exported = folder / f"average{world}-{layout_name}"
+    actor.save_average(exported)
+    kept = folder / f"checkpoint{world}-{layout_name}"
+    _save(actor, kept, sharded_state)
+    counters = role_counters(actor)
+    other = build_role(Case("qwen2", {PP: min(world, 2)}, role=POLICY), folder, registry)
+    load_role(other, str(kept), counters)
+    return {
+        "measured": (*measured, ref_logprobs_T),
+        "stats": stats,
+        "norms": norms,
+        "weights": weights,
+        "average": _average(actor),
+        "resumed": _average(other),
+        "exported": load_file(exported / "model.safetensors"),
+    }
+
+
+def _save(role, folder: Path, sharded_state) -> None:
+    from megatron.core import dist_checkpointing
+
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    with role.groups.active():
+        dist_checkpointing.save(sharded_state(role), str(folder))
+
+
+def _weights(role) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in role.hf_weights(1 << 16) for name, tensor in bucket}
+
+
+def _average(role) -> dict[str, torch.Tensor]:
+    with role.average.in_place():
+        return _weights(role)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    from tiny_models import save
+
+    folder = tmp_path_factory.mktemp("extras")
+    save("gemma2", folder / "gemma2")
+    (alone,) = run_cases([ALONE], 1, folder, train)
+    cases = [
+        Case("qwen2", layout, micro_batch=size, steps=STEPS, role={"name": name})
+        for name, (layout, _, size) in VARIANTS.items()
+    ]
+    return alone, dict(zip(VARIANTS, run_cases(cases, 4, folder, train))), folder
+
+
+@torch.no_grad()
+def _logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    """What transformers predicts for every token but the first: ``[tokens - 1, V]``."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return model(torch.tensor([token_ids])).logits[0, :-1]
+
+
+def test_kl_over_the_vocabulary_is_that_of_whole_logits(outcomes):
+    alone, _, folder = outcomes
+    batch = batch_of()
+    for i in (0, 4):
+        first, last = batch.cu_seqlens[i : i + 2].tolist()
+        ids = batch.tokens_T[first:last].tolist()
+        policy, reference = (
+            _logits(folder / name, ids) / TEMPERATURE for name in ("qwen2", "gemma2")
+        )
+        want = full_kl(policy, reference) * batch.response_mask_T[first + 1 : last]
+        got = alone["measured"][2][first + 1 : last]
+        assert want.max() > 0.01
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_text_is_read_at_temperature_one(outcomes):
+    alone, _, folder = outcomes
+    losses = []
+    for document in documents():
+        logprobs = _logits(folder / "qwen2", list(document.token_ids)).log_softmax(-1)
+        losses.append(-logprobs.gather(1, torch.tensor(document.token_ids[1:])[:, None])[:, 0])
+    want = torch.cat(losses).mean().item()
+    assert alone["stats"][0]["actor/ptx_loss"] == pytest.approx(want, rel=1e-5)
+    assert alone["stats"][1]["actor/ptx_loss"] < want
+
+
+def test_the_average_follows_every_step(outcomes):
+    alone, _, _ = outcomes
+    for name, start in alone["weights"][0].items():
+        want = start
+        for after in alone["weights"][1:]:
+            want = DECAY * want + (1 - DECAY) * after[name]
+        torch.testing.assert_close(alone["average"][name], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_every_layout_gives_the_numbers_of_one_process(outcomes, name):
+    alone, variants, _ = outcomes
+    got = variants[name]
+    for measured, want in zip(got["measured"], alone["measured"], strict=True):
+        torch.testing.assert_close(measured, want, rtol=1e-4, atol=1e-5)
+    for stats, want in zip(got["stats"], alone["stats"], strict=True):
+        assert stats == pytest.approx(want, rel=1e-4, abs=1e-5)
+    assert got["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    for weight_name, weight in alone["weights"][-1].items():
+        torch.testing.assert_close(got["weights"][-1][weight_name], weight, rtol=1e-4, atol=1e-5)
+        average = alone["average"][weight_name]
+        torch.testing.assert_close(got["average"][weight_name], average, rtol=1e-4, atol=1e-5)
+
+
+def test_the_average_is_resumed_in_another_layout(outcomes):
+    alone, variants, _ = outcomes
+    for outcome in (alone, *variants.values()):
+        for name, average in outcome["average"].items():
+            assert torch.equal(outcome["resumed"][name], average), name
+
+
+def test_the_average_is_exported_whole(outcomes):
+    alone, variants, _ = outcomes
+    for outcome in (alone, *variants.values()):
+        for name, average in outcome["average"].items():
+            assert torch.equal(outcome["exported"][name], average), name

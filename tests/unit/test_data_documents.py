@@ -1,0 +1,48 @@
+"""Plain text for the unsupervised loss."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mppo.config.errors import ConfigError
+from mppo.config.schema import DataConfig
+from mppo.data.builtin import load_tokenizer, resolve_model
+from mppo.data.documents import load_documents
+from mppo.plain_text import text_batch
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(resolve_model("builtin:tiny", tmp_path_factory.mktemp("cache")), False)
+
+
+def data_of(tmp_path, *texts, **keys) -> DataConfig:
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return DataConfig(ptx_files=(str(file),), max_prompt_length=4, max_response_length=3, **keys)
+
+
+def test_documents_end_with_the_end_token_and_are_cut_to_the_longest_sequence(tokenizer, tmp_path):
+    documents = load_documents(data_of(tmp_path, "1 + 1", "12345678901234"), tokenizer)
+    short, long = (document.token_ids for document in documents.prompts)
+    assert tokenizer.decode(list(short[:-1])) == "1 + 1"
+    assert short[-1] == tokenizer.eos_token_id
+    assert len(long) == 7
+    assert (documents.filtered, documents.truncated) == (0, 1)
+
+
+def test_every_token_but_the_first_is_predicted(tokenizer, tmp_path):
+    documents = load_documents(data_of(tmp_path, "12", "345"), tokenizer).prompts
+    batch = text_batch(documents)
+    assert batch.lengths_B.tolist() == [len(d.token_ids) for d in documents]
+    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:]):
+        assert batch.response_mask_T[start:end].tolist() == [0.0] + [1.0] * int(end - start - 1)
+
+
+def test_what_is_no_text_is_told(tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="ptx_key"):
+        load_documents(data_of(tmp_path, [{"role": "user", "content": "x"}]), tokenizer)
+    with pytest.raises(ConfigError, match="no key 'words'"):
+        load_documents(data_of(tmp_path, "x", ptx_key="words"), tokenizer)

@@ -1,0 +1,122 @@
+"""TRL's place for the score: one slot behind the stop token, with a value of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mppo.batch import Measured, Prompt, Trajectory, pack_trajectories
+from mppo.config.algorithm import AlgorithmConfig
+from mppo.config.schema import CriticConfig
+from mppo.estimate import estimate
+from mppo.experience_metrics import experience_metrics
+from mppo.objective import value_objective, value_targets
+
+STOPPED = (True, False, True, True)
+LENGTHS = (3, 6, 1, 4)
+GAMMA, LAM, BETA = 0.9, 0.95, 0.05
+
+
+def measured_of(seed: int) -> Measured:
+    """Four responses after prompts of two tokens, one of them cut off at six tokens."""
+    random = torch.Generator().manual_seed(seed)
+    trajectories = [
+        Trajectory(Prompt(i, (7, 8), "", "", ""), tuple(range(n)), (0.0,) * n, reason, 0)
+        for i, n in enumerate(LENGTHS)
+        for reason in ["stop" if STOPPED[i] else "length"]
+    ]
+    batch = pack_trajectories(trajectories, torch.randn(4, generator=random).tolist(), True)
+    count = len(batch.tokens_T)
+    logprobs_T, ref_T, values_T = torch.randn(3, count, generator=random)
+    mask_T = batch.response_mask_T
+    return Measured(
+        batch, logprobs_T * mask_T, mask_T, ref_T * mask_T, values_T * batch.value_mask_T
+    )
+
+
+def rows(x_T: torch.Tensor, measured: Measured) -> torch.Tensor:
+    """States from the first response token on as rows of 7, zeros on the right."""
+    padded = torch.zeros(4, 7, dtype=torch.float64)
+    for i, (first, last) in enumerate(
+        zip(measured.batch.cu_seqlens[:-1] + 2, measured.batch.cu_seqlens[1:])
+    ):
+        padded[i, : last - first] = x_T[first:last].double()
+    return padded
+
+
+def whiten(x, mask, shift_mean=True):
+    mean = x[mask].mean()
+    whitened = (x - mean) * torch.rsqrt(x[mask].var() + 1e-8)
+    return whitened if shift_mean else whitened + mean
+
+
+def test_a_slot_follows_every_response_that_stopped():
+    batch = measured_of(0).batch
+    assert batch.lengths_B.tolist() == [6, 8, 4, 7]
+    assert batch.end_mask_T.nonzero()[:, 0].tolist() == [5, 17, 24]
+    assert batch.tokens_T[batch.end_mask_T > 0].tolist() == [2, 0, 3]
+    assert not (batch.end_mask_T * batch.response_mask_T).any()
+
+
+@pytest.mark.parametrize("whiten_rewards", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_advantages_and_returns_are_those_of_trls_loop(seed, whiten_rewards):
+    measured = measured_of(seed)
+    algorithm = AlgorithmConfig(
+        gamma=GAMMA,
+        lam=LAM,
+        use_kl_in_reward=True,
+        whiten_rewards=whiten_rewards,
+        score_after_end=True,
+    )
+    experience = estimate(measured, algorithm, BETA)
+    # PPOTrainer.train: sequence_lengths is the last token's index, p1 the one behind it
+    lengths = torch.tensor(LENGTHS) - 1
+    index = torch.arange(7).expand(4, 7)
+    mask, mask_p1 = index <= lengths[:, None], index <= lengths[:, None] + 1
+    mask_p1[1, 6] = False  # the response that was cut off fills TRL's row of six
+    values = rows(measured.values_T, measured)
+    rewards = -BETA * rows(measured.logprobs_T - measured.ref_logprobs_T, measured)
+    end = torch.where(torch.tensor(STOPPED), lengths + 1, lengths)
+    rewards[torch.arange(4), end] += measured.batch.scores_B.double()
+    if whiten_rewards:
+        rewards = whiten(rewards, mask_p1, shift_mean=False).masked_fill(~mask_p1, 0)
+    lastgaelam, reversed_advantages = torch.zeros(4).double(), []
+    for t in reversed(range(7)):
+        nextvalues = values[:, t + 1] if t < 6 else 0.0
+        delta = rewards[:, t] + GAMMA * nextvalues - values[:, t]
+        lastgaelam = delta + GAMMA * LAM * lastgaelam
+        reversed_advantages.append(lastgaelam)
+    advantages = torch.stack(reversed_advantages[::-1], dim=1)
+    returns = (advantages + values).masked_fill(~mask_p1, 0)
+    advantages = whiten(advantages, mask).masked_fill(~mask, 0)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(rows(experience.advantages_T, measured), advantages, **close)
+    torch.testing.assert_close(rows(experience.returns_T, measured), returns, **close)
+    new_T = measured.values_T + 0.3 * measured.batch.value_mask_T
+    critic = CriticConfig(cliprange_value=0.2)
+    loss, _ = value_objective(new_T, value_targets(experience, range(4), critic), critic)
+    new = rows(new_T, measured)
+    clipped = torch.clamp(new, values - 0.2, values + 0.2)
+    vf = 0.5 * torch.maximum((new - returns).square(), (clipped - returns).square())
+    assert loss.item() == pytest.approx(vf[mask_p1].mean().item(), rel=1e-5)
+
+
+def test_a_rejected_response_takes_its_slot_along():
+    measured = measured_of(0)
+    algorithm = AlgorithmConfig(score_after_end=True, mask_truncated=True)
+    weight_T = estimate(measured, algorithm, 0.0).loss_weight_T
+    batch = measured.batch
+    assert torch.equal(weight_T[:6], batch.value_mask_T[:6])
+    assert not weight_T[6:14].any()
+    assert torch.equal(weight_T[14:], batch.value_mask_T[14:])
+
+
+def test_metrics_count_responses_without_their_slots():
+    metrics = experience_metrics(
+        estimate(measured_of(0), AlgorithmConfig(score_after_end=True), 0.0)
+    )
+    assert metrics["prompt_length/mean"] == 2.0
+    assert metrics["response_length/mean"] == sum(LENGTHS) / 4
+    assert metrics["val/num_eos_tokens"] == 3.0
+    assert metrics["critic/score/mean"] == pytest.approx(metrics["critic/rewards/mean"], rel=1e-5)
