@@ -17,6 +17,18 @@ SEQUENCE_LOG_RATIO_LIMIT = 10.0
 Loss = tuple[Tensor, Tensor, Tensor]
 
 
+def _with_indicators(
+    loss_T: Tensor, clipped_T: Tensor | None = None, bounded_T: Tensor | None = None
+) -> Loss:
+    """A loss with its two indicators; zeros for one that it does not have."""
+    none_T = torch.zeros_like(loss_T)
+    return (
+        loss_T,
+        none_T if clipped_T is None else clipped_T.to(loss_T.dtype),
+        none_T if bounded_T is None else bounded_T.to(loss_T.dtype),
+    )
+
+
 def importance_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
     """``(exp(d), d)`` with ``d = clamp(log pi - log pi_old, -20, 20)``: two float ``[T]``."""
     log_ratio_T = (logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -40,20 +52,17 @@ def clipped_surrogate(
     plain_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * ratio_T.clamp(1 - low, 1 + high)
     loss_T = torch.maximum(plain_T, clipped_T)
-    was_clipped_T = (clipped_T > plain_T).to(ratio_T.dtype)
     if dual_clip is None:
-        return loss_T, was_clipped_T, torch.zeros_like(was_clipped_T)
+        return _with_indicators(loss_T, clipped_T > plain_T)
     bound_T = -advantages_T * dual_clip
-    negative_T = advantages_T < 0
-    was_bounded_T = (negative_T & (loss_T > bound_T)).to(ratio_T.dtype)
-    loss_T = torch.where(negative_T, torch.minimum(loss_T, bound_T), loss_T)
-    return loss_T, was_clipped_T, was_bounded_T
+    was_bounded_T = (advantages_T < 0) & (loss_T > bound_T)
+    bounded_T = torch.where(was_bounded_T, bound_T, loss_T)
+    return _with_indicators(bounded_T, clipped_T > plain_T, was_bounded_T)
 
 
 def plain_surrogate(ratio_T: Tensor, advantages_T: Tensor) -> Loss:
     """``-A r``: the surrogate without any clipping; its gradient at ratio 1 is REINFORCE's."""
-    none_T = torch.zeros_like(ratio_T)
-    return -advantages_T * ratio_T, none_T, none_T
+    return _with_indicators(-advantages_T * ratio_T)
 
 
 def policy_gradient(logprobs_T: Tensor, advantages_T: Tensor) -> Loss:
@@ -61,8 +70,7 @@ def policy_gradient(logprobs_T: Tensor, advantages_T: Tensor) -> Loss:
 
     Source: GPG, https://arxiv.org/abs/2504.02546; verl ``compute_policy_loss_gpg``.
     """
-    none_T = torch.zeros_like(logprobs_T)
-    return -advantages_T * logprobs_T, none_T, none_T
+    return _with_indicators(-advantages_T * logprobs_T)
 
 
 def gspo(
@@ -117,11 +125,11 @@ def gmpo(
     pessimistic_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * clipped_T)
     mean_B = sequence_mean(pessimistic_T, mask_T, cu_seqlens)
     ratio_T = spread(mean_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), cu_seqlens)
-    was_clipped_T = (clipped_T != log_ratio_T).to(ratio_T.dtype)
-    return (
+    was_clipped_T = clipped_T != log_ratio_T
+    return _with_indicators(
         -advantages_T * ratio_T,
-        was_clipped_T * (advantages_T > 0),
-        was_clipped_T * (advantages_T < 0),
+        was_clipped_T & (advantages_T > 0),
+        was_clipped_T & (advantages_T < 0),
     )
 
 
@@ -133,8 +141,7 @@ def cispo(
     Source: MiniMax-M1, https://arxiv.org/abs/2506.13585; verl ``compute_policy_loss_cispo``.
     """
     weight_T = ratio_T.detach().clamp(1 - low, 1 + high)
-    was_clipped_T = (weight_T != ratio_T.detach()).to(ratio_T.dtype)
-    return -weight_T * advantages_T * logprobs_T, was_clipped_T, torch.zeros_like(was_clipped_T)
+    return _with_indicators(-weight_T * advantages_T * logprobs_T, weight_T != ratio_T.detach())
 
 
 def sapo(ratio_T: Tensor, advantages_T: Tensor, tau_pos: float, tau_neg: float) -> Loss:
@@ -144,8 +151,7 @@ def sapo(ratio_T: Tensor, advantages_T: Tensor, tau_pos: float, tau_neg: float) 
     """
     tau_T = torch.where(advantages_T > 0, tau_pos, tau_neg).to(ratio_T.dtype)
     gate_T = torch.sigmoid(tau_T * (ratio_T - 1.0)) * (4.0 / tau_T)
-    none_T = torch.zeros_like(ratio_T)
-    return -gate_T * advantages_T, none_T, none_T
+    return _with_indicators(-gate_T * advantages_T)
 
 
 def clip_cov(
@@ -161,7 +167,7 @@ def clip_cov(
     Source: https://arxiv.org/abs/2505.22617; verl ``compute_policy_loss_clip_cov``.
     """
     loss_T, _, _ = clipped_surrogate(ratio_T, advantages_T, low, high, None)
-    return loss_T * (1.0 - selected_T), selected_T, torch.zeros_like(selected_T)
+    return _with_indicators(loss_T * (1.0 - selected_T), selected_T)
 
 
 def kl_cov(
@@ -181,4 +187,4 @@ def kl_cov(
     Source: https://arxiv.org/abs/2505.22617; verl ``compute_policy_loss_kl_cov``.
     """
     loss_T = -advantages_T * ratio_T + kl_coef * log_ratio_T.abs() * selected_T
-    return loss_T, selected_T, torch.zeros_like(selected_T)
+    return _with_indicators(loss_T, selected_T)

@@ -41,6 +41,11 @@ def _rows(source: str, values: Mapping[str, Any]) -> tuple[Default, ...]:
     return tuple(Default(key, value, source) for key, value in values.items())
 
 
+def _both(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for actor and critic, by the rest of their keys."""
+    return {f"{role}.{key}": value for key, value in values.items() for role in ("actor", "critic")}
+
+
 VERL = _rows(
     "ppo_megatron_trainer.yaml: data, trainer, rollout",
     {
@@ -80,15 +85,16 @@ VERL = _rows(
         "actor.kl_loss_coef": 0.001,
         "actor.kl_loss_type": "low_var_kl",
         "actor.optim.lr": 1e-6,
-        "actor.optim.weight_decay": 0.01,
-        "actor.optim.clip_grad": 1.0,
-        "actor.optim.betas": (0.9, 0.999),
         "critic.ppo_epochs": Same("actor.ppo_epochs"),
         "critic.cliprange_value": 0.5,
         "critic.optim.lr": 1e-5,
-        "critic.optim.weight_decay": 0.01,
-        "critic.optim.clip_grad": 1.0,
-        "critic.optim.betas": (0.9, 0.999),
+        **_both(
+            {
+                "optim.weight_decay": 0.01,
+                "optim.clip_grad": 1.0,
+                "optim.betas": (0.9, 0.999),
+            }
+        ),
     },
 )
 
@@ -121,27 +127,29 @@ TRL = (
             "algorithm.use_kl_in_reward": True,
             "algorithm.whiten_advantages": True,
             "algorithm.score_after_end": True,
-            "actor.shuffle": True,
-            "critic.shuffle": True,
             "actor.clip_ratio_c": None,
-            "actor.loss_agg_mode": "token-mean",
             "actor.entropy_coeff": 0.0,
             "actor.use_kl_loss": False,
-            "critic.loss_agg_mode": "token-mean",
-            "actor.optim.clip_grad": 0.0,
-            "critic.optim.clip_grad": 0.0,
+            **_both(
+                {
+                    "shuffle": True,
+                    "loss_agg_mode": "token-mean",
+                    "optim.clip_grad": 0.0,
+                }
+            ),
         },
     )
     + _rows(
         "transformers.TrainingArguments",
         {
-            "actor.optim.weight_decay": 0.0,
-            "critic.optim.weight_decay": 0.0,
-            "actor.optim.betas": (0.9, 0.999),
-            "critic.optim.betas": (0.9, 0.999),
-            "actor.optim.lr_decay_style": "linear",
-            "critic.optim.lr_decay_style": "linear",
             "trainer.seed": 42,
+            **_both(
+                {
+                    "optim.weight_decay": 0.0,
+                    "optim.betas": (0.9, 0.999),
+                    "optim.lr_decay_style": "linear",
+                }
+            ),
         },
     )
 )
@@ -177,16 +185,15 @@ DEEPSPEED_CHAT = _rows(
         "trainer.total_epochs": 1,
         "actor.optim.lr": 9.65e-6,
         "critic.optim.lr": 5e-6,
-        "actor.optim.weight_decay": 0.0,
-        "critic.optim.weight_decay": 0.0,
-        "actor.optim.betas": (0.9, 0.95),
-        "critic.optim.betas": (0.9, 0.95),
-        "actor.optim.clip_grad": 1.0,
-        "critic.optim.clip_grad": 1.0,
-        "actor.optim.lr_decay_style": "cosine",
-        "critic.optim.lr_decay_style": "cosine",
-        "actor.optim.lr_warmup_steps": 100,
-        "critic.optim.lr_warmup_steps": 100,
+        **_both(
+            {
+                "optim.weight_decay": 0.0,
+                "optim.betas": (0.9, 0.95),
+                "optim.clip_grad": 1.0,
+                "optim.lr_decay_style": "cosine",
+                "optim.lr_warmup_steps": 100,
+            }
+        ),
     },
 )
 
@@ -211,12 +218,13 @@ OPENRLHF = _rows(
         "trainer.seed": 42,
         "actor.optim.lr": 1e-6,
         "critic.optim.lr": 9e-6,
-        "actor.optim.weight_decay": 0.0,
-        "critic.optim.weight_decay": 0.0,
-        "actor.optim.betas": (0.9, 0.95),
-        "critic.optim.betas": (0.9, 0.95),
-        "actor.optim.clip_grad": 1.0,
-        "critic.optim.clip_grad": 1.0,
+        **_both(
+            {
+                "optim.weight_decay": 0.0,
+                "optim.betas": (0.9, 0.95),
+                "optim.clip_grad": 1.0,
+            }
+        ),
     },
 ) + _rows(
     "train_ppo.py, models/loss.py, models/utils.py, experience_maker.py",
@@ -228,18 +236,18 @@ OPENRLHF = _rows(
         "algorithm.whiten_unbiased": False,
         "reward.clip": 10.0,
         "actor.clip_ratio_c": None,
-        "actor.loss_agg_mode": "seq-mean-token-mean",
-        "critic.loss_agg_mode": "seq-mean-token-mean",
         "actor.entropy_coeff": 0.0,
         "actor.use_kl_loss": False,
-        "actor.shuffle": True,
-        "critic.shuffle": True,
-        "actor.optim.lr_decay_style": "cosine",
-        "critic.optim.lr_decay_style": "cosine",
-        "actor.optim.lr_warmup_steps_ratio": 0.03,
-        "critic.optim.lr_warmup_steps_ratio": 0.03,
         "actor.optim.min_lr": Same("actor.optim.lr", 0.1),
         "critic.optim.min_lr": Same("critic.optim.lr", 0.1),
+        **_both(
+            {
+                "loss_agg_mode": "seq-mean-token-mean",
+                "shuffle": True,
+                "optim.lr_decay_style": "cosine",
+                "optim.lr_warmup_steps_ratio": 0.03,
+            }
+        ),
     },
 )
 
