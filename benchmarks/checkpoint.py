@@ -98,15 +98,16 @@ def worker(rank: int, root: Path, repeat: int) -> None:
     dist.init_process_group("gloo", f"file://{root}/store", rank=rank, world_size=2)
     registry = GroupRegistry()
     role = build(root / "model", registry, TP2)
+    background = checkpointer(role, root / "unused", background=True)
     seconds: dict[str, list[float]] = {}
     for turn in range(repeat + 1):
         target = root / f"turn_{turn}"
         saver = checkpointer(role, target / "sync", background=False)
         found = {"synchronous save": timed(lambda: saver.save(1, {}))}  # noqa: B023
-        saver = checkpointer(role, target / "async", background=True)
-        found["blocked by an asynchronous save"] = timed(lambda: saver.save(1, {}))  # noqa: B023
+        background.root = target / "async"
+        found["blocked by an asynchronous save"] = timed(lambda: background.save(1, {}))
         found["until it is on disk"] = found["blocked by an asynchronous save"] + timed(
-            saver.finish
+            background.finish
         )
         found["copy of the same bytes"] = copy_time(target / "sync", target / "copy")
         counters = {"optimizer_step": 0, "schedule_step": 0}
@@ -174,7 +175,7 @@ def main() -> int:
     }
     print(json.dumps(result, indent=1))
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"checkpoint_{date.today()}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"{date.today()}-checkpoint.json").write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

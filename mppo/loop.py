@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -23,6 +23,7 @@ from mppo.data.source import PromptSet
 from mppo.estimate import current_kl, estimate, needs_greedy_baseline, normalize_scores
 from mppo.experience_metrics import experience_metrics
 from mppo.parallel import device
+from mppo.parallel.abandon import Abandoned, meet
 from mppo.parallel.balance import balance_metrics
 from mppo.parallel.phase import phase
 from mppo.replay import MODELS, Case, keep_case
@@ -94,12 +95,20 @@ def train(run: Run) -> None:
     done = run.checkpoints.resume()
     sync(run, version=done)
     if trainer.val_before_train and not done:
-        run.reporter.log(0, validate(run, step=0))
+        with suppress(Abandoned):
+            run.reporter.log(0, validate(run, step=0))
     for step in range(done + 1, run.total_steps + 1):
-        metrics = iterate(run, step)
+        run.checkpoints.before_step()
+        try:
+            metrics = iterate(run, step)
+        except Abandoned as reason:
+            with run.stage("save_checkpoint", step):
+                run.checkpoints.leave(step, reason)
+            break
         last = step == run.total_steps
         if trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
-            metrics |= validate(run, step)
+            with suppress(Abandoned):
+                metrics |= validate(run, step)
         run.reporter.log(step, metrics)
         run.seconds.clear()
         with run.stage("save_checkpoint", step):
@@ -162,6 +171,7 @@ def collect(run: Run, step: int) -> Collected:
             scores = early.finish(found)
             batches.append(pack_trajectories(found, scores, algorithm.score_after_end))
             baseline_B = torch.tensor(run.scorer.score(greedy))
+            meet()
         groups = informative_sequences(batches[-1].scores_B, batches[-1].group_B)
         informative += len(groups) // run.recipe.rollout.n
     scored, n = concatenate_batches(batches), run.recipe.rollout.n

@@ -28,6 +28,7 @@ from mppo.objective import (
     value_targets,
 )
 from mppo.parallel import device
+from mppo.parallel.abandon import meet, meet_half_done
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.phase import phase
 from mppo.parallel.schedule import Action, joint_rounds, measure_schedule, update_schedule
@@ -230,6 +231,7 @@ class Roles:
                     outputs["actor"] = role.measure(batch, plan, Extras(ref_hidden_T))
                 else:
                     outputs[role.name] = role.measure(batch, plan)
+                meet()
             self.seconds[MEASURED[role.name]] = time.perf_counter() - start
         logprobs_T, entropy_T, *full_kl_T = outputs["actor"]
         return Measured(
@@ -248,6 +250,7 @@ class Roles:
         Raises:
             NonFiniteGradient: a gradient was not finite and the recipe says to stop, or for the
                 ``trainer.max_nonfinite_in_a_row``-th time in a row.
+            Abandoned: the run is asked to stop and the rest would take too long.
         """
         learners = self.learners(experience, step, actor_frozen)
         by_name = {learner.role.name: learner for learner in learners}
@@ -258,7 +261,10 @@ class Roles:
             shape = learner.role.shape(measuring=False)
             schedules.append(update_schedule(lengths, shape, learner.mini_batches))
             learner.learning_rate = learner.role.optimizer.advance()
-        for actions in joint_rounds(schedules):
+        began, rounds = time.monotonic(), joint_rounds(schedules)
+        for done, actions in enumerate(rounds):
+            if done:
+                meet_half_done(done, len(rounds), began)
             for action in actions:
                 if action.kind == "forward_backward":
                     with phase(f"updating {action.role}", step):

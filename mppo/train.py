@@ -95,14 +95,17 @@ def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:
 
 def _run(recipe: Recipe, info: LaunchInfo) -> int:
     """Everything with a process group; the group is destroyed on every way out."""
+    from mppo.checkpoint.lock import only_job_in
+
     device.prepare_megatron()
     trainer = recipe.trainer
     silence, hang = trainer.heartbeat_timeout_s, trainer.hang_timeout_s
     hang = hang or 0.9 * trainer.collective_timeout_s
     with (
-        listening() as stop,
+        listening(trainer.stop_within_s) as stop,
         process_group(info, trainer.collective_timeout_s),
         watching(info, silence, hang, _run_dir(recipe) / "stacks"),
+        only_job_in(_run_dir(recipe), _say),
     ):
         run = build_run(recipe, info, stop)
         try:
@@ -228,7 +231,11 @@ def _announce(reporter, loggers: Sequence[str], text: str) -> None:
     if "console" in loggers:
         reporter.line(text)
     elif reporter.is_main:
-        print(f"mppo: {text}", file=sys.stderr, flush=True)
+        _say(text)
+
+
+def _say(text: str) -> None:
+    print(f"mppo: {text}", file=sys.stderr, flush=True)
 
 
 def _refuse(error: Exception, rank: int = 0) -> int:

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,13 +18,15 @@ import mppo
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint.folder import FileEntry, Manifest
 from mppo.checkpoint.randomness import file_name, load_random_state, random_state
-from mppo.checkpoint.resume import Found, changed_keys, choose, resume_mode
+from mppo.checkpoint.resume import Found, changed_keys, choose, resume_mode, set_aside_all
 from mppo.checkpoint.role_state import describe_model, load_role, role_counters, sharded_state
+from mppo.checkpoint.staging import HostBuffers
 from mppo.checkpoint.timing import SaveTiming
 from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_shards
 from mppo.config.schema import TrainerConfig
 from mppo.models.role import Role
-from mppo.parallel import device
+from mppo.parallel import abandon, device
+from mppo.parallel.abandon import Abandoned
 from mppo.parallel.phase import step_done
 from mppo.parallel.signals import StopRequest
 
@@ -37,6 +39,14 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a step changes before its first update: the parts' states as JSON, and random states."""
+
+    parts: str
+    random: bytes
 
 
 class Checkpointer:
@@ -72,7 +82,10 @@ class Checkpointer:
         self._recipe = recipe
         self._stop = stop
         self._say = say
+        self._before: _Before | None = None
+        self._metrics: Mapping[str, float] = {}
         self._thread = SaveThread()
+        self._buffers = HostBuffers() if trainer.async_save else None
         self._timing = SaveTiming(trainer)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
@@ -86,9 +99,9 @@ class Checkpointer:
             ConfigError: the checkpoint asked for cannot be used, and why.
         """
         if resume_mode(self.trainer, self.root) == "disable":
-            if self._rank == 0 and folders.list_checkpoints(self.root):
-                self._say(f"resume_mode=disable: kept {folders.set_aside(self.root)}")
-            dist.barrier()
+            kept = set_aside_all(self.root)
+            if kept is not None:
+                self._say(f"resume_mode=disable: kept {kept}")
             return 0
         mine = {name: describe_model(role) for name, role in self.roles.items()}
         found = choose(self.trainer, self.root, mine, self._say)
@@ -98,6 +111,33 @@ class Checkpointer:
         step_done(found.manifest.step)
         self._timing.step_done()
         return found.manifest.step
+
+    def before_step(self) -> None:
+        """Remember what the coming step changes, should it be abandoned."""
+        abandon.expect(self._timing.longest_step_s + 1.5 * self._timing.longest_save_s)
+        if self.trainer.save_on_signal:
+            parts = {name: part.state_dict() for name, part in self.parts.items()}
+            self._before = _Before(json.dumps(parts), self._random_state())
+
+    def leave(self, step: int, reason: Abandoned) -> None:
+        """End the run within a step that was abandoned, with a checkpoint of the one before.
+
+        Args:
+            step: the PPO step that is left.
+            reason: how far it was.
+        """
+        done, wanted = step - 1, self.trainer.save_on_signal
+        name = self._stop.signal_name or "a signal on another rank"
+        saved = [done > 0 and folders.final_path(self.root, done).exists()]
+        dist.broadcast_object_list(saved, src=0)
+        if reason.half_done:
+            self._say(f"abandoned step {step} amid its updates ({name}): no new checkpoint")
+        else:
+            self._say(f"abandoned step {step} ({name})")
+            if done and wanted and not saved[0]:
+                self.save(done, self._metrics, self._before)
+        self.finish()
+        self.stopped_early = True
 
     def after_step(self, step: int, last: bool, metrics: Mapping[str, float]) -> bool:
         """Save if it is time to.
@@ -111,6 +151,7 @@ class Checkpointer:
             Whether the run is to stop here.
         """
         step_done(step)
+        self._metrics = metrics
         self._timing.step_done()
         self._collect(self._thread.finished())
         by_clock, stop = self._agree()
@@ -124,16 +165,22 @@ class Checkpointer:
         self.stopped_early = stop and not last
         return stop
 
-    def save(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Begin to save; with ``trainer.async_save: false``, also end it."""
+    def save(self, step: int, metrics: Mapping[str, float], before: _Before | None = None) -> None:
+        """Begin to save; with ``trainer.async_save: false``, also end it.
+
+        Args:
+            step: PPO steps done.
+            metrics: of the last of them.
+            before: what was remembered when it had ended; None: what is now.
+        """
         self._collect(self._thread.wait())
         start = time.perf_counter()
         building = folders.partial_path(self.root, step)
         self._last_error = self._prepare(building)
         if self._last_error is not None:
-            self._failed(building, self._last_error)
+            self._failed(folders.final_path(self.root, step), self._last_error)
             return
-        job = self._job(step, building, metrics)
+        job = self._job(step, building, metrics, before)
         self._timing.saved()
         self._thread.start(job)
         if not self.trainer.async_save:
@@ -195,19 +242,29 @@ class Checkpointer:
         dist.broadcast_object_list(outcome, src=0)
         return outcome[0]
 
-    def _job(self, step: int, building: Path, metrics: Mapping[str, float]) -> SaveJob:
+    def _random_state(self) -> bytes:
+        return random_state({name: role.groups for name, role in self.roles.items()})
+
+    def _job(
+        self,
+        step: int,
+        building: Path,
+        metrics: Mapping[str, float],
+        before: _Before | None = None,
+    ) -> SaveJob:
         shards, counters = {}, {}
         for name, role in self.roles.items():
             counters[name] = role_counters(role)
             with role.groups.active():
                 state, folder = sharded_state(role), building / name
-                shards[name] = plan_shards(state, folder, self.trainer.async_save)
-        layouts = {name: role.groups for name, role in self.roles.items()}
-        contents = {file_name(self._rank): random_state(layouts)}
+                shards[name] = plan_shards(state, folder, self._buffers)
+        random = before.random if before else self._random_state()
+        contents = {file_name(self._rank): random}
         if self._rank == 0:
+            parts = {name: part.state_dict() for name, part in self.parts.items()}
             state = {
                 "step": step,
-                "parts": {name: part.state_dict() for name, part in self.parts.items()},
+                "parts": json.loads(before.parts) if before else parts,
                 "roles": counters,
                 "recipe": self._recipe,
             }

@@ -96,6 +96,29 @@ def resume_mode(trainer: TrainerConfig, root: Path) -> str:
     return "auto" if own else trainer.resume_mode
 
 
+def set_aside_all(root: Path) -> Path | None:
+    """Move a run's checkpoints out of the way of a new start. Collective.
+
+    Returns:
+        Where they are now; None where there were none.
+
+    Raises:
+        ConfigError: they cannot be moved.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0 and folders.list_checkpoints(root):
+        try:
+            outcome = [folders.set_aside(root), None]
+        except OSError as error:
+            outcome = [None, error.strerror]
+    dist.broadcast_object_list(outcome, src=0)
+    kept, problem = outcome
+    if problem is not None:
+        why = f"the checkpoints in {root} cannot be moved aside ({problem})"
+        raise _refusal("trainer.resume_mode", "disable", why, "use another folder")
+    return kept
+
+
 def _agreed(candidates: list[Path]) -> list[Path]:
     """The first rank's list: folders may appear while others look."""
     shared = [candidates]

@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from mppo.checkpoint.folder import FileEntry, checksum, publish, write_bytes
+from mppo.checkpoint.staging import HostBuffers, stand_alone
 from mppo.parallel import device
 
 NOTES = ".notes"
@@ -80,31 +81,32 @@ class PlannedShards:
     buckets: list
 
 
-def plan_shards(sharded_state: dict, folder: Path, snapshot: bool) -> PlannedShards:
+def plan_shards(sharded_state: dict, folder: Path, buffers: HostBuffers | None) -> PlannedShards:
     """Decide who writes what and bring it to host memory. Collective.
 
     Args:
         sharded_state: Megatron sharded state dict.
         folder: exists and is empty.
-        snapshot: copy tensors that training goes on to change; needless where it waits.
+        buffers: take copies of tensors that training goes on to change; None where it waits.
     """
     # Megatron would start a manager process for the results of its writer processes
     filesystem_async._results_queue = filesystem_async._results_queue or queue.SimpleQueue()
     strategy = _PlanOnly("torch_dist", 1, thread_count=2)
     sharded, common = save_preprocess(sharded_state, True)
+    stand_alone(sharded)
     FullyParallelSaveStrategyWrapper(strategy).async_save(sharded, folder)
     buckets = [
-        (path, name, (blobs, [(item, _stage(tensor, snapshot)) for item, tensor in tensors]))
+        (path, name, (blobs, [_staged(folder.name, *pair, buffers) for pair in tensors]))
         for path, name, (blobs, tensors) in strategy.writer.write_buckets
     ]
     device.synchronize()
     return PlannedShards(folder, strategy.writer, strategy.metadata, common, buckets)
 
 
-def _stage(tensor: torch.Tensor, snapshot: bool) -> torch.Tensor:
-    if tensor.is_cpu:
-        return tensor.clone() if snapshot else tensor
-    return tensor.to("cpu", non_blocking=True)
+def _staged(role: str, item, tensor: torch.Tensor, buffers: HostBuffers | None) -> tuple:
+    if buffers is not None:
+        return item, buffers.copy((role, item.index), tensor)
+    return item, tensor.to("cpu", non_blocking=True)
 
 
 class _CheckedStream:

@@ -278,7 +278,8 @@ class TrainerConfig(Section):
     newest complete checkpoint of ``default_local_dir``; ``resume_path`` from ``resume_from_path``.
     After ``max_nonfinite_in_a_row`` skipped steps (``on_nonfinite: skip``) the run stops.
     ``heartbeat_timeout_s`` is how long a silent rank counts as alive, ``hang_timeout_s`` how long
-    no rank may make progress (null: nine tenths of ``collective_timeout_s``).
+    no rank may make progress (null: nine tenths of ``collective_timeout_s``). After SIGTERM or
+    Ctrl-C a step that would not end within ``stop_within_s`` is abandoned (null: never).
     """
 
     project_name: str = "mppo"
@@ -297,6 +298,7 @@ class TrainerConfig(Section):
         default=None, pattern=r"^(\d+:)?\d{1,2}:\d{2}:\d{2}$"
     )
     save_on_signal: bool = True
+    stop_within_s: float | None = Field(default=20.0, ge=0)
     async_save: bool = True
     max_ckpt_to_keep: int | None = Field(default=None, gt=0)
     best_metric: str | None = None

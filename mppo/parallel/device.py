@@ -39,12 +39,13 @@ def select(local_rank: int, ranks_on_node: int) -> None:
     """Give this rank its GPU, or its share of the node's cores.
 
     Args:
-        local_rank: index of the rank on its node.
+        local_rank: index of the rank on its node; where the launcher shows each rank fewer GPUs
+            than the node has, it counts around those.
         ranks_on_node: ranks on that node; the CPU's cores are divided among them unless
             ``OMP_NUM_THREADS`` was set by the user to something other than torchrun's 1.
     """
     if is_cuda():
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     elif os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, (cores or 1) // ranks_on_node))

@@ -27,11 +27,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mppo.config.errors import ConfigError
-from mppo.parallel import phase
+from mppo.parallel import abandon, phase
 from mppo.parallel.launch import LaunchInfo
 
 EXIT_CODE = 1
-_VERDICT, _FAREWELL = "verdict", "farewell"
+SAVING = "save_checkpoint"
+"""The phase that is left to end, however long it takes."""
+_VERDICT, _FAREWELL, _STOP = "verdict", "farewell", "stop"
 _FAREWELL_S = 60.0
 _LINGER_BEATS = 3
 """The first rank's store outlives a verdict by so many beats, for the others to read it."""
@@ -156,6 +158,7 @@ class Heartbeat:
         self._number = 0
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._stopping = threading.Event()
+        self._told_to_stop = False
         self._beat()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -220,7 +223,25 @@ class Heartbeat:
         )
         self._store.set(f"beat/{self._info.rank}", json.dumps(asdict(beat)))
 
+    def _pass_on_stop(self) -> None:
+        """A request to stop reaches every rank, whichever got the signal."""
+        if self._told_to_stop:
+            return
+        if abandon.asked():
+            self._store.set(_STOP, "1")
+        elif self._store.check([_STOP]):
+            abandon.ask()
+        self._told_to_stop = abandon.asked()
+
     def _watch(self) -> str | None:
+        self._pass_on_stop()
+        if abandon.overdue() and SAVING not in phase.current():
+            self._judged_here = True
+            return (
+                f"rank {self._info.rank} of {self._info.world_size} could not stop in time, it was "
+                f"in: {phase.current()}; last completed step: {phase.last_step()}; started again, "
+                "the run goes on from its newest complete checkpoint"
+            )
         if self._launcher not in (None, os.getppid()):
             return f"torchrun (pid {self._launcher}) has gone"
         if self._store.check([_VERDICT]):

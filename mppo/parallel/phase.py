@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mppo.parallel.abandon import Abandoned
+
 _stack: list[str] = []
 _failed_in: list[str] = []
 _counts = {"progress": 0, "last_step": 0}
@@ -17,6 +19,8 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
     tick()
     try:
         yield
+    except Abandoned:
+        raise
     except BaseException:
         if not _failed_in:
             _failed_in.extend(_stack)

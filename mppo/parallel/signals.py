@@ -1,5 +1,8 @@
 """SIGUSR1, SIGTERM and SIGINT ask the run to stop; asked twice, the process exits at once.
 
+After SIGUSR1 there is time to finish the step; after the others it may be abandoned
+(``mppo.parallel.abandon``).
+
 SIGUSR1 again means nothing new: on preemption Slurm tells the batch script and the ranks, and the
 script tells the ranks as well.
 
@@ -19,6 +22,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mppo.parallel import abandon
+
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 _SAME_REQUEST_S = 1.0
 
@@ -29,6 +34,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self._first_at = 0.0
+        self._urgent = False
 
     def receive(self, number: int) -> None:
         """Take note of a signal; exit if it is the second request.
@@ -37,21 +43,29 @@ class StopRequest:
         comes within a second of the first is the same request.
         """
         now = time.monotonic()
-        if self.signal_name is None:
+        urgent = number != signal.SIGUSR1
+        if self.signal_name is None or (urgent and not self._urgent):
             self.signal_name, self._first_at = signal.Signals(number).name, now
-        elif number != signal.SIGUSR1 and now - self._first_at > _SAME_REQUEST_S:
+            self._urgent = urgent
+            if urgent:
+                abandon.ask()
+        elif urgent and now - self._first_at > _SAME_REQUEST_S:
             sys.stderr.write(f"mppo: {signal.Signals(number).name} again: exiting at once\n")
             sys.stderr.flush()
             os._exit(128 + number)
 
 
 @contextmanager
-def listening() -> Iterator[StopRequest]:
+def listening(within_s: float | None = None) -> Iterator[StopRequest]:
     """Take stop signals inside; what was installed before is put back on leaving.
 
     Call from the main thread.
+
+    Args:
+        within_s: ``trainer.stop_within_s``.
     """
     request = StopRequest()
+    abandon.reset(within_s)
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
@@ -70,4 +84,5 @@ def listening() -> Iterator[StopRequest]:
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(before_fd)
+        abandon.reset()
         writer.close()

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from mppo.config.schema import SamplingConfig
+from mppo.parallel.abandon import check
 from mppo.rollout.sampling import draw, uniforms
 
 ATTENTION = "mppo_rows"
@@ -286,6 +287,7 @@ def decode(
     length_R = torch.tensor([len(p) for p in prompts], device=device)[parents]
     rows = _Rows(key_R, length_R, begin, max_tokens, logits.dtype)
     for step in range(max_tokens):
+        check()
         token_R = rows.draw(logits, step, sampling)
         alive = rows.finish(token_R, step, stop_tokens)
         if alive is not None:

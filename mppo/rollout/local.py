@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from transformers.initialization import no_init_weights
 
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import SamplingConfig
+from mppo.parallel.abandon import Abandoned, check, meet
 from mppo.rollout.decoding import ATTENTION, Responses, decode
 from mppo.rollout.engine import Finished, WeightBucket
 from mppo.rollout.exchange import gather_flat, pack_rows, shares, unpack_rows
@@ -127,13 +129,18 @@ class LocalEngine:
             device=self._device,
         )
         parts = []
-        for start in range(0, len(rows), self._batch_size):
-            chunk = rows[start : start + self._batch_size]
-            parts.append(self._generate_rows(prompts, chunk, sampling, max_tokens, seed, stops))
-            if finished is not None and start + self._batch_size < len(rows):
-                done = _pack(chunk, sampling.n, parts[-1:], self._device)
-                early = unpack_rows(done, prompts, sampling.n, version)
-                finished(list(early), list(early.values()))
+        with suppress(Abandoned):
+            for start in range(0, len(rows), self._batch_size):
+                chunk = rows[start : start + self._batch_size]
+                parts.append(self._generate_rows(prompts, chunk, sampling, max_tokens, seed, stops))
+                if finished is not None and start + self._batch_size < len(rows):
+                    done = _pack(chunk, sampling.n, parts[-1:], self._device)
+                    early = unpack_rows(done, prompts, sampling.n, version)
+                    finished(list(early), list(early.values()))
+        if self._world > 1:
+            meet()
+        else:
+            check()
         packed = _pack(rows, sampling.n, parts, self._device)
         found: dict[int, Trajectory] = {}
         for received in gather_flat(packed, self._world, self._group):

@@ -17,6 +17,7 @@ from torch import Tensor
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import RolloutConfig, SamplingConfig
 from mppo.parallel import device as device_seam
+from mppo.parallel.abandon import Abandoned, meet
 from mppo.parallel.launch import own_address
 from mppo.rollout.dispatch import dispatch
 from mppo.rollout.engine import Finished, WeightBucket
@@ -325,6 +326,9 @@ class SGLangEngine:
                 results.update({waiting[place]: r for place, r in outcome.results.items()})
             except RequestRefused as caught:
                 error = f"rank {self._rank}: {caught}"
+            except Abandoned:
+                error = None  # said by meet
+            meet()
             agree(error, self._world, self._group)
             self._fleet.lost.update(lost)
             left = len(jobs) - len(results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,40 @@ def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
     outcomes["all"] = told(role, root)
     outcomes["disable"] = told(role, root, resume_mode="disable")
     outcomes["none"] = told(role, folder / "empty/checkpoints")
+    outcomes["time limit"] = after_step(role, folder / "limit", checkpoint_must_save_by="00:00:01")
+    outcomes["minutes"] = after_step(role, folder / "minutes", save_every_minutes=1e-9)
+    outcomes["unscheduled"] = after_step(role, folder / "unscheduled")
+    with locked(folder / "locked"), locked(folder / "locked") as outcomes["second job"]:
+        pass
+    with locked(folder / "locked") as outcomes["later job"]:
+        pass
+    (folder / "file").touch()
+    with locked(folder / "file/run") as outcomes["no folder"]:
+        pass
     return outcomes
+
+
+def after_step(role, run_dir: Path, **trainer) -> Told:
+    """Whether a run stops after its third step, and what it has saved."""
+    said: list[str] = []
+    saver = checkpointer(role, run_dir / "checkpoints", said, **trainer)
+    stops = saver.after_step(3, last=False, metrics={})
+    saver.finish()
+    return Told(int(stops), "", said, sorted(path.name for path in run_dir.glob("*/global_step_*")))
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[Told]:
+    """What a job is told that wants a run's folder."""
+    from mppo.checkpoint.lock import only_job_in
+    from mppo.config.errors import ConfigError
+
+    said: list[str] = []
+    try:
+        with only_job_in(run_dir, said.append, patience_s=0.0):
+            yield Told(0, "", said, [])
+    except ConfigError as error:
+        yield Told(None, str(error), said, [])
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +179,30 @@ def test_without_checkpoints_it_starts_at_the_beginning(outcomes):
     assert outcomes["none"] == Told(0, "", [], [])
 
 
+def test_it_saves_and_stops_before_a_known_limit(outcomes):
+    assert outcomes["time limit"].step == 1
+    assert outcomes["time limit"].folders == ["global_step_3"]
+    assert "checkpoint_must_save_by leaves no time" in outcomes["time limit"].said[0]
+
+
+def test_it_saves_by_the_clock_and_goes_on(outcomes):
+    assert outcomes["minutes"].step == 0
+    assert outcomes["minutes"].folders == ["global_step_3"]
+    assert outcomes["unscheduled"].folders == []
+
+
+def test_one_folder_is_for_one_job(outcomes):
+    second = outcomes["second job"].refusal
+    assert "trainer.default_local_dir" in second
+    assert "another job runs there: pid " in second
+    assert "use another folder" in second
+    assert outcomes["later job"] == Told(0, "", [], [])
+
+
+def test_a_folder_that_cannot_be_made_is_refused(outcomes):
+    assert "cannot be written (Not a directory)" in outcomes["no folder"].refusal
+
+
 @contextmanager
 def small_disk(folder: Path):
     """A file system of ``SMALL_DISK_MB`` at ``folder``."""
@@ -186,13 +244,40 @@ def full(case: Case, folder: Path, registry) -> dict[str, object]:
             ended = str(error)
         left = sorted(path.name for path in root.iterdir())
         taken = checkpointer(role, root, []).resume()
-    return {"step": step, "said": said, "ended": ended, "left": left, "taken": taken}
+        subprocess.run(["mount", "-o", "remount,ro", folder / "disk"], check=True)
+        read_only: list[str] = []
+        checkpointer(role, root, read_only).save(99, {})
+        anew = told(role, root, resume_mode="disable")
+        still = sorted(path.name for path in root.iterdir())
+    return {
+        "step": step,
+        "said": said,
+        "ended": ended,
+        "left": left,
+        "taken": taken,
+        "read only": read_only,
+        "anew": anew.refusal,
+        "still": still,
+    }
 
 
-def test_a_full_disk_harms_no_earlier_checkpoint(tmp_path):
-    if not can_mount(tmp_path / "try"):
+@pytest.fixture(scope="module")
+def on_small_disk(tmp_path_factory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("disk")
+    if not can_mount(folder / "try"):
         pytest.skip("mounting a small tmpfs needs root and CAP_SYS_ADMIN")
-    (outcome,) = run_cases([Case("qwen2")], 1, tmp_path, full)
+    return run_cases([Case("qwen2")], 1, folder, full)[0]
+
+
+def test_a_read_only_disk_is_said_and_left_as_it_is(on_small_disk):
+    assert "global_step_99 could not be written: Read-only" in on_small_disk["read only"][-1]
+    assert "cannot be moved aside (Read-only file system)" in on_small_disk["anew"]
+    assert "trainer.resume_mode" in on_small_disk["anew"]
+    assert on_small_disk["still"] == on_small_disk["left"]
+
+
+def test_a_full_disk_harms_no_earlier_checkpoint(on_small_disk):
+    outcome = on_small_disk
     whole = outcome["step"] - 1
     assert whole >= 1
     assert outcome["taken"] == whole

@@ -1,0 +1,106 @@
+"""One job per run folder: two would write each other's checkpoints and metrics."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import torch.distributed as dist
+
+from mppo.config.errors import ConfigError, Fault
+
+LOCK = ".lock"
+PATIENCE_S = 30.0
+"""A job that was just killed may take so long to let go of the folder."""
+_KEY = "trainer.default_local_dir"
+_POLL_S = 0.2
+
+
+@contextmanager
+def only_job_in(
+    folder: Path, say: Callable[[str], None], patience_s: float = PATIENCE_S
+) -> Iterator[None]:
+    """Hold a run's folder; made where missing. Collective, the first rank holds it.
+
+    The lock is the operating system's (``flock``): it goes with the process that holds it, however
+    that ends. A file system without such locks is used unlocked, with a line that says so.
+
+    Args:
+        folder: the run's.
+        say: shows a line.
+        patience_s: how long to wait for another job to end.
+
+    Raises:
+        ConfigError: another job holds it, or it cannot be written.
+    """
+    stream, fault = None, [None]
+    if dist.get_rank() == 0:
+        try:
+            stream = _open(folder, say, patience_s)
+        except OSError as error:
+            why = f"cannot be written ({error.strerror})"
+            fault = [Fault(_KEY, str(folder), why, "name a folder on a disk you may write to")]
+        except ConfigError as error:
+            fault = list(error.faults)
+    dist.broadcast_object_list(fault, src=0)
+    if fault[0] is not None:
+        raise ConfigError(fault, source="run folder")
+    try:
+        yield
+    finally:
+        if stream is not None:
+            stream.close()
+
+
+def _open(folder: Path, say: Callable[[str], None], patience_s: float) -> IO[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    stream = (folder / LOCK).open("a+")
+    try:
+        _take(stream, folder, say, patience_s)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def _take(stream: IO[str], folder: Path, say: Callable[[str], None], patience_s: float) -> None:
+    deadline, told = time.monotonic() + patience_s, False
+    while True:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = _holder(stream)
+            if time.monotonic() >= deadline:
+                why = f"another job runs there: {holder}"
+                cure = "stop that job, or use another folder (trainer.experiment_name)"
+                fault = Fault(_KEY, str(folder), why, cure)
+                raise ConfigError([fault], source="run folder") from None
+            if not told:
+                say(f"{folder}: waiting for another job to end: {holder}")
+            told = True
+            time.sleep(_POLL_S)
+        except OSError as error:
+            say(f"{folder}: no lock against a second job on this disk ({error.strerror})")
+            return
+    stream.truncate(0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}))
+    stream.flush()
+
+
+def _holder(stream: IO[str]) -> str:
+    """Who holds the lock, as far as the file tells."""
+    stream.seek(0)
+    try:
+        told = json.loads(stream.read())
+        return f"pid {told['pid']} on {told['host']}, since {told['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "an unknown process"

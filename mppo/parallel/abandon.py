@@ -1,0 +1,131 @@
+"""Leaving a PPO step unfinished because the run is asked to stop and the step would take too long.
+
+A rank that gets SIGTERM or Ctrl-C asks here; the heartbeat tells the other ranks. Phases that wait
+for nobody look by ``check``; where all ranks come by, ``meet`` makes them leave at one place, so
+that they can save together. What every rank was busy with is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mppo.parallel import device
+
+HARD_S = 28.0
+"""torchrun and Slurm send SIGKILL 30 s after SIGTERM; before that the process says where it was."""
+
+
+class Abandoned(Exception):
+    """All ranks leave the step.
+
+    Args:
+        half_done: optimizers have already taken some of the step's updates.
+    """
+
+    def __init__(self, half_done: bool = False) -> None:
+        self.half_done = half_done
+        super().__init__("the PPO step was abandoned: the run is asked to stop")
+
+
+@dataclass
+class _Stop:
+    """Times are of the monotonic clock, in seconds."""
+
+    asked_at: float | None = None
+    within_s: float = math.inf
+    expected_end: float = 0.0
+
+
+_stop = _Stop()
+
+
+def ask() -> None:
+    """The run is to stop soon; callable from any thread."""
+    if _stop.asked_at is None:
+        _stop.asked_at = time.monotonic()
+
+
+def asked() -> bool:
+    """Whether this rank knows of such a request."""
+    return _stop.asked_at is not None
+
+
+def reset(within_s: float | None = None) -> None:
+    """Forget a request.
+
+    Args:
+        within_s: seconds in which a step may still end after a request; None: any time.
+    """
+    _stop.asked_at = None
+    _stop.within_s = math.inf if within_s is None else within_s
+    _stop.expected_end = 0.0
+
+
+def expect(seconds: float) -> None:
+    """The step that begins now, and a save, will take about so long."""
+    _stop.expected_end = time.monotonic() + seconds
+
+
+def due() -> bool:
+    """Whether this rank would leave the step; once true it stays so until the step ends."""
+    if _stop.asked_at is None:
+        return False
+    return max(_stop.expected_end, time.monotonic()) > _stop.asked_at + _stop.within_s
+
+
+def overdue() -> bool:
+    """Whether the launcher is about to kill this process."""
+    if _stop.asked_at is None or math.isinf(_stop.within_s):
+        return False
+    return time.monotonic() - _stop.asked_at > max(HARD_S, _stop.within_s)
+
+
+def check() -> None:
+    """Leave what this rank does alone. A ``meet`` on the way that all ranks take must follow.
+
+    Raises:
+        Abandoned: if the step is not to be finished.
+    """
+    if due():
+        raise Abandoned
+
+
+def meet() -> None:
+    """Leave the step if any rank would. Collective.
+
+    Raises:
+        Abandoned: on every rank.
+    """
+    _together(due())
+
+
+def meet_half_done(done: int, of: int, began: float) -> None:
+    """Between updates: leave only where the others cannot be done in time. Collective.
+
+    Args:
+        done, of: updates taken and to take.
+        began: when the first began.
+
+    Raises:
+        Abandoned: on every rank.
+    """
+    now = time.monotonic()
+    late = False
+    if _stop.asked_at is not None:
+        limit = _stop.asked_at + max(HARD_S, _stop.within_s)
+        late = now + (of - done) * (now - began) / done > limit
+    _together(late, half_done=True)
+
+
+def _together(here: bool, half_done: bool = False) -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        flag = torch.tensor(float(here), device=device.device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        here = bool(flag)
+    if here:
+        raise Abandoned(half_done)

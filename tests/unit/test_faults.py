@@ -1,0 +1,53 @@
+"""What a failure says to the user."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mppo.config.load import load_recipe
+from mppo.faults import advice, is_out_of_memory, out_of_memory_message
+
+RECIPE = load_recipe(None, ["model.path=builtin:tiny", "actor.ppo_micro_batch_size_per_gpu=8"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+    ],
+)
+def test_memory_that_ran_out_is_recognised(error):
+    assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+def test_the_cpu_allocator_is_recognised():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(caught.value)
+
+
+def test_the_message_names_phase_sizes_and_keys_with_their_values():
+    text = out_of_memory_message("update, step 3 > updating actor, step 3", RECIPE)
+    assert text.startswith("out of memory in: update, step 3 > updating actor, step 3; ")
+    assert "GiB" in text
+    assert "actor.ppo_micro_batch_size_per_gpu (now 8): lower" in text
+    assert "actor.megatron.tensor_model_parallel_size (now 1): raise" in text
+
+
+@pytest.mark.parametrize(
+    ("phase", "key"),
+    [
+        ("update, step 1 > updating critic, step 1", "critic.ppo_micro_batch_size_per_gpu"),
+        ("measure, step 1 > measuring with ref", "ref.log_prob_micro_batch_size_per_gpu"),
+        ("gen, step 1", "rollout.batch_size"),
+        ("update_weights, step 1 > weight sync", "rollout.sync_bucket_mb"),
+        ("save_checkpoint, step 1", "trainer.async_save"),
+        ("building actor", "model.dtype"),
+    ],
+)
+def test_every_phase_has_its_keys(phase, key):
+    assert any(line.startswith(f"{key} (now ") for line in advice(phase, RECIPE))
