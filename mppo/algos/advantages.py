@@ -14,6 +14,8 @@ from mppo.algos.scan import reverse_scan, uniform_reverse_scan
 _PIECE = 1 << 18
 """Tokens whose temporaries stay in a core's cache."""
 
+_ROW = 64
+
 
 def gae(
     rewards_T: Tensor,
@@ -56,15 +58,16 @@ def _run_breaks(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor | None:
         some sequence's masked tokens have a gap.
     """
     changes = []
-    changed = torch.zeros(_PIECE, dtype=torch.bool, device=mask_T.device)
+    changed, ones = mask_T.new_zeros(_PIECE), mask_T.new_ones(_ROW)
     for start in range(0, len(mask_T) - 1, _PIECE):
         after = mask_T[start + 1 : start + 1 + _PIECE]
-        torch.ne(after, mask_T[start : start + len(after)], out=changed[: len(after)])
-        changed[len(after) :] = False
-        # most words of eight are without a change
-        words = changed.view(torch.int64).nonzero().squeeze(1)
-        row, column = changed.view(-1, 8)[words].nonzero(as_tuple=True)
-        changes.append(words[row] * 8 + column + start)
+        step = torch.sub(after, mask_T[start : start + len(after)], out=changed[: len(after)])
+        step.mul_(step)
+        changed[len(after) :] = 0.0
+        # most rows are without a change
+        rows = torch.mv(changed.view(-1, _ROW), ones).nonzero().squeeze(1)
+        row, column = changed.view(-1, _ROW)[rows].nonzero(as_tuple=True)
+        changes.append(rows[row] * _ROW + column + start)
     last = cu_seqlens[1:] - 1
     breaks = torch.unique(torch.cat([*changes, last[last >= 0]]))
     run_ends = breaks[mask_T[breaks] > 0]
@@ -93,9 +96,7 @@ def _gae_of_runs(
         piece[crossed] = rewards_T[breaks[here]] - values_T[breaks[here]]
         piece.mul_(mask_T[start:stop])
 
-    advantages_T = torch.empty_like(values_T)
-    uniform_reverse_scan(delta, gamma * lam, breaks, advantages_T)
-    return advantages_T
+    return uniform_reverse_scan(delta, gamma * lam, breaks, values_T)
 
 
 def _gae_of_tokens(

@@ -63,17 +63,21 @@ def masked_whiten(
         float ``[T]``. With fewer than two masked tokens the variance is unknown: the tokens are
         centred (and so 0) and not scaled.
 
-    Source: verl ``masked_whiten``; TRL ``masked_whiten``.
+    Source: verl ``masked_whiten``; TRL ``masked_whiten``; moments of pieces by Chan's update.
     """
     mask_T = mask_T.to(x_T.dtype)
     whitened_T = torch.empty_like(x_T) if out is None else out
     pieces = list(zip(*(tensor.split(_PIECE) for tensor in (x_T, mask_T, whitened_T))))
-    count = sum(float(mask.sum()) for _, mask, _ in pieces)
-    mean = sum(float(torch.dot(x, mask)) for x, mask, _ in pieces) / max(count, 1.0)
-    squares, scratch = 0.0, x_T.new_empty(min(len(x_T), _PIECE))
+    scratch = x_T.new_empty(min(len(x_T), _PIECE))
+    count = mean = squares = 0.0
     for x, mask, _ in pieces:
-        centered = torch.sub(x, mean, out=scratch[: len(x)]).mul_(mask)
-        squares += float(torch.dot(centered, centered))
+        here = float(mask.sum())
+        shift = float(torch.dot(x, mask)) / max(here, 1.0)
+        centered = torch.sub(x, shift, out=scratch[: len(x)]).mul_(mask)
+        both, shift = max(count + here, 1.0), shift - mean
+        squares += float(torch.dot(centered, centered)) + shift**2 * count * here / both
+        mean += shift * here / both
+        count += here
     var = squares / max(count - (1.0 if unbiased else 0.0), 1.0)
     scale = 1.0 / math.sqrt(var + eps) if count >= 2 else 1.0
     for x, mask, whitened in pieces:

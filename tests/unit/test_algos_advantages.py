@@ -117,9 +117,8 @@ def test_the_uniform_scan_equals_the_general_one_across_pieces(piece, monkeypatc
     decay = torch.full_like(x, 0.97)
     decay[breaks] = 0.0
     expected = scan.reverse_scan(x, decay)
-    actual = torch.empty_like(x)
-    scan.uniform_reverse_scan(
-        lambda start, stop, out: out.copy_(x[start:stop]), 0.97, breaks, actual
+    actual = scan.uniform_reverse_scan(
+        lambda start, stop, out: out.copy_(x[start:stop]), 0.97, breaks, x
     )
     torch.testing.assert_close(actual, expected)
 
