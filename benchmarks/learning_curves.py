@@ -5,9 +5,9 @@
 Trains ``recipes/demo.yaml`` once for each estimator, one after another. The critic-free estimators
 take four responses to each of a quarter as many prompts, so that every step sees as many responses.
 With ``--processes 1`` a run takes one process without any parallelism, which changes no number
-beyond float noise. Runs are kept under ``--runs``; one that is done there is not trained again.
-Writes ``<out>.png`` and ``<out>.json``: the mean reward of the sampled responses by step, and the
-held-out reward. An estimator passes if its sampled reward at least doubles from the first tenth of
+beyond float noise. Runs are kept under ``--runs``: one that is done there is not trained again, one
+that was stopped goes on from its checkpoint. Writes ``<out>.png`` and ``<out>.json``: the mean
+reward of the sampled responses by step, and the held-out reward. An estimator passes if its sampled reward at least doubles from the first tenth of
 the steps to the last, and ends above 0.8.
 """
 
@@ -55,9 +55,15 @@ def train(estimator: str, arguments: argparse.Namespace, folder: Path) -> list[d
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={arguments.processes}", str(ROOT / "mppo/train.py")]
     command += ["--config", str(ROOT / "recipes/demo.yaml")]
-    if not (run_dir / "report.md").exists():
+    metrics = run_dir / "metrics.jsonl"
+    if not metrics.exists() or read(metrics)[-1]["step"] < arguments.steps:
         subprocess.run([*command, *overrides], check=True, cwd=ROOT)
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read(metrics)
+
+
+def read(metrics: Path) -> list[dict[str, float]]:
+    """The lines of a run's metrics."""
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def curve(lines: list[dict[str, float]], name: str) -> Curve:
