@@ -6,8 +6,10 @@ Trains ``recipes/demo.yaml`` once for each estimator, one after another. The cri
 take four responses to each of a quarter as many prompts, so that every step sees as many responses.
 With ``--processes 1`` a run takes one process without any parallelism, which changes no number
 beyond float noise. Runs are kept under ``--runs``: one that is done there is not trained again, one
-that was stopped goes on from its checkpoint. Writes ``<out>.png`` and ``<out>.json``: the mean
-reward of the sampled responses by step, and the held-out reward. An estimator passes if its sampled reward at least doubles from the first tenth of
+that was stopped goes on from its checkpoint.
+
+Writes ``<out>.png`` and ``<out>.json``: the mean reward of the sampled responses by step, and the
+held-out reward. An estimator passes if its sampled reward at least doubles from the first tenth of
 the steps to the last, and ends above 0.8.
 """
 

@@ -118,6 +118,37 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     }
 
 
+def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]:
+    """Train actor and critic, the critic's gradient being infinite in the first of two steps."""
+    from layout_case import objective
+
+    from mppo.models.role import step_together
+    from mppo.parallel.schedule import update_schedule
+
+    actor = build_role(dataclasses.replace(case, role=POLICY), folder, registry)
+    critic = build_role(dataclasses.replace(case, head="value", role={}), folder, registry)
+    critic.spec = dataclasses.replace(critic.spec, name="critic")
+    batch, roles = batch_of(), (actor, critic)
+    lengths = batch.lengths_B.tolist()
+    seen = [[_weights(role) for role in roles]]
+    for factor in (torch.inf, 1.0):
+        for role in roles:
+            shape = role.shape(measuring=False)
+            plan = update_schedule(lengths, shape, [range(len(lengths))])[0].microbatches
+            role.optimizer.advance()
+            scale = factor if role is critic else 1.0
+
+            def loss(outputs, indices, scale=scale):
+                total, stats = objective(batch)(outputs, indices)
+                return scale * total, stats
+
+            role.forward_backward(batch, plan, loss)
+        results = step_together(roles)
+        assert {result.applied for result in results.values()} == {factor == 1.0}
+        seen.append([_weights(role) for role in roles])
+    return {"weights": seen, "average": _average(actor)}
+
+
 def _save(role, folder: Path, sharded_state) -> None:
     from megatron.core import dist_checkpointing
 
@@ -135,6 +166,20 @@ def _weights(role) -> dict[str, torch.Tensor]:
 def _average(role) -> dict[str, torch.Tensor]:
     with role.average.in_place():
         return _weights(role)
+
+
+@pytest.mark.parametrize("layout", [{}, {TP: 2}], ids=str)
+def test_an_overflow_of_the_critic_stops_the_actors_step_too(tmp_path, layout):
+    case = Case("qwen2", layout)
+    (outcome,) = run_cases([case], 2 if layout else 1, tmp_path, step_with_one_overflow)
+    before, after_overflow, after = outcome["weights"]
+    for start, skipped, stepped in zip(before, after_overflow, after):
+        assert all(torch.equal(skipped[name], weight) for name, weight in start.items())
+        assert any(not torch.equal(stepped[name], weight) for name, weight in start.items())
+    start, stepped = before[0], after[0]
+    for name, average in outcome["average"].items():  # of one step
+        want = DECAY * start[name] + (1 - DECAY) * stepped[name]
+        torch.testing.assert_close(average, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
