@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -159,16 +160,16 @@ def collect(run: Run, step: int) -> Collected:
     informative = 0
     while left and informative < size:
         left -= 1
-        prompts, early = next(run.prompts), EarlyScores(run.scorer)
+        early = EarlyScores(run.scorer)
         with run.stage("gen", step):
-            found = generate(run, prompts, run.recipe.rollout, step, early.take)
+            prompts, keys, found = ask(run, step, early.take)
             if needs_greedy_baseline(algorithm):
                 greedy = generate(run, prompts, GREEDY, step)
             if not left:
                 run.engine.sleep()
         with run.stage("reward", step):
             trajectories += found
-            scores = early.finish(found)
+            scores = early.finish(keys, found)
             batches.append(pack_trajectories(found, scores, algorithm.score_after_end))
             baseline_B = torch.tensor(run.scorer.score(greedy))
             meet()
@@ -186,6 +187,24 @@ def collect(run: Run, step: int) -> Collected:
     }
     kept = [trajectories[i] for i in chosen.tolist()]
     return Collected(kept, select_batch(scored, chosen), baseline_B, metrics)
+
+
+def ask(
+    run: Run, step: int, finished: Finished
+) -> tuple[list[Prompt], list[int], list[Trajectory]]:
+    """A batch of responses: their prompts, the keys ``finished`` knows them by, and themselves.
+
+    Where more prompts are asked than a batch holds, those not answered in time come again.
+    """
+    rollout, size = run.recipe.rollout, run.prompts.batch_size
+    asked = run.prompts.take(size + math.ceil(rollout.over_sampling * size))
+    wanted = size if len(asked) > size else None
+    trajectories = generate(run, asked, rollout, step, finished, wanted)
+    place = {prompt.uid: index for index, prompt in enumerate(asked)}
+    keys = [place[t.prompt.uid] * rollout.n + i % rollout.n for i, t in enumerate(trajectories)]
+    answered = {t.prompt.uid for t in trajectories}
+    run.prompts.give_back([prompt for prompt in asked if prompt.uid not in answered])
+    return [prompt for prompt in asked if prompt.uid in answered], keys, trajectories
 
 
 @contextmanager
@@ -207,10 +226,11 @@ def generate(
     sampling: SamplingConfig,
     seed: int,
     finished: Finished | None = None,
+    wanted: int | None = None,
 ) -> list[Trajectory]:
-    """Sampled responses to the prompts."""
+    """Sampled responses to the prompts, or to the first ``wanted`` of them to be answered."""
     limit, seed = run.recipe.data.max_response_length, run.recipe.trainer.seed * 1_000_003 + seed
-    return run.engine.generate(prompts, sampling, limit, seed, finished)
+    return run.engine.generate(prompts, sampling, limit, seed, finished, wanted)
 
 
 def sync(run: Run, version: int) -> None:

@@ -26,6 +26,8 @@ def local_engine_obeys_its_keys(case: Case) -> Iterator[Fault]:
         yield Fault("rollout.urls", list(rollout.urls), why, cure)
     if rollout.server_args:
         yield Fault("rollout.server_args", rollout.server_args, why, cure)
+    if rollout.over_sampling:
+        yield Fault("rollout.over_sampling", rollout.over_sampling, why, cure)
 
 
 @rule("rollout.urls", "rollout.mode", "rollout.name")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -12,7 +12,9 @@ from mppo.data.source import PromptSet
 
 
 class PromptLoader:
-    """Endless batches of prompts, epoch after epoch; the position is the whole state.
+    """Endless batches of prompts, epoch after epoch.
+
+    The state is the position and the prompts given back.
 
     Every epoch holds each prompt once, in an order that depends on seed and epoch alone. Nothing
     is dropped: a batch that an epoch's end cuts short goes on with the next epoch.
@@ -35,6 +37,7 @@ class PromptLoader:
         self.shuffle = shuffle
         self.seed = seed
         self.position = 0
+        self._returned: list[int] = []
         self._order: tuple[int, list[int]] = (-1, [])
 
     @property
@@ -52,13 +55,27 @@ class PromptLoader:
 
     def __next__(self) -> list[Prompt]:
         """The next batch; each prompt's ``uid`` is its position in the run."""
-        positions = range(self.position, self.position + self.batch_size)
-        self.position += self.batch_size
-        return [self._prompt(position) for position in positions]
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts, those given back first."""
+        again, self._returned = self._returned[:count], self._returned[count:]
+        fresh = range(self.position, self.position + count - len(again))
+        self.position += len(fresh)
+        return [self._prompt(position) for position in (*again, *fresh)]
+
+    def give_back(self, prompts: Sequence[Prompt]) -> None:
+        """Have prompts that were taken but not trained on come again, first of all."""
+        self._returned = [prompt.uid for prompt in prompts] + self._returned
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, as JSON-able values."""
-        return {"position": self.position, "seed": self.seed, "num_prompts": len(self.prompt_set)}
+        return {
+            "position": self.position,
+            "returned": list(self._returned),
+            "seed": self.seed,
+            "num_prompts": len(self.prompt_set),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position.
@@ -75,6 +92,7 @@ class PromptLoader:
                     f"{mine[key]}: resume with the same data section, or start a new run"
                 )
         self.position = int(state["position"])
+        self._returned = [int(position) for position in state.get("returned", ())]
 
     def _prompt(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self.prompt_set))

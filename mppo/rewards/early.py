@@ -30,16 +30,17 @@ class EarlyScores:
         """Have finished responses judged; returns at once, any thread may call it.
 
         Args:
-            keys: their places in the list ``finish`` will be given.
+            keys: by which ``finish`` will know them.
             trajectories: the responses.
         """
         self._parts.append((tuple(keys), self._pool.submit(self._scorer.judged, trajectories)))
 
-    def finish(self, trajectories: Sequence[Trajectory]) -> list[float]:
+    def finish(self, keys: Sequence[int], trajectories: Sequence[Trajectory]) -> list[float]:
         """One reward per trajectory; what was not taken early is judged now. Collective.
 
         Args:
-            trajectories: all, the same on every rank.
+            keys: one for each trajectory; whatever else was taken is forgotten.
+            trajectories: the same on every rank.
 
         Raises:
             ValueError: judging failed on some rank; on that rank its own error.
@@ -47,15 +48,15 @@ class EarlyScores:
         mine: dict[int, float] = {}
         failure: Exception | None = None
         try:
-            for keys, scores in self._parts:
-                mine.update(zip(keys, scores.result(), strict=True))
+            for taken, scores in self._parts:
+                mine.update(zip(taken, scores.result(), strict=True))
         except Exception as error:  # told to the other ranks first, or they would wait for this one
             failure = error
         self._pool.shutdown(cancel_futures=True)
         known = _shared(mine, failure)
-        late = [place for place in range(len(trajectories)) if place not in known]
-        known.update(zip(late, self._scorer.judged_by_all([trajectories[i] for i in late])))
-        return self._scorer.shaped([known[i] for i in range(len(trajectories))], trajectories)
+        late = {key: t for key, t in zip(keys, trajectories, strict=True) if key not in known}
+        known.update(zip(late, self._scorer.judged_by_all(list(late.values()))))
+        return self._scorer.shaped([known[key] for key in keys], trajectories)
 
 
 def _shared(mine: dict[int, float], failure: Exception | None) -> dict[int, float]:

@@ -48,6 +48,7 @@ class RolloutEngine(Protocol):
         max_tokens: int,
         seed: int,
         finished: Finished | None = None,
+        wanted: int | None = None,
     ) -> list[Trajectory]:
         """Sample ``sampling.n`` responses for each prompt.
 
@@ -57,9 +58,11 @@ class RolloutEngine(Protocol):
             max_tokens: length stop, in generated tokens.
             seed: same prompts, seed and weights give the same tokens (local engine).
             finished: told of some or all responses early, of none twice; never waits for others.
+            wanted: this many prompts with all their samples are enough; what is not answered by
+                then is aborted. None: all.
 
         Returns:
-            P * n trajectories on every rank, prompt by prompt.
+            P * n trajectories on every rank (or ``wanted * n``), prompt by prompt.
         """
         ...
 

@@ -116,8 +116,10 @@ class LocalEngine:
         max_tokens: int,
         seed: int,
         finished: Finished | None = None,
+        wanted: int | None = None,
     ) -> list[Trajectory]:
-        """See ``RolloutEngine.generate``."""
+        """See ``RolloutEngine.generate``; it cannot abort, so ``wanted`` must be None or all."""
+        assert wanted in (None, len(prompts)), "the local engine answers all prompts"
         version = self._loaded_version()
         self._check_lengths(prompts, max_tokens)
         dealt = shares([len(p.token_ids) for p in prompts], self._world)

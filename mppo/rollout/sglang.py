@@ -6,7 +6,8 @@ jobs to another; where none is left, it is started again and given the current w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ from mppo.rollout.fleet import Fleet
 from mppo.rollout.http_client import RequestRefused, ServerLost
 from mppo.rollout.local import LocalEngine, stop_tokens
 from mppo.rollout.routed_experts import RoutingShape, attach, decode, routed_tokens
-from mppo.rollout.sglang_api import Generated, SGLangApi, sampling_parameters
+from mppo.rollout.sglang_api import Aborted, Generated, SGLangApi, sampling_parameters
 from mppo.rollout.sglang_server import HOST
 from mppo.rollout.sync import DiskRoute, DistributedRoute, Route, TensorRoute
 from mppo.rollout.sync_check import SyncCheck
+from mppo.rollout.tail import Tail
 
 _ATTEMPTS = 3
 _JOBS_PER_SERVER = 32
@@ -88,6 +90,7 @@ class SGLangEngine:
         self._device, folder = torch.device(device), run_dir / "rollout"
         self._stops = stop_tokens(hf_folder, hf_config)
         self._version: int | None = None
+        self._generations = 0
         self._synced: dict[int, int] = {}  # server of this rank -> version it holds
         self._source: Iterable[WeightBucket] | None = None
         self._fleet = Fleet(
@@ -242,6 +245,7 @@ class SGLangEngine:
         max_tokens: int,
         seed: int,
         finished: Finished | None = None,
+        wanted: int | None = None,
     ) -> list[Trajectory]:
         """See ``RolloutEngine.generate``; SGLang draws its own random numbers, ``seed`` is unused.
 
@@ -256,10 +260,19 @@ class SGLangEngine:
         rows = self._my_rows([len(p.token_ids) for p in prompts], n)
         size = self._job_size(len(rows))
         jobs = [rows[start : start + size] for start in range(0, len(rows), size)]
+        self._generations += 1
+        tail = Tail(len(prompts) if wanted is None else wanted, n, str(self._generations))
 
         def ask(api: SGLangApi, job: list[int]) -> list[Generated]:
+            if tail.reached.is_set():
+                return []
             asked = [prompts[key // n].token_ids for key in job]
-            answers = api.generate(asked, parameters, self._routing is not None)
+            try:
+                answers = api.generate(asked, parameters, self._routing is not None)
+            except Aborted as aborted:
+                if tail.reached.is_set():
+                    return []
+                raise ServerLost(api.url, f"gave up on a response: {aborted}") from aborted
             for answer in answers:
                 if answer.weight_version != str(version):
                     raise ServerLost(
@@ -267,32 +280,38 @@ class SGLangEngine:
                     )
             if finished is not None:
                 finished(job, [a.trajectory(prompts[k // n]) for k, a in zip(job, answers)])
+            tail.answered(job)
             return answers
 
-        answered = self._run(jobs, ask, max(1, self._rollout.batch_size // size))
+        in_flight = max(1, self._rollout.batch_size // size)
+        with nullcontext() if wanted is None else tail.watching(lambda: self._fleet.apis):
+            answered = self._run(jobs, ask, in_flight)
+        mine = {key: row for i, job in enumerate(jobs) for key, row in zip(job, answered[i])}
+        found = self._gathered(mine, prompts, n, version)
+        tail.forget()
+        enough = _complete(found, len(prompts), n)[: tail.wanted]
+        return [found[prompt * n + sample] for prompt in enough for sample in range(n)]
+
+    def _gathered(
+        self, mine: dict[int, Generated], prompts: Sequence[Prompt], n: int, version: int
+    ) -> dict[int, Trajectory]:
+        """Every rank's responses by ``prompt * n + sample``, on every rank; collective."""
         found: dict[int, Trajectory] = {}
-        packed = _packed(jobs, answered).to(self._device)
-        rows = gather_flat(packed, self._world, self._group)
+        rows = gather_flat(_packed(mine).to(self._device), self._world, self._group)
         for received in rows:
             found.update(unpack_rows(received, prompts, n, version))
         if self._routing is not None:
-            mine = self._chosen(jobs, answered, found).to(self._device)
-            found = attach(found, rows, mine, self._routing, self._world, self._group)
-        return [found[key] for key in range(len(prompts) * n)]
+            chosen = self._chosen(mine, found).to(self._device)
+            found = attach(found, rows, chosen, self._routing, self._world, self._group)
+        return found
 
-    def _chosen(
-        self,
-        jobs: list[list[int]],
-        answered: dict[int, list[Generated]],
-        found: dict[int, Trajectory],
-    ) -> Tensor:
+    def _chosen(self, mine: dict[int, Generated], found: dict[int, Trajectory]) -> Tensor:
         """The experts of this rank's responses, flat; what is missing is told on every rank."""
         parts, error = [torch.empty(0, dtype=torch.int16)], None
         try:
-            for index, job in enumerate(jobs):
-                for key, row in zip(job, answered[index], strict=True):
-                    experts = decode(row.routed_experts, self._routing, routed_tokens(found[key]))
-                    parts.append(experts.flatten())
+            for key, row in mine.items():
+                experts = decode(row.routed_experts, self._routing, routed_tokens(found[key]))
+                parts.append(experts.flatten())
         except RequestRefused as refused:
             error = f"rank {self._rank}: {refused}"
         agree(error, self._world, self._group)
@@ -407,11 +426,16 @@ def _by_tokens(indices: Sequence[int], lengths: Sequence[int]) -> list[list[int]
     return jobs
 
 
-def _packed(jobs: list[list[int]], answered: dict[int, list[Generated]]) -> Tensor:
+def _complete(found: Collection[int], prompts: int, n: int) -> list[int]:
+    """Prompts with all their samples, in order."""
+    return [p for p in range(prompts) if all(p * n + sample in found for sample in range(n))]
+
+
+def _packed(mine: dict[int, Generated]) -> Tensor:
     """A rank's responses for the exchange."""
-    rows = [row for index in range(len(jobs)) for row in answered[index]]
+    rows = mine.values()
     return pack_rows(
-        torch.tensor([key for job in jobs for key in job], dtype=torch.int64),
+        torch.tensor(list(mine), dtype=torch.int64),
         torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
         torch.tensor([row.stopped for row in rows], dtype=torch.bool),
         torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int64),

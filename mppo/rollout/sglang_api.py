@@ -52,6 +52,10 @@ def sampling_parameters(
     }
 
 
+class Aborted(RuntimeError):
+    """The server broke off a response because it was told to."""
+
+
 class SGLangApi:
     """Calls to one SGLang server.
 
@@ -83,6 +87,7 @@ class SGLangApi:
         """One response to each prompt, with the experts its tokens went through where asked.
 
         Raises:
+            Aborted: some response was aborted.
             ServerLost: no answer, or a response the server gave up on; nothing of it counts.
         """
         body = {
@@ -97,6 +102,8 @@ class SGLangApi:
     def _generated(self, answer: dict[str, Any]) -> Generated:
         meta = answer["meta_info"]
         reason = meta["finish_reason"]
+        if reason["type"] == "abort":
+            raise Aborted(f"{self.url}: {reason}")
         if reason["type"] not in ("stop", "length"):
             raise ServerLost(self.url, f"gave up on a response: {reason}")
         tokens = answer["output_ids"]
@@ -120,6 +127,10 @@ class SGLangApi:
         }
         answers = self._client.post("/generate", body)
         return [[e[0] for e in a["meta_info"]["input_token_logprobs"][1:]] for a in answers]
+
+    def abort_all(self) -> None:
+        """End every running request; each is answered with what it has, as aborted."""
+        self._client.post("/abort_request", {"abort_all": True}, timeout_s=_QUICK_S)
 
     def begin_update(self) -> None:
         """Open a weight update, where the version has such a call; a broken-off one is closed."""

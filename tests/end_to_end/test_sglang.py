@@ -86,6 +86,24 @@ def test_finished_responses_are_told_while_others_are_generated(qwen2) -> None:
     assert all(everything[key] == t for part in parts for key, t in part.items())
 
 
+def test_the_tail_is_aborted_once_enough_prompts_are_answered(qwen2) -> None:
+    qwen2.change_weights()
+    qwen2.sync()
+    told: set[int] = set()
+    sampling = SamplingConfig(n=2, stop_token_ids=tuple(range(3, 12)))
+    kept = qwen2.engine.generate(
+        prompts(24), sampling, 400, 0, lambda keys, done: told.update(keys), wanted=4
+    )
+    assert len(kept) == 8
+    uids = [t.prompt.uid for t in kept]
+    assert uids == sorted(uids)
+    assert all(uids.count(uid) == 2 for uid in uids)
+    assert {2 * uid + sample for uid in uids for sample in (0, 1)} <= told
+    assert len(told) < 48
+    qwen2.check_logprobs(kept, 1.0)
+    qwen2.check()
+
+
 def test_sleep_and_wake_keep_the_engine_usable(qwen2) -> None:
     qwen2.engine.sleep()
     qwen2.change_weights()

@@ -144,6 +144,8 @@ SETTINGS = [
      "reward.overlong_buffer_len", "longer than data.max_response_length"),
     ("a local engine over ranks", "rollout.tensor_model_parallel_size=2",
      "rollout.tensor_model_parallel_size", "no effect with rollout.name = local"),
+    ("a local engine that aborts", "rollout.over_sampling=0.2", "rollout.over_sampling",
+     "no effect"),
     ("server addresses for a local engine", "rollout.urls=[http://a]", "rollout.urls", "no effect"),
     ("a validation of nothing", "trainer.test_freq=5 data.val_size=0", "data.val_size",
      "asks for validation"),

@@ -68,3 +68,14 @@ def test_no_prompt_or_no_batch_is_refused():
         PromptLoader(prompt_set(0), 3, True, 0)
     with pytest.raises(ValueError, match="batch_size 0"):
         PromptLoader(prompt_set(3), 0, True, 0)
+
+
+def test_prompts_given_back_come_first_and_survive_a_resume():
+    loader = PromptLoader(prompt_set(9), batch_size=3, shuffle=False, seed=0)
+    asked = loader.take(5)
+    loader.give_back([asked[1], asked[4]])
+    again = PromptLoader(prompt_set(9), batch_size=3, shuffle=False, seed=0)
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    for each in (loader, again):
+        assert rows(each.take(3)) == [1, 4, 5]
+        assert rows(next(each)) == [6, 7, 8]

@@ -38,7 +38,7 @@ def test_early_and_late_responses_are_judged_once(tokenizer) -> None:
     early.take([3, 1], [everything[3], everything[1]])
     assert begun.wait(30), "judging waits for the end of generation"
     early.take([0], everything[:1])
-    assert early.finish(everything) == [0.5, 11.5, 2.5, 44.5, 5.5]
+    assert early.finish(range(5), everything) == [0.5, 11.5, 2.5, 44.5, 5.5]
     assert seen == [3, 1, 0, 2, 4]
     seen.clear()
     assert scorer.score(everything) == [0.5, 11.5, 2.5, 44.5, 5.5]
@@ -49,4 +49,4 @@ def test_a_failure_of_judging_early_is_told_at_the_end(tokenizer) -> None:
     early = EarlyScores(scorer)
     early.take([1], trajectories(tokenizer)[1:2])
     with pytest.raises(ValueError, match="score of prompt 1"):
-        early.finish(trajectories(tokenizer))
+        early.finish(range(5), trajectories(tokenizer))
