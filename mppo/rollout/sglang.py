@@ -7,7 +7,6 @@ jobs to another; where none is left, it is started again and given the current w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +260,7 @@ class SGLangEngine:
         size = self._job_size(len(rows))
         jobs = [rows[start : start + size] for start in range(0, len(rows), size)]
         self._generations += 1
-        tail = Tail(len(prompts) if wanted is None else wanted, n, str(self._generations))
+        tail = Tail(wanted, n, str(self._generations))
 
         def ask(api: SGLangApi, job: list[int]) -> list[Generated]:
             if tail.reached.is_set():
@@ -284,7 +283,7 @@ class SGLangEngine:
             return answers
 
         in_flight = max(1, self._rollout.batch_size // size)
-        with nullcontext() if wanted is None else tail.watching(lambda: self._fleet.apis):
+        with tail.watching(lambda: self._fleet.apis):
             answered = self._run(jobs, ask, in_flight)
         mine = {key: row for i, job in enumerate(jobs) for key, row in zip(job, answered[i])}
         found = self._gathered(mine, prompts, n, version)

@@ -21,23 +21,25 @@ class Tail:
     """Counts answered prompts over all ranks; when there are enough, requests are to end.
 
     Args:
-        wanted: prompts, with all their samples, that are enough.
+        wanted: prompts, with all their samples, that are enough; None: nothing ends early.
         n: samples of a prompt.
         name: of this count, the same on every rank and used once.
     """
 
-    def __init__(self, wanted: int, n: int, name: str) -> None:
+    def __init__(self, wanted: int | None, n: int, name: str) -> None:
         self.wanted, self._n, self._name = wanted, n, f"mppo/answered/{name}"
         self._samples: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._store: Any = None
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if wanted is not None and dist.is_initialized() and dist.get_world_size() > 1:
             self._store = distributed_c10d._get_default_store()
         self._here = 0
         self.reached = threading.Event()
 
     def answered(self, keys: Sequence[int]) -> None:
         """Count responses, given as ``prompt * n + sample``; any thread may call it."""
+        if self.wanted is None:
+            return
         with self._lock:
             self._samples.update(key // self._n for key in keys)
             complete = [p for p in {k // self._n for k in keys} if self._samples[p] == self._n]
@@ -56,6 +58,9 @@ class Tail:
         Args:
             apis: the servers that are up.
         """
+        if self.wanted is None:
+            yield
+            return
         over = threading.Event()
 
         def watch() -> None:
