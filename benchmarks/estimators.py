@@ -79,7 +79,7 @@ def measured_batch(sequences: int, tokens: int) -> Measured:
         group_B=torch.arange(sequences) // 4,
         scores_B=torch.randn(sequences, generator=generator),
         truncated_B=torch.zeros(sequences, dtype=torch.bool),
-        weight_version_B=torch.zeros(sequences, dtype=torch.int64),
+        weight_version_T=torch.zeros(total, dtype=torch.int64),
     )
     return Measured(batch, -random().abs(), random().abs(), -random().abs(), random())
 

@@ -51,7 +51,8 @@ class Trajectory:
         logprobs: log-probability of each response token under the distribution it was sampled
             from before top-p/top-k/min-p truncation (that is softmax(logits / temperature)).
         finish_reason: "stop" (a stop token was generated), "length" or "abort".
-        weight_version: version of the weights that generated it.
+        weight_version: version of the weights that generated it, or its last part.
+        earlier: (version, tokens) of the parts before that one, in order.
         routed_experts: int16 ``[tokens, layers, k]``, experts the engine's routers chose for the
             first tokens of prompt and response (the last generated token was never routed); None
             where the engine was not asked.
@@ -63,6 +64,13 @@ class Trajectory:
     finish_reason: str
     weight_version: int
     routed_experts: Tensor | None = None
+    earlier: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """Version of the weights that generated each response token."""
+        before = [version for version, tokens in self.earlier for _ in range(tokens)]
+        return before + [self.weight_version] * (len(self.response_ids) - len(before))
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Batch:
         group_B: int64 ``[B]``, the prompt's uid.
         scores_B: float32 ``[B]``, the outcome reward of each trajectory.
         truncated_B: bool ``[B]``, finished for length, not by a stop token.
-        weight_version_B: int64 ``[B]``.
+        weight_version_T: int64 ``[T]``, of the weights that generated each token; -1 elsewhere.
         routed_experts_T: int16 ``[T, layers, k]``, experts the engine chose, by decoder layer; -1
             where it is not known. ``[T, 0, 0]`` where the engine was not asked.
         end_mask_T: float32 ``[T]``, 1 on a slot after a response's stop token, a state with a value
@@ -91,7 +99,7 @@ class Batch:
     group_B: Tensor
     scores_B: Tensor
     truncated_B: Tensor
-    weight_version_B: Tensor
+    weight_version_T: Tensor
     routed_experts_T: Tensor | None = None
     end_mask_T: Tensor | None = None
 
@@ -195,6 +203,7 @@ def pack_trajectories(
     mask: list[float] = []
     end_mask: list[float] = []
     logprobs: list[float] = []
+    versions: list[int] = []
     lengths: list[int] = []
     for trajectory in trajectories:
         prompt_len, response_len = len(trajectory.prompt.token_ids), len(trajectory.response_ids)
@@ -203,10 +212,12 @@ def pack_trajectories(
         mask += [0.0] * prompt_len + [1.0] * response_len
         logprobs += [0.0] * prompt_len
         logprobs += trajectory.logprobs
+        versions += [-1] * prompt_len + trajectory.weight_versions
         slots = int(end_slots and trajectory.finish_reason == "stop" and response_len > 0)
         tokens += trajectory.response_ids[-1:] * slots
         mask += [0.0] * slots
         logprobs += [0.0] * slots
+        versions += [-1] * slots
         end_mask += [0.0] * (prompt_len + response_len) + [1.0] * slots
         lengths.append(prompt_len + response_len + slots)
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64)
@@ -219,7 +230,7 @@ def pack_trajectories(
         group_B=torch.tensor([t.prompt.uid for t in trajectories], dtype=torch.int64),
         scores_B=torch.tensor(scores, dtype=torch.float32),
         truncated_B=torch.tensor([t.finish_reason != "stop" for t in trajectories]),
-        weight_version_B=torch.tensor([t.weight_version for t in trajectories]),
+        weight_version_T=torch.tensor(versions, dtype=torch.int64),
         routed_experts_T=_lay_routing(trajectories, lengths),
         end_mask_T=torch.tensor(end_mask, dtype=torch.float32),
     )

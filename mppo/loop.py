@@ -142,7 +142,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     if run.recipe.actor.use_kl_loss:
         metrics["actor/kl_coef"] = run.recipe.actor.kl_loss_coef
     run.kl.update(kl, batch.num_sequences)
-    return metrics | mismatch(measured) | performance(run, batch, step)
+    return metrics | mismatch(measured, step) | performance(run, batch, step)
 
 
 def collect(run: Run, step: int) -> Collected:
@@ -275,16 +275,20 @@ def show_samples(run: Run, step: int, trajectories: Sequence[Trajectory], batch:
     run.reporter.samples(step, rows)
 
 
-def mismatch(measured: Measured) -> dict[str, float]:
-    """How far the engine's probabilities are from the actor's, over response tokens."""
+def mismatch(measured: Measured, step: int) -> dict[str, float]:
+    """How far the engine's probabilities are from the actor's, and its weights behind, over
+    response tokens."""
     batch = measured.batch
     inside = batch.response_mask_T > 0
     gap = (measured.logprobs_T - batch.rollout_logprobs_T)[inside].abs()
     if not len(gap):
         return {}
+    lag = step - 1 - batch.weight_version_T[inside]
     return {
         "training/rollout_logprob_diff_mean": gap.mean().item(),
         "training/rollout_logprob_diff_max": gap.max().item(),
+        "training/weight_version_lag_max": float(lag.max()),
+        "training/weight_version_lag_mean": float(lag.double().mean()),
     }
 
 

@@ -77,6 +77,15 @@ def server_knows_the_layers(case: Case) -> Iterator[Fault]:
         )
 
 
+@rule("rollout.partial_rollout", "rollout.over_sampling")
+def a_part_is_left_by_an_abort(case: Case) -> Iterator[Fault]:
+    """Nothing is broken off unless more prompts are asked than needed."""
+    rollout = case.recipe.rollout
+    if rollout.partial_rollout and not rollout.over_sampling:
+        why = "has no effect with rollout.over_sampling = 0: no response is broken off"
+        yield Fault("rollout.partial_rollout", True, why, "set over_sampling, such as 0.25")
+
+
 @rule("rollout.verify_sync", "rollout.logprob_tolerance")
 def tolerance_needs_its_check(case: Case) -> Iterator[Fault]:
     """A tolerance is compared only by the log-probability check."""

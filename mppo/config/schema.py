@@ -233,12 +233,14 @@ class RolloutConfig(SamplingConfig):
 
     ``servers`` is how many SGLang servers a run owns: by default one per
     ``tensor_model_parallel_size`` ranks on GPUs, one on a CPU. ``over_sampling`` asks that share of
-    prompts beyond the batch; when the batch is full the slowest are aborted and come again.
+    prompts beyond the batch; when the batch is full the slowest are aborted and come again, with
+    ``partial_rollout`` from where they were.
     """
 
     name: Literal["local", "sglang"] = "local"
     batch_size: int = Field(default=256, gt=0)
     over_sampling: float = Field(default=0.0, ge=0)
+    partial_rollout: bool = False
     dtype: Literal["float32", "bfloat16"] | None = None
     val_kwargs: SamplingConfig = SamplingConfig(temperature=0.0)
     tensor_model_parallel_size: int = Field(default=1, gt=0)

@@ -12,6 +12,8 @@ from torch import Tensor
 from mppo.batch import Prompt, Trajectory
 
 T = TypeVar("T")
+FINISH = ("length", "stop", "abort")
+"""What ends a response, by the number it has on its way between ranks."""
 
 
 def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
@@ -57,22 +59,22 @@ def gather_flat(mine: Tensor, world: int, group: dist.ProcessGroup | None = None
 
 
 def pack_rows(
-    key_R: Tensor, length_R: Tensor, stopped_R: Tensor, tokens: Tensor, logprobs: Tensor
+    key_R: Tensor, length_R: Tensor, finish_R: Tensor, tokens: Tensor, logprobs: Tensor
 ) -> Tensor:
     """A rank's responses as one int32 tensor.
 
     Args:
         key_R: ``prompt index * n + sample`` of each row.
         length_R: tokens of each row.
-        stopped_R: whether a stop token ended it.
+        finish_R: what ended each row, as its place in ``FINISH``.
         tokens: integers, all rows end to end.
         logprobs: float32, likewise.
 
     Returns:
-        int32: row count; keys, lengths, stops; tokens; bits of the log-probabilities.
+        int32: row count; keys, lengths, ends; tokens; bits of the log-probabilities.
     """
     count = torch.tensor([len(key_R)], dtype=torch.int32, device=key_R.device)
-    head = torch.stack([key_R, length_R, stopped_R.to(key_R.dtype)]).int().flatten()
+    head = torch.stack([key_R, length_R, finish_R.to(key_R.dtype)]).int().flatten()
     return torch.cat([count, head, tokens.int(), logprobs.float().view(torch.int32)])
 
 
@@ -86,19 +88,19 @@ def unpack_rows(
     """
     packed = packed.cpu()
     rows = int(packed[0])
-    keys, lengths, stopped = packed[1 : 1 + 3 * rows].view(3, rows).tolist()
+    keys, lengths, finish = packed[1 : 1 + 3 * rows].view(3, rows).tolist()
     body = packed[1 + 3 * rows :]
     half = len(body) // 2
     values = body[half:].view(torch.float32)
     _check_finite(values, keys, lengths, prompts, n, version)
     tokens, logprobs = body[:half].tolist(), values.tolist()
     found, at = {}, 0
-    for key, length, stop in zip(keys, lengths, stopped, strict=True):
+    for key, length, reason in zip(keys, lengths, finish, strict=True):
         found[key] = Trajectory(
             prompt=prompts[key // n],
             response_ids=tuple(tokens[at : at + length]),
             logprobs=tuple(logprobs[at : at + length]),
-            finish_reason="stop" if stop else "length",
+            finish_reason=FINISH[reason],
             weight_version=version,
         )
         at += length

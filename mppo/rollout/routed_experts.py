@@ -59,13 +59,13 @@ def attach(
     Args:
         found: by ``prompt index * n + sample``.
         rows: every rank's packed responses (``pack_rows``).
-        mine: int16, this rank's choices in the order of its responses, flat.
+        mine: int16, this rank's choices in the order of its finished responses, flat.
         shape: what was chosen for each token.
         world: ranks in ``group``.
         group: process group; None is the default one.
 
     Returns:
-        The same keys.
+        Those of ``rows`` that are finished.
     """
     complete = {}
     # a byte at a time: not every backend gathers 16-bit integers
@@ -74,6 +74,8 @@ def attach(
         experts = received.cpu().view(torch.int16).view(-1, shape.layers, shape.experts)
         at = 0
         for key in keys:
+            if found[key].finish_reason == "abort":
+                continue  # will be routed again when continued
             count = routed_tokens(found[key])
             complete[key] = replace(found[key], routed_experts=experts[at : at + count])
             at += count

@@ -6,34 +6,32 @@ jobs to another; where none is left, it is started again and given the current w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import RolloutConfig, SamplingConfig
 from mppo.parallel import device as device_seam
 from mppo.parallel.abandon import Abandoned, meet
 from mppo.parallel.launch import own_address
+from mppo.rollout.answers import Begun, complete_prompts, gather_answers
 from mppo.rollout.dispatch import dispatch
 from mppo.rollout.engine import Finished, WeightBucket
 from mppo.rollout.exchange import (
     agree,
     gather_flat,
     gather_objects,
-    pack_rows,
     shares,
-    unpack_rows,
 )
 from mppo.rollout.fleet import Fleet
 from mppo.rollout.http_client import RequestRefused, ServerLost
 from mppo.rollout.local import LocalEngine, stop_tokens
-from mppo.rollout.routed_experts import RoutingShape, attach, decode, routed_tokens
-from mppo.rollout.sglang_api import Aborted, Generated, SGLangApi, sampling_parameters
+from mppo.rollout.routed_experts import RoutingShape
+from mppo.rollout.sglang_api import Generated, SGLangApi, sampling_parameters
 from mppo.rollout.sglang_server import HOST
 from mppo.rollout.sync import DiskRoute, DistributedRoute, Route, TensorRoute
 from mppo.rollout.sync_check import SyncCheck
@@ -90,6 +88,7 @@ class SGLangEngine:
         self._stops = stop_tokens(hf_folder, hf_config)
         self._version: int | None = None
         self._generations = 0
+        self._begun = Begun()
         self._synced: dict[int, int] = {}  # server of this rank -> version it holds
         self._source: Iterable[WeightBucket] | None = None
         self._fleet = Fleet(
@@ -254,67 +253,45 @@ class SGLangEngine:
         self._restore()
         assert self._version is not None
         version, n = self._version, sampling.n
+        begun = self._begun if wanted is not None and self._rollout.partial_rollout else Begun()
         stops = sorted({*self._stops, *sampling.stop_token_ids})
-        parameters = sampling_parameters(sampling, max_tokens, stops)
         rows = self._my_rows([len(p.token_ids) for p in prompts], n)
-        size = self._job_size(len(rows))
-        jobs = [rows[start : start + size] for start in range(0, len(rows), size)]
         self._generations += 1
         tail = Tail(wanted, n, str(self._generations))
+        before = {row: begun.of(prompts[row // n], row % n) for row in rows}
+        done = [row for row, t in before.items() if t and t.finish_reason != "abort"]
+        tail.answered(done)
+        rows = [row for row in rows if row not in set(done)]
+        size = self._job_size(len(rows))
+        jobs = [rows[start : start + size] for start in range(0, len(rows), size)]
 
-        def ask(api: SGLangApi, job: list[int]) -> list[Generated]:
+        def ask(api: SGLangApi, job: list[int]) -> dict[int, Generated]:
             if tail.reached.is_set():
-                return []
-            asked = [prompts[key // n].token_ids for key in job]
-            try:
-                answers = api.generate(asked, parameters, self._routing is not None)
-            except Aborted as aborted:
-                if tail.reached.is_set():
-                    return []
-                raise ServerLost(api.url, f"gave up on a response: {aborted}") from aborted
-            for answer in answers:
-                if answer.weight_version != str(version):
-                    raise ServerLost(
-                        api.url, f"holds weights of version {answer.weight_version}, not {version}"
-                    )
+                return {}
+            texts, parameters = [], []
+            for row in job:
+                known = before[row].response_ids if before[row] else ()
+                texts.append(prompts[row // n].token_ids + known)
+                parameters.append(sampling_parameters(sampling, max_tokens - len(known), stops))
+            answers = api.generate(texts, parameters, self._routing is not None)
+            _check_answers(api.url, answers, version, may_abort=tail.reached.is_set())
+            ended = {r: a for r, a in zip(job, answers, strict=True) if a.reason != "abort"}
             if finished is not None:
-                finished(job, [a.trajectory(prompts[k // n]) for k, a in zip(job, answers)])
-            tail.answered(job)
-            return answers
+                told = [(prompts[r // n], r % n, a) for r, a in ended.items()]
+                finished(list(ended), [begun.joined(p, s, a.trajectory(p)) for p, s, a in told])
+            tail.answered(list(ended))
+            return {r: a for r, a in zip(job, answers, strict=True) if a.tokens}
 
-        in_flight = max(1, self._rollout.batch_size // size)
         with tail.watching(lambda: self._fleet.apis):
-            answered = self._run(jobs, ask, in_flight)
-        mine = {key: row for i, job in enumerate(jobs) for key, row in zip(job, answered[i])}
-        found = self._gathered(mine, prompts, n, version)
+            answered = self._run(jobs, ask, max(1, self._rollout.batch_size // size))
+        mine = {row: answer for part in answered.values() for row, answer in part.items()}
+        found = gather_answers(
+            mine, prompts, n, version, begun, self._routing, self._device, self._world, self._group
+        )
         tail.forget()
-        enough = _complete(found, len(prompts), n)[: tail.wanted]
-        return [found[prompt * n + sample] for prompt in enough for sample in range(n)]
-
-    def _gathered(
-        self, mine: dict[int, Generated], prompts: Sequence[Prompt], n: int, version: int
-    ) -> dict[int, Trajectory]:
-        """Every rank's responses by ``prompt * n + sample``, on every rank; collective."""
-        found: dict[int, Trajectory] = {}
-        rows = gather_flat(_packed(mine).to(self._device), self._world, self._group)
-        for received in rows:
-            found.update(unpack_rows(received, prompts, n, version))
-        if self._routing is not None:
-            chosen = self._chosen(mine, found).to(self._device)
-            found = attach(found, rows, chosen, self._routing, self._world, self._group)
-        return found
-
-    def _chosen(self, mine: dict[int, Generated], found: dict[int, Trajectory]) -> Tensor:
-        """The experts of this rank's responses, flat; what is missing is told on every rank."""
-        parts, error = [torch.empty(0, dtype=torch.int16)], None
-        try:
-            for key, row in mine.items():
-                experts = decode(row.routed_experts, self._routing, routed_tokens(found[key]))
-                parts.append(experts.flatten())
-        except RequestRefused as refused:
-            error = f"rank {self._rank}: {refused}"
-        agree(error, self._world, self._group)
-        return torch.cat(parts)
+        taken = complete_prompts(found, len(prompts), n)[:wanted]
+        begun.keep(found, prompts, n, taken)
+        return [found[prompt * n + sample] for prompt in taken for sample in range(n)]
 
     def _my_rows(self, lengths: Sequence[int], n: int) -> list[int]:
         """Rows (``prompt * n + sample``) for this rank's servers, longest prompts first."""
@@ -425,18 +402,16 @@ def _by_tokens(indices: Sequence[int], lengths: Sequence[int]) -> list[list[int]
     return jobs
 
 
-def _complete(found: Collection[int], prompts: int, n: int) -> list[int]:
-    """Prompts with all their samples, in order."""
-    return [p for p in range(prompts) if all(p * n + sample in found for sample in range(n))]
+def _check_answers(url: str, answers: Sequence[Generated], version: int, may_abort: bool) -> None:
+    """Refuse what other weights generated, and what was aborted without having been told to.
 
-
-def _packed(mine: dict[int, Generated]) -> Tensor:
-    """A rank's responses for the exchange."""
-    rows = mine.values()
-    return pack_rows(
-        torch.tensor(list(mine), dtype=torch.int64),
-        torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
-        torch.tensor([row.stopped for row in rows], dtype=torch.bool),
-        torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int64),
-        torch.tensor([value for row in rows for value in row.logprobs], dtype=torch.float32),
-    )
+    Raises:
+        ServerLost: such an answer.
+    """
+    for answer in answers:
+        if answer.weight_version != str(version):
+            raise ServerLost(
+                url, f"holds weights of version {answer.weight_version}, not {version}"
+            )
+        if answer.reason == "abort" and not may_abort:
+            raise ServerLost(url, "gave up on a response")

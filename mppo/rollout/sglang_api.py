@@ -18,12 +18,13 @@ _QUICK_S = 5.0
 class Generated:
     """One response as the server returned it.
 
-    ``routed_experts``: int32 values, layer by layer for each routed token; None where not asked.
+    ``reason``: ``stop``, ``length`` or ``abort``. ``routed_experts``: int32 values, layer by layer
+    for each routed token; None where not asked.
     """
 
     tokens: list[int]
     logprobs: list[float]
-    stopped: bool
+    reason: str
     weight_version: str
     routed_experts: bytes | None = None
 
@@ -33,7 +34,7 @@ class Generated:
             prompt,
             tuple(self.tokens),
             tuple(self.logprobs),
-            "stop" if self.stopped else "length",
+            self.reason,
             int(self.weight_version),
         )
 
@@ -50,10 +51,6 @@ def sampling_parameters(
         "min_p": sampling.min_p,
         "stop_token_ids": list(stop_tokens),
     }
-
-
-class Aborted(RuntimeError):
-    """The server broke off a response because it was told to."""
 
 
 class SGLangApi:
@@ -81,13 +78,17 @@ class SGLangApi:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        parameters: dict[str, Any],
+        parameters: dict[str, Any] | Sequence[dict[str, Any]],
         routed_experts: bool = False,
     ) -> list[Generated]:
         """One response to each prompt, with the experts its tokens went through where asked.
 
+        Args:
+            prompts: token ids.
+            parameters: how to sample, for all or for each.
+            routed_experts: ask for them.
+
         Raises:
-            Aborted: some response was aborted.
             ServerLost: no answer, or a response the server gave up on; nothing of it counts.
         """
         body = {
@@ -102,12 +103,10 @@ class SGLangApi:
     def _generated(self, answer: dict[str, Any]) -> Generated:
         meta = answer["meta_info"]
         reason = meta["finish_reason"]
-        if reason["type"] == "abort":
-            raise Aborted(f"{self.url}: {reason}")
-        if reason["type"] not in ("stop", "length"):
+        if reason["type"] not in ("stop", "length", "abort"):
             raise ServerLost(self.url, f"gave up on a response: {reason}")
         tokens = answer["output_ids"]
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
         if len(tokens) != len(logprobs):
             raise ServerLost(
                 self.url, f"{len(tokens)} tokens with {len(logprobs)} log-probabilities"
@@ -115,7 +114,7 @@ class SGLangApi:
         version = str(meta.get("weight_version", ""))
         experts = meta.get("routed_experts")
         decoded = base64.b64decode(experts) if experts else None
-        return Generated(tokens, logprobs, reason["type"] == "stop", version, decoded)
+        return Generated(tokens, logprobs, reason["type"], version, decoded)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of every token but the first, at temperature 1."""

@@ -117,14 +117,19 @@ class Case:
             assert theirs == pytest.approx(ours, abs=TOLERANCE)
         return trajectories
 
-    @torch.no_grad()
     def check_logprobs(self, trajectories: list[Trajectory], temperature: float) -> None:
         for t in trajectories:
-            tokens = torch.tensor([[*t.prompt.token_ids, *t.response_ids]])
-            logprobs = (self.model(tokens).logits[0] / temperature).log_softmax(-1)[:-1]
-            expected = logprobs.gather(-1, tokens[0, 1:, None])[-len(t.response_ids) :, 0]
-            assert t.logprobs == pytest.approx(expected.tolist(), abs=TOLERANCE)
+            expected = response_logprobs(self.model, t, temperature)
+            assert t.logprobs == pytest.approx(expected, abs=TOLERANCE)
             assert t.weight_version == self.version
+
+
+@torch.no_grad()
+def response_logprobs(model: nn.Module, t: Trajectory, temperature: float = 1.0) -> list[float]:
+    """What a transformers model says of a response's tokens."""
+    tokens = torch.tensor([[*t.prompt.token_ids, *t.response_ids]])
+    logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)[:-1]
+    return logprobs.gather(-1, tokens[0, 1:, None])[-len(t.response_ids) :, 0].tolist()
 
 
 def prompts(count: int) -> list[Prompt]:

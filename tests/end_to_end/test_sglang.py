@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +10,15 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-from sglang_case import FAMILIES, TOLERANCE, Case, needs_sglang, own, prompts
+from sglang_case import (
+    FAMILIES,
+    TOLERANCE,
+    Case,
+    needs_sglang,
+    own,
+    prompts,
+    response_logprobs,
+)
 from torch import Tensor
 
 from mppo.batch import Trajectory
@@ -102,6 +111,31 @@ def test_the_tail_is_aborted_once_enough_prompts_are_answered(qwen2) -> None:
     assert len(told) < 48
     qwen2.check_logprobs(kept, 1.0)
     qwen2.check()
+
+
+def test_broken_off_responses_go_on_under_the_next_weights(qwen2, monkeypatch) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
+    url = qwen2.engine._fleet._apis[0].url
+    engine = qwen2.connect(own(urls=(url,), partial_rollout=True, server_args={}))
+    sampling = SamplingConfig(n=2, stop_token_ids=tuple(range(3, 12)))
+    qwen2.change_weights()
+    qwen2.sync(engine)
+    first = engine.generate(prompts(24), sampling, 400, 0, wanted=4)
+    models = {qwen2.version: copy.deepcopy(qwen2.model)}
+    qwen2.change_weights()
+    qwen2.sync(engine)
+    models[qwen2.version] = qwen2.model
+    left = [p for p in prompts(24) if p.uid not in {t.prompt.uid for t in first}]
+    second = engine.generate(left, sampling, 400, 0, wanted=len(left))
+    engine.stop()
+    assert [t.prompt.uid for t in second] == [p.uid for p in left for _ in range(2)]
+    assert sum(len(set(t.weight_versions)) == 2 for t in second) > 4
+    for t in second:
+        expected = {v: response_logprobs(model, t) for v, model in models.items()}
+        by_version = [expected[version][i] for i, version in enumerate(t.weight_versions)]
+        assert t.logprobs == pytest.approx(by_version, abs=TOLERANCE)
+        assert len(t.response_ids) <= 400
+        assert not set(t.response_ids[:-1]) & set(sampling.stop_token_ids)
 
 
 def test_sleep_and_wake_keep_the_engine_usable(qwen2) -> None:

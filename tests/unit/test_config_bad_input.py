@@ -146,6 +146,8 @@ SETTINGS = [
      "rollout.tensor_model_parallel_size", "no effect with rollout.name = local"),
     ("a local engine that aborts", "rollout.over_sampling=0.2", "rollout.over_sampling",
      "no effect"),
+    ("parts of responses never broken off", "rollout.partial_rollout=true",
+     "rollout.partial_rollout", "no response is broken off"),
     ("server addresses for a local engine", "rollout.urls=[http://a]", "rollout.urls", "no effect"),
     ("a validation of nothing", "trainer.test_freq=5 data.val_size=0", "data.val_size",
      "asks for validation"),

@@ -59,7 +59,7 @@ def measured_of(lengths, scores=None, seed=0, prompt=1, samples=2):
         group_B=torch.arange(count) // samples,
         scores_B=torch.as_tensor(scores, dtype=torch.float32),
         truncated_B=torch.arange(count) % 2 == 1,
-        weight_version_B=torch.zeros(count, dtype=torch.int64),
+        weight_version_T=torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64),
     )
     return Measured(batch, -random().abs(), random().abs(), -random().abs(), random())
 

@@ -44,7 +44,7 @@ def experience_of(lengths, seed=0, prompt=2, rejected=()):
         group_B=torch.arange(count) // 2,
         scores_B=torch.randn(count, generator=generator),
         truncated_B=torch.zeros(count, dtype=torch.bool),
-        weight_version_B=torch.zeros(count, dtype=torch.int64),
+        weight_version_T=torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64),
     )
     measured = Measured(batch, logprobs, random().abs(), -random().abs(), random())
     weight = mask * torch.rand(len(mask), generator=generator)

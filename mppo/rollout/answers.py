@@ -1,0 +1,138 @@
+"""The servers' answers as trajectories on every rank, and those broken off for the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.batch import Prompt, Trajectory
+from mppo.rollout.exchange import FINISH, agree, gather_flat, pack_rows, unpack_rows
+from mppo.rollout.http_client import RequestRefused
+from mppo.rollout.routed_experts import RoutingShape, attach, decode, routed_tokens
+from mppo.rollout.sglang_api import Generated
+
+
+class Begun:
+    """Responses a step broke off, and answered ones of prompts that still lack others.
+
+    The same on every rank; a run that is resumed has none and starts those prompts afresh.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, int], Trajectory] = {}
+
+    def of(self, prompt: Prompt, sample: int) -> Trajectory | None:
+        """What there is of a response."""
+        return self._rows.get((prompt.uid, sample))
+
+    def joined(self, prompt: Prompt, sample: int, more: Trajectory) -> Trajectory:
+        """A response from what there was and what came now."""
+        before = self.of(prompt, sample)
+        if before is None:
+            return more
+        known = sum(tokens for _, tokens in before.earlier)
+        part = (before.weight_version, len(before.response_ids) - known)
+        return replace(
+            more,
+            response_ids=before.response_ids + more.response_ids,
+            logprobs=before.logprobs + more.logprobs,
+            earlier=(*before.earlier, part),
+        )
+
+    def keep(
+        self,
+        found: Mapping[int, Trajectory],
+        prompts: Sequence[Prompt],
+        n: int,
+        taken: Collection[int],
+    ) -> None:
+        """Keep what was found of the prompts that are not ``taken``, and nothing else."""
+        self._rows = {
+            (prompts[key // n].uid, key % n): trajectory
+            for key, trajectory in found.items()
+            if key // n not in taken and trajectory.response_ids
+        }
+
+
+def complete_prompts(found: Mapping[int, Trajectory], prompts: int, n: int) -> list[int]:
+    """Prompts with all their samples finished, in order."""
+    done = {key for key, trajectory in found.items() if trajectory.finish_reason != "abort"}
+    return [p for p in range(prompts) if done.issuperset(range(p * n, p * n + n))]
+
+
+def gather_answers(
+    mine: Mapping[int, Generated],
+    prompts: Sequence[Prompt],
+    n: int,
+    version: int,
+    begun: Begun,
+    routing: RoutingShape | None,
+    device: torch.device,
+    world: int,
+    group: dist.ProcessGroup | None,
+) -> dict[int, Trajectory]:
+    """Every rank's responses by ``prompt * n + sample``, on every rank; collective.
+
+    Args:
+        mine: this rank's answers.
+        prompts: all prompts asked.
+        n: samples of each.
+        version: of the weights.
+        begun: what they continue.
+        routing: shape of the experts each answer carries; None: none.
+        device: for the exchange.
+        world: ranks in ``group``.
+        group: process group; None is the default one.
+
+    Raises:
+        RuntimeError: on every rank, when experts are missing.
+    """
+    found = {
+        key: before
+        for key in range(len(prompts) * n)
+        if (before := begun.of(prompts[key // n], key % n)) is not None
+    }
+    rows = gather_flat(_packed(mine).to(device), world, group)
+    for received in rows:
+        for key, more in unpack_rows(received, prompts, n, version).items():
+            found[key] = begun.joined(prompts[key // n], key % n, more)
+    if routing is not None:
+        chosen = _chosen(mine, found, routing, world, group).to(device)
+        found |= attach(found, rows, chosen, routing, world, group)
+    return found
+
+
+def _chosen(
+    mine: Mapping[int, Generated],
+    found: Mapping[int, Trajectory],
+    routing: RoutingShape,
+    world: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """The experts of this rank's finished responses, flat; missing ones are told on every rank."""
+    parts, error = [torch.empty(0, dtype=torch.int16)], None
+    try:
+        for key, row in mine.items():
+            if row.reason == "abort":
+                continue
+            parts.append(decode(row.routed_experts, routing, routed_tokens(found[key])).flatten())
+    except RequestRefused as refused:
+        error = str(refused)
+    agree(error, world, group)
+    return torch.cat(parts)
+
+
+def _packed(mine: Mapping[int, Generated]) -> Tensor:
+    """A rank's responses for the exchange."""
+    rows = mine.values()
+    return pack_rows(
+        torch.tensor(list(mine), dtype=torch.int64),
+        torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
+        torch.tensor([FINISH.index(row.reason) for row in rows], dtype=torch.int64),
+        torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int64),
+        torch.tensor([value for row in rows for value in row.logprobs], dtype=torch.float32),
+    )
