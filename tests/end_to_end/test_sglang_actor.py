@@ -133,25 +133,65 @@ def test_engine_and_actor_agree(gaps, family: str) -> None:
         assert gap < TOLERANCE, layout
 
 
-def test_training_with_sglang(tmp_path) -> None:
+def _train(recipe: str, run_dir: Path, *overrides: str, **environment: str) -> list[dict]:
+    """Two steps under torchrun; the metrics of each."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-        str(ROOT / "mppo" / "train.py"), "--config", str(ROOT / "recipes" / "tiny_cpu_sglang.yaml"),
-        f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=2",
-        f"rollout.start_timeout_s={START_S}", "trainer.export_hf=false",
-        "rollout.verify_sync=logprob", "rollout.logprob_tolerance=1e-5",
+        str(ROOT / "mppo" / "train.py"), "--config", str(ROOT / "recipes" / recipe),
+        f"trainer.default_local_dir={run_dir}", "trainer.total_training_steps=2",
+        "trainer.export_hf=false", f"rollout.start_timeout_s={START_S}", *overrides,
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True
+    )
     try:
         assert process.wait(timeout=600) == 0
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    rows = [row for row in rows if "actor/grad_norm" in row]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    return [row for row in rows if "actor/grad_norm" in row]
+
+
+def _check(rows: list[dict]) -> None:
     assert len(rows) == 2
     for row in rows:
         assert row["training/rollout_logprob_diff_max"] < 1e-4
         assert abs(row["rollout_corr/k3_kl"]) < 1e-6
         assert row["rollout_corr/ppl_ratio"] == pytest.approx(1, abs=1e-4)
+
+
+def test_training_with_a_colocated_server(tmp_path) -> None:
+    checks = ("rollout.verify_sync=logprob", "rollout.logprob_tolerance=1e-5")
+    rows = _train("tiny_cpu_sglang.yaml", tmp_path / "run", *checks)
+    _check(rows)
+    assert {row["training/weight_version_lag_max"] for row in rows} == {0.0}
+
+
+def test_training_with_a_server_apart(tmp_path) -> None:
+    from transformers import AutoConfig
+
+    from mppo.data.builtin import resolve_model
+    from mppo.rollout.fleet import API_KEY_VARIABLE
+    from mppo.rollout.sglang_server import HOST, own_server, server_environment, server_options
+
+    folder = resolve_model("builtin:tiny", os.environ["MPPO_CACHE"])
+    limits = {"max_total_tokens": 8192}
+    config = AutoConfig.from_pretrained(folder)
+    options = server_options(str(folder), "float32", 1, 0, True, limits, config)
+    server = own_server(0, options, server_environment(1, True), "key", tmp_path, START_S)
+    server.start()
+    try:
+        apart = (f"rollout.urls=[http://{HOST}:{server.port}]", "rollout.over_sampling=0.5")
+        partial = ("rollout.partial_rollout=true", "data.max_response_length=48")
+        rows = _train(
+            "tiny_cpu_sglang_disaggregated.yaml",
+            tmp_path / "run",
+            *apart,
+            *partial,
+            **{API_KEY_VARIABLE: "key"},
+        )
+    finally:
+        server.stop()
+    assert rows[0]["training/rollout_logprob_diff_max"] < 1e-4
+    assert len(rows) == 2
