@@ -275,6 +275,7 @@ class SGLangEngine:
                 parameters.append(sampling_parameters(sampling, max_tokens - len(known), stops))
             answers = api.generate(texts, parameters, self._routing is not None)
             _check_answers(api.url, answers, version, may_abort=tail.reached.is_set())
+            answers = [a.settled(stops) for a in answers]
             ended = {r: a for r, a in zip(job, answers, strict=True) if a.reason != "abort"}
             if finished is not None:
                 told = [(prompts[r // n], r % n, a) for r, a in ended.items()]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mppo.batch import Prompt, Trajectory
@@ -27,6 +27,12 @@ class Generated:
     reason: str
     weight_version: str
     routed_experts: bytes | None = None
+
+    def settled(self, stop_tokens: Collection[int]) -> Generated:
+        """Itself; one that was aborted just when it had drawn a stop token has stopped."""
+        if self.reason == "abort" and self.tokens and self.tokens[-1] in stop_tokens:
+            return replace(self, reason="stop")
+        return self
 
     def trajectory(self, prompt: Prompt) -> Trajectory:
         """As a response to its prompt, without the experts."""
