@@ -28,7 +28,7 @@ demo: $(VENV)/.mppo
 test: $(VENV)/.test slurm lint
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests --durations=15
 
-# What takes many minutes more: every SGLang family, Slurm, router replay, all algorithm options.
+# What takes many minutes more: every SGLang family, Slurm, router replay.
 test-extended: $(VENV)/.test slurm
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests -m extended --durations=15
 

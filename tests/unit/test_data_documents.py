@@ -10,7 +10,8 @@ from mppo.config.errors import ConfigError
 from mppo.config.schema import DataConfig
 from mppo.data.builtin import load_tokenizer, resolve_model
 from mppo.data.documents import load_documents
-from mppo.plain_text import text_batch
+from mppo.data.loader import PromptLoader
+from mppo.plain_text import PlainText, text_batch
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +47,12 @@ def test_what_is_no_text_is_told(tokenizer, tmp_path):
         load_documents(data_of(tmp_path, [{"role": "user", "content": "x"}]), tokenizer)
     with pytest.raises(ConfigError, match="no key 'words'"):
         load_documents(data_of(tmp_path, "x", ptx_key="words"), tokenizer)
+
+
+def test_a_resumed_stream_goes_on_with_the_next_document(tokenizer, tmp_path):
+    documents = load_documents(data_of(tmp_path, *"123456789"), tokenizer)
+    first, second = (PlainText(PromptLoader(documents, 2, True, 3), 0.1) for _ in range(2))
+    for _ in range(3):
+        next(first.documents)
+    second.load_state_dict(first.state_dict())
+    assert next(second.documents) == next(first.documents)
