@@ -1,20 +1,23 @@
-"""Conversion speed and memory: a synthetic dense model and one of many experts, both ways.
+"""Conversion speed and memory: a synthetic dense model or one of many experts, both ways.
 
-    python benchmarks/convert.py --gb 1 --folder /somewhere/on/the/disk
+    python benchmarks/convert.py --model experts --gb 2 --folder /somewhere/on/the/disk
 
-Prints, and writes to ``benchmarks/results/``, the disk's own copy bandwidth (read, write, flush)
-and the tool's in each direction with one process and with two, with its peak memory.
+Prints, and writes to ``benchmarks/results/``, the tool's bandwidth in each direction with one
+process and with two, its peak memory, and the disk's own copy bandwidth: read, write and flush of
+the same files just before and just after, since a shared disk is not the same from minute to
+minute. On a folder in memory (``/dev/shm``) it shows what the tool itself costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
-import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -56,8 +59,8 @@ def experts(gigabytes: float) -> dict:
     }  # fmt: skip
 
 
-def write_model(config: dict, folder: Path) -> int:
-    """Write a folder with random weights; returns bytes."""
+def write_model(config: dict, folder: Path) -> tuple[int, int]:
+    """Write a folder with random weights; returns bytes and tensors."""
     from transformers import AutoConfig
 
     from mppo.weights.output_folder import create_files, plan_places, write_index
@@ -80,7 +83,7 @@ def write_model(config: dict, folder: Path) -> int:
             stream.flush()
             os.fsync(stream.fileno())
     write_index(folder, places)
-    return sum(place.nbytes for place in places.values())
+    return sum(place.nbytes for place in places.values()), len(places)
 
 
 def forget(folder: Path) -> None:
@@ -99,7 +102,7 @@ def copy_seconds(source: Path, target: Path) -> float:
     target.mkdir()
     started = time.monotonic()
     buffer = bytearray(COPY_BUFFER)
-    for file in sorted(source.glob("*.safetensors")):
+    for file in sorted(f for f in source.rglob("*") if f.suffix in (".safetensors", ".distcp")):
         with file.open("rb", buffering=0) as reader, (target / file.name).open("wb") as writer:
             while count := reader.readinto(buffer):
                 writer.write(memoryview(buffer)[:count])
@@ -110,77 +113,113 @@ def copy_seconds(source: Path, target: Path) -> float:
     return seconds
 
 
-def run_tool(arguments: list[str], processes: int) -> tuple[float, float]:
-    """Seconds of wall clock and peak MB of the largest process of a run."""
+def run_tool(arguments: list[str], processes: int) -> dict[str, float]:
+    """One run of the tool.
+
+    Returns:
+        ``seconds`` from the command's start to the flushed output (what it reports itself), those
+        of the whole process with Python's imports, processor seconds and peak MB of the largest
+        process.
+    """
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc_per_node={processes}"]
     command += ["-m", "checkpoints_convert", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     started = time.monotonic()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    seconds = time.monotonic() - started
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    said = done.stdout.strip().splitlines()[0]
-    inside = float(said.partition(" GB in ")[2].partition(" s ")[0])
-    assert peak >= before
-    return min(inside, seconds), peak / 1024
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        said = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, said
+    return {
+        "seconds": float(said.partition(" GB in ")[2].partition(" s ")[0]),
+        "with_start_s": round(time.monotonic() - started, 2),
+        "processor_s_with_start": round(usage.ru_utime + usage.ru_stime, 2),
+        "peak_mb": round(usage.ru_maxrss / 1024),
+    }
 
 
-def measure(name: str, config: dict, folder: Path) -> list[dict]:
-    """One row per direction and number of processes."""
-    source, megatron, back = folder / name, folder / f"{name}_megatron", folder / f"{name}_back"
-    nbytes = write_model(config, source)
+def measure(source: Path, nbytes: int, folder: Path, rounds: int) -> list[dict]:
+    """One row per round, number of processes and direction."""
+    megatron, back = folder / "megatron", folder / "back"
     rows = []
-    for processes in (1, 2):
+    for turn, processes in itertools.product(range(rounds), (1, 2)):
+        before = copy_seconds(source, folder / "copy")
         for direction in ("hf-to-megatron", "megatron-to-hf"):
-            origin = source if direction == "hf-to-megatron" else megatron
-            copy = copy_seconds(source, folder / "copy")
+            origin, hf = (source, source) if direction == "hf-to-megatron" else (megatron, back)
             forget(origin)
-            out = ["--hf", str(source if direction == "hf-to-megatron" else back)]
-            seconds, peak = run_tool([direction, *out, "--megatron", str(megatron)], processes)
-            rate, plain = nbytes / 1e9 / seconds, nbytes / 1e9 / copy
+            run = run_tool([direction, "--hf", str(hf), "--megatron", str(megatron)], processes)
+            after = copy_seconds(source, folder / "copy")
+            rate, plain = nbytes / 1e9 / run["seconds"], 2 * nbytes / 1e9 / (before + after)
+            before = after
             rows.append({
-                "model": name, "direction": direction, "processes": processes,
-                "gigabytes": round(nbytes / 1e9, 3), "seconds": round(seconds, 2),
+                "round": turn, "direction": direction, "processes": processes, **run,
                 "gb_per_s": round(rate, 3), "copy_gb_per_s": round(plain, 3),
-                "of_copy": round(rate / plain, 2), "peak_mb_of_any_run_so_far": round(peak),
+                "of_copy": round(rate / plain, 2),
             })  # fmt: skip
             print(rows[-1], flush=True)
         shutil.rmtree(megatron)
         shutil.rmtree(back)
-    shutil.rmtree(source)
     return rows
+
+
+def summary(rows: list[dict]) -> list[dict]:
+    """Medians over rounds, and how much faster two processes are than one."""
+    out = []
+    for direction in ("hf-to-megatron", "megatron-to-hf"):
+        median = {
+            (processes, key): statistics.median(
+                row[key]
+                for row in rows
+                if (row["direction"], row["processes"]) == (direction, processes)
+            )
+            for processes in (1, 2)
+            for key in ("seconds", "gb_per_s", "copy_gb_per_s", "of_copy", "peak_mb")
+        }
+        out.append({
+            "direction": direction,
+            **{key: median[1, key] for key in ("gb_per_s", "copy_gb_per_s", "of_copy", "peak_mb")},
+            "two_processes_times": round(median[1, "seconds"] / median[2, "seconds"], 2),
+        })  # fmt: skip
+    return out
 
 
 def main() -> None:
     """Run and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gb", type=float, default=2.0, help="size of each synthetic model")
+    parser.add_argument("--model", choices=("dense", "experts"), required=True)
+    parser.add_argument("--gb", type=float, default=2.0, help="size of the synthetic model")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
         "--folder", type=Path, required=True, help="a folder on the disk to measure"
     )
+    parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results/)")
     arguments = parser.parse_args()
     folder = arguments.folder / f"convert-{os.getpid()}"
     folder.mkdir(parents=True)
     try:
-        rows = measure("dense", dense(arguments.gb), folder)
-        rows += measure("experts", experts(arguments.gb), folder)
+        config = dense(arguments.gb) if arguments.model == "dense" else experts(arguments.gb)
+        nbytes, count = write_model(config, folder / "hf")
+        rows = measure(folder / "hf", nbytes, folder, arguments.rounds)
     finally:
         shutil.rmtree(folder)
     result = {
-        "command": " ".join(["python", "benchmarks/convert.py", "--gb", str(arguments.gb)]),
+        "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load_average": [round(x, 1) for x in os.getloadavg()],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "model": {"kind": arguments.model, "gigabytes": round(nbytes / 1e9, 3), "tensors": count},
+        "median": summary(rows),
         "rows": rows,
     }
-    file = RESULTS / f"convert-{result['date']}.json"
+    file = arguments.out or RESULTS / f"{result['date']}-convert-{arguments.model}.json"
     file.write_text(json.dumps(result, indent=2) + "\n")
-    print(file)
+    print(json.dumps(result["median"], indent=2), file, sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 """How fast a mixture of experts is updated, what router replay costs, what CP2 saves.
 
-    python benchmarks/moe_step.py [--repeat 3] [--long 16384] [--out FILE]
+    python benchmarks/moe_step.py speed [--repeat 3] [--out FILE]
+    python benchmarks/moe_step.py memory [--long 16384] [--out FILE]
 
-One process and one thread, float32: forward and backward pass over the same sequences by mppo's
-actor (Qwen3-MoE), by its dense counterpart of the same active parameters, and by transformers'
-eager mixture of experts (padded, as it needs). Then the same update with every choice of experts
-replayed, and peak memory of one long sequence on one rank and on each of two (context parallelism).
-The fastest repetition counts; on a shared machine processor seconds mean more than wall-clock.
+Speed, in one process and one thread, float32: forward and backward pass over the same sequences by
+mppo's actor (Qwen3-MoE with 64 experts, 6 chosen), by its dense counterpart of the same active
+parameters, and by transformers' eager mixture of experts, padded as it needs: in the batch's order,
+and with sequences of similar lengths put together first. Then the same update with every choice of
+experts replayed. All take turns and the fastest repetition counts; on a shared machine processor
+seconds mean more than wall-clock.
+
+Memory: what one long sequence's update adds at its peak, on one rank and on each of two (context
+parallelism).
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 
-EXPERTS, CHOSEN, WIDTH = 16, 2, 512
+EXPERTS, CHOSEN, WIDTH = 64, 6, 128
 TRUNK = {
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -114,15 +119,17 @@ def make_update(role, batch) -> Callable[[], object]:
     return lambda: role.forward_backward(batch, action.microbatches, objective)
 
 
-def make_hf_update(folder: Path, batch, micro_batch: int) -> Callable[[], object]:
-    """The same by transformers, in padded micro-batches of similar lengths."""
+def make_hf_update(folder: Path, batch, micro_batch: int, by_length: bool) -> Callable[[], object]:
+    """The same by transformers, in padded micro-batches, of similar lengths where asked."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
     ).train()
     starts = batch.cu_seqlens.tolist()
     sequences = [batch.tokens_T[a:b] for a, b in itertools.pairwise(starts)]
     masks = [batch.response_mask_T[a:b] for a, b in itertools.pairwise(starts)]
-    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    order = list(range(len(sequences)))
+    if by_length:
+        order.sort(key=lambda i: len(sequences[i]))
     total = float(batch.response_mask_T.sum())
 
     def pad(rows):
@@ -177,7 +184,7 @@ def time_updates(rank: int, folder: Path, repeat: int) -> None:
     """Seconds of every update, written to ``seconds.json``."""
     registry = start(rank, 1, folder / "store")
     generator = torch.Generator().manual_seed(2)
-    lengths = torch.randint(64, 512, (24,), generator=generator).tolist()
+    lengths = torch.randint(64, 512, (16,), generator=generator).tolist()
     batch, micro_batch = make_batch(lengths), 8
     works = {
         "moe": make_update(make_role(folder / "sparse", registry, micro_batch), batch),
@@ -185,7 +192,8 @@ def time_updates(rank: int, folder: Path, repeat: int) -> None:
             make_role(folder / "sparse", registry, micro_batch, "R2"), batch
         ),
         "dense": make_update(make_role(folder / "dense", registry, micro_batch), batch),
-        "transformers_eager": make_hf_update(folder / "sparse", batch, micro_batch),
+        "transformers_eager": make_hf_update(folder / "sparse", batch, micro_batch, False),
+        "transformers_eager_by_length": make_hf_update(folder / "sparse", batch, micro_batch, True),
     }
     result = {"tokens": sum(lengths), "seconds": alternate(works, repeat)}
     (folder / "seconds.json").write_text(json.dumps(result))
@@ -207,8 +215,39 @@ def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
     dist.destroy_process_group()
 
 
+def measure_speed(folder: Path, repeat: int) -> dict[str, object]:
+    """Seconds of every update, and what they mean."""
+    mp.spawn(time_updates, (folder, repeat), nprocs=1)
+    timed = json.loads((folder / "seconds.json").read_text())
+    seconds = {name: values["processor_s"] for name, values in timed["seconds"].items()}
+    return {
+        "model": {**TRUNK, "experts": EXPERTS, "chosen": CHOSEN, "expert_width": WIDTH},
+        **timed,
+        "tokens_per_processor_second": {k: round(timed["tokens"] / v) for k, v in seconds.items()},
+        "times_transformers": seconds["transformers_eager"] / seconds["moe"],
+        "times_transformers_by_length": seconds["transformers_eager_by_length"] / seconds["moe"],
+        "share_of_dense_speed": seconds["dense"] / seconds["moe"],
+        "replay_cost": seconds["moe_replayed"] / seconds["moe"] - 1,
+    }
+
+
+def measure_memory(folder: Path, length: int) -> dict[str, object]:
+    """Peak growth by one long sequence, alone and split over two ranks."""
+    for world in (1, 2):
+        mp.spawn(grow_memory, (world, folder, length), nprocs=world)
+    alone = int((folder / "memory_1_0").read_text())
+    split = max(int((folder / f"memory_2_{rank}").read_text()) for rank in (0, 1))
+    return {
+        "long_sequence": length,
+        "peak_growth_mib": {"cp1": round(alone / 2**20), "cp2": round(split / 2**20)},
+        "cp2_share_of_cp1": split / alone,
+    }
+
+
 def main() -> None:
+    """Run one part and show its result."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=("speed", "memory"))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--long", type=int, default=16384, help="tokens of the long sequence")
     parser.add_argument("--out", type=Path)
@@ -216,26 +255,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_models(folder)
-        mp.spawn(time_updates, (folder, arguments.repeat), nprocs=1)
-        timed = json.loads((folder / "seconds.json").read_text())
-        for world in (1, 2):
-            mp.spawn(grow_memory, (world, folder, arguments.long), nprocs=world)
-        alone = int((folder / "memory_1_0").read_text())
-        split = max(int((folder / f"memory_2_{rank}").read_text()) for rank in (0, 1))
-    seconds = {name: values["processor_s"] for name, values in timed["seconds"].items()}
+        if arguments.part == "speed":
+            measured = measure_speed(folder, arguments.repeat)
+        else:
+            measured = measure_memory(folder, arguments.long)
     result = {
         "date": str(date.today()),
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "load_average": [round(x, 1) for x in os.getloadavg()],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        **timed,
-        "tokens_per_processor_second": {k: timed["tokens"] / v for k, v in seconds.items()},
-        "times_transformers": seconds["transformers_eager"] / seconds["moe"],
-        "share_of_dense_speed": seconds["dense"] / seconds["moe"],
-        "replay_cost": seconds["moe_replayed"] / seconds["moe"] - 1,
-        "long_sequence": arguments.long,
-        "peak_growth_mib": {"cp1": alone / 2**20, "cp2": split / 2**20},
-        "cp2_share_of_cp1": split / alone,
+        **measured,
     }
     print(json.dumps(result, indent=2))
     if arguments.out:

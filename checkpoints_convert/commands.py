@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,13 @@ import torch
 from checkpoints_convert.job import Ranks, clear_journal, fingerprint_of, run_plan
 from mppo.weights.conversion import EXTRA_FILE, plan_hf, plan_megatron
 from mppo.weights.hf_folder import HFFolder, read_json
+from mppo.weights.model_folder import (
+    COMPANIONS,
+    LATEST,
+    RELEASE,
+    checkpoint_folder,
+    companion_folder,
+)
 from mppo.weights.output_folder import (
     check_free,
     copy_companions,
@@ -19,13 +27,7 @@ from mppo.weights.output_folder import (
     write_index,
 )
 from mppo.weights.shape import ModelShape, model_shape
-from mppo.weights.torch_dist import (
-    COMPANIONS,
-    LATEST,
-    RELEASE,
-    checkpoint_folder,
-    read_checkpoint,
-)
+from mppo.weights.torch_dist import read_checkpoint
 from mppo.weights.torch_dist import write_index as write_checkpoint_index
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
@@ -58,6 +60,7 @@ def hf_to_megatron(
         ValueError: the input is not what it should be, or the output exists.
         OSError: the disk is full, or failed.
     """
+    started = time.monotonic()
     megatron = megatron.absolute()
     check_free(megatron)
     shape = read_shape(hf)
@@ -70,9 +73,7 @@ def hf_to_megatron(
     plan, index = plan_megatron(
         source, shape, building / RELEASE, dtype, keep_extra, ranks.share
     )  # fmt: skip
-    seconds = run_plan(
-        plan, building, ranks, fingerprint_of(_state(hf), dtype, keep_extra, plan.count)
-    )
+    run_plan(plan, building, ranks, fingerprint_of(_state(hf), dtype, keep_extra, plan.count))
     if ranks.rank == 0:
         write_checkpoint_index(building / RELEASE, index.tensors, index.objects, COMMON)
         (building / LATEST).write_text(RELEASE)
@@ -81,7 +82,7 @@ def hf_to_megatron(
         clear_journal(building)
         publish(megatron)
     ranks.barrier()
-    return _report(megatron, plan.count, plan.total_bytes, seconds, plan.extras)
+    return _report(megatron, plan.count, plan.total_bytes, started, plan.extras)
 
 
 def megatron_to_hf(
@@ -109,6 +110,7 @@ def megatron_to_hf(
         ValueError: the input is not what it should be, or the output exists.
         OSError: the disk is full, or failed.
     """
+    started = time.monotonic()
     hf = hf.absolute()
     check_free(hf)
     folder, companions = find_checkpoint(megatron, config)
@@ -121,9 +123,8 @@ def megatron_to_hf(
         max_shard_bytes,
     )  # fmt: skip
     stamp = (folder / ".metadata").stat().st_mtime_ns
-    seconds = run_plan(
-        plan, building, ranks, fingerprint_of(folder, stamp, dtype, max_shard_bytes, plan.count)
-    )
+    fingerprint = fingerprint_of(folder, stamp, dtype, max_shard_bytes, plan.count)
+    run_plan(plan, building, ranks, fingerprint)
     if ranks.rank == 0:
         weights = next(p.dtype for p in places.values() if len(p.shape) == 2)
         copy_companions(companions, building, weights)
@@ -131,7 +132,7 @@ def megatron_to_hf(
         clear_journal(building)
         publish(hf)
     ranks.barrier()
-    return _report(hf, plan.count, plan.total_bytes, seconds, ())
+    return _report(hf, plan.count, plan.total_bytes, started, ())
 
 
 def inspect(path: Path) -> str:
@@ -171,13 +172,10 @@ def find_checkpoint(megatron: Path, config: Path | None) -> tuple[Path, Path]:
     folder = checkpoint_folder(megatron)
     if config is not None:
         return folder, config
-    for beside in (megatron / COMPANIONS, folder / COMPANIONS, folder.parent / COMPANIONS):
-        if (beside / "config.json").exists():
-            return folder, beside
-    raise ValueError(
-        f"{megatron}: no {COMPANIONS}/config.json beside the checkpoint; name the model's Hugging "
-        "Face folder with --config"
-    )
+    try:
+        return folder, companion_folder(megatron)
+    except ValueError as error:
+        raise ValueError(f"{error}, or name the model's Hugging Face folder: --config") from error
 
 
 def read_config(folder: Path) -> Any:
@@ -220,7 +218,8 @@ def _state(hf: Path) -> list[tuple[str, int, int]]:
     return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
-def _report(out: Path, count: int, nbytes: int, seconds: float, extras: tuple[str, ...]) -> str:
+def _report(out: Path, count: int, nbytes: int, started: float, extras: tuple[str, ...]) -> str:
+    seconds = time.monotonic() - started
     free = shutil.disk_usage(out).free / 1e9
     line = (
         f"{out}: {count} tensors, {nbytes / 1e9:.2f} GB in {seconds:.1f} s "

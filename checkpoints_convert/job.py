@@ -39,7 +39,7 @@ class Ranks:
         return Share(self.rank, self.world)
 
 
-def run_plan(plan: Plan, building: Path, ranks: Ranks, fingerprint: str) -> float:
+def run_plan(plan: Plan, building: Path, ranks: Ranks, fingerprint: str) -> None:
     """Write this rank's share of a plan; collective.
 
     A folder left by an interrupted run of the same plan is continued.
@@ -50,9 +50,6 @@ def run_plan(plan: Plan, building: Path, ranks: Ranks, fingerprint: str) -> floa
         ranks: who shares the work.
         fingerprint: names the plan; another fingerprint starts over.
 
-    Returns:
-        Seconds it took.
-
     Raises:
         ValueError: not enough room on the disk.
         OSError: the disk is full, or failed.
@@ -62,7 +59,6 @@ def run_plan(plan: Plan, building: Path, ranks: Ranks, fingerprint: str) -> floa
     ranks.barrier()
     done = _done(building)
     ranks.barrier()
-    started = time.monotonic()
     todo = {number: task for number, task in plan.tasks.items() if number not in done}
     progress = Progress(sum(task.nbytes for task in todo.values()), ranks)
     copier = Copier()
@@ -81,7 +77,6 @@ def run_plan(plan: Plan, building: Path, ranks: Ranks, fingerprint: str) -> floa
     copier.close()
     progress.end()
     ranks.barrier()
-    return time.monotonic() - started
 
 
 def clear_journal(building: Path) -> None:

@@ -14,19 +14,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.schema import Recipe
-from mppo.data.builtin import load_tokenizer, resolve_model
+from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.source import load_prompts
 from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo, discover, process_group
 from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.engine import WeightBucket
-from mppo.weights.hf_folder import HFFolder
+from mppo.weights.model_folder import companion_folder
+from mppo.weights.whole_tensors import whole_tensors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,14 +64,15 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mppo"
     folder = resolve_model(recipe.model.path, os.environ.get("MPPO_CACHE", base))
     trust = recipe.model.trust_remote_code
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
+    config = read_model_config(folder, trust)
     tokenizer = load_tokenizer(recipe.model.tokenizer_path or folder, trust)
     prompts = load_prompts(recipe.data, tokenizer, "val").prompts
     scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
     with process_group(info, recipe.trainer.collective_timeout_s):
-        engine = build_engine(recipe, folder, config, Path("runs") / "evaluate")
+        engine = build_engine(recipe, companion_folder(folder), config, Path("runs") / "evaluate")
         try:
-            engine.update_weights(folder_buckets(folder, recipe.rollout.sync_bucket_mb << 20), 0)
+            buckets = model_buckets(folder, config, recipe.rollout.sync_bucket_mb << 20)
+            engine.update_weights(buckets, 0)
             trajectories = engine.generate(
                 prompts, recipe.rollout.val_kwargs, recipe.data.max_response_length, seed=0
             )
@@ -93,14 +93,12 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     }
 
 
-def folder_buckets(folder: Path, bucket_bytes: int) -> Iterator[WeightBucket]:
-    """The tensors of a Hugging Face folder, in buckets of about that many bytes."""
-    source = HFFolder(folder)
+def model_buckets(folder: Path, config, bucket_bytes: int) -> Iterator[WeightBucket]:
+    """The tensors of a model folder or checkpoint, in buckets of about that many bytes."""
     bucket: WeightBucket = []
     size = 0
-    for name in sorted(source.tensors):
-        tensor = source.read(name).to(device.device())
-        bucket.append((name, tensor))
+    for name, tensor in whole_tensors(folder, config):
+        bucket.append((name, tensor.to(device.device())))
         size += tensor.nbytes
         if size >= bucket_bytes:
             yield bucket

@@ -203,16 +203,14 @@ def _read_reports(text: str) -> list[NodeReport]:
 
 def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> None:
     # imported here, for `collect` runs on every node and has no use for them
-    from transformers import AutoConfig
-
     from mppo.config.checks import load_checked
-    from mppo.data.builtin import resolve_model
+    from mppo.data.builtin import read_model_config, resolve_model
 
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mppo"
     cache = os.environ.get("MPPO_CACHE", base)
 
     def read(path: str):
-        return AutoConfig.from_pretrained(resolve_model(path, cache), local_files_only=True)
+        return read_model_config(resolve_model(path, cache))
 
     load_checked(config, overrides, world_size, read)
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from mppo.batch import Batch, Experience, Measured
 from mppo.checkpoint.checkpointer import load_roles
 from mppo.config.schema import Recipe
+from mppo.data.builtin import read_model_config
 from mppo.models.role import Role
 from mppo.parallel import device
 from mppo.parallel.groups import GroupRegistry
@@ -174,9 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     info = discover()
     device.prepare_megatron()
     with process_group(info, recipe.trainer.collective_timeout_s):
-        read_config = partial(AutoConfig.from_pretrained, local_files_only=True)
         registry = GroupRegistry(recipe.trainer.seed)
-        roles = Roles(recipe, Path(case.model), read_config, registry, total_steps=1)
+        roles = Roles(recipe, Path(case.model), read_model_config, registry, total_steps=1)
         load_roles(folder / MODELS, roles.trained)
         everyone: list[list[str]] = [[] for _ in range(info.world_size)]
         dist.all_gather_object(everyone, replay(case, experience, roles))

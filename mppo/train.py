@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from mppo.algos.reward_normalization import RunningMoments
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.schema import Recipe
-from mppo.data.builtin import load_tokenizer, resolve_model
+from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet, load_prompts
 from mppo.estimate import kl_controller
@@ -30,6 +28,7 @@ from mppo.parallel.launch import LaunchInfo, discover, process_group
 from mppo.parallel.phase import current, phase
 from mppo.parallel.signals import StopRequest, listening
 from mppo.report.redact import redact
+from mppo.weights.model_folder import companion_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,10 +78,7 @@ def _cache_dir() -> Path:
 
 @cache
 def _read_config(path: str | Path, trust_remote_code: bool = False):
-    folder = resolve_model(str(path), _cache_dir())
-    return AutoConfig.from_pretrained(
-        folder, trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    return read_model_config(resolve_model(str(path), _cache_dir()), trust_remote_code)
 
 
 def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:
@@ -176,8 +172,10 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
         )
     text = _plain_text(recipe, tokenizer) if recipe.actor.ptx_coef else None
     roles = Roles(recipe, folder, read_config, registry, total_steps, text)
+    if roles.critic is not None and roles.critic.fresh:
+        reporter.line(f"the critic begins with a fresh value head ({roles.critic.spec.folder})")
     with phase("starting the rollout engine"):
-        engine = build_engine(recipe, folder, read_config(folder), run_dir)
+        engine = build_engine(recipe, companion_folder(folder), read_config(folder), run_dir)
     kl, moments = kl_controller(recipe.algorithm.kl_ctrl), RunningMoments()
     parts = {"prompts": prompts, "kl": kl, "moments": moments, "roles": roles}
     plain = redact(recipe.model_dump(mode="json"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mppo.config.errors import Fault
 from mppo.config.schema import Recipe
+from mppo.weights.model_folder import companion_folder, is_megatron_checkpoint
 
 BUILTIN_PREFIX = "builtin:"
 DATA_ENDINGS = (".jsonl", ".ndjson", ".parquet")
@@ -42,11 +43,22 @@ def _model_folder(key: str, name: str, weights: bool) -> Iterator[Fault]:
         why = "is a file, not a folder" if folder.exists() else "no such folder"
         cure = "give a Hugging Face folder (config.json, tokenizer, safetensors) or builtin:tiny"
         yield Fault(key, name, why, cure)
+    elif is_megatron_checkpoint(folder):
+        yield from _checkpoint(key, folder)
     elif not (folder / "config.json").is_file():
-        yield Fault(key, name, "holds no config.json", "give a Hugging Face model folder")
+        cure = "give a Hugging Face model folder, or a Megatron torch_dist checkpoint"
+        yield Fault(key, name, "holds no config.json", cure)
     elif weights and not any(f.suffix in WEIGHT_ENDINGS for f in folder.iterdir()):
         cure = "download the weights, or set model.init to random"
         yield Fault(key, name, "holds no *.safetensors", cure)
+
+
+def _checkpoint(key: str, folder: Path) -> Iterator[Fault]:
+    try:
+        companion_folder(folder)
+    except ValueError as error:
+        why, _, cure = str(error).removeprefix(f"{folder}: ").partition("; ")
+        yield Fault(key, str(folder), why, cure or "name a folder Megatron saved")
 
 
 def _data_file(key: str, name: str) -> Iterator[Fault]:

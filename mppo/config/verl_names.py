@@ -40,7 +40,7 @@ ADVICE: dict[str, str] = {
     "reward_model": "set reward.*: rule, function or remote",
     "return_raw_chat": "remove it: a chat prompt is kept as it is in the data file",
     "use_dist_checkpointing": "remove it: checkpoints are Megatron's distributed ones",
-    "dist_checkpointing_path": "set <role>.path or model.path to the Hugging Face folder",
+    "dist_checkpointing_path": "set model.path, critic.path or ref.path to the checkpoint",
     "nccl_timeout": "set trainer.collective_timeout_s",
     "vllm": "set rollout.name: sglang or local",
 }

@@ -21,11 +21,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
 from mppo.config.errors import ConfigError, Fault, nearest
+from mppo.weights.model_folder import companion_folder
 
 PREFIX = "builtin:"
 WEIGHTS_SEED = 0
@@ -97,16 +99,18 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def resolve_model(path: str, cache_dir: str | Path) -> Path:
-    """The Hugging Face folder a recipe's ``model.path`` means.
+    """The folder a recipe's ``model.path`` means.
 
     Several processes may ask at once: the folder appears whole or not at all.
 
     Args:
-        path: a folder, or ``builtin:NAME`` with a name out of ``MODELS``.
+        path: a Hugging Face folder, a Megatron checkpoint, or ``builtin:NAME`` with a name out of
+            ``MODELS``.
         cache_dir: where embedded models are written; made where missing.
 
     Returns:
-        A folder with config.json (and, for embedded models, tokenizer and safetensors).
+        A folder with config.json (and, for embedded models, tokenizer and safetensors), or a
+        Megatron checkpoint with its companions beside it.
 
     Raises:
         ConfigError: no such folder, no config.json in it, or no such embedded model.
@@ -117,14 +121,26 @@ def resolve_model(path: str, cache_dir: str | Path) -> Path:
     if not folder.is_dir():
         cure = f"a folder in Hugging Face form, or one of {_builtin_names()}"
         raise ConfigError([Fault("model.path", path, "no such folder", cure)])
-    if not (folder / "config.json").is_file():
+    try:
+        companions = companion_folder(folder)
+    except ValueError as error:
+        cure = "a model in Hugging Face form, or a checkpoint with its config.json"
+        raise ConfigError([Fault("model.path", path, str(error), cure)]) from error
+    if not (companions / "config.json").is_file():
         cure = "a model in Hugging Face form, as save_pretrained writes it"
         raise ConfigError([Fault("model.path", path, "the folder has no config.json", cure)])
     return folder
 
 
+def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The transformers config of a folder that ``resolve_model`` returned."""
+    return AutoConfig.from_pretrained(
+        companion_folder(folder), trust_remote_code=trust_remote_code, local_files_only=True
+    )
+
+
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder.
+    """The tokenizer of a Hugging Face folder, or the one beside a Megatron checkpoint.
 
     Args:
         folder: the folder; nothing is fetched from a network.
@@ -137,6 +153,7 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTr
     Raises:
         ConfigError: the folder holds no tokenizer, or it knows no end-of-sequence token.
     """
+    folder = companion_folder(folder)
     if not any(Path(folder).glob("tokenizer*")) and not any(Path(folder).glob("*vocab*")):
         why = "no tokenizer.json, tokenizer.model or vocab.json in it"
         raise _tokenizer_error(folder, why, "a folder that holds a tokenizer")

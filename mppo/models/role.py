@@ -35,7 +35,8 @@ from mppo.parallel.executor import run_pipeline
 from mppo.parallel.groups import LayoutGroups
 from mppo.parallel.schedule import RoleShape
 from mppo.weights.blocks import padded_vocab_size
-from mppo.weights.load import load_hf_weights
+from mppo.weights.checkpoint import load_weights
+from mppo.weights.model_folder import companion_folder
 from mppo.weights.save import save_hf
 from mppo.weights.stream import stream_hf_weights
 
@@ -53,6 +54,9 @@ class Role:
         spec: how to build it.
         hf_config: transformers config of ``spec.folder``.
         groups: the layout's process groups.
+
+    Attributes:
+        fresh: parameters that ``spec.folder`` does not have: a value head of a plain model.
     """
 
     def __init__(self, spec: RoleSpec, hf_config, groups: LayoutGroups) -> None:
@@ -69,7 +73,9 @@ class Role:
             self.stages: list[Stage] = build_stages(
                 family, self.config, self.layout, padded_vocab, groups.coordinates.pp, spec.head
             )
-            load_hf_weights(spec.folder, self.stages, hf_config, self.layout, groups.coordinates)
+            self.fresh = load_weights(
+                spec.folder, self.stages, hf_config, self.layout, groups.coordinates
+            )
             if spec.megatron.freeze_moe_router:
                 for stage in self.stages:
                     freeze_routers(stage)
@@ -284,7 +290,7 @@ class Role:
 
     def save(self, folder: Path) -> None:
         """Write the current weights as a Hugging Face folder (config and tokenizer copied from
-        ``spec.folder``); an older one in its place is replaced. Collective."""
+        those of ``spec.folder``); an older one in its place is replaced. Collective."""
         if dist.get_rank() == 0 and folder.exists():
             shutil.rmtree(folder)
         dist.barrier()
@@ -296,7 +302,7 @@ class Role:
                 self.layout,
                 self.groups.coordinates,
                 self.groups,
-                source=self.spec.folder,
+                source=companion_folder(self.spec.folder),
             )
 
     def save_average(self, folder: Path) -> None:

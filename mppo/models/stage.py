@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -26,6 +27,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
 from mppo.models.attention import PackedAttention
+from mppo.models.experts import SortedExperts
 from mppo.models.families import FamilyConfig
 from mppo.models.head import ValueHead
 from mppo.models.latent import LatentAttention
@@ -179,6 +181,7 @@ def layer_specs(
 
 _LOCAL_PARTS = {
     TopKRouter: Router,
+    SequentialMLP: SortedExperts,
     WrappedTorchNorm: RMSNorm,
     DotProductAttention: PackedAttention,
     MLASelfAttention: LatentAttention,

@@ -15,19 +15,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
+from mppo.parallel.layout import Coordinates, Layout
 from mppo.weights.conversion import model_prefix
+from mppo.weights.load import load_hf_weights
+from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
 from mppo.weights.output_folder import check_free, partial_path, publish
-from mppo.weights.torch_dist import COMPANIONS, LATEST, checkpoint_folder, read_checkpoint
+from mppo.weights.torch_dist import read_checkpoint
 
 VALUE_HEAD = "value_head.weight"
-
-
-def is_megatron_checkpoint(path: str | Path) -> bool:
-    """Whether a path holds a ``torch_dist`` checkpoint rather than a Hugging Face folder."""
-    path = Path(path)
-    return not (path / "config.json").exists() and (
-        (path / ".metadata").exists() or (path / LATEST).exists()
-    )
 
 
 def save_megatron(folder: str | Path, chunks: Sequence[Any]) -> Path:
@@ -71,7 +66,7 @@ def load_megatron(path: str | Path, chunks: Sequence[Any]) -> tuple[str, ...]:
     Raises:
         ValueError: no such checkpoint, or it lacks parameters.
     """
-    folder = checkpoint_folder(Path(path))
+    folder = checkpoint_folder(path)
     prefix = model_prefix(read_checkpoint(folder))
     wanted = _sharded(chunks)
     add_prefix_for_sharding(wanted, prefix)
@@ -92,22 +87,31 @@ def load_megatron(path: str | Path, chunks: Sequence[Any]) -> tuple[str, ...]:
     return fresh
 
 
-def companion_folder(path: str | Path) -> Path:
-    """The folder with config.json and tokenizer of a Hugging Face folder or a checkpoint.
+def load_weights(
+    path: str | Path,
+    chunks: Sequence[Any],
+    hf_config: Any,
+    layout: Layout,
+    coordinates: Coordinates,
+) -> tuple[str, ...]:
+    """Fill a role's parameters from either form; collective over all ranks, groups active.
+
+    Args:
+        path: a Hugging Face folder (every rank reads the slices it owns) or a checkpoint.
+        chunks: this rank's ``GPTModel`` chunks.
+        hf_config: the model's transformers config.
+        layout: the role's layout.
+        coordinates: this rank's place in it.
+
+    Returns:
+        Parameters left as initialised: a value head that ``path`` does not have.
 
     Raises:
-        ValueError: a checkpoint without them.
+        ValueError: a tensor is missing, unknown, or of another shape than config.json says.
     """
-    path = Path(path)
-    if not is_megatron_checkpoint(path):
-        return path
-    for beside in (path / COMPANIONS, checkpoint_folder(path).parent / COMPANIONS):
-        if (beside / "config.json").exists():
-            return beside
-    raise ValueError(
-        f"{path}: no {COMPANIONS}/config.json beside the checkpoint; put the model's config.json "
-        "and tokenizer there"
-    )
+    if is_megatron_checkpoint(path):
+        return load_megatron(path, chunks)
+    return load_hf_weights(path, chunks, hf_config, layout, coordinates).fresh
 
 
 def _sharded(chunks: Sequence[Any]) -> dict[str, Any]:

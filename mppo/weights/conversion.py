@@ -218,6 +218,7 @@ class CheckpointReader:
         start = f"{self.prefix}decoder.layers.self_attention."
         self.homogeneous = any(key.startswith(start) for key in checkpoint)
         self._boxes: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
+        self._located: dict[Chunk, StoredTensor] = {}
 
     def entries(self) -> Iterable[Entry]:
         """The entries the checkpoint should hold: a value model has no vocabulary projection."""
@@ -246,7 +247,7 @@ class CheckpointReader:
             )
         out = []
         boxes = self._group(key, len(leading)).get(tuple(leading), [])
-        located = [(chunk, locate(chunk)) for chunk in boxes]
+        located = [(chunk, self._locate(chunk)) for chunk in boxes]
         for hf_row, row, length in row_ranges(entry, source, self.table.shape.kv_heads):
             for chunk, data in located:
                 offsets, sizes = chunk.offsets[len(leading) :], chunk.sizes[len(leading) :]
@@ -259,6 +260,12 @@ class CheckpointReader:
                     Stretch(flat, begin - offsets[0], hf_row + begin - row, end - begin, column)
                 )
         return tuple(out)
+
+    def _locate(self, chunk: Chunk) -> StoredTensor:
+        """Where a chunk's data lies; looked up once for all tensors made of it."""
+        if chunk not in self._located:
+            self._located[chunk] = locate(chunk)
+        return self._located[chunk]
 
     def _group(self, key: str, depth: int) -> dict[tuple[int, ...], list[Chunk]]:
         """A key's chunks by their leading indices."""

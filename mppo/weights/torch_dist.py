@@ -31,9 +31,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from mppo.weights.safetensors_file import StoredTensor
 
-LATEST = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
-COMPANIONS = "hf"
 STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -71,26 +68,6 @@ class GlobalTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
-
-
-def checkpoint_folder(path: Path) -> Path:
-    """The folder with ``.metadata``: ``path`` itself, or the latest iteration under it.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if (path / ".metadata").exists():
-        return path
-    if (path / LATEST).exists():
-        latest = (path / LATEST).read_text().strip()
-        inside = path / (RELEASE if latest == RELEASE else f"iter_{int(latest):07d}")
-        if (inside / ".metadata").exists():
-            return inside
-        raise ValueError(f"{path}: {LATEST} names {inside.name}, which is not a checkpoint")
-    raise ValueError(
-        f"{path}: no torch_dist checkpoint (no .metadata and no {LATEST}); name the folder that "
-        "Megatron saved with --ckpt-format torch_dist"
-    )
 
 
 def read_checkpoint(folder: Path) -> dict[str, GlobalTensor]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import start_ranks
 
 from mppo.algos.packing import select_sequences
 from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
@@ -30,6 +31,7 @@ class Case:
         micro_batch: sequences per micro-batch.
         steps: optimizer steps taken.
         role: further fields of ``RoleSpec``.
+        source: folder or checkpoint to start from instead of the model's own.
     """
 
     model: str
@@ -38,6 +40,7 @@ class Case:
     micro_batch: int = 4
     steps: int = 2
     role: dict[str, Any] = field(default_factory=dict)
+    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,8 @@ def objective(batch: Batch):
 
 def build_role(case: Case, folder: Path, registry):
     """The role of a case on the running process group."""
-    from transformers import AutoConfig
-
     from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+    from mppo.data.builtin import read_model_config
     from mppo.models.configuration import layout_of
     from mppo.models.role import Role, RoleSpec
 
@@ -97,7 +99,7 @@ def build_role(case: Case, folder: Path, registry):
     spec = RoleSpec(
         name="actor",
         head=case.head,
-        folder=folder / case.model,
+        folder=Path(case.source) if case.source else folder / case.model,
         dtype=torch.float32,
         megatron=megatron,
         batching=BatchingConfig(ppo_micro_batch_size_per_gpu=case.micro_batch, head_chunk_tokens=7),
@@ -106,7 +108,7 @@ def build_role(case: Case, folder: Path, registry):
         total_steps=10,
         **case.role,
     )
-    config = AutoConfig.from_pretrained(spec.folder)
+    config = read_model_config(spec.folder)
     return Role(spec, config, registry.of(layout_of(megatron, dist.get_world_size())))
 
 
@@ -137,7 +139,7 @@ def _weights(role) -> dict[str, torch.Tensor]:
 
 
 def compare(here: Outcome, there: Outcome) -> None:
-    """Assert that two runs measured, lost and learned the same."""
+    """Assert that two runs measured, lost, routed and learned the same."""
     for mine, other in zip(here.measured, there.measured, strict=True):
         torch.testing.assert_close(mine, other, atol=5e-6, rtol=1e-5)
     torch.testing.assert_close(here.losses, there.losses, atol=2e-6, rtol=1e-5)
@@ -147,6 +149,7 @@ def compare(here: Outcome, there: Outcome) -> None:
         torch.testing.assert_close(
             here.weights[name], weight, atol=5e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
+    assert here.routing == pytest.approx(there.routing, abs=1e-5)
 
 
 def _worker(rank: int, world: int, cases: Sequence[Case], folder: Path, run=None) -> None:
@@ -189,5 +192,43 @@ def run_cases(cases: Sequence[Case], world: int, folder: Path, run=None) -> list
     for model in sorted({case.model for case in cases}):
         if not (folder / model).exists():
             save(model, folder / model)
-    mp.spawn(_worker, (world, cases, folder, run), nprocs=world)
+    start_ranks(_worker, (world, cases, folder, run), world)
     return torch.load(folder / f"outcomes{world}.pt", weights_only=False)
+
+
+Pair = tuple[str, str]
+
+
+def run_matrix(
+    references: dict[str, Case],
+    layouts: dict[str, dict[str, Any]],
+    chosen: dict[str, Sequence[str]],
+    folder: Path,
+) -> tuple[dict[str, Outcome], dict[Pair, Outcome]]:
+    """References in one process, and each on the layouts chosen for it on four ranks.
+
+    Args:
+        references: what is compared with, by name.
+        layouts: sections of the recipe by name; micro-batches get other sizes, too.
+        chosen: names of layouts for every reference.
+        folder: a fresh folder.
+
+    Returns:
+        Outcomes by reference, and by (reference, layout).
+    """
+    pairs = pairs_of(chosen)
+    alone = dict(zip(references, run_cases(list(references.values()), 1, folder)))
+    cases = [
+        replace(
+            references[name],
+            megatron=references[name].megatron | layouts[layout],
+            micro_batch=1 + index % 4,
+        )
+        for index, (name, layout) in enumerate(pairs)
+    ]
+    return alone, dict(zip(pairs, run_cases(cases, 4, folder)))
+
+
+def pairs_of(chosen: dict[str, Sequence[str]]) -> list[Pair]:
+    """Every reference with every layout chosen for it."""
+    return [(name, layout) for name, layouts in chosen.items() for layout in layouts]

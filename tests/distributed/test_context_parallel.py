@@ -1,9 +1,7 @@
 """Splitting sequences over ranks changes nothing: log-probs, values, losses, gradients, weights."""
 
-from dataclasses import replace
-
 import pytest
-from layout_case import Case, Outcome, compare, run_cases
+from layout_case import Case, compare, pairs_of, run_matrix
 
 CP, TP, PP = "context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP, EP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
@@ -36,36 +34,15 @@ CHOSEN = {
     "moonlight value": ["CP2xTP2", "CP2xPP2xVPP2"],
     "qwen2_moe R2 balance": ["CP2xTP2xEP4", "CP2xEP4", "CP4 recompute"],
 }
-PAIRS = [(name, layout) for name, layouts in CHOSEN.items() for layout in layouts]
+PAIRS = pairs_of(CHOSEN)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("context")
+def outcomes(tmp_path_factory):
+    return run_matrix(REFERENCES, LAYOUTS, CHOSEN, tmp_path_factory.mktemp("context"))
 
 
-@pytest.fixture(scope="module")
-def alone(folder) -> dict[str, Outcome]:
-    """Every reference, by one process."""
-    return dict(zip(REFERENCES, run_cases(list(REFERENCES.values()), 1, folder)))
-
-
-@pytest.fixture(scope="module")
-def together(folder) -> dict[tuple[str, str], Outcome]:
-    """Every pair of reference and layout, by four processes."""
-    cases = [
-        replace(
-            REFERENCES[name],
-            megatron=REFERENCES[name].megatron | LAYOUTS[layout],
-            micro_batch=1 + index % 4,
-        )
-        for index, (name, layout) in enumerate(PAIRS)
-    ]
-    return dict(zip(PAIRS, run_cases(cases, 4, folder)))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("pair", PAIRS, ids=[f"{name} {layout}" for name, layout in PAIRS])
-def test_context_parallelism_changes_nothing(pair, alone, together) -> None:
+@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
+def test_context_parallelism_changes_nothing(pair, outcomes) -> None:
+    alone, together = outcomes
     compare(together[pair], alone[pair[0]])
-    assert together[pair].routing == pytest.approx(alone[pair[0]].routing, abs=1e-5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import start_ranks
 
 STEPS = 2
 COMMON = [
@@ -111,8 +111,8 @@ def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("iterations")
     texts = [{"prompt": f"{i} and {i} make {2 * i}."} for i in range(7)]
     (out / "text.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
-    mp.spawn(_iterate, (1, [[]], str(out)), nprocs=1)
-    mp.spawn(_iterate, (4, list(VARIANTS.values()), str(out)), nprocs=4)
+    start_ranks(_iterate, (1, [[]], str(out)), 1)
+    start_ranks(_iterate, (4, list(VARIANTS.values()), str(out)), 4)
     names = zip(VARIANTS, range(len(VARIANTS)))
     return _results(out / "run1-0"), {name: _results(out / f"run4-{i}") for name, i in names}
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import start_ranks
 
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import RewardConfig
@@ -54,4 +54,4 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_response_is_judged_once_and_all_ranks_get_all_scores(tmp_path, world: int) -> None:
-    mp.spawn(_worker, (world, str(tmp_path / "store"), str(tmp_path)), nprocs=world)
+    start_ranks(_worker, (world, str(tmp_path / "store"), str(tmp_path)), world)

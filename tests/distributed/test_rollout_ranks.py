@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
+from ranks import start_ranks
 
 from mppo.batch import Prompt
 from mppo.config.schema import SamplingConfig
@@ -63,7 +63,7 @@ def _worker(rank: int, world: int, store: str, count: int) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("world", "count"), [(2, 9), (3, 2)])
 def test_any_number_of_ranks_generates_the_same(tmp_path, world: int, count: int) -> None:
-    mp.spawn(_worker, (world, str(tmp_path / "store"), count), nprocs=world)
+    start_ranks(_worker, (world, str(tmp_path / "store"), count), world)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import transformers as hf
 from hf_families import CONFIGS, assert_same_tensors, randomise, save, tensors
-from weights_worker import Case, sequences, warm_up, worker
+from ranks import start_ranks
+from weights_worker import Case, sequences, worker
 
 from checkpoints_convert.__main__ import main
 from checkpoints_convert.logits import restore_latent_scale
@@ -33,9 +33,8 @@ CHECKPOINTED = ("llama", "qwen2_tied", "qwen2_moe", "deepseek_v3")
 
 
 def spawn(cases, folder):
-    """Fork four ranks that inherit the imported libraries; nothing here runs a backward pass."""
-    warm_up()
-    mp.start_processes(worker, (4, cases, folder), nprocs=4, start_method="fork")
+    """What four ranks find out about the cases."""
+    start_ranks(worker, (4, cases, folder), 4)
     return torch.load(folder / "results.pt", weights_only=False)
 
 

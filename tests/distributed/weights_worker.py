@@ -41,20 +41,6 @@ def sequences(vocab: int) -> list[torch.Tensor]:
     return [torch.randint(0, vocab, (length,), generator=random) for length in LENGTHS]
 
 
-def warm_up() -> None:
-    """Import what the ranks need, once, before they are forked."""
-    import transformers.models.auto.configuration_auto  # noqa: F401
-
-    import mppo.models.configuration
-    import mppo.models.stage
-    import mppo.parallel.groups
-    import mppo.weights.checkpoint
-    import mppo.weights.save  # noqa: F401
-    from mppo.parallel import device
-
-    device.prepare_megatron()
-
-
 def worker(rank: int, world: int, cases: list[Case], folder: Path) -> None:
     """Run all cases; rank 0 writes results to ``results.pt``."""
     warnings.simplefilter("ignore")
@@ -88,8 +74,7 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
     from mppo.models.stage import build_stages
     from mppo.parallel.layout import Layout
     from mppo.weights.blocks import padded_vocab_size
-    from mppo.weights.checkpoint import is_megatron_checkpoint, load_megatron, save_megatron
-    from mppo.weights.load import load_hf_weights
+    from mppo.weights.checkpoint import load_weights, save_megatron
     from mppo.weights.save import save_hf
     from mppo.weights.stream import stream_hf_weights
 
@@ -106,11 +91,8 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
     for stage in stages:
         for parameter in stage.parameters():
             parameter.data.fill_(torch.nan)
-    if is_megatron_checkpoint(source):
-        with groups.active():
-            fresh = load_megatron(source, stages)
-    else:
-        fresh = load_hf_weights(source, stages, config, layout, here).fresh
+    with groups.active():
+        fresh = load_weights(source, stages, config, layout, here)
     streamed: dict[str, torch.Tensor] = {}
     for bucket in stream_hf_weights(stages, config, layout, here, groups, 40_000):
         for name, tensor in bucket:

@@ -19,7 +19,8 @@ FILE_LINES, FUNCTION_LINES = 450, 70
 PURE = frozenset(
     {
         "mppo.parallel.layout", "mppo.parallel.balance", "mppo.parallel.schedule",
-        "mppo.weights.blocks", "mppo.weights.shape", "mppo.weights.table", "mppo.batch",
+        "mppo.weights.blocks", "mppo.weights.shape", "mppo.weights.table",
+        "mppo.weights.model_folder", "mppo.batch",
     }
 )  # fmt: skip
 """Modules in other rooms that know neither process group, device nor engine, as all of ``algos``
@@ -30,8 +31,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algos": {"batch"},
     "config": {
         "parallel.layout", "parallel.balance", "weights.shape", "weights.table", "weights.blocks",
+        "weights.model_folder",
     },
-    "data": {"config", "batch"},
+    "data": {"config", "batch", "weights.model_folder"},
     "rewards": {"config", "batch", "data", "parallel", "models", "weights", "algos"},
     "report": {"config", "batch", "parallel.device", "parallel.phase"},
     "parallel": {"algos", "batch", "config.schema", "config.errors"},

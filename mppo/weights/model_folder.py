@@ -1,0 +1,61 @@
+"""Folders a model starts from: Hugging Face's form, or a Megatron ``torch_dist`` checkpoint.
+
+Only paths are looked at. A checkpoint has the files of its Hugging Face folder other than weights
+(config.json, tokenizer) in ``hf/`` beside it, where the conversion tool puts them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+COMPANIONS = "hf"
+
+
+def is_megatron_checkpoint(path: str | Path) -> bool:
+    """Whether a path holds a ``torch_dist`` checkpoint rather than a Hugging Face folder."""
+    path = Path(path)
+    return not (path / "config.json").exists() and (
+        (path / ".metadata").exists() or (path / LATEST).exists()
+    )
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """The folder with ``.metadata``: ``path`` itself, or the latest iteration under it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(path)
+    if (path / ".metadata").exists():
+        return path
+    if (path / LATEST).exists():
+        latest = (path / LATEST).read_text().strip()
+        inside = path / (RELEASE if latest == RELEASE else f"iter_{int(latest):07d}")
+        if (inside / ".metadata").exists():
+            return inside
+        raise ValueError(f"{path}: {LATEST} names {inside.name}, which is not a checkpoint")
+    raise ValueError(
+        f"{path}: no torch_dist checkpoint (no .metadata and no {LATEST}); name the folder that "
+        "Megatron saved with --ckpt-format torch_dist"
+    )
+
+
+def companion_folder(path: str | Path) -> Path:
+    """The folder with config.json and tokenizer of a Hugging Face folder or a checkpoint.
+
+    Raises:
+        ValueError: a checkpoint without them.
+    """
+    path = Path(path)
+    if not is_megatron_checkpoint(path):
+        return path
+    folder = checkpoint_folder(path)
+    for beside in (path / COMPANIONS, folder / COMPANIONS, folder.parent / COMPANIONS):
+        if (beside / "config.json").exists():
+            return beside
+    raise ValueError(
+        f"{path}: no {COMPANIONS}/config.json beside the checkpoint; put the model's config.json "
+        "and tokenizer there"
+    )

@@ -1,0 +1,16 @@
+"""What every rank needs, imported once; Megatron-Core is prepared for the CPU before it is used."""
+
+from __future__ import annotations
+
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+
+    import mppo.data.builtin
+    import mppo.parallel.groups
+    import mppo.roles
+    import mppo.rollout.local  # noqa: F401

@@ -1,0 +1,34 @@
+"""Ranks of a test as processes of their own, forked from a server that has imported the libraries.
+
+Importing torch, Megatron-Core and transformers takes longer than most tests; the server does it
+once per session (``rank_imports``). It computes nothing, so a forked rank starts as clean as a new
+process. Environment variables are those of the session's first ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing import forkserver
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+def start_ranks(worker: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
+    """Run ``worker(rank, *arguments)`` in ``world`` processes and wait.
+
+    Raises:
+        ProcessRaisedException: with the traceback of a rank that failed.
+    """
+    multiprocessing.set_forkserver_preload(["rank_imports"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server finds what is found here
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        os.environ.update({} if before is None else {"PYTHONPATH": before})
+    mp.start_processes(worker, arguments, nprocs=world, start_method="forkserver")
