@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoints_convert.job import Ranks
 from mppo.config.schema import MegatronConfig
 from mppo.models.configuration import transformer_config
 from mppo.models.families import FamilyConfig, family_config
@@ -25,7 +27,7 @@ LENGTHS = (5, 17, 33)
 TIMEOUT_S = 600.0
 
 
-def compare_logits(hf: Path, megatron: Path) -> tuple[bool, str]:
+def compare_logits(hf: Path, megatron: Path, ranks: Ranks) -> tuple[bool, str]:
     """Load both in float32 on the CPU and compare logits of a few random sequences.
 
     The checkpoint goes through Megatron's own loader, so this also shows that it loads.
@@ -33,6 +35,7 @@ def compare_logits(hf: Path, megatron: Path) -> tuple[bool, str]:
     Args:
         hf: the Hugging Face folder.
         megatron: the checkpoint.
+        ranks: who calls; loading is collective, the comparison is the first rank's.
 
     Returns:
         Whether they agree within ``allowed_difference`` of the largest logit, and a line that says
@@ -46,8 +49,11 @@ def compare_logits(hf: Path, megatron: Path) -> tuple[bool, str]:
     sequences = [
         torch.randint(0, config.vocab_size, (length,), generator=generator) for length in LENGTHS
     ]
-    with process_group(discover({}), TIMEOUT_S), torch.no_grad():
+    group = process_group(discover({}), TIMEOUT_S) if ranks.world == 1 else nullcontext()
+    with group, torch.no_grad():
         ours = megatron_logits(family, megatron, sequences)
+    if ranks.rank > 0:
+        return True, ""
     model = AutoModelForCausalLM.from_pretrained(
         hf, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
     ).eval()
@@ -75,7 +81,7 @@ def allowed_difference(layers: int) -> float:
 
 
 def megatron_logits(family: FamilyConfig, megatron: Path, sequences: list[Tensor]) -> Tensor:
-    """Logits ``[T, vocab]`` of a checkpoint in a world of one, float32."""
+    """Logits ``[T, vocab]`` of a checkpoint, float32; every process of the group computes all."""
     device.prepare_megatron()
     layout = Layout(world=dist.get_world_size())
     groups = LayoutGroups(layout)

@@ -130,7 +130,7 @@ class Roles:
 
     Args:
         recipe: the recipe.
-        folder: Hugging Face folder the actor starts from (critic and reference too, unless they
+        folder: Hugging Face folder or checkpoint the actor starts from (critic and reference too, unless they
             name their own).
         load_config: reads the config of such a folder.
         registry: process groups by layout.

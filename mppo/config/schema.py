@@ -17,8 +17,9 @@ from mppo.config.section import Section
 class ModelConfig(Section):
     """Which model the actor, critic and reference start from.
 
-    ``path`` is a Hugging Face folder (config.json, tokenizer, safetensors) or ``builtin:tiny`` for
-    the embedded byte-sized model and tokenizer. ``init: random`` builds it from config.json with
+    ``path`` is a Hugging Face folder (config.json, tokenizer, safetensors), a Megatron
+    ``torch_dist`` checkpoint with those beside it in ``hf/``, or ``builtin:tiny`` for the embedded
+    byte-sized model and tokenizer. ``init: random`` builds it from config.json with
     seeded random weights and reads no weights.
     """
 
@@ -180,7 +181,8 @@ class ActorConfig(BatchingConfig):
 
 
 class CriticConfig(BatchingConfig):
-    """The value model. ``path`` null starts it from ``model.path`` with a fresh value head.
+    """The value model. ``path`` null starts it from ``model.path``; it may name a reward model. The
+    value head is the path's, fresh where it has none.
 
     ``router_replay`` R2: the update takes the experts chosen when values were measured.
     """

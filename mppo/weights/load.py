@@ -109,7 +109,13 @@ def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
     table = parameter_table(shape)
     wanted = table.hf_shapes()
     extras, unknown = [], []
-    heads = {"lm_head.weight", *table.value_entry().hf}
+    (score,), (one_label,) = table.value_entry().hf, table.value_entry().row.shapes
+    if score in source.tensors and source.shape(score) != one_label:
+        raise ValueError(
+            f"{source.path}: {score} has shape {list(source.shape(score))}, a value head "
+            f"{list(one_label)}; name a reward model of one label (num_labels=1)"
+        )
+    heads = {"lm_head.weight", score}
     for name in source.tensors:
         if name in wanted:
             continue

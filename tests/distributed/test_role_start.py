@@ -18,7 +18,7 @@ VPP, EP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
 ETP = "expert_tensor_parallel_size"
 LAYOUTS = {
     "qwen2": {"TP4": {TP: 4}, "PP2xVPP2": {PP: 2, VPP: 2}, "TP2xPP2": {TP: 2, PP: 2}},
-    "moonlight": {"TP2xEP4": {TP: 2, EP: 4}, "PP2xEP2xETP2": {PP: 2, EP: 2, ETP: 2, TP: 2}},
+    "moonlight": {"TP2xEP2xETP2": {TP: 2, EP: 2, ETP: 2}, "PP2xEP2": {PP: 2, EP: 2}},
     "qwen2_moe": {"EP2xPP2": {EP: 2, PP: 2}},
     "gemma2": {"TP2xPP2": {TP: 2, PP: 2}},
 }

@@ -162,7 +162,7 @@ def test_processes_share_the_work(models, tmp_path, launcher):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for command in (
         ["hf-to-megatron", "--hf", folder, "--megatron", tmp_path / "megatron"],
-        ["verify", "--hf", folder, "--megatron", tmp_path / "megatron"],
+        ["verify", "--logits", "--hf", folder, "--megatron", tmp_path / "megatron"],
         ["megatron-to-hf", "--hf", tmp_path / "back", "--megatron", tmp_path / "megatron"],
     ):
         subprocess.run([*start, *map(str, command)], check=True, env=environment, cwd=tmp_path)
@@ -187,6 +187,14 @@ def wrong_dtype(folder: Path) -> None:
     save_file(stored, file)
 
 
+def several_labels(folder: Path) -> None:
+    save_file({"score.weight": torch.zeros(3, 64)}, folder / "score.safetensors")
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["score.weight"] = "score.safetensors"
+    file.write_text(json.dumps(index))
+
+
 BAD = {
     "missing shard": (lambda f: next(f.glob("model-00002*")).unlink(), "not in the folder"),
     "truncated": (cut_short, "cut short"),
@@ -194,6 +202,7 @@ BAD = {
     "more layers": (lambda f: edited_config(f, num_hidden_layers=5), "tensors are missing"),
     "fewer layers": (lambda f: edited_config(f, num_hidden_layers=3), "does not have"),
     "other width": (lambda f: edited_config(f, intermediate_size=80), "do not belong together"),
+    "several labels": (several_labels, "num_labels=1"),
     "no such family": (lambda f: edited_config(f, model_type="gpt2"), "no such family"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
     "no config": (lambda f: (f / "config.json").unlink(), "no such file"),
