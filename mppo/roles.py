@@ -130,8 +130,8 @@ class Roles:
 
     Args:
         recipe: the recipe.
-        folder: Hugging Face folder or checkpoint the actor starts from (critic and reference too, unless they
-            name their own).
+        folder: Hugging Face folder or checkpoint the actor starts from (critic and reference too,
+            unless they name their own).
         load_config: reads the config of such a folder.
         registry: process groups by layout.
         total_steps: PPO steps of the run, for the learning-rate schedules.

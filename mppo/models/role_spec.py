@@ -30,7 +30,7 @@ class RoleSpec:
     Args:
         name: "actor", "critic", "ref" or "reward".
         head: what the model ends in.
-        folder: Hugging Face folder with the initial weights.
+        folder: the initial weights: a Hugging Face folder, or a Megatron checkpoint.
         dtype: parameters' dtype.
         megatron: layout and recomputation.
         batching: micro-batch limits and head chunk.
