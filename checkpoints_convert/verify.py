@@ -54,12 +54,13 @@ def verify(
     """
     shape = read_shape(hf)
     source = HFFolder(hf)
-    extras = known_extras(source, shape)
+    extras = set(known_extras(source, shape))
     folder, _ = find_checkpoint(megatron, hf)
     reader = CheckpointReader(read_checkpoint(folder), parameter_table(shape))
     compared = _gathered(_compare(source, reader, shape.kv_heads, ranks.share), ranks)
     names = [item.name for item in compared]
-    left = set(source.tensors) - set(names) - set(extras)
+    extras -= set(names)
+    left = set(source.tensors) - set(names) - extras
     assert not left, left
     assert len(set(names)) == len(names)
     different = [item for item in compared if item.megatron != item.hf]
@@ -72,7 +73,7 @@ def verify(
     equal = len(compared) - len(different)
     lines.append(f"{equal} of {len(compared)} tensors are equal (checksum {whole:08x})")
     if extras:
-        lines.append(f"{len(extras)} tensors are not part of the model, such as {extras[0]}")
+        lines.append(f"{len(extras)} tensors are not part of the model, such as {min(extras)}")
     status = 1 if different else 0
     if logits:
         from checkpoints_convert.logits import compare_logits

@@ -95,7 +95,9 @@ def plan_megatron(
     share = share or Share()
     table = parameter_table(shape)
     extras = known_extras(source, shape)
-    entries = [entry for entry in _entries(table, source.tensors)]
+    entries = list(_entries(table, source.tensors))
+    converted = {name for entry in entries for name in entry.hf}
+    extras = tuple(name for name in extras if name not in converted)
     dtypes = [_target_dtype(source, entry, dtype) for entry in entries]
     sizes = [
         _nbytes(entry.shard_shape(1), kind) for entry, kind in zip(entries, dtypes, strict=True)
