@@ -16,6 +16,7 @@ from pathlib import Path
 from mppo.algos.reward_normalization import RunningMoments
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
+from mppo.config.rule import world_size_of
 from mppo.config.schema import Recipe
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.loader import PromptLoader
@@ -39,13 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return _refuse(error)
     try:
-        world = arguments.world_size or info.world_size
+        started = info.world_size > 1 or not arguments.dry_run
+        world = arguments.world_size or (info.world_size if started else None)
         with_data = not arguments.dry_run
         recipe = load_checked(
             arguments.config, arguments.overrides, world, _read_config, files=with_data
         )
         if arguments.dry_run:
-            return _dry_run(recipe, world, info)
+            return _dry_run(recipe, world or world_size_of(recipe), info)
     except (ConfigError, ValueError) as error:
         return _refuse(error, info.rank)
     try:
@@ -63,7 +65,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mppo-train", description=__doc__)
     parser.add_argument("--config", type=Path, help="recipe (YAML)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--world-size", type=int, help="ranks to plan for, with --dry-run")
+    planned = "ranks that --dry-run plans for; default: as many as the recipe asks for"
+    parser.add_argument("--world-size", type=int, help=planned)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.world_size and not arguments.dry_run:

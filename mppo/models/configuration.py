@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -34,7 +35,11 @@ def _finalize(models, num_tokens, **kwargs) -> None:
 
 
 def transformer_config(
-    family: FamilyConfig, megatron: MegatronConfig, layout: Layout, dtype: torch.dtype
+    family: FamilyConfig,
+    megatron: MegatronConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+    trained: bool = False,
 ) -> TransformerConfig:
     """Build the configuration.
 
@@ -43,6 +48,7 @@ def transformer_config(
         megatron: the role's section of the recipe.
         layout: the role's layout.
         dtype: parameters' and activations' dtype.
+        trained: whether Megatron's DDP will hold gradient buffers for linear layers to add to.
 
     Returns:
         TransformerConfig, or MLATransformerConfig for MLA families. Losses are summed over
@@ -79,9 +85,9 @@ def transformer_config(
         moe_grouped_gemm=use_te and "num_moe_experts" in family.transformer_kwargs,
         layernorm_zero_centered_gamma=family.zero_centered_norm,
         attention_backend=AttnBackend.auto if use_te else AttnBackend.local,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=trained and device.accumulates_weight_gradients(),
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=family.transformer_kwargs["activation_func"] is F.silu,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=use_te,

@@ -68,7 +68,9 @@ class Role:
         family = family_config(hf_config)
         self._vocab_size = family.gpt_kwargs["vocab_size"]
         with groups.active():
-            self.config = transformer_config(family, spec.megatron, self.layout, spec.dtype)
+            self.config = transformer_config(
+                family, spec.megatron, self.layout, spec.dtype, trained=spec.optim is not None
+            )
             padded_vocab = padded_vocab_size(self._vocab_size, self.layout.tp)
             self.stages: list[Stage] = build_stages(
                 family, self.config, self.layout, padded_vocab, groups.coordinates.pp, spec.head

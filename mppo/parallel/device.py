@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from importlib.util import find_spec
 
 import torch
 
@@ -108,13 +109,22 @@ def has_transformer_engine() -> bool:
     return HAVE_TE
 
 
+def accumulates_weight_gradients() -> bool:
+    """Whether linear layers can add their weight's gradient to its buffer in one kernel.
+
+    On CUDA that is Apex's extension; the CPU has ``mppo.parallel.fused_on_cpu``.
+    """
+    return not is_cuda() or find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
 def prepare_megatron() -> None:
     """Make Megatron-Core usable on this machine. Call before building anything; idempotent."""
     if is_cuda():
         return
-    from mppo.parallel import megatron_on_cpu
+    from mppo.parallel import fused_on_cpu, megatron_on_cpu
 
     megatron_on_cpu.install()
+    fused_on_cpu.install()
 
 
 def prepare_dtype(dtype: torch.dtype) -> None:

@@ -1,0 +1,79 @@
+"""Fused rotary embedding, SwiGLU and weight gradients: the numbers of the unfused operations."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings import rope_utils
+
+from mppo.parallel import fused_on_cpu
+
+
+def both(function, reference, *inputs):
+    """Outputs and input gradients of two functions on equal inputs."""
+    found = []
+    for each in (function, reference):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = each(*leaves)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        (out * weight).sum().backward()
+        found.append([out, *(leaf.grad for leaf in leaves)])
+    return zip(*found)
+
+
+@pytest.mark.parametrize("mscale", [1.0, 1.2])
+def test_rotary_embedding_is_bitwise_the_unfused_one(mscale):
+    angles = torch.rand(7, 1, 1, 16) * 6
+    angles[..., 8:] = angles[..., :8]
+    unfused = inspect.unwrap(rope_utils._apply_rotary_pos_emb_bshd)
+    fused = fused_on_cpu.with_fused_rotary(unfused)
+    pairs = both(
+        lambda x: fused(x, angles, mscale=mscale),
+        lambda x: unfused(x, angles, mscale=mscale),
+        torch.randn(7, 1, 3, 16),
+    )
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_interleaved_and_partial_rotary_stay_megatrons():
+    seen = []
+    fused = fused_on_cpu.with_fused_rotary(lambda *arguments: seen.append(arguments[2:]))
+    x, angles = torch.randn(2, 1, 1, 8), torch.rand(2, 1, 1, 8)
+    fused(x, angles, rotary_interleaved=True)
+    fused(x, angles[..., :4])
+    assert seen == [(True, False, 1.0), (False, False, 1.0)]
+
+
+def test_swiglu_is_bitwise_the_unfused_one():
+    def unfused(x):
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    pairs = both(lambda x: fused_on_cpu.swiglu(x, None), unfused, torch.randn(5, 2, 12))
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_weighted_swiglu_has_the_unfused_gradients():
+    def unfused(x, weights):
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up * weights
+
+    pairs = both(
+        lambda x, w: fused_on_cpu.weighted_swiglu(x, None, w),
+        unfused,
+        torch.randn(5, 12),
+        torch.rand(5, 1),
+    )
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_weights_gradient_is_added_in_float32():
+    inputs, grad, total = (
+        torch.randn(9, 4).bfloat16(),
+        torch.randn(9, 3).bfloat16(),
+        torch.ones(3, 4),
+    )
+    fused_on_cpu.accumulate_weight_gradient(inputs, grad, total)
+    torch.testing.assert_close(total, 1 + grad.float().T @ inputs.float())
