@@ -11,6 +11,9 @@
 
 mppo_die() { echo "mppo: $*" >&2; exit 1; }
 
+# a node's name need not be in DNS; Slurm knows its address
+mppo_address() { scontrol show node -o "$1" | sed -E 's/.*NodeAddr=([^ ]+).*/\1/'; }
+
 mppo_setup() {
   cd "${MPPO_ROOT:-${SLURM_SUBMIT_DIR:-.}}" || mppo_die "no folder ${MPPO_ROOT:-$SLURM_SUBMIT_DIR}"
   [ -f mppo/train.py ] || mppo_die "submit from the repository, or set MPPO_ROOT to it"
@@ -19,17 +22,19 @@ mppo_setup() {
     MPPO_PYTHON=python3
     [ -x .venv/bin/python ] && MPPO_PYTHON=$PWD/.venv/bin/python
   fi
-  MPPO_NODES=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}
+  # of a heterogeneous job, the first part trains
+  local nodes=${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}
+  MPPO_NODES=$(scontrol show hostnames "$nodes" | wc -l)
   MPPO_RANKS_PER_NODE=${MPPO_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
   MPPO_WORLD=$((MPPO_NODES * MPPO_RANKS_PER_NODE))
   local first
-  first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-  # a node's name need not be in DNS; Slurm knows its address
-  MASTER_ADDR=$(scontrol show node -o "$first" | sed -E 's/.*NodeAddr=([^ ]+).*/\1/')
+  first=$(scontrol show hostnames "$nodes" | head -n 1)
+  MASTER_ADDR=$(mppo_address "$first")
   MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
   export MPPO_ROOT MPPO_PYTHON MPPO_RANKS_PER_NODE MASTER_ADDR MASTER_PORT
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
   MPPO_SRUN=(srun --kill-on-bad-exit=1 --cpu-bind=none)
+  [ "${SLURM_HET_SIZE:-1}" -gt 1 ] && MPPO_SRUN+=(--het-group=0)
   # srun does not inherit sbatch's --cpus-per-task (Slurm 22.05 and newer)
   [ -n "${SLURM_CPUS_PER_TASK:-}" ] && MPPO_SRUN+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
   MPPO_INSIDE=()
@@ -64,6 +69,24 @@ mppo_per_launcher() {
       ;;
     *) mppo_die "MPPO_LAUNCH=$MPPO_LAUNCH: choose torchrun, srun or mpi" ;;
   esac
+}
+
+# In a heterogeneous job the second part serves: start one SGLang server on each of its nodes.
+# MPPO_SERVED becomes the recipe keys that make the run use them.
+mppo_serve() {
+  MPPO_SERVED=()
+  [ "${SLURM_HET_SIZE:-1}" -gt 1 ] || return 0
+  local port=$((MASTER_PORT + 10000)) node address urls=
+  MPPO_ROLLOUT_API_KEY=$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
+  export MPPO_ROLLOUT_API_KEY
+  for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1"); do
+    address=$(mppo_address "$node")
+    urls+="${urls:+, }http://$address:$port"
+    "${MPPO_SRUN[@]}" --het-group=1 --nodes=1 --ntasks=1 --nodelist="$node" "${MPPO_INSIDE[@]}" \
+      "$MPPO_PYTHON" -m mppo.serve --host "$address" --port "$port" --config "$@" &
+  done
+  MPPO_SERVED=(rollout.name=sglang rollout.mode=disaggregated rollout.sync=distributed
+    "rollout.urls=[$urls]")
 }
 
 # Recipe, then every node, then a collective, each within a time limit and with what is wrong.

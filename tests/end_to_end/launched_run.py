@@ -16,6 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
+TRAIN = str(ROOT / "mppo/train.py")
+QUIET = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+NOT_COMPARED = ("timing", "perf/", "eps")
 TINY = [
     "model.path=builtin:tiny",
     "model.dtype=float32",
@@ -30,10 +33,34 @@ TINY = [
     "actor.megatron.tensor_model_parallel_size=2",
     "critic.megatron.pipeline_model_parallel_size=2",
     "trainer.val_before_train=false",
-    "trainer.total_training_steps=6",
     "trainer.save_freq=1",
     "trainer.heartbeat_timeout_s=12",
 ]
+
+
+STEPS = 6
+
+
+def keys(run_dir: Path, overrides: Sequence[str] = (), steps: int = STEPS) -> list[str]:
+    """The recipe of a tiny run that writes to ``run_dir``."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    total = f"trainer.total_training_steps={steps}"
+    return [*TINY, total, f"trainer.default_local_dir={run_dir}", *overrides]
+
+
+def start_torchrun(run_dir: Path, steps: int) -> subprocess.Popen:
+    """Start or resume a tiny run of two ranks under torchrun; it adds to ``output.txt``."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [TRAIN, *keys(run_dir, steps=steps)]
+    with (run_dir / "output.txt").open("a") as stream:
+        return subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=os.environ | QUIET,
+            start_new_session=True,
+        )
 
 
 class LaunchedRun:
@@ -49,17 +76,15 @@ class LaunchedRun:
         self, run_dir: Path, overrides: Sequence[str] = (), command: Sequence[str] = ()
     ) -> None:
         self.run_dir = run_dir
-        run_dir.mkdir(parents=True, exist_ok=True)
-        keys = [*TINY, f"trainer.default_local_dir={run_dir}", *overrides]
-        command = command or [sys.executable, str(ROOT / "mppo/train.py"), *keys]
+        command = command or [sys.executable, TRAIN, *keys(run_dir, overrides)]
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         self.processes = []
         for rank in range(2):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONWARNINGS": "ignore"}
-            environment = os.environ | {key: str(value) for key, value in place.items()}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment = os.environ | QUIET | {key: str(v) for key, v in place.items()}
             with self.output(rank).open("w") as stream:
                 self.processes.append(
                     subprocess.Popen(
@@ -105,18 +130,21 @@ class LaunchedRun:
                 process.wait()
 
 
-def steps_logged(run_dir: Path) -> int:
-    """The last step in the metrics, 0 before the first."""
+def metrics_logged(run_dir: Path) -> list[dict[str, float]]:
+    """The metrics of every step, without those that measure time."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    whole = [line for line in lines if line.endswith("}")]
-    return json.loads(whole[-1])["step"] if whole else 0
+    steps = [json.loads(line) for line in lines if line.endswith("}")]
+    return [{k: v for k, v in m.items() if not k.startswith(NOT_COMPARED)} for m in steps]
 
 
-def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "actor/model.safetensors")
+def steps_logged(run_dir: Path) -> int:
+    """The last step in the metrics, 0 before the first."""
+    steps = metrics_logged(run_dir)
+    return int(steps[-1]["step"]) if steps else 0
 
 
 def same_weights(a: Path, b: Path) -> bool:
-    x, y = final_weights(a), final_weights(b)
+    """Whether two runs exported the same bits."""
+    x, y = (load_file(run_dir / "actor/model.safetensors") for run_dir in (a, b))
     return x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)

@@ -50,7 +50,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 {nodes}
-PartitionName=low Nodes=n[1-{count}] Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=30
+PartitionName=low Nodes=n[1-{count}] Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=300
 PartitionName=high Nodes=n[1-{count}] PriorityTier=10 PreemptMode=OFF
 """
 
@@ -104,7 +104,7 @@ class SlurmCluster:
         for i in range(1, self.count + 1):
             (self.folder / f"spool-n{i}").mkdir()
             self._run("slurmd", "-f", self.environ["SLURM_CONF"], "-N", f"n{i}")
-        self._wait(lambda: self._output("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D")
+        self.wait_for(lambda: self._output("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D")
                    == str(self.count), 30, lambda: "the nodes are not idle")  # fmt: skip
 
     def stop(self) -> None:
@@ -139,7 +139,7 @@ class SlurmCluster:
 
     def wait_until_ended(self, job: int, seconds: float) -> str:
         """The job's final state. (``sbatch --wait`` polls too seldom.)"""
-        self._wait(
+        self.wait_for(
             lambda: self.field(job, "JobState") in ENDED,
             seconds,
             lambda: f"job {job} has not ended",
@@ -152,11 +152,14 @@ class SlurmCluster:
         def content() -> str:
             return path.read_text(errors="replace") if path.exists() else ""
 
-        self._wait(
+        self.wait_for(
             lambda: text in content(), seconds, lambda: f"{text!r} is not in the log:\n{content()}"
         )
 
-    def _wait(self, holds: Callable[[], bool], seconds: float, message: Callable[[], str]) -> None:
+    def wait_for(
+        self, holds: Callable[[], bool], seconds: float, message: Callable[[], str]
+    ) -> None:
+        """Until something holds."""
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, f"after {seconds} s: {message()}"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from launched_run import same_weights, steps_logged
 from slurm_cluster import SlurmCluster, missing
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
-    pytest.mark.extended,
     pytest.mark.server,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(missing() is not None, reason=missing() or "never"),
@@ -41,7 +41,8 @@ with process_group(info, 60):
         flag = torch.tensor([len(asked)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if info.rank == 0:
-            saved.write_text(json.dumps({"step": step}))
+            saved.with_suffix(".new").write_text(json.dumps({"step": step}))
+            saved.with_suffix(".new").rename(saved)
         if flag.item():
             print(f"rank {info.rank} saved {step}", flush=True)
             sys.exit(0)
@@ -62,118 +63,180 @@ def cluster():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture
-def job(cluster, tmp_path):
-    """Submit ``slurm/ppo.sbatch``; job number and log."""
+@pytest.fixture(scope="module")
+def submit(cluster):
+    """Submit ``slurm/ppo.sbatch`` from a folder; job number and log."""
 
-    def submit(*arguments: str, options: tuple[str, ...] = (), **environ: str):
-        log = tmp_path / f"log-{len(list(tmp_path.glob('log-*')))}"
+    def send(folder: Path, *arguments: str, **environ: str) -> tuple[int, Path]:
+        folder.mkdir(exist_ok=True)
+        log = folder / f"log-{len(list(folder.glob('log-*')))}"
         settings = {
             "MPPO_PYTHON": sys.executable,
             "MPPO_ROOT": str(ROOT),
             "MPPO_RANKS_PER_NODE": "2",
             "MPPO_PREFLIGHT_S": "300",  # a busy machine imports torch slowly
             "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
             **environ,
         }
         number = cluster.submit(
-            f"--output={log}", "--nodes=2", "--time=20", "--cpus-per-task=2", *options,
+            f"--output={log}", "--nodes=2", "--time=20", "--cpus-per-task=2",
             str(ROOT / "slurm" / "ppo.sbatch"), *arguments,
-            environ=settings, cwd=tmp_path,
+            environ=settings, cwd=folder,
         )  # fmt: skip
         return number, log
 
-    return submit
+    return send
 
 
 @pytest.fixture
-def counting(tmp_path):
-    """Environment and arguments of the counting trainer."""
+def count(submit, tmp_path):
+    """Submit the counting trainer; job number and log."""
     script = tmp_path / "counting.py"
     script.write_text(COUNTING)
 
-    def make(steps: int) -> tuple[dict[str, str], list[str]]:
-        environ = {"MPPO_ENTRY": str(script), "MPPO_PREFLIGHT": "0"}
-        return environ, ["recipe", f"saved={tmp_path / 'saved.json'}", f"steps={steps}"]
+    def send(steps: int, launch: str) -> tuple[int, Path]:
+        environ = {"MPPO_ENTRY": str(script), "MPPO_PREFLIGHT": "0", "MPPO_LAUNCH": launch}
+        arguments = ["recipe", f"saved={tmp_path / 'saved.json'}", f"steps={steps}"]
+        return submit(tmp_path, *arguments, **environ)
 
-    return make
+    return send
 
 
 def text_of(log: Path) -> str:
     return log.read_text(errors="replace") if log.exists() else "(no log)"
 
 
-def test_mpi_ranks_of_two_nodes_meet(cluster, job, counting):
+def test_a_cancelled_job_stays_cancelled(cluster, count):
     pytest.importorskip("mpi4py", reason='needs mpi4py: pip install "mppo[mpi]"')
-    environ, arguments = counting(3)
-    number, log = job(*arguments, MPPO_LAUNCH="mpi", **environ)
-    assert cluster.wait_until_ended(number, 120) == "COMPLETED", text_of(log)
-    assert "counting from 0 by mpi of 4" in text_of(log)
+    number, log = count(10_000, launch="mpi")
+    cluster.wait_for_text(log, "counting from 0 by mpi of 4", 200)
+    cluster.command("scancel", str(number))
+    assert cluster.wait_until_ended(number, 100) == "CANCELLED", text_of(log)
+    assert "requeueing" not in text_of(log)
+    assert cluster.field(number, "Restarts") == "0"
 
 
-@pytest.mark.parametrize(("launch", "how"), [("torchrun", "torchrun"), ("srun", "slurm")])
-def test_usr1_saves_requeues_and_goes_on(cluster, job, counting, launch, how):
-    environ, arguments = counting(150)
-    number, log = job(*arguments, MPPO_LAUNCH=launch, **environ)
-    cluster.wait_for_text(log, f"counting from 0 by {how} of 4", 120)
+def test_usr1_saves_requeues_and_goes_on(cluster, count):
+    number, log = count(100, launch="srun")
+    cluster.wait_for_text(log, "counting from 0 by slurm of 4", 200)
     cluster.command("scancel", "--batch", "--signal=USR1", str(number))
-    cluster.wait_for_text(log, "requeueing", 60)
-    assert cluster.wait_until_ended(number, 180) == "COMPLETED", text_of(log)
+    assert cluster.wait_until_ended(number, 300) == "COMPLETED", text_of(log)
     text = text_of(log)
     assert text.count("saved") == 4, text
     resumed = [line for line in text.splitlines() if line.startswith("counting from")]
     assert len(resumed) == 2
     assert resumed[1] != resumed[0]
-    assert "counted to 150" in text
+    assert "counted to 100" in text
     assert cluster.field(number, "Restarts") == "1"
 
 
-def test_a_preempted_job_comes_back_and_finishes(cluster, job, counting):
-    environ, arguments = counting(150)
-    number, log = job(*arguments, **environ)
-    cluster.wait_for_text(log, "counting from 0", 120)
-    first = cluster.submit(
-        "--partition=high", "--nodes=3", "--exclusive", "--wrap=sleep 1",
-        f"--output={log}-high", cwd=log.parent,
-    )  # fmt: skip
-    assert cluster.wait_until_ended(first, 120) == "COMPLETED"
-    assert cluster.wait_until_ended(number, 240) == "COMPLETED", text_of(log)
-    assert "saved" in text_of(log)
-    assert "counted to 150" in text_of(log)
+def test_a_node_that_goes_down_costs_no_more_than_a_restart(cluster, count):
+    number, log = count(100, launch="torchrun")
+    cluster.wait_for_text(log, "counting from 0 by torchrun of 4", 200)
+    first = cluster.field(number, "NodeList")
+    lost = cluster.command("scontrol", "show", "hostnames", first).split()[1]
+    # its daemon lives on, so that the node returns to service by itself
+    cluster.command("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+    assert cluster.wait_until_ended(number, 300) == "COMPLETED", text_of(log)
+    text = text_of(log)
+    assert text.count("counting from") == 2, text
+    assert text.count("counting from 0") == 1, text
+    assert "counted to 100" in text
+    assert cluster.field(number, "Restarts") == "1"
 
 
-def test_a_cancelled_job_stays_cancelled(cluster, job, counting):
-    environ, arguments = counting(10_000)
-    number, log = job(*arguments, **environ)
-    cluster.wait_for_text(log, "counting from 0", 120)
-    cluster.command("scancel", str(number))
-    assert cluster.wait_until_ended(number, 60) == "CANCELLED", text_of(log)
-    assert "requeueing" not in text_of(log)
-    assert cluster.field(number, "Restarts") == "0"
-
-
-def test_a_bad_recipe_fails_before_any_rank_starts(cluster, job, tmp_path):
+def test_a_bad_recipe_fails_before_any_rank_starts(cluster, submit, tmp_path):
     recipe = tmp_path / "bad.yaml"
     recipe.write_text("actor: {ppo_mini_batch: 3}\ndata: {task: arithmetic}\n")
-    number, log = job(str(recipe))
-    assert cluster.wait_until_ended(number, 120) == "FAILED", text_of(log)
+    number, log = submit(tmp_path, str(recipe))
+    assert cluster.wait_until_ended(number, 200) == "FAILED", text_of(log)
     assert cluster.field(number, "ExitCode") == "2:0"
     assert "did you mean actor.ppo_mini_batch_size?" in text_of(log)
     assert "Traceback" not in text_of(log)
+    assert "srun" not in text_of(log), "no node was asked"
 
 
-def test_a_recipe_trains_on_two_nodes(cluster, job, tmp_path):
-    run = tmp_path / "run"
-    number, log = job(
+# shows how it was started, instead of training or serving
+SHOWING = """#!/bin/bash
+case "$*" in
+  *mppo.serve*) echo "$SLURMD_NODENAME serves: $* key of ${#MPPO_ROLLOUT_API_KEY}"; sleep 100 ;;
+  *) echo "$SLURMD_NODENAME trains: $*"; sleep 3 ;;
+esac
+"""
+
+
+def test_the_second_part_of_a_heterogeneous_job_serves(cluster, tmp_path):
+    showing, log = tmp_path / "showing.sh", tmp_path / "log"
+    showing.write_text(SHOWING)
+    showing.chmod(0o755)
+    environ = {"MPPO_ROOT": str(ROOT), "MPPO_PYTHON": str(showing), "MPPO_PREFLIGHT": "0"}
+    number = cluster.submit(
+        f"--output={log}", "--nodes=2", ":", "--nodes=1",
+        str(ROOT / "slurm" / "ppo.sbatch"), "x.yaml", "data.seed=3",
+        environ=environ, cwd=tmp_path,
+    )  # fmt: skip
+    assert cluster.wait_until_ended(number, 100) == "COMPLETED", text_of(log)
+    lines = text_of(log).splitlines()
+    (server,) = [line for line in lines if " serves: " in line]
+    trainers = [line for line in lines if " trains: " in line]
+    assert len(trainers) == 2
+    assert len({line.split()[0] for line in [server, *trainers]}) == 3, "each on a node of its own"
+    port = re.search(r"--host 127.0.0.1 --port (\d+) --config x.yaml data.seed=3", server)[1]
+    assert server.endswith("key of 48")
+    for line in trainers:
+        assert "--config x.yaml data.seed=3 rollout.name=sglang" in line
+        assert f"rollout.sync=distributed rollout.urls=[http://127.0.0.1:{port}]" in line
+
+
+def ppo(run: Path) -> list[str]:
+    """A recipe of quick steps on 2 x 2 ranks; actor, critic and reference in three layouts."""
+    return [
         str(ROOT / "recipes" / "tiny_cpu_tp2_pp2.yaml"),
-        "trainer.total_training_steps=1",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=16",
+        "data.max_response_length=5",
+        "data.val_size=0",
+        "actor.ppo_mini_batch_size=4",
         "trainer.val_before_train=false",
+        "trainer.total_training_steps=10",
         f"trainer.default_local_dir={run}",
-        MPPO_CACHE=os.environ["MPPO_CACHE"],
-    )
-    assert cluster.wait_until_ended(number, 400) == "COMPLETED", text_of(log)
-    text = text_of(log)
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, submit, tmp_path_factory) -> tuple[Path, str]:
+    """Folder and log of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    number, log = submit(folder, *ppo(folder / "run"))
+    assert cluster.wait_until_ended(number, 600) == "COMPLETED", text_of(log)
+    return folder / "run", text_of(log)
+
+
+def test_a_recipe_trains_on_two_nodes(undisturbed):
+    run, text = undisturbed
     assert "fits 4 ranks" in text
     assert "(torchrun, gloo) joined" in text
-    assert (run / "metrics.jsonl").stat().st_size > 0
+    assert steps_logged(run) == 10
     assert list((run / "actor").glob("*.safetensors"))
+
+
+def test_preempted_and_requeued_it_ends_with_the_weights_of_an_undisturbed_run(
+    cluster, submit, undisturbed, tmp_path
+):
+    run = tmp_path / "run"
+    number, log = submit(tmp_path, *ppo(run), MPPO_PREFLIGHT="0")
+    cluster.wait_for(lambda: steps_logged(run) >= 1, 300, lambda: text_of(log))
+    high = cluster.submit(
+        "--partition=high", "--nodes=3", "--exclusive", "--wrap=sleep 1",
+        f"--output={tmp_path}/high", cwd=tmp_path,
+    )  # fmt: skip
+    assert cluster.wait_until_ended(high, 300) == "COMPLETED", text_of(log)
+    assert cluster.wait_until_ended(number, 600) == "COMPLETED", text_of(log)
+    text = text_of(log)
+    assert cluster.field(number, "Restarts") == "1", text
+    assert "stopping after this step: SIGUSR1" in text
+    assert "resumed from" in text
+    assert steps_logged(run) == 10
+    assert same_weights(run, undisturbed[0])
