@@ -128,6 +128,7 @@ class Checkpointer:
         """
         done, wanted = step - 1, self.trainer.save_on_signal
         name = self._stop.signal_name or "a signal on another rank"
+        self._collect(self._thread.wait())
         saved = [done > 0 and folders.final_path(self.root, done).exists()]
         dist.broadcast_object_list(saved, src=0)
         if reason.half_done:
