@@ -3,29 +3,26 @@
 ``python benchmarks/checkpoint.py --hidden 768 --layers 8`` runs two ranks (TP2), saves a model with
 its optimizer (16 bytes a parameter under bfloat16, 12 under float32) synchronously and
 asynchronously, copies the same bytes on the same disk, and loads them under TP2 and under PP2. The
-result is printed and written to benchmarks/results/.
+result is shown, and written with ``--out``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from datetime import date
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from record import parser, record
 
-RESULTS = Path(__file__).parent / "results"
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 
@@ -143,12 +140,13 @@ def copy_time(source: Path, target: Path) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="disk to measure; a temporary folder otherwise")
-    arguments = parser.parse_args()
+    options = parser(__doc__, repeat=3)
+    options.add_argument("--hidden", type=int, default=768)
+    options.add_argument("--layers", type=int, default=6)
+    options.add_argument(
+        "--folder", type=Path, help="on the disk to measure"
+    )
+    arguments = options.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         root = Path(folder)
         parameters = make_model(root / "model", arguments.hidden, arguments.layers)
@@ -162,20 +160,13 @@ def main() -> int:
         "write rate over copy rate": median["copy of the same bytes"] / median["synchronous save"],
         "load, other layout over same": median["load, other layout"] / median["load, same layout"],
     }
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": str(date.today()),
-        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
-        "load average at the end": os.getloadavg()[0],
-        "torch": torch.__version__,
+    measured = {
         "parameters": parameters,
-        "checkpoint GB": round(gigabytes, 3),
-        "median seconds": {name: round(value, 3) for name, value in median.items()},
+        "checkpoint_gb": round(gigabytes, 3),
+        "median_seconds": {name: round(value, 3) for name, value in median.items()},
         "ratios": {name: round(value, 3) for name, value in ratios.items()},
     }
-    print(json.dumps(result, indent=1))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{date.today()}-checkpoint.json").write_text(json.dumps(result, indent=1) + "\n")
+    record(measured, arguments.out)
     return 0
 
 

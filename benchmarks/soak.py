@@ -8,8 +8,6 @@ end with exactly the weights and metrics of the undisturbed one. Exit code 0 if 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
@@ -22,31 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-import torch
-from safetensors.torch import load_file
+from record import parser, record
 
 ROOT = Path(__file__).parents[1]
-RECIPE = [
-    "model.path=builtin:tiny",
-    "model.dtype=float32",
-    "data.task=arithmetic",
-    "data.train_size=64",
-    "data.val_size=4",
-    "data.max_prompt_length=16",
-    "data.max_response_length=5",
-    "data.train_batch_size=8",
-    "actor.ppo_mini_batch_size=4",
-    "actor.optim.lr=1e-3",
-    "actor.megatron.tensor_model_parallel_size=2",
-    "critic.megatron.pipeline_model_parallel_size=2",
-    "trainer.val_before_train=false",
-    "trainer.save_freq=1",
-    "trainer.max_ckpt_to_keep=3",
-    "trainer.heartbeat_timeout_s=10",
-]
+sys.path.insert(0, str(ROOT / "tests/end_to_end"))
+from launched_run import metrics_logged, same_weights, start_torchrun  # noqa: E402
+
 TARGETS = ("a rank", "the launcher")
 MOMENTS = ("while saving", "at any time", "soon after the start")
-NOT_COMPARED = ("timing", "perf/")
 
 
 @dataclass
@@ -66,21 +47,23 @@ class Tally:
         return "\n".join(lines)
 
 
-def start(run_dir: Path, steps: int) -> subprocess.Popen:
-    """Start or resume a run of two ranks under torchrun."""
-    keys = [*RECIPE, f"trainer.total_training_steps={steps}"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node=2", str(ROOT / "mppo/train.py"), *keys]
-    run_dir.mkdir(exist_ok=True)
-    with (run_dir / "output.txt").open("a") as stream:
-        return subprocess.Popen(
-            [*command, f"trainer.default_local_dir={run_dir}"],
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-            start_new_session=True,
-        )
+@dataclass(frozen=True)
+class Job:
+    """What to do to runs.
+
+    Args:
+        steps: PPO steps of a run.
+        kills: enough in all.
+        typical_s: seconds of an undisturbed run, its start included.
+        deadline: on the monotonic clock.
+        rng: chooses targets and moments.
+    """
+
+    steps: int
+    kills: int
+    typical_s: float
+    deadline: float
+    rng: random.Random
 
 
 def wait_for(moment: str, launcher: subprocess.Popen, run_dir: Path, typical_s: float, rng) -> bool:
@@ -109,13 +92,14 @@ def kill(target: str, launcher: subprocess.Popen, rng) -> None:
     assert not alive, f"{len(alive)} of {len(gone) + len(alive)} processes outlived the job"
 
 
-def disturb(run_dir: Path, steps: int, typical_s: float, deadline: float, rng, tally) -> bool:
-    """Kill and resume one run until it finishes; False when the time is up before."""
-    while time.monotonic() < deadline:
-        launcher = start(run_dir, steps)
-        target, moment = rng.choice(TARGETS), rng.choice(MOMENTS)
-        if wait_for(moment, launcher, run_dir, typical_s, rng):
-            kill(target, launcher, rng)
+def disturb(run_dir: Path, job: Job, tally: Tally) -> bool:
+    """Kill and resume one run until it finishes; False when it failed or the time is up."""
+    while time.monotonic() < job.deadline:
+        launcher = start_torchrun(run_dir, job.steps)
+        target, moment = job.rng.choice(TARGETS), job.rng.choice(MOMENTS)
+        enough = tally.kills.total() >= job.kills
+        if not enough and wait_for(moment, launcher, run_dir, job.typical_s, job.rng):
+            kill(target, launcher, job.rng)
             tally.kills[f"{target}, {moment}"] += 1
             continue
         if launcher.wait() != 0:
@@ -125,21 +109,10 @@ def disturb(run_dir: Path, steps: int, typical_s: float, deadline: float, rng, t
     return False
 
 
-def outcome(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """Final weights, and metrics without times."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{k: v for k, v in m.items() if not k.startswith(NOT_COMPARED)} for m in lines]
-    return load_file(run_dir / "actor/model.safetensors"), metrics
-
-
 def compare(run_dir: Path, reference: Path) -> list[str]:
     """Differences between two finished runs."""
-    (weights, metrics), (wanted, wanted_metrics) = outcome(run_dir), outcome(reference)
-    different = [name for name in wanted if not torch.equal(wanted[name], weights[name])]
-    found = [f"{run_dir}: {len(different)} weights differ, such as {different[0]}"] * bool(
-        different
-    )
-    if metrics != wanted_metrics:
+    found = [] if same_weights(run_dir, reference) else [f"{run_dir}: weights differ"]
+    if metrics_logged(run_dir) != metrics_logged(reference):
         found.append(f"{run_dir}: metrics differ")
     return found
 
@@ -150,34 +123,59 @@ def resumed_steps(run_dir: Path) -> list[int]:
     return [int(part.split()[0]) for part in text.split("after step ")[1:]]
 
 
+def soak(root: Path, reference: Path, job: Job) -> Tally:
+    """Runs that are killed, until there were enough kills or the time is up."""
+    tally = Tally()
+    while time.monotonic() < job.deadline and not tally.failures:
+        run_dir = root / f"run_{tally.runs}"
+        finished = disturb(run_dir, job, tally)
+        tally.resumed_from += resumed_steps(run_dir)
+        if not finished:
+            break
+        tally.runs += 1
+        tally.failures += compare(run_dir, reference)
+        print(f"run {tally.runs}: {tally.kills.total()} kills so far", flush=True)
+        if tally.kills.total() >= job.kills:
+            break
+    for failure in tally.failures:
+        print((Path(failure.split(":")[0]) / "output.txt").read_text()[-3000:])
+    return tally
+
+
+def result(tally: Tally, minutes: float) -> dict[str, object]:
+    """What a record holds."""
+    return {
+        "minutes": round(minutes, 1),
+        "runs_finished": tally.runs,
+        "kills": dict(sorted(tally.kills.items())),
+        "kills_in_all": tally.kills.total(),
+        "resumed_from_steps": tally.resumed_from,
+        "failures": tally.failures,
+    }
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    rng, tally = random.Random(arguments.seed), Tally()
+    options = parser(__doc__)
+    options.add_argument("--minutes", type=float, default=10.0)
+    options.add_argument("--kills", type=int, default=20, help="enough; the last run then finishes")
+    options.add_argument("--steps", type=int, default=8)
+    options.add_argument("--seed", type=int, default=0)
+    arguments = options.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mppo_soak_") as folder:
         root = Path(folder)
         reference = root / "undisturbed"
-        if start(reference, arguments.steps).wait() != 0:
+        if start_torchrun(reference, arguments.steps).wait() != 0:
             print((reference / "output.txt").read_text())
             return 1
         typical_s = time.monotonic() - began
         print(f"undisturbed: {arguments.steps} steps in {typical_s:.0f} s", flush=True)
         deadline = began + 60 * arguments.minutes
-        while time.monotonic() < deadline and not tally.failures:
-            run_dir = root / f"run_{tally.runs}"
-            if not disturb(run_dir, arguments.steps, typical_s, deadline, rng, tally):
-                break
-            tally.runs += 1
-            tally.failures += compare(run_dir, reference)
-            tally.resumed_from += resumed_steps(run_dir)
-            print(f"run {tally.runs}: {tally.kills.total()} kills so far", flush=True)
-        for failure in tally.failures:
-            print((Path(failure.split(":")[0]) / "output.txt").read_text()[-3000:])
+        rng = random.Random(arguments.seed)
+        job = Job(arguments.steps, arguments.kills, typical_s, deadline, rng)
+        tally = soak(root, reference, job)
     print(tally.summary())
+    record(result(tally, (time.monotonic() - began) / 60), arguments.out)
     return 1 if tally.failures or not tally.runs else 0
 
 

@@ -60,7 +60,7 @@ def test_a_rank_that_hangs_is_named_and_every_other_leaves_its_stacks(tmp_path):
     assert "loop.py" in stacks
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_asked_to_stop_it_saves_and_leaves_cleanly(tmp_path, undisturbed, number):
     run = LaunchedRun(tmp_path, ["trainer.save_freq=-1"])
     run.until_step(1)
@@ -70,6 +70,19 @@ def test_asked_to_stop_it_saves_and_leaves_cleanly(tmp_path, undisturbed, number
     assert 1 <= done < 6
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [f"global_step_{done}"]
     assert not (tmp_path / "actor").exists(), "an unfinished run exports nothing"
+    finishes_like(undisturbed, tmp_path)
+
+
+def test_a_step_too_long_for_sigterm_is_abandoned_and_the_one_before_saved(tmp_path, undisturbed):
+    run = LaunchedRun(tmp_path, ["trainer.save_freq=-1", "trainer.stop_within_s=0"])
+    run.until_step(2)
+    run.send(0, signal.SIGTERM)
+    assert run.codes() == [0, 0], run.texts()
+    done = steps_logged(tmp_path)
+    assert 2 <= done < 6
+    if f"abandoned step {done + 1}" not in run.texts():
+        assert "stopping after this step" in run.texts(), "the signal came amid the updates"
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [f"global_step_{done}"]
     finishes_like(undisturbed, tmp_path)
 
 
@@ -89,7 +102,6 @@ def test_asked_twice_it_exits_at_once(tmp_path):
 BLOWN_UP = ["actor.optim.lr=1e30", "trainer.save_freq=-1"]
 
 
-@pytest.mark.extended
 def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_path):
     run = LaunchedRun(tmp_path, BLOWN_UP)
     codes = run.codes()
@@ -105,7 +117,6 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_pat
     assert re.search(r"rank \d: actor: gradient of chunk 0 \S+ has \d+ of \d+", again.texts())
 
 
-@pytest.mark.extended
 def test_steps_that_are_not_finite_are_left_out_counted_and_limited(tmp_path):
     skip = ["trainer.on_nonfinite=skip", "trainer.max_nonfinite_in_a_row=3", "actor.ppo_epochs=4"]
     skip.append("critic.ppo_epochs=4")  # in a row within one step: a policy of nan cannot generate
