@@ -143,9 +143,7 @@ def main() -> int:
     options = parser(__doc__, repeat=3)
     options.add_argument("--hidden", type=int, default=768)
     options.add_argument("--layers", type=int, default=6)
-    options.add_argument(
-        "--folder", type=Path, help="on the disk to measure"
-    )
+    options.add_argument("--folder", type=Path, help="on the disk to measure")
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         root = Path(folder)

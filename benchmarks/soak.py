@@ -86,7 +86,7 @@ def kill(target: str, launcher: subprocess.Popen, rng) -> None:
     victim = launcher.pid if target == "the launcher" or not ranks else rng.choice(ranks).pid
     os.kill(victim, signal.SIGKILL)
     launcher.wait()
-    gone, alive = psutil.wait_procs(family, timeout=60)
+    gone, alive = psutil.wait_procs(family, timeout=180)
     for process in alive:
         process.kill()
     assert not alive, f"{len(alive)} of {len(gone) + len(alive)} processes outlived the job"

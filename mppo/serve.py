@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import AutoConfig
 
 from mppo.config.errors import ConfigError, Fault
 from mppo.config.load import load_recipe
@@ -80,9 +81,11 @@ def server_content(
         0,
         on_cpu,
         rollout.server_args,
+        AutoConfig.from_pretrained(
+            folder, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
+        ),
     )
-    if rollout.verify_sync == "checksum":
-        options["custom_weight_loader"] = [LOADER]
+    options["custom_weight_loader"] = [LOADER]
     return {**options, "host": host, "port": port, "api_key": api_key}
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from mppo.config.errors import ConfigError
 from mppo.parallel import abandon, phase
-from mppo.parallel.launch import LaunchInfo
+from mppo.parallel.launch import PARENT, LaunchInfo
 
 EXIT_CODE = 1
 SAVING = "save_checkpoint"
@@ -156,7 +156,7 @@ class Heartbeat:
         self._judged_here = False
         self._store = _connect(info)
         self._number = 0
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._launcher = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._stopping = threading.Event()
         self._told_to_stop = False
         self._beat()

@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ Launcher = Literal["torchrun", "mpi", "slurm", "python"]
 LAUNCHERS: tuple[Launcher, ...] = ("torchrun", "mpi", "slurm", "python")
 MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID")
 LOOPBACK = "127.0.0.1"
+PARENT = os.getppid()
+"""The launcher, unless it had gone before this process came so far."""
+_STORE_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ def process_group(info: LaunchInfo, timeout_s: float) -> Iterator[None]:
 
 def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
     """Take this rank's device and join the default process group. Collective."""
+    _check_agent(info)
     device.select(info.local_rank, info.local_world_size)
     dist.init_process_group(
         device.backend(),
@@ -127,6 +132,28 @@ def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
         world_size=info.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def _check_agent(info: LaunchInfo) -> None:
+    """The store that torchrun hosts must answer: if torchrun was killed while its ranks were
+    starting, they would wait for it until the collective timeout.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    if info.how != "torchrun" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    for attempt in range(1, _STORE_ATTEMPTS + 1):
+        try:
+            socket.create_connection((info.master_addr, info.master_port), timeout=10).close()
+            return
+        except OSError as error:
+            if attempt == _STORE_ATTEMPTS:
+                raise RuntimeError(
+                    f"torchrun's store at {info.master_addr}:{info.master_port} does not answer "
+                    f"({error}): torchrun has gone, start the job again"
+                ) from error
+            time.sleep(1.0)
 
 
 def free_port() -> int:

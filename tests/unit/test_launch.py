@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mppo.parallel import launch
 from mppo.parallel.launch import LaunchInfo, discover, free_port, launcher, tasks_on_node
 
 TORCHRUN = {
@@ -142,3 +143,11 @@ def test_torchrun_ranks_meet(tmp_path):
     result = probe(tmp_path, torchrun)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("sum 3.0 of 2 by torchrun") == 2
+
+
+def test_a_rank_whose_torchrun_was_killed_before_it_came_so_far_does_not_wait(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(launch, "_STORE_ATTEMPTS", 1)
+    orphan = LaunchInfo(1, 2, 1, 2, "127.0.0.1", free_port(), "torchrun")
+    with pytest.raises(RuntimeError, match="torchrun has gone"):
+        launch.init_process_group(orphan, timeout_s=600)
