@@ -76,6 +76,7 @@ class LaunchedRun:
         self, run_dir: Path, overrides: Sequence[str] = (), command: Sequence[str] = ()
     ) -> None:
         self.run_dir = run_dir
+        run_dir.mkdir(parents=True, exist_ok=True)
         command = command or [sys.executable, TRAIN, *keys(run_dir, overrides)]
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
