@@ -34,9 +34,9 @@ def load(rank: int, folder: Path, cases: list[tuple[str, str]]) -> None:
             sizes.get("tp", 1), sizes.get("pp", 1), expert_model_parallel_size=sizes.get("ep", 1)
         )
         built = plain_model(model, sizes)
-        state = built.sharded_state_dict()
+        state = {"model": built.sharded_state_dict()}
         loaded = dist_checkpointing.load(state, str(folder / f"{model}_megatron" / "release"))
-        built.load_state_dict(loaded)
+        built.load_state_dict(loaded["model"])
         first = built.decoder.layers[0].layer_number - 1
         got[model, layout] = (first, {k: v.clone() for k, v in built.named_parameters()})
         parallel_state.destroy_model_parallel()
