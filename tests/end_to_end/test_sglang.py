@@ -34,6 +34,8 @@ pytestmark = [pytest.mark.server, needs_sglang]
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory) -> Iterator[Case]:
     case = Case(tmp_path_factory.mktemp("qwen2"), "qwen2", own(verify_sync="checksum"))
+    case.change_weights()
+    case.sync()
     yield case
     case.engine.stop()
 
