@@ -38,6 +38,8 @@ class Tally:
     resumed_from: list[int] = field(default_factory=list)
     runs: int = 0
     failures: list[str] = field(default_factory=list)
+    typical_s: float = 0.0
+    """Seconds in which to kill; less where runs ended before."""
 
     def summary(self) -> str:
         lines = [f"{self.runs} runs finished, {self.kills.total()} kills:"]
@@ -98,10 +100,11 @@ def disturb(run_dir: Path, job: Job, tally: Tally) -> bool:
         launcher = start_torchrun(run_dir, job.steps)
         target, moment = job.rng.choice(TARGETS), job.rng.choice(MOMENTS)
         enough = tally.kills.total() >= job.kills
-        if not enough and wait_for(moment, launcher, run_dir, job.typical_s, job.rng):
+        if not enough and wait_for(moment, launcher, run_dir, tally.typical_s, job.rng):
             kill(target, launcher, job.rng)
             tally.kills[f"{target}, {moment}"] += 1
             continue
+        tally.typical_s *= 0.8
         if launcher.wait() != 0:
             tally.failures.append(f"{run_dir}: ended with {launcher.returncode}, see output.txt")
             return False
@@ -125,7 +128,7 @@ def resumed_steps(run_dir: Path) -> list[int]:
 
 def soak(root: Path, reference: Path, job: Job) -> Tally:
     """Runs that are killed, until there were enough kills or the time is up."""
-    tally = Tally()
+    tally = Tally(typical_s=job.typical_s)
     while time.monotonic() < job.deadline and not tally.failures:
         run_dir = root / f"run_{tally.runs}"
         finished = disturb(run_dir, job, tally)
