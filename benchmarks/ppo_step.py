@@ -119,11 +119,12 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from mppo.data.loader import PromptLoader
     from mppo.data.source import PromptSet
     from mppo.estimate import kl_controller
-    from mppo.loop import Run, iterate, sync
+    from mppo.loop import iterate, sync
     from mppo.parallel.groups import GroupRegistry
     from mppo.parallel.launch import discover, process_group
     from mppo.roles import Roles
     from mppo.rollout.build import build_engine
+    from mppo.run import Run
 
     recipe = load_recipe(None, mppo_settings(folder, dtype))
     generator = torch.Generator().manual_seed(1)
@@ -131,8 +132,15 @@ def mppo_worker(folder: str, dtype: str) -> None:
     prompts = PromptSet(tuple(Prompt(i, tuple(row), "bench", "", "") for i, row in enumerate(ids)))
 
     class CountScorer:
-        def score(self, trajectories):
+        """The part of ``mppo.rewards.scorer.Scorer`` that a step asks for."""
+
+        def judged(self, trajectories):
             return [sum(t.response_ids) % 7 / 7 for t in trajectories]
+
+        score = judged_by_all = judged
+
+        def shaped(self, scores, trajectories):
+            return scores
 
     info = discover()
     with process_group(info, timeout_s=600):

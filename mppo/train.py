@@ -132,12 +132,12 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
     """Prompts, models, engine, scorer, reporter and checkpoints of a run; collective."""
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.checkpoint.resume import has_checkpoints
-    from mppo.loop import Run
     from mppo.parallel.groups import GroupRegistry
     from mppo.report.reporter import Reporter
     from mppo.rewards.scorer import build_scorer
     from mppo.roles import Roles
     from mppo.rollout.build import build_engine
+    from mppo.run import Run
     from mppo.warm_start import warm_start
 
     trainer, is_main = recipe.trainer, info.rank == 0
