@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from functools import cache, partial
@@ -30,6 +31,9 @@ from mppo.parallel.phase import current, phase
 from mppo.parallel.signals import StopRequest, listening
 from mppo.report.redact import redact
 from mppo.weights.model_folder import companion_folder
+
+FIRST_RANK_SPEAKS_S = 15.0
+"""Within this time of a fault the first rank has told it, however late it started."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -240,9 +244,14 @@ def _say(text: str) -> None:
 
 
 def _refuse(error: Exception, rank: int = 0) -> int:
-    """A faulty recipe: one message (from the first rank), exit code 2."""
-    if rank == 0:
-        print(f"mppo: {error}", file=sys.stderr)
+    """A faulty recipe: one message, exit code 2.
+
+    The first rank tells it and ends the job. Were another to exit first, launchers would kill the
+    first before it spoke; the others wait, and speak only where the first had nothing to refuse.
+    """
+    if rank:
+        time.sleep(FIRST_RANK_SPEAKS_S)
+    print(f"mppo: {error}", file=sys.stderr)
     return 2
 
 
