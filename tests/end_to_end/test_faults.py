@@ -40,7 +40,8 @@ def test_a_killed_rank_ends_the_job_and_the_next_start_goes_on(tmp_path, undistu
     text = run.output(1 - victim).read_text()
     if victim == 1:
         assert re.search(r"mppo: no sign of life for \d+ s from rank 1 of 2 \(pid \d+ on", text)
-        assert re.search(r"which was in: .*; last completed step: [2-5]", text)
+        # as of the rank's last sign of life, which may be older than the checkpoint waited for
+        assert re.search(r"which was in: .*; last completed step: [1-5]", text)
     else:
         assert "mppo: the connection broke to rank 0 of 2" in text
     finishes_like(undisturbed, tmp_path)
