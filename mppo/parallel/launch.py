@@ -173,11 +173,14 @@ def own_address() -> str:
     routable = [address for address in addresses if not address.startswith("127.")]
     if routable:
         return routable[0]
+    return address_towards("10.255.255.255")
+
+
+def address_towards(host: str) -> str:
+    """The address that ``host`` sees connections from this machine come from."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(
-                ("10.255.255.255", 9)
-            )  # a datagram socket: chooses a route, sends nothing
+            probe.connect((host, 9))  # a datagram socket: chooses a route, sends nothing
         except OSError:
             return LOOPBACK
         return probe.getsockname()[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import RolloutConfig, SamplingConfig
 from mppo.parallel import device as device_seam
 from mppo.parallel.abandon import Abandoned, meet
-from mppo.parallel.launch import own_address
+from mppo.parallel.launch import LOOPBACK, address_towards, own_address
 from mppo.rollout.answers import Begun, complete_prompts, gather_answers
 from mppo.rollout.dispatch import dispatch
 from mppo.rollout.engine import Finished, WeightBucket
@@ -102,6 +103,13 @@ class SGLangEngine:
             )
             self._check = SyncCheck(oracle, dtype, rollout.logprob_tolerance, self._fleet.count)
 
+    def _address(self) -> str:
+        """Where the servers reach this rank: loopback if all of them are on this machine."""
+        towards = {address_towards(urlsplit(url).hostname or HOST) for url in self._rollout.urls}
+        if towards <= {LOOPBACK}:
+            return HOST
+        return towards.pop() if len(towards) == 1 else own_address()
+
     def _make_route(self, folder: Path, hf_folder: Path) -> Route:
         tensor_parallel = self._fleet.tensor_parallel
         if self._rollout.sync == "disk":
@@ -111,7 +119,7 @@ class SGLangEngine:
                 self._device,
                 device_seam.backend(),
                 tensor_parallel,
-                own_address() if self._rollout.urls else HOST,
+                self._address(),
                 self._rollout.request_timeout_s,
             )
         group = None

@@ -151,3 +151,7 @@ def test_a_rank_whose_torchrun_was_killed_before_it_came_so_far_does_not_wait(mo
     orphan = LaunchInfo(1, 2, 1, 2, "127.0.0.1", free_port(), "torchrun")
     with pytest.raises(RuntimeError, match="torchrun has gone"):
         launch.init_process_group(orphan, timeout_s=600)
+
+
+def test_this_machine_is_seen_as_loopback_from_itself():
+    assert launch.address_towards("127.0.0.1") == "127.0.0.1"
