@@ -10,12 +10,11 @@ RECIPE ?= recipes/demo.yaml
 SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 SGLANG_COMPAT := extras/sglang_cpu
 
-.PHONY: help demo test test-extended lint format schema sglang-cpu slurm soak clean
+.PHONY: help demo test lint format schema sglang-cpu slurm soak clean
 
 help:
 	@echo "make demo        train a small model by PPO on 2 processes, live (about 5 minutes)"
 	@echo "make test        lint and the tests"
-	@echo "make test-extended   the tests that take many minutes more"
 	@echo "make lint        ruff check and format check"
 	@echo "make format      rewrite by ruff"
 	@echo "make schema      write docs/recipe.schema.json from mppo/config/schema.py"
@@ -27,10 +26,6 @@ demo: $(VENV)/.mppo
 
 test: $(VENV)/.test slurm lint
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests --durations=15
-
-# What takes many minutes more: every SGLang family, Slurm, router replay.
-test-extended: $(VENV)/.test slurm
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests -m extended --durations=15
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -364,12 +364,11 @@ def make_group(
     ``torch.distributed.new_group`` only knows ranks of the default group; the servers make theirs
     by this same internal constructor, whose store keys must agree.
     """
-    rendezvous = distributed_c10d.rendezvous(f"tcp://{address}:{port}", 0, world, timeout=timeout)
-    store, rank, world = next(rendezvous)
-    store.set_timeout(timeout)
+    # under torchrun, torch's own rendezvous would look for the launcher's store at this address
+    store = dist.TCPStore(address, port, world, is_master=True, timeout=timeout, multi_tenant=True)
     group, _ = distributed_c10d._new_process_group_helper(
         world,
-        rank,
+        0,
         [],
         distributed_c10d.Backend(backend),
         distributed_c10d.PrefixStore(name, store),

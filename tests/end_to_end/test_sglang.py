@@ -115,7 +115,6 @@ def test_the_tail_is_aborted_once_enough_prompts_are_answered(qwen2) -> None:
     qwen2.check()
 
 
-@pytest.mark.extended
 def test_broken_off_responses_go_on_under_the_next_weights(qwen2, monkeypatch) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
     url = qwen2.engine._fleet._apis[0].url

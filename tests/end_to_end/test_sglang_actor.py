@@ -161,7 +161,6 @@ def _check(rows: list[dict]) -> None:
         assert row["rollout_corr/ppl_ratio"] == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.extended
 def test_training_with_a_colocated_server(tmp_path) -> None:
     checks = ("rollout.verify_sync=logprob", "rollout.logprob_tolerance=1e-5")
     rows = _train("tiny_cpu_sglang.yaml", tmp_path / "run", *checks)
@@ -169,7 +168,6 @@ def test_training_with_a_colocated_server(tmp_path) -> None:
     assert {row["training/weight_version_lag_max"] for row in rows} == {0.0}
 
 
-@pytest.mark.extended
 def test_training_with_a_server_apart(tmp_path) -> None:
     from transformers import AutoConfig
 
