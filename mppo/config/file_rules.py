@@ -17,12 +17,11 @@ WEIGHT_ENDINGS = (".safetensors",)
 def check_files(recipe: Recipe) -> list[Fault]:
     """Every missing, empty or unreadable file of a recipe. Reads names and sizes, no content."""
     faults: list[Fault] = []
-    init = recipe.model.init == "pretrained"
-    faults += _model_folder("model.path", recipe.model.path, weights=init)
+    faults += _model_folder("model.path", recipe.model.path)
     if recipe.critic.path and recipe.algorithm.uses_critic:
-        faults += _model_folder("critic.path", recipe.critic.path, weights=True)
+        faults += _model_folder("critic.path", recipe.critic.path)
     if recipe.ref.path and recipe.uses_reference:
-        faults += _model_folder("ref.path", recipe.ref.path, weights=True)
+        faults += _model_folder("ref.path", recipe.ref.path)
     for key, names in (
         ("data.train_files", recipe.data.train_files),
         ("data.val_files", recipe.data.val_files),
@@ -35,7 +34,7 @@ def check_files(recipe: Recipe) -> list[Fault]:
     return faults
 
 
-def _model_folder(key: str, name: str, weights: bool) -> Iterator[Fault]:
+def _model_folder(key: str, name: str) -> Iterator[Fault]:
     if name.startswith(BUILTIN_PREFIX):
         return
     folder = Path(name)
@@ -48,8 +47,8 @@ def _model_folder(key: str, name: str, weights: bool) -> Iterator[Fault]:
     elif not (folder / "config.json").is_file():
         cure = "give a Hugging Face model folder, or a Megatron torch_dist checkpoint"
         yield Fault(key, name, "holds no config.json", cure)
-    elif weights and not any(f.suffix in WEIGHT_ENDINGS for f in folder.iterdir()):
-        cure = "download the weights, or set model.init to random"
+    elif not any(f.suffix in WEIGHT_ENDINGS for f in folder.iterdir()):
+        cure = "download the weights"
         yield Fault(key, name, "holds no *.safetensors", cure)
 
 

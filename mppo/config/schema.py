@@ -19,16 +19,13 @@ class ModelConfig(Section):
 
     ``path`` is a Hugging Face folder (config.json, tokenizer, safetensors), a Megatron
     ``torch_dist`` checkpoint with those beside it in ``hf/``, or ``builtin:tiny`` for the embedded
-    byte-sized model and tokenizer. ``init: random`` builds it from config.json with
-    seeded random weights and reads no weights.
+    byte-sized model and tokenizer.
     """
 
     path: str = "builtin:tiny"
-    init: Literal["pretrained", "random"] = "pretrained"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     tokenizer_path: str | None = None
     trust_remote_code: bool = False
-    override_config: dict[str, Any] = Field(default_factory=dict)
 
 
 class DataConfig(Section):
@@ -323,7 +320,6 @@ class TrainerConfig(Section):
     on_nonfinite: Literal["skip", "stop"] = "stop"
     max_nonfinite_in_a_row: int = Field(default=3, gt=0)
     seed: int = 0
-    deterministic: bool = False
 
 
 class Recipe(Section):

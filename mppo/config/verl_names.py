@@ -39,6 +39,7 @@ ADVICE: dict[str, str] = {
     "metric": "remove it: algorithm.filter_groups compares the scores of a group",
     "reward_model": "set reward.*: rule, function or remote",
     "return_raw_chat": "remove it: a chat prompt is kept as it is in the data file",
+    "override_config": "set <role>.megatron.override_transformer_config, or edit config.json",
     "use_dist_checkpointing": "remove it: checkpoints are Megatron's distributed ones",
     "dist_checkpointing_path": "set model.path, critic.path or ref.path to the checkpoint",
     "nccl_timeout": "set trainer.collective_timeout_s",

@@ -17,13 +17,15 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mppo.parallel.gated_silu import gated_silu, gated_silu_gradient
+
 
 class SortedExperts(SequentialMLP):
     """``SequentialMLP`` in one step, where the experts are plain gated SiLU networks."""
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor):
         """Outputs ``[n, h]``, weighted by ``probs`` ``[n]``, and no bias."""
-        if self.num_local_experts == 1 or not _is_plain(self.config):
+        if self.num_local_experts == 1 or not is_plain(self.config):
             return super().forward(tokens, tokens_per_expert, probs)
         first = [expert.linear_fc1.weight for expert in self.local_experts]
         second = [expert.linear_fc2.weight for expert in self.local_experts]
@@ -31,13 +33,16 @@ class SortedExperts(SequentialMLP):
         return _GatedExperts.apply(tokens, probs, counts, *first, *second), None
 
 
-def _is_plain(config: TransformerConfig) -> bool:
-    """Whether the experts compute ``(silu(gate) * up * probs) @ W2`` and nothing else."""
+def is_plain(config: TransformerConfig) -> bool:
+    """Whether the experts compute ``(silu(gate) * up * probs) @ W2`` and nothing else.
+
+    Fusing the activation and adding weight gradients in place change no number, so they may be on:
+    both are done here anyway, or by Megatron's DDP.
+    """
     extras = (
         config.add_bias_linear, config.moe_apply_probs_on_input, config.fp8, config.fp4,
-        config.bias_activation_fusion, config.use_te_activation_func,
-        config.activation_func_clamp_value, config.glu_linear_offset, config.delay_wgrad_compute,
-        config.gradient_accumulation_fusion,
+        config.use_te_activation_func, config.activation_func_clamp_value,
+        config.glu_linear_offset, config.delay_wgrad_compute,
     )  # fmt: skip
     silu = config.activation_func is torch.nn.functional.silu
     return silu and config.gated_linear_unit and not any(extras)
@@ -54,7 +59,7 @@ class _GatedExperts(torch.autograd.Function):
     def forward(ctx, tokens: Tensor, probs: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
         first, second = weights[: len(counts)], weights[len(counts) :]
         inner = _multiply(tokens, counts, [weight.t() for weight in first])
-        weighted = (_activate(inner) * probs[:, None]).to(tokens.dtype)
+        weighted = (gated_silu(inner) * probs[:, None]).to(tokens.dtype)
         ctx.save_for_backward(tokens, probs, inner, *weights)
         ctx.counts = counts
         return _multiply(weighted, counts, [weight.t() for weight in second])
@@ -65,32 +70,16 @@ class _GatedExperts(torch.autograd.Function):
         counts = ctx.counts
         first, second = weights[: len(counts)], weights[len(counts) :]
         grad = grad.contiguous()
-        activated = _activate(inner)
+        activated = gated_silu(inner)
         weighted = (activated * probs[:, None]).to(tokens.dtype)
         grads_second = _outer(grad, weighted, counts, ctx.needs_input_grad[3 + len(counts) :])
         grad_weighted = _multiply(grad, counts, second)
         grad_probs = (grad_weighted * activated).sum(1).to(probs.dtype)
         grad_activated = (grad_weighted * probs[:, None]).to(inner.dtype)
-        grad_inner = _activation_gradient(inner, grad_activated)
+        grad_inner = gated_silu_gradient(inner, grad_activated)
         grads_first = _outer(grad_inner, tokens, counts, ctx.needs_input_grad[3 : 3 + len(counts)])
         grad_tokens = _multiply(grad_inner, counts, first)
         return grad_tokens, grad_probs, None, *grads_first, *grads_second
-
-
-def _activate(inner: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[n, 2 f]``."""
-    gate, up = inner.chunk(2, dim=1)
-    return torch.nn.functional.silu(gate).mul_(up)
-
-
-def _activation_gradient(inner: Tensor, grad: Tensor) -> Tensor:
-    """Gradient with respect to ``inner`` of ``silu(gate) * up``."""
-    gate, up = inner.chunk(2, dim=1)
-    out = torch.empty_like(inner)
-    grad_gate, grad_up = out.chunk(2, dim=1)
-    torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
-    grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-    return out
 
 
 def _multiply(x: Tensor, counts: list[int], weights) -> Tensor:

@@ -38,6 +38,7 @@ def install() -> None:
         warnings.simplefilter("ignore")
         for name in _OPERATORS:
             _library().impl(name, _widened(name), "CPU", allow_override=True)
+        _library().impl("mm.out", _widened_into(), "CPU", allow_override=True)
 
 
 @functools.cache
@@ -46,15 +47,32 @@ def _library() -> torch.library.Library:
     return torch.library.Library("aten", "IMPL")
 
 
-def _widened(name: str):
+def _original(name: str):
+    """torch's own kernel of an operator."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return functools.partial(kernel.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
+
+
+def _widened_into():
+    """``torch.mm(a, b, out=...)``."""
+    multiply, into = _original("mm"), _original("mm.out")
+
+    def operator(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
+        if first.dtype is not torch.bfloat16:
+            return into(first, second, out=out)
+        return out.copy_(multiply(first.float(), second.float()))
+
+    return operator
+
+
+def _widened(name: str):
+    original = _original(name)
 
     def operator(first: Tensor, *args, **kwargs):
         if first.dtype is not torch.bfloat16:
-            return kernel.call_boxed(keys, first, *args, **kwargs)
+            return original(first, *args, **kwargs)
         args = [_wide(x) for x in (first, *args)]
-        out = kernel.call_boxed(keys, *args, **{k: _wide(v) for k, v in kwargs.items()})
+        out = original(*args, **{k: _wide(v) for k, v in kwargs.items()})
         return out.bfloat16() if isinstance(out, Tensor) else _narrow(name, out)
 
     return operator

@@ -10,8 +10,9 @@ import functools
 import types
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from mppo.parallel.gated_silu import gated_silu, gated_silu_gradient
 
 
 class _Rotary(torch.autograd.Function):
@@ -75,23 +76,17 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weights)
-        gate, up = x.chunk(2, -1)
-        out = F.silu(gate).mul_(up)
+        out = gated_silu(x)
         return out if weights is None else (out * weights).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weights = ctx.saved_tensors
-        gate, up = x.chunk(2, -1)
-        silu, grad_weights = F.silu(gate), None
+        grad_weights = None
         if weights is not None:
-            grad_weights = (grad * (silu * up)).sum(-1, keepdim=True).to(weights.dtype)
+            grad_weights = (grad * gated_silu(x)).sum(-1, keepdim=True).to(weights.dtype)
             grad = (grad * weights).to(x.dtype)
-        grad_x = torch.empty_like(x)
-        grad_gate, grad_up = grad_x.chunk(2, -1)
-        torch.mul(grad, silu, out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-        return grad_x, grad_weights
+        return gated_silu_gradient(x, grad), grad_weights
 
 
 def swiglu(x: Tensor, bias: Tensor | None, *unused) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from mppo.rewards.response import Judge, Response
 
+T = TypeVar("T")
 Check = Callable[[Sequence[float], Sequence[Response]], list[float]]
 
 
@@ -36,11 +38,27 @@ def judge_divided(judge: Judge, responses: Sequence[Response], check: Check) -> 
         scores = check(judge(mine), mine) if mine else []
     except Exception as error:  # told to the other ranks first, or they would wait for this one
         failure = error
-    everyone: list[tuple[list[float], str | None]] = [([], None)] * world
-    dist.all_gather_object(everyone, (scores, None if failure is None else str(failure)))
+    everyone = exchange(scores, failure)
+    return [everyone[index % world][index // world] for index in range(len(responses))]
+
+
+def exchange(mine: T, failure: Exception | None) -> list[T]:
+    """Every rank's result, or every rank's failure. Collective where a process group is there.
+
+    Args:
+        mine: this rank's.
+        failure: what went wrong here, told to the others, which would wait for this rank otherwise.
+
+    Raises:
+        ValueError: it failed on some rank; on that rank its own error.
+    """
+    everyone: list[tuple[T, str | None]] = [(mine, None)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = everyone * dist.get_world_size()
+        dist.all_gather_object(everyone, (mine, None if failure is None else str(failure)))
     if failure is not None:
         raise failure
     for rank, (_, message) in enumerate(everyone):
         if message is not None:
             raise ValueError(f"scoring failed on rank {rank}: {message}")
-    return [everyone[index % world][0][index // world] for index in range(len(responses))]
+    return [result for result, _ in everyone]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch.distributed as dist
-
 from mppo.batch import Trajectory
+from mppo.rewards.division import exchange
 from mppo.rewards.scorer import Scorer
 
 
@@ -53,21 +52,7 @@ class EarlyScores:
         except Exception as error:  # told to the other ranks first, or they would wait for this one
             failure = error
         self._pool.shutdown(cancel_futures=True)
-        known = _shared(mine, failure)
+        known = {key: score for scores in exchange(mine, failure) for key, score in scores.items()}
         late = {key: t for key, t in zip(keys, trajectories, strict=True) if key not in known}
         known.update(zip(late, self._scorer.judged_by_all(list(late.values()))))
         return self._scorer.shaped([known[key] for key in keys], trajectories)
-
-
-def _shared(mine: dict[int, float], failure: Exception | None) -> dict[int, float]:
-    """Every rank's scores, or every rank's failure."""
-    everyone = [(mine, None if failure is None else str(failure))]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = everyone * dist.get_world_size()
-        dist.all_gather_object(everyone, (mine, None if failure is None else str(failure)))
-    if failure is not None:
-        raise failure
-    for rank, (_, message) in enumerate(everyone):
-        if message is not None:
-            raise ValueError(f"scoring failed on rank {rank}: {message}")
-    return {key: score for scores, _ in everyone for key, score in scores.items()}

@@ -91,15 +91,18 @@ def submit(cluster):
 
 
 @pytest.fixture
-def count(submit, tmp_path):
-    """Submit the counting trainer; job number and log."""
+def count(cluster, submit, tmp_path):
+    """Submit the counting trainer, wait for its first save; job number and log."""
     script = tmp_path / "counting.py"
     script.write_text(COUNTING)
 
     def send(steps: int, launch: str) -> tuple[int, Path]:
         environ = {"MPPO_ENTRY": str(script), "MPPO_PREFLIGHT": "0", "MPPO_LAUNCH": launch}
         arguments = ["recipe", f"saved={tmp_path / 'saved.json'}", f"steps={steps}"]
-        return submit(tmp_path, *arguments, **environ)
+        number, log = submit(tmp_path, *arguments, **environ)
+        cluster.wait_for_text(log, "counting from 0", 200)
+        cluster.wait_for_text(tmp_path / "saved.json", "step", 100)
+        return number, log
 
     return send
 

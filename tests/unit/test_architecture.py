@@ -6,11 +6,16 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
+
+from mppo.config.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mppo"
@@ -207,3 +212,21 @@ def test_pypi_apex_is_never_a_dependency():
     """The PyPI package of that name is another project, not NVIDIA Apex."""
     text = (ROOT / "pyproject.toml").read_text() + (ROOT / "Makefile").read_text()
     assert not re.search(r"[\"' ]apex[\"'=<>~ ]", text)
+
+
+def keys_of(section: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Dotted names of a section's keys, those of its sections included."""
+    for name, field in section.model_fields.items():
+        kinds = [field.annotation, *get_args(field.annotation)]
+        inner = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        if inner:
+            yield from keys_of(inner[0], f"{path}{name}.")
+        else:
+            yield path + name
+
+
+def test_every_recipe_key_is_read_somewhere():
+    declared = {"mppo.config.schema", "mppo.config.algorithm", "mppo.config.verl_names"}
+    code = "\n".join(path.read_text() for name, path in modules().items() if name not in declared)
+    words = set(re.findall(r"[.\"{](\w+)", code))
+    assert [key for key in keys_of(Recipe) if key.rsplit(".", 1)[-1] not in words] == []

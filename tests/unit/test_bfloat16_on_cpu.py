@@ -24,6 +24,7 @@ def test_products_are_the_float32_ones_rounded_once():
     a, b, c = rounded(5, 7), rounded(7, 3), rounded(3)
     assert torch.equal(a @ b, (a.float() @ b.float()).bfloat16())
     assert torch.equal(F.linear(a, b.T, c), torch.addmm(c.float(), a.float(), b.float()).bfloat16())
+    assert torch.equal(torch.mm(a, b, out=torch.empty(5, 3).bfloat16()), a @ b)
     x, y = rounded(2, 5, 7), rounded(2, 7, 3)
     assert torch.equal(x @ y, (x.float() @ y.float()).bfloat16())
 

@@ -40,7 +40,7 @@ def test_override_values_are_yaml(tmp_path):
         [
             "data.train_files=[a.jsonl, b.jsonl]",
             "critic.path=null",
-            "model.override_config={rope_theta: 1e6}",
+            "data.task_kwargs={max_operand: 9, scale: 1e6}",
             "rollout.n=4",
             "+trainer.seed=7",
             "data.system_prompt=think = then answer",
@@ -48,7 +48,7 @@ def test_override_values_are_yaml(tmp_path):
     )
     assert recipe.data.train_files == ("a.jsonl", "b.jsonl")
     assert recipe.critic.path is None
-    assert recipe.model.override_config == {"rope_theta": 1e6}
+    assert recipe.data.task_kwargs == {"max_operand": 9, "scale": 1e6}
     assert (recipe.rollout.n, recipe.trainer.seed) == (4, 7)
     assert recipe.data.system_prompt == "think = then answer"
 

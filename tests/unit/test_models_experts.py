@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hf_families import CONFIGS
 from torch.nn.functional import silu
 
-from mppo.models.experts import _GatedExperts
+from mppo.config.schema import MegatronConfig
+from mppo.models.configuration import layout_of, transformer_config
+from mppo.models.experts import _GatedExperts, is_plain
+from mppo.models.families import family_config
 
 COUNTS = [3, 0, 5, 1]
 HIDDEN, WIDTH = 6, 4
@@ -69,3 +73,12 @@ def test_the_dtype_of_the_tokens_is_kept():
     out = _GatedExperts.apply(tokens, probs.detach().float(), COUNTS, *first, *second)
     out.float().sum().backward()
     assert out.dtype == tokens.grad.dtype == first[0].grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "moonlight"])
+def test_roles_of_mixtures_run_their_experts_in_one_step(name, trained):
+    family = family_config(CONFIGS[name]())
+    layout = layout_of(MegatronConfig(), 1)
+    config = transformer_config(family, MegatronConfig(), layout, torch.float32, trained=trained)
+    assert is_plain(config)

@@ -1,0 +1,23 @@
+"""``silu(gate) * up`` and its gradient, with as few passes over memory as torch allows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gated_silu(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``x = [gate, up]``: ``[..., 2 f]`` to ``[..., f]``."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def gated_silu_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    """Gradient with respect to ``x`` ``[..., 2 f]`` from that of the output ``[..., f]``."""
+    gate, up = x.chunk(2, -1)
+    out = torch.empty_like(x)
+    grad_gate, grad_up = out.chunk(2, -1)
+    torch.mul(grad, F.silu(gate), out=grad_up)
+    grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+    return out
