@@ -6,15 +6,15 @@ response) are stepped over: the state after token t is the one before the next m
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import torch
 from torch import Tensor
 
 from mppo.algos.scan import reverse_scan, uniform_reverse_scan
 
-_PIECE = 1 << 18
-"""Tokens whose temporaries stay in a core's cache."""
-
 _ROW = 64
+"""Tokens whose masks are counted together."""
 
 
 def gae(
@@ -57,24 +57,29 @@ def _run_breaks(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor | None:
         Sorted int64 indices t: the mask changes after t, or a sequence ends with it. None where
         some sequence's masked tokens have a gap.
     """
-    changes = []
-    changed, ones = mask_T.new_zeros(_PIECE), mask_T.new_ones(_ROW)
-    for start in range(0, len(mask_T) - 1, _PIECE):
-        after = mask_T[start + 1 : start + 1 + _PIECE]
-        step = torch.sub(after, mask_T[start : start + len(after)], out=changed[: len(after)])
-        step.mul_(step)
-        changed[len(after) :] = 0.0
-        # most rows are without a change
-        rows = torch.mv(changed.view(-1, _ROW), ones).nonzero().squeeze(1)
-        row, column = changed.view(-1, _ROW)[rows].nonzero(as_tuple=True)
-        changes.append(rows[row] * _ROW + column + start)
     last = cu_seqlens[1:] - 1
-    breaks = torch.unique(torch.cat([*changes, last[last >= 0]]))
+    breaks = torch.unique(torch.cat([_changes(mask_T), last[last >= 0]]))
     run_ends = breaks[mask_T[breaks] > 0]
     run_sequences = torch.searchsorted(cu_seqlens, run_ends, right=True)
     if (run_sequences[1:] == run_sequences[:-1]).any():
         return None
     return breaks
+
+
+def _changes(mask_T: Tensor) -> Tensor:
+    """Sorted int64 indices t with ``mask_t != mask_{t+1}``, in one pass over a mask of 0 and 1.
+
+    Rows of 64 are counted; only those neither empty nor full, and those whose count is not the
+    next row's, are looked into.
+    """
+    rows = mask_T[: len(mask_T) - len(mask_T) % _ROW].view(-1, _ROW)
+    count = torch.mv(rows, mask_T.new_ones(_ROW))
+    mixed = (count[:-1] > 0) & (count[:-1] < _ROW)
+    chosen = (mixed | (count[:-1] != count[1:])).nonzero().squeeze(1)
+    index = chosen.unsqueeze(1) * _ROW + torch.arange(_ROW + 1, device=mask_T.device)
+    row, column = mask_T[index].diff(dim=1).nonzero(as_tuple=True)
+    rest = max(len(rows) - 1, 0) * _ROW
+    return torch.cat([index[row, column], mask_T[rest:].diff().nonzero().squeeze(1) + rest])
 
 
 def _gae_of_runs(
@@ -87,13 +92,15 @@ def _gae_of_runs(
 ) -> Tensor:
     """GAE where each sequence's masked tokens are one run; one buffer, one pass over it."""
 
+    positions = breaks.tolist()
+    at_breaks = rewards_T[breaks] - values_T[breaks]
+
     def delta(start: int, stop: int, piece: Tensor) -> None:
         torch.sub(rewards_T[start:stop], values_T[start:stop], out=piece)
         following = values_T[start + 1 : stop + 1]
         piece[: len(following)].add_(following, alpha=gamma)
-        here = slice(*torch.searchsorted(breaks, torch.tensor([start, stop])).tolist())
-        crossed = breaks[here] - start
-        piece[crossed] = rewards_T[breaks[here]] - values_T[breaks[here]]
+        here = slice(bisect_left(positions, start), bisect_left(positions, stop))
+        piece[breaks[here] - start] = at_breaks[here]
         piece.mul_(mask_T[start:stop])
 
     return uniform_reverse_scan(delta, gamma * lam, breaks, values_T)

@@ -63,7 +63,8 @@ def masked_whiten(
         float ``[T]``. With fewer than two masked tokens the variance is unknown: the tokens are
         centred (and so 0) and not scaled.
 
-    Source: verl ``masked_whiten``; TRL ``masked_whiten``; moments of pieces by Chan's update.
+    Source: verl ``masked_whiten``; TRL ``masked_whiten``; moments of pieces, each about
+    the mean of those before it, by Chan's update.
     """
     mask_T = mask_T.to(x_T.dtype)
     whitened_T = torch.empty_like(x_T) if out is None else out
@@ -72,19 +73,22 @@ def masked_whiten(
     count = mean = squares = 0.0
     for x, mask, _ in pieces:
         here = float(mask.sum())
-        shift = float(torch.dot(x, mask)) / max(here, 1.0)
-        centered = torch.sub(x, shift, out=scratch[: len(x)]).mul_(mask)
-        both, shift = max(count + here, 1.0), shift - mean
-        squares += float(torch.dot(centered, centered)) + shift**2 * count * here / both
-        mean += shift * here / both
+        if count == 0:
+            mean = float(torch.dot(x, mask)) / max(here, 1.0)
+        centered = torch.sub(x, mean, out=scratch[: len(x)]).mul_(mask)
+        total = float(centered.sum())
+        shift, both = total / max(here, 1.0), max(count + here, 1.0)
+        squares += float(torch.dot(centered, centered)) - shift * total
+        squares += shift**2 * count * here / both
+        mean += total / both
         count += here
     var = squares / max(count - (1.0 if unbiased else 0.0), 1.0)
     scale = 1.0 / math.sqrt(var + eps) if count >= 2 else 1.0
+    zero = x_T.new_zeros(())
     for x, mask, whitened in pieces:
-        torch.sub(x, mean, out=whitened).mul_(scale)
+        torch.addcmul(zero, torch.sub(x, mean, out=whitened), mask, value=scale, out=whitened)
         if not shift_mean:
-            whitened.add_(mean)
-        whitened.mul_(mask)
+            whitened.add_(mask, alpha=mean)
     return whitened_T
 
 

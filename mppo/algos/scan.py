@@ -11,6 +11,9 @@ _BLOCK = 32
 _PIECE = 1 << 18
 """Elements that stay in a core's cache."""
 
+_SHORT = 1 << 14
+"""So few rows are carried by the general scan."""
+
 
 def reverse_scan(x_N: Tensor, decay_N: Tensor) -> Tensor:
     """``y_i = x_i + decay_i y_{i+1}``, with nothing after the end.
@@ -41,18 +44,19 @@ def reverse_scan(x_N: Tensor, decay_N: Tensor) -> Tensor:
 
 def _scan_columns_(y: Tensor, g: Tensor) -> None:
     """Scan each column of 32 in place; ``g`` becomes the product of decays to the column's end."""
+    rows, decays = y.unbind(), g.unbind()
     for row in reversed(range(_BLOCK - 1)):
-        y[row].addcmul_(g[row], y[row + 1])
-        g[row].mul_(g[row + 1])
+        rows[row].addcmul_(decays[row], rows[row + 1])
+        decays[row].mul_(decays[row + 1])
 
 
 def uniform_reverse_scan(
-    x_of: Callable[[int, int, Tensor], None], decay: float, breaks: Tensor, like_N: Tensor
+    x_of: Callable[[int, int, Tensor], object], decay: float, breaks: Tensor, like_N: Tensor
 ) -> Tensor:
     """``y_i = x_i + decay y_{i+1}``, where nothing crosses a break.
 
     As :func:`reverse_scan` with one decay, for long segments. The elements are rows of 32; the
-    rows' first elements are a matrix-vector product, scanned as above they are the rows' carries,
+    rows' first elements are a matrix-vector product, scanned likewise they are the rows' carries,
     and with the carries added to the rows' last elements a matrix product gives all elements. The
     few rows that hold a break are scanned apart. Both passes go piece by piece, so that what a
     piece needs stays in the cache; the second writes one piece before what it reads, in one buffer.
@@ -82,21 +86,31 @@ def uniform_reverse_scan(
         tail[0, : n % _BLOCK] = x_N[len(rows) * _BLOCK :]
         first = torch.cat([first, tail @ powers[:-1]])
     row_B, which = torch.unique(breaks // _BLOCK, return_inverse=True)
-    broken = torch.cat([rows[row_B[row_B < len(rows)]], tail])[: len(row_B)]
+    broken = torch.cat([rows[row_B[row_B < len(rows)]], tail])[: len(row_B)].t().contiguous()
     broken_decay = powers[1].expand_as(broken).clone()
-    broken_decay[which, breaks % _BLOCK] = 0.0
-    _scan_columns_(broken.t(), broken_decay.t())
-    first_decay = powers[-1].expand_as(first).clone()
-    first[row_B], first_decay[row_B] = broken[:, 0], broken_decay[:, 0]
-    carry = torch.cat([reverse_scan(first, first_decay)[1:], first.new_zeros(1)])
+    broken_decay[breaks % _BLOCK, which] = 0.0
+    _scan_columns_(broken, broken_decay)
+    first[row_B] = broken[0]
+    carry = torch.cat([_scan_firsts(first, powers[-1], row_B)[1:], first.new_zeros(1)])
     out_rows = out_N[: rows.numel()].view(-1, _BLOCK)
     _scan_rows(rows, powers, carry, out_rows)
-    broken += broken_decay * carry[row_B].unsqueeze(1)
+    broken = broken.addcmul_(broken_decay, carry[row_B]).t()
     if n % _BLOCK:
         out_N[len(rows) * _BLOCK :] = broken[-1, : n % _BLOCK]
         row_B, broken = row_B[:-1], broken[:-1]
     out_rows[row_B] = broken
     return out_N
+
+
+def _scan_firsts(first: Tensor, decay: Tensor, breaks: Tensor) -> Tensor:
+    """Scan the rows' first elements; a row that holds a break takes nothing from those after it."""
+    if len(first) > _SHORT:
+        return uniform_reverse_scan(
+            lambda start, stop, piece: piece.copy_(first[start:stop]), float(decay), breaks, first
+        )
+    decays = decay.expand_as(first).clone()
+    decays[breaks] = 0.0
+    return reverse_scan(first, decays)
 
 
 def _scan_rows(rows: Tensor, powers: Tensor, carry: Tensor, out: Tensor) -> None:

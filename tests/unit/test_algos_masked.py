@@ -2,10 +2,12 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mppo.algos import masked
 from mppo.algos.aggregation import aggregation_weights_T
 from mppo.algos.masked import (
     last_masked_index,
@@ -68,6 +70,19 @@ def test_whitened_tokens_have_mean_zero_and_variance_one(n, seed):
     whitened = masked_whiten(x, torch.ones(n, dtype=torch.float64))
     assert abs(whitened.mean().item()) < 1e-9
     assert abs(whitened.var().item() - 1) < 1e-6
+
+
+@pytest.mark.parametrize("drift", [0.0, 1e3])
+def test_whitening_by_pieces_equals_whitening_at_once(drift, monkeypatch):
+    monkeypatch.setattr(masked, "_PIECE", 16)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(100, generator=generator) + 50.0 + torch.linspace(0.0, drift, 100)
+    mask = (torch.rand(100, generator=generator) > 0.4).float()
+    mask[:40] = 0.0
+    inside = x.double()[mask > 0]
+    expected = torch.zeros(100, dtype=torch.float64)
+    expected[mask > 0] = (inside - inside.mean()) / inside.std()
+    torch.testing.assert_close(masked_whiten(x, mask).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_sums_means_and_last_tokens_of_sequences():
