@@ -81,7 +81,7 @@ def measured_batch(sequences: int, tokens: int) -> Measured:
         truncated_B=torch.zeros(sequences, dtype=torch.bool),
         weight_version_T=torch.zeros(total, dtype=torch.int64),
     )
-    return Measured(batch, -random().abs(), random().abs(), -random().abs(), random())
+    return Measured(batch, -random().abs(), -random().abs(), random())
 
 
 def run(sequences: int, tokens: int, repeat: int) -> dict[str, object]:

@@ -3,7 +3,8 @@
 Same model (Qwen2, hidden 256, 4 layers, vocabulary 1024, random weights), same 32 prompts of 32
 random tokens, 32 response tokens each, one epoch, two mini-batches, same dtype, same cores. TRL's
 reward model is made negligible (hidden 8); mppo's reward is a count. Actor, critic and reference
-are separate models on both sides, KL is in the reward.
+are separate models on both sides, KL is in the reward. Old log-probabilities are those of the
+generation on both sides (mppo: ``bypass_mode``); TRL knows no other way.
 
     python benchmarks/ppo_step.py --trl-python .venv-trl/bin/python
 
@@ -99,6 +100,7 @@ def mppo_settings(folder: str, dtype: str) -> list[str]:
         f"critic.ppo_micro_batch_size_per_gpu={PROMPTS}",
         f"ref.ppo_micro_batch_size_per_gpu={PROMPTS}",
         "algorithm.use_kl_in_reward=true",
+        "algorithm.rollout_correction.bypass_mode=true",
         "algorithm.lam=0.95",
         "trainer.sample_table_rows=0",
     ]
@@ -268,14 +270,14 @@ def matmul_peak(dtype: str, cores: int) -> float:
 
 
 def step_flops() -> float:
-    """Multiply-adds of one step, twice: three forward passes, two updates, one generation.
+    """Multiply-adds of one step, twice: two forward passes, two updates, one generation.
 
     Matrix multiplies by weights only; the vocabulary projection on response tokens.
     """
     h, f = SHAPE["hidden_size"], SHAPE["intermediate_size"]
     trunk = 2 * SHAPE["num_hidden_layers"] * (4 * h * h + 3 * h * f) * TOKENS
     head = 2 * h * VOCAB * PROMPTS * RESPONSE_LENGTH
-    forwards = 3 * trunk + 2 * head
+    forwards = 2 * trunk + head
     updates = 2 * 3 * trunk + 4 * head
     return forwards + updates + trunk + head
 

@@ -131,8 +131,8 @@ class Measured:
 
     Args:
         batch: the batch.
-        logprobs_T: actor's log-probabilities, float32 ``[T]``.
-        entropy_T: actor's entropy, float32 ``[T]`` (nats).
+        logprobs_T: actor's log-probabilities, float32 ``[T]``; the engine's where they are taken
+            for the actor's.
         ref_logprobs_T: reference's log-probabilities, float32 ``[T]``; equal to ``logprobs_T``
             where no reference model is in use.
         values_T: critic's value of the state before token t, float32 ``[T]``; zeros where no
@@ -145,7 +145,6 @@ class Measured:
 
     batch: Batch
     logprobs_T: Tensor
-    entropy_T: Tensor
     ref_logprobs_T: Tensor
     values_T: Tensor
     full_kl_T: Tensor | None = None

@@ -54,7 +54,10 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     metrics |= _mean_max_min("response_length_non_aborted", length_B[present_B])
     metrics["response_length_non_aborted/clip_ratio"] = _mean(batch.truncated_B[present_B])
     metrics["response/aborted_ratio"] = _mean(~present_B)
-    metrics |= mismatch_metrics(measured.logprobs_T, batch.rollout_logprobs_T, mask_T, cu_seqlens)
+    if measured.logprobs_T is not batch.rollout_logprobs_T:
+        metrics |= mismatch_metrics(
+            measured.logprobs_T, batch.rollout_logprobs_T, mask_T, cu_seqlens
+        )
     metrics |= weight_metrics(experience.loss_weight_T, mask_T)
     kl_T = torch.where(inside_T, measured.logprobs_T - measured.ref_logprobs_T, 0.0)
     surprisal_T = torch.where(inside_T, -measured.logprobs_T, 0.0)

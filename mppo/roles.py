@@ -215,8 +215,12 @@ class Roles:
         self._skipped_in_a_row = int(state["in_a_row"])
 
     def measure(self, batch: Batch) -> Measured:
-        """What actor, reference and critic say of the batch, before any update."""
-        roles = [role for role in (self.ref, self.actor, self.critic) if role is not None]
+        """What actor, reference and critic say of the batch, before any update.
+
+        The actor is not asked where the recipe takes the engine's log-probabilities for its own.
+        """
+        actor = self.actor if self.recipe.measures_actor else None
+        roles = [role for role in (self.ref, actor, self.critic) if role is not None]
         actions = measure_schedule(
             batch.lengths_B.tolist(), [role.shape(measuring=True) for role in roles]
         )
@@ -233,11 +237,12 @@ class Roles:
                     outputs[role.name] = role.measure(batch, plan)
                 meet()
             self.seconds[MEASURED[role.name]] = time.perf_counter() - start
-        logprobs_T, entropy_T, *full_kl_T = outputs["actor"]
+        logprobs_T, full_kl_T = batch.rollout_logprobs_T, None
+        if actor is not None:
+            logprobs_T, _, *full_kl_T = outputs["actor"]
         return Measured(
             batch=batch,
             logprobs_T=logprobs_T,
-            entropy_T=entropy_T,
             ref_logprobs_T=outputs["ref"][0] if self.ref else logprobs_T,
             values_T=outputs["critic"][0] if self.critic else torch.zeros_like(logprobs_T),
             full_kl_T=full_kl_T[0] if full_kl_T else None,

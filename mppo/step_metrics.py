@@ -15,18 +15,22 @@ from mppo.run import Run
 
 def mismatch(measured: Measured, step: int) -> dict[str, float]:
     """How far the engine's probabilities are from the actor's, and its weights behind, over
-    response tokens."""
+    response tokens; the first only where the actor was measured."""
     batch = measured.batch
     inside = batch.response_mask_T > 0
-    gap = (measured.logprobs_T - batch.rollout_logprobs_T)[inside].abs()
-    if not len(gap):
+    if not inside.any():
         return {}
     lag = step - 1 - batch.weight_version_T[inside]
-    return {
-        "training/rollout_logprob_diff_mean": gap.mean().item(),
-        "training/rollout_logprob_diff_max": gap.max().item(),
+    lags = {
         "training/weight_version_lag_max": float(lag.max()),
         "training/weight_version_lag_mean": float(lag.double().mean()),
+    }
+    if measured.logprobs_T is batch.rollout_logprobs_T:
+        return lags
+    gap = (measured.logprobs_T - batch.rollout_logprobs_T)[inside].abs()
+    return lags | {
+        "training/rollout_logprob_diff_mean": gap.mean().item(),
+        "training/rollout_logprob_diff_max": gap.max().item(),
     }
 
 

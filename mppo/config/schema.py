@@ -341,6 +341,13 @@ class Recipe(Section):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
+    def measures_actor(self) -> bool:
+        """Whether the actor's log-probabilities are measured, or the engine's taken for them."""
+        correction = self.algorithm.rollout_correction
+        rejects = correction.rollout_rs != "off" or correction.rollout_token_veto_threshold
+        return bool(not correction.bypass_mode or rejects or self.measures_full_kl)
+
+    @property
     def measures_full_kl(self) -> bool:
         """Whether a KL term is taken over the whole vocabulary."""
         penalty = self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty.startswith("full")

@@ -24,8 +24,8 @@ class MicroBatch:
 
     Args:
         tokens_t: int64 ``[t]`` on the model's device.
-        packing: where the sequences lie, padding as a sequence of its own.
-        source_N: int64 ``[N]``, position whose hidden state predicts each response token.
+        packing: where the sequences lie, padding as a sequence of its own, and which of the ``t``
+            predict each of the response tokens (``read``, ``[N]``).
         target_N: int64 ``[N]``, the response tokens.
         index_N: int64 ``[N]`` (device), position of each in the ``T`` of this micro-batch.
         num_tokens: T.
@@ -34,7 +34,6 @@ class MicroBatch:
 
     tokens_t: Tensor
     packing: Packing
-    source_N: Tensor
     target_N: Tensor
     index_N: Tensor
     num_tokens: int
@@ -80,10 +79,10 @@ def cut(
     slot_T[origin_t] = torch.arange(len(origin_t))
     index_N = mask_T.nonzero()[:, 0]
     index_N = index_N[slot_T[index_N - 1] >= 0]
+    packing.read = slot_T[index_N - 1].to(device)
     return MicroBatch(
         tokens_t=tokens_t.to(device),
         packing=packing,
-        source_N=slot_T[index_N - 1].to(device),
         target_N=tokens_T[index_N].to(device),
         index_N=index_N.to(device),
         num_tokens=len(tokens_T),

@@ -48,6 +48,7 @@ class Packing(PackedSeqParams):
         origin: int64 ``[T]``, which token of the micro-batch each one is; -1 for padding.
         context: the split over context-parallel ranks; ``attention_rows`` is then empty and all
             tensors above speak of local tokens, save ``cu_seqlens``.
+        read: int64 ``[N]``, the tokens whose output the head reads; None: all.
         routing: what the routers of a mixture of experts do with the micro-batch; None: choose.
     """
 
@@ -57,6 +58,7 @@ class Packing(PackedSeqParams):
     contiguous: bool = False
     origin: Tensor | None = None
     context: ContextSplit | None = None
+    read: Tensor | None = None
     routing: MicroRouting | None = None
 
 

@@ -332,7 +332,7 @@ class Role:
         if self.spec.head == "value":
             values = stage.value_head(hidden[:, 0])
             values = gather_values(values, self.config.sequence_parallel)
-            return self._whole((values[microbatch.source_N],), microbatch)
+            return self._whole((self._read(values, microbatch),), microbatch)
         weight, is_text = stage.output_weight(), extras.is_text(microbatch)
         vocabulary = self._vocabulary(len(weight), stage.final_logit_softcap)
         if is_text:
@@ -367,7 +367,13 @@ class Role:
     def _predicting(self, hidden: Tensor, microbatch: MicroBatch) -> Tensor:
         """Hidden states that predict a response token ``[N, hidden]``, of the last stage's."""
         hidden = gather_hidden(hidden, self.config.sequence_parallel)
-        return hidden.index_select(0, microbatch.source_N)
+        return self._read(hidden, microbatch)
+
+    def _read(self, outputs: Tensor, microbatch: MicroBatch) -> Tensor:
+        """Rows that predict a response token ``[N, ...]``, of the last stage's whole outputs."""
+        if self.stages[-1].ends_where_read:
+            return outputs
+        return outputs.index_select(0, microbatch.packing.read)
 
     def _whole(self, outputs_N: Outputs, microbatch: MicroBatch) -> Outputs:
         """Spread over the ``T`` tokens of the micro-batch, and over the context-parallel ranks.

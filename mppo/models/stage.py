@@ -30,6 +30,7 @@ from mppo.models.attention import PackedAttention
 from mppo.models.experts import SortedExperts
 from mppo.models.families import FamilyConfig
 from mppo.models.head import ValueHead
+from mppo.models.last_layer import LastLayer, ending_where_read
 from mppo.models.latent import LatentAttention
 from mppo.models.moe import hand_packing_to_routers, reduce_over_expert_data_parallel
 from mppo.models.norm import RMSNorm
@@ -71,6 +72,11 @@ class Stage(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **kwargs) -> Tensor:
         return hidden_states
 
+    @property
+    def ends_where_read(self) -> bool:
+        """Whether the output is ``[N, 1, hidden]``, of the tokens the head reads; last stage."""
+        return isinstance(self.decoder.layers[-1], LastLayer)
+
     def output_weight(self) -> Tensor:
         """This rank's rows of the vocabulary projection, ``[V / tp, hidden]``; last stage only."""
         if self.share_embeddings_and_output_weights:
@@ -92,7 +98,8 @@ class Stage(GPTModel):
             packing: where its sequences lie.
 
         Returns:
-            Hidden states ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism.
+            Hidden states ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism; of
+            the last chunk ``[N, 1, hidden]`` where it ``ends_where_read``.
         """
         params = _as_thd(packing) if self.uses_transformer_engine else packing
         offload = self.config.offload_activations and torch.is_grad_enabled()
@@ -141,7 +148,7 @@ def build_stages(
             gpt_kwargs["share_embeddings_and_output_weights"] = False
         stage = Stage(
             config,
-            layer_specs(config, vp_stage, family),
+            layer_specs(config, vp_stage, family, last),
             vocab_size=padded_vocab,
             max_sequence_length=1,
             pre_process=first,
@@ -165,7 +172,7 @@ def uses_transformer_engine(family: FamilyConfig) -> bool:
 
 
 def layer_specs(
-    config: TransformerConfig, vp_stage: int | None, family: FamilyConfig
+    config: TransformerConfig, vp_stage: int | None, family: FamilyConfig, last: bool
 ) -> ModuleSpec:
     """Megatron's layer specs for one chunk, with our parts where there is no Transformer Engine."""
     use_te = uses_transformer_engine(family)
@@ -175,6 +182,9 @@ def layer_specs(
     specs = _with_parts(specs, {TopKRouter: Router} if use_te else _LOCAL_PARTS)
     if family.sandwich_norms:
         layers = [dataclasses.replace(layer, module=SandwichLayer) for layer in specs.layer_specs]
+        specs = dataclasses.replace(specs, layer_specs=layers)
+    if last:
+        layers = ending_where_read(specs.layer_specs, config)
         specs = dataclasses.replace(specs, layer_specs=layers)
     return specs
 

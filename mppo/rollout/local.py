@@ -62,6 +62,11 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
             copy.deepcopy(config), dtype=dtype, attn_implementation=ATTENTION
         )
     model.tie_weights()
+    embeddings = model.get_input_embeddings().weight
+    for module in model.modules():
+        # decoding multiplies few rows: MKL reads a weight faster that lies input by input
+        if isinstance(module, nn.Linear) and module.weight is not embeddings:
+            module.weight.data = torch.empty_like(module.weight.t().contiguous()).t()
     for name, buffer in model.named_buffers():
         if name.endswith(WIDE_BUFFER):
             buffer.data = buffer.data.float()

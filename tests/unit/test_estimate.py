@@ -61,7 +61,7 @@ def measured_of(lengths, scores=None, seed=0, prompt=1, samples=2):
         truncated_B=torch.arange(count) % 2 == 1,
         weight_version_T=torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64),
     )
-    return Measured(batch, -random().abs(), random().abs(), -random().abs(), random())
+    return Measured(batch, -random().abs(), -random().abs(), random())
 
 
 def finite(experience):

@@ -46,7 +46,7 @@ def experience_of(lengths, seed=0, prompt=2, rejected=()):
         truncated_B=torch.zeros(count, dtype=torch.bool),
         weight_version_T=torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64),
     )
-    measured = Measured(batch, logprobs, random().abs(), -random().abs(), random())
+    measured = Measured(batch, logprobs, -random().abs(), random())
     weight = mask * torch.rand(len(mask), generator=generator)
     for index in rejected:
         weight[cu_seqlens[index] : cu_seqlens[index + 1]] = 0.0

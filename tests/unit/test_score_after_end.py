@@ -29,9 +29,7 @@ def measured_of(seed: int) -> Measured:
     count = len(batch.tokens_T)
     logprobs_T, ref_T, values_T = torch.randn(3, count, generator=random)
     mask_T = batch.response_mask_T
-    return Measured(
-        batch, logprobs_T * mask_T, mask_T, ref_T * mask_T, values_T * batch.value_mask_T
-    )
+    return Measured(batch, logprobs_T * mask_T, ref_T * mask_T, values_T * batch.value_mask_T)
 
 
 def rows(x_T: torch.Tensor, measured: Measured) -> torch.Tensor:

@@ -1,0 +1,44 @@
+"""Which models end at the tokens that the head reads."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from hf_families import CONFIGS
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from mppo.config.schema import MegatronConfig
+from mppo.models.configuration import layout_of, transformer_config
+from mppo.models.families import family_config
+from mppo.models.last_layer import LastLayer, ending_where_read
+from mppo.models.sandwich import SandwichLayer
+
+
+def layers_of(spec, **layout) -> list[type]:
+    """Classes of the layers of a model of two such layers."""
+    megatron = MegatronConfig(**layout)
+    place = layout_of(megatron, megatron.tensor_model_parallel_size)
+    family = family_config(CONFIGS["llama"]())
+    config = transformer_config(family, megatron, place, torch.float32)
+    return [layer.module for layer in ending_where_read([spec, spec], config)]
+
+
+def test_a_dense_model_ends_where_the_head_reads():
+    assert layers_of(get_gpt_layer_local_spec()) == [TransformerLayer, LastLayer]
+
+
+def test_routing_counts_all_tokens():
+    assert LastLayer not in layers_of(get_gpt_layer_local_spec(num_experts=4))
+
+
+def test_another_layer_stays_what_it_is():
+    sandwich = dataclasses.replace(get_gpt_layer_local_spec(), module=SandwichLayer)
+    assert layers_of(sandwich) == [SandwichLayer, SandwichLayer]
+
+
+def test_under_sequence_parallelism_ranks_hold_equally_many_tokens():
+    spec, split = get_gpt_layer_local_spec(), dict(tensor_model_parallel_size=2)
+    assert LastLayer not in layers_of(spec, **split, sequence_parallel=True)
+    assert LastLayer in layers_of(spec, **split, sequence_parallel=False)
