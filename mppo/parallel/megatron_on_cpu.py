@@ -139,6 +139,24 @@ def _reduce_scatter(output, inputs, group=None, **kwargs):
     return None
 
 
+def _reduce_scatter_tensor(reduce_scatter):
+    """Sums of equal parts, of which only those go over the wire that a rank keeps.
+
+    gloo's own sums everything on every rank first, which takes twice as long.
+    """
+
+    @functools.wraps(reduce_scatter)
+    def exchanged(output, input, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
+        if async_op or op != torch.distributed.ReduceOp.SUM:
+            return reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+        parts = torch.empty_like(input)
+        torch.distributed.all_to_all_single(parts, input, group=group)
+        torch.sum(parts.view(-1, *output.shape), 0, out=output)
+        return None
+
+    return exchanged
+
+
 def _torch_stand_in() -> types.ModuleType:
     inert = _Stream()
     cuda = _Overlay(
@@ -209,6 +227,9 @@ def _shared_groups(create):
 def _patch_modules() -> None:
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     parallel_state.create_group = _shared_groups(parallel_state.create_group)
+    for name in ("distributed.param_and_grad_buffer", "tensor_parallel.mappings"):
+        module = importlib.import_module(f"megatron.core.{name}")
+        module.dist_reduce_scatter_func = _reduce_scatter_tensor(module.dist_reduce_scatter_func)
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
