@@ -22,7 +22,7 @@ help:
 	@echo "make clean       remove the environment"
 
 demo: $(VENV)/.mppo
-	$(TORCHRUN) --nproc_per_node=2 mppo/train.py --config $(RECIPE)
+	OMP_NUM_THREADS=1 $(TORCHRUN) --nproc_per_node=2 mppo/train.py --config $(RECIPE)
 
 test: $(VENV)/.test slurm lint
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests --durations=15

@@ -1,6 +1,6 @@
 """Reward by step of several estimators on the demo's task, in one plot.
 
-    python benchmarks/learning_curves.py [--estimators gae grpo ...] [--steps 110] [--seed 0]
+    python benchmarks/learning_curves.py [--estimators gae grpo ...] [--steps 125] [--seed 0]
 
 Trains ``recipes/demo.yaml`` once for each estimator, one after another. The critic-free estimators
 take four responses to each of a quarter as many prompts, so that every step sees as many responses.
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--estimators", nargs="+", default=ESTIMATORS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=110)
+    parser.add_argument("--steps", type=int, default=125)
     parser.add_argument("--processes", type=int, choices=(1, 2), default=2)
     parser.add_argument("--runs", type=Path, help="folder to keep the runs in")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/learning_curves")

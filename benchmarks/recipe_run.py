@@ -3,7 +3,7 @@
     python benchmarks/recipe_run.py RECIPE [section.key=value ...] [--processes 2] [--out FILE]
 
 Keeps, by step, held-out and training reward, the mismatch between the engine's and the actor's
-probabilities, and the seconds of each stage.
+probabilities, and the seconds of each stage; and how long the whole run took, with its start.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from record import parser, record
@@ -30,17 +31,19 @@ KEPT = (
 )
 
 
-def train(recipe: Path, overrides: list[str], processes: int) -> list[dict[str, float]]:
-    """One run; its metrics, line by line."""
+def train(recipe: Path, overrides: list[str], processes: int) -> tuple[list[dict], float]:
+    """One run; its metrics, line by line, and its seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
             f"--nproc_per_node={processes}", str(ROOT / "mppo/train.py"), "--config", str(recipe),
             f"trainer.default_local_dir={folder}/run", "trainer.export_hf=false", *overrides,
         ]  # fmt: skip
+        start = time.perf_counter()
         subprocess.run(command, check=True, cwd=ROOT)
+        seconds = time.perf_counter() - start
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines], seconds
 
 
 def main() -> None:
@@ -49,12 +52,13 @@ def main() -> None:
     arguments.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments.add_argument("--processes", type=int, default=2)
     given = arguments.parse_intermixed_args()
-    lines = train(given.recipe, given.overrides, given.processes)
+    lines, seconds = train(given.recipe, given.overrides, given.processes)
     curves = {
         name: [[int(line["step"]), round(line[name], 6)] for line in lines if name in line]
         for name in KEPT
     }
-    record({"curves": {name: curve for name, curve in curves.items() if curve}}, given.out)
+    kept = {name: curve for name, curve in curves.items() if curve}
+    record({"seconds": seconds, "curves": kept}, given.out)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -39,6 +40,9 @@ FIRST_RANK_SPEAKS_S = 15.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; exit code 0, 2 for a faulty recipe, 1 for a failure while running."""
     arguments = _parse(argv)
+    if not sys.warnoptions:
+        # of parts not installed and calls on their way out: nothing a recipe can change
+        warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
     try:
         info = discover()
     except ValueError as error:
