@@ -2,8 +2,8 @@
 
 ``make soak``, or ``python benchmarks/soak.py --minutes 10 --seed 0``. One run goes undisturbed.
 Then runs of the same recipe are killed with SIGKILL at random moments (a rank, the launcher; while
-a checkpoint is written, while loading, at any time) and started again until they finish. Each must
-end with exactly the weights and metrics of the undisturbed one. Exit code 0 if all did.
+a checkpoint is written, after a step, while starting) and started again until they finish. Each
+must end with exactly the weights and metrics of the undisturbed one. Exit code 0 if all did.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from record import parser, record
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests/end_to_end"))
-from launched_run import metrics_logged, same_weights, start_torchrun  # noqa: E402
+from launched_run import metrics_logged, same_weights, start_torchrun, steps_logged  # noqa: E402
 
 TARGETS = ("a rank", "the launcher")
-MOMENTS = ("while saving", "at any time", "soon after the start")
+MOMENTS = ("while saving", "while training", "soon after the start")
 
 
 @dataclass
@@ -38,8 +38,6 @@ class Tally:
     resumed_from: list[int] = field(default_factory=list)
     runs: int = 0
     failures: list[str] = field(default_factory=list)
-    typical_s: float = 0.0
-    """Seconds in which to kill; less where runs ended before."""
 
     def summary(self) -> str:
         lines = [f"{self.runs} runs finished, {self.kills.total()} kills:"]
@@ -70,15 +68,24 @@ class Job:
 
 def wait_for(moment: str, launcher: subprocess.Popen, run_dir: Path, typical_s: float, rng) -> bool:
     """Wait for a moment of the kind; False if the run ended before it came."""
-    span = {"at any time": typical_s, "soon after the start": typical_s / 4}
-    deadline = time.monotonic() + rng.uniform(0, span.get(moment, typical_s))
+    before, came = steps_logged(run_dir), None
+    delay = rng.uniform(0, {"soon after the start": 0.5, "while training": 0.1}.get(moment, 0.0))
     while launcher.poll() is None:
-        late = time.monotonic() > deadline
-        saving = any((run_dir / "checkpoints").glob(".global_step_*.partial"))
-        if late and (moment != "while saving" or saving):
+        if came is None and (
+            moment == "soon after the start"
+            or (moment == "while training" and steps_logged(run_dir) > before)
+            or (moment == "while saving" and is_saving(run_dir))
+        ):
+            came = time.monotonic()
+        if came is not None and time.monotonic() >= came + delay * typical_s:
             return True
         time.sleep(0.002)
     return False
+
+
+def is_saving(run_dir: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    return any((run_dir / "checkpoints").glob(".global_step_*.partial"))
 
 
 def kill(target: str, launcher: subprocess.Popen, rng) -> None:
@@ -100,11 +107,10 @@ def disturb(run_dir: Path, job: Job, tally: Tally) -> bool:
         launcher = start_torchrun(run_dir, job.steps)
         target, moment = job.rng.choice(TARGETS), job.rng.choice(MOMENTS)
         enough = tally.kills.total() >= job.kills
-        if not enough and wait_for(moment, launcher, run_dir, tally.typical_s, job.rng):
+        if not enough and wait_for(moment, launcher, run_dir, job.typical_s, job.rng):
             kill(target, launcher, job.rng)
             tally.kills[f"{target}, {moment}"] += 1
             continue
-        tally.typical_s *= 0.8
         if launcher.wait() != 0:
             tally.failures.append(f"{run_dir}: ended with {launcher.returncode}, see output.txt")
             return False
@@ -128,7 +134,7 @@ def resumed_steps(run_dir: Path) -> list[int]:
 
 def soak(root: Path, reference: Path, job: Job) -> Tally:
     """Runs that are killed, until there were enough kills or the time is up."""
-    tally = Tally(typical_s=job.typical_s)
+    tally = Tally()
     while time.monotonic() < job.deadline and not tally.failures:
         run_dir = root / f"run_{tally.runs}"
         finished = disturb(run_dir, job, tally)
