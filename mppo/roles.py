@@ -15,6 +15,7 @@ import torch
 from mppo.batch import Batch, Experience, Measured
 from mppo.config.schema import Recipe
 from mppo.models.configuration import DTYPES, layout_of
+from mppo.models.flops import update_flops
 from mppo.models.optimizer import StepResult
 from mppo.models.role import Role, step_together
 from mppo.models.role_spec import PLAIN, Extras, Outputs, RoleSpec
@@ -30,6 +31,7 @@ from mppo.objective import (
 from mppo.parallel import device
 from mppo.parallel.abandon import meet, meet_half_done
 from mppo.parallel.groups import GroupRegistry
+from mppo.parallel.peak import peak_tflops
 from mppo.parallel.phase import phase
 from mppo.parallel.schedule import Action, joint_rounds, measure_schedule, update_schedule
 from mppo.plain_text import PlainText
@@ -75,6 +77,7 @@ class Learner:
         objective: loss and statistics from outputs and targets.
         extras: what its passes are given besides tokens.
         text: documents that ride along with every mini-batch.
+        peak_tflops: of one rank's device; None where it is not known.
     """
 
     role: Role
@@ -83,8 +86,10 @@ class Learner:
     objective: Callable[..., Any]
     extras: Extras = PLAIN
     text: PlainText | None = None
+    peak_tflops: float | None = None
     learning_rate: float = 0.0
     seconds: float = 0.0
+    flops: float = 0.0
     stats: list[dict[str, float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -102,6 +107,8 @@ class Learner:
             extras = replace(extras, text_from=batch.num_sequences)
             shape = self.role.shape(measuring=False)
             batch, plan, whole_objective = self.text.join(batch, plan, shape, micro_objective)
+        mask_T = self.role.predicted_mask_T(batch)
+        self.flops += update_flops(self.role.flops, batch, plan, mask_T)
         self.stats.append(self.role.forward_backward(batch, plan, whole_objective, extras))
         device.synchronize()
         self.seconds += time.perf_counter() - start
@@ -118,7 +125,17 @@ class Learner:
             f"{name}/grad_norm": sum(self.norms) / len(self.norms),
             f"{name}/lr": self.learning_rate,
             **self.role.routing_metrics(),
+            **self._work_metrics(),
         }
+
+    def _work_metrics(self) -> dict[str, float]:
+        """TFLOP/s of each rank over this update, and their share of the peak where it is known."""
+        name, ranks = self.role.name, torch.distributed.get_world_size()
+        rate = self.flops / self.seconds / ranks / 1e12
+        metrics = {f"perf/tflops_per_rank/{name}": rate}
+        if self.peak_tflops is not None:
+            metrics[f"perf/mfu/{name}"] = rate / self.peak_tflops
+        return metrics
 
 
 MEASURED = {"actor": "old_log_prob", "ref": "ref", "critic": "values"}
@@ -294,6 +311,7 @@ class Roles:
             self._mini_batches(experience, size, section, step),
             partial(value_targets, experience, critic=section),
             lambda outputs, targets: value_objective(*outputs, targets, section),
+            peak_tflops=self._peak_tflops(),
         )
 
     def _actor_learner(self, experience: Experience, step: int) -> Learner:
@@ -307,7 +325,15 @@ class Roles:
             lambda outputs, targets: policy_objective(*outputs[:2], targets, section, *outputs[2:]),
             extras,
             self.text,
+            self._peak_tflops(),
         )
+
+    def _peak_tflops(self) -> float | None:
+        """The recipe's peak of a rank's device, or the device's own in bfloat16."""
+        stated = self.recipe.trainer.peak_tflops_per_rank
+        if stated is None and self.recipe.model.dtype == "bfloat16":
+            return peak_tflops(device.name())
+        return stated
 
     def _mini_batches(
         self, experience: Experience, size: int, section, step: int

@@ -283,6 +283,8 @@ class TrainerConfig(Section):
     ``heartbeat_timeout_s`` is how long a silent rank counts as alive, ``hang_timeout_s`` how long
     no rank may make progress (null: nine tenths of ``collective_timeout_s``). After SIGTERM or
     Ctrl-C a step that would not end within ``stop_within_s`` is abandoned (null: never).
+    ``peak_tflops_per_rank`` is what ``perf/mfu/*`` is a share of (null: the GPU's in bfloat16, by
+    its name; without one there is no ``perf/mfu/*``).
     """
 
     project_name: str = "mppo"
@@ -319,6 +321,7 @@ class TrainerConfig(Section):
     hang_timeout_s: float | None = Field(default=None, gt=0)
     on_nonfinite: Literal["skip", "stop"] = "stop"
     max_nonfinite_in_a_row: int = Field(default=3, gt=0)
+    peak_tflops_per_rank: float | None = Field(default=None, gt=0)
     seed: int = 0
 
 

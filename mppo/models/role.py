@@ -21,6 +21,7 @@ from mppo.models.average import MovingAverage
 from mppo.models.configuration import transformer_config
 from mppo.models.context import ContextPlace
 from mppo.models.families import family_config
+from mppo.models.flops import model_flops
 from mppo.models.full_kl import Projection, chunked_full_kl
 from mppo.models.head import Vocabulary, chunked_logprobs, gather_hidden, gather_values
 from mppo.models.microbatch import MicroBatch, cut
@@ -56,6 +57,7 @@ class Role:
         groups: the layout's process groups.
 
     Attributes:
+        flops: operations of its passes.
         fresh: parameters that ``spec.folder`` does not have: a value head of a plain model.
     """
 
@@ -66,6 +68,7 @@ class Role:
         self.hf_config = hf_config
         device.prepare_dtype(spec.dtype)
         family = family_config(hf_config)
+        self.flops = model_flops(hf_config, spec.head)
         self._vocab_size = family.gpt_kwargs["vocab_size"]
         with groups.active():
             self.config = transformer_config(
@@ -124,6 +127,10 @@ class Role:
         limits = MicroBatchLimits(sequences, tokens)
         multiple = self.layout.pp if self.layout.vpp > 1 else 1
         return RoleShape(self.name, self.layout.dp, multiple, limits)
+
+    def predicted_mask_T(self, batch: Batch) -> Tensor:
+        """1 on the tokens whose value or log-probability the head gives, float32 ``[T]``."""
+        return batch.value_mask_T if self.spec.head == "value" else batch.response_mask_T
 
     @torch.no_grad()
     def measure(self, batch: Batch, plan: Plan, extras: Extras = PLAIN) -> Outputs:
@@ -319,7 +326,7 @@ class Role:
         if self.layout.cp > 1:
             context = ContextPlace(self.layout.cp, self.groups.coordinates.cp)
         merge = not self.stages[0].uses_transformer_engine
-        mask_T = batch.value_mask_T if self.spec.head == "value" else batch.response_mask_T
+        mask_T = self.predicted_mask_T(batch)
         return [
             cut(batch, indices, self.token_multiple, device.device(), context, merge, mask_T)
             for indices in mine

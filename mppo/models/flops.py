@@ -1,0 +1,111 @@
+"""Floating-point operations that a model's mathematics needs, from its parameter table.
+
+Two operations for each multiply-add of a matrix product; lookups, norms, activations and the
+softmax do not count, nor does what a layout does twice (recomputation, padding).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mppo.algos.masked import sequence_sum
+from mppo.batch import Batch
+from mppo.config.memory import experts_per_token
+from mppo.models.families import family_config
+from mppo.models.stage import Head
+from mppo.parallel.balance import Plan
+from mppo.weights.shape import ModelShape, model_shape
+from mppo.weights.table import Row, parameter_table
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Operations of a forward pass.
+
+    Args:
+        per_token: of the layers' matrices; of a mixture, those of the experts a token visits.
+        per_output: of the head, for each token whose log-probability or value is wanted.
+        per_pair: of one layer's attention, for each query and key it sees.
+        windows: tokens a query sees, itself included, by layer; None where it sees all before it.
+    """
+
+    per_token: int
+    per_output: int
+    per_pair: int
+    windows: tuple[int | None, ...]
+
+    def forward(self, lengths: Iterable[int], outputs: int) -> int:
+        """Operations of a forward pass.
+
+        Args:
+            lengths: tokens of each sequence.
+            outputs: tokens that pass the head.
+        """
+        lengths = list(lengths)
+        pairs = sum(seen_pairs(n, window) for window in self.windows for n in lengths)
+        return self.per_token * sum(lengths) + self.per_output * outputs + self.per_pair * pairs
+
+    def training(self, lengths: Iterable[int], outputs: int) -> int:
+        """Of forward and backward, which needs two products for each one of forward."""
+        return 3 * self.forward(lengths, outputs)
+
+
+def seen_pairs(length: int, window: int | None) -> int:
+    """Pairs of a query and a key it sees in a causal sequence: ``sum_i min(i, window)``."""
+    full = length if window is None else min(length, window)
+    return full * (full + 1) // 2 + (length - full) * full
+
+
+def model_flops(hf_config: Any, head: Head) -> ModelFlops:
+    """Operations of the model a Hugging Face config describes.
+
+    Args:
+        hf_config: a transformers config object.
+        head: what the model ends in.
+    """
+    shape, family = model_shape(hf_config), family_config(hf_config)
+    table, visited = parameter_table(shape), experts_per_token(hf_config)
+    matrices = [(row, _multiply_adds(row)) for row in table.rows]
+    per_token = sum(
+        products * (visited if row.where == "expert" else 1)
+        for layer in range(shape.num_layers)
+        for row, products in matrices
+        if table.applies(row, layer)
+    )
+    end = "value" if head == "value" else "output"
+    per_output = sum(products for row, products in matrices if row.where == end)
+    windowed = family.window_layers or (False,) * shape.num_layers
+    windows = tuple(family.window_size if here else None for here in windowed)
+    return ModelFlops(2 * per_token, 2 * per_output, 2 * _pair_products(shape), windows)
+
+
+def update_flops(model: ModelFlops, batch: Batch, plan: Plan, mask_T: Tensor) -> int:
+    """Operations of forward and backward over a plan's micro-batches, of all ranks together.
+
+    Args:
+        model: the model's.
+        batch: the global batch.
+        plan: sequences of every data-parallel rank's micro-batches.
+        mask_T: float ``[T]`` of the batch, 1 on the tokens that pass the head.
+    """
+    chosen = [index for rank in plan for indices in rank for index in indices]
+    outputs = sequence_sum(mask_T, batch.cu_seqlens)[chosen].sum()
+    return model.training(batch.lengths_B[chosen].tolist(), int(outputs))
+
+
+def _multiply_adds(row: Row) -> int:
+    """For each token that meets the row's matrices; vectors (norms, biases) have none."""
+    return sum(math.prod(shape) for shape in row.shapes if len(shape) == 2)
+
+
+def _pair_products(shape: ModelShape) -> int:
+    """Multiply-adds of one layer's scores and their weighted values, for one pair."""
+    if shape.latent is None:
+        return shape.heads * 2 * shape.head_dim
+    latent = shape.latent
+    return shape.heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim + latent.v_head_dim)
