@@ -28,8 +28,9 @@ class ModelFlops:
     """Operations of a forward pass.
 
     Args:
-        per_token: of the layers' matrices; of a mixture, those of the experts a token visits.
-        per_output: of the head, for each token whose log-probability or value is wanted.
+        per_token: of the layers' other matrices; of a mixture, those of the experts a token visits.
+        per_output: of the head and of the last layer's feed-forward (not of a mixture), for each
+            token whose log-probability or value is wanted.
         per_pair: of one layer's attention, for each query and key it sees.
         windows: tokens a query sees, itself included, by layer; None where it sees all before it.
     """
@@ -70,15 +71,16 @@ def model_flops(hf_config: Any, head: Head) -> ModelFlops:
     """
     shape, family = model_shape(hf_config), family_config(hf_config)
     table, visited = parameter_table(shape), experts_per_token(hf_config)
-    matrices = [(row, _multiply_adds(row)) for row in table.rows]
-    per_token = sum(
-        products * (visited if row.where == "expert" else 1)
-        for layer in range(shape.num_layers)
-        for row, products in matrices
-        if table.applies(row, layer)
-    )
-    end = "value" if head == "value" else "output"
-    per_output = sum(products for row, products in matrices if row.where == end)
+    last = shape.num_layers - 1
+    per_token = per_output = 0
+    for row in table.rows:
+        products = _multiply_adds(row) * (visited if row.where == "expert" else 1)
+        layers = sum(table.applies(row, layer) for layer in range(shape.num_layers))
+        if row.where == "dense" and table.applies(row, last):
+            layers, per_output = layers - 1, per_output + products
+        per_token += layers * products
+        if row.where == ("value" if head == "value" else "output"):
+            per_output += products
     windowed = family.window_layers or (False,) * shape.num_layers
     windows = tuple(family.window_size if here else None for here in windowed)
     return ModelFlops(2 * per_token, 2 * per_output, 2 * _pair_products(shape), windows)

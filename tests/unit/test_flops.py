@@ -19,13 +19,15 @@ EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, h
 def test_a_dense_model_by_hand():
     # heads of 4: q 16x16, k and v 8x16 each, output 16x16: 768; gate, up, down 3 * 16*24: 1152
     counted = model_flops(hf.Qwen2Config(**DENSE), "policy")
+    # the last layer's 1152 only where the head, 40x16, reads
     # one pair: 4 heads * (4 for the score + 4 for the value)
-    assert counted == ModelFlops(2 * 3 * (768 + 1152), 2 * 40 * 16, 2 * 32, (None,) * 3)
-    assert model_flops(hf.Qwen2Config(**DENSE), "value").per_output == 2 * 16
+    per_token, per_output = 2 * (3 * 768 + 2 * 1152), 2 * (40 * 16 + 1152)
+    assert counted == ModelFlops(per_token, per_output, 2 * 32, (None,) * 3)
+    assert model_flops(hf.Qwen2Config(**DENSE), "value").per_output == 2 * (16 + 1152)
     tied = hf.Qwen2Config(**DENSE, tie_word_embeddings=True)
     assert model_flops(tied, "policy") == counted
     # sequences of 3 and 2 tokens: 6 + 3 pairs in each layer; 2 tokens pass the head
-    assert counted.forward([3, 2], 2) == 5 * 11520 + 2 * 1280 + 3 * 9 * 64
+    assert counted.forward([3, 2], 2) == 5 * 9216 + 2 * 3584 + 3 * 9 * 64
     assert counted.training([3, 2], 2) == 3 * counted.forward([3, 2], 2)
 
 
@@ -43,7 +45,7 @@ def test_latent_attention_by_hand():
     )  # fmt: skip
     # q 4*6 x 16, down (8 + 2) x 16, up 4*(4 + 5) x 8, output 16 x 4*5: 384 + 160 + 288 + 320
     counted = model_flops(config, "policy")
-    assert counted.per_token == 2 * 3 * (1152 + 1152)
+    assert counted.per_token == 2 * (3 * 1152 + 2 * 1152)
     assert counted.per_pair == 2 * 4 * (6 + 5)
 
 
