@@ -37,12 +37,33 @@ COMMON = [
     "trainer.val_before_train=false",
 ]
 TP, PP = "megatron.tensor_model_parallel_size=2", "megatron.pipeline_model_parallel_size=2"
+PEAK = 0.05
+REMEMBERING = [
+    "model.path=builtin:tiny",
+    "actor.ema_decay=0.9",
+    "actor.ptx_coef=0.5",
+    "data.ptx_files=[{out}/text.jsonl]",
+    "data.ptx_key=text",
+    "data.ptx_batch_size=3",
+    "algorithm.normalize_scores.mode=running",
+    "algorithm.use_pf_ppo=true",
+    "algorithm.pf_ppo.reweight_method=max_random",
+    "reward.name=function",
+    f"reward.function={__file__}:score",
+    f"trainer.peak_tflops_per_rank={PEAK}",
+]
+"""What keeps state from step to step beside the weights, with the adaptive KL and the schedules."""
 SETUPS = {
-    "dense": ["model.path=builtin:tiny", f"actor.{TP}", f"critic.{PP}"],
+    "dense": [*REMEMBERING, f"actor.{TP}", f"critic.{PP}"],
     "experts": ["model.path=builtin:tiny-moe", "actor.megatron.expert_model_parallel_size=2"],
 }
-OTHER_LAYOUT = ["model.path=builtin:tiny", f"actor.{PP}"]
+OTHER_LAYOUT = [*REMEMBERING, f"actor.{PP}"]
 COMPARED = ("actor/", "critic/", "response", "prompt", "training/", "val", "objective/")
+
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    """A reward that is not the same for all random responses."""
+    return float(sum(map(ord, solution_str)) % 3)
 
 
 def _run(info, overrides: list[str], run_dir: Path) -> None:
@@ -56,6 +77,8 @@ def _run(info, overrides: list[str], run_dir: Path) -> None:
         run = build_run(load_recipe(None, overrides), info, stop)
         train(run)
     run.roles.actor.save(run_dir / "actor")
+    if run.roles.actor.average is not None:
+        run.roles.actor.save_average(run_dir / "actor_ema")
     run.reporter.close()
 
 
@@ -78,12 +101,14 @@ def _worker(rank: int, out: Path) -> None:
 
     dist.init_process_group("gloo", f"file://{out}/store", rank=rank, world_size=2)
     info = LaunchInfo(rank, 2, rank, 2, "127.0.0.1", 1, "python")
-    for name, setup in SETUPS.items():
+    filled = {name: [key.replace("{out}", str(out)) for key in SETUPS[name]] for name in SETUPS}
+    for name, setup in filled.items():
         _run(info, setup, out / name)
         _half_done(out / name, out / f"{name} resumed")
         _run(info, setup, out / f"{name} resumed")
     _half_done(out / "dense", out / "other layout")
-    _run(info, OTHER_LAYOUT, out / "other layout")
+    other = [key.replace("{out}", str(out)) for key in OTHER_LAYOUT]
+    _run(info, other, out / "other layout")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -91,6 +116,8 @@ def _worker(rank: int, out: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("resume")
+    texts = [json.dumps({"text": f"{n} and {n + 1} are {2 * n + 1}"}) for n in range(7)]
+    (out / "text.jsonl").write_text("\n".join(texts))
     mp.spawn(_worker, (out,), nprocs=2)
     return out
 
@@ -117,6 +144,29 @@ def test_two_steps_resume_and_two_more_are_four_steps_bitwise(runs, name):
         for key, value in line.items():
             if key.startswith(COMPARED):
                 assert other[key] == value, (line["step"], key)
+
+
+def test_the_moving_average_resumes_bitwise(runs):
+    weights = _weights(runs / "dense/actor")
+    want, got = _weights(runs / "dense/actor_ema"), _weights(runs / "dense resumed/actor_ema")
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    assert any(not torch.equal(want[key], weights[key]) for key in want)
+
+
+def test_what_resumes_had_something_to_remember(runs):
+    lines = _metrics(runs / "dense")
+    assert len({line["actor/reward_kl_penalty_coeff"] for line in lines}) == 4
+    assert len({line["actor/ptx_loss"] for line in lines}) == 4
+    assert len({line["critic/raw_score/mean"] - line["critic/score/mean"] for line in lines}) == 4
+
+
+def test_an_update_says_how_much_arithmetic_it_did(runs):
+    for line in _metrics(runs / "dense"):
+        for role in ("actor", "critic"):
+            rate = line[f"perf/tflops_per_rank/{role}"]
+            assert rate > 0
+            assert line[f"perf/mfu/{role}"] == pytest.approx(rate / PEAK)
+    assert "perf/mfu/actor" not in _metrics(runs / "experts")[0]
 
 
 @pytest.mark.parametrize("name", SETUPS)
