@@ -14,8 +14,7 @@ from mppo.config.schema import SamplingConfig
 from mppo.estimate import needs_greedy_baseline
 from mppo.parallel.abandon import meet
 from mppo.rewards.early import EarlyScores
-from mppo.rollout.engine import Finished
-from mppo.run import Run
+from mppo.run import Asked, Run
 from mppo.selection import concatenate_batches, first_groups, informative_sequences, select_batch
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -42,7 +41,9 @@ def collect(run: Run, step: int) -> Collected:
     """Scored responses to a batch of prompts.
 
     With ``algorithm.filter_groups``, generation goes on until as many groups as the batch has
-    prompts differ in score, or its maximum is reached (DAPO's dynamic sampling).
+    prompts differ in score, or its maximum is reached (DAPO's dynamic sampling). With
+    ``trainer.rollout_ahead`` the first batch was asked in the step before, and the next step's is
+    asked before the models are busy.
     """
     algorithm, size = run.recipe.algorithm, run.recipe.data.train_batch_size
     dynamic = algorithm.filter_groups
@@ -53,16 +54,16 @@ def collect(run: Run, step: int) -> Collected:
     informative = 0
     while left and informative < size:
         left -= 1
-        early = EarlyScores(run.scorer)
         with run.stage("gen", step):
-            prompts, keys, found = ask(run, step, early.take)
+            asked, run.ahead = run.ahead or ask(run, step), None
+            prompts, keys, found = answers(run, asked)
             if needs_greedy_baseline(algorithm):
                 greedy = generate(run, prompts, GREEDY, step)
             if not left:
-                run.engine.sleep()
+                look_ahead(run, step)
         with run.stage("reward", step):
             trajectories += found
-            scores = early.finish(keys, found)
+            scores = asked.early.finish(keys, found)
             batches.append(pack_trajectories(found, scores, algorithm.score_after_end))
             baseline_B = torch.tensor(run.scorer.score(greedy))
             meet()
@@ -72,7 +73,8 @@ def collect(run: Run, step: int) -> Collected:
     if not dynamic.enable:
         return Collected(trajectories, scored, baseline_B.repeat_interleave(n), {})
     if left:
-        run.engine.sleep()
+        with run.stage("gen", step):
+            look_ahead(run, step)
     chosen = first_groups(scored.scores_B, scored.group_B, size)
     metrics = {
         "train/num_gen_batches": float(len(batches)),
@@ -82,32 +84,60 @@ def collect(run: Run, step: int) -> Collected:
     return Collected(kept, select_batch(scored, chosen), baseline_B, metrics)
 
 
-def ask(
-    run: Run, step: int, finished: Finished
-) -> tuple[list[Prompt], list[int], list[Trajectory]]:
-    """A batch of responses: their prompts, the keys ``finished`` knows them by, and themselves.
+def ask(run: Run, step: int) -> Asked:
+    """Begin to have a batch of prompts answered, and the responses scored.
 
-    Where more prompts are asked than a batch holds, those not answered in time come again.
+    The prompts are taken when they are answered: a checkpoint saved before does not count them.
     """
     rollout, size = run.recipe.rollout, run.prompts.batch_size
-    asked = run.prompts.take(size + math.ceil(rollout.over_sampling * size))
-    wanted = size if len(asked) > size else None
-    trajectories = generate(run, asked, rollout, step, finished, wanted)
-    place = {prompt.uid: index for index, prompt in enumerate(asked)}
-    keys = [place[t.prompt.uid] * rollout.n + i % rollout.n for i, t in enumerate(trajectories)]
+    prompts = run.prompts.peek(size + math.ceil(rollout.over_sampling * size))
+    wanted = size if len(prompts) > size else None
+    early, limit = EarlyScores(run.scorer), run.recipe.data.max_response_length
+    seed = sampling_seed(run, step)
+    responses = run.engine.begin(prompts, rollout, limit, seed, early.take, wanted)
+    return Asked(prompts, responses, early)
+
+
+def answers(run: Run, asked: Asked) -> tuple[list[Prompt], list[int], list[Trajectory]]:
+    """What was asked: the prompts, the keys by which the scores know the responses, and these.
+
+    Where more prompts were asked than a batch holds, those not answered in time come again.
+    """
+    n, trajectories = run.recipe.rollout.n, asked.responses.result()
+    prompts = run.prompts.take(len(asked.prompts))
+    assert prompts == asked.prompts
+    place = {prompt.uid: index for index, prompt in enumerate(prompts)}
+    keys = [place[t.prompt.uid] * n + i % n for i, t in enumerate(trajectories)]
     answered = {t.prompt.uid for t in trajectories}
-    run.prompts.give_back([prompt for prompt in asked if prompt.uid not in answered])
-    return [prompt for prompt in asked if prompt.uid in answered], keys, trajectories
+    run.prompts.give_back([prompt for prompt in prompts if prompt.uid not in answered])
+    return [prompt for prompt in prompts if prompt.uid in answered], keys, trajectories
+
+
+def look_ahead(run: Run, step: int) -> None:
+    """All of a step is generated: go on with the next one's, or give the memory to training."""
+    if run.recipe.trainer.rollout_ahead and step < run.total_steps:
+        run.ahead = ask(run, step + 1)
+    else:
+        run.engine.sleep()
+
+
+def settle(run: Run, step: int) -> dict[str, float]:
+    """Wait for what is generated ahead, which new weights must not reach; how long it took."""
+    if run.ahead is None:
+        return {}
+    with run.stage("wait_prev_gen", step):
+        run.ahead.responses.settle()
+    return {"timing_s/gen_ahead": run.ahead.responses.seconds}
 
 
 def generate(
-    run: Run,
-    prompts: Sequence[Prompt],
-    sampling: SamplingConfig,
-    seed: int,
-    finished: Finished | None = None,
-    wanted: int | None = None,
+    run: Run, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int
 ) -> list[Trajectory]:
-    """Sampled responses to the prompts, or to the first ``wanted`` of them to be answered."""
-    limit, seed = run.recipe.data.max_response_length, run.recipe.trainer.seed * 1_000_003 + seed
-    return run.engine.generate(prompts, sampling, limit, seed, finished, wanted)
+    """Sampled responses to the prompts."""
+    limit = run.recipe.data.max_response_length
+    return run.engine.generate(prompts, sampling, limit, sampling_seed(run, step))
+
+
+def sampling_seed(run: Run, step: int) -> int:
+    """Another one for every step."""
+    return run.recipe.trainer.seed * 1_000_003 + step

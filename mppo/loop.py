@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from mppo.batch import Batch, Experience, Trajectory
-from mppo.collection import collect, generate
+from mppo.collection import collect, generate, settle
 from mppo.estimate import current_kl, estimate, normalize_scores
 from mppo.experience_metrics import experience_metrics
 from mppo.parallel.abandon import Abandoned
@@ -62,11 +62,12 @@ def iterate(run: Run, step: int) -> dict[str, float]:
         experience = resample(experience, algorithm, seed=run.recipe.trainer.seed + step)
     with run.stage("update", step), keeping_offender(run, experience, step):
         update_metrics = run.roles.update(experience, step, actor_frozen)
+    waited = settle(run, step)
     with run.stage("update_weights", step):
         sync(run, version=step)
     show_samples(run, step, collected.trajectories, scored)
     kl = current_kl(measured, algorithm)
-    metrics = collected.metrics | experience_metrics(experience) | update_metrics
+    metrics = collected.metrics | waited | experience_metrics(experience) | update_metrics
     metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": run.kl.coef}
     metrics |= {"critic/raw_score/mean": scored.scores_B.mean().item()}
     metrics |= {"prompt_length/clip_ratio": longest_prompts(batch, run.recipe.data)}
@@ -108,7 +109,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
     with run.stage("testing", step):
         for first in range(0, len(prompts), size):
             part = prompts[first : first + size]
-            trajectories = generate(run, part, run.recipe.rollout.val_kwargs, seed=0)
+            trajectories = generate(run, part, run.recipe.rollout.val_kwargs, step=0)
             for trajectory, reward in zip(trajectories, run.scorer.score(trajectories)):
                 by_source.setdefault(trajectory.prompt.data_source, []).append(reward)
     metrics = {f"val-core/{k}/reward/mean": sum(v) / len(v) for k, v in by_source.items()}

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.algos.kl_controller import KLController
 from mppo.algos.reward_normalization import RunningMoments
+from mppo.batch import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.config.schema import Recipe
 from mppo.data.loader import PromptLoader
@@ -18,14 +19,31 @@ from mppo.data.source import PromptSet
 from mppo.parallel import device
 from mppo.parallel.phase import phase
 from mppo.report.reporter import Reporter
+from mppo.rewards.early import EarlyScores
 from mppo.rewards.scorer import Scorer
 from mppo.roles import Roles
-from mppo.rollout.engine import RolloutEngine
+from mppo.rollout.engine import Generation, RolloutEngine
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A batch of prompts that is being answered.
+
+    Args:
+        prompts: the next ones of the run, not taken yet.
+        responses: on their way.
+        early: scores of those that are there.
+    """
+
+    prompts: list[Prompt]
+    responses: Generation
+    early: EarlyScores
 
 
 @dataclass
 class Run:
-    """Everything an iteration works with, and how long its stages took."""
+    """Everything an iteration works with, how long its stages took, and what is asked for the next
+    one (``trainer.rollout_ahead``)."""
 
     recipe: Recipe
     tokenizer: PreTrainedTokenizerBase
@@ -40,6 +58,7 @@ class Run:
     reporter: Reporter
     total_steps: int
     seconds: dict[str, float] = field(default_factory=dict)
+    ahead: Asked | None = None
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
@@ -49,3 +68,10 @@ class Run:
             yield
         device.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def stop(self) -> None:
+        """End what the run has started, wherever it stands."""
+        self.engine.stop()
+        if self.ahead is not None:
+            self.ahead.early.drop()
+        self.reporter.close()

@@ -126,8 +126,7 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
                     if actor.average is not None:
                         actor.save_average(folder / "actor_ema")
         finally:
-            run.engine.stop()
-            run.reporter.close()
+            run.stop()
     return 0
 
 

@@ -97,3 +97,31 @@ def tolerance_needs_its_check(case: Case) -> Iterator[Fault]:
             f"has no effect with rollout.verify_sync = {rollout.verify_sync}",
             "set verify_sync to logprob, or leave it out",
         )
+
+
+@rule("trainer.rollout_ahead", "rollout.name", "rollout.urls", "rollout.mode")
+def only_servers_apart_generate_ahead(case: Case) -> Iterator[Fault]:
+    """Generation overlaps training where the two share neither threads nor memory."""
+    rollout, ahead = case.recipe.rollout, case.recipe.trainer.rollout_ahead
+    why = None
+    if rollout.name == "local":
+        why = "the local engine generates in the ranks that train: samples would only be older"
+    elif not rollout.urls and rollout.mode == "colocated":
+        why = "colocated servers sleep while their devices train"
+    if ahead and why is not None:
+        cure = "name servers that run apart in rollout.urls (rollout.name: sglang), or set 0"
+        yield Fault("trainer.rollout_ahead", ahead, why, cure)
+
+
+@rule("trainer.rollout_ahead", "algorithm.rollout_correction")
+def older_samples_are_corrected(case: Case) -> Iterator[Fault]:
+    """What weights before the last update sampled is weighed against them."""
+    ahead, correction = case.recipe.trainer.rollout_ahead, case.recipe.algorithm.rollout_correction
+    if ahead and correction.rollout_is == "off" and not correction.bypass_mode:
+        yield Fault(
+            "algorithm.rollout_correction.rollout_is",
+            "off",
+            f"trainer.rollout_ahead = {ahead} trains on samples of the weights before the last "
+            "update",
+            "set it to token (weights truncated at rollout_is_threshold), or bypass_mode to true",
+        )

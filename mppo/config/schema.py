@@ -285,6 +285,8 @@ class TrainerConfig(Section):
     Ctrl-C a step that would not end within ``stop_within_s`` is abandoned (null: never).
     ``peak_tflops_per_rank`` is what ``perf/mfu/*`` is a share of (null: the GPU's in bfloat16, by
     its name; without one there is no ``perf/mfu/*``).
+    ``rollout_ahead: 1`` has servers that run apart generate a step's batch while the step before
+    trains, with weights one update older (one-step off-policy).
     """
 
     project_name: str = "mppo"
@@ -312,6 +314,7 @@ class TrainerConfig(Section):
     resume_from_path: str | None = None
     export_hf: bool = True
     critic_warmup: int = Field(default=0, ge=0)
+    rollout_ahead: int = Field(default=0, ge=0, le=1)
     logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = ("console", "jsonl")
     sample_table_rows: int = Field(default=4, ge=0)
     nnodes: int | None = Field(default=None, gt=0)

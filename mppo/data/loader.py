@@ -59,9 +59,16 @@ class PromptLoader:
 
     def take(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts, those given back first."""
-        again, self._returned = self._returned[:count], self._returned[count:]
+        prompts = self.peek(count)
+        again = len(self._returned[:count])
+        self._returned = self._returned[again:]
+        self.position += count - again
+        return prompts
+
+    def peek(self, count: int) -> list[Prompt]:
+        """What ``take`` would give; until it does, they count as not drawn."""
+        again = self._returned[:count]
         fresh = range(self.position, self.position + count - len(again))
-        self.position += len(fresh)
         return [self._prompt(position) for position in (*again, *fresh)]
 
     def give_back(self, prompts: Sequence[Prompt]) -> None:

@@ -34,6 +34,10 @@ class EarlyScores:
         """
         self._parts.append((tuple(keys), self._pool.submit(self._scorer.judged, trajectories)))
 
+    def drop(self) -> None:
+        """Judge nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     def finish(self, keys: Sequence[int], trajectories: Sequence[Trajectory]) -> list[float]:
         """One reward per trajectory; what was not taken early is judged now. Collective.
 
@@ -51,7 +55,7 @@ class EarlyScores:
                 mine.update(zip(taken, scores.result(), strict=True))
         except Exception as error:  # told to the other ranks first, or they would wait for this one
             failure = error
-        self._pool.shutdown(cancel_futures=True)
+        self.drop()
         known = {key: score for scores in exchange(mine, failure) for key, score in scores.items()}
         late = {key: t for key, t in zip(keys, trajectories, strict=True) if key not in known}
         known.update(zip(late, self._scorer.judged_by_all(list(late.values()))))

@@ -8,10 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from mppo.parallel.abandon import check
 from mppo.rollout.http_client import ServerLost
-
-_LOOK_S = 0.2
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -53,7 +50,6 @@ def dispatch(
 
     Raises:
         Exception: anything but ``ServerLost`` that ``call`` raised, once running jobs have ended.
-        Abandoned: the run is asked to stop; jobs under way are left alone.
     """
     outcome: Outcome[Result] = Outcome()
     waiting = deque(range(len(jobs)))
@@ -95,17 +91,10 @@ def dispatch(
         for item in servers.items()
         for _ in range(each)
     ]
-    _run_all(threads)
-    if failures:
-        raise failures[0]
-    return outcome
-
-
-def _run_all(threads: Sequence[threading.Thread]) -> None:
-    """Start all and wait for them, unless the run is asked to stop."""
     for thread in threads:
         thread.start()
     for thread in threads:
-        while thread.is_alive():
-            check()
-            thread.join(_LOOK_S)
+        thread.join()
+    if failures:
+        raise failures[0]
+    return outcome

@@ -35,11 +35,50 @@ class WeightSource:
         return iter(self._make())
 
 
+class Generation(Protocol):
+    """Responses on their way."""
+
+    @property
+    def seconds(self) -> float:
+        """How long this rank's requests were under way."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until no request is under way: new weights may come. Collective.
+
+        Nothing is raised for a run that is asked to stop; its requests are aborted.
+        """
+        ...
+
+    def result(self) -> list[Trajectory]:
+        """See ``RolloutEngine.generate``. Collective, once.
+
+        What servers lost before ``settle`` is generated now, with the weights they then have.
+        """
+        ...
+
+
 class RolloutEngine(Protocol):
     """A generator of trajectories whose weights follow the actor's.
 
     Every method is collective: all ranks call it, with the same arguments.
     """
+
+    def begin(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        max_tokens: int,
+        seed: int,
+        finished: Finished | None = None,
+        wanted: int | None = None,
+    ) -> Generation:
+        """Start to do what ``generate`` does.
+
+        Whatever else the engine is then asked, new weights above all, first settles what is under
+        way, so that no response is drawn from two models unawares.
+        """
+        ...
 
     def generate(
         self,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,6 +30,26 @@ from mppo.rollout.parameters import WIDE_BUFFER, ParameterSink
 from mppo.rollout.sampling import row_keys
 
 _LOGPROB_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Generated:
+    """See ``rollout.engine.Generation``: nothing is under way, this engine generates at once.
+
+    Args:
+        trajectories: the result.
+        seconds: it took.
+    """
+
+    trajectories: list[Trajectory]
+    seconds: float
+
+    def settle(self) -> None:
+        """See ``rollout.engine.Generation.settle``."""
+
+    def result(self) -> list[Trajectory]:
+        """See ``rollout.engine.Generation.result``."""
+        return self.trajectories
 
 
 def stop_tokens(hf_folder: str | Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
@@ -153,6 +175,20 @@ class LocalEngine:
         for received in gather_flat(packed, self._world, self._group):
             found.update(unpack_rows(received, prompts, sampling.n, version))
         return [found[key] for key in range(len(prompts) * sampling.n)]
+
+    def begin(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        max_tokens: int,
+        seed: int,
+        finished: Finished | None = None,
+        wanted: int | None = None,
+    ) -> Generated:
+        """See ``RolloutEngine.begin``; the model runs in this very thread."""
+        start = time.perf_counter()
+        found = self.generate(prompts, sampling, max_tokens, seed, finished, wanted)
+        return Generated(found, time.perf_counter() - start)
 
     def _generate_rows(
         self,

@@ -17,29 +17,20 @@ import torch.distributed as dist
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import RolloutConfig, SamplingConfig
 from mppo.parallel import device as device_seam
-from mppo.parallel.abandon import Abandoned, meet
 from mppo.parallel.launch import LOOPBACK, address_towards, own_address
-from mppo.rollout.answers import Begun, complete_prompts, gather_answers
-from mppo.rollout.dispatch import dispatch
+from mppo.rollout.answers import Begun
 from mppo.rollout.engine import Finished, WeightBucket
-from mppo.rollout.exchange import (
-    agree,
-    gather_flat,
-    gather_objects,
-    shares,
-)
+from mppo.rollout.exchange import agree, gather_flat, gather_objects, shares
 from mppo.rollout.fleet import Fleet
-from mppo.rollout.http_client import RequestRefused, ServerLost
+from mppo.rollout.generation import Generation, Wish
+from mppo.rollout.http_client import ServerLost
 from mppo.rollout.local import LocalEngine, stop_tokens
+from mppo.rollout.requests import ATTEMPTS, Requests
 from mppo.rollout.routed_experts import RoutingShape
-from mppo.rollout.sglang_api import Generated, SGLangApi, sampling_parameters
 from mppo.rollout.sglang_server import HOST
 from mppo.rollout.sync import DiskRoute, DistributedRoute, Route, TensorRoute
 from mppo.rollout.sync_check import SyncCheck
-from mppo.rollout.tail import Tail
 
-_ATTEMPTS = 3
-_JOBS_PER_SERVER = 32
 _SCORE_TOKENS = 8192
 _SCORES_AT_ONCE = 4
 
@@ -88,13 +79,14 @@ class SGLangEngine:
         self._device, folder = torch.device(device), run_dir / "rollout"
         self._stops = stop_tokens(hf_folder, hf_config)
         self._version: int | None = None
-        self._generations = 0
         self._begun = Begun()
+        self._underway: Generation | None = None
         self._synced: dict[int, int] = {}  # server of this rank -> version it holds
         self._source: Iterable[WeightBucket] | None = None
         self._fleet = Fleet(
             rollout, Path(hf_folder), hf_config, dtype, rank, world, self._device, folder, group
         )
+        self._requests = Requests(self._fleet, self._restore, rank, world, group)
         self._route = self._make_route(folder, Path(hf_folder))
         self._check: SyncCheck | None = None
         if rollout.verify_sync == "logprob":
@@ -147,6 +139,7 @@ class SGLangEngine:
         Raises:
             RuntimeError: on every rank, when a server could not take the weights.
         """
+        self._settle()
         self._source = None if iter(buckets) is buckets else buckets
         self._version, self._synced = version, {}
         self._fleet.revive()
@@ -158,7 +151,7 @@ class SGLangEngine:
     def _push(self, buckets: Iterator[WeightBucket]) -> None:
         """Bring the weights to every server that lacks them; again to those lost on the way."""
         lacking = self._lacking()
-        for _ in range(_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             self._send(buckets, lacking)
             lacking = self._lacking()
             if not lacking:
@@ -225,15 +218,15 @@ class SGLangEngine:
         final = error is not None and not isinstance(error, ServerLost)
         agree(f"rank {self._rank}: {error}" if final else None, self._world, self._group)
 
-    def _restore(self) -> None:
-        """Lost servers started again, with the current weights; collective."""
+    def _restore(self) -> int:
+        """Lost servers started again, with the current weights, whose version it is; collective."""
         if self._version is None:
             raise RuntimeError("the SGLang engine has no weights: call update_weights first")
         for server in self._fleet.revive():
             self._synced.pop(server, None)
         lacking = self._lacking()
         if not lacking:
-            return
+            return self._version
         if self._source is None:
             raise RuntimeError(
                 f"SGLang servers {sorted(lacking)} lost their weights, which cannot be sent again: "
@@ -241,8 +234,36 @@ class SGLangEngine:
             )
         self._fleet.wake("weights")
         self._push(iter(self._source))
+        return self._version
 
     # ---- generation
+
+    def begin(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        max_tokens: int,
+        seed: int,
+        finished: Finished | None = None,
+        wanted: int | None = None,
+    ) -> Generation:
+        """See ``RolloutEngine.begin``; SGLang draws its own random numbers, ``seed`` is unused."""
+        self._settle()
+        partial = wanted is not None and self._rollout.partial_rollout
+        wish = Wish(
+            prompts=prompts,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            finished=finished,
+            wanted=wanted,
+            stops=tuple(sorted({*self._stops, *sampling.stop_token_ids})),
+            routing=self._routing,
+            partial=partial,
+            device=self._device,
+        )
+        begun = self._begun if partial else Begun()
+        self._underway = Generation(wish, self._requests, self._rollout, begun)
+        return self._underway
 
     def generate(
         self,
@@ -253,101 +274,22 @@ class SGLangEngine:
         finished: Finished | None = None,
         wanted: int | None = None,
     ) -> list[Trajectory]:
-        """See ``RolloutEngine.generate``; SGLang draws its own random numbers, ``seed`` is unused.
+        """See ``RolloutEngine.generate``.
 
         Raises:
             RuntimeError: on every rank, when some prompt could not be served.
         """
-        self._restore()
-        assert self._version is not None
-        version, n = self._version, sampling.n
-        begun = self._begun if wanted is not None and self._rollout.partial_rollout else Begun()
-        stops = sorted({*self._stops, *sampling.stop_token_ids})
-        rows = self._my_rows([len(p.token_ids) for p in prompts], n)
-        self._generations += 1
-        tail = Tail(wanted, n, str(self._generations))
-        before = {row: begun.of(prompts[row // n], row % n) for row in rows}
-        done = [row for row, t in before.items() if t and t.finish_reason != "abort"]
-        tail.answered(done)
-        rows = [row for row in rows if row not in set(done)]
-        size = self._job_size(len(rows))
-        jobs = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return self.begin(prompts, sampling, max_tokens, seed, finished, wanted).result()
 
-        def ask(api: SGLangApi, job: list[int]) -> dict[int, Generated]:
-            if tail.reached.is_set():
-                return {}
-            texts, parameters = [], []
-            for row in job:
-                known = before[row].response_ids if before[row] else ()
-                texts.append(prompts[row // n].token_ids + known)
-                parameters.append(sampling_parameters(sampling, max_tokens - len(known), stops))
-            answers = api.generate(texts, parameters, self._routing is not None)
-            _check_answers(api.url, answers, version, may_abort=tail.reached.is_set())
-            answers = [a.settled(stops) for a in answers]
-            ended = {r: a for r, a in zip(job, answers, strict=True) if a.reason != "abort"}
-            if finished is not None:
-                told = [(prompts[r // n], r % n, a) for r, a in ended.items()]
-                finished(list(ended), [begun.joined(p, s, a.trajectory(p)) for p, s, a in told])
-            tail.answered(list(ended))
-            return {r: a for r, a in zip(job, answers, strict=True) if a.tokens}
-
-        with tail.watching(lambda: self._fleet.apis):
-            answered = self._run(jobs, ask, max(1, self._rollout.batch_size // size))
-        mine = {row: answer for part in answered.values() for row, answer in part.items()}
-        found = gather_answers(
-            mine, prompts, n, version, begun, self._routing, self._device, self._world, self._group
-        )
-        tail.forget()
-        taken = complete_prompts(found, len(prompts), n)[:wanted]
-        begun.keep(found, prompts, n, taken)
-        return [found[prompt * n + sample] for prompt in taken for sample in range(n)]
-
-    def _my_rows(self, lengths: Sequence[int], n: int) -> list[int]:
-        """Rows (``prompt * n + sample``) for this rank's servers, longest prompts first."""
-        dealt = shares(lengths, self._fleet.count)
-        mine = [index for server in self._fleet.mine for index in dealt[server]]
-        mine.sort(key=lambda index: -lengths[index])
-        return [index * n + sample for index in mine for sample in range(n)]
-
-    def _job_size(self, rows: int) -> int:
-        """Rows per request: enough requests to spread, few enough to cost little."""
-        spread = _JOBS_PER_SERVER * max(1, len(self._fleet.mine))
-        return max(1, min(-(-rows // spread), self._rollout.batch_size))
-
-    def _run(
-        self, jobs: list[list[int]], ask: Callable[[SGLangApi, list[int]], Any], in_flight: int
-    ) -> dict[int, Any]:
-        """Results of all jobs, lost servers being revived; collective."""
-        results: dict[int, Any] = {}
-        lost: dict[int, str] = {}
-        for _ in range(_ATTEMPTS):
-            self._fleet.wake("kv_cache")
-            waiting = [index for index in range(len(jobs)) if index not in results]
-            error = None
-            try:
-                outcome = dispatch(self._fleet.apis, [jobs[i] for i in waiting], ask, in_flight)
-                lost.update(outcome.lost)
-                results.update({waiting[place]: r for place, r in outcome.results.items()})
-            except RequestRefused as caught:
-                error = f"rank {self._rank}: {caught}"
-            except Abandoned:
-                error = None  # said by meet
-            meet()
-            agree(error, self._world, self._group)
-            self._fleet.lost.update(lost)
-            left = len(jobs) - len(results)
-            if not any(gather_objects(left, self._world, self._group)):
-                return results
-            self._restore()
-            lost_before, lost = lost, {}
-        told = (
-            f"rank {self._rank}: {left} of {len(jobs)} requests not served in {_ATTEMPTS} attempts"
-        )
-        agree(f"{told}: {lost_before}" if left else None, self._world, self._group)
-        raise AssertionError("some rank had requests left")
+    def _settle(self) -> None:
+        """No request is under way any longer; collective."""
+        if self._underway is not None:
+            self._underway.settle()
+        self._underway = None
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See ``RolloutEngine.logprobs``."""
+        self._settle()
         self._restore()
         lengths = [len(s) for s in sequences]
         scored = [i for i, length in enumerate(lengths) if length > 1]
@@ -356,8 +298,11 @@ class SGLangEngine:
             for part in shares([lengths[i] for i in scored], self._fleet.count)
         ]
         jobs = _by_tokens([i for s in self._fleet.mine for i in dealt[s]], lengths)
-        answered = self._run(
-            jobs, lambda api, job: api.score([sequences[i] for i in job]), _SCORES_AT_ONCE
+        answered = self._requests.answers(
+            jobs,
+            lambda api, job: api.score([sequences[i] for i in job]),
+            _SCORES_AT_ONCE,
+            may_leave=False,  # the check of a sync asks, when the step's updates are done
         )
         values = [v for index in range(len(jobs)) for row in answered[index] for v in row]
         flat = torch.tensor(values, dtype=torch.float32, device=self._device)
@@ -375,6 +320,7 @@ class SGLangEngine:
     def sleep(self) -> None:
         """Servers on this run's devices give back the memory of weights and cache."""
         if self._fleet.shares_devices:
+            self._settle()
             self._fleet.sleep(("weights", "kv_cache"))
             if self._device.type != "cpu":
                 self._synced = {}
@@ -384,7 +330,9 @@ class SGLangEngine:
         self._fleet.wake("weights")
 
     def stop(self) -> None:
-        """End every own server. Idempotent."""
+        """End what is under way, and every own server. Idempotent."""
+        if self._underway is not None:
+            self._underway.drop()
         self._route.stop()
         self._fleet.stop()
 
@@ -409,18 +357,3 @@ def _by_tokens(indices: Sequence[int], lengths: Sequence[int]) -> list[list[int]
         jobs[-1].append(index)
         held += lengths[index]
     return jobs
-
-
-def _check_answers(url: str, answers: Sequence[Generated], version: int, may_abort: bool) -> None:
-    """Refuse what other weights generated, and what was aborted without having been told to.
-
-    Raises:
-        ServerLost: such an answer.
-    """
-    for answer in answers:
-        if answer.weight_version != str(version):
-            raise ServerLost(
-                url, f"holds weights of version {answer.weight_version}, not {version}"
-            )
-        if answer.reason == "abort" and not may_abort:
-            raise ServerLost(url, "gave up on a response")

@@ -46,21 +46,25 @@ class Tail:
             self._here += len(complete)
         self._look(len(complete))
 
+    def end(self) -> None:
+        """Nothing more is wanted of this rank's servers; any thread may call it."""
+        self.reached.set()
+
     def _look(self, more: int) -> None:
+        if self.wanted is None:
+            return
         total = self._here if self._store is None else self._store.add(self._name, more)
         if total >= self.wanted:
             self.reached.set()
 
     @contextmanager
     def watching(self, apis: Callable[[], Mapping[int, SGLangApi]]) -> Iterator[None]:
-        """Abort what still runs on this rank's servers from the moment on that enough is answered.
+        """Abort what still runs on this rank's servers from the moment on that enough is answered,
+        or ``end`` is called.
 
         Args:
             apis: the servers that are up.
         """
-        if self.wanted is None:
-            yield
-            return
         over = threading.Event()
 
         def watch() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import start_ranks
+from safetensors.torch import load_file
 
 STEPS = 2
 COMMON = [
@@ -63,6 +64,14 @@ VARIANTS = {
         "critic.use_dynamic_bsz=true", "critic.ppo_max_token_len_per_gpu=33",
     ],
 }  # fmt: skip
+ONE_BATCH = [
+    "algorithm.filter_groups.enable=false", "trainer.total_training_steps=3", "trainer.save_freq=1",
+    "trainer.checkpoint_hf=true", "algorithm.rollout_correction.rollout_is=token",
+]  # fmt: skip
+AHEAD = ["trainer.rollout_ahead=1"]
+"""Recipes refuse these with the local engine, which generates at once: nothing overlaps, and all
+else is as with servers apart."""
+RESUMED = ["trainer.resume_mode=resume_path", "trainer.resume_from_path={}/global_step_1"]
 
 
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -111,15 +120,19 @@ def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("iterations")
     texts = [{"prompt": f"{i} and {i} make {2 * i}."} for i in range(7)]
     (out / "text.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
-    start_ranks(_iterate, (1, [[]], str(out)), 1)
+    resumed = [key.format(out / "run1-2" / "checkpoints") for key in RESUMED]
+    ahead = [*ONE_BATCH, *AHEAD]
+    alone = [[], ONE_BATCH, ahead, [*ahead, *resumed], AHEAD]
+    start_ranks(_iterate, (1, alone, str(out)), 1)
     start_ranks(_iterate, (4, list(VARIANTS.values()), str(out)), 4)
     names = zip(VARIANTS, range(len(VARIANTS)))
-    return _results(out / "run1-0"), {name: _results(out / f"run4-{i}") for name, i in names}
+    variants = {name: _results(out / f"run4-{i}") for name, i in names}
+    return _results(out / "run1-0"), variants, [out / f"run1-{i}" for i in range(len(alone))]
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_role_layouts_change_no_metric_and_no_weight(results, name):
-    (want, want_weights), variants = results
+    (want, want_weights), variants, _ = results
     got, got_weights = variants[name]
     layout_free = ("timing", "perf/", "time", "eps", "global_seqlen/")
     assert len(got) == len(want) == STEPS + 1
@@ -133,7 +146,7 @@ def test_role_layouts_change_no_metric_and_no_weight(results, name):
 
 
 def test_the_first_step_starts_on_policy(results):
-    (lines, _), variants = results
+    (lines, _), variants, _ = results
     for line in (lines[1], *(v[0][1] for v in variants.values())):
         assert abs(line["actor/reward_kl_penalty"]) < 1e-6  # reference and actor are one model
         assert line["training/rollout_logprob_diff_max"] < 1e-4
@@ -149,6 +162,46 @@ def test_the_options_are_at_work(results):
 
 
 def test_the_engine_follows_the_actor_after_every_sync(results):
-    (lines, _), variants = results
+    (lines, _), variants, _ = results
     for line in (lines[2], *(v[0][2] for v in variants.values())):
         assert line["training/rollout_logprob_diff_max"] < 1e-4
+
+
+def _lags(run_dir: Path) -> list[tuple[float, float]]:
+    """Mean and largest age of each step's tokens, in updates."""
+    names = ("training/weight_version_lag_mean", "training/weight_version_lag_max")
+    lines = map(json.loads, (run_dir / "metrics.jsonl").open())
+    return [(line[names[0]], line[names[1]]) for line in lines if names[0] in line]
+
+
+def _drawn(run_dir: Path, step: int) -> dict:
+    """Where the order of prompts stands in a checkpoint."""
+    state = run_dir / "checkpoints" / f"global_step_{step}" / "run.json"
+    return json.loads(state.read_text())["parts"]["prompts"]
+
+
+def test_a_batch_generated_ahead_is_one_update_old(results):
+    _, plain, ahead, resumed, dynamic = results[2]
+    assert _lags(plain) == [(0, 0)] * 3
+    assert _lags(ahead) == [(0, 0), (1, 1), (1, 1)]
+    assert _lags(resumed) == [(0, 0), (1, 1)]
+    first, second = _lags(dynamic)  # a second batch, where the first does not do, is a fresh one
+    assert first == (0, 0)
+    assert 0 < second[0] <= second[1] == 1
+
+
+def test_the_first_step_is_the_same_with_and_without_a_batch_ahead(results):
+    _, plain, ahead, _, _ = results[2]
+    for step, same in ((1, True), (3, False)):
+        one, other = (
+            load_file(run / "hf" / f"global_step_{step}" / "model.safetensors")
+            for run in (plain, ahead)
+        )
+        assert all(torch.equal(other[name], tensor) for name, tensor in one.items()) == same
+
+
+def test_no_prompt_is_lost_or_doubled_by_a_batch_ahead(results):
+    _, plain, ahead, resumed, _ = results[2]
+    for step in (1, 2, 3):
+        assert _drawn(ahead, step) == _drawn(plain, step)
+        assert step == 1 or _drawn(resumed, step) == _drawn(plain, step)

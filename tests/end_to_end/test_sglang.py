@@ -140,6 +140,42 @@ def test_broken_off_responses_go_on_under_the_next_weights(qwen2, monkeypatch) -
         assert not set(t.response_ids[:-1]) & set(sampling.stop_token_ids)
 
 
+def test_new_weights_wait_for_what_is_generated_ahead(qwen2) -> None:
+    qwen2.change_weights()
+    qwen2.sync()
+    old, version = copy.deepcopy(qwen2.model), qwen2.version
+    told: dict[int, Trajectory] = {}
+    ahead = qwen2.engine.begin(
+        prompts(8), SamplingConfig(n=2), 40, 0, lambda keys, done: told.update(zip(keys, done))
+    )
+    qwen2.change_weights()
+    qwen2.sync()
+    assert sorted(told) == list(range(16))
+    fresh = qwen2.engine.generate(prompts(2), SamplingConfig(temperature=0.0), 6, seed=0)
+    qwen2.check_logprobs(fresh, 1.0)
+    trajectories = ahead.result()
+    assert trajectories == [told[row] for row in range(16)]
+    for t in trajectories:
+        assert t.weight_versions == [version] * len(t.response_ids)
+        assert t.logprobs == pytest.approx(response_logprobs(old, t), abs=TOLERANCE)
+
+
+def test_the_end_aborts_what_is_generated_ahead(qwen2, monkeypatch) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
+    url = qwen2.engine._fleet._apis[0].url
+    engine = qwen2.connect(own(urls=(url,), server_args={}))
+    qwen2.sync(engine)
+    told: list[int] = []
+    engine.begin(prompts(8), SamplingConfig(), 1900, 0, lambda keys, done: told.extend(keys))
+    flying = [thread for thread in threading.enumerate() if thread.name == "rollout"]
+    assert flying
+    engine.stop()
+    for thread in flying:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert len(told) < 8
+
+
 def test_sleep_and_wake_keep_the_engine_usable(qwen2) -> None:
     qwen2.engine.sleep()
     qwen2.change_weights()
@@ -221,6 +257,33 @@ def test_kill_9_in_mid_generation_loses_nothing(qwen2) -> None:
     assert not victim.is_running()
     assert [t.prompt.uid for t in trajectories] == list(range(16))
     qwen2.check_logprobs(trajectories, 1.0)
+
+
+def test_kill_9_while_generating_ahead_loses_nothing(qwen2) -> None:
+    qwen2.change_weights()
+    qwen2.sync()
+    old, version, victim = copy.deepcopy(qwen2.model), qwen2.version, _server_process(qwen2)
+    told: dict[int, Trajectory] = {}
+    answered = threading.Event()
+
+    def tell(keys, done) -> None:
+        told.update(zip(keys, done))
+        answered.set()
+
+    sampling = SamplingConfig(stop_token_ids=tuple(range(3, 12)))
+    ahead = qwen2.engine.begin(prompts(24), sampling, 400, 0, tell)
+    assert answered.wait(timeout=300)
+    victim.kill()
+    qwen2.change_weights()
+    qwen2.sync()
+    trajectories = ahead.result()
+    assert not victim.is_running()
+    assert [t.prompt.uid for t in trajectories] == list(range(24))
+    assert sorted(told) == list(range(24))
+    assert {t.weight_version for t in trajectories} == {version, qwen2.version}
+    for t in trajectories:
+        model = old if t.weight_version == version else qwen2.model
+        assert t.logprobs == pytest.approx(response_logprobs(model, t), abs=TOLERANCE)
 
 
 def test_kill_9_in_mid_update_and_while_asleep(qwen2) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors.torch import load_file
 from sglang_case import FAMILIES, START_S, TOLERANCE, needs_sglang, own, prompts
 
 pytestmark = [pytest.mark.server, needs_sglang]
@@ -134,7 +135,7 @@ def test_engine_and_actor_agree(gaps, family: str) -> None:
 
 
 def _train(recipe: str, run_dir: Path, *overrides: str, **environment: str) -> list[dict]:
-    """Two steps under torchrun; the metrics of each."""
+    """Steps under torchrun, two unless told otherwise; the metrics of each."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
         str(ROOT / "mppo" / "train.py"), "--config", str(ROOT / "recipes" / recipe),
@@ -161,14 +162,30 @@ def _check(rows: list[dict]) -> None:
         assert row["rollout_corr/ppl_ratio"] == pytest.approx(1, abs=1e-4)
 
 
-def test_training_with_a_colocated_server(tmp_path) -> None:
+LIKELIEST = (
+    "rollout.top_k=1",
+    "algorithm.rollout_correction.rollout_is=token",
+    "actor.optim.lr=1e-2",
+    "actor.optim.eps=1e-2",
+)
+"""Responses that depend on the weights alone, and updates smooth in the gradient."""
+SAVED = ("trainer.save_freq=1", "trainer.checkpoint_hf=true")
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory) -> tuple[Path, list[dict]]:
+    run_dir = tmp_path_factory.mktemp("colocated")
     checks = ("rollout.verify_sync=logprob", "rollout.logprob_tolerance=1e-5")
-    rows = _train("tiny_cpu_sglang.yaml", tmp_path / "run", *checks)
+    return run_dir, _train("tiny_cpu_sglang.yaml", run_dir, *checks, *LIKELIEST, *SAVED)
+
+
+def test_training_with_a_colocated_server(colocated) -> None:
+    _, rows = colocated
     _check(rows)
     assert {row["training/weight_version_lag_max"] for row in rows} == {0.0}
 
 
-def test_training_with_a_server_apart(tmp_path) -> None:
+def test_training_with_a_server_apart(tmp_path, colocated) -> None:
     from transformers import AutoConfig
 
     from mppo.data.builtin import resolve_model
@@ -191,7 +208,36 @@ def test_training_with_a_server_apart(tmp_path) -> None:
             *partial,
             **{API_KEY_VARIABLE: "key"},
         )
+        ahead = _train(
+            "tiny_cpu_sglang_disaggregated.yaml",
+            tmp_path / "ahead",
+            apart[0],
+            "trainer.rollout_ahead=1",
+            "trainer.total_training_steps=3",
+            *LIKELIEST,
+            *SAVED,
+            **{API_KEY_VARIABLE: "key"},
+        )
     finally:
         server.stop()
     assert rows[0]["training/rollout_logprob_diff_max"] < 1e-4
     assert len(rows) == 2
+    _check_ahead(tmp_path / "ahead", ahead, *colocated)
+
+
+def _check_ahead(run_dir: Path, rows: list[dict], plain_dir: Path, plain: list[dict]) -> None:
+    """Each batch but the first is one update old, and the first update is the same as without."""
+    for age in ("training/weight_version_lag_mean", "training/weight_version_lag_max"):
+        assert [row[age] for row in rows] == [0, 1, 1]
+    assert ["timing_s/wait_prev_gen" in row for row in rows] == [True, True, False]
+    assert rows[0]["training/rollout_logprob_diff_max"] < 1e-4
+    assert rows[1]["training/rollout_logprob_diff_max"] > 1e-4  # of the actor, an update later
+    assert rows[1]["rollout_corr/rollout_is_std"] > rows[0]["rollout_corr/rollout_is_std"]
+    for key in ("actor/grad_norm", "critic/grad_norm", "critic/score/mean"):
+        assert rows[0][key] == pytest.approx(plain[0][key], rel=1e-3)
+    one, other = (
+        load_file(folder / "hf" / "global_step_1" / "model.safetensors")
+        for folder in (run_dir, plain_dir)
+    )
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-5)

@@ -162,6 +162,14 @@ SETTINGS = [
     ("a best of nothing", "trainer.best_metric=val/reward", "trainer.best_metric", "save_freq"),
     ("a deadline that is no time", "trainer.checkpoint_must_save_by=soon",
      "trainer.checkpoint_must_save_by", "should match pattern"),
+    ("a local engine ahead", "trainer.rollout_ahead=1 "
+     "algorithm.rollout_correction.rollout_is=token", "trainer.rollout_ahead",
+     "samples would only be older"),
+    ("a sleeping server ahead", "trainer.rollout_ahead=1 rollout.name=sglang "
+     "algorithm.rollout_correction.rollout_is=token", "trainer.rollout_ahead", "sleep while"),
+    ("two steps ahead", "trainer.rollout_ahead=2", "trainer.rollout_ahead", "a value <= 1"),
+    ("older samples taken for new", "trainer.rollout_ahead=1 rollout.name=sglang "
+     "rollout.urls=[http://a:1]", "algorithm.rollout_correction.rollout_is", "the last update"),
     ("a server apart without address", "rollout.name=sglang rollout.mode=disaggregated",
      "rollout.urls", "run elsewhere"),
     ("an address that is none", "rollout.name=sglang rollout.mode=disaggregated rollout.urls=[h:1]",

@@ -79,3 +79,13 @@ def test_prompts_given_back_come_first_and_survive_a_resume():
     for each in (loader, again):
         assert rows(each.take(3)) == [1, 4, 5]
         assert rows(next(each)) == [6, 7, 8]
+
+
+def test_a_look_at_the_next_prompts_draws_none():
+    loader = PromptLoader(prompt_set(5), batch_size=3, shuffle=True, seed=0)
+    loader.give_back(loader.take(3)[:1])
+    before = loader.state_dict()
+    seen = loader.peek(4)
+    assert loader.state_dict() == before
+    assert loader.take(4) == seen
+    assert [prompt.uid for prompt in seen] == [0, 3, 4, 5]

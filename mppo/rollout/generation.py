@@ -1,0 +1,189 @@
+"""Responses on their way from SGLang servers to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mppo.batch import Prompt, Trajectory
+from mppo.config.schema import RolloutConfig, SamplingConfig
+from mppo.rollout.answers import Begun, complete_prompts, gather_answers
+from mppo.rollout.engine import Finished
+from mppo.rollout.exchange import shares
+from mppo.rollout.flight import Flight
+from mppo.rollout.http_client import ServerLost
+from mppo.rollout.requests import Requests
+from mppo.rollout.routed_experts import RoutingShape
+from mppo.rollout.sglang_api import Generated, SGLangApi, sampling_parameters
+from mppo.rollout.tail import Tail
+
+_JOBS_PER_SERVER = 32
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What ``RolloutEngine.begin`` is asked for, and how.
+
+    Args:
+        prompts, sampling, max_tokens, finished, wanted: see there.
+        stops: tokens that end a response.
+        routing: shape of the experts each answer carries; None: none.
+        partial: whether a response broken off goes on under other weights.
+        device: for the exchange between ranks.
+    """
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingConfig
+    max_tokens: int
+    finished: Finished | None
+    wanted: int | None
+    stops: tuple[int, ...]
+    routing: RoutingShape | None
+    partial: bool
+    device: torch.device
+
+
+class Generation:
+    """See ``rollout.engine.Generation``. The servers are asked at once; collective.
+
+    Args:
+        wish: what is asked for.
+        requests: the way to the servers.
+        rollout: the recipe's section.
+        begun: what is known of the responses; takes what a step breaks off.
+    """
+
+    def __init__(
+        self, wish: Wish, requests: Requests, rollout: RolloutConfig, begun: Begun
+    ) -> None:
+        self._wish, self._requests, self._rollout, self._begun = wish, requests, rollout, begun
+        self._found: dict[int, Trajectory] = {}
+        self._seconds = 0.0
+        self._launch()
+
+    def _launch(self) -> None:
+        """Ask this rank's servers for what is missing."""
+        wish, n = self._wish, self._wish.sampling.n
+        self._version = self._requests.restore()
+        self._tail = Tail(wish.wanted, n, self._requests.new_name())
+        rows = self._my_rows()
+        before = {row: self._begun.of(wish.prompts[row // n], row % n) for row in rows}
+        done = {row for row, t in before.items() if t and t.finish_reason != "abort"}
+        self._tail.answered(sorted(done))
+        rows = [row for row in rows if row not in done]
+        servers = max(1, len(self._requests.fleet.mine))
+        # enough requests to spread, few enough to cost little
+        size = max(1, min(-(-len(rows) // (_JOBS_PER_SERVER * servers)), self._rollout.batch_size))
+        self._jobs = [rows[start : start + size] for start in range(0, len(rows), size)]
+        self._in_flight = max(1, self._rollout.batch_size // size)
+        self._flight: Flight | None = self._requests.launch(
+            self._jobs, self._ask, self._in_flight, self._tail
+        )
+
+    def _my_rows(self) -> list[int]:
+        """Rows (``prompt * n + sample``) for this rank's servers, longest prompts first."""
+        n, fleet = self._wish.sampling.n, self._requests.fleet
+        lengths = [len(prompt.token_ids) for prompt in self._wish.prompts]
+        dealt = shares(lengths, fleet.count)
+        mine = [index for server in fleet.mine for index in dealt[server]]
+        mine.sort(key=lambda index: -lengths[index])
+        return [index * n + sample for index in mine for sample in range(n)]
+
+    def _ask(self, api: SGLangApi, job: list[int]) -> dict[int, Generated]:
+        """Have one server answer some rows; in any thread."""
+        wish, n, tail = self._wish, self._wish.sampling.n, self._tail
+        if tail.reached.is_set():
+            return {}
+        texts, parameters = [], []
+        for row in job:
+            prompt = wish.prompts[row // n]
+            before = self._begun.of(prompt, row % n)
+            known = before.response_ids if before else ()
+            texts.append(prompt.token_ids + known)
+            limit = wish.max_tokens - len(known)
+            parameters.append(sampling_parameters(wish.sampling, limit, wish.stops))
+        answers = api.generate(texts, parameters, wish.routing is not None)
+        _check_answers(api.url, answers, self._version, may_abort=tail.reached.is_set())
+        answers = [a.settled(wish.stops) for a in answers]
+        ended = {r: a for r, a in zip(job, answers, strict=True) if a.reason != "abort"}
+        if wish.finished is not None:
+            told = [(wish.prompts[r // n], r % n, a) for r, a in ended.items()]
+            responses = [self._begun.joined(p, s, a.trajectory(p)) for p, s, a in told]
+            wish.finished(list(ended), responses)
+        tail.answered(list(ended))
+        return {r: a for r, a in zip(job, answers, strict=True) if a.tokens}
+
+    def settle(self) -> None:
+        """See ``rollout.engine.Generation.settle``."""
+        if self._flight is None:
+            return
+        results = self._requests.landed(self._flight)
+        found, self._flight = self._gathered(results), None
+        self._found = {
+            row: t for row, t in found.items() if self._wish.partial or t.finish_reason != "abort"
+        }
+        self._begun.keep(self._found, self._wish.prompts, self._wish.sampling.n, ())
+
+    def result(self) -> list[Trajectory]:
+        """See ``rollout.engine.Generation.result``."""
+        wish, n = self._wish, self._wish.sampling.n
+        enough = len(wish.prompts) if wish.wanted is None else wish.wanted
+        count = len(wish.prompts)
+        if self._flight is None and len(complete_prompts(self._found, count, n)) < enough:
+            self._launch()
+        if self._flight is not None:
+            results = self._requests.answers(
+                self._jobs, self._ask, self._in_flight, self._tail, self._flight
+            )
+            self._found, self._flight = self._gathered(results), None
+        taken = complete_prompts(self._found, count, n)[: wish.wanted]
+        self._begun.keep(self._found, wish.prompts, n, taken)
+        found, self._found = self._found, {}
+        return [found[prompt * n + sample] for prompt in taken for sample in range(n)]
+
+    @property
+    def seconds(self) -> float:
+        """See ``rollout.engine.Generation.seconds``."""
+        return self._seconds
+
+    def _gathered(self, results: Mapping[int, Mapping[int, Generated]]) -> dict[int, Trajectory]:
+        """This rank's answers and everybody's, and what was known before; collective."""
+        assert self._flight is not None
+        wish, requests = self._wish, self._requests
+        self._seconds = self._flight.seconds
+        mine = {row: answer for part in results.values() for row, answer in part.items()}
+        found = gather_answers(
+            mine,
+            wish.prompts,
+            wish.sampling.n,
+            self._version,
+            self._begun,
+            wish.routing,
+            wish.device,
+            requests.world,
+            requests.group,
+        )
+        self._tail.forget()
+        return found
+
+    def drop(self) -> None:
+        """Abort what is under way; nobody wants it."""
+        if self._flight is not None:
+            self._flight.drop()
+
+
+def _check_answers(url: str, answers: Sequence[Generated], version: int, may_abort: bool) -> None:
+    """Refuse what other weights generated, and what was aborted without having been told to.
+
+    Raises:
+        ServerLost: such an answer.
+    """
+    for answer in answers:
+        if answer.weight_version != str(version):
+            raise ServerLost(
+                url, f"holds weights of version {answer.weight_version}, not {version}"
+            )
+        if answer.reason == "abort" and not may_abort:
+            raise ServerLost(url, "gave up on a response")

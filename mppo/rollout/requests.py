@@ -1,0 +1,120 @@
+"""Requests of all ranks to the servers, repeated where servers are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from mppo.parallel.abandon import Abandoned, meet
+from mppo.rollout.dispatch import Outcome
+from mppo.rollout.exchange import agree, gather_objects
+from mppo.rollout.fleet import Fleet
+from mppo.rollout.flight import Flight
+from mppo.rollout.http_client import RequestRefused
+from mppo.rollout.sglang_api import SGLangApi
+from mppo.rollout.tail import Tail
+
+ATTEMPTS = 3
+
+Call = Callable[[SGLangApi, Any], Any]
+
+
+class Requests:
+    """Sends jobs, each rank to its own servers.
+
+    Args:
+        fleet: the servers.
+        restore: brings lost servers back, with the current weights, of which it returns the
+            version; collective.
+        rank, world: this rank and the number of ranks.
+        group: process group of the ranks; None is the default one.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        restore: Callable[[], int],
+        rank: int,
+        world: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.fleet, self.restore = fleet, restore
+        self.rank, self.world, self.group = rank, world, group
+        self._names = 0
+
+    def new_name(self) -> str:
+        """A name not given before, the same on every rank; collective."""
+        self._names += 1
+        return str(self._names)
+
+    def launch(
+        self, jobs: Sequence[Any], call: Call, in_flight: int, tail: Tail | None = None
+    ) -> Flight:
+        """Send this rank's jobs on their way."""
+        self.fleet.wake("kv_cache")
+        return Flight(lambda: self.fleet.apis, jobs, call, in_flight, tail)
+
+    def landed(self, flight: Flight) -> dict[int, Any]:
+        """Results, by job index, of what one flight could do; collective.
+
+        Raises:
+            RuntimeError: on every rank, when a server refused a request.
+        """
+        return self._taken(flight, may_leave=False).results
+
+    def answers(
+        self,
+        jobs: Sequence[Any],
+        call: Call,
+        in_flight: int,
+        tail: Tail | None = None,
+        flight: Flight | None = None,
+        may_leave: bool = True,
+    ) -> dict[int, Any]:
+        """Results of all jobs, by index, lost servers being revived; collective.
+
+        Args:
+            jobs: this rank's.
+            call, in_flight: see ``dispatch``.
+            tail: see ``Flight``.
+            flight: all jobs, on their way already; None: they are sent now.
+            may_leave: whether the step may be abandoned here.
+
+        Raises:
+            RuntimeError: on every rank, when a server refused a request or none was left.
+            Abandoned: on every rank.
+        """
+        results: dict[int, Any] = {}
+        lost: dict[Any, str] = {}
+        for _ in range(ATTEMPTS):
+            waiting = [index for index in range(len(jobs)) if index not in results]
+            if flight is None:
+                flight = self.launch([jobs[i] for i in waiting], call, in_flight, tail)
+            outcome, flight = self._taken(flight, may_leave), None
+            results.update({waiting[place]: r for place, r in outcome.results.items()})
+            lost = outcome.lost or lost
+            left = len(jobs) - len(results)
+            if not any(gather_objects(left, self.world, self.group)):
+                return results
+            self.restore()
+        told = f"rank {self.rank}: {left} of {len(jobs)} requests not served in {ATTEMPTS} attempts"
+        agree(f"{told}: {lost}" if left else None, self.world, self.group)
+        raise AssertionError("some rank had requests left")
+
+    def _taken(self, flight: Flight, may_leave: bool) -> Outcome[Any]:
+        """What became of a flight; collective."""
+        outcome: Outcome[Any] = Outcome()
+        error = None
+        try:
+            with suppress(Abandoned):  # said by meet
+                outcome = flight.wait() if may_leave else flight.land()
+        except RequestRefused as caught:
+            error = f"rank {self.rank}: {caught}"
+        if may_leave:
+            meet()
+        agree(error, self.world, self.group)
+        self.fleet.lost.update(outcome.lost)
+        return outcome
