@@ -1,9 +1,10 @@
 """Reward by step of several estimators on the demo's task, in one plot.
 
-    python benchmarks/learning_curves.py [--estimators gae grpo ...] [--steps 125] [--seed 0]
+    python benchmarks/learning_curves.py [--estimators gae grpo ...] [--steps 160] [--seed 0]
 
-Trains ``recipes/demo.yaml`` once for each estimator, one after another. The critic-free estimators
-take four responses to each of a quarter as many prompts, so that every step sees as many responses.
+Trains ``recipes/demo.yaml`` once for each estimator, one after another. grpo and rloo take four
+responses to each of a quarter as many prompts, so that every step sees as many responses, in
+mini-batches of half the size; rloo whitens its advantages as TRL can.
 With ``--processes 1`` a run takes one process without any parallelism, which changes no number
 beyond float noise. Runs are kept under ``--runs``: one that is done there is not trained again, one
 that was stopped goes on from its checkpoint.
@@ -32,8 +33,14 @@ import matplotlib.pyplot as plt
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")
-GROUPED = ["rollout.n=4", "data.train_batch_size=64", "actor.ppo_mini_batch_size=32"]
+GROUPED = ["rollout.n=4", "data.train_batch_size=64", "actor.ppo_mini_batch_size=16"]
+ESTIMATORS = {
+    "gae": [],
+    "grpo": GROUPED,
+    "rloo": [*GROUPED, "algorithm.whiten_advantages=true"],
+    "reinforce_plus_plus": [],
+}
+"""What each changes in the demo's recipe."""
 ALONE = [
     "actor.megatron.tensor_model_parallel_size=1",
     "critic.megatron.pipeline_model_parallel_size=1",
@@ -51,7 +58,7 @@ def train(estimator: str, arguments: argparse.Namespace, folder: Path) -> list[d
         f"trainer.total_training_steps={arguments.steps}",
         f"trainer.default_local_dir={run_dir}",
         "trainer.export_hf=false",
-        *([] if estimator == "gae" else GROUPED),
+        *ESTIMATORS[estimator],
         *(ALONE if arguments.processes == 1 else []),
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -102,9 +109,9 @@ def plot(curves: dict[str, Curve], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--estimators", nargs="+", default=ESTIMATORS)
+    parser.add_argument("--estimators", nargs="+", default=list(ESTIMATORS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=125)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--processes", type=int, choices=(1, 2), default=2)
     parser.add_argument("--runs", type=Path, help="folder to keep the runs in")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/learning_curves")
