@@ -259,11 +259,17 @@ def trl_worker(folder: str, dtype: str) -> None:
 
 
 def matmul_peak(dtype: str, cores: int) -> float:
-    """Measured GFLOP/s of a 2048-cubed matrix multiply on ``cores`` threads, best of ten."""
+    """Measured GFLOP/s of a 2048-cubed matrix multiply on ``cores`` threads, best of ten.
+
+    In float32 where the processor has no instructions for ``dtype``.
+    """
     import torch
 
+    from mppo.rollout.local import compute_dtype
+
     torch.set_num_threads(cores)
-    a = torch.randn(2048, 2048, dtype=getattr(torch, dtype))
+    kind = compute_dtype(getattr(torch, dtype), torch.device("cpu"))
+    a = torch.randn(2048, 2048, dtype=kind)
     best = float("inf")
     for _ in range(10):
         start = time.perf_counter()
