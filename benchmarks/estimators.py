@@ -32,6 +32,7 @@ from mppo.algos.masked import masked_whiten
 from mppo.batch import Batch, Measured
 from mppo.config.algorithm import AlgorithmConfig
 from mppo.estimate import estimate
+from mppo.parallel import device
 
 GAMMA, LAM = 1.0, 0.95
 ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    device.keep_freed_memory()  # as a training run does
     results = run(arguments.sequences, arguments.tokens, arguments.repeat)
     print(f"{arguments.sequences} x {arguments.tokens} tokens, float32, one core")
     for name, value in results.items():

@@ -6,6 +6,7 @@ Megatron-Core run on the CPU (see ``mppo.parallel.megatron_on_cpu``); with one i
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
@@ -117,10 +118,26 @@ def accumulates_weight_gradients() -> bool:
     return not is_cuda() or find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""glibc's numbers of what ``mallopt`` sets (malloc.h)."""
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep blocks that were freed, as CUDA's allocator does.
+
+    It gives those of some MiB back to the system, and every step faults all their pages in again.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
 def prepare_megatron() -> None:
     """Make Megatron-Core usable on this machine. Call before building anything; idempotent."""
     if is_cuda():
         return
+    keep_freed_memory()
     from mppo.parallel import fused_on_cpu, megatron_on_cpu
 
     megatron_on_cpu.install()
