@@ -18,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from mppo.models.context import ContextRows, sequence_order
 from mppo.models.packing import AttentionRows, Packing
 
+_QUERY_BLOCK = 512
+"""Queries that share a mask on the CPU."""
+
 
 class _Rearrange(torch.autograd.Function):
     """``x[index]`` where ``index`` is one-to-one on what it takes; index ``len(x)`` reads zeros.
@@ -160,6 +163,9 @@ class PackedAttention(torch.nn.Module):
         queries, keys = q.shape[1], k.shape[1]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         window = self.window if self.window is not None and self.window < keys else None
+        plain = self.softcap is None and window is None
+        if plain and keys != queries > _QUERY_BLOCK and not q.is_cuda:
+            return self._query_blocks(q, k, v).transpose(1, 2)
         if self.softcap is not None:
             mask = window_mask(queries, keys, window or keys, q.device)
             out = softcapped_attention(q, k, v, mask, self.softmax_scale, self.softcap)
@@ -179,6 +185,33 @@ class PackedAttention(torch.nn.Module):
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         return out.transpose(1, 2)
+
+    def _query_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of fewer queries than keys, on the CPU.
+
+        Its kernel takes a mask of queries times keys, where CUDA's needs none: here queries come
+        in blocks, whose masks are parts of one, and see no key after their last.
+
+        Args:
+            q: ``[rows, heads, queries, dim]``.
+            k, v: ``[rows, groups, keys, dim]``.
+
+        Returns:
+            ``[rows, heads, queries, value_dim]``.
+        """
+        queries, keys = q.shape[2], k.shape[2]
+        shared = dict(scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
+        ones = torch.ones(_QUERY_BLOCK, keys, dtype=torch.bool)
+        mask = torch.zeros(_QUERY_BLOCK, keys, dtype=q.dtype)
+        mask.masked_fill_(~ones.tril(keys - _QUERY_BLOCK), -torch.inf)
+        out = []
+        for first in range(0, queries, _QUERY_BLOCK):
+            block = q[:, :, first : first + _QUERY_BLOCK]
+            seen = keys - queries + first + block.shape[2]
+            bias = mask[-block.shape[2] :, keys - seen :]
+            k_seen, v_seen = k[:, :, :seen], v[:, :, :seen]
+            out.append(F.scaled_dot_product_attention(block, k_seen, v_seen, bias, **shared))
+        return torch.cat(out, 2)
 
 
 def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
