@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from mppo.batch import Batch, Experience, Trajectory
 from mppo.collection import collect, generate, settle
@@ -70,6 +71,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     metrics = collected.metrics | waited | experience_metrics(experience) | update_metrics
     metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": run.kl.coef}
     metrics |= {"critic/raw_score/mean": scored.scores_B.mean().item()}
+    metrics |= run.engine.sync_metrics()
     metrics |= {"prompt_length/clip_ratio": longest_prompts(batch, run.recipe.data)}
     if run.recipe.actor.use_kl_loss:
         metrics["actor/kl_coef"] = run.recipe.actor.kl_loss_coef
@@ -95,7 +97,9 @@ def sync(run: Run, version: int) -> None:
     bucket_bytes = run.recipe.rollout.sync_bucket_mb << 20
     with phase("weight sync"):
         run.engine.wake()
-        weights = WeightSource(lambda: run.roles.actor.hf_weights(bucket_bytes))
+        actor = run.roles.actor
+        slices = partial(actor.slices, bucket_bytes)
+        weights = WeightSource(lambda: actor.hf_weights(bucket_bytes), slices)
         run.engine.update_weights(weights, version)
 
 

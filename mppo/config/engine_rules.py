@@ -125,3 +125,41 @@ def older_samples_are_corrected(case: Case) -> Iterator[Fault]:
             "update",
             "set it to token (weights truncated at rollout_is_threshold), or bypass_mode to true",
         )
+
+
+_OTHER_SHARDS = (
+    "ep_size",
+    "expert_parallel_size",
+    "pp_size",
+    "pipeline_parallel_size",
+    "enable_dp_attention",
+    "quantization",
+)
+"""SGLang options that lay parameters out otherwise than tensor parallelism alone does."""
+
+
+@rule("rollout.sync_mode", "rollout.sync", "rollout.urls", "rollout.name", "rollout.server_args")
+def pieces_reach_their_rank(case: Case) -> Iterator[Fault]:
+    """Pieces of parameters go through SGLang's custom weight loader, by shared memory."""
+    rollout = case.recipe.rollout
+    key, mode = "rollout.sync_mode", rollout.sync_mode
+    if mode == "full":
+        return
+    if rollout.name != "sglang":
+        why = f"has no effect with rollout.name = {rollout.name}: its weights are copied in place"
+        yield Fault(key, mode, why, "leave it out, or set rollout.name to sglang")
+        return
+    if rollout.sync != "tensor":
+        why = (
+            f"cannot go with rollout.sync = {rollout.sync}: SGLang 0.5 hands only what "
+            "update_weights_from_tensor brings to a loader that takes pieces"
+        )
+        yield Fault(key, mode, why, "set rollout.sync to tensor, or sync_mode to full")
+    if rollout.urls:
+        why = "is for servers the run starts itself, beside its ranks; rollout.urls names others"
+        yield Fault(key, mode, why, "set sync_mode to full, or leave rollout.urls out")
+    given = {name.lstrip("-").replace("-", "_"): v for name, v in rollout.server_args.items()}
+    for name in _OTHER_SHARDS:
+        if given.get(name) not in (None, 1, False):
+            why = f"cannot go with rollout.server_args.{name}: parameters are then cut otherwise"
+            yield Fault(key, mode, why, "set sync_mode to full, or leave that option out")

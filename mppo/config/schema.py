@@ -233,7 +233,8 @@ class RolloutConfig(SamplingConfig):
     ``servers`` is how many SGLang servers a run owns: by default one per
     ``tensor_model_parallel_size`` ranks on GPUs, one on a CPU. ``over_sampling`` asks that share of
     prompts beyond the batch; when the batch is full the slowest are aborted and come again, with
-    ``partial_rollout`` from where they were.
+    ``partial_rollout`` from where they were. ``sync_mode: sliced`` gives each rollout rank only the
+    pieces it holds, ``delta`` only those blocks of them that changed since the last sync.
     """
 
     name: Literal["local", "sglang"] = "local"
@@ -247,6 +248,7 @@ class RolloutConfig(SamplingConfig):
     servers: int | None = Field(default=None, gt=0)
     urls: tuple[str, ...] = ()
     sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    sync_mode: Literal["full", "sliced", "delta"] = "full"
     sync_bucket_mb: int = Field(default=512, gt=0)
     verify_sync: Literal["off", "checksum", "logprob"] = "off"
     logprob_tolerance: float | None = Field(default=None, gt=0)

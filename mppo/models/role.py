@@ -39,6 +39,7 @@ from mppo.weights.blocks import padded_vocab_size
 from mppo.weights.checkpoint import load_weights
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.save import save_hf
+from mppo.weights.slices import SliceRequest, SliceStream
 from mppo.weights.stream import stream_hf_weights
 
 _PROJECTIONS = ("lm_head.weight", "model.embed_tokens.weight")
@@ -104,6 +105,7 @@ class Role:
             self.average = MovingAverage(self.stages, spec.ema_decay)
         self._reference: Projection | None = None
         self._stat_names: list[str] | None = None
+        self._slices: SliceStream | None = None
 
     @property
     def name(self) -> str:
@@ -296,6 +298,13 @@ class Role:
                 self.groups,
                 bucket_bytes,
             )
+
+    def slices(self, bucket_bytes: int, request: SliceRequest) -> SliceStream:
+        """The current weights as pieces for the ranks of an engine; collective."""
+        if self._slices is None or self._slices.request != request:
+            made = SliceStream(self.stages, self.hf_config, self.layout, request, bucket_bytes)
+            self._slices = made
+        return self._slices
 
     def save(self, folder: Path) -> None:
         """Write the current weights as a Hugging Face folder (config and tokenizer copied from

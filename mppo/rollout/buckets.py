@@ -110,6 +110,27 @@ class SharedBuffer:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
 
+    def fill_bytes(self, parts: Sequence[Tensor]) -> list[int]:
+        """Copy bytes in, end to end.
+
+        Args:
+            parts: uint8, their lengths multiples of 16 or the last.
+
+        Returns:
+            Where each begins.
+        """
+        begins, total = [], 0
+        for part in parts:
+            begins.append(total)
+            total += len(part)
+        self._reserve(max(total, ALIGNMENT))  # a handle needs some memory to name
+        for begin, part in zip(begins, parts, strict=True):
+            self._bytes[begin : begin + len(part)].copy_(part)
+        self._used, self._rows = total, []
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        return begins
+
     def _reserve(self, size: int) -> None:
         if size <= self._bytes.numel():
             return
@@ -164,9 +185,17 @@ class SharedBuffer:
             )
             for name, shape, dtype, start, end in self._rows
         ]
+        return self.described_payload(table(entries, report, whole))
+
+    def described_payload(self, described: Tensor) -> str:
+        """The same for a loader of mppo's that reads what is in the buffer from a table.
+
+        Args:
+            described: uint8 on the CPU.
+        """
         with _shared_by_file_name():
-            described = table(entries, report, whole).share_memory_()
-        return _pickled([(BYTES, _Handle(flat)), (TABLE, _Handle(described))])
+            described.share_memory_()
+        return _pickled([(BYTES, _Handle(self._content())), (TABLE, _Handle(described))])
 
     def _content(self) -> Tensor:
         return self._bytes[: self._used]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import SamplingConfig
+from mppo.weights.slices import SliceRequest, SliceStream
 
 WeightBucket = list[tuple[str, Tensor]]
 """Hugging Face names with whole tensors, on the training device."""
@@ -26,10 +27,16 @@ class WeightSource:
 
     Args:
         make: starts a fresh stream of the current weights; collective.
+        slices: the same weights as pieces for the ranks of an engine, planned once; collective.
+            None: whole tensors only.
     """
 
-    def __init__(self, make: Callable[[], Iterable[WeightBucket]]) -> None:
-        self._make = make
+    def __init__(
+        self,
+        make: Callable[[], Iterable[WeightBucket]],
+        slices: Callable[[SliceRequest], SliceStream] | None = None,
+    ) -> None:
+        self._make, self.slices = make, slices
 
     def __iter__(self) -> Iterator[WeightBucket]:
         return iter(self._make())
@@ -115,6 +122,10 @@ class RolloutEngine(Protocol):
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of every token but the first, by the engine's own weights at
         temperature 1: the check that engine and actor hold the same model."""
+        ...
+
+    def sync_metrics(self) -> dict[str, float]:
+        """Bytes of the last update of the weights, where the engine counts them."""
         ...
 
     def sleep(self) -> None:

@@ -28,6 +28,7 @@ from mppo.rollout.sglang_server import (
     server_environment,
     server_options,
 )
+from mppo.rollout.slice_load import SLICE_LOADER
 
 API_KEY_VARIABLE = "MPPO_ROLLOUT_API_KEY"
 _POLL_S = 0.5
@@ -106,7 +107,7 @@ class Fleet:
                 self._rollout.server_args,
                 hf_config,
             )
-            options["custom_weight_loader"] = [LOADER]
+            options["custom_weight_loader"] = [LOADER, SLICE_LOADER]
             environment = server_environment(self.tensor_parallel, on_cpu)
             self._processes[server] = own_server(
                 server, options, environment, self.key or "", folder, self._rollout.start_timeout_s

@@ -277,6 +277,10 @@ class LocalEngine:
         chosen = logprobs.gather(-1, padded[:, 1:, None])[..., 0]
         return [chosen[row, : len(s) - 1] for row, s in enumerate(sequences) if len(s) > 1]
 
+    def sync_metrics(self) -> dict[str, float]:
+        """See ``RolloutEngine.sync_metrics``: weights are copied where they are."""
+        return {}
+
     def sleep(self) -> None:
         """Move the weights off the GPU; nothing to give back on the CPU."""
         self._move(torch.device("cpu"))

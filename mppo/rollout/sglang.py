@@ -6,20 +6,17 @@ jobs to another; where none is left, it is started again and given the current w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import RolloutConfig, SamplingConfig
-from mppo.parallel import device as device_seam
-from mppo.parallel.launch import LOOPBACK, address_towards, own_address
 from mppo.rollout.answers import Begun
-from mppo.rollout.engine import Finished, WeightBucket
+from mppo.rollout.engine import Finished, WeightBucket, WeightSource
 from mppo.rollout.exchange import agree, gather_flat, gather_objects, shares
 from mppo.rollout.fleet import Fleet
 from mppo.rollout.generation import Generation, Wish
@@ -27,8 +24,10 @@ from mppo.rollout.http_client import ServerLost
 from mppo.rollout.local import LocalEngine, stop_tokens
 from mppo.rollout.requests import ATTEMPTS, Requests
 from mppo.rollout.routed_experts import RoutingShape
-from mppo.rollout.sglang_server import HOST
-from mppo.rollout.sync import DiskRoute, DistributedRoute, Route, TensorRoute
+from mppo.rollout.routes import make_route
+from mppo.rollout.sglang_api import SGLangApi
+from mppo.rollout.slice_sync import SliceSync
+from mppo.rollout.sync import DiskRoute, DistributedRoute
 from mppo.rollout.sync_check import SyncCheck
 
 _SCORE_TOKENS = 8192
@@ -87,46 +86,20 @@ class SGLangEngine:
             rollout, Path(hf_folder), hf_config, dtype, rank, world, self._device, folder, group
         )
         self._requests = Requests(self._fleet, self._restore, rank, world, group)
-        self._route = self._make_route(folder, Path(hf_folder))
+        self._route = make_route(
+            rollout, self._fleet, self._device, folder, Path(hf_folder), rank, world
+        )
+        self._slices: SliceSync | None = None
+        if rollout.sync_mode != "full":
+            self._slices = SliceSync(
+                rollout, self._fleet, dtype, self._device, folder, rank, world, group
+            )
         self._check: SyncCheck | None = None
         if rollout.verify_sync == "logprob":
             oracle = LocalEngine(
                 hf_folder, hf_config, dtype, rank=rank, world=world, device=device, group=group
             )
             self._check = SyncCheck(oracle, dtype, rollout.logprob_tolerance, self._fleet.count)
-
-    def _address(self) -> str:
-        """Where the servers reach this rank: loopback if all of them are on this machine."""
-        towards = {address_towards(urlsplit(url).hostname or HOST) for url in self._rollout.urls}
-        if towards <= {LOOPBACK}:
-            return HOST
-        return towards.pop() if len(towards) == 1 else own_address()
-
-    def _make_route(self, folder: Path, hf_folder: Path) -> Route:
-        tensor_parallel = self._fleet.tensor_parallel
-        if self._rollout.sync == "disk":
-            return DiskRoute((folder / "weights").resolve(), hf_folder, writes=self._rank == 0)
-        if self._rollout.sync == "distributed":
-            return DistributedRoute(
-                self._device,
-                device_seam.backend(),
-                tensor_parallel,
-                self._address(),
-                self._rollout.request_timeout_s,
-            )
-        group = None
-        if self._device.type != "cpu" and tensor_parallel > 1:
-            # the ranks whose GPUs one server shares
-            for first in range(0, self._world, tensor_parallel):
-                ranks = list(range(first, first + tensor_parallel))
-                made = dist.new_group(ranks)
-                group = made if self._rank in ranks else group
-        report = None
-        if not self._rollout.urls:
-            report = (folder / f"refused_{self._rank}.txt").resolve()
-            report.unlink(missing_ok=True)
-        checked = self._rollout.verify_sync == "checksum"
-        return TensorRoute(self._device, tensor_parallel, group, report, checked)
 
     # ---- weights
 
@@ -142,13 +115,20 @@ class SGLangEngine:
         self._settle()
         self._source = None if iter(buckets) is buckets else buckets
         self._version, self._synced = version, {}
-        self._fleet.revive()
+        self._revive()
         self._fleet.wake("weights")
-        self._push(iter(buckets))
+        self._push(buckets)
         if self._check is not None:
             self._check.compare(self.logprobs, version)
 
-    def _push(self, buckets: Iterator[WeightBucket]) -> None:
+    def _revive(self) -> None:
+        """Lost servers started again, which so hold no weights; collective."""
+        for server in self._fleet.revive():
+            self._synced.pop(server, None)
+            if self._slices is not None:
+                self._slices.forget([server])
+
+    def _push(self, buckets: Iterable[WeightBucket]) -> None:
         """Bring the weights to every server that lacks them; again to those lost on the way."""
         lacking = self._lacking()
         for _ in range(ATTEMPTS):
@@ -158,8 +138,8 @@ class SGLangEngine:
                 return
             if self._source is None:
                 break
-            self._fleet.revive()
-            buckets = iter(self._source)
+            self._revive()
+            buckets = self._source
         cure = "" if self._source else " (and the stream of weights cannot be repeated)"
         words = gather_objects(self._fleet.last_words(), self._world, self._group)
         raise RuntimeError(
@@ -176,10 +156,14 @@ class SGLangEngine:
         everyone = gather_objects(mine, self._world, self._group)
         return {server: why for part in everyone for server, why in part.items()}
 
-    def _send(self, buckets: Iterator[WeightBucket], lacking: dict[int, str]) -> None:
+    def _send(self, buckets: Iterable[WeightBucket], lacking: dict[int, str]) -> None:
         """One pass of the stream, always drained, to the servers that lack it."""
         assert self._version is not None
         targets = {s: api for s, api in self._fleet.apis.items() if s in lacking}
+        if self._slices is not None:
+            if self._slices.takes(buckets):
+                return self._send_slices(self._slices, buckets, targets)
+            self._slices.forget(targets)
         senders = targets
         if isinstance(self._route, DistributedRoute):
             urls = self._fleet.urls()
@@ -200,6 +184,25 @@ class SGLangEngine:
             route = self._route  # the folder is complete: every rank has agreed
             error = _error_of(lambda: route.load(targets))
             self._raise_refusal(error)
+        self._note(targets, error)
+
+    def _send_slices(
+        self, slices: SliceSync, source: WeightSource, targets: Mapping[int, SGLangApi]
+    ) -> None:
+        """As ``_send``, of pieces; the oracle is given whole tensors."""
+        assert self._version is not None
+        slices.route.open(targets, self._version)
+        slices.send(source, self._version, targets)
+        if self._check is not None:
+            self._check.oracle.update_weights(iter(source), self._version)
+        error = _error_of(slices.route.close)
+        self._raise_refusal(error)
+        if error is None:
+            slices.holds(targets, self._version)
+        self._note(targets, error)
+
+    def _note(self, targets: Mapping[int, SGLangApi], error: Exception | None) -> None:
+        """Note which servers hold the weights and which are lost."""
         if error is None:
             self._synced.update(dict.fromkeys(targets, self._version))
             return
@@ -207,7 +210,7 @@ class SGLangEngine:
             if api.url == getattr(error, "url", api.url) or not api.is_up():
                 self._fleet.lost[server] = str(error)
 
-    def _sent(self, buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
+    def _sent(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
         """The stream, each bucket on its way to the servers as it passes."""
         for bucket in buckets:
             self._route.send(bucket)
@@ -222,8 +225,7 @@ class SGLangEngine:
         """Lost servers started again, with the current weights, whose version it is; collective."""
         if self._version is None:
             raise RuntimeError("the SGLang engine has no weights: call update_weights first")
-        for server in self._fleet.revive():
-            self._synced.pop(server, None)
+        self._revive()
         lacking = self._lacking()
         if not lacking:
             return self._version
@@ -233,7 +235,7 @@ class SGLangEngine:
                 "the last stream was a generator"
             )
         self._fleet.wake("weights")
-        self._push(iter(self._source))
+        self._push(self._source)
         return self._version
 
     # ---- generation
@@ -317,6 +319,10 @@ class SGLangEngine:
 
     # ---- memory and end
 
+    def sync_metrics(self) -> dict[str, float]:
+        """See ``RolloutEngine.sync_metrics``: only of ``rollout.sync_mode`` other than ``full``."""
+        return self._slices.metrics() if self._slices is not None else {}
+
     def sleep(self) -> None:
         """Servers on this run's devices give back the memory of weights and cache."""
         if self._fleet.shares_devices:
@@ -334,6 +340,8 @@ class SGLangEngine:
         if self._underway is not None:
             self._underway.drop()
         self._route.stop()
+        if self._slices is not None:
+            self._slices.route.stop()
         self._fleet.stop()
 
 

@@ -73,6 +73,8 @@ class TensorRoute:
         checked: have own servers verify what they get and load.
     """
 
+    _loader = LOADER
+
     def __init__(
         self,
         device: torch.device,
@@ -114,6 +116,8 @@ class TensorRoute:
         self._try(lambda: self._wait(turn))
         self._try(lambda: self._buffers[turn].fill(bucket))
         if self._group is not None:
+            # the others fill their buffer of the last turn as soon as this exchange is over
+            self._try(lambda: self._wait(1 - turn))
             shared: list[str] = [""] * self._tensor_parallel
             mine = "" if self._failure else self._payload(turn)
             dist.all_gather_object(shared, mine, group=self._group)
@@ -139,7 +143,7 @@ class TensorRoute:
         if self._report is None:
             api.update_from_tensor(payloads, version)
             return
-        api.update_from_tensor(payloads, version, LOADER)
+        api.update_from_tensor(payloads, version, self._loader)
         if self._report.exists():
             found = self._report.read_text().strip()
             self._report.unlink()

@@ -7,7 +7,7 @@ what crosses ranks is therefore the least possible.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mppo.parallel.layout import Layout
@@ -21,6 +21,8 @@ class Move:
     """``length`` rows (columns where the entry is cut along dimension 1) of one parameter.
 
     Offsets are within the shards of source and destination, along the entry's ``cut_dim``.
+    ``source`` and ``destination`` are training ranks; ``slot`` is the rollout rank that is served,
+    counted over the engines.
     """
 
     source: int
@@ -28,6 +30,7 @@ class Move:
     destination: int
     destination_offset: int
     length: int
+    slot: int
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,14 @@ class Reshard:
         moves: what fills the engine's shards; ranks are training ranks.
         crossing: elements that move between different ranks.
         total: elements the engines' shards hold, padding left out.
+        gathered: elements that move where every training rank is brought the whole entry.
     """
 
     entry: Entry
     moves: tuple[Move, ...]
     crossing: int
     total: int
+    gathered: int
 
 
 def plan_reshard(
@@ -53,6 +58,7 @@ def plan_reshard(
     owner: Mapping[object, int],
     engines: Sequence[Sequence[int]],
     vocab_multiple: int = 64,
+    whole: Collection[str] = (),
 ) -> Iterator[Reshard]:
     """Plan the moves of every entry.
 
@@ -62,12 +68,13 @@ def plan_reshard(
         owner: pipeline stage of each layer index and of each end's row name.
         engines: for each engine, the training rank that hosts each of its tensor ranks.
         vocab_multiple: the engine pads its vocabulary to a multiple of this.
+        whole: names of rows that the training ranks hold whole though the table cuts them.
 
     Yields:
         One plan per entry, in the table's order.
     """
     for entry in table.entries():
-        yield plan_entry(entry, table.shape, layout, owner, engines, vocab_multiple)
+        yield plan_entry(entry, table.shape, layout, owner, engines, vocab_multiple, whole)
 
 
 def plan_entry(
@@ -77,19 +84,26 @@ def plan_entry(
     owner: Mapping[object, int],
     engines: Sequence[Sequence[int]],
     vocab_multiple: int = 64,
+    whole: Collection[str] = (),
 ) -> Reshard:
     """The moves of one entry; arguments as ``plan_reshard``."""
-    held = _source_shards(entry, shape, layout)
-    holders = _holders(entry, shape, layout, owner)
+    shards = 1 if entry.row.name in whole else _group_size(entry.row, layout)
+    held = _source_shards(entry, shape, shards)
+    holders = _holders(entry, shape, layout, owner, shards)
     per_row = _elements_per_row(entry)
     moves: list[Move] = []
+    slot = 0
     for engine in engines:
         for rank, host in enumerate(engine):
             wanted = engine_blocks(entry, shape, rank, len(engine), vocab_multiple)
-            moves += _moves(held, holders, wanted, host)
+            moves += _moves(held, holders, wanted, host, slot)
+            slot += 1
     crossing = sum(move.length for move in moves if move.source != move.destination)
     total = sum(move.length for move in moves)
-    return Reshard(entry, tuple(moves), crossing * per_row, total * per_row)
+    length = sum(part[entry.cut_dim] for part in entry.row.shapes)
+    copies = sum(len(ranks) for ranks in holders.values()) / shards
+    gathered = round((layout.world - copies) * length)
+    return Reshard(entry, tuple(moves), crossing * per_row, total * per_row, gathered * per_row)
 
 
 def engine_blocks(
@@ -133,10 +147,9 @@ def _group_size(row: Row, layout: Layout) -> int:
 
 
 def _source_shards(
-    entry: Entry, shape: ModelShape, layout: Layout
+    entry: Entry, shape: ModelShape, size: int
 ) -> dict[int, list[tuple[int, int, int, int]]]:
     """For each source tensor: (start, length, shard, offset in it) of the pieces held."""
-    size = _group_size(entry.row, layout)
     padded = padded_vocab_size(shape.vocab, size) if entry.row.kind == "vocab" else 0
     pieces: dict[int, list[tuple[int, int, int, int]]] = {}
     for shard in range(size):
@@ -150,7 +163,7 @@ def _source_shards(
 
 
 def _holders(
-    entry: Entry, shape: ModelShape, layout: Layout, owner: Mapping[object, int]
+    entry: Entry, shape: ModelShape, layout: Layout, owner: Mapping[object, int], shards: int
 ) -> dict[int, list[int]]:
     """Training ranks that hold each shard of the entry."""
     key = entry.row.name if entry.layer is None else entry.layer
@@ -165,7 +178,7 @@ def _holders(
             shard = here.etp
         else:
             shard = here.tp
-        holders.setdefault(shard if _group_size(entry.row, layout) > 1 else 0, []).append(rank)
+        holders.setdefault(shard if shards > 1 else 0, []).append(rank)
     return holders
 
 
@@ -174,6 +187,7 @@ def _moves(
     holders: Mapping[int, list[int]],
     wanted: Sequence[Block],
     host: int,
+    slot: int,
 ) -> Iterator[Move]:
     offset = 0
     for block in wanted:
@@ -184,9 +198,8 @@ def _moves(
                 if begin < end:
                     ranks = holders[shard]
                     source = host if host in ranks else ranks[host % len(ranks)]
-                    yield Move(
-                        source, at + begin - start, host, offset + begin - block.start, end - begin
-                    )
+                    at_source, at_host = at + begin - start, offset + begin - block.start
+                    yield Move(source, at_source, host, at_host, end - begin, slot)
         offset += block.length
 
 

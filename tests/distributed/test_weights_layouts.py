@@ -24,8 +24,13 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "TP2xEP2xETP2": ({"tp": 2, "ep": 2, "etp": 2}, SPARSE),
     "EP4": ({"ep": 4}, ("mixtral", "deepseek_v3")),
 }
+SLICED = {
+    ("TP2xPP2", "llama"), ("TP4", "gemma2"), ("TP4", "qwen2_tied"), ("PP2xVPP2", "moonlight"),
+    ("TP2xPP2xEP2", "deepseek_v3"), ("TP2xEP2xETP2", "qwen2_moe"), ("EP4", "mixtral"),
+}  # fmt: skip
+"""Where the pieces of rollout ranks are looked at, too."""
 CASES = {
-    (name, family): Case(family, layout)
+    (name, family): Case(family, layout, slices=(name, family) in SLICED)
     for name, (layout, families) in LAYOUTS.items()
     for family in families
 }

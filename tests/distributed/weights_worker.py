@@ -25,6 +25,7 @@ class Case:
         source: folder to load instead of the family's.
         save: folder to save a Megatron checkpoint to.
         export: folder to save a Hugging Face folder to.
+        slices: check the pieces that rollout ranks are sent; changes the model.
     """
 
     family: str
@@ -33,6 +34,7 @@ class Case:
     source: str | None = None
     save: str | None = None
     export: str | None = None
+    slices: bool = False
 
 
 def sequences(vocab: int) -> list[torch.Tensor]:
@@ -66,6 +68,7 @@ def worker(rank: int, world: int, cases: list[Case], folder: Path) -> None:
 
 def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
     """Build the stages full of NaNs, load, and collect what the tests look at."""
+    from served_slices import check_slices
     from transformers import AutoConfig
 
     from mppo.config.schema import MegatronConfig
@@ -110,6 +113,8 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
     if case.head == "policy":
         with torch.no_grad(), groups.active():
             logits = whole_logits(stages, layout, groups, config)
+    if case.slices:
+        check_slices(stages, config, layout, groups, folder)
     return {"streamed": streamed, "logits": logits, "fresh": fresh}
 
 

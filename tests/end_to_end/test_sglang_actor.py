@@ -1,4 +1,5 @@
-"""SGLang's log-probabilities equal those of Megatron's actor, by family, layout and server TP."""
+"""SGLang's log-probabilities equal those of Megatron's actor, by family, layout, server TP and the
+mode of weight sync."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +23,8 @@ from sglang_case import FAMILIES, START_S, TOLERANCE, needs_sglang, own, prompts
 pytestmark = [pytest.mark.server, needs_sglang]
 ROOT = Path(__file__).parents[2]
 WORLD = 4
+UPDATES = 3
+KILLED = "qwen3"
 TEMPERATURE = 0.7
 TP, PP, EP = (
     f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert")
@@ -46,7 +51,11 @@ def _engines(rank: int, folder: Path) -> Iterator[tuple]:
                 folder / family,
                 config,
                 torch.float32,
-                own(tensor_model_parallel_size=server_tp),
+                own(
+                    tensor_model_parallel_size=server_tp,
+                    sync_mode="delta",
+                    verify_sync="checksum",
+                ),
                 rank=rank,
                 world=WORLD,
                 run_dir=folder / "runs" / family,
@@ -57,18 +66,54 @@ def _engines(rank: int, folder: Path) -> Iterator[tuple]:
             started.pop(0)[-1].stop()
 
 
-def _gap(engine, role, version: int) -> tuple[float, int]:
+def _updates(engine, role, version: int) -> Iterator[dict[str, float]]:
+    """The same engine by whole tensors, by all its pieces, and by what changed of them; the bytes
+    of each."""
+    from mppo.rollout.engine import WeightSource
+
+    whole = WeightSource(lambda: role.hf_weights(1 << 17))
+    pieces = WeightSource(lambda: role.hf_weights(1 << 17), partial(role.slices, 1 << 16))
+    scale(role, 1 + 0.1 * version)
+    engine.update_weights(whole, 3 * version)
+    yield {}
+    scale(role, 1.1)
+    engine.update_weights(pieces, 3 * version + 1)
+    yield engine.sync_metrics()
+    scale(role, 1.1, "self_attention")
+    engine.update_weights(pieces, 3 * version + 2)
+    yield engine.sync_metrics()
+
+
+def scale(role, factor: float, only: str = "") -> None:
+    """Change the parameters whose name holds a word."""
+    with torch.no_grad():
+        for stage in role.stages:
+            for name, parameter in stage.named_parameters():
+                if only in name:
+                    parameter.mul_(factor)
+
+
+def _after_a_kill(engine, role, version: int) -> dict[str, float]:
+    """A little changes while the server is killed; the bytes of the next update."""
+    from mppo.rollout.engine import WeightSource
+
+    for process in engine._fleet._processes.values():
+        server = psutil.Process(process._process.pid).children()[0]
+        server.kill()
+        server.wait()
+    dist.barrier()
+    scale(role, 1.1, "layernorm")
+    pieces = WeightSource(lambda: role.hf_weights(1 << 17), partial(role.slices, 1 << 16))
+    engine.update_weights(pieces, version)
+    return engine.sync_metrics()
+
+
+def _gap(engine, role) -> tuple[float, int]:
     """Largest difference over response tokens, and how many there are."""
     from mppo.batch import pack_trajectories
     from mppo.config.schema import SamplingConfig
     from mppo.parallel.schedule import measure_schedule
-    from mppo.rollout.engine import WeightSource
 
-    with torch.no_grad():
-        for stage in role.stages:
-            for parameter in stage.parameters():
-                parameter.mul_(1 + 0.1 * version)
-    engine.update_weights(WeightSource(lambda: role.hf_weights(1 << 17)), version)
     sampling = SamplingConfig(temperature=TEMPERATURE, n=2)
     trajectories = engine.generate(prompts(6), sampling, 8, seed=0)
     batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
@@ -105,7 +150,11 @@ def _run(rank: int, folder: Path) -> None:
                     temperature=TEMPERATURE,
                 )
                 role = Role(spec, config, registry.of(layout_of(megatron, WORLD)))
-                gaps.append((family, layout, *_gap(engine, role, version)))
+                for moved in _updates(engine, role, version):
+                    gaps.append((family, layout, *_gap(engine, role), moved))
+            if family == KILLED:
+                moved = _after_a_kill(engine, role, 3 * len(layouts))
+                gaps.append(("killed", None, *_gap(engine, role), moved))
         if rank == 0:
             (folder / "gaps.json").write_text(json.dumps(gaps))
     finally:
@@ -128,10 +177,33 @@ def gaps(tmp_path_factory) -> list:
 @pytest.mark.parametrize("family", [case[0] for case in CASES])
 def test_engine_and_actor_agree(gaps, family: str) -> None:
     found = [gap for gap in gaps if gap[0] == family]
-    assert [gap[1] for gap in found] == next(c[2] for c in CASES if c[0] == family)
-    for _, layout, gap, tokens in found:
+    layouts = next(c[2] for c in CASES if c[0] == family)
+    assert [gap[1] for gap in found] == [layout for layout in layouts for _ in range(UPDATES)]
+    for _, layout, gap, tokens, _ in found:
         assert tokens > 50, layout
         assert gap < TOLERANCE, layout
+
+
+@pytest.mark.parametrize("family", [case[0] for case in CASES])
+def test_pieces_move_no_more_than_they_must(gaps, family: str) -> None:
+    moved = [gap[4] for gap in gaps if gap[0] == family]
+    for first, second in zip(moved[1::UPDATES], moved[2::UPDATES], strict=True):
+        everything, changed = (
+            {key.removeprefix("rollout/sync_bytes/"): value for key, value in bytes_.items()}
+            for bytes_ in (first, second)
+        )
+        assert everything["total"] <= everything["sent"] < 1.02 * everything["total"]
+        assert everything["least"] <= everything["crossing"] < 1.02 * everything["least"] + 32
+        assert everything["crossing"] < everything["gathered"] / 2
+        assert 0 < changed["sent"] < 0.6 * everything["sent"]
+        assert changed["crossing"] < everything["crossing"]
+
+
+def test_a_server_that_was_killed_is_sent_everything(gaps) -> None:
+    ((_, _, gap, tokens, moved),) = (gap for gap in gaps if gap[0] == "killed")
+    assert tokens > 50
+    assert gap < TOLERANCE
+    assert moved["rollout/sync_bytes/sent"] >= moved["rollout/sync_bytes/total"]
 
 
 def _train(recipe: str, run_dir: Path, *overrides: str, **environment: str) -> list[dict]:

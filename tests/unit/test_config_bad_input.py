@@ -172,6 +172,13 @@ SETTINGS = [
      "rollout.urls=[http://a:1]", "algorithm.rollout_correction.rollout_is", "the last update"),
     ("a server apart without address", "rollout.name=sglang rollout.mode=disaggregated",
      "rollout.urls", "run elsewhere"),
+    ("pieces for a local engine", "rollout.sync_mode=sliced", "rollout.sync_mode", "no effect"),
+    ("pieces by disk", "rollout.name=sglang rollout.sync_mode=delta rollout.sync=disk",
+     "rollout.sync_mode", "cannot go with rollout.sync = disk"),
+    ("pieces for servers of others", "rollout.name=sglang rollout.mode=disaggregated "
+     "rollout.urls=[http://a] rollout.sync_mode=sliced", "rollout.sync_mode", "starts itself"),
+    ("pieces of experts cut otherwise", "rollout.name=sglang rollout.sync_mode=sliced "
+     "rollout.server_args={ep_size: 2}", "rollout.sync_mode", "server_args.ep_size"),
     ("an address that is none", "rollout.name=sglang rollout.mode=disaggregated rollout.urls=[h:1]",
      "rollout.urls", "no HTTP address"),
 ]  # fmt: skip

@@ -1,0 +1,108 @@
+"""A model's pieces as rollout ranks hold them: planned, moved and loaded, next to what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mppo.rollout.checked_load import BYTES, TABLE, checksum
+from mppo.rollout.slice_load import load, slice_table
+from mppo.rollout.slice_sync import message_row
+from mppo.weights.blocks import ZERO
+from mppo.weights.engine_tensors import engine_tensor
+from mppo.weights.reshard import engine_blocks
+from mppo.weights.shape import model_shape
+from mppo.weights.slices import SliceRequest, SliceStream
+from mppo.weights.stream import stream_hf_weights
+from mppo.weights.table import parameter_table
+
+HOSTS = ((0, 1), (3, 3))
+"""Two engines of two ranks; one rank stands beside both ranks of the second."""
+
+
+class Server(nn.Module):
+    """Parameters as a rollout rank lays them out, full of NaNs."""
+
+    def __init__(self, config, rank: int, size: int) -> None:
+        super().__init__()
+        self.held: dict[str, Tensor] = {}
+        shape = model_shape(config)
+        for entry in parameter_table(shape).entries():
+            place = engine_tensor(entry, shape, rank, size)
+            self.held.setdefault(place.name, torch.full(place.shape, torch.nan))
+
+    def named_parameters(self, *args: object, **kwargs: object):
+        return iter(self.held.items())
+
+
+def expected(config, tensors: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+    """Those parameters cut from whole tensors; NaN where nothing of the model belongs."""
+    shape = model_shape(config)
+    held = Server(config, rank, size).held
+    for entry in parameter_table(shape).entries():
+        place, dim = engine_tensor(entry, shape, rank, size), entry.cut_dim
+        into = held[place.name] if place.expert is None else held[place.name][place.expert]
+        at = place.first
+        for block in engine_blocks(entry, shape, rank, size):
+            if block.source != ZERO:
+                part = tensors[entry.hf[block.source]].narrow(dim, block.start, block.length)
+                into.narrow(dim, at, block.length).copy_(part)
+            at += block.length
+    return held
+
+
+def check_slices(stages, config, layout, groups, folder: Path) -> None:
+    """Two updates, the second of what changed; each rollout rank holds what it should."""
+    rank = dist.get_rank()
+    servers = {
+        2 * engine + place: Server(config, place, 2)
+        for engine, hosts in enumerate(HOSTS)
+        for place, host in enumerate(hosts)
+        if host == rank
+    }
+    request = SliceRequest(HOSTS, torch.float32, keep=True, checksum=checksum)
+    stream = SliceStream(stages, config, layout, request, 20_000)
+    for version, since in ((1, None), (2, 1), (3, 1)):
+        _load_all(stream.update(version, since), servers, folder / f"refused_{rank}")
+        whole = dict(
+            pair
+            for bucket in stream_hf_weights(
+                stages, config, layout, groups.coordinates, groups, 40_000
+            )
+            for pair in bucket
+        )
+        for slot, server in servers.items():
+            for name, tensor in expected(config, whole, slot % 2, 2).items():
+                assert torch.equal(server.held[name].nan_to_num(7e9), tensor.nan_to_num(7e9)), name
+        moved = stream.bytes
+        if version == 2:
+            assert 0 < moved.sent < 0.5 * moved.total
+        else:  # nobody holds version 1 any more
+            assert moved.total <= moved.sent <= 1.1 * moved.total
+            assert moved.least <= moved.crossing <= 1.1 * moved.least + 64
+        _change_some(stages)
+
+
+def _load_all(buckets, servers: dict[int, Server], report: Path) -> None:
+    for bucket in buckets:
+        for slot, messages in bucket.messages.items():
+            rows, at = [], 0
+            for message in messages:
+                rows.append(message_row(at, message, bucket.checks))
+                at += len(message.content)
+            flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(m.content for m in messages)])
+            load(servers[slot], [(BYTES, flat), (TABLE, slice_table(rows, report))])
+            assert not report.exists(), report.read_text()
+
+
+@torch.no_grad()
+def _change_some(stages: Sequence[nn.Module]) -> None:
+    """A few elements of every parameter, as a step rounded to a short type does."""
+    for stage in stages:
+        for parameter in stage.parameters():
+            flat = parameter.data.view(-1)
+            flat[:: max(97, len(flat) // 8)] += 0.125
