@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 
 from mppo.batch import Batch, Experience, Trajectory
 from mppo.collection import collect, generate, settle
@@ -98,8 +97,7 @@ def sync(run: Run, version: int) -> None:
     with phase("weight sync"):
         run.engine.wake()
         actor = run.roles.actor
-        slices = partial(actor.slices, bucket_bytes)
-        weights = WeightSource(lambda: actor.hf_weights(bucket_bytes), slices)
+        weights = WeightSource(lambda: actor.hf_weights(bucket_bytes), actor.slices)
         run.engine.update_weights(weights, version)
 
 

@@ -299,11 +299,10 @@ class Role:
                 bucket_bytes,
             )
 
-    def slices(self, bucket_bytes: int, request: SliceRequest) -> SliceStream:
+    def slices(self, request: SliceRequest) -> SliceStream:
         """The current weights as pieces for the ranks of an engine; collective."""
         if self._slices is None or self._slices.request != request:
-            made = SliceStream(self.stages, self.hf_config, self.layout, request, bucket_bytes)
-            self._slices = made
+            self._slices = SliceStream(self.stages, self.hf_config, self.layout, request)
         return self._slices
 
     def save(self, folder: Path) -> None:

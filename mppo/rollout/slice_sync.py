@@ -20,7 +20,7 @@ from mppo.rollout.exchange import gather_objects
 from mppo.rollout.fleet import Fleet
 from mppo.rollout.slice_load import SLICE_LOADER, MessageRow, PieceRow, slice_table
 from mppo.rollout.sync import TensorRoute
-from mppo.weights.slices import Key, Message, SliceBucket, SliceBytes, SliceRequest
+from mppo.weights.slices import Key, Message, SliceBucket, SliceRequest, SliceStream
 
 
 class SliceRoute(TensorRoute):
@@ -156,6 +156,7 @@ class SliceSync:
         self._request = SliceRequest(
             hosts=tuple(tuple((head + i) % world for i in range(size)) for head in heads),
             dtype=dtype,
+            bucket_bytes=rollout.sync_bucket_mb << 20,
             keep=delta,
             checksum=checksum if rollout.verify_sync == "checksum" else None,
         )
@@ -163,7 +164,7 @@ class SliceSync:
         reports = [files[head] for head in heads]
         self.route = SliceRoute(device, size, reports, files[rank], world, group)
         self._held: dict[int, int] = {}
-        self._bytes: SliceBytes | None = None
+        self._stream: SliceStream | None = None
 
     def takes(self, buckets: Iterable[WeightBucket]) -> bool:
         """Whether a stream can be had as pieces."""
@@ -173,12 +174,13 @@ class SliceSync:
         """Send what these servers of this rank lack to them; collective, between the route's
         ``open`` and ``close``."""
         assert source.slices is not None
+        stream = source.slices(self._request)
+        if stream is not self._stream:  # what was sent before is another's
+            self._stream, self._held = stream, {}
         mine = {self._held.pop(server, None) for server in servers}
         held = set().union(*gather_objects(mine, self._world, self._group))
-        stream = source.slices(self._request)
         for bucket in stream.update(version, held.pop() if len(held) == 1 else None):
             self.route.send_slices(bucket)
-        self._bytes = stream.bytes
 
     def holds(self, servers: Collection[int], version: int) -> None:
         """These servers have loaded all of a version."""
@@ -191,6 +193,7 @@ class SliceSync:
 
     def metrics(self) -> dict[str, float]:
         """Bytes of the last update, over all ranks."""
-        if self._bytes is None:
+        if self._stream is None:
             return {}
-        return {f"rollout/sync_bytes/{name}": float(n) for name, n in vars(self._bytes).items()}
+        moved = vars(self._stream.bytes)
+        return {f"rollout/sync_bytes/{name}": float(number) for name, number in moved.items()}

@@ -41,12 +41,14 @@ class SliceRequest:
     Args:
         hosts: for each engine, the training rank beside each of its tensor ranks.
         dtype: type of the engine's weights.
+        bucket_bytes: most bytes for one of its ranks in a bucket.
         keep: hold on to what was sent, so that the next update may leave out what did not change.
         checksum: of a piece's bytes, to send along; None: send none.
     """
 
     hosts: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    bucket_bytes: int
     keep: bool = False
     checksum: Callable[[Tensor], tuple[int, int]] | None = None
 
@@ -169,7 +171,6 @@ class SliceStream:
         hf_config: the model's transformers config.
         layout: the role's layout.
         request: what is asked for.
-        bucket_bytes: most bytes for one rollout rank in a bucket.
 
     Attributes:
         plan: the buckets, equal on every rank.
@@ -182,7 +183,6 @@ class SliceStream:
         hf_config: Any,
         layout: Layout,
         request: SliceRequest,
-        bucket_bytes: int,
     ) -> None:
         self.request, self.bytes = request, SliceBytes()
         self._chunks, self._layout = chunks, layout
@@ -202,7 +202,7 @@ class SliceStream:
         self._dtypes = {key: dtype for held in everyone for key, (dtype, _) in held.items()}
         whole = {key[1] for held in everyone for key, (_, size) in held.items() if size == 1}
         moves = list(plan_reshard(self._table, layout, stage, request.hosts, whole=whole))
-        self.plan = tuple(self._buckets(moves, bucket_bytes))
+        self.plan = tuple(self._buckets(moves, request.bucket_bytes))
         self._places = [plan.packed(self._rank) for plan in self.plan]
         self._of_plan = SliceBytes(
             total=sum(m.total * self._dtype(m.entry).itemsize for m in moves),

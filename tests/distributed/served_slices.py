@@ -64,8 +64,8 @@ def check_slices(stages, config, layout, groups, folder: Path) -> None:
         for place, host in enumerate(hosts)
         if host == rank
     }
-    request = SliceRequest(HOSTS, torch.float32, keep=True, checksum=checksum)
-    stream = SliceStream(stages, config, layout, request, 20_000)
+    request = SliceRequest(HOSTS, torch.float32, 20_000, keep=True, checksum=checksum)
+    stream = SliceStream(stages, config, layout, request)
     for version, since in ((1, None), (2, 1), (3, 1)):
         _load_all(stream.update(version, since), servers, folder / f"refused_{rank}")
         whole = dict(

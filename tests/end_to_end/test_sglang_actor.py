@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -60,6 +60,8 @@ def _engines(rank: int, folder: Path) -> Iterator[tuple]:
                 world=WORLD,
                 run_dir=folder / "runs" / family,
             )
+            # several buckets even of such small models
+            engine._slices._request = replace(engine._slices._request, bucket_bytes=1 << 16)
             started.append((family, config, layouts, engine))
         if len(started) > 1 or not family:
             yield started[0]
@@ -72,7 +74,7 @@ def _updates(engine, role, version: int) -> Iterator[dict[str, float]]:
     from mppo.rollout.engine import WeightSource
 
     whole = WeightSource(lambda: role.hf_weights(1 << 17))
-    pieces = WeightSource(lambda: role.hf_weights(1 << 17), partial(role.slices, 1 << 16))
+    pieces = WeightSource(lambda: role.hf_weights(1 << 17), role.slices)
     scale(role, 1 + 0.1 * version)
     engine.update_weights(whole, 3 * version)
     yield {}
@@ -103,7 +105,7 @@ def _after_a_kill(engine, role, version: int) -> dict[str, float]:
         server.wait()
     dist.barrier()
     scale(role, 1.1, "layernorm")
-    pieces = WeightSource(lambda: role.hf_weights(1 << 17), partial(role.slices, 1 << 16))
+    pieces = WeightSource(lambda: role.hf_weights(1 << 17), role.slices)
     engine.update_weights(pieces, version)
     return engine.sync_metrics()
 

@@ -93,9 +93,9 @@ def test_everything_then_what_changed(tmp_path) -> None:
         assert torch.equal(held, sent)
     assert server.held["mlp.down_proj.weight"][:, :30].eq(0).all()
     assert server.held["mlp.experts.w13_weight"][0].eq(0).all()
-    server.held["norm.weight"][0] += 1
+    server.held["mlp.experts.w13_weight"][1, 7, 3] += 1
     told = _told(server, tmp_path / "report", content, blocks, checked)
-    assert "verify_sync: norm.weight would not be what the trainer holds" in told
+    assert "verify_sync: mlp.experts.w13_weight would not be what the trainer holds" in told
 
 
 def test_a_message_that_changed_throughout_goes_whole() -> None:
