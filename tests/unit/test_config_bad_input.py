@@ -178,7 +178,7 @@ SETTINGS = [
     ("pieces for servers of others", "rollout.name=sglang rollout.mode=disaggregated "
      "rollout.urls=[http://a] rollout.sync_mode=sliced", "rollout.sync_mode", "starts itself"),
     ("pieces of experts cut otherwise", "rollout.name=sglang rollout.sync_mode=sliced "
-     "rollout.server_args={ep_size: 2}", "rollout.sync_mode", "server_args.ep_size"),
+     'rollout.server_args={{"ep_size":2}}', "rollout.sync_mode", "server_args.ep_size"),
     ("an address that is none", "rollout.name=sglang rollout.mode=disaggregated rollout.urls=[h:1]",
      "rollout.urls", "no HTTP address"),
 ]  # fmt: skip
