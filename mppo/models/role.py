@@ -39,7 +39,7 @@ from mppo.weights.blocks import padded_vocab_size
 from mppo.weights.checkpoint import load_weights
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.save import save_hf
-from mppo.weights.slices import SliceRequest, SliceStream
+from mppo.weights.slices import SliceSource
 from mppo.weights.stream import stream_hf_weights
 
 _PROJECTIONS = ("lm_head.weight", "model.embed_tokens.weight")
@@ -60,12 +60,11 @@ class Role:
     Attributes:
         flops: operations of its passes.
         fresh: parameters that ``spec.folder`` does not have: a value head of a plain model.
+        slices: the current weights as pieces for the ranks of an engine.
     """
 
     def __init__(self, spec: RoleSpec, hf_config, groups: LayoutGroups) -> None:
-        self.spec = spec
-        self.groups = groups
-        self.layout = groups.layout
+        self.spec, self.groups, self.layout = spec, groups, groups.layout
         self.hf_config = hf_config
         device.prepare_dtype(spec.dtype)
         family = family_config(hf_config)
@@ -105,7 +104,7 @@ class Role:
             self.average = MovingAverage(self.stages, spec.ema_decay)
         self._reference: Projection | None = None
         self._stat_names: list[str] | None = None
-        self._slices: SliceStream | None = None
+        self.slices = SliceSource(self.stages, hf_config, self.layout)
 
     @property
     def name(self) -> str:
@@ -298,12 +297,6 @@ class Role:
                 self.groups,
                 bucket_bytes,
             )
-
-    def slices(self, request: SliceRequest) -> SliceStream:
-        """The current weights as pieces for the ranks of an engine; collective."""
-        if self._slices is None or self._slices.request != request:
-            self._slices = SliceStream(self.stages, self.hf_config, self.layout, request)
-        return self._slices
 
     def save(self, folder: Path) -> None:
         """Write the current weights as a Hugging Face folder (config and tokenizer copied from

@@ -373,6 +373,23 @@ class SliceStream:
         return {**mine, **dict(zip(into, parts))}
 
 
+class SliceSource:
+    """A role's weights as pieces on request, planned once for requests that are equal.
+
+    Args: as of ``SliceStream``. Calls are collective.
+    """
+
+    def __init__(self, chunks: Sequence[Any], hf_config: Any, layout: Layout) -> None:
+        self._chunks, self._hf_config, self._layout = chunks, hf_config, layout
+        self._stream: SliceStream | None = None
+
+    def __call__(self, request: SliceRequest) -> SliceStream:
+        """The stream of a request; what an earlier one kept for another request is let go."""
+        if self._stream is None or self._stream.request != request:
+            self._stream = SliceStream(self._chunks, self._hf_config, self._layout, request)
+        return self._stream
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
