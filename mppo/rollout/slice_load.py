@@ -80,6 +80,7 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     received = dict(named_tensors)
     content = json.loads(received[TABLE].cpu().numpy().tobytes())
     try:
+        _check_order(model)
         held = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         written: list[str] = []
         for start, end, blocks, rows in content["rows"]:
@@ -91,6 +92,21 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     except Exception as error:
         with Path(content["report"]).open("a") as report:
             report.write(f"{type(error).__name__}: {error}\n")
+
+
+def _check_order(model: nn.Module) -> None:
+    """Stacks are in the order of ``mppo.weights.engine_tensors``, which shapes do not tell.
+
+    Raises:
+        ValueError: some kernel of SGLang wants another.
+    """
+    for name, module in model.named_modules():
+        kernel = getattr(module, "quant_method", None)
+        if getattr(kernel, "load_up_proj_weight_first", False):
+            raise ValueError(
+                f"{name} holds up before gate in SGLang: set rollout.sync_mode to full, or "
+                "rollout.server_args.moe_runner_backend to triton"
+            )
 
 
 @torch.no_grad()

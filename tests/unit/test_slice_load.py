@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,14 @@ def test_a_parameter_kept_otherwise_is_named(tmp_path, wrong: dict, why: str) ->
     told = _told(server, tmp_path / "report", _packed(_values(1))[:128], WHOLE, pieces)
     assert why in told
     assert "rollout.sync_mode" in told
+    assert server.held["mlp.down_proj.weight"].eq(0).all()
+
+
+def test_gates_after_ups_are_refused(tmp_path) -> None:
+    server = Server()
+    server.quant_method = SimpleNamespace(load_up_proj_weight_first=True)
+    told = _told(server, tmp_path / "report", _packed(_values(1)), WHOLE, PIECES)
+    assert "set rollout.sync_mode to full" in told
     assert server.held["mlp.down_proj.weight"].eq(0).all()
 
 
