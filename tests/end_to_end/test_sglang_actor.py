@@ -249,7 +249,11 @@ SAVED = ("trainer.save_freq=1", "trainer.checkpoint_hf=true")
 @pytest.fixture(scope="module")
 def colocated(tmp_path_factory) -> tuple[Path, list[dict]]:
     run_dir = tmp_path_factory.mktemp("colocated")
-    checks = ("rollout.verify_sync=logprob", "rollout.logprob_tolerance=1e-5")
+    checks = (
+        "rollout.verify_sync=logprob",
+        "rollout.logprob_tolerance=1e-5",
+        "rollout.sync_mode=delta",
+    )
     return run_dir, _train("tiny_cpu_sglang.yaml", run_dir, *checks, *LIKELIEST, *SAVED)
 
 
@@ -257,6 +261,8 @@ def test_training_with_a_colocated_server(colocated) -> None:
     _, rows = colocated
     _check(rows)
     assert {row["training/weight_version_lag_max"] for row in rows} == {0.0}
+    for row in rows:
+        assert 0 < row["rollout/sync_bytes/sent"] <= 1.1 * row["rollout/sync_bytes/total"]
 
 
 def test_training_with_a_server_apart(tmp_path, colocated) -> None:
