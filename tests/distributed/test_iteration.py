@@ -153,7 +153,7 @@ def test_the_first_step_starts_on_policy(results):
 
 
 def test_the_options_are_at_work(results):
-    (lines, _), _ = results
+    (lines, _), _, _ = results
     assert 1 <= lines[1]["train/num_gen_batches"] <= 2
     assert 0 < lines[1]["train/informative_groups"] <= 1
     assert lines[2]["actor/ptx_loss"] < lines[1]["actor/ptx_loss"]
