@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mppo.models.context import ContextRows, sequence_order
 from mppo.models.packing import AttentionRows, Packing
+from mppo.parallel import device
 
 _QUERY_BLOCK = 512
 """Queries that share a mask on the CPU."""
@@ -164,7 +165,7 @@ class PackedAttention(torch.nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         window = self.window if self.window is not None and self.window < keys else None
         plain = self.softcap is None and window is None
-        if plain and keys != queries > _QUERY_BLOCK and not q.is_cuda:
+        if plain and keys != queries > _QUERY_BLOCK and not device.is_cuda():
             return self._query_blocks(q, k, v).transpose(1, 2)
         if self.softcap is not None:
             mask = window_mask(queries, keys, window or keys, q.device)
@@ -214,13 +215,13 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(out, 2)
 
 
-def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+def window_mask(queries: int, keys: int, window: int, where: torch.device) -> Tensor:
     """bool ``[queries, keys]``: a query sees itself and the ``window - 1`` keys before it.
 
     The last query stands at the last key.
     """
     shift = keys - queries
-    ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    ones = torch.ones(queries, keys, dtype=torch.bool, device=where)
     return ones.tril(shift).triu(shift + 1 - window)
 
 

@@ -26,8 +26,8 @@ PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("L20",), 119.5),
     (("L4",), 121.0),
 )
-"""Words of a GPU's name to its peak without sparsity, from NVIDIA's data sheets; the first row of
-which all words occur holds."""
+"""Words of a GPU's name to its peak without sparsity, as NVIDIA publishes it; not measured. The
+first row of which all words occur holds."""
 
 
 def peak_tflops(name: str) -> float | None:

@@ -170,3 +170,22 @@ def test_shipped_recipes_agree_with_the_json_schema():
 
 def test_the_resolved_recipe_is_plain_yaml():
     assert yaml.safe_load(resolved_yaml(Recipe()))["rollout"]["verify_sync"] == "off"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "measured"),
+    [
+        ([], True),
+        (["bypass_mode=true"], False),
+        (["bypass_mode=true", "rollout_rs=token_k1"], True),
+        (["bypass_mode=true", "rollout_token_veto_threshold=1e-4"], True),
+    ],
+)
+def test_the_actor_is_measured_unless_the_engine_stands_for_it(overrides, measured):
+    named = [f"algorithm.rollout_correction.{override}" for override in overrides]
+    assert load_recipe(None, named).measures_actor is measured
+
+
+def test_a_kl_over_the_vocabulary_needs_the_actor_measured():
+    keys = ["rollout_correction.bypass_mode=true", "use_kl_in_reward=true", "kl_penalty=full"]
+    assert load_recipe(None, [f"algorithm.{key}" for key in keys]).measures_actor
