@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from transformers import AutoConfig
 
-from checkpoints_convert.commands import COMMON
+from checkpoints_convert.common_state import common_state
 from mppo.weights.conversion import plan_hf, plan_megatron
 from mppo.weights.hf_folder import HFFolder
 from mppo.weights.output_folder import create_files, open_for_offsets, plan_places, write_all
@@ -96,7 +96,7 @@ def measure(name: str, folder: Path) -> dict[str, object]:
             write_all(descriptor, task.head, task.target.offset - len(task.head))
             write_all(descriptor, task.tail, task.target.offset + task.target.nbytes)
     started = time.process_time()
-    write_index(megatron, index.tensors, index.objects, COMMON)
+    write_index(megatron, index.tensors, index.objects, common_state(shape))
     index_s = spent(started)
     started = time.process_time()
     back, _ = plan_hf(read_checkpoint(megatron), shape, folder / "back")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from checkpoints_convert.common_state import common_state
 from checkpoints_convert.job import Ranks, clear_journal, fingerprint_of, run_plan
 from mppo.weights.conversion import EXTRA_FILE, plan_hf, plan_megatron
 from mppo.weights.hf_folder import HFFolder, read_json
@@ -32,7 +33,6 @@ from mppo.weights.torch_dist import write_index as write_checkpoint_index
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
               "tiktoken.model")  # fmt: skip
-COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 
 
 def hf_to_megatron(
@@ -75,7 +75,9 @@ def hf_to_megatron(
     )  # fmt: skip
     run_plan(plan, building, ranks, fingerprint_of(_state(hf), dtype, keep_extra, plan.count))
     if ranks.rank == 0:
-        write_checkpoint_index(building / RELEASE, index.tensors, index.objects, COMMON)
+        write_checkpoint_index(
+            building / RELEASE, index.tensors, index.objects, common_state(shape)
+        )
         (building / LATEST).write_text(RELEASE)
         (building / COMPANIONS).mkdir(exist_ok=True)
         copy_companions(hf, building / COMPANIONS, dtype or _plain_dtype(hf))

@@ -34,11 +34,13 @@ def load(rank: int, folder: Path, cases: list[tuple[str, str]]) -> None:
             sizes.get("tp", 1), sizes.get("pp", 1), expert_model_parallel_size=sizes.get("ep", 1)
         )
         built = plain_model(model, sizes)
-        state = {"model": built.sharded_state_dict()}
-        loaded = dist_checkpointing.load(state, str(folder / f"{model}_megatron" / "release"))
+        state, release = {"model": built.sharded_state_dict()}, f"{folder}/{model}_megatron/release"
+        common = dist_checkpointing.load_common_state_dict(release)
+        loaded = dist_checkpointing.load(state, release)
         built.load_state_dict(loaded["model"])
         first = built.decoder.layers[0].layer_number - 1
         got[model, layout] = (first, {k: v.clone() for k, v in built.named_parameters()})
+        got[model] = common["checkpoint_version"], vars(common["args"])
         parallel_state.destroy_model_parallel()
     torch.save(got, folder / f"got-{rank}.pt")
     dist.destroy_process_group()

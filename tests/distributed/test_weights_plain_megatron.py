@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from hf_families import tensors
-from plain_megatron import SIZES, load
+from plain_megatron import EXPERTS, SIZES, load
 from tiny_models import save
 
 from checkpoints_convert.__main__ import main
@@ -94,3 +94,16 @@ def test_both_ends_of_the_pipeline_are_there(loaded):
     for rank, (name, theirs) in enumerate(ends):
         _, parameters = got[rank]["llama", "PP2"]
         assert torch.equal(parameters[name][: len(hf[theirs])], hf[theirs])
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+def test_the_arguments_are_those_of_a_run_that_saved_it(model, loaded):
+    _, got = loaded
+    sizes = SIZES | (EXPERTS if model == "qwen3_moe" else {})
+    for rank in range(2):
+        version, arguments = got[rank][model]
+        assert version == 3.0
+        shared = arguments.keys() & sizes.keys()
+        assert {"num_layers", "hidden_size", "num_attention_heads"} <= shared
+        assert {name: arguments[name] for name in shared} == {name: sizes[name] for name in shared}
+        assert (arguments["tensor_model_parallel_size"], arguments["no_save_optim"]) == (1, True)

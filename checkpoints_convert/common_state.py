@@ -1,0 +1,47 @@
+"""What Megatron-LM looks for in ``common.pt`` beside the tensors."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from mppo.weights.shape import ModelShape
+
+
+def common_state(shape: ModelShape) -> dict[str, object]:
+    """Version, iteration, and the arguments that a saving Megatron-LM would have stored.
+
+    Its loader compares layers, width and heads with those of the run, and before 2026 stops without
+    ``args``; it saves no optimizer and no random state here, so a run looks for none.
+
+    Args:
+        shape: the model's sizes.
+
+    Returns:
+        Plain values, and a Namespace of plain values under Megatron-LM's argument names.
+    """
+    args = Namespace(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        group_query_attention=shape.kv_heads != shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        num_experts=shape.num_experts or None,
+        moe_ffn_hidden_size=shape.expert_ffn or None,
+        padded_vocab_size=shape.vocab,
+        untie_embeddings_and_output_weights=not shape.tied,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        multi_latent_attention=shape.latent is not None,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        no_save_optim=True,
+        no_save_rng=True,
+    )
+    return {"checkpoint_version": 3.0, "iteration": 0, "args": args}
