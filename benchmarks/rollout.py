@@ -19,6 +19,7 @@ from record import alternate, parser, record
 
 from mppo.batch import Prompt
 from mppo.config.schema import RolloutConfig, SamplingConfig
+from mppo.rollout.engine import Wish
 from mppo.rollout.local import LocalEngine
 
 MODEL = {
@@ -66,7 +67,7 @@ def local(arguments: argparse.Namespace) -> dict[str, object]:
         )
 
     works = {
-        "mppo": lambda: engine.generate(prompts, SamplingConfig(), length, seed=0),
+        "mppo": lambda: engine.generate(Wish(prompts, SamplingConfig(), length, seed=0)),
         "transformers": plain,
         "transformers_with_logits": lambda: plain(output_logits=True, return_dict_in_generate=True),
     }
@@ -103,7 +104,7 @@ def sglang(arguments: argparse.Namespace) -> dict[str, object]:
             (api,) = engine._fleet.apis.values()
             parameters = sampling_parameters(SamplingConfig(), length, [])
             works = {
-                "mppo": lambda: engine.generate(prompts, SamplingConfig(), length, seed=0),
+                "mppo": lambda: engine.generate(Wish(prompts, SamplingConfig(), length, seed=0)),
                 "plain_request": lambda: api.generate([p.token_ids for p in prompts], parameters),
             }
             times = alternate(works, arguments.repeat)

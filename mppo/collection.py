@@ -14,6 +14,7 @@ from mppo.config.schema import SamplingConfig
 from mppo.estimate import needs_greedy_baseline
 from mppo.parallel.abandon import meet
 from mppo.rewards.early import EarlyScores
+from mppo.rollout.engine import Wish
 from mppo.run import Asked, Run
 from mppo.selection import concatenate_batches, first_groups, informative_sequences, select_batch
 
@@ -93,9 +94,8 @@ def ask(run: Run, step: int) -> Asked:
     prompts = run.prompts.peek(size + math.ceil(rollout.over_sampling * size))
     wanted = size if len(prompts) > size else None
     early, limit = EarlyScores(run.scorer), run.recipe.data.max_response_length
-    seed = sampling_seed(run, step)
-    responses = run.engine.begin(prompts, rollout, limit, seed, early.take, wanted)
-    return Asked(prompts, responses, early)
+    wish = Wish(prompts, rollout, limit, sampling_seed(run, step), early.take, wanted)
+    return Asked(prompts, run.engine.begin(wish), early)
 
 
 def answers(run: Run, asked: Asked) -> tuple[list[Prompt], list[int], list[Trajectory]]:
@@ -135,7 +135,7 @@ def generate(
 ) -> list[Trajectory]:
     """Sampled responses to the prompts."""
     limit = run.recipe.data.max_response_length
-    return run.engine.generate(prompts, sampling, limit, sampling_seed(run, step))
+    return run.engine.generate(Wish(prompts, sampling, limit, sampling_seed(run, step)))
 
 
 def sampling_seed(run: Run, step: int) -> int:

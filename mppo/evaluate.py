@@ -23,7 +23,7 @@ from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo, discover, process_group
 from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine
-from mppo.rollout.engine import WeightBucket
+from mppo.rollout.engine import WeightBucket, Wish
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.whole_tensors import whole_tensors
 
@@ -73,9 +73,8 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
         try:
             buckets = model_buckets(folder, config, recipe.rollout.sync_bucket_mb << 20)
             engine.update_weights(buckets, 0)
-            trajectories = engine.generate(
-                prompts, recipe.rollout.val_kwargs, recipe.data.max_response_length, seed=0
-            )
+            limit = recipe.data.max_response_length
+            trajectories = engine.generate(Wish(prompts, recipe.rollout.val_kwargs, limit, seed=0))
         finally:
             engine.stop()
     scores = scorer.score(trajectories)

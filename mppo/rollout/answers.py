@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch import Prompt, Trajectory
+from mppo.rollout.engine import Wish
 from mppo.rollout.exchange import FINISH, agree, gather_flat, pack_rows, unpack_rows
 from mppo.rollout.http_client import RequestRefused
 from mppo.rollout.routed_experts import RoutingShape, attach, decode, routed_tokens
@@ -43,31 +44,26 @@ class Begun:
             earlier=(*before.earlier, part),
         )
 
-    def keep(
-        self,
-        found: Mapping[int, Trajectory],
-        prompts: Sequence[Prompt],
-        n: int,
-        taken: Collection[int],
-    ) -> None:
+    def keep(self, found: Mapping[int, Trajectory], wish: Wish, taken: Collection[int]) -> None:
         """Keep what was found of the prompts that are not ``taken``, and nothing else."""
+        n = wish.sampling.n
         self._rows = {
-            (prompts[key // n].uid, key % n): trajectory
+            (wish.prompts[key // n].uid, key % n): trajectory
             for key, trajectory in found.items()
             if key // n not in taken and trajectory.response_ids
         }
 
 
-def complete_prompts(found: Mapping[int, Trajectory], prompts: int, n: int) -> list[int]:
+def complete_prompts(found: Mapping[int, Trajectory], wish: Wish) -> list[int]:
     """Prompts with all their samples finished, in order."""
+    n = wish.sampling.n
     done = {key for key, trajectory in found.items() if trajectory.finish_reason != "abort"}
-    return [p for p in range(prompts) if done.issuperset(range(p * n, p * n + n))]
+    return [p for p in range(len(wish.prompts)) if done.issuperset(range(p * n, p * n + n))]
 
 
 def gather_answers(
     mine: Mapping[int, Generated],
-    prompts: Sequence[Prompt],
-    n: int,
+    wish: Wish,
     version: int,
     begun: Begun,
     routing: RoutingShape | None,
@@ -79,8 +75,7 @@ def gather_answers(
 
     Args:
         mine: this rank's answers.
-        prompts: all prompts asked.
-        n: samples of each.
+        wish: what was asked.
         version: of the weights.
         begun: what they continue.
         routing: shape of the experts each answer carries; None: none.
@@ -93,13 +88,13 @@ def gather_answers(
     """
     found = {
         key: before
-        for key in range(len(prompts) * n)
-        if (before := begun.of(prompts[key // n], key % n)) is not None
+        for key in range(len(wish.prompts) * wish.sampling.n)
+        if (before := begun.of(*wish.sample_at(key))) is not None
     }
     rows = gather_flat(_packed(mine).to(device), world, group)
     for received in rows:
-        for key, more in unpack_rows(received, prompts, n, version).items():
-            found[key] = begun.joined(prompts[key // n], key % n, more)
+        for key, more in unpack_rows(received, wish, version).items():
+            found[key] = begun.joined(*wish.sample_at(key), more)
     if routing is not None:
         chosen = _chosen(mine, found, routing, world, group).to(device)
         found |= attach(found, rows, chosen, routing, world, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -18,6 +19,33 @@ WeightBucket = list[tuple[str, Tensor]]
 Finished = Callable[[Sequence[int], Sequence[Trajectory]], None]
 """Told of finished responses while others are still being generated: their places in the result
 (``prompt * n + sample``) and the responses, on the rank that received them, from any thread."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What an engine is asked for: ``sampling.n`` responses to each prompt.
+
+    Args:
+        prompts: P prompts, the same on every rank.
+        sampling: how to draw; ``temperature`` 0 is greedy.
+        max_tokens: length stop, in generated tokens.
+        seed: same prompts, seed and weights give the same tokens (local engine).
+        finished: told of some or all responses early, of none twice; never waits for others.
+        wanted: this many prompts with all their samples are enough; what is not answered by then
+            is aborted. None: all.
+    """
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingConfig
+    max_tokens: int
+    seed: int
+    finished: Finished | None = None
+    wanted: int | None = None
+
+    def sample_at(self, place: int) -> tuple[Prompt, int]:
+        """The prompt, and which of its samples, that has a place in the result."""
+        index, sample = divmod(place, self.sampling.n)
+        return self.prompts[index], sample
 
 
 class WeightSource:
@@ -71,15 +99,7 @@ class RolloutEngine(Protocol):
     Every method is collective: all ranks call it, with the same arguments.
     """
 
-    def begin(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        max_tokens: int,
-        seed: int,
-        finished: Finished | None = None,
-        wanted: int | None = None,
-    ) -> Generation:
+    def begin(self, wish: Wish) -> Generation:
         """Start to do what ``generate`` does.
 
         Whatever else the engine is then asked, new weights above all, first settles what is under
@@ -87,25 +107,8 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        max_tokens: int,
-        seed: int,
-        finished: Finished | None = None,
-        wanted: int | None = None,
-    ) -> list[Trajectory]:
-        """Sample ``sampling.n`` responses for each prompt.
-
-        Args:
-            prompts: P prompts, the same on every rank.
-            sampling: how to draw; ``temperature`` 0 is greedy.
-            max_tokens: length stop, in generated tokens.
-            seed: same prompts, seed and weights give the same tokens (local engine).
-            finished: told of some or all responses early, of none twice; never waits for others.
-            wanted: this many prompts with all their samples are enough; what is not answered by
-                then is aborted. None: all.
+    def generate(self, wish: Wish) -> list[Trajectory]:
+        """Sample the responses that are wished for.
 
         Returns:
             P * n trajectories on every rank (or ``wanted * n``), prompt by prompt.

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch import Trajectory
+from mppo.rollout.engine import Wish
 
 T = TypeVar("T")
 FINISH = ("length", "stop", "abort")
@@ -78,9 +79,7 @@ def pack_rows(
     return torch.cat([count, head, tokens.int(), logprobs.float().view(torch.int32)])
 
 
-def unpack_rows(
-    packed: Tensor, prompts: Sequence[Prompt], n: int, version: int
-) -> dict[int, Trajectory]:
+def unpack_rows(packed: Tensor, wish: Wish, version: int) -> dict[int, Trajectory]:
     """Trajectories by ``prompt index * n + sample``; the inverse of ``pack_rows``.
 
     Raises:
@@ -92,12 +91,12 @@ def unpack_rows(
     body = packed[1 + 3 * rows :]
     half = len(body) // 2
     values = body[half:].view(torch.float32)
-    _check_finite(values, keys, lengths, prompts, n, version)
+    _check_finite(values, keys, lengths, wish, version)
     tokens, logprobs = body[:half].tolist(), values.tolist()
     found, at = {}, 0
     for key, length, reason in zip(keys, lengths, finish, strict=True):
         found[key] = Trajectory(
-            prompt=prompts[key // n],
+            prompt=wish.sample_at(key)[0],
             response_ids=tuple(tokens[at : at + length]),
             logprobs=tuple(logprobs[at : at + length]),
             finish_reason=FINISH[reason],
@@ -108,20 +107,16 @@ def unpack_rows(
 
 
 def _check_finite(
-    values: Tensor,
-    keys: Sequence[int],
-    lengths: Sequence[int],
-    prompts: Sequence[Prompt],
-    n: int,
-    version: int,
+    values: Tensor, keys: Sequence[int], lengths: Sequence[int], wish: Wish, version: int
 ) -> None:
     if bool(values.isfinite().all()):
         return
     bad = int((~values.isfinite()).nonzero()[0])
     row = int(torch.searchsorted(torch.tensor(lengths).cumsum(0), bad, right=True))
+    prompt, _ = wish.sample_at(keys[row])
     raise ValueError(
         f"rollout: log-probability {values[bad].item()} in the response to prompt "
-        f"{prompts[keys[row] // n].uid}: the weights of version {version} hold NaN or overflow "
+        f"{prompt.uid}: the weights of version {version} hold NaN or overflow "
         "(look at actor/grad_norm and lower actor.optim.lr, or use model.dtype = bfloat16 or "
         "float32)"
     )

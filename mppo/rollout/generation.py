@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-import torch
-
-from mppo.batch import Prompt, Trajectory
-from mppo.config.schema import RolloutConfig, SamplingConfig
+from mppo.batch import Trajectory
+from mppo.config.schema import RolloutConfig
 from mppo.rollout.answers import Begun, complete_prompts, gather_answers
-from mppo.rollout.engine import Finished
+from mppo.rollout.engine import Wish
 from mppo.rollout.exchange import shares
 from mppo.rollout.flight import Flight
 from mppo.rollout.http_client import ServerLost
@@ -22,54 +19,43 @@ from mppo.rollout.tail import Tail
 _JOBS_PER_SERVER = 32
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What ``RolloutEngine.begin`` is asked for, and how.
-
-    Args:
-        prompts, sampling, max_tokens, finished, wanted: see there.
-        stops: tokens that end a response.
-        routing: shape of the experts each answer carries; None: none.
-        partial: whether a response broken off goes on under other weights.
-        device: for the exchange between ranks.
-    """
-
-    prompts: Sequence[Prompt]
-    sampling: SamplingConfig
-    max_tokens: int
-    finished: Finished | None
-    wanted: int | None
-    stops: tuple[int, ...]
-    routing: RoutingShape | None
-    partial: bool
-    device: torch.device
-
-
 class Generation:
     """See ``rollout.engine.Generation``. The servers are asked at once; collective.
 
     Args:
         wish: what is asked for.
+        stops: tokens that end a response.
+        routing: shape of the experts each answer carries; None: none.
         requests: the way to the servers.
         rollout: the recipe's section.
-        begun: what is known of the responses; takes what a step breaks off.
+        begun: with ``partial_rollout``, what is known of the responses; takes what a step breaks
+            off.
     """
 
     def __init__(
-        self, wish: Wish, requests: Requests, rollout: RolloutConfig, begun: Begun
+        self,
+        wish: Wish,
+        stops: tuple[int, ...],
+        routing: RoutingShape | None,
+        requests: Requests,
+        rollout: RolloutConfig,
+        begun: Begun,
     ) -> None:
-        self._wish, self._requests, self._rollout, self._begun = wish, requests, rollout, begun
+        self._wish, self._stops, self._routing = wish, stops, routing
+        self._requests, self._rollout = requests, rollout
+        self._partial = wish.wanted is not None and rollout.partial_rollout
+        self._begun = begun if self._partial else Begun()
         self._found: dict[int, Trajectory] = {}
         self._seconds = 0.0
         self._launch()
 
     def _launch(self) -> None:
         """Ask this rank's servers for what is missing."""
-        wish, n = self._wish, self._wish.sampling.n
+        wish = self._wish
         self._version = self._requests.restore()
-        self._tail = Tail(wish.wanted, n, self._requests.new_name())
+        self._tail = Tail(wish.wanted, wish.sampling.n, self._requests.new_name())
         rows = self._my_rows()
-        before = {row: self._begun.of(wish.prompts[row // n], row % n) for row in rows}
+        before = {row: self._begun.of(*wish.sample_at(row)) for row in rows}
         done = {row for row, t in before.items() if t and t.finish_reason != "abort"}
         self._tail.answered(sorted(done))
         rows = [row for row in rows if row not in done]
@@ -93,23 +79,23 @@ class Generation:
 
     def _ask(self, api: SGLangApi, job: list[int]) -> dict[int, Generated]:
         """Have one server answer some rows; in any thread."""
-        wish, n, tail = self._wish, self._wish.sampling.n, self._tail
+        wish, tail = self._wish, self._tail
         if tail.reached.is_set():
             return {}
         texts, parameters = [], []
         for row in job:
-            prompt = wish.prompts[row // n]
-            before = self._begun.of(prompt, row % n)
+            prompt, sample = wish.sample_at(row)
+            before = self._begun.of(prompt, sample)
             known = before.response_ids if before else ()
             texts.append(prompt.token_ids + known)
             limit = wish.max_tokens - len(known)
-            parameters.append(sampling_parameters(wish.sampling, limit, wish.stops))
-        answers = api.generate(texts, parameters, wish.routing is not None)
+            parameters.append(sampling_parameters(wish.sampling, limit, self._stops))
+        answers = api.generate(texts, parameters, self._routing is not None)
         _check_answers(api.url, answers, self._version, may_abort=tail.reached.is_set())
-        answers = [a.settled(wish.stops) for a in answers]
+        answers = [a.settled(self._stops) for a in answers]
         ended = {r: a for r, a in zip(job, answers, strict=True) if a.reason != "abort"}
         if wish.finished is not None:
-            told = [(wish.prompts[r // n], r % n, a) for r, a in ended.items()]
+            told = [(*wish.sample_at(r), a) for r, a in ended.items()]
             responses = [self._begun.joined(p, s, a.trajectory(p)) for p, s, a in told]
             wish.finished(list(ended), responses)
         tail.answered(list(ended))
@@ -122,24 +108,23 @@ class Generation:
         results = self._requests.landed(self._flight)
         found, self._flight = self._gathered(results), None
         self._found = {
-            row: t for row, t in found.items() if self._wish.partial or t.finish_reason != "abort"
+            row: t for row, t in found.items() if self._partial or t.finish_reason != "abort"
         }
-        self._begun.keep(self._found, self._wish.prompts, self._wish.sampling.n, ())
+        self._begun.keep(self._found, self._wish, ())
 
     def result(self) -> list[Trajectory]:
         """See ``rollout.engine.Generation.result``."""
         wish, n = self._wish, self._wish.sampling.n
         enough = len(wish.prompts) if wish.wanted is None else wish.wanted
-        count = len(wish.prompts)
-        if self._flight is None and len(complete_prompts(self._found, count, n)) < enough:
+        if self._flight is None and len(complete_prompts(self._found, wish)) < enough:
             self._launch()
         if self._flight is not None:
             results = self._requests.answers(
                 self._jobs, self._ask, self._in_flight, self._tail, self._flight
             )
             self._found, self._flight = self._gathered(results), None
-        taken = complete_prompts(self._found, count, n)[: wish.wanted]
-        self._begun.keep(self._found, wish.prompts, n, taken)
+        taken = complete_prompts(self._found, wish)[: wish.wanted]
+        self._begun.keep(self._found, wish, taken)
         found, self._found = self._found, {}
         return [found[prompt * n + sample] for prompt in taken for sample in range(n)]
 
@@ -151,17 +136,16 @@ class Generation:
     def _gathered(self, results: Mapping[int, Mapping[int, Generated]]) -> dict[int, Trajectory]:
         """This rank's answers and everybody's, and what was known before; collective."""
         assert self._flight is not None
-        wish, requests = self._wish, self._requests
+        requests = self._requests
         self._seconds = self._flight.seconds
         mine = {row: answer for part in results.values() for row, answer in part.items()}
         found = gather_answers(
             mine,
-            wish.prompts,
-            wish.sampling.n,
+            self._wish,
             self._version,
             self._begun,
-            wish.routing,
-            wish.device,
+            self._routing,
+            requests.device,
             requests.world,
             requests.group,
         )

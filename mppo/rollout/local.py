@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from mppo.batch import Prompt, Trajectory
-from mppo.config.schema import SamplingConfig
+from mppo.batch import Trajectory
 from mppo.parallel.abandon import Abandoned, check, meet
 from mppo.rollout.decoding import ATTENTION, Responses, decode
-from mppo.rollout.engine import Finished, WeightBucket
+from mppo.rollout.engine import WeightBucket, Wish
 from mppo.rollout.exchange import gather_flat, pack_rows, shares, unpack_rows
 from mppo.rollout.parameters import WIDE_BUFFER, ParameterSink
 from mppo.rollout.sampling import row_keys
@@ -136,24 +135,17 @@ class LocalEngine:
         """Tokens the model knows."""
         return self._model.config.vocab_size
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        max_tokens: int,
-        seed: int,
-        finished: Finished | None = None,
-        wanted: int | None = None,
-    ) -> list[Trajectory]:
-        """See ``RolloutEngine.generate``; it cannot abort, so ``wanted`` must be None or all."""
-        assert wanted in (None, len(prompts)), "the local engine answers all prompts"
+    def generate(self, wish: Wish) -> list[Trajectory]:
+        """See ``RolloutEngine.generate``; it cannot abort, so all must be wanted."""
+        prompts, n = wish.prompts, wish.sampling.n
+        assert wish.wanted in (None, len(prompts)), "the local engine answers all prompts"
         version = self._loaded_version()
-        self._check_lengths(prompts, max_tokens)
+        self._check_lengths(wish)
         dealt = shares([len(p.token_ids) for p in prompts], self._world)
         mine = sorted(dealt[self._rank], key=lambda index: len(prompts[index].token_ids))
-        rows = [(index, sample) for index in mine for sample in range(sampling.n)]
+        rows = [(index, sample) for index in mine for sample in range(n)]
         stops = torch.tensor(
-            sorted({*self._stops, *sampling.stop_token_ids}),
+            sorted({*self._stops, *wish.sampling.stop_token_ids}),
             dtype=torch.int64,
             device=self._device,
         )
@@ -161,44 +153,31 @@ class LocalEngine:
         with suppress(Abandoned):
             for start in range(0, len(rows), self._batch_size):
                 chunk = rows[start : start + self._batch_size]
-                parts.append(self._generate_rows(prompts, chunk, sampling, max_tokens, seed, stops))
-                if finished is not None and start + self._batch_size < len(rows):
-                    done = _pack(chunk, sampling.n, parts[-1:], self._device)
-                    early = unpack_rows(done, prompts, sampling.n, version)
-                    finished(list(early), list(early.values()))
+                parts.append(self._generate_rows(wish, chunk, stops))
+                if wish.finished is not None and start + self._batch_size < len(rows):
+                    done = _pack(chunk, n, parts[-1:], self._device)
+                    early = unpack_rows(done, wish, version)
+                    wish.finished(list(early), list(early.values()))
         if self._world > 1:
             meet()
         else:
             check()
-        packed = _pack(rows, sampling.n, parts, self._device)
+        packed = _pack(rows, n, parts, self._device)
         found: dict[int, Trajectory] = {}
         for received in gather_flat(packed, self._world, self._group):
-            found.update(unpack_rows(received, prompts, sampling.n, version))
-        return [found[key] for key in range(len(prompts) * sampling.n)]
+            found.update(unpack_rows(received, wish, version))
+        return [found[key] for key in range(len(prompts) * n)]
 
-    def begin(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        max_tokens: int,
-        seed: int,
-        finished: Finished | None = None,
-        wanted: int | None = None,
-    ) -> Generated:
+    def begin(self, wish: Wish) -> Generated:
         """See ``RolloutEngine.begin``; the model runs in this very thread."""
         start = time.perf_counter()
-        found = self.generate(prompts, sampling, max_tokens, seed, finished, wanted)
+        found = self.generate(wish)
         return Generated(found, time.perf_counter() - start)
 
     def _generate_rows(
-        self,
-        prompts: Sequence[Prompt],
-        rows: Sequence[tuple[int, int]],
-        sampling: SamplingConfig,
-        max_tokens: int,
-        seed: int,
-        stops: Tensor,
+        self, wish: Wish, rows: Sequence[tuple[int, int]], stops: Tensor
     ) -> Responses:
+        prompts = wish.prompts
         chosen = list(dict.fromkeys(index for index, _ in rows))
         place = {index: position for position, index in enumerate(chosen)}
         uids = torch.tensor([prompts[index].uid for index, _ in rows], device=self._device)
@@ -207,16 +186,17 @@ class LocalEngine:
             self._model,
             [prompts[index].token_ids for index in chosen],
             [place[index] for index, _ in rows],
-            row_keys(seed, uids, samples),
-            sampling,
-            max_tokens,
+            row_keys(wish.seed, uids, samples),
+            wish.sampling,
+            wish.max_tokens,
             stops,
         )
 
-    def _check_lengths(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
+    def _check_lengths(self, wish: Wish) -> None:
         config = self._model.config
-        longest = max((len(p.token_ids) for p in prompts), default=0) + max_tokens
-        if any(not p.token_ids for p in prompts):
+        lengths = [len(prompt.token_ids) for prompt in wish.prompts]
+        longest = max(lengths, default=0) + wish.max_tokens
+        if 0 in lengths:
             raise ValueError("an empty prompt cannot be continued: give it at least a BOS token")
         sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
         if sliding and longest > config.sliding_window:

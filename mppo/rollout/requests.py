@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from mppo.parallel.abandon import Abandoned, meet
@@ -30,6 +31,7 @@ class Requests:
         restore: brings lost servers back, with the current weights, of which it returns the
             version; collective.
         rank, world: this rank and the number of ranks.
+        device: what is answered is exchanged from it.
         group: process group of the ranks; None is the default one.
     """
 
@@ -39,10 +41,11 @@ class Requests:
         restore: Callable[[], int],
         rank: int,
         world: int,
+        device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
         self.fleet, self.restore = fleet, restore
-        self.rank, self.world, self.group = rank, world, group
+        self.rank, self.world, self.device, self.group = rank, world, device, group
         self._names = 0
 
     def new_name(self) -> str:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mppo.batch import Prompt, Trajectory
-from mppo.config.schema import RolloutConfig, SamplingConfig
+from mppo.batch import Trajectory
+from mppo.config.schema import RolloutConfig
 from mppo.rollout.answers import Begun
-from mppo.rollout.engine import Finished, WeightBucket, WeightSource
+from mppo.rollout.engine import WeightBucket, WeightSource, Wish
 from mppo.rollout.exchange import agree, gather_flat, gather_objects, shares
 from mppo.rollout.fleet import Fleet
-from mppo.rollout.generation import Generation, Wish
+from mppo.rollout.generation import Generation
 from mppo.rollout.http_client import ServerLost
 from mppo.rollout.local import LocalEngine, stop_tokens
 from mppo.rollout.requests import ATTEMPTS, Requests
@@ -85,7 +85,7 @@ class SGLangEngine:
         self._fleet = Fleet(
             rollout, Path(hf_folder), hf_config, dtype, rank, world, self._device, folder, group
         )
-        self._requests = Requests(self._fleet, self._restore, rank, world, group)
+        self._requests = Requests(self._fleet, self._restore, rank, world, self._device, group)
         self._route = make_route(
             rollout, self._fleet, self._device, folder, Path(hf_folder), rank, world
         )
@@ -240,48 +240,22 @@ class SGLangEngine:
 
     # ---- generation
 
-    def begin(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        max_tokens: int,
-        seed: int,
-        finished: Finished | None = None,
-        wanted: int | None = None,
-    ) -> Generation:
-        """See ``RolloutEngine.begin``; SGLang draws its own random numbers, ``seed`` is unused."""
+    def begin(self, wish: Wish) -> Generation:
+        """See ``RolloutEngine.begin``; SGLang draws its own random numbers, the seed is unused."""
         self._settle()
-        partial = wanted is not None and self._rollout.partial_rollout
-        wish = Wish(
-            prompts=prompts,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            finished=finished,
-            wanted=wanted,
-            stops=tuple(sorted({*self._stops, *sampling.stop_token_ids})),
-            routing=self._routing,
-            partial=partial,
-            device=self._device,
+        stops = tuple(sorted({*self._stops, *wish.sampling.stop_token_ids}))
+        self._underway = Generation(
+            wish, stops, self._routing, self._requests, self._rollout, self._begun
         )
-        begun = self._begun if partial else Begun()
-        self._underway = Generation(wish, self._requests, self._rollout, begun)
         return self._underway
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        max_tokens: int,
-        seed: int,
-        finished: Finished | None = None,
-        wanted: int | None = None,
-    ) -> list[Trajectory]:
+    def generate(self, wish: Wish) -> list[Trajectory]:
         """See ``RolloutEngine.generate``.
 
         Raises:
             RuntimeError: on every rank, when some prompt could not be served.
         """
-        return self.begin(prompts, sampling, max_tokens, seed, finished, wanted).result()
+        return self.begin(wish).result()
 
     def _settle(self) -> None:
         """No request is under way any longer; collective."""

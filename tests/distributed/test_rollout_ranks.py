@@ -8,6 +8,7 @@ from ranks import start_ranks
 
 from mppo.batch import Prompt
 from mppo.config.schema import SamplingConfig
+from mppo.rollout.engine import Wish
 from mppo.rollout.exchange import gather_flat, shares
 from mppo.rollout.local import LocalEngine
 
@@ -32,7 +33,7 @@ def _generate(rank: int, world: int, prompts: list[Prompt]) -> tuple[list, list]
     engine = LocalEngine("none", config, torch.float32, rank=rank, world=world)
     engine.update_weights([list(source.state_dict().items())], 3)
     sampling = SamplingConfig(n=2, stop_token_ids=(5, 6, 7, 8))
-    trajectories = engine.generate(prompts, sampling, 10, seed=11)
+    trajectories = engine.generate(Wish(prompts, sampling, 10, seed=11))
     return trajectories, engine.logprobs([list(t.response_ids) for t in trajectories])
 
 

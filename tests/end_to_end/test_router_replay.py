@@ -89,6 +89,7 @@ def _run(rank: int, folder: Path) -> None:
     from mppo.batch import Prompt, pack_trajectories
     from mppo.config.schema import RolloutConfig, SamplingConfig
     from mppo.parallel.groups import GroupRegistry
+    from mppo.rollout.engine import Wish
     from mppo.rollout.routed_experts import routing_shape
     from mppo.rollout.sglang import SGLangEngine
 
@@ -117,7 +118,7 @@ def _run(rank: int, folder: Path) -> None:
             for i in range(8)
         ]
         sampling = SamplingConfig(temperature=TEMPERATURE, n=4)
-        trajectories = engine.generate(prompts, sampling, 24, seed=0)
+        trajectories = engine.generate(Wish(prompts, sampling, 24, seed=0))
         batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
         torch.save(
             {

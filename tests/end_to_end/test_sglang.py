@@ -24,7 +24,7 @@ from torch import Tensor
 from mppo.batch import Trajectory
 from mppo.config.schema import SamplingConfig
 from mppo.rollout import buckets
-from mppo.rollout.engine import WeightSource
+from mppo.rollout.engine import WeightSource, Wish
 from mppo.rollout.fleet import API_KEY_VARIABLE
 from mppo.rollout.sglang import SGLangEngine
 
@@ -70,14 +70,14 @@ def test_greedy_and_stops_equal_the_local_engine(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     sampling = SamplingConfig(temperature=0.0)
-    ours = qwen2.local.generate(prompts(8), sampling, 12, seed=0)
-    theirs = qwen2.engine.generate(prompts(8), sampling, 12, seed=0)
+    ours = qwen2.local.generate(Wish(prompts(8), sampling, 12, seed=0))
+    theirs = qwen2.engine.generate(Wish(prompts(8), sampling, 12, seed=0))
     assert [t.response_ids for t in ours] == [t.response_ids for t in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert b.logprobs == pytest.approx(a.logprobs, abs=TOLERANCE)
     stops = tuple(range(2, 60))
     trajectories = qwen2.engine.generate(
-        prompts(8), SamplingConfig(n=4, stop_token_ids=stops), 12, seed=0
+        Wish(prompts(8), SamplingConfig(n=4, stop_token_ids=stops), 12, seed=0)
     )
     assert {t.finish_reason for t in trajectories} == {"stop", "length"}
     for t in trajectories:
@@ -90,7 +90,9 @@ def test_finished_responses_are_told_while_others_are_generated(qwen2) -> None:
     qwen2.sync()
     parts: list[dict[int, Trajectory]] = []
     everything = qwen2.engine.generate(
-        prompts(40), SamplingConfig(n=2), 6, 0, lambda k, done: parts.append(dict(zip(k, done)))
+        Wish(
+            prompts(40), SamplingConfig(n=2), 6, 0, lambda k, done: parts.append(dict(zip(k, done)))
+        )
     )
     assert len(parts) > 10
     assert sorted(key for part in parts for key in part) == list(range(80))
@@ -103,7 +105,7 @@ def test_the_tail_is_aborted_once_enough_prompts_are_answered(qwen2) -> None:
     told: set[int] = set()
     sampling = SamplingConfig(n=2, stop_token_ids=tuple(range(3, 12)))
     kept = qwen2.engine.generate(
-        prompts(24), sampling, 400, 0, lambda keys, done: told.update(keys), wanted=4
+        Wish(prompts(24), sampling, 400, 0, lambda keys, done: told.update(keys), wanted=4)
     )
     assert len(kept) == 8
     uids = [t.prompt.uid for t in kept]
@@ -122,13 +124,13 @@ def test_broken_off_responses_go_on_under_the_next_weights(qwen2, monkeypatch) -
     sampling = SamplingConfig(n=2, stop_token_ids=tuple(range(3, 12)))
     qwen2.change_weights()
     qwen2.sync(engine)
-    first = engine.generate(prompts(24), sampling, 400, 0, wanted=4)
+    first = engine.generate(Wish(prompts(24), sampling, 400, 0, wanted=4))
     models = {qwen2.version: copy.deepcopy(qwen2.model)}
     qwen2.change_weights()
     qwen2.sync(engine)
     models[qwen2.version] = qwen2.model
     left = [p for p in prompts(24) if p.uid not in {t.prompt.uid for t in first}]
-    second = engine.generate(left, sampling, 400, 0, wanted=len(left))
+    second = engine.generate(Wish(left, sampling, 400, 0, wanted=len(left)))
     engine.stop()
     assert [t.prompt.uid for t in second] == [p.uid for p in left for _ in range(2)]
     assert sum(len(set(t.weight_versions)) == 2 for t in second) > 4
@@ -146,12 +148,14 @@ def test_new_weights_wait_for_what_is_generated_ahead(qwen2) -> None:
     old, version = copy.deepcopy(qwen2.model), qwen2.version
     told: dict[int, Trajectory] = {}
     ahead = qwen2.engine.begin(
-        prompts(8), SamplingConfig(n=2), 40, 0, lambda keys, done: told.update(zip(keys, done))
+        Wish(
+            prompts(8), SamplingConfig(n=2), 40, 0, lambda keys, done: told.update(zip(keys, done))
+        )
     )
     qwen2.change_weights()
     qwen2.sync()
     assert sorted(told) == list(range(16))
-    fresh = qwen2.engine.generate(prompts(2), SamplingConfig(temperature=0.0), 6, seed=0)
+    fresh = qwen2.engine.generate(Wish(prompts(2), SamplingConfig(temperature=0.0), 6, seed=0))
     qwen2.check_logprobs(fresh, 1.0)
     trajectories = ahead.result()
     assert trajectories == [told[row] for row in range(16)]
@@ -166,7 +170,7 @@ def test_the_end_aborts_what_is_generated_ahead(qwen2, monkeypatch) -> None:
     engine = qwen2.connect(own(urls=(url,), server_args={}))
     qwen2.sync(engine)
     told: list[int] = []
-    engine.begin(prompts(8), SamplingConfig(), 1900, 0, lambda keys, done: told.extend(keys))
+    engine.begin(Wish(prompts(8), SamplingConfig(), 1900, 0, lambda keys, done: told.extend(keys)))
     flying = [thread for thread in threading.enumerate() if thread.name == "rollout"]
     assert flying
     engine.stop()
@@ -252,7 +256,7 @@ def test_kill_9_in_mid_generation_loses_nothing(qwen2) -> None:
 
     killer = threading.Thread(target=kill_when_busy)
     killer.start()
-    trajectories = qwen2.engine.generate(prompts(16), SamplingConfig(), 400, seed=0)
+    trajectories = qwen2.engine.generate(Wish(prompts(16), SamplingConfig(), 400, seed=0))
     killer.join()
     assert not victim.is_running()
     assert [t.prompt.uid for t in trajectories] == list(range(16))
@@ -271,7 +275,7 @@ def test_kill_9_while_generating_ahead_loses_nothing(qwen2) -> None:
         answered.set()
 
     sampling = SamplingConfig(stop_token_ids=tuple(range(3, 12)))
-    ahead = qwen2.engine.begin(prompts(24), sampling, 400, 0, tell)
+    ahead = qwen2.engine.begin(Wish(prompts(24), sampling, 400, 0, tell))
     assert answered.wait(timeout=300)
     victim.kill()
     qwen2.change_weights()

@@ -114,9 +114,10 @@ def _gap(engine, role) -> tuple[float, int]:
     from mppo.batch import pack_trajectories
     from mppo.config.schema import SamplingConfig
     from mppo.parallel.schedule import measure_schedule
+    from mppo.rollout.engine import Wish
 
     sampling = SamplingConfig(temperature=TEMPERATURE, n=2)
-    trajectories = engine.generate(prompts(6), sampling, 8, seed=0)
+    trajectories = engine.generate(Wish(prompts(6), sampling, 8, seed=0))
     batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
     shapes = [role.shape(measuring=True)]
     (plan,) = (s.microbatches for s in measure_schedule(batch.lengths_B.tolist(), shapes))
