@@ -60,6 +60,7 @@ class _ChunkedFullKL(torch.autograd.Function):
             both = _log_sum_exp(logits, group), _log_sum_exp(ref_logits, group)
             kls.append(all_reduce(full_kl_shard(logits, ref_logits, *both), group).clamp_(min=0.0))
             normalisers.append(torch.stack(both))
+            del logits, ref_logits
         kl_N = torch.cat(kls)
         ctx.save_for_backward(hidden, weight, ref_hidden, torch.cat(normalisers, 1), kl_N)
         ctx.vocabulary, ctx.reference = vocabulary, reference
@@ -83,6 +84,7 @@ class _ChunkedFullKL(torch.autograd.Function):
             grad_hidden[part] = backpropagate_logits(
                 grad, slope, hidden[part], weight, vocabulary, grad_weight
             )
+            del logits, ref_logits, slope, grad
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 

@@ -101,29 +101,53 @@ def _local_target(target: Tensor, vocabulary: Vocabulary, rows: int) -> tuple[Te
     return torch.where(here, column, 0), here
 
 
+def _chunk_logprobs(
+    hidden: Tensor, weight: Tensor, target: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the target, entropy and the logarithm of the normaliser: each ``[n]``."""
+    logits = vocabulary_logits(hidden, weight, vocabulary)[0]
+    largest = all_reduce(logits.amax(1), vocabulary.group, dist.ReduceOp.MAX)
+    column, here = _local_target(target, vocabulary, weight.shape[0])
+    chosen = logits.gather(1, column[:, None])[:, 0].masked_fill(~here, 0.0)
+    exp = logits.sub_(largest[:, None]).exp()
+    parts = [exp.sum(1), logits.clamp_min_(_LOG_ZERO).mul_(exp).sum(1), chosen]
+    total, weighted, chosen = all_reduce(torch.stack(parts), vocabulary.group)
+    log_sum = total.log()
+    return chosen - largest - log_sum, log_sum - weighted / total, largest + log_sum
+
+
+def _chunk_gradient(
+    logits: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient of the logits ``[n, V_p]``, which are overwritten, but for the targets' own part."""
+    logits.sub_(normaliser[:, None])
+    if grad_entropy is None:
+        return logits.exp_().mul_(-grad_logprobs[:, None])
+    probs = logits.exp()
+    # dH/dz_j = -p_j (log p_j + H)
+    surprise = logits.clamp_min_(_LOG_ZERO)
+    surprise.add_(entropy[:, None]).mul_(grad_entropy[:, None])
+    return probs.mul_(surprise.add_(grad_logprobs[:, None]).neg_())
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
-    """log p(target), entropy, from hidden states; logits are recomputed in the backward pass."""
+    """log p(target), entropy, from hidden states; logits are recomputed in the backward pass.
+
+    A chunk's work is a function of its own, so that its logits are gone before the next one's come.
+    """
 
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, target: Tensor, vocabulary: Vocabulary
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropies, normalisers = [], [], []
-        for h, t in zip(hidden.split(vocabulary.chunk), target.split(vocabulary.chunk)):
-            logits, _ = vocabulary_logits(h, weight, vocabulary)
-            largest = all_reduce(logits.amax(1), vocabulary.group, dist.ReduceOp.MAX)
-            column, here = _local_target(t, vocabulary, weight.shape[0])
-            chosen = logits.gather(1, column[:, None])[:, 0].masked_fill(~here, 0.0)
-            logits.sub_(largest[:, None])
-            exp = logits.exp()
-            weighted = (exp * logits.clamp_min_(_LOG_ZERO)).sum(1)
-            sums = all_reduce(torch.stack([exp.sum(1), weighted, chosen]), vocabulary.group)
-            log_sum = sums[0].log()
-            logprobs.append(sums[2] - largest - log_sum)
-            entropies.append(log_sum - sums[1] / sums[0])
-            normalisers.append(largest + log_sum)
-        logprobs_N, entropy_N = torch.cat(logprobs), torch.cat(entropies)
-        ctx.save_for_backward(hidden, weight, target, torch.cat(normalisers), entropy_N)
+        chunks = zip(hidden.split(vocabulary.chunk), target.split(vocabulary.chunk))
+        parts = [_chunk_logprobs(h, weight, t, vocabulary) for h, t in chunks]
+        logprobs_N, entropy_N, normaliser_N = (torch.cat(x) for x in zip(*parts))
+        ctx.save_for_backward(hidden, weight, target, normaliser_N, entropy_N)
         ctx.vocabulary = vocabulary
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
@@ -139,21 +163,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for first in range(0, len(hidden), vocabulary.chunk):
             part = slice(first, first + vocabulary.chunk)
             logits, slope = vocabulary_logits(hidden[part], weight, vocabulary)
-            logits.sub_(normaliser[part, None])
-            probs = logits.exp()
-            if grad_entropy is None:
-                grad = probs * -grad_logprobs[part, None]
-            else:
-                # dH/dz_j = -p_j (log p_j + H)
-                surprise = logits.clamp_min_(_LOG_ZERO)
-                surprise.add_(entropy[part, None]).mul_(grad_entropy[part, None])
-                grad = probs * (surprise.add_(grad_logprobs[part, None]).neg_())
+            upstream = grad_logprobs[part], None if grad_entropy is None else grad_entropy[part]
+            grad = _chunk_gradient(logits, normaliser[part], entropy[part], *upstream)
             column, here = _local_target(target[part], vocabulary, weight.shape[0])
             onehot = torch.where(here, grad_logprobs[part], 0.0)
             grad.scatter_add_(1, column[:, None], onehot[:, None])
             grad_hidden[part] = backpropagate_logits(
                 grad, slope, hidden[part], weight, vocabulary, grad_weight
             )
+            del logits, slope, grad
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
