@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
@@ -32,6 +34,8 @@ LOOPBACK = "127.0.0.1"
 PARENT = os.getppid()
 """The launcher, unless it had gone before this process came so far."""
 _STORE_ATTEMPTS = 5
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 10_000
 
 
 @dataclass(frozen=True)
@@ -157,10 +161,19 @@ def _check_agent(info: LaunchInfo) -> None:
 
 
 def free_port() -> int:
-    """A TCP port that is free on this host now."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
+    """A TCP port that is free on this host now.
+
+    It is below those that Linux gives to outgoing connections, where there are such ports: a server
+    that listens only seconds later is likely to find it free still.
+    """
+    end = int(_OUTGOING_PORTS.read_text().split()[0]) if _OUTGOING_PORTS.exists() else 0
+    count = max(0, end - _FIRST_PORT)
+    drawn = [_FIRST_PORT + secrets.randbelow(count) for _ in range(32 if count else 0)]
+    for port in (*drawn, 0):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("", port))
+            return listener.getsockname()[1]
+    raise OSError("no TCP port is free on this host")
 
 
 def own_address() -> str:

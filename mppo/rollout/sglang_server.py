@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from mppo.parallel.launch import free_port
 from mppo.rollout.server import ServerProcess
 from mppo.rollout.sglang_api import SGLangApi
 
@@ -148,7 +149,9 @@ def own_server(
 
     def command(port: int) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
-        shown = {**options, "host": HOST, "port": port, "api_key": api_key}
+        # SGLang draws this one long before it listens, from where connections take theirs
+        shown = {"nccl_port": free_port(), **options}
+        shown |= {"host": HOST, "port": port, "api_key": api_key}
         content = {name.replace("_", "-"): value for name, value in shown.items()}
         config.unlink(missing_ok=True)
         config.touch(mode=0o600)

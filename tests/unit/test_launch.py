@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -105,8 +106,13 @@ def test_slurm_task_lists_are_read():
         tasks_on_node("x", 0)
 
 
-def test_free_ports_are_usable_numbers():
-    assert 1024 <= free_port() < 65536
+def test_a_free_port_can_be_listened_on_and_is_none_that_connections_take():
+    outgoing = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    for port in {free_port() for _ in range(8)}:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+        if outgoing.exists():
+            assert 1024 <= port < int(outgoing.read_text().split()[0])
 
 
 def probe(tmp_path: Path, command: list[str], *arguments: str) -> subprocess.CompletedProcess:
