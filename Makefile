@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone
 RECIPE ?= recipes/demo.yaml
+# Two test files at a time, in the order of tests/: tests of servers and clusters mostly wait.
+TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 SGLANG_COMPAT := extras/sglang_cpu
 
@@ -25,7 +27,7 @@ demo: $(VENV)/.mppo
 	OMP_NUM_THREADS=1 $(TORCHRUN) --nproc_per_node=2 mppo/train.py --config $(RECIPE)
 
 test: $(VENV)/.test slurm lint
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests --durations=15
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests $(TWO_AT_ONCE) --durations=15
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
