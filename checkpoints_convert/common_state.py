@@ -10,8 +10,8 @@ from mppo.weights.shape import ModelShape
 def common_state(shape: ModelShape) -> dict[str, object]:
     """Version, iteration, and the arguments that a saving Megatron-LM would have stored.
 
-    Its loader compares layers, width and heads with those of the run, and before 2026 stops without
-    ``args``; it saves no optimizer and no random state here, so a run looks for none.
+    Its loader compares layers, width and heads with those of the run; releases up to core_v0.12 at
+    least stop where ``args`` is missing. Optimizer and random state are not there to be looked for.
 
     Args:
         shape: the model's sizes.
