@@ -49,7 +49,6 @@ def build(folder: Path, registry, megatron: dict):
     from transformers import AutoConfig
 
     from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
-    from mppo.models.configuration import layout_of
     from mppo.models.role import Role, RoleSpec
 
     section = MegatronConfig(**megatron)
@@ -63,7 +62,7 @@ def build(folder: Path, registry, megatron: dict):
         optim=OptimConfig(),
         total_steps=10,
     )
-    layout = layout_of(section, dist.get_world_size())
+    layout = section.layout(dist.get_world_size())
     return Role(spec, AutoConfig.from_pretrained(folder), registry.of(layout))
 
 

@@ -86,7 +86,6 @@ def make_batch(lengths: list[int]):
 def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp: int = 1):
     """An actor on the running process group."""
     from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
-    from mppo.models.configuration import layout_of
     from mppo.models.role import Role, RoleSpec
 
     megatron = MegatronConfig(context_parallel_size=cp)
@@ -101,7 +100,7 @@ def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp:
         router_replay=replay,
     )
     config = transformers.AutoConfig.from_pretrained(folder)
-    return Role(spec, config, registry.of(layout_of(megatron, dist.get_world_size())))
+    return Role(spec, config, registry.of(megatron.layout(dist.get_world_size())))
 
 
 def make_update(role, batch) -> Callable[[], object]:

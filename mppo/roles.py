@@ -14,7 +14,7 @@ import torch
 
 from mppo.batch import Batch, Experience, Measured
 from mppo.config.schema import Recipe
-from mppo.models.configuration import DTYPES, layout_of
+from mppo.models.configuration import DTYPES
 from mppo.models.flops import update_flops
 from mppo.models.optimizer import StepResult
 from mppo.models.role import Role, step_together
@@ -189,7 +189,7 @@ class Roles:
                 ema_decay=getattr(section, "ema_decay", None),
             )
             with phase(f"building {name}"):
-                return Role(spec, load_config(where), registry.of(layout_of(megatron, world)))
+                return Role(spec, load_config(where), registry.of(megatron.layout(world)))
 
         actor, critic, ref = recipe.actor, recipe.critic, recipe.ref
         self.actor = build("actor", "policy", actor, None, actor.megatron, actor.optim)

@@ -20,7 +20,7 @@ from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
 from mppo.config.schema import OptimConfig, Recipe
 from mppo.data.source import PromptSet
 from mppo.data.supervised import SupervisedExample, supervised_examples
-from mppo.models.configuration import DTYPES, layout_of
+from mppo.models.configuration import DTYPES
 from mppo.models.role import Role, RoleSpec
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.phase import phase
@@ -65,7 +65,7 @@ def warm_start(
     )
     with phase("warm start"):
         world = torch.distributed.get_world_size()
-        role = Role(spec, hf_config, registry.of(layout_of(recipe.actor.megatron, world)))
+        role = Role(spec, hf_config, registry.of(recipe.actor.megatron.layout(world)))
         examples = supervised_examples(
             prompts, tokenizer, trainer.warm_start_steps * size, trainer.seed
         )

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mppo.weights.output_folder import flush
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"global_step_(\d+)")
@@ -172,9 +174,9 @@ def publish(building: Path, final: Path) -> None:
     """Give a finished folder its name. What bears the name already is kept beside it."""
     if final.exists():
         set_aside(final)
-    sync_folder(building)
+    flush(building)
     building.rename(final)
-    sync_folder(final.parent)
+    flush(final.parent)
 
 
 def set_aside(path: Path) -> Path:
@@ -183,15 +185,6 @@ def set_aside(path: Path) -> Path:
     while (other := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
     return path.rename(other)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def best_step(metrics_by_step: Mapping[int, Mapping[str, float]], metric: str | None) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import lcm
 
 from mppo.config.errors import Fault
-from mppo.config.rule import Case, role_layout, rule
+from mppo.config.rule import Case, rule
 
 
 def divisors(number: int) -> str:
@@ -34,7 +34,7 @@ def layout_fits_world(case: Case) -> Iterator[Fault]:
     for role in case.roles:
         m = role.megatron
         try:
-            role_layout(m, case.world_size)
+            m.layout(case.world_size)
         except ValueError as error:
             dense = (
                 m.tensor_model_parallel_size

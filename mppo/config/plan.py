@@ -20,7 +20,7 @@ from mppo.config.memory import (
     role_memory,
     stage_layers,
 )
-from mppo.config.rule import RoleCase, role_layout, roles_in_use
+from mppo.config.rule import RoleCase, roles_in_use
 from mppo.config.schema import Recipe
 from mppo.parallel.layout import Layout
 from mppo.weights.shape import model_shape
@@ -99,7 +99,7 @@ def describe_plan(
 def _plan_role(
     recipe: Recipe, role: RoleCase, world_size: int, table: Table, visited: int
 ) -> RolePlan:
-    m, layout = role.megatron, role_layout(role.megatron, world_size)
+    m, layout = role.megatron, role.megatron.layout(world_size)
     layers = stage_layers(
         table.shape.num_layers,
         layout.pp,

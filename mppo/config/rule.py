@@ -13,7 +13,6 @@ from math import lcm
 
 from mppo.config.errors import Fault
 from mppo.config.schema import ActorConfig, CriticConfig, MegatronConfig, Recipe, RefConfig
-from mppo.parallel.layout import Layout
 from mppo.weights.shape import ModelShape
 
 
@@ -87,23 +86,6 @@ def roles_in_use(recipe: Recipe) -> tuple[RoleCase, ...]:
             RoleCase("ref", recipe.ref.batching(recipe.actor), own or recipe.actor.megatron, key)
         )
     return tuple(roles)
-
-
-def role_layout(megatron: MegatronConfig, world_size: int) -> Layout:
-    """The layout a section asks for.
-
-    Raises:
-        ValueError: it does not fit the world size.
-    """
-    return Layout(
-        world=world_size,
-        tp=megatron.tensor_model_parallel_size,
-        pp=megatron.pipeline_model_parallel_size,
-        vpp=megatron.virtual_pipeline_model_parallel_size or 1,
-        cp=megatron.context_parallel_size,
-        ep=megatron.expert_model_parallel_size,
-        etp=megatron.expert_tensor_parallel_size,
-    )
 
 
 def world_size_of(recipe: Recipe) -> int:

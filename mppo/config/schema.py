@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt
 
 from mppo.config.algorithm import AlgorithmConfig, KLType
 from mppo.config.section import Section
+from mppo.parallel.layout import Layout
 
 
 class ModelConfig(Section):
@@ -102,6 +103,22 @@ class MegatronConfig(Section):
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
     freeze_moe_router: bool = False
     override_transformer_config: dict[str, Any] = Field(default_factory=dict)
+
+    def layout(self, world: int) -> Layout:
+        """The layout asked for, on ``world`` ranks.
+
+        Raises:
+            ValueError: it does not fit them.
+        """
+        return Layout(
+            world=world,
+            tp=self.tensor_model_parallel_size,
+            pp=self.pipeline_model_parallel_size,
+            vpp=self.virtual_pipeline_model_parallel_size or 1,
+            cp=self.context_parallel_size,
+            ep=self.expert_model_parallel_size,
+            etp=self.expert_tensor_parallel_size,
+        )
 
 
 class BatchingConfig(Section):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mppo.config.errors import Fault
 from mppo.config.layout_rules import divisors
-from mppo.config.rule import Case, role_layout, rule
+from mppo.config.rule import Case, rule
 from mppo.config.schema import SamplingConfig
 
 GROUP_ESTIMATORS = frozenset(
@@ -45,7 +45,7 @@ def mini_batch_feeds_every_rank(case: Case) -> Iterator[Fault]:
         key = f"{role.name}.ppo_mini_batch_size"
         size = sizes.get(key, case.recipe.actor.ppo_mini_batch_size)
         try:
-            dp = role_layout(role.megatron, case.world_size).dp
+            dp = role.megatron.layout(case.world_size).dp
         except ValueError:
             continue  # layout_fits_world says so
         if size * samples < dp:

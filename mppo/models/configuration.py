@@ -16,19 +16,6 @@ from mppo.parallel.layout import Layout
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def layout_of(megatron: MegatronConfig, world: int) -> Layout:
-    """The layout a recipe section asks for, on ``world`` ranks."""
-    return Layout(
-        world=world,
-        tp=megatron.tensor_model_parallel_size,
-        pp=megatron.pipeline_model_parallel_size,
-        vpp=megatron.virtual_pipeline_model_parallel_size or 1,
-        cp=megatron.context_parallel_size,
-        ep=megatron.expert_model_parallel_size,
-        etp=megatron.expert_tensor_parallel_size,
-    )
-
-
 def _finalize(models, num_tokens, **kwargs) -> None:
     """Reduce gradients without dividing them: losses already carry the global normaliser."""
     finalize_model_grads(models, None, **kwargs)
@@ -57,12 +44,7 @@ def transformer_config(
     sequence_parallel = megatron.sequence_parallel and layout.tp > 1
     use_te = device.has_transformer_engine()
     values = dict(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
+        **layout.megatron_sizes(),
         sequence_parallel=sequence_parallel,
         num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,

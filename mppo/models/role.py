@@ -40,7 +40,7 @@ from mppo.weights.checkpoint import load_weights
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.save import save_hf
 from mppo.weights.slices import SliceSource
-from mppo.weights.stream import stream_hf_weights
+from mppo.weights.stream import WeightStream
 
 _PROJECTIONS = ("lm_head.weight", "model.embed_tokens.weight")
 """Hugging Face names of the vocabulary projection; the second where it is tied."""
@@ -289,7 +289,7 @@ class Role:
     def hf_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """The current weights under Hugging Face names, whole, bucket by bucket; collective."""
         with self.groups.active():
-            yield from stream_hf_weights(
+            yield from WeightStream(
                 self.stages,
                 self.hf_config,
                 self.layout,

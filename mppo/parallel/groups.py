@@ -47,13 +47,7 @@ class LayoutGroups:
         before = _snapshot()
         _put(_UNSET)
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-            create_gloo_process_groups=True,
+            **layout.megatron_sizes(), create_gloo_process_groups=True
         )
         tensor_parallel.random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
         tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -56,6 +56,17 @@ class Layout:
                 f"{self.etp * self.ep * self.pp}"
             )
 
+    def megatron_sizes(self) -> dict[str, int | None]:
+        """The axes under the names Megatron's parallel state and configurations share."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+        }
+
     @property
     def dp(self) -> int:
         """Data-parallel size (context parallelism not counted in)."""

@@ -31,7 +31,7 @@ class Requests:
         restore: brings lost servers back, with the current weights, of which it returns the
             version; collective.
         rank, world: this rank and the number of ranks.
-        device: what is answered is exchanged from it.
+        device: where tensors are exchanged between ranks.
         group: process group of the ranks; None is the default one.
     """
 

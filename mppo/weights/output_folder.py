@@ -40,14 +40,15 @@ def publish(folder: Path) -> None:
     building = partial_path(folder)
     for file in sorted(building.rglob("*")):
         if file.is_file():
-            _sync(file)
+            flush(file)
     if folder.exists():
         folder.rmdir()
     building.rename(folder)
-    _sync(folder.parent)
+    flush(folder.parent)
 
 
-def _sync(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -76,8 +76,8 @@ def save_hf(
         create_files(headers)
     dist.barrier()
     number = 0
-    for bucket in stream.buckets:
-        for name, tensor in stream.gather(bucket):
+    for bucket in stream:
+        for name, tensor in bucket:
             if number % dist.get_world_size() == rank:
                 write_tensor(places[name], tensor)
             number += 1

@@ -58,16 +58,12 @@ class Bucket:
     nbytes: int
 
 
-def stream_hf_weights(
-    chunks: Sequence[Any],
-    hf_config: Any,
-    layout: Layout,
-    coordinates: Coordinates,
-    groups: Groups,
-    bucket_bytes: int,
-    dtype: torch.dtype | None = None,
-) -> Iterator[NamedTensors]:
-    """Yield every tensor of the model under its Hugging Face name; collective over the role.
+class WeightStream:
+    """Every tensor of the model under its Hugging Face name, bucket by bucket.
+
+    Constructing plans the buckets, collective over the pipeline. Iterating yields them, collective
+    over the role: lists of (name, tensor), equal on every rank, on the model's device. Tensors are
+    views of the bucket's own buffer. A tied output projection is not among them; a value head is.
 
     Args:
         chunks: this rank's ``GPTModel`` chunks.
@@ -77,23 +73,6 @@ def stream_hf_weights(
         groups: the layout's process groups.
         bucket_bytes: most bytes of a bucket; a larger unit makes a bucket of its own.
         dtype: cast to this, except what keeps its own (a router's float32 bias); None: as stored.
-
-    Yields:
-        Buckets of (name, tensor), equal on every rank, on the model's device. Tensors are views of
-        the bucket's own buffer. A tied output projection is not among them; a value head is.
-    """
-    stream = WeightStream(chunks, hf_config, layout, coordinates, groups, bucket_bytes, dtype)
-    for bucket in stream.buckets:
-        yield stream.gather(bucket)
-
-
-class WeightStream:
-    """The plan of a stream and its execution bucket by bucket.
-
-    Arguments are those of ``stream_hf_weights``; constructing is collective over the pipeline.
-
-    Attributes:
-        buckets: the plan, equal on every rank.
     """
 
     def __init__(
@@ -115,18 +94,21 @@ class WeightStream:
         held = [(s.entry.row.where, s.entry.layer, s.entry.row.name, s.tensor.dtype) for s in slots]
         stages = _gather_objects(held, groups.pp, layout.pp)
         self._dtypes = {(layer, row): stored for stage in stages for _, layer, row, stored in stage}
-        self.buckets = self._plan(stages, bucket_bytes)
+        self._buckets = self._plan(stages, bucket_bytes)
+
+    def __iter__(self) -> Iterator[NamedTensors]:
+        return map(self._gather, self._buckets)
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of everything that will be streamed, in order."""
         return {
             name: (dtype, shape)
-            for bucket in self.buckets
+            for bucket in self._buckets
             for name, _, dtype, shape in bucket.places
         }
 
-    def gather(self, bucket: Bucket) -> NamedTensors:
-        """Assemble one bucket; collective over the role, in the order of ``buckets``."""
+    def _gather(self, bucket: Bucket) -> NamedTensors:
+        """Assemble one bucket; collective over the role, in the order of the plan."""
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
         tensors = {
             name: _bytes_as(buffer[offset:], dtype, shape)

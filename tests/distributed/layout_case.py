@@ -92,7 +92,6 @@ def build_role(case: Case, folder: Path, registry):
     """The role of a case on the running process group."""
     from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
     from mppo.data.builtin import read_model_config
-    from mppo.models.configuration import layout_of
     from mppo.models.role import Role, RoleSpec
 
     megatron = MegatronConfig(**case.megatron)
@@ -109,7 +108,7 @@ def build_role(case: Case, folder: Path, registry):
         **case.role,
     )
     config = read_model_config(spec.folder)
-    return Role(spec, config, registry.of(layout_of(megatron, dist.get_world_size())))
+    return Role(spec, config, registry.of(megatron.layout(dist.get_world_size())))
 
 
 def run_case(case: Case, folder: Path, registry) -> Outcome:

@@ -17,7 +17,7 @@ from mppo.weights.engine_tensors import engine_tensor
 from mppo.weights.reshard import engine_blocks
 from mppo.weights.shape import model_shape
 from mppo.weights.slices import SliceRequest, SliceStream
-from mppo.weights.stream import stream_hf_weights
+from mppo.weights.stream import WeightStream
 from mppo.weights.table import parameter_table
 
 HOSTS = ((0, 1), (3, 3))
@@ -70,9 +70,7 @@ def check_slices(stages, config, layout, groups, folder: Path) -> None:
         _load_all(stream.update(version, since), servers, folder / f"refused_{rank}")
         whole = dict(
             pair
-            for bucket in stream_hf_weights(
-                stages, config, layout, groups.coordinates, groups, 40_000
-            )
+            for bucket in WeightStream(stages, config, layout, groups.coordinates, groups, 40_000)
             for pair in bucket
         )
         for slot, server in servers.items():

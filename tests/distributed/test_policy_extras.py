@@ -63,7 +63,6 @@ def kl_loss(batch):
 def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     """Measure against a reference of another family and layout, then train beside text."""
     from mppo.config.schema import MegatronConfig
-    from mppo.models.configuration import layout_of
     from mppo.models.role import Role
     from mppo.models.role_spec import Extras
     from mppo.parallel.schedule import measure_schedule, update_schedule
@@ -82,7 +81,7 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
         optim=None,
         ema_decay=None,
     )
-    layout = layout_of(spec.megatron, world)
+    layout = spec.megatron.layout(world)
     reference = Role(spec, AutoConfig.from_pretrained(spec.folder), registry.of(layout))
     actor.compare_with(reference, 1 << 14)
     batch = batch_of()

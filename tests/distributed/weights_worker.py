@@ -79,7 +79,7 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
     from mppo.weights.blocks import padded_vocab_size
     from mppo.weights.checkpoint import load_weights, save_megatron
     from mppo.weights.save import save_hf
-    from mppo.weights.stream import stream_hf_weights
+    from mppo.weights.stream import WeightStream
 
     layout = Layout(world=world, **case.layout)
     groups = registry.of(layout)
@@ -97,7 +97,7 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
     with groups.active():
         fresh = load_weights(source, stages, config, layout, here)
     streamed: dict[str, torch.Tensor] = {}
-    for bucket in stream_hf_weights(stages, config, layout, here, groups, 40_000):
+    for bucket in WeightStream(stages, config, layout, here, groups, 40_000):
         for name, tensor in bucket:
             assert name not in streamed, name
             streamed[name] = tensor

@@ -54,7 +54,6 @@ def _role(folder: Path, replay: str, registry):
     from transformers import AutoConfig
 
     from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
-    from mppo.models.configuration import layout_of
     from mppo.models.role import Role, RoleSpec
 
     spec = RoleSpec(
@@ -68,7 +67,7 @@ def _role(folder: Path, replay: str, registry):
         optim=OptimConfig(lr=1e-3),
         router_replay=replay,
     )
-    return Role(spec, AutoConfig.from_pretrained(folder), registry.of(layout_of(spec.megatron, 1)))
+    return Role(spec, AutoConfig.from_pretrained(folder), registry.of(spec.megatron.layout(1)))
 
 
 def _measured(role, batch) -> torch.Tensor:

@@ -132,7 +132,6 @@ def _run(rank: int, folder: Path) -> None:
 
     device.prepare_megatron()
     from mppo.config.schema import BatchingConfig, MegatronConfig
-    from mppo.models.configuration import layout_of
     from mppo.models.role import Role, RoleSpec
     from mppo.parallel.groups import GroupRegistry
 
@@ -152,7 +151,7 @@ def _run(rank: int, folder: Path) -> None:
                     batching=BatchingConfig(ppo_micro_batch_size_per_gpu=5),
                     temperature=TEMPERATURE,
                 )
-                role = Role(spec, config, registry.of(layout_of(megatron, WORLD)))
+                role = Role(spec, config, registry.of(megatron.layout(WORLD)))
                 for mode in _modes(layout, layouts):
                     moved = _update(engine, role, mode, next(versions))
                     gaps.append((family, layout, mode, moved, *_gap(engine, role)))

@@ -15,7 +15,6 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
 
     from mppo.batch import Prompt, Trajectory, pack_trajectories
     from mppo.config.schema import BatchingConfig, MegatronConfig
-    from mppo.models.configuration import layout_of
     from mppo.models.role import Role, RoleSpec
     from mppo.parallel import device
     from mppo.parallel.groups import GroupRegistry
@@ -34,7 +33,7 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
     try:
         megatron = MegatronConfig()
         spec = RoleSpec("actor", "policy", tmp_path / "model", dtype, megatron, BatchingConfig())
-        role = Role(spec, config, GroupRegistry().of(layout_of(megatron, 1)))
+        role = Role(spec, config, GroupRegistry().of(megatron.layout(1)))
         ids = torch.randint(0, 101, (3, 17)).tolist()
         batch = pack_trajectories(
             [

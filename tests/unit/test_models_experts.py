@@ -8,7 +8,7 @@ from hf_families import CONFIGS
 from torch.nn.functional import silu
 
 from mppo.config.schema import MegatronConfig
-from mppo.models.configuration import layout_of, transformer_config
+from mppo.models.configuration import transformer_config
 from mppo.models.experts import _GatedExperts, is_plain
 from mppo.models.families import family_config
 
@@ -79,6 +79,6 @@ def test_the_dtype_of_the_tokens_is_kept():
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "moonlight"])
 def test_roles_of_mixtures_run_their_experts_in_one_step(name, trained):
     family = family_config(CONFIGS[name]())
-    layout = layout_of(MegatronConfig(), 1)
+    layout = MegatronConfig().layout(1)
     config = transformer_config(family, MegatronConfig(), layout, torch.float32, trained=trained)
     assert is_plain(config)

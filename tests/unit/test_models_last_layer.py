@@ -10,7 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mppo.config.schema import MegatronConfig
-from mppo.models.configuration import layout_of, transformer_config
+from mppo.models.configuration import transformer_config
 from mppo.models.families import family_config
 from mppo.models.last_layer import LastLayer, ending_where_read
 from mppo.models.sandwich import SandwichLayer
@@ -19,7 +19,7 @@ from mppo.models.sandwich import SandwichLayer
 def layers_of(spec, **layout) -> list[type]:
     """Classes of the layers of a model of two such layers."""
     megatron = MegatronConfig(**layout)
-    place = layout_of(megatron, megatron.tensor_model_parallel_size)
+    place = megatron.layout(megatron.tensor_model_parallel_size)
     family = family_config(CONFIGS["llama"]())
     config = transformer_config(family, megatron, place, torch.float32)
     return [layer.module for layer in ending_where_read([spec, spec], config)]
