@@ -17,6 +17,8 @@ import types
 import torch
 from torch import Tensor
 
+from mppo.parallel.shared_memory import SMALLEST, SharedMemory, shared_memory_of
+
 _CPU = torch.device("cpu")
 _FACTORIES = [
     "arange",
@@ -139,8 +141,28 @@ def _reduce_scatter(output, inputs, group=None, **kwargs):
     return None
 
 
+def _shared(group, async_op: bool, op, *tensors: Tensor) -> SharedMemory | None:
+    """The memory through which a group's ranks exchange these tensors; None: gloo does it."""
+    large = max(x.numel() * x.element_size() for x in tensors) >= SMALLEST
+    plain = all(x.is_contiguous() and x.is_floating_point() for x in tensors)
+    if async_op or op != torch.distributed.ReduceOp.SUM or not (large and plain):
+        return None
+    if torch.distributed.get_world_size(group) == 1:
+        return None
+    return shared_memory_of(group)
+
+
+def _all_reduce(x, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
+    """Sums of large tensors go through shared memory where the ranks have some."""
+    memory = _shared(group, async_op, op, x)
+    if memory is None:
+        return torch.distributed.all_reduce(x, op=op, group=group, async_op=async_op)
+    memory.all_reduce(x)
+    return None
+
+
 def _reduce_scatter_tensor(reduce_scatter):
-    """Sums of equal parts, of which only those go over the wire that a rank keeps.
+    """Sums of equal parts, of which only those are exchanged that a rank keeps.
 
     gloo's own sums everything on every rank first, which takes twice as long.
     """
@@ -149,12 +171,28 @@ def _reduce_scatter_tensor(reduce_scatter):
     def exchanged(output, input, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
         if async_op or op != torch.distributed.ReduceOp.SUM:
             return reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+        memory = _shared(group, async_op, op, output, input)
+        if memory is not None:
+            return memory.reduce_scatter(output, input)
         parts = torch.empty_like(input)
         torch.distributed.all_to_all_single(parts, input, group=group)
         torch.sum(parts.view(-1, *output.shape), 0, out=output)
         return None
 
     return exchanged
+
+
+def _all_gather_tensor(all_gather):
+    """Large tensors of equal size go through shared memory where the ranks have some."""
+
+    @functools.wraps(all_gather)
+    def gathered(output, input, group=None, async_op=False):
+        memory = _shared(group, async_op, torch.distributed.ReduceOp.SUM, output, input)
+        if memory is None:
+            return all_gather(output, input, group=group, async_op=async_op)
+        return memory.all_gather(output, input)
+
+    return gathered
 
 
 def _torch_stand_in() -> types.ModuleType:
@@ -179,6 +217,7 @@ def _torch_stand_in() -> types.ModuleType:
     )
     distributed = _Overlay(
         torch.distributed,
+        all_reduce=_all_reduce,
         all_to_all_single=_all_to_all_single,
         all_gather=_all_gather,
         reduce_scatter=_reduce_scatter,
@@ -230,6 +269,7 @@ def _patch_modules() -> None:
     for name in ("distributed.param_and_grad_buffer", "tensor_parallel.mappings"):
         module = importlib.import_module(f"megatron.core.{name}")
         module.dist_reduce_scatter_func = _reduce_scatter_tensor(module.dist_reduce_scatter_func)
+        module.dist_all_gather_func = _all_gather_tensor(module.dist_all_gather_func)
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
