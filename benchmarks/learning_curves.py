@@ -1,17 +1,19 @@
-"""Reward by step of several estimators on the demo's task, in one plot.
+"""Reward by step of several estimators, engines and seeds on the demo's task, in one plot.
 
-    python benchmarks/learning_curves.py [--estimators gae grpo ...] [--steps 160] [--seed 0]
+    python benchmarks/learning_curves.py [--estimators gae grpo ...] [--engines local sglang]
+        [--seeds 0 1 2] [--steps 200]
 
-Trains ``recipes/demo.yaml`` once for each estimator, one after another. grpo and rloo take four
-responses to each of a quarter as many prompts, so that every step sees as many responses, in
-mini-batches of half the size; rloo whitens its advantages as TRL can.
-With ``--processes 1`` a run takes one process without any parallelism, which changes no number
-beyond float noise. Runs are kept under ``--runs``: one that is done there is not trained again, one
-that was stopped goes on from its checkpoint.
+Trains ``recipes/demo.yaml`` once for each, one after another. grpo and rloo take eight responses to
+each of an eighth as many prompts, so that every step sees as many responses, in mini-batches of
+half the size; rloo whitens its advantages as TRL can. With ``--processes 1`` a run takes one
+process without any parallelism, which changes no number beyond float noise. Runs are kept under
+``--runs``: one that is done there is not trained again, one that was stopped goes on from its
+checkpoint.
 
 Writes ``<out>.png`` and ``<out>.json``: the mean reward of the sampled responses by step, and the
-held-out reward. An estimator passes if its sampled reward at least doubles from the first tenth of
-the steps to the last, and ends above 0.8.
+held-out reward. A run passes if its sampled reward at least doubles from the first ten steps to
+the last ten, and ends above 0.8. With two engines, the rewards in which the seeds end are
+compared: they agree if their means differ by no more than two standard errors of the difference.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ import subprocess
 import sys
 import tempfile
 from datetime import date
+from itertools import product
+from math import sqrt
 from pathlib import Path
+from statistics import mean, variance
 
 import matplotlib
 
@@ -33,7 +38,7 @@ import matplotlib.pyplot as plt
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-GROUPED = ["rollout.n=4", "data.train_batch_size=64", "actor.ppo_mini_batch_size=16"]
+GROUPED = ["rollout.n=8", "data.train_batch_size=32", "actor.ppo_mini_batch_size=8"]
 ESTIMATORS = {
     "gae": [],
     "grpo": GROUPED,
@@ -45,20 +50,25 @@ ALONE = [
     "actor.megatron.tensor_model_parallel_size=1",
     "critic.megatron.pipeline_model_parallel_size=1",
 ]
-THRESHOLD, FACTOR = 0.8, 2.0
+ENGINES = {"local": [], "sglang": ["rollout.server_args={max_total_tokens: 16384}"]}
+THRESHOLD, FACTOR, WINDOW = 0.8, 2.0, 10
 Curve = list[tuple[int, float]]
 
 
-def train(estimator: str, arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
+def train(
+    estimator: str, engine: str, seed: int, arguments: argparse.Namespace, folder: Path
+) -> list[dict[str, float]]:
     """One run; its metrics, line by line."""
-    run_dir = folder / f"{estimator}-{arguments.seed}-{arguments.steps}"
+    run_dir = folder / f"{estimator}-{engine}-{seed}-{arguments.steps}"
     overrides = [
         f"algorithm.adv_estimator={estimator}",
-        f"trainer.seed={arguments.seed}",
+        f"rollout.name={engine}",
+        f"trainer.seed={seed}",
         f"trainer.total_training_steps={arguments.steps}",
         f"trainer.default_local_dir={run_dir}",
         "trainer.export_hf=false",
         *ESTIMATORS[estimator],
+        *ENGINES[engine],
         *(ALONE if arguments.processes == 1 else []),
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -80,11 +90,10 @@ def curve(lines: list[dict[str, float]], name: str) -> Curve:
     return [(int(line["step"]), line[name]) for line in lines if name in line]
 
 
-def tenths(points: Curve) -> tuple[float, float]:
-    """Mean of the first and of the last tenth of a curve."""
-    count = max(len(points) // 10, 1)
+def ends(points: Curve) -> tuple[float, float]:
+    """Mean of the first and of the last ten steps of a curve."""
     values = [value for _, value in points]
-    return sum(values[:count]) / count, sum(values[-count:]) / count
+    return mean(values[:WINDOW]), mean(values[-WINDOW:])
 
 
 def smoothed(points: Curve, width: int = 5) -> Curve:
@@ -92,6 +101,18 @@ def smoothed(points: Curve, width: int = 5) -> Curve:
     values = [value for _, value in points]
     parts = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
     return [(step, sum(part) / len(part)) for (step, _), part in zip(points, parts)]
+
+
+def compared(a: list[float], b: list[float]) -> dict[str, object]:
+    """How far two groups of rewards are apart, beside what chance makes of it."""
+    noise = 2 * sqrt(variance(a) / len(a) + variance(b) / len(b))
+    gap = abs(mean(a) - mean(b))
+    return {"difference": gap, "two_standard_errors": noise, "agree": gap <= noise}
+
+
+def label(estimator: str, engine: str, seed: int) -> str:
+    """Name of a run."""
+    return f"{estimator}, {engine}, seed {seed}"
 
 
 def plot(curves: dict[str, Curve], path: Path) -> None:
@@ -110,22 +131,32 @@ def plot(curves: dict[str, Curve], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--estimators", nargs="+", default=list(ESTIMATORS))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--engines", nargs="+", default=["local"], choices=list(ENGINES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--processes", type=int, choices=(1, 2), default=2)
     parser.add_argument("--runs", type=Path, help="folder to keep the runs in")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/learning_curves")
     arguments = parser.parse_args()
     held_out, sampled, verdicts = {}, {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        for estimator in arguments.estimators:
-            lines = train(estimator, arguments, (arguments.runs or Path(folder)).resolve())
-            held_out[estimator] = curve(lines, "val/reward")
-            sampled[estimator] = curve(lines, "critic/score/mean")
-            first, last = tenths(sampled[estimator])
-            verdicts[estimator] = last > THRESHOLD and last >= FACTOR * first
-            word = "passes" if verdicts[estimator] else "does NOT pass"
-            print(f"{estimator}: {first:.3f} -> {last:.3f}, {word}")
+        runs = (arguments.runs or Path(folder)).resolve()
+        for case in product(arguments.estimators, arguments.engines, arguments.seeds):
+            lines, name = train(*case, arguments, runs), label(*case)
+            held_out[name] = curve(lines, "val/reward")
+            sampled[name] = curve(lines, "critic/score/mean")
+            first, last = ends(sampled[name])
+            verdicts[name] = last > THRESHOLD and last >= FACTOR * first
+            word = "passes" if verdicts[name] else "does NOT pass"
+            print(f"{name}: {first:.3f} -> {last:.3f}, {word}", flush=True)
+    engines = {}
+    if len(arguments.engines) == 2 and len(arguments.seeds) > 1:
+        for name in arguments.estimators:
+            finals = [
+                [ends(sampled[label(name, engine, seed)])[1] for seed in arguments.seeds]
+                for engine in arguments.engines
+            ]
+            engines[name] = compared(*finals)
     report = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
@@ -134,7 +165,8 @@ def main() -> None:
         f"{arguments.processes} process(es)",
         "torch": torch.__version__,
         "passes": verdicts,
-        "sampled_reward_first_and_last_tenth": {k: tenths(v) for k, v in sampled.items()},
+        "engines": engines,
+        "sampled_reward_first_and_last_ten_steps": {k: ends(v) for k, v in sampled.items()},
         "held_out_reward": held_out,
         "sampled_reward": sampled,
     }

@@ -7,7 +7,8 @@ Speed, in one process and one thread, float32: forward and backward pass over th
 mppo's actor (Qwen3-MoE with 64 experts, 6 chosen), by its dense counterpart of the same active
 parameters, and by transformers' eager mixture of experts, padded as it needs: in the batch's order,
 and with sequences of similar lengths put together first. Then the same update with every choice of
-experts replayed. All take turns and the fastest repetition counts; on a shared machine processor
+experts replayed, from the role's own record (R2) and from the batch as the rollout engine tells
+them (R3). All take turns and the fastest repetition counts; on a shared machine processor
 seconds mean more than wall-clock.
 
 Memory: what one long sequence's update adds at its peak, on one rank and on each of two (context
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -118,6 +120,12 @@ def make_update(role, batch) -> Callable[[], object]:
     return lambda: role.forward_backward(batch, action.microbatches, objective)
 
 
+def as_chosen(role, batch):
+    """The batch with what a role recorded, as if the rollout engine had chosen it."""
+    chosen = role.routing._taken(batch, range(len(batch.lengths_B)))
+    return replace(batch, routed_experts_T=chosen.transpose(0, 1).to(torch.int16))
+
+
 def make_hf_update(folder: Path, batch, micro_batch: int, by_length: bool) -> Callable[[], object]:
     """The same by transformers, in padded micro-batches, of similar lengths where asked."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -185,10 +193,13 @@ def time_updates(rank: int, folder: Path, repeat: int) -> None:
     generator = torch.Generator().manual_seed(2)
     lengths = torch.randint(64, 512, (16,), generator=generator).tolist()
     batch, micro_batch = make_batch(lengths), 8
+    recorded = make_role(folder / "sparse", registry, micro_batch, "R2")
+    replayed = make_update(recorded, batch)
     works = {
         "moe": make_update(make_role(folder / "sparse", registry, micro_batch), batch),
-        "moe_replayed": make_update(
-            make_role(folder / "sparse", registry, micro_batch, "R2"), batch
+        "moe_replayed": replayed,
+        "moe_replayed_from_engine": make_update(
+            make_role(folder / "sparse", registry, micro_batch, "R3"), as_chosen(recorded, batch)
         ),
         "dense": make_update(make_role(folder / "dense", registry, micro_batch), batch),
         "transformers_eager": make_hf_update(folder / "sparse", batch, micro_batch, False),
@@ -227,6 +238,7 @@ def measure_speed(folder: Path, repeat: int) -> dict[str, object]:
         "times_transformers_by_length": seconds["transformers_eager_by_length"] / seconds["moe"],
         "share_of_dense_speed": seconds["dense"] / seconds["moe"],
         "replay_cost": seconds["moe_replayed"] / seconds["moe"] - 1,
+        "replay_cost_from_engine": seconds["moe_replayed_from_engine"] / seconds["moe"] - 1,
     }
 
 
