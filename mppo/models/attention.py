@@ -202,9 +202,8 @@ class PackedAttention(torch.nn.Module):
         """
         queries, keys = q.shape[2], k.shape[2]
         shared = dict(scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
-        ones = torch.ones(_QUERY_BLOCK, keys, dtype=torch.bool)
-        mask = torch.zeros(_QUERY_BLOCK, keys, dtype=q.dtype)
-        mask.masked_fill_(~ones.tril(keys - _QUERY_BLOCK), -torch.inf)
+        mask = torch.full((_QUERY_BLOCK, keys), -torch.inf, dtype=q.dtype)
+        mask.triu_(keys - _QUERY_BLOCK + 1)
         out = []
         for first in range(0, queries, _QUERY_BLOCK):
             block = q[:, :, first : first + _QUERY_BLOCK]

@@ -14,10 +14,14 @@ def gated_silu(x: Tensor) -> Tensor:
 
 
 def gated_silu_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    """Gradient with respect to ``x`` ``[..., 2 f]`` from that of the output ``[..., f]``."""
+    """Gradient with respect to ``x`` ``[..., 2 f]`` from that of the output ``[..., f]``.
+
+    Nothing of the size of ``grad`` is allocated beside the result.
+    """
     gate, up = x.chunk(2, -1)
     out = torch.empty_like(x)
     grad_gate, grad_up = out.chunk(2, -1)
-    torch.mul(grad, F.silu(gate), out=grad_up)
-    grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+    torch.ops.aten.silu(gate, out=grad_up).mul_(grad)
+    torch.mul(grad, up, out=grad_gate)
+    torch.ops.aten.silu_backward(grad_gate, gate, grad_input=grad_gate)
     return out
