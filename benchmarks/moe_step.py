@@ -1,7 +1,7 @@
 """How fast a mixture of experts is updated, what router replay costs, what CP2 saves.
 
     python benchmarks/moe_step.py speed [--repeat 3] [--out FILE]
-    python benchmarks/moe_step.py memory [--long 16384] [--out FILE]
+    python benchmarks/moe_step.py memory [--long 16384] [--layers 4 12] [--out FILE]
 
 Speed, in one process and one thread, float32: forward and backward pass over the same sequences by
 mppo's actor (Qwen3-MoE with 64 experts, 6 chosen), by its dense counterpart of the same active
@@ -12,7 +12,8 @@ them (R3). All take turns and the fastest repetition counts; on a shared machine
 seconds mean more than wall-clock.
 
 Memory: what one long sequence's update adds at its peak, on one rank and on each of two (context
-parallelism).
+parallelism), for dense models of several depths: what a layer keeps for its backward pass is
+halved, what one layer or the head needs while it runs is not.
 """
 
 from __future__ import annotations
@@ -52,18 +53,19 @@ TRUNK = {
 }
 
 
-def save_models(folder: Path) -> None:
+def save_models(folder: Path, layers: int = 4) -> None:
     """The mixture of experts, and the dense model of the same active parameters."""
     torch.manual_seed(0)
+    trunk = {**TRUNK, "num_hidden_layers": layers}
     sparse = transformers.Qwen3MoeConfig(
-        **TRUNK,
+        **trunk,
         intermediate_size=WIDTH,
         moe_intermediate_size=WIDTH,
         num_experts=EXPERTS,
         num_experts_per_tok=CHOSEN,
         norm_topk_prob=True,
     )
-    dense = transformers.Qwen3Config(**TRUNK, intermediate_size=CHOSEN * WIDTH)
+    dense = transformers.Qwen3Config(**trunk, intermediate_size=CHOSEN * WIDTH)
     for name, config in (("sparse", sparse), ("dense", dense)):
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
 
@@ -242,17 +244,21 @@ def measure_speed(folder: Path, repeat: int) -> dict[str, object]:
     }
 
 
-def measure_memory(folder: Path, length: int) -> dict[str, object]:
-    """Peak growth by one long sequence, alone and split over two ranks."""
-    for world in (1, 2):
-        mp.spawn(grow_memory, (world, folder, length), nprocs=world)
-    alone = int((folder / "memory_1_0").read_text())
-    split = max(int((folder / f"memory_2_{rank}").read_text()) for rank in (0, 1))
-    return {
-        "long_sequence": length,
-        "peak_growth_mib": {"cp1": round(alone / 2**20), "cp2": round(split / 2**20)},
-        "cp2_share_of_cp1": split / alone,
-    }
+def measure_memory(folder: Path, length: int, depths: list[int]) -> dict[str, object]:
+    """Peak growth by one long sequence, alone and split over two ranks, for each depth."""
+    found = {}
+    for layers in depths:
+        here = folder / str(layers)
+        save_models(here, layers)
+        for world in (1, 2):
+            mp.spawn(grow_memory, (world, here, length), nprocs=world)
+        alone = int((here / "memory_1_0").read_text())
+        split = max(int((here / f"memory_2_{rank}").read_text()) for rank in (0, 1))
+        found[f"{layers} layers"] = {
+            "peak_growth_mib": {"cp1": round(alone / 2**20), "cp2": round(split / 2**20)},
+            "cp2_share_of_cp1": split / alone,
+        }
+    return {"long_sequence": length, **found}
 
 
 def main() -> None:
@@ -261,15 +267,16 @@ def main() -> None:
     parser.add_argument("part", choices=("speed", "memory"))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--long", type=int, default=16384, help="tokens of the long sequence")
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 12], help="depths for memory")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_models(folder)
         if arguments.part == "speed":
+            save_models(folder)
             measured = measure_speed(folder, arguments.repeat)
         else:
-            measured = measure_memory(folder, arguments.long)
+            measured = measure_memory(folder, arguments.long, arguments.layers)
     result = {
         "date": str(date.today()),
         "command": " ".join(["python", *sys.argv]),

@@ -67,6 +67,7 @@ def measure_routes(repeat: int) -> dict[str, object]:
 
         owner = connect(server_args={"max_total_tokens": 4096})
         try:
+            owner.update_weights(source, 1)  # waits until the server is up
             os.environ[API_KEY_VARIABLE] = owner._fleet.key
             urls = tuple(api.url for api in owner._fleet.apis.values())
             engines = {route: connect(urls=urls, sync=route) for route in ROUTES}
