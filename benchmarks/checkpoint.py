@@ -2,8 +2,11 @@
 
 ``python benchmarks/checkpoint.py --hidden 768 --layers 8`` runs two ranks (TP2), saves a model with
 its optimizer (16 bytes a parameter under bfloat16, 12 under float32) synchronously and
-asynchronously, copies the same bytes on the same disk, and loads them under TP2 and under PP2. The
-result is shown, and written with ``--out``.
+asynchronously, copies the same bytes on the same disk, and loads them under TP2 and under PP2. An
+asynchronous save blocks training where it begins, and before the next update if the models are not
+copied yet; between the two lies one measuring pass. How much longer that takes beside the writing
+threads is told as well: where ranks keep all cores busy, they share them. The result is shown, and
+written with ``--out``.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from record import parser, record
 
+VOCABULARY = 32_000
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 
@@ -32,7 +38,7 @@ def make_model(folder: Path, hidden: int, layers: int) -> int:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=32_000,
+        vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
@@ -83,7 +89,7 @@ def timed(action) -> float:
     return time.perf_counter() - start
 
 
-def worker(rank: int, root: Path, repeat: int) -> None:
+def worker(rank: int, root: Path, repeat: int, tokens: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     from mppo.checkpoint.role_state import load_role
@@ -95,22 +101,26 @@ def worker(rank: int, root: Path, repeat: int) -> None:
     registry = GroupRegistry()
     role = build(root / "model", registry, TP2)
     background = checkpointer(role, root / "unused", background=True)
+    between = measuring(role, tokens)
     seconds: dict[str, list[float]] = {}
     for turn in range(repeat + 1):
         target = root / f"turn_{turn}"
         saver = checkpointer(role, target / "sync", background=False)
         found = {"synchronous save": timed(lambda: saver.save(1, {}))}  # noqa: B023
         background.root = target / "async"
-        found["blocked by an asynchronous save"] = timed(lambda: background.save(1, {}))
-        found["until it is on disk"] = found["blocked by an asynchronous save"] + timed(
-            background.finish
-        )
+        found["measuring pass"] = timed(between)
+        blocked = timed(lambda: background.save(1, {}))
+        found["measuring pass beside a save"] = timed(between)
+        blocked += timed(background.before_update)
+        found["blocked by an asynchronous save"] = blocked
+        background.finish()
         found["copy of the same bytes"] = copy_time(target / "sync", target / "copy")
         counters = {"optimizer_step": 0, "schedule_step": 0}
         folder = str(target / "sync/global_step_1/actor")
-        other = build(root / "model", registry, PP2)
-        found["load, same layout"] = timed(lambda: load_role(role, folder, counters))  # noqa: B023
-        found["load, other layout"] = timed(lambda: load_role(other, folder, counters))  # noqa: B023
+        for name, layout in (("same", TP2), ("other", PP2)):
+            fresh = build(root / "model", registry, layout)
+            load = partial(load_role, fresh, folder, counters)
+            found[f"load, {name} layout"] = timed(load)
         if rank == 0:
             shutil.rmtree(target)
         dist.barrier()
@@ -119,6 +129,22 @@ def worker(rank: int, root: Path, repeat: int) -> None:
     if rank == 0:
         (root / "seconds.json").write_text(json.dumps(seconds))
     dist.destroy_process_group()
+
+
+def measuring(role, tokens: int) -> Callable[[], object]:
+    """A pass of the role over some sequences of 128 random tokens."""
+    from mppo.batch import Prompt, Trajectory, pack_trajectories
+    from mppo.parallel.schedule import measure_schedule
+
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, VOCABULARY, (tokens // 128, 128), generator=generator).tolist()
+    trajectories = [
+        Trajectory(Prompt(i, tuple(row[:64]), "", "", ""), tuple(row[64:]), (0.0,) * 64, "stop", 0)
+        for i, row in enumerate(rows)
+    ]
+    batch = pack_trajectories(trajectories, [0.0] * len(rows))
+    (action,) = measure_schedule(batch.lengths_B.tolist(), [role.shape(measuring=True)])
+    return lambda: role.measure(batch, action.microbatches)
 
 
 def copy_time(source: Path, target: Path) -> float:
@@ -142,12 +168,13 @@ def main() -> int:
     options = parser(__doc__, repeat=3)
     options.add_argument("--hidden", type=int, default=768)
     options.add_argument("--layers", type=int, default=6)
+    options.add_argument("--tokens", type=int, default=2048, help="of the measuring pass")
     options.add_argument("--folder", type=Path, help="on the disk to measure")
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         root = Path(folder)
         parameters = make_model(root / "model", arguments.hidden, arguments.layers)
-        mp.spawn(worker, (root, arguments.repeat), nprocs=2)
+        mp.spawn(worker, (root, arguments.repeat, arguments.tokens), nprocs=2)
         seconds = json.loads((root / "seconds.json").read_text())
     median = {name: statistics.median(values) for name, values in seconds.items()}
     gigabytes = 12 * parameters / 1e9

@@ -60,6 +60,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     with run.stage("adv", step):
         experience = estimate(measured, algorithm, run.kl.coef, baseline_scores_B=baseline_B)
         experience = resample(experience, algorithm, seed=run.recipe.trainer.seed + step)
+    run.checkpoints.before_update()
     with run.stage("update", step), keeping_offender(run, experience, step):
         update_metrics = run.roles.update(experience, step, actor_frozen)
     waited = settle(run, step)

@@ -119,6 +119,10 @@ class Checkpointer:
             parts = {name: part.state_dict() for name, part in self.parts.items()}
             self._before = _Before(json.dumps(parts), self._random_state())
 
+    def before_update(self) -> None:
+        """Wait until a save under way needs the models no more, which are about to change."""
+        self._thread.wait_copied()
+
     def leave(self, step: int, reason: Abandoned) -> None:
         """End the run within a step that was abandoned, with a checkpoint of the one before.
 

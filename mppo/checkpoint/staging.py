@@ -20,6 +20,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[Hashable, Tensor] = {}
 
+    @torch.no_grad()
     def copy(self, key: Hashable, tensor: Tensor) -> Tensor:
         """A copy on the host, complete after ``device.synchronize()``.
 

@@ -64,7 +64,7 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 
 @dataclass
 class PlannedShards:
-    """This rank's part of one role's distributed checkpoint, staged in host memory.
+    """This rank's part of one role's distributed checkpoint.
 
     Args:
         folder: the role's folder.
@@ -72,6 +72,7 @@ class PlannedShards:
         metadata: of the whole checkpoint; on the first rank only.
         common: state that is not sharded; written by the first rank.
         buckets: one file each: (path, name, (byte items, tensor items)).
+        buffers: for copies of tensors that training goes on to change; None where it waits.
     """
 
     folder: Path
@@ -79,10 +80,22 @@ class PlannedShards:
     metadata: object
     common: dict
     buckets: list
+    buffers: HostBuffers | None
+    staged: bool = field(default=False, init=False)
+
+    def stage(self) -> None:
+        """Bring the tensors, once, to host memory that training does not change."""
+        if self.staged:
+            return
+        self.staged = True
+        role = self.folder.name
+        for _, _, (_, tensors) in self.buckets:
+            tensors[:] = [_staged(role, *pair, self.buffers) for pair in tensors]
+        device.synchronize()
 
 
 def plan_shards(sharded_state: dict, folder: Path, buffers: HostBuffers | None) -> PlannedShards:
-    """Decide who writes what and bring it to host memory. Collective.
+    """Decide who writes what; a GPU's tensors are brought to host memory. Collective.
 
     Args:
         sharded_state: Megatron sharded state dict.
@@ -96,11 +109,12 @@ def plan_shards(sharded_state: dict, folder: Path, buffers: HostBuffers | None) 
     stand_alone(sharded)
     FullyParallelSaveStrategyWrapper(strategy).async_save(sharded, folder)
     buckets = [
-        (path, name, (blobs, [_staged(folder.name, *pair, buffers) for pair in tensors]))
-        for path, name, (blobs, tensors) in strategy.writer.write_buckets
+        (path, name, (blobs, list(t))) for path, name, (blobs, t) in strategy.writer.write_buckets
     ]
-    device.synchronize()
-    return PlannedShards(folder, strategy.writer, strategy.metadata, common, buckets)
+    planned = PlannedShards(folder, strategy.writer, strategy.metadata, common, buckets, buffers)
+    if device.is_cuda():
+        planned.stage()
+    return planned
 
 
 def _staged(role: str, item, tensor: torch.Tensor, buffers: HostBuffers | None) -> tuple:
@@ -182,6 +196,7 @@ class SaveJob:
     patience_s: float
     seconds: float = 0.0
     error: BaseException | None = field(default=None, init=False)
+    copied: threading.Event = field(default_factory=threading.Event, init=False)
 
     def run(self) -> None:
         """Write this rank's files; on the first rank also finish the folder."""
@@ -200,6 +215,7 @@ class SaveJob:
         results = {}
         files = {}
         try:
+            self._stage()
             for name, content in self.contents.items():
                 files[name] = write_bytes(self.building / name, content)
             for role, planned in self.shards.items():
@@ -216,6 +232,13 @@ class SaveJob:
                 planned.buckets = []
         listed = {name: [entry.size, entry.crc32] for name, entry in files.items()}
         self._leave({"error": None, "results": results, "files": listed})
+
+    def _stage(self) -> None:
+        try:
+            for planned in self.shards.values():
+                planned.stage()
+        finally:
+            self.copied.set()
 
     def _free_space(self) -> None:
         """Remove what this rank wrote, so that a full disk has room for the note."""
@@ -279,6 +302,11 @@ class SaveThread:
     def busy(self) -> bool:
         """Whether files are still being written by this rank."""
         return self._thread is not None and self._thread.is_alive()
+
+    def wait_copied(self) -> None:
+        """Wait until the job under way, if any, needs the models no more."""
+        if self._job is not None:
+            self._job.copied.wait()
 
     def finished(self) -> SaveJob | None:
         """The job that ended since the last call, if any."""
