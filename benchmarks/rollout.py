@@ -3,14 +3,16 @@
     python benchmarks/rollout.py [--engine local|sglang] [--dtype float32] [--out FILE]
 
 ``local``: mppo's engine and ``transformers.generate`` on the same model, prompts and number of
-tokens, turn by turn in one process. ``sglang``: one server of our own; the same requests through
-mppo's engine and as one plain HTTP request, turn by turn. The smallest of the repetitions counts.
+tokens, turn by turn in one process. ``sglang``: one server of our own; the same prompts through
+mppo's engine, as plain HTTP requests sent at once, one for each prompt as mppo sends them, and as
+one request with all of them, turn by turn. The smallest of the repetitions counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -84,7 +86,7 @@ def local(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def sglang(arguments: argparse.Namespace) -> dict[str, object]:
-    """mppo's engine beside one plain request with all prompts to the same server."""
+    """mppo's engine beside plain requests to the same server: one for each prompt, one for all."""
     from mppo.rollout.sglang import SGLangEngine
     from mppo.rollout.sglang_api import sampling_parameters
 
@@ -105,9 +107,15 @@ def sglang(arguments: argparse.Namespace) -> dict[str, object]:
             parameters = sampling_parameters(SamplingConfig(), length, [])
             works = {
                 "mppo": lambda: engine.generate(Wish(prompts, SamplingConfig(), length, seed=0)),
-                "plain_request": lambda: api.generate([p.token_ids for p in prompts], parameters),
+                "plain_requests": lambda: list(
+                    pool.map(lambda p: api.generate([p.token_ids], parameters), prompts)
+                ),
+                "one_plain_request": lambda: api.generate(
+                    [p.token_ids for p in prompts], parameters
+                ),
             }
-            times = alternate(works, arguments.repeat)
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                times = alternate(works, arguments.repeat)
         finally:
             engine.stop()
     tokens = arguments.prompts * length
@@ -115,7 +123,8 @@ def sglang(arguments: argparse.Namespace) -> dict[str, object]:
         "seconds": {name: t.wall for name, t in times.items()},
         "processor_seconds_of_the_driver": {name: t.processor for name, t in times.items()},
         "tokens_per_s": {name: tokens / t.wall for name, t in times.items()},
-        "mppo_adds": times["mppo"].wall / times["plain_request"].wall - 1,
+        "mppo_adds": times["mppo"].wall / times["plain_requests"].wall - 1,
+        "mppo_adds_to_one_request": times["mppo"].wall / times["one_plain_request"].wall - 1,
     }
 
 

@@ -48,10 +48,10 @@ def keys(run_dir: Path, overrides: Sequence[str] = (), steps: int = STEPS) -> li
     return [*TINY, total, f"trainer.default_local_dir={run_dir}", *overrides]
 
 
-def start_torchrun(run_dir: Path, steps: int) -> subprocess.Popen:
+def start_torchrun(run_dir: Path, steps: int, overrides: Sequence[str] = ()) -> subprocess.Popen:
     """Start or resume a tiny run of two ranks under torchrun; it adds to ``output.txt``."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [TRAIN, *keys(run_dir, steps=steps)]
+    command += [TRAIN, *keys(run_dir, overrides, steps)]
     with (run_dir / "output.txt").open("a") as stream:
         return subprocess.Popen(
             command,

@@ -4,10 +4,6 @@ mode of weight sync."""
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -18,11 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from safetensors.torch import load_file
-from sglang_case import FAMILIES, START_S, TOLERANCE, needs_sglang, own, prompts
+from sglang_case import FAMILIES, TOLERANCE, needs_sglang, own, prompts
 
 pytestmark = [pytest.mark.server, needs_sglang]
-ROOT = Path(__file__).parents[2]
 WORLD = 4
 MODES = ("full", "sliced", "delta")
 KILLED = "llama"
@@ -207,118 +201,3 @@ def test_a_server_that_was_killed_is_sent_everything(gaps) -> None:
     assert tokens > 50
     assert gap < TOLERANCE
     assert moved["rollout/sync_bytes/sent"] >= moved["rollout/sync_bytes/total"]
-
-
-def _train(recipe: str, run_dir: Path, *overrides: str, **environment: str) -> list[dict]:
-    """Steps under torchrun, two unless told otherwise; the metrics of each."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-        str(ROOT / "mppo" / "train.py"), "--config", str(ROOT / "recipes" / recipe),
-        f"trainer.default_local_dir={run_dir}", "trainer.total_training_steps=2",
-        "trainer.export_hf=false", f"rollout.start_timeout_s={START_S}", *overrides,
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True
-    )
-    try:
-        assert process.wait(timeout=600) == 0
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
-    return [row for row in rows if "actor/grad_norm" in row]
-
-
-def _check(rows: list[dict]) -> None:
-    assert len(rows) == 2
-    for row in rows:
-        assert row["training/rollout_logprob_diff_max"] < 1e-4
-        assert abs(row["rollout_corr/k3_kl"]) < 1e-6
-        assert row["rollout_corr/ppl_ratio"] == pytest.approx(1, abs=1e-4)
-
-
-LIKELIEST = (
-    "rollout.top_k=1",
-    "algorithm.rollout_correction.rollout_is=token",
-    "actor.optim.lr=1e-2",
-    "actor.optim.eps=1e-2",
-)
-"""Responses that depend on the weights alone, and updates smooth in the gradient."""
-SAVED = ("trainer.save_freq=1", "trainer.checkpoint_hf=true")
-
-
-@pytest.fixture(scope="module")
-def colocated(tmp_path_factory) -> tuple[Path, list[dict]]:
-    run_dir = tmp_path_factory.mktemp("colocated")
-    checks = (
-        "rollout.verify_sync=logprob",
-        "rollout.logprob_tolerance=1e-5",
-        "rollout.sync_mode=delta",
-    )
-    return run_dir, _train("tiny_cpu_sglang.yaml", run_dir, *checks, *LIKELIEST, *SAVED)
-
-
-def test_training_with_a_colocated_server(colocated) -> None:
-    _, rows = colocated
-    _check(rows)
-    assert {row["training/weight_version_lag_max"] for row in rows} == {0.0}
-    for row in rows:
-        assert 0 < row["rollout/sync_bytes/sent"] <= 1.1 * row["rollout/sync_bytes/total"]
-
-
-def test_training_with_a_server_apart(tmp_path, colocated) -> None:
-    from transformers import AutoConfig
-
-    from mppo.data.builtin import resolve_model
-    from mppo.rollout.fleet import API_KEY_VARIABLE
-    from mppo.rollout.sglang_server import HOST, own_server, server_environment, server_options
-
-    folder = resolve_model("builtin:tiny", os.environ["MPPO_CACHE"])
-    limits = {"max_total_tokens": 8192}
-    config = AutoConfig.from_pretrained(folder)
-    options = server_options(str(folder), "float32", 1, 0, True, limits, config)
-    server = own_server(0, options, server_environment(1, True), "key", tmp_path, START_S)
-    server.start()
-    try:
-        apart = (f"rollout.urls=[http://{HOST}:{server.port}]", "rollout.over_sampling=0.5")
-        partial = ("rollout.partial_rollout=true", "data.max_response_length=48")
-        rows = _train(
-            "tiny_cpu_sglang_disaggregated.yaml",
-            tmp_path / "run",
-            *apart,
-            *partial,
-            **{API_KEY_VARIABLE: "key"},
-        )
-        ahead = _train(
-            "tiny_cpu_sglang_disaggregated.yaml",
-            tmp_path / "ahead",
-            apart[0],
-            "trainer.rollout_ahead=1",
-            "trainer.total_training_steps=3",
-            *LIKELIEST,
-            *SAVED,
-            **{API_KEY_VARIABLE: "key"},
-        )
-    finally:
-        server.stop()
-    assert rows[0]["training/rollout_logprob_diff_max"] < 1e-4
-    assert len(rows) == 2
-    _check_ahead(tmp_path / "ahead", ahead, *colocated)
-
-
-def _check_ahead(run_dir: Path, rows: list[dict], plain_dir: Path, plain: list[dict]) -> None:
-    """Each batch but the first is one update old, and the first update is the same as without."""
-    for age in ("training/weight_version_lag_mean", "training/weight_version_lag_max"):
-        assert [row[age] for row in rows] == [0, 1, 1]
-    assert ["timing_s/wait_prev_gen" in row for row in rows] == [True, True, False]
-    assert rows[0]["training/rollout_logprob_diff_max"] < 1e-4
-    assert rows[1]["training/rollout_logprob_diff_max"] > 1e-4  # of the actor, an update later
-    assert rows[1]["rollout_corr/rollout_is_std"] > rows[0]["rollout_corr/rollout_is_std"]
-    for key in ("actor/grad_norm", "critic/grad_norm", "critic/score/mean"):
-        assert rows[0][key] == pytest.approx(plain[0][key], rel=1e-3)
-    one, other = (
-        load_file(folder / "hf" / "global_step_1" / "model.safetensors")
-        for folder in (run_dir, plain_dir)
-    )
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-5)
