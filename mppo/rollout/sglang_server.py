@@ -24,6 +24,7 @@ _CPU_OPTIONS: dict[str, Any] = {
     "mem_fraction_static": 0.3,
     "max_total_tokens": 32768,
     "max_running_requests": 256,
+    "sleep_on_idle": True,
 }
 
 
