@@ -108,8 +108,10 @@ def is_saving(run_dir: Path) -> bool:
 def kill(target: str, launcher: subprocess.Popen, rng) -> bool:
     """SIGKILL to the target; False if it is not there. Without a rank, all processes must end."""
     family = psutil.Process(launcher.pid).children(recursive=True)
-    name = "sglang" if target == SERVER else "train.py"
-    found = [p.pid for p in family if name in " ".join(p.cmdline())]
+    commands = {p.pid: " ".join(p.cmdline()) for p in family}
+    ranks = [pid for pid, command in commands.items() if "train.py" in command]
+    servers = [p for p, command in commands.items() if "sglang" in command and p not in ranks]
+    found = servers if target == SERVER else ranks
     if target != "the launcher" and not found:
         return False
     os.kill(launcher.pid if target == "the launcher" else rng.choice(found), signal.SIGKILL)
