@@ -19,6 +19,7 @@ halved, what one layer or the head needs while it runs is not.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import itertools
 import json
@@ -41,6 +42,8 @@ import torch.multiprocessing as mp
 import transformers
 
 EXPERTS, CHOSEN, WIDTH = 64, 6, 128
+M_MMAP_THRESHOLD = -3
+"""glibc's number for ``mallopt`` (malloc.h)."""
 TRUNK = {
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -177,6 +180,14 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def give_back_freed_memory() -> None:
+    """Undo ``mppo.parallel.device.keep_freed_memory``: every large tensor its own pages.
+
+    The process then holds what its tensors take, not the gaps between those that were freed.
+    """
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+
 def start(rank: int, world: int, store: Path):
     """A process group of gloo ranks that meet in a file; the registry of its layouts."""
     torch.set_num_threads(1)
@@ -215,6 +226,7 @@ def time_updates(rank: int, folder: Path, repeat: int) -> None:
 def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
     """Bytes a long sequence's update adds at its peak, written to ``memory_<world>_<rank>``."""
     registry = start(rank, world, folder / f"store_{world}")
+    give_back_freed_memory()
     role = make_role(folder / "dense", registry, 1, cp=world)
     make_update(role, make_batch([256]))()
     before = peak_bytes()

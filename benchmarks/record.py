@@ -10,9 +10,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from statistics import median
 
 import torch
 import transformers
@@ -20,17 +21,31 @@ import transformers
 
 @dataclass
 class Seconds:
-    """The smallest wall-clock and processor seconds seen."""
+    """Wall-clock and processor seconds, one of each for every turn."""
 
-    wall: float = float("inf")
-    processor: float = float("inf")
+    walls: list[float] = field(default_factory=list)
+    processors: list[float] = field(default_factory=list)
+
+    @property
+    def wall(self) -> float:
+        """The smallest."""
+        return min(self.walls)
+
+    @property
+    def processor(self) -> float:
+        """The smallest."""
+        return min(self.processors)
 
     def take(self, work: Callable[[], object]) -> None:
-        """Do a piece of work once and keep its time if it was the fastest."""
+        """Do a piece of work once and note its time."""
         start, start_processor = time.perf_counter(), time.process_time()
         work()
-        self.wall = min(self.wall, time.perf_counter() - start)
-        self.processor = min(self.processor, time.process_time() - start_processor)
+        self.walls.append(time.perf_counter() - start)
+        self.processors.append(time.process_time() - start_processor)
+
+    def over(self, other: Seconds) -> float:
+        """Median, over the turns, of this work's wall-clock seconds by the other's."""
+        return median(mine / theirs for mine, theirs in zip(self.walls, other.walls, strict=True))
 
 
 def alternate(works: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, Seconds]:

@@ -1,4 +1,4 @@
-"""Core attention over packed sequences with torch's scaled_dot_product_attention.
+"""Core attention over packed sequences with torch's scaled_dot_product_attention, or flash-attn.
 
 Megatron's own core attention without Transformer Engine materialises the score matrix and knows
 neither packed sequences nor MLA's value width. This one takes its place in the layer spec.
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
+from mppo.models import flash
 from mppo.models.context import ContextRows, sequence_order
 from mppo.models.packing import AttentionRows, Packing
 from mppo.parallel import device
@@ -78,6 +79,9 @@ class PackedAttention(torch.nn.Module):
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window = config.window_size[0] + 1 if windowed else None
+        self.flash = flash.Flash(
+            self.softmax_scale, self.window, self.softcap, config.deterministic_mode
+        )
 
     def forward(
         self,
@@ -104,6 +108,9 @@ class PackedAttention(torch.nn.Module):
         q, k, v = (x.flatten(0, -3) if x.dim() == 4 else x for x in (query, key, value))
         if packing.context is not None:
             context = self._attend_split(q, k, v, packing)
+            return context.reshape(context.shape[0], 1, -1)
+        if flash.fits(q, v):
+            context = self.flash.packed(q, k, v, packing.cu_seqlens_q, packing.max_seqlen_q)
             return context.reshape(context.shape[0], 1, -1)
         out = [self._attend(rows, packing, q, k, v) for rows in packing.attention_rows]
         context = out[0] if len(out) == 1 else torch.cat(out)
@@ -161,6 +168,8 @@ class PackedAttention(torch.nn.Module):
         Returns:
             ``[rows, queries, heads, value_dim]``.
         """
+        if flash.fits(q, v):
+            return self.flash.rows(q, k, v)
         queries, keys = q.shape[1], k.shape[1]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         window = self.window if self.window is not None and self.window < keys else None
