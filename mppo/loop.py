@@ -27,7 +27,7 @@ def train(run: Run) -> None:
     done = run.checkpoints.resume()
     sync(run, version=done)
     if trainer.val_before_train and not done:
-        with suppress(Abandoned):
+        with suppress(Abandoned):  # the first step will be left as well
             run.reporter.log(0, validate(run, step=0))
     for step in range(done + 1, run.total_steps + 1):
         run.checkpoints.before_step()
@@ -39,7 +39,7 @@ def train(run: Run) -> None:
             break
         last = step == run.total_steps
         if trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
-            with suppress(Abandoned):
+            with suppress(Abandoned):  # the step is done; after_step stops the run
                 metrics |= validate(run, step)
         run.reporter.log(step, metrics)
         run.seconds.clear()

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(error, info.rank)
     except KeyboardInterrupt:
         return 130
-    except BaseException as error:
+    except BaseException as error:  # a user function's SystemExit too has a rank and a phase
         _report_failure(error, info, recipe)
         return 1
 

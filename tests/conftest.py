@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
-    """Embedded models are written to a folder of this session, in child processes too."""
+    """Embedded models are written to a folder of this test run, in child processes too."""
     before = os.environ.get("MPPO_CACHE")
     os.environ["MPPO_CACHE"] = str(tmp_path_factory.mktemp("mppo_cache"))
     yield

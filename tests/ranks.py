@@ -1,8 +1,8 @@
 """Ranks of a test as processes of their own, forked from a server that has imported the libraries.
 
 Importing torch, Megatron-Core and transformers takes longer than most tests; the server does it
-once per session (``rank_imports``). It computes nothing, so a forked rank starts as clean as a new
-process. Environment variables are those of the session's first ranks.
+once per test run (``rank_imports``). It computes nothing, so a forked rank starts as clean as a new
+process. Environment variables are those of the test run's first ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ def start_ranks(worker: Callable[..., None], arguments: tuple[Any, ...], world: 
     Raises:
         ProcessRaisedException: with the traceback of a rank that failed.
     """
+    context = begin_ranks(worker, arguments, world)
+    while not context.join():
+        pass
+
+
+def begin_ranks(
+    worker: Callable[..., None], arguments: tuple[Any, ...], world: int
+) -> mp.ProcessContext:
+    """The same without waiting."""
     multiprocessing.set_forkserver_preload(["rank_imports"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server finds what is found here
@@ -31,4 +40,6 @@ def start_ranks(worker: Callable[..., None], arguments: tuple[Any, ...], world: 
     finally:
         del os.environ["PYTHONPATH"]
         os.environ.update({} if before is None else {"PYTHONPATH": before})
-    mp.start_processes(worker, arguments, nprocs=world, start_method="forkserver")
+    return mp.start_processes(
+        worker, arguments, nprocs=world, join=False, start_method="forkserver"
+    )

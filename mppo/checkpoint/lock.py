@@ -64,7 +64,7 @@ def _open(folder: Path, say: Callable[[str], None], patience_s: float) -> IO[str
     stream = (folder / LOCK).open("a+")
     try:
         _take(stream, folder, say, patience_s)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: whoever gave up must not go on holding the lock
         stream.close()
         raise
     return stream

@@ -207,7 +207,7 @@ class SaveJob:
             finally:
                 if self.rank == 0:
                     self._finish()
-        except Exception as error:
+        except Exception as error:  # told where training collects the save
             self.error = error
         self.seconds = time.perf_counter() - start
 

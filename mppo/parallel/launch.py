@@ -170,7 +170,7 @@ def free_port() -> int:
     count = max(0, end - _FIRST_PORT)
     drawn = [_FIRST_PORT + secrets.randbelow(count) for _ in range(32 if count else 0)]
     for port in (*drawn, 0):
-        with socket.socket() as listener, suppress(OSError):
+        with socket.socket() as listener, suppress(OSError):  # taken: try the next
             listener.bind(("", port))
             return listener.getsockname()[1]
     raise OSError("no TCP port is free on this host")
@@ -181,7 +181,7 @@ def own_address() -> str:
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
         addresses = [str(entry[4][0]) for entry in found]
-    except socket.gaierror:
+    except socket.gaierror:  # a host's own name need not be known to it
         addresses = []
     routable = [address for address in addresses if not address.startswith("127.")]
     if routable:
@@ -194,7 +194,7 @@ def address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # a datagram socket: chooses a route, sends nothing
-        except OSError:
+        except OSError:  # no route to there: this machine is on its own
             return LOOPBACK
         return probe.getsockname()[0]
 

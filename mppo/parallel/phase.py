@@ -21,7 +21,7 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
         yield
     except Abandoned:
         raise
-    except BaseException:
+    except BaseException:  # noted only, whatever it is: the innermost phase is the one it began in
         if not _failed_in:
             _failed_in.extend(_stack)
         raise

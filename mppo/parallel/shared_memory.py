@@ -136,5 +136,5 @@ def _mapped(offer: tuple[str, str, bytes] | None, size: int) -> Tensor | None:
             if os.fstat(file.fileno()).st_size != size or file.read(len(token)) != token:
                 return None
         return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError):  # not to be opened or mapped here: gloo carries, on every rank
         return None

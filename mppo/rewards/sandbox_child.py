@@ -86,7 +86,7 @@ def drop_privileges(job):
     if os.geteuid() == 0:
         for capability in range(64):
             if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-                break
+                break  # past the last; where none may be dropped, capset and NO_NEW_PRIVS do
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -116,13 +116,13 @@ def run(job):
     except SystemExit as stop:
         if stop.code not in (None, 0):
             error = f"SystemExit: {stop.code}"
-    except BaseException:
+    except BaseException:  # whatever a program raises, Ctrl-C's exception too, it has failed
         error = traceback.format_exc(limit=-1)
     for test in job["tests"] if error is None else ():
         try:
             exec(compile(test, "<test>", "exec"), namespace)
             passed.append(True)
-        except BaseException:
+        except BaseException:  # the same of a test, which may call what the program defined
             passed.append(False)
     return {"isolated": True, "passed": passed, "error": error}
 

@@ -1,8 +1,8 @@
 """Runs a command that must not outlive the process that asked for it.
 
-``python -m mppo.rollout.guard PARENT_PID COMMAND...`` starts COMMAND in the guard's session and
-waits. When the parent is gone in whatever way (``kill -9`` included) or COMMAND ends, each process
-of the session's group is killed. COMMAND dies with the guard, too.
+``python -m mppo.rollout.guard PARENT_PID COMMAND...`` starts COMMAND in the guard's process group
+and waits. When the parent is gone in whatever way (``kill -9`` included) or COMMAND ends, each
+process of that group is killed. COMMAND dies with the guard, too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _kill_group() -> None:
-    """Kill every process of this session's group, this one included."""
+    """Kill every process of the guard's process group, the guard included."""
     os.killpg(0, signal.SIGKILL)
 
 

@@ -150,7 +150,7 @@ class LocalEngine:
             device=self._device,
         )
         parts = []
-        with suppress(Abandoned):
+        with suppress(Abandoned):  # said by meet or check below, where all ranks are
             for start in range(0, len(rows), self._batch_size):
                 chunk = rows[start : start + self._batch_size]
                 parts.append(self._generate_rows(wish, chunk, stops))

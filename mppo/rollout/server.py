@@ -36,7 +36,7 @@ def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 class ServerProcess:
-    """One server under a guard, in its own session.
+    """One server under a guard, in a process group of its own.
 
     The guard kills the server's whole process group when this process ends in any way.
 

@@ -1,10 +1,15 @@
 """Embedded models and model folders."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from mppo.data.builtin import MODELS, load_tokenizer, resolve_model
+from mppo.config.errors import ConfigError
+from mppo.config.schema import ModelConfig
+from mppo.data.builtin import MODELS, load_tokenizer, read_model_config, resolve_model
 
 TEXT = "What is 12+5?  Say 'seventeen'.\n\té 漢"
 
@@ -68,3 +73,31 @@ def test_folder_without_tokenizer_names_the_key_to_set(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(ValueError, match=r"model\.tokenizer_path"):
         load_tokenizer(tmp_path)
+
+
+def ships_code(folder: Path, kind: str, told: dict[str, object]) -> Path:
+    """A folder whose config or tokenizer is made by Python code in it; the code leaves a mark."""
+    folder.mkdir()
+    (folder / "code.py").write_text(f"open({str(folder / 'mark')!r}, 'w')\nclass Mine: pass\n")
+    told = {**told, "auto_map": {kind: ["code.Mine", None] if "Token" in kind else "code.Mine"}}
+    (folder / ("tokenizer_config.json" if "Token" in kind else "config.json")).write_text(
+        json.dumps(told)
+    )
+    return folder
+
+
+def test_code_in_a_model_folder_is_run_only_where_the_recipe_trusts_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "c"))
+    monkeypatch.syspath_prepend(str(tmp_path / "c"))
+    assert not ModelConfig().trust_remote_code
+    model = ships_code(tmp_path / "model", "AutoConfig", {"model_type": "mine"})
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        read_model_config(model)
+    tokens = ships_code(tmp_path / "tokens", "AutoTokenizer", {"tokenizer_class": "Mine"})
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        load_tokenizer(tokens)
+    assert not (model / "mark").exists()
+    assert not (tokens / "mark").exists()
+    with pytest.raises(AttributeError):  # Mine makes nothing
+        read_model_config(model, trust_remote_code=True)
+    assert (model / "mark").exists()

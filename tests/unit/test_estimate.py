@@ -362,16 +362,6 @@ def test_a_preset_reproduces_its_systems_losses(name, seed):
     torch.testing.assert_close(value.double(), expected_value, rtol=1e-4, atol=1e-5)
 
 
-def test_trl_whitens_as_we_do():
-    ppo = pytest.importorskip("trl.experimental.ppo.ppo_trainer", reason="TRL is not installed")
-    from mppo.algos.masked import masked_whiten
-
-    x, mask = torch.randn(50), (torch.rand(50) > 0.3).float()
-    for shift_mean in (True, False):
-        theirs = ppo.masked_whiten(x, mask.bool(), shift_mean=shift_mean) * mask
-        torch.testing.assert_close(masked_whiten(x, mask, shift_mean), theirs)
-
-
 def test_every_pair_of_options_estimates_and_trains_to_finite_numbers():
     losses = PolicyLossConfig.model_fields["loss_mode"].annotation.__args__
     aggregations = ActorConfig.model_fields["loss_agg_mode"].annotation.__args__

@@ -7,6 +7,9 @@ import torch
 
 from mppo.config.load import load_recipe
 from mppo.faults import advice, is_out_of_memory, out_of_memory_message
+from mppo.parallel.launch import LaunchInfo
+from mppo.parallel.phase import phase
+from mppo.train import _report_failure
 
 RECIPE = load_recipe(None, ["model.path=builtin:tiny", "actor.ppo_micro_batch_size_per_gpu=8"])
 
@@ -38,8 +41,19 @@ def test_the_message_names_phase_sizes_and_keys_with_their_values():
     assert "actor.megatron.tensor_model_parallel_size (now 1): raise" in text
 
 
+def test_a_rank_without_memory_says_what_it_did_and_what_would_help(capsys, monkeypatch):
+    monkeypatch.setattr("mppo.parallel.phase._failed_in", [])  # where an earlier test failed
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    with phase("weight sync"):
+        _report_failure(error, LaunchInfo(3, 8, 3, 8, "127.0.0.1", 1, "torchrun"), RECIPE)
+    failed, advised, *keys = capsys.readouterr().err.splitlines()
+    assert failed.startswith("mppo: rank 3 of 8 failed while weight sync: OutOfMemoryError: CUDA")
+    assert advised.startswith("mppo: rank 3 of 8: out of memory in: weight sync; ")
+    assert keys == ["  rollout.sync_bucket_mb (now 512): lower"]
+
+
 @pytest.mark.parametrize(
-    ("phase", "key"),
+    ("where", "key"),
     [
         ("update, step 1 > updating critic, step 1", "critic.ppo_micro_batch_size_per_gpu"),
         ("measure, step 1 > measuring with ref", "ref.log_prob_micro_batch_size_per_gpu"),
@@ -49,5 +63,5 @@ def test_the_message_names_phase_sizes_and_keys_with_their_values():
         ("building actor", "model.dtype"),
     ],
 )
-def test_every_phase_has_its_keys(phase, key):
-    assert any(line.startswith(f"{key} (now ") for line in advice(phase, RECIPE))
+def test_every_phase_has_its_keys(where, key):
+    assert any(line.startswith(f"{key} (now ") for line in advice(where, RECIPE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mppo.config.schema import TrainerConfig
 from mppo.parallel.heartbeat import Beat, Judge, is_consequence
 
 
@@ -29,6 +30,14 @@ def test_a_silent_rank_is_named_with_phase_and_step():
         "no sign of life for 21 s from rank 1 of 2 (pid 123 on node7), which was in: "
         "updating critic, step 5; last completed step: 4"
     )
+
+
+def test_by_default_a_dead_rank_is_found_well_within_half_a_minute():
+    silence_s = TrainerConfig().heartbeat_timeout_s
+    judge = Judge(2, silence_s, hang_s=1e9)
+    judge.hear({0: beat(0, 0), 1: beat(0, 0)}, 0.0)
+    judge.hear({0: beat(1, 1)}, 25.0)
+    assert "rank 1 of 2" in judge.verdict(25.0)
 
 
 def test_a_hang_says_where_every_rank_is():

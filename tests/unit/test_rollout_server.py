@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import yaml
 
 from mppo.rollout.http_client import JsonClient, RequestRefused, ServerLost
 from mppo.rollout.server import ServerError, ServerProcess, clean_environment
@@ -168,6 +169,20 @@ def test_the_key_is_not_in_the_command_and_its_file_is_private(tmp_path) -> None
     assert "api-key: secret" in text
     assert "max-total-tokens: 64" in text
     assert "host: 127.0.0.1" in text
+
+
+def test_every_start_gives_the_servers_ranks_a_port_to_meet_at(tmp_path) -> None:
+    def nccl_port(server_args: dict[str, object]) -> int:
+        options = server_options("/model", "float32", 1, 0, True, server_args, CONFIG)
+        server = own_server(0, options, server_environment(1, True), "key", tmp_path, 1.0)
+        return yaml.safe_load(Path(server._command(1234)[-1]).read_text())["nccl-port"]
+
+    drawn = [nccl_port({}) for _ in range(8)]
+    assert len(set(drawn)) > 1, "a server that starts again may find the old one taken"
+    outgoing = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first_outgoing = int(outgoing.read_text().split()[0]) if outgoing.exists() else 1 << 16
+    assert all(1024 <= port < first_outgoing for port in drawn)
+    assert nccl_port({"nccl_port": 23456}) == 23456
 
 
 def test_options_mppo_decides_are_refused() -> None:
