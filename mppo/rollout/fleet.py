@@ -177,6 +177,11 @@ class Fleet:
                     f"{self._rollout.start_timeout_s:.0f} s (rollout.start_timeout_s)"
                 )
             time.sleep(_POLL_S)
+        if api.refuses_key():
+            raise ServerError(
+                f"the server at {api.url} (rollout.urls) does not take the key in "
+                f"{API_KEY_VARIABLE}: set that variable to its api_key"
+            )
         return api
 
     @property

@@ -77,9 +77,19 @@ class SGLangApi:
         """Whether it answers a health check at once."""
         try:
             self._client.get("/health", timeout_s=_QUICK_S)
-        except ServerLost:
+        except (ServerLost, RequestRefused):
             return False
         return True
+
+    def refuses_key(self) -> bool:
+        """Whether it does not take this client's key; a health check answers everybody."""
+        try:
+            self._client.get("/model_info", timeout_s=_QUICK_S)
+        except RequestRefused as error:
+            return "status 401" in str(error)
+        except ServerLost:
+            pass  # no answer is no refusal
+        return False
 
     def generate(
         self,
@@ -231,6 +241,14 @@ class SGLangApi:
         self._client.post("/resume_memory_occupation", {"tags": list(tags)})
 
     def _succeed(self, path: str, body: dict[str, Any]) -> None:
-        answer = self._client.post(path, body)
+        try:
+            answer = self._client.post(path, body)
+        except RequestRefused as error:
+            if "status 404" not in str(error):
+                raise
+            raise RequestRefused(
+                f"{error}; this version of SGLang has no such call: serve with 0.5.21, or choose "
+                "another route (rollout.sync)"
+            ) from error
         if isinstance(answer, dict) and answer.get("success") is False:
             raise RequestRefused(f"{self.url}{path}: {answer.get('message')}")

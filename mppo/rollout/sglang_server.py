@@ -164,6 +164,11 @@ def own_server(
         command=command,
         environment=environment,
         log=folder / f"server_{index}.log",
-        is_up=lambda port: SGLangApi(f"http://{HOST}:{port}", api_key, 5.0).is_up(),
+        is_up=lambda port: is_ours(SGLangApi(f"http://{HOST}:{port}", api_key, 5.0)),
         start_timeout_s=start_timeout_s,
     )
+
+
+def is_ours(api: SGLangApi) -> bool:
+    """Whether the server of a client is up, and no other run's that took the same port."""
+    return api.is_up() and not api.refuses_key()

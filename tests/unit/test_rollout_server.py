@@ -14,11 +14,15 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 import yaml
 
+from mppo.config.schema import RolloutConfig
+from mppo.rollout.fleet import API_KEY_VARIABLE, Fleet
 from mppo.rollout.http_client import JsonClient, RequestRefused, ServerLost
 from mppo.rollout.server import ServerError, ServerProcess, clean_environment
-from mppo.rollout.sglang_server import own_server, server_environment, server_options
+from mppo.rollout.sglang_api import SGLangApi
+from mppo.rollout.sglang_server import is_ours, own_server, server_environment, server_options
 
 CONFIG = SimpleNamespace(model_type="qwen2")
 SLEEPER = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['sleep', '600'])"]
@@ -110,9 +114,17 @@ time.sleep(600)
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
+    def do_GET(self) -> None:
+        known = self.path == "/health" or self.headers["Authorization"] == "Bearer key"
+        self.send_response(200 if known else 401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        status = {"/refuse": 400, "/fail": 500}.get(self.path, 200)
+        status = {"/refuse": 400, "/fail": 500}.get(
+            self.path, 404 if "weight" in self.path else 200
+        )
         if self.path == "/slow":
             time.sleep(2)
         answer = json.dumps({"got": json.loads(body), "key": self.headers["Authorization"]})
@@ -203,3 +215,36 @@ def test_settings_sglang_misses_in_the_folder_are_given() -> None:
     assert "json_model_override_args" not in server_options(
         "/model", "float32", 1, 0, True, {}, CONFIG
     )
+
+
+def test_a_server_of_others_at_the_same_port_is_not_taken_for_ours(url: str, tmp_path) -> None:
+    assert is_ours(SGLangApi(url, "key", 5.0))
+    stranger = SGLangApi(url, "another", 5.0)
+    assert stranger.is_up()
+    assert not is_ours(stranger)
+    taken = [sys.executable, "-c", "print('address already in use'); raise SystemExit(1)"]
+    server = _server(tmp_path, taken, up=lambda port: is_ours(stranger))
+    server.start()
+    with pytest.raises(ServerError, match=r"(?s)ended while starting.*address already in use"):
+        server.wait_until_up()
+
+
+def test_a_version_without_a_needed_call_is_told(url: str) -> None:
+    api = SGLangApi(url, "key", 5.0)
+    api.begin_update()  # versions before 0.5.21 have no sessions
+    api.end_update()
+    with pytest.raises(
+        RequestRefused, match=r"update_weights_from_tensor: .*no such call.*0\.5\.21"
+    ):
+        api.update_from_tensor(["payload"], 1)
+
+
+def test_an_external_server_that_refuses_the_key_is_told(url: str, tmp_path, monkeypatch) -> None:
+    rollout = RolloutConfig(name="sglang", mode="disaggregated", urls=(url,))
+    place = torch.device("cpu"), tmp_path, None
+    monkeypatch.setenv(API_KEY_VARIABLE, "another")
+    fleet = Fleet(rollout, tmp_path, CONFIG, torch.float32, 0, 1, *place)
+    with pytest.raises(RuntimeError, match=rf"{url} .*does not take the key in {API_KEY_VARIABLE}"):
+        fleet.revive()
+    monkeypatch.setenv(API_KEY_VARIABLE, "key")
+    assert Fleet(rollout, tmp_path, CONFIG, torch.float32, 0, 1, *place).revive() == [0]

@@ -10,6 +10,7 @@ from mppo.parallel.layout import Layout
 from mppo.weights.blocks import ZERO, padded_vocab_size
 from mppo.weights.reshard import engine_blocks, plan_reshard
 from mppo.weights.shape import LatentShape, ModelShape
+from mppo.weights.stream import plan_units
 from mppo.weights.table import Entry, parameter_table
 
 
@@ -108,3 +109,17 @@ def test_keys_and_values_are_repeated_for_more_ranks_than_heads():
     assert blocks[0][1] == blocks[1][1]
     assert blocks[2][1].start == 4
     assert sum(b[0].length for b in blocks) == 32
+
+
+def test_what_an_engine_fuses_travels_together() -> None:
+    alone = Layout(1)
+    for latent, fused in (
+        (True, {"q_a_proj", "kv_a_proj_with_mqa"}),
+        (False, {"q_proj", "k_proj", "v_proj"}),
+    ):
+        shape = model(latent=latent, experts=4)
+        units = [
+            {name.split(".")[-2] for entry in unit.entries for name in entry.hf}
+            for unit in plan_units(parameter_table(shape), alone, owners(alone, shape))
+        ]
+        assert [unit for unit in units if unit & fused] == [fused] * shape.num_layers
