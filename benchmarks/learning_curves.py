@@ -3,12 +3,11 @@
     python benchmarks/learning_curves.py [--estimators gae grpo ...] [--engines local sglang]
         [--seeds 0 1 2] [--steps 200]
 
-Trains ``recipes/demo.yaml`` once for each, one after another. grpo and rloo take eight responses to
-each of an eighth as many prompts, so that every step sees as many responses, in mini-batches of
-half the size; rloo whitens its advantages as TRL can. With ``--processes 1`` a run takes one
-process without any parallelism, which changes no number beyond float noise. Runs are kept under
-``--runs``: one that is done there is not trained again, one that was stopped goes on from its
-checkpoint.
+Trains ``recipes/demo.yaml`` once for each, one after another. Estimators without a critic take
+twice the responses a step in its stead (grpo and rloo eight to a prompt) and half the learning
+rate; rloo whitens its advantages as TRL can. With ``--processes 1`` a run takes one process without
+any parallelism, which changes no number beyond float noise. Runs are kept under ``--runs``: one
+that is done there is not trained again, one that was stopped goes on from its checkpoint.
 
 Writes ``<out>.png`` and ``<out>.json``: the mean reward of the sampled responses by step, and the
 held-out reward. A run passes if its sampled reward at least doubles from the first ten steps to
@@ -38,12 +37,13 @@ import matplotlib.pyplot as plt
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-GROUPED = ["rollout.n=8", "data.train_batch_size=32", "actor.ppo_mini_batch_size=8"]
+CRITIC_FREE = ["actor.optim.lr=2e-4", "actor.optim.min_lr=2e-5"]
+GROUPED = ["rollout.n=8", "data.train_batch_size=64", "actor.ppo_mini_batch_size=16", *CRITIC_FREE]
 ESTIMATORS = {
     "gae": [],
     "grpo": GROUPED,
     "rloo": [*GROUPED, "algorithm.whiten_advantages=true"],
-    "reinforce_plus_plus": [],
+    "reinforce_plus_plus": ["data.train_batch_size=512", *CRITIC_FREE],
 }
 """What each changes in the demo's recipe."""
 ALONE = [

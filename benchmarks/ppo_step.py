@@ -120,6 +120,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
 
     from mppo.algos.reward_normalization import RunningMoments
     from mppo.batch import Prompt
+    from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.load import load_recipe
     from mppo.data.loader import PromptLoader
     from mppo.data.source import PromptSet
@@ -127,6 +128,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from mppo.loop import iterate, sync
     from mppo.parallel.groups import GroupRegistry
     from mppo.parallel.launch import discover, process_group
+    from mppo.parallel.signals import StopRequest
     from mppo.roles import Roles
     from mppo.rollout.build import build_engine
     from mppo.run import Run
@@ -161,7 +163,9 @@ def mppo_worker(folder: str, dtype: str) -> None:
             roles=Roles(recipe, Path(folder), lambda path: config, GroupRegistry(), 100),
             kl=kl_controller(recipe.algorithm.kl_ctrl),
             moments=RunningMoments(),
-            checkpoints=None,
+            checkpoints=Checkpointer(
+                recipe.trainer, Path(folder) / "checkpoints", {}, {}, {}, StopRequest(), print
+            ),
             reporter=None,
             total_steps=1 << 30,
         )

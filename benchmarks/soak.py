@@ -82,6 +82,10 @@ class Job:
     deadline: float
     rng: random.Random
 
+    def over(self, tally: Tally) -> bool:
+        """Whether there were enough kills, or the time is up."""
+        return tally.kills.total() >= self.kills or time.monotonic() >= self.deadline
+
 
 def wait_for(moment: str, launcher: subprocess.Popen, run_dir: Path, typical_s: float, rng) -> bool:
     """Wait for a moment of the kind; False if the run ended before it came."""
@@ -125,25 +129,20 @@ def kill(target: str, launcher: subprocess.Popen, rng) -> bool:
     return True
 
 
-def disturb(run_dir: Path, job: Job, tally: Tally) -> bool:
-    """Kill and resume one run until it finishes; False when it failed or the time is up."""
+def disturb(run_dir: Path, job: Job, tally: Tally) -> None:
+    """Kill and resume one run until it finishes; undisturbed once enough was killed."""
     launcher = None
-    while time.monotonic() < job.deadline:
+    while True:
         launcher = launcher or start_torchrun(run_dir, job.steps, ENGINES[job.engine])
         target, moment = job.rng.choice(TARGETS[job.engine]), job.rng.choice(MOMENTS)
-        enough = tally.kills.total() >= job.kills
-        if enough or not wait_for(moment, launcher, run_dir, job.typical_s, job.rng):
+        if job.over(tally) or not wait_for(moment, launcher, run_dir, job.typical_s, job.rng):
             break
         if kill(target, launcher, job.rng):
             tally.kills[f"{target}, {moment}"] += 1
         if launcher.poll() is not None:
             launcher = None
-    if launcher is None:
-        return False
     if launcher.wait() != 0:
         tally.failures.append(f"{run_dir}: ended with {launcher.returncode}, see output.txt")
-        return False
-    return True
 
 
 def compare(run_dir: Path, reference: Path, engine: str) -> list[str]:
@@ -167,19 +166,15 @@ def resumed_steps(run_dir: Path) -> list[int]:
 
 
 def soak(root: Path, reference: Path, job: Job) -> Tally:
-    """Runs that are killed, until there were enough kills or the time is up."""
+    """Runs that are killed, until there were enough kills or the time is up; the last finishes."""
     tally = Tally()
-    while time.monotonic() < job.deadline and not tally.failures:
+    while not tally.failures and not job.over(tally):
         run_dir = root / f"run_{tally.runs}"
-        finished = disturb(run_dir, job, tally)
+        disturb(run_dir, job, tally)
         tally.resumed_from += resumed_steps(run_dir)
-        if not finished:
-            break
         tally.runs += 1
-        tally.failures += compare(run_dir, reference, job.engine)
+        tally.failures = tally.failures or compare(run_dir, reference, job.engine)
         print(f"run {tally.runs}: {tally.kills.total()} kills so far", flush=True)
-        if tally.kills.total() >= job.kills:
-            break
     for failure in tally.failures:
         print((Path(failure.split(":")[0]) / "output.txt").read_text()[-3000:])
     return tally
@@ -221,7 +216,7 @@ def main() -> int:
         tally = soak(root, reference, job)
     print(tally.summary())
     record(result(tally, (time.monotonic() - began) / 60), arguments.out)
-    return 1 if tally.failures or not tally.runs else 0
+    return 1 if tally.failures else 0
 
 
 if __name__ == "__main__":
