@@ -14,7 +14,14 @@ from mppo.algos.advantages import gae, length_adaptive_lambda, reward_to_go
 from mppo.algos.group_baselines import OUTCOME_ESTIMATORS, OutcomeOptions
 from mppo.algos.kl import kl_estimate
 from mppo.algos.kl_controller import KLController
-from mppo.algos.masked import masked_whiten, place_at_last, sequence_mean, sequence_sum, spread
+from mppo.algos.masked import (
+    masked_whiten,
+    masked_whiten_by_group,
+    place_at_last,
+    sequence_mean,
+    sequence_sum,
+    spread,
+)
 from mppo.algos.reward_normalization import (
     RunningMoments,
     normalize_by_batch,
@@ -44,9 +51,6 @@ __all__ = [
     "normalize_scores",
     "reward_kl",
 ]
-
-WHITENED_BY_DEFAULT = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Estimators whose advantages verl whitens over the batch."""
 
 
 def needs_greedy_baseline(algorithm: AlgorithmConfig) -> bool:
@@ -136,14 +140,8 @@ def estimate(
         penalty_T = -kl_coef * reward_kl(measured, algorithm)
     rewards_T = penalty_T + place_at_last(batch.scores_B, batch.value_mask_T, cu_seqlens)
     advantages_T, returns_T = _advantages(measured, algorithm, rewards_T, baseline_scores_B)
-    whiten = algorithm.whiten_advantages
-    if whiten is None:
-        whiten = algorithm.adv_estimator in WHITENED_BY_DEFAULT
-    if whiten:
-        own = advantages_T if advantages_T is not returns_T else None
-        advantages_T = masked_whiten(
-            advantages_T, mask_T, unbiased=algorithm.whiten_unbiased, out=own
-        )
+    if algorithm.whitens:
+        advantages_T = _whitened(advantages_T, returns_T, batch, algorithm)
     correction = algorithm.rollout_correction
     weight_T = correction_weights(measured, correction)
     if algorithm.mask_truncated:
@@ -154,6 +152,19 @@ def estimate(
     if correction.bypass_mode:
         measured = replace(measured, logprobs_T=batch.rollout_logprobs_T)
     return Experience(measured, rewards_T, advantages_T, returns_T, weight_T)
+
+
+def _whitened(
+    advantages_T: Tensor, returns_T: Tensor, batch: Batch, algorithm: AlgorithmConfig
+) -> Tensor:
+    """Advantages whitened over the batch or over each prompt's group; may reuse their memory."""
+    mask_T, unbiased = batch.response_mask_T, algorithm.whiten_unbiased
+    if algorithm.whiten_over == "group":
+        return masked_whiten_by_group(
+            advantages_T, mask_T, batch.cu_seqlens, batch.group_B, unbiased
+        )
+    own = advantages_T if advantages_T is not returns_T else None
+    return masked_whiten(advantages_T, mask_T, unbiased=unbiased, out=own)
 
 
 def _advantages(

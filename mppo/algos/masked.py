@@ -92,6 +92,43 @@ def masked_whiten(
     return whitened_T
 
 
+def masked_whiten_by_group(
+    x_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    group_B: Tensor,
+    unbiased: bool = True,
+    eps: float = 1e-8,
+) -> Tensor:
+    """``(x - mean_g) / sqrt(var_g + eps)`` over each group's masked tokens, 0 outside the mask.
+
+    Args:
+        x_T: float ``[T]``, finite also outside the mask.
+        mask_T: float ``[T]``, 0 or 1.
+        cu_seqlens: int64 ``[B + 1]``.
+        group_B: int64 ``[B]``; equal numbers are one group (the responses to one prompt).
+        unbiased: Bessel's correction.
+        eps: keeps a group of equal tokens finite (and 0).
+
+    Returns:
+        float ``[T]``. As in :func:`masked_whiten`, a group of fewer than two masked tokens is
+        centred and not scaled. Sums are taken in float64.
+    """
+    labels, index_B = torch.unique(group_B, return_inverse=True)
+    index_T, inside_T = spread(index_B, cu_seqlens), mask_T.double()
+
+    def over_group(y_T: Tensor) -> Tensor:
+        return y_T.new_zeros(len(labels)).index_add(0, index_T, y_T)
+
+    count_G = over_group(inside_T)
+    mean_G = over_group(x_T * inside_T) / count_G.clamp(min=1.0)
+    centered_T = (x_T - mean_G[index_T]) * inside_T
+    divisor_G = (count_G - (1.0 if unbiased else 0.0)).clamp(min=1.0)
+    scale_G = (over_group(centered_T.square()) / divisor_G + eps).rsqrt()
+    scale_G = torch.where(count_G >= 2, scale_G, 1.0)
+    return (centered_T * scale_G[index_T]).to(x_T.dtype)
+
+
 def sequence_sum(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum over each sequence: ``[T] -> [B]``, 0 for an empty one. Differentiable."""
     return torch.segment_reduce(x_T, "sum", offsets=cu_seqlens, initial=0.0)

@@ -14,6 +14,10 @@ KLType = Literal[
 ]  # fmt: skip
 
 
+WHITENED_BY_DEFAULT = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators whose advantages verl whitens over the batch."""
+
+
 class KLControlConfig(Section):
     """Coefficient of the KL penalty in the reward."""
 
@@ -77,7 +81,8 @@ class AlgorithmConfig(Section):
     """Rewards to advantages.
 
     ``whiten_advantages: null`` whitens for gae, reinforce_plus_plus and its baseline form, as verl
-    does; ``whiten_unbiased: false`` divides by n instead of n - 1 (OpenRLHF). ``f_norm`` divides
+    does, over the whole batch, or with ``whiten_over: group`` over each prompt's responses;
+    ``whiten_unbiased: false`` divides by n instead of n - 1 (OpenRLHF). ``f_norm`` divides
     GPG's advantages. ``mask_truncated`` trains on no token of a response that ended for length.
     ``score_after_end`` puts the score of a response that stopped behind its stop token, a state of
     which the critic learns the value too (TRL).
@@ -95,6 +100,7 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = True
     f_norm: float = Field(default=1.0, gt=0)
     whiten_advantages: bool | None = None
+    whiten_over: Literal["batch", "group"] = "batch"
     whiten_unbiased: bool = True
     whiten_rewards: bool = False
     use_kl_in_reward: bool = False
@@ -107,6 +113,13 @@ class AlgorithmConfig(Section):
     score_after_end: bool = False
     normalize_scores: ScoreNormalizationConfig = ScoreNormalizationConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened: as asked, or as verl does for the estimator."""
+        if self.whiten_advantages is not None:
+            return self.whiten_advantages
+        return self.adv_estimator in WHITENED_BY_DEFAULT
 
     @property
     def uses_critic(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from mppo.config.algorithm import FilterGroupsConfig
 from mppo.config.errors import Fault
@@ -55,6 +56,56 @@ def estimator_keys_need_their_estimator(case: Case) -> Iterator[Fault]:
         yield Fault(key, False, chosen, "leave it out, or choose grpo")
 
 
+_CORRECTION = "algorithm.rollout_correction"
+_OPTIONS: tuple[tuple[str, tuple[str, ...], str, tuple[object, ...]], ...] = (
+    ("actor.policy_loss", ("tau_pos", "tau_neg"), "actor.policy_loss.loss_mode", ("sapo",)),
+    (
+        "actor.policy_loss",
+        ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+        "actor.policy_loss.loss_mode",
+        ("clip_cov",),
+    ),
+    (
+        "actor.policy_loss",
+        ("kl_cov_ratio", "ppo_kl_coef"),
+        "actor.policy_loss.loss_mode",
+        ("kl_cov",),
+    ),
+    ("algorithm.pf_ppo", ("reweight_method", "weight_pow"), "algorithm.use_pf_ppo", (True,)),
+    (
+        _CORRECTION,
+        ("rollout_is_threshold", "rollout_is_mode", "rollout_is_batch_normalize"),
+        f"{_CORRECTION}.rollout_is",
+        ("token", "sequence"),
+    ),
+    ("reward", ("overlong_penalty_factor",), "reward.overlong_buffer_len", ()),
+)
+"""Section, keys of it, the key that chooses whether they are read, and its values under which they
+are; none named: any but 0."""
+
+
+@rule("actor.policy_loss", "algorithm.pf_ppo", "algorithm.use_pf_ppo", _CORRECTION, "reward")
+def options_need_their_method(case: Case) -> Iterator[Fault]:
+    """What only one loss, draw, correction or penalty reads is refused where it is not chosen."""
+    for prefix, names, chooser, readers in _OPTIONS:
+        section, chosen = _at(case.recipe, prefix), _at(case.recipe, chooser)
+        if chosen in readers if readers else chosen:
+            continue
+        for name in names:
+            value = getattr(section, name)
+            if value != type(section).model_fields[name].default:
+                right = " or ".join(str(reader).lower() for reader in readers) or "above 0"
+                why = f"has no effect with {chooser} = {str(chosen).lower()}"
+                cure = f"set {chooser} to {right}, or leave it out"
+                yield Fault(f"{prefix}.{name}", value, why, cure)
+
+
+def _at(recipe: Any, key: str) -> Any:
+    for part in key.split("."):
+        recipe = getattr(recipe, part)
+    return recipe
+
+
 @rule("algorithm.normalize_scores", "rollout.n")
 def normalization_is_complete(case: Case) -> Iterator[Fault]:
     """Each way to normalise scores has what it reads, and nothing that it would ignore."""
@@ -69,6 +120,23 @@ def normalization_is_complete(case: Case) -> Iterator[Fault]:
                 why = f"has no effect with algorithm.normalize_scores.mode = {config.mode}"
                 key = f"algorithm.normalize_scores.{name}"
                 yield Fault(key, value, why, "set the mode to given, or leave it out")
+
+
+@rule(
+    "algorithm.adv_estimator", "algorithm.whiten_advantages", "algorithm.whiten_over", "rollout.n"
+)
+def whitening_over_groups_has_groups(case: Case) -> Iterator[Fault]:
+    """Whitening over a prompt's responses needs several of them, and whitening."""
+    algorithm, samples = case.recipe.algorithm, case.recipe.rollout.n
+    if algorithm.whiten_over != "group":
+        return
+    if not algorithm.whitens:
+        why = "has no effect: advantages are not whitened"
+        cure = "set algorithm.whiten_advantages to true, or leave it out"
+        yield Fault("algorithm.whiten_over", "group", why, cure)
+    elif samples < 2:
+        why = "algorithm.whiten_over = group compares the samples of one prompt"
+        yield Fault("rollout.n", samples, why, "choose 2 or more (8 is usual)")
 
 
 @rule("actor.ptx_coef", "actor.router_replay", "data.ptx_files", "data.ptx_batch_size")

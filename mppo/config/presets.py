@@ -29,6 +29,19 @@ class Same:
 
 
 @dataclass(frozen=True)
+class Given:
+    """A value for recipes that set another key; without that, the row is left out.
+
+    Args:
+        key: dotted key, set and neither null nor empty.
+        value: then.
+    """
+
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True)
 class Default:
     """One row: ``key`` starts from ``value`` in that system, as ``source`` says."""
 
@@ -85,6 +98,8 @@ VERL = _rows(
         "actor.kl_loss_coef": 0.001,
         "actor.kl_loss_type": "low_var_kl",
         "actor.optim.lr": 1e-6,
+        "critic.shuffle": Same("actor.shuffle"),
+        "critic.loss_agg_mode": Same("actor.loss_agg_mode"),
         "critic.ppo_epochs": Same("actor.ppo_epochs"),
         "critic.cliprange_value": 0.5,
         "critic.optim.lr": 1e-5,
@@ -142,6 +157,7 @@ TRL = (
     + _rows(
         "transformers.TrainingArguments",
         {
+            "trainer.total_epochs": 3,
             "trainer.seed": 42,
             **_both(
                 {
@@ -182,6 +198,7 @@ DEEPSPEED_CHAT = _rows(
         "actor.ppo_mini_batch_size": Same("data.train_batch_size"),
         "data.max_prompt_length": 256,
         "data.max_response_length": 256,
+        "actor.ptx_coef": Given("data.ptx_files", 27.8),
         "trainer.total_epochs": 1,
         "actor.optim.lr": 9.65e-6,
         "critic.optim.lr": 5e-6,
@@ -214,6 +231,7 @@ OPENRLHF = _rows(
         "data.max_response_length": 1024,
         "rollout.temperature": 1.0,
         "rollout.top_p": 1.0,
+        "actor.ptx_coef": Given("data.ptx_files", 0.05),
         "trainer.total_epochs": 1,
         "trainer.seed": 42,
         "actor.optim.lr": 1e-6,
@@ -274,9 +292,9 @@ def apply_preset(document: Mapping[str, Any]) -> dict[str, Any]:
     section = filled.get("algorithm")
     name = section.get("preset") if isinstance(section, Mapping) else None
     rows = PRESETS.get(name, ()) if isinstance(name, str) else ()
-    for row in sorted(rows, key=lambda row: isinstance(row.value, Same)):
+    for row in sorted(rows, key=lambda row: isinstance(row.value, Same | Given)):
         value = row.value
-        if isinstance(value, Same):
+        if isinstance(value, Same | Given):
             value = _resolve(filled, value)
             if value is None:
                 continue
@@ -307,6 +325,8 @@ def _cell(row: Default | None) -> str:
     if isinstance(row.value, Same):
         times = "" if row.value.factor == 1.0 else f"{row.value.factor:g} x "
         return f"{times}`{row.value.key}`"
+    if isinstance(row.value, Given):
+        return f"{row.value.value} with `{row.value.key}`"
     if row.value is None:
         return "null"
     return str(row.value).lower() if isinstance(row.value, bool) else str(row.value)
@@ -318,15 +338,17 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _resolve(document: Mapping[str, Any], same: Same) -> Any:
-    """The value a ``Same`` row takes; None where there is none, or no number to multiply."""
+def _resolve(document: Mapping[str, Any], row: Same | Given) -> Any:
+    """The value such a row takes; None where there is none, or no number to multiply."""
     value: Any = document
-    for part in same.key.split("."):
+    for part in row.key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    if same.factor == 1.0:
+    if isinstance(row, Given):
+        return row.value if value else None
+    if row.factor == 1.0:
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value * same.factor if number else None
+    return value * row.factor if number else None
 
 
 def _fill(document: dict[str, Any], parts: list[str], value: Any) -> None:

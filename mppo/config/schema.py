@@ -275,7 +275,11 @@ class RolloutConfig(SamplingConfig):
 
 
 class RewardConfig(Section):
-    """Where scores come from: ``rule`` picks a verifier by the prompt's data source."""
+    """Where scores come from: ``rule`` picks a verifier by the prompt's data source.
+
+    A response that did not end by itself has ``missing_eos_score`` instead of its own score, or
+    ``missing_eos_penalty`` less.
+    """
 
     name: Literal["rule", "function", "remote"] = "rule"
     verifier: str | None = None
@@ -285,6 +289,7 @@ class RewardConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     clip: float | None = Field(default=None, gt=0)
     missing_eos_penalty: float | None = Field(default=None, ge=0)
+    missing_eos_score: float | None = None
     overlong_buffer_len: int = Field(default=0, ge=0)
     overlong_penalty_factor: float = Field(default=1.0, ge=0)
 

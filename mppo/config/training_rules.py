@@ -213,6 +213,20 @@ def reward_source_is_complete(case: Case) -> Iterator[Fault]:
         )
 
 
+@rule("reward")
+def a_missing_end_is_answered_once(case: Case) -> Iterator[Fault]:
+    """A score that is replaced has nothing that a penalty could be taken from."""
+    reward = case.recipe.reward
+    if reward.missing_eos_score is not None and reward.missing_eos_penalty is not None:
+        yield Fault(
+            "reward.missing_eos_penalty",
+            reward.missing_eos_penalty,
+            f"reward.missing_eos_score = {reward.missing_eos_score} replaces the score it is "
+            "taken from",
+            "keep one of them",
+        )
+
+
 @rule("data.max_prompt_length", "data.max_response_length", "model")
 def sequences_fit_positions(case: Case) -> Iterator[Fault]:
     """Prompt and response fit the positions the model knows."""

@@ -75,7 +75,7 @@ class Scorer:
         return judge_divided(self.judge, responses, check_scores) if responses else []
 
     def shaped(self, scores: Sequence[float], trajectories: Sequence[Trajectory]) -> list[float]:
-        """Rewards from raw scores: clipped, then less the penalties."""
+        """Rewards from raw scores: clipped or replaced, then less the penalties."""
         return [self._shape(score, each) for score, each in zip(scores, trajectories)]
 
     def _responses(self, trajectories: Sequence[Trajectory]) -> list[Response]:
@@ -89,8 +89,10 @@ class Scorer:
         reward = self.reward
         if reward.clip is not None:
             score = clip_score(score, reward.clip)
-        if reward.missing_eos_penalty is not None and trajectory.finish_reason != "stop":
-            score -= reward.missing_eos_penalty
+        if trajectory.finish_reason != "stop":
+            if reward.missing_eos_score is not None:
+                score = reward.missing_eos_score
+            score -= reward.missing_eos_penalty or 0.0
         if reward.overlong_buffer_len:
             assert self.max_response_length is not None
             score += overlong_penalty(

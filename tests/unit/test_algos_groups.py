@@ -17,6 +17,7 @@ def test_grpo_by_hand():
     expected = torch.tensor([-1.0, 0.0, 1.0, 7.0])
     torch.testing.assert_close(groups.grpo(SCORES, GROUP, True), expected, rtol=1e-5, atol=1e-6)
     assert groups.grpo(SCORES, GROUP, False).tolist() == [-2.0, 0.0, 2.0, 7.0]
+    assert groups.mean_baseline(SCORES, GROUP).tolist() == [-2.0, 0.0, 2.0, 7.0]
 
 
 def test_rloo_subtracts_the_mean_of_the_others():

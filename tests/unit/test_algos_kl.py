@@ -29,12 +29,21 @@ def test_estimates_by_hand(kind, expected):
         torch.testing.assert_close(kl_estimate(logprobs, ref, name), torch.tensor([expected]))
 
 
-@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "full"])
 def test_the_plus_form_has_the_gradient_of_k2(kind):
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    ref = torch.tensor([-1.5, -0.5])
-    kl_estimate(logprobs, ref, kind + "+").sum().backward()
+    ref, full_kl_T = torch.tensor([-1.5, -0.5]), torch.tensor([0.3, 0.7])
+    value = kl_estimate(logprobs, ref, kind + "+", full_kl_T)
+    torch.testing.assert_close(value, kl_estimate(logprobs, ref, kind, full_kl_T))
+    value.sum().backward()
     torch.testing.assert_close(logprobs.grad, (logprobs - ref).detach())
+
+
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
+def test_gradients_equal_finite_differences(kind):
+    logprobs = torch.tensor([-1.0, -2.0, -0.3], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-1.5, -0.5, -2.9], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref, kind), logprobs)
 
 
 def test_estimates_are_zero_where_the_policies_agree():

@@ -39,6 +39,23 @@ CORRECTION = "algorithm.rollout_correction"
         ),
         ({"algorithm": {"f_norm": 2.0}}, "algorithm.f_norm"),
         (
+            {"algorithm": {"whiten_over": "group", "whiten_advantages": False}},
+            "algorithm.whiten_over",
+        ),
+        ({"algorithm": {"whiten_over": "group"}}, "rollout.n"),
+        (
+            {"actor": {"policy_loss": {"loss_mode": "gspo", "tau_neg": 2.0}}},
+            "actor.policy_loss.tau_neg",
+        ),
+        ({"actor": {"policy_loss": {"clip_cov_ub": 9.0}}}, "actor.policy_loss.clip_cov_ub"),
+        ({"actor": {"policy_loss": {"ppo_kl_coef": 1.0}}}, "actor.policy_loss.ppo_kl_coef"),
+        ({"algorithm": {"pf_ppo": {"weight_pow": 1.0}}}, "algorithm.pf_ppo.weight_pow"),
+        (
+            {"algorithm": {"rollout_correction": {"rollout_is_mode": "mask"}}},
+            f"{CORRECTION}.rollout_is_mode",
+        ),
+        ({"reward": {"overlong_penalty_factor": 2.0}}, "reward.overlong_penalty_factor"),
+        (
             {"algorithm": {"norm_adv_by_std_in_grpo": False}},
             "algorithm.norm_adv_by_std_in_grpo",
         ),
@@ -78,4 +95,8 @@ def test_what_makes_sense_passes():
     assert not faults_of(actor={"use_kl_loss": True, "kl_loss_type": "full"})
     assert not faults_of(actor={"policy_loss": {"loss_mode": "gmpo"}})
     assert not faults_of(algorithm={"adv_estimator": "gpg", "f_norm": 2.0})
+    assert not faults_of(algorithm={"whiten_over": "group"}, rollout={"n": 4})
+    assert not faults_of(actor={"policy_loss": {"loss_mode": "sapo", "tau_neg": 2.0}})
+    assert not faults_of(algorithm={"use_pf_ppo": True, "pf_ppo": {"weight_pow": 1.0}})
+    assert not faults_of(reward={"overlong_buffer_len": 8, "overlong_penalty_factor": 2.0})
     assert not faults_of(algorithm={"normalize_scores": {"mode": "given", "std": 2.0}})

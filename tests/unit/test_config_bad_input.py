@@ -140,6 +140,8 @@ SETTINGS = [
     ("a remote reward without address", "reward.name=remote", "reward.url", "needs it"),
     ("a reward function without name", "reward.name=function", "reward.function", "needs it"),
     ("a function nobody calls", "reward.function=a.b:c", "reward.function", "no effect"),
+    ("a score replaced and lowered", "reward.missing_eos_score=-1 reward.missing_eos_penalty=1",
+     "reward.missing_eos_penalty", "replaces the score"),
     ("an overlong buffer above the limit", "reward.overlong_buffer_len=100",
      "reward.overlong_buffer_len", "longer than data.max_response_length"),
     ("a local engine over ranks", "rollout.tensor_model_parallel_size=2",

@@ -1,6 +1,7 @@
 """Losses and statistics of a mini-batch: the same under any cut, order, padding or rejection."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -221,3 +222,57 @@ def test_update_metrics_average_over_mini_batches():
     metrics = update_metrics([{"val/ratio": 1.0, "x": 2.0}, {"val/ratio": 2.0, "x": 4.0}])
     assert metrics == {"val/ratio": 1.5, "x": 3.0, "val/ratio_var": 0.5}
     assert update_metrics([{"val/ratio": 1.0}])["val/ratio_var"] == 0.0
+
+
+def one_token(advantage, gap):
+    """A response of one token, its advantage, and log-probabilities ``gap`` above the old ones."""
+    experience = experience_of([1])
+    targets = policy_targets(experience, [0], actor_of())
+    inside = targets.mask_T
+    targets = replace(targets, advantages_T=advantage * inside, importance_T=inside)
+    return targets.old_logprobs_T + gap * inside, targets
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratio", "advantage", "loss"),
+    [
+        ({}, 1.5, 1.0, -1.2),
+        ({}, 0.5, -1.0, 0.8),
+        # clip-higher
+        ({"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}, 1.5, 1.0, -1.3),
+        ({"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}, 0.5, -1.0, 0.9),
+        ({"clip_ratio": 0.4}, 1.5, 1.0, -1.4),
+        # dual clip
+        ({}, 5.0, -1.0, 3.0),
+        ({"clip_ratio_c": 4.0}, 5.0, -1.0, 4.0),
+        ({"clip_ratio_c": None}, 5.0, -1.0, 5.0),
+    ],
+)
+def test_the_recipes_clip_ranges_by_hand(settings, ratio, advantage, loss):
+    logprobs, targets = one_token(advantage, math.log(ratio))
+    _, stats = policy_objective(logprobs, logprobs.abs(), targets, ActorConfig(**settings))
+    assert stats["actor/pg_loss"].item() == pytest.approx(loss, rel=1e-5)
+
+
+def test_entropy_is_rewarded_and_kl_punished_by_their_coefficients():
+    actor = ActorConfig(entropy_coeff=0.5, use_kl_loss=True, kl_loss_coef=0.25, kl_loss_type="k2")
+    logprobs, targets = one_token(2.0, 0.0)
+    inside = targets.mask_T
+    targets = replace(targets, ref_logprobs_T=logprobs - 2.0 * inside)
+    loss, stats = policy_objective(logprobs, 3.0 * inside, targets, actor)
+    # -A r = -2; entropy 3; d = 2, d^2 / 2 = 2
+    assert loss.item() == pytest.approx(-2.0 - 0.5 * 3.0 + 0.25 * 2.0)
+    assert stats["actor/entropy"].item() == pytest.approx(3.0)
+    assert stats["actor/kl_loss"].item() == pytest.approx(2.0)
+
+
+def test_the_scale_of_seq_mean_token_sum_norm():
+    experience = experience_of([1, 4, 2])
+    mode = "seq-mean-token-sum-norm"
+    stated = policy_targets(experience, [0, 2], actor_of("vanilla", mode, loss_scale_factor=8.0))
+    torch.testing.assert_close(stated.weight_T, stated.mask_T / (2 * 8))
+    # without one: the longest response of the whole batch, whatever the mini-batch holds
+    longest = policy_targets(experience, [0, 2], actor_of("vanilla", mode))
+    torch.testing.assert_close(longest.weight_T, longest.mask_T / (2 * 4))
+    values = value_targets(experience, [0, 2], CriticConfig(loss_agg_mode=mode))
+    torch.testing.assert_close(values.weight_T, values.mask_T / (2 * 4))

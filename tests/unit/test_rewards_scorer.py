@@ -54,6 +54,13 @@ def test_penalties_come_after_the_clip(tokenizer, tmp_path):
     assert build_scorer(reward, tokenizer).score(answers) == [2.0, 1.5]
 
 
+def test_a_missing_end_may_have_a_score_of_its_own(tokenizer):
+    scorer = build_scorer(RewardConfig(missing_eos_score=-1.0), tokenizer)
+    answers = [trajectory(tokenizer, "17"), trajectory(tokenizer, "17", finish="length")]
+    answers += [trajectory(tokenizer, "18"), trajectory(tokenizer, "18", finish="abort")]
+    assert scorer.score(answers) == [1.0, -1.0, 0.0, -1.0]
+
+
 def test_overlong_penalty_counts_the_tokens_in_the_buffer(tokenizer):
     reward = RewardConfig(overlong_buffer_len=4, overlong_penalty_factor=2.0)
     scorer = build_scorer(reward, tokenizer, max_response_length=8)
