@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -143,6 +145,43 @@ def test_role_layouts_change_no_metric_and_no_weight(results, name):
                 assert line[key] == pytest.approx(value, rel=1e-4, abs=2e-5), key
     for weight_name, weight in got_weights.items():
         torch.testing.assert_close(weight, want_weights[weight_name], rtol=1e-4, atol=1e-5)
+
+
+NAMES = """
+critic/{score,rewards,advantages,returns,values}/{mean,max,min}
+critic/{vf_explained_var,vf_loss,vf_clipfrac,vpred_mean,grad_norm,lr}
+actor/{pg_loss,pg_clipfrac,pg_clipfrac_lower,ppo_kl,entropy,kl_loss,kl_coef,grad_norm,lr}
+actor/{reward_kl_penalty,reward_kl_penalty_coeff}
+response_length/{mean,max,min,clip_ratio} prompt_length/{mean,max,min,clip_ratio}
+response/aborted_ratio
+timing_s/{gen,reward,old_log_prob,ref,values,adv,update_critic,update_actor,update_weights,step}
+timing_per_token_ms/{gen,ref,values,adv,update_critic,update_actor}
+perf/{total_num_tokens,time_per_step,throughput}
+perf/{max_memory_allocated_gb,max_memory_reserved_gb,cpu_memory_used_gb}
+rollout_corr/{kl,k3_kl,training_ppl,rollout_ppl,log_ppl_diff,ppl_ratio,chi2_token,chi2_seq}
+rollout_corr/{rollout_is_mean,rollout_is_max,rollout_is_min,rollout_is_std}
+rollout_corr/rollout_is_eff_sample_size
+global_seqlen/{min,max,minmax_diff,balanced_min,balanced_max,mean}
+training/{global_step,epoch}
+objective/{kl,entropy,non_score_reward,rlhf_reward,scores}
+policy/{approxkl_avg,clipfrac_avg,entropy_avg} loss/{policy_avg,value_avg}
+val/{clipfrac_avg,ratio,ratio_var,num_eos_tokens} {lr,episode,eps}
+"""
+"""verl's names of what a step logs, then TRL's."""
+
+
+def _spelt_out(pattern: str) -> list[str]:
+    """``a/{b,c}`` as ``a/b`` and ``a/c``."""
+    parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
+    return ["".join(choice) for choice in itertools.product(*parts)]
+
+
+def test_a_run_logs_every_metric_under_verls_and_trls_names(results):
+    (lines, _), _, _ = results
+    names = [name for pattern in NAMES.split() for name in _spelt_out(pattern)]
+    assert len(names) == len(set(names)) > 90
+    for line in lines[1:]:
+        assert [name for name in names if name not in line] == []
 
 
 def test_the_first_step_starts_on_policy(results):
