@@ -67,6 +67,8 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def _run(info, overrides: list[str], run_dir: Path) -> None:
+    from late_copies import late_in_loop
+
     from mppo.config.load import load_recipe
     from mppo.loop import train
     from mppo.parallel.signals import listening
@@ -75,6 +77,7 @@ def _run(info, overrides: list[str], run_dir: Path) -> None:
     overrides = [*COMMON, *overrides, f"trainer.default_local_dir={run_dir}"]
     with listening() as stop:
         run = build_run(load_recipe(None, overrides), info, stop)
+        late_in_loop(run)  # a loop that does not wait for a save's copies saves the next step's
         train(run)
     run.roles.actor.save(run_dir / "actor")
     if run.roles.actor.average is not None:
