@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint.folder import Damaged, Manifest
+from mppo.checkpoint.pickles import check_pickles
 from mppo.config.errors import ConfigError, Fault
 from mppo.config.schema import TrainerConfig
 
@@ -70,6 +71,8 @@ def choose(
         else:
             _check_models(key, value, candidate, manifest, roles)
             problem = _first_problem(candidate, manifest)
+            if problem is None and key == "trainer.resume_from_path":
+                _check_stranger(key, value, candidate, manifest)
         if problem is None:
             return Found(candidate, manifest)
         say(f"damaged checkpoint passed over: {problem}")
@@ -165,6 +168,16 @@ def _check_models(
         if different:
             why = f"{candidate} holds another model as {role}: {'; '.join(different)}"
             raise _refusal(key, value, why, cure)
+
+
+def _check_stranger(key: str, value: Any, candidate: Path, manifest: Manifest) -> None:
+    """A folder outside the run's own may hold what runs when it is loaded."""
+    try:
+        for role in manifest.roles:
+            check_pickles(candidate / role)
+    except ValueError as error:
+        cure = "use a checkpoint you trust, from the run's own folder (resume_mode=auto)"
+        raise _refusal(key, value, str(error), cure) from error
 
 
 def _refusal(key: str, value: Any, why: str, cure: str) -> ConfigError:

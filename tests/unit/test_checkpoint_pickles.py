@@ -1,0 +1,72 @@
+"""A checkpoint from elsewhere is read only where its pickles run nothing."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mppo.checkpoint.pickles import check_pickles
+
+
+class Deed:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def write(folder: Path, extra: object, planner_data: object = None) -> None:
+    """A checkpoint of one tensor and one object."""
+    stream = io.BytesIO()
+    torch.save(extra, stream)
+    (folder / "__0_0.distcp").write_bytes(b"before" + stream.getvalue())
+    size = torch.Size((2, 3))
+    chunk = ChunkStorageMetadata(offsets=torch.Size((0, 0)), sizes=size)
+    contents = Metadata(
+        state_dict_metadata={
+            "weight": TensorStorageMetadata(TensorProperties(torch.bfloat16), size, [chunk]),
+            "extra": BytesStorageMetadata(),
+        },
+        planner_data=planner_data,
+        storage_data={
+            MetadataIndex("weight", (0, 0)): _StorageInfo("__0_0.distcp", 0, 6),
+            MetadataIndex("extra"): _StorageInfo("__0_0.distcp", 6, len(stream.getvalue())),
+        },
+    )
+    (folder / ".metadata").write_bytes(pickle.dumps(contents))
+
+
+def test_a_table_of_contents_and_plain_values_pass(tmp_path):
+    write(tmp_path, {"step": 3, "tensor": torch.ones(2)}, {"key": (1, 2)})
+    check_pickles(tmp_path)
+
+
+@pytest.mark.parametrize(("place", "file"), [("table", ".metadata"), ("object", "__0_0.distcp")])
+def test_what_would_run_is_named_and_not_run(tmp_path, place, file):
+    deed = Deed(tmp_path / "mark")
+    write(tmp_path, deed if place == "object" else None, deed if place == "table" else None)
+    with pytest.raises(ValueError, match=rf"{file}: more than a table of contents"):
+        check_pickles(tmp_path)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_pickle_of_something_else_is_no_table(tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps([1]))
+    with pytest.raises(ValueError, match="it holds a list"):
+        check_pickles(tmp_path)
