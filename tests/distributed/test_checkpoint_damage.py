@@ -298,6 +298,7 @@ def background(case: Case, folder: Path, registry) -> dict[str, object]:
         train(role, 1)
         before[step] = [t.clone() for b in role.hf_weights(1 << 16) for _, t in b]
         saver.save(step, {"reward": 1.0 if step == 2 else 0.0})
+        saver.before_update()
         train(role, 1)
     saver.finish()
     left = sorted(path.name for path in root.iterdir())
