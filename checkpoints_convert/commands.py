@@ -73,7 +73,8 @@ def hf_to_megatron(
     plan, index = plan_megatron(
         source, shape, building / RELEASE, dtype, keep_extra, ranks.share
     )  # fmt: skip
-    run_plan(plan, building, ranks, fingerprint_of(_state(hf), dtype, keep_extra, plan.count))
+    fingerprint = fingerprint_of(_state(hf), shape, dtype, keep_extra, plan.count)
+    run_plan(plan, building, ranks, fingerprint)
     if ranks.rank == 0:
         write_checkpoint_index(
             building / RELEASE, index.tensors, index.objects, common_state(shape)
@@ -125,7 +126,7 @@ def megatron_to_hf(
         max_shard_bytes,
     )  # fmt: skip
     stamp = (folder / ".metadata").stat().st_mtime_ns
-    fingerprint = fingerprint_of(folder, stamp, dtype, max_shard_bytes, plan.count)
+    fingerprint = fingerprint_of(folder, stamp, shape, dtype, max_shard_bytes, plan.count)
     run_plan(plan, building, ranks, fingerprint)
     if ranks.rank == 0:
         weights = next(p.dtype for p in places.values() if len(p.shape) == 2)

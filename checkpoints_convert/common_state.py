@@ -10,8 +10,10 @@ from mppo.weights.shape import ModelShape
 def common_state(shape: ModelShape) -> dict[str, object]:
     """Version, iteration, and the arguments that a saving Megatron-LM would have stored.
 
-    Its loader compares layers, width and heads with those of the run; releases up to core_v0.12 at
-    least stop where ``args`` is missing. Optimizer and random state are not there to be looked for.
+    Without ``--finetune`` its loader compares layers, width and heads with those of the run.
+    Two states of ``megatron/training/checkpointing.py`` are known: the older (commit 699abf15)
+    stops where ``args`` is missing, the newer (0032978f) does not. No optimizer or random state is
+    looked for where ``latest_checkpointed_iteration.txt`` says ``release``.
 
     Args:
         shape: the model's sizes.

@@ -93,6 +93,8 @@ def fingerprint_of(*parts: object) -> str:
 def _prepare(plan: Plan, building: Path, fingerprint: str) -> None:
     file = building / FINGERPRINT
     if file.exists() and file.read_text() == fingerprint:
+        for journal in building.glob(JOURNAL.format(rank="*")):
+            _drop_torn_line(journal)
         return
     if building.exists():
         shutil.rmtree(building)
@@ -111,12 +113,17 @@ def _prepare(plan: Plan, building: Path, fingerprint: str) -> None:
     file.write_text(fingerprint)
 
 
+def _drop_torn_line(journal: Path) -> None:
+    """Cut off what a kill left of a line, so that the next number does not continue it."""
+    lines, newline, _ = journal.read_text().rpartition("\n")
+    journal.write_text(lines + newline)
+
+
 def _done(building: Path) -> set[int]:
-    """Numbers of finished tasks; a line cut short by a kill does not count."""
+    """Numbers of finished tasks."""
     numbers: set[int] = set()
     for journal in building.glob(JOURNAL.format(rank="*")):
-        lines = journal.read_text().split("\n")[:-1]
-        numbers.update(int(line) for line in lines if line.isdigit())
+        numbers.update(int(line) for line in journal.read_text().split() if line.isdigit())
     return numbers
 
 

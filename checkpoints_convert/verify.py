@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from checkpoints_convert.commands import find_checkpoint, read_shape
 from checkpoints_convert.job import Ranks
-from mppo.weights.conversion import CheckpointReader, Share
+from mppo.weights.conversion import CheckpointReader, Share, whole_stretch
 from mppo.weights.hf_folder import HFFolder
 from mppo.weights.load import known_extras
 from mppo.weights.safetensors_file import StoredTensor
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist import read_checkpoint
-from mppo.weights.transfer import Copier, Scales, Stretch, Task, matrix
+from mppo.weights.transfer import Copier, Task
 
 HOLE = 0xFF  # a NaN in every float type
 
@@ -36,8 +36,8 @@ def verify(
     """Compare every tensor in Hugging Face coordinates; collective.
 
     Buffers are filled with NaNs before the checkpoint's stretches are read into them, so a hole in
-    the checkpoint shows as a difference. Every tensor of the folder is either compared or a known
-    extra.
+    the checkpoint shows as a difference. Every tensor of both is compared, or missing in the other,
+    or a known extra of the folder.
 
     Args:
         hf: the folder.
@@ -58,23 +58,27 @@ def verify(
     folder, _ = find_checkpoint(megatron, hf)
     reader = CheckpointReader(read_checkpoint(folder), parameter_table(shape))
     compared = _gathered(_compare(source, reader, shape.kv_heads, ranks.share), ranks)
-    names = [item.name for item in compared]
-    extras -= set(names)
-    left = set(source.tensors) - set(names) - extras
-    assert not left, left
-    assert len(set(names)) == len(names)
+    names = {item.name for item in compared}
+    assert len(names) == len(compared)
+    held = {name for entry in reader.entries() for name in entry.hf}
+    lost = {
+        **dict.fromkeys(sorted(held - set(source.tensors)), "folder"),
+        **dict.fromkeys(sorted(set(source.tensors) - names - extras), "checkpoint"),
+    }
+    extras -= names
     different = [item for item in compared if item.megatron != item.hf]
     lines = [f"{item.name}  {item.hf:08x}" for item in compared] if checksums else []
     lines += [
         f"DIFFERENT  {item.name}: checkpoint {item.megatron:08x}, folder {item.hf:08x}"
         for item in different
     ]
+    lines += [f"MISSING  {name}: not in the {where}" for name, where in lost.items()]
     whole = zlib.crc32(",".join(f"{i.name}:{i.hf:08x}" for i in compared).encode())
     equal = len(compared) - len(different)
     lines.append(f"{equal} of {len(compared)} tensors are equal (checksum {whole:08x})")
     if extras:
         lines.append(f"{len(extras)} tensors are not part of the model, such as {min(extras)}")
-    status = 1 if different else 0
+    status = 1 if different or lost else 0
     if logits:
         from checkpoints_convert.logits import compare_logits
 
@@ -100,15 +104,8 @@ def _compare(
             shape = entry.row.shapes[number]
             target = StoredTensor(Path(), 0, reader.dtype(entry), shape)
             mine = Task(name, target, reader.stretches(entry, number))
-            scales = source.scales(name)
-            stored = source.tensors[name]
-            whole = Stretch(
-                stored, 0, 0, matrix(stored.shape)[0], scales=scales and Scales(*scales)
-            )
-            checks = [
-                _checksum(ours, mine), _checksum(theirs, Task(name, target, (whole,)))
-            ]  # fmt: skip
-            out.append(Compared(name, *checks))
+            whole = Task(name, target, (whole_stretch(source, name),))
+            out.append(Compared(name, _checksum(ours, mine), _checksum(theirs, whole)))
         done += source.tensors[name].nbytes
     ours.close()
     theirs.close()

@@ -98,12 +98,16 @@ def plan_megatron(
     entries = list(_entries(table, source.tensors))
     converted = {name for entry in entries for name in entry.hf}
     extras = tuple(name for name in extras if name not in converted)
-    dtypes = [_target_dtype(source, entry, dtype) for entry in entries]
+    dtypes = _target_dtypes(source, table, entries, dtype)
     sizes = [
         _nbytes(entry.shard_shape(1), kind) for entry, kind in zip(entries, dtypes, strict=True)
     ]
-    kept = [name for name in extras if keep_extra and is_extra_layer(name, shape)]
-    total = sum(sizes) + sum(source.tensors[name].nbytes for name in kept)
+    kept = {
+        name: (_plain_dtype(source.tensors[name].dtype), source.tensors[name].shape)
+        for name in extras
+        if keep_extra and is_extra_layer(name, shape)
+    }
+    total = sum(sizes) + sum(_nbytes(size, kind) for kind, size in kept.values())
     layout = _ChunkFiles(folder, max_file_bytes)
     tensors: dict[str, GlobalTensor] = {}
     tasks, done = {}, 0
@@ -188,10 +192,15 @@ def plan_hf(
 def model_prefix(checkpoint: Mapping[str, GlobalTensor]) -> str:
     """What stands before the model's names in a checkpoint's keys.
 
+    Keys without a prefix are the model's, whatever else is kept under the same names with one: an
+    optimizer's state, a moving average.
+
     Raises:
         ValueError: no model in it, or several.
     """
     end = "embedding.word_embeddings.weight"
+    if end in checkpoint:
+        return ""
     prefixes = [
         key.removesuffix(end) for key in checkpoint if key.endswith(end) and "optimizer" not in key
     ]
@@ -331,41 +340,65 @@ def _entries(table: Table, present: Mapping[str, StoredTensor]) -> Iterable[Entr
         yield value
 
 
+def whole_stretch(source: HFFolder, name: str) -> Stretch:
+    """A tensor of a folder from its first row to its last, dequantised."""
+    stored, scales = source.tensors[name], source.scales(name)
+    return Stretch(stored, 0, 0, _rows(stored.shape), scales=scales and Scales(*scales))
+
+
 def _import_stretches(entry: Entry, source: HFFolder, shape: ModelShape) -> tuple[Stretch, ...]:
     out = []
-    for number, (name, expected) in enumerate(zip(entry.hf, entry.row.shapes, strict=True)):
-        stored = source.tensors[name]
-        if stored.shape != expected:
-            raise ValueError(
-                f"{source.path}: {name} has shape {list(stored.shape)}, config.json says "
-                f"{list(expected)}; they do not belong together"
-            )
-        scales = source.scales(name)
+    for number, name in enumerate(entry.hf):
+        stored, scales = source.tensors[name], source.scales(name)
         for hf_row, row, length in row_ranges(entry, number, shape.kv_heads):
             out.append(Stretch(stored, hf_row, row, length, scales=scales and Scales(*scales)))
     return tuple(out)
 
 
 def _extra_tasks(
-    folder: Path, source: HFFolder, names: list[str], first: int, share: Share, done: int,
-    total: int, tasks: dict[int, Task],
+    folder: Path, source: HFFolder, types: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    first: int, share: Share, done: int, total: int, tasks: dict[int, Task],
 ) -> dict[Path, tuple[bytes, int]]:  # fmt: skip
-    """Tasks that copy tensors aside as they are; returns their file."""
+    """Tasks that copy tensors aside, 8-bit floats dequantised; returns their file."""
     file = folder / EXTRA_FILE
-    types = {name: (source.tensors[name].dtype, source.tensors[name].shape) for name in names}
     head, places = make_header(types, file)
-    for number, name in enumerate(names, first):
+    for number, name in enumerate(types, first):
         if share.takes(done, total):
-            stretch = Stretch(source.tensors[name], 0, 0, _rows(types[name][1]))
-            tasks[number] = Task(name, places[name], (stretch,))
+            tasks[number] = Task(name, places[name], (whole_stretch(source, name),))
         done += places[name].nbytes
     return {file: (head, len(head) + sum(p.nbytes for p in places.values()))}
 
 
-def _target_dtype(source: HFFolder, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
-    stored = source.tensors[entry.hf[0]].dtype
-    if dtype is not None and not entry.row.keeps_dtype:
-        return dtype
+def _target_dtypes(
+    source: HFFolder, table: Table, entries: list[Entry], dtype: torch.dtype | None
+) -> list[torch.dtype]:
+    """What each entry is written as.
+
+    Raises:
+        ValueError: parts of one Megatron tensor are stored in several dtypes, and no cast is asked
+            for; a silent one would lose bits.
+    """
+    out: list[torch.dtype] = []
+    known: dict[object, torch.dtype] = {}
+    homogeneous = is_homogeneous(table)
+    for entry in entries:
+        if dtype is not None and not entry.row.keeps_dtype:
+            out.append(dtype)
+            continue
+        key = entry.row.name if homogeneous else (entry.layer, entry.row.name)
+        for name in entry.hf:
+            stored = _plain_dtype(source.tensors[name].dtype)
+            if known.setdefault(key, stored) != stored:
+                raise ValueError(
+                    f"{source.path}: {name} is stored as {stored}, other parts of the same "
+                    f"Megatron tensor as {known[key]}; cast all of them: --dtype"
+                )
+        out.append(known[key])
+    return out
+
+
+def _plain_dtype(stored: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor once dequantised."""
     return torch.bfloat16 if stored in FLOAT8 else stored
 
 

@@ -80,7 +80,6 @@ def load_hf_weights(
 
 def _fill(slot: Slot, source: HFFolder, groups: int) -> None:
     dim, offset = slot.entry.cut_dim, 0
-    _check_shapes(slot, source)
     for block in slot.blocks(groups):
         part = slot.tensor.narrow(dim, offset, block.length)
         if block.source == ZERO:
@@ -90,21 +89,12 @@ def _fill(slot: Slot, source: HFFolder, groups: int) -> None:
         offset += block.length
 
 
-def _check_shapes(slot: Slot, source: HFFolder) -> None:
-    for name, shape in zip(slot.entry.hf, slot.entry.row.shapes):
-        if source.shape(name) != shape:
-            raise ValueError(
-                f"{source.path}: {name} has shape {list(source.shape(name))}, config.json says "
-                f"{list(shape)}; they do not belong together"
-            )
-
-
 def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
-    """The folder's tensors that are rightly not in the table.
+    """The folder's tensors that are rightly not in the table; all others are checked against it.
 
     Raises:
-        ValueError: a tensor that is neither in the table nor a known extra, or a table's tensor
-            that the folder lacks.
+        ValueError: a tensor that is neither in the table nor a known extra, a table's tensor that
+            the folder lacks, or one of another shape or not of floats.
     """
     table = parameter_table(shape)
     wanted = table.hf_shapes()
@@ -132,7 +122,25 @@ def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
         raise ValueError(
             f"{source.path}: {len(lost)} tensors are missing, such as {sorted(lost)[0]}"
         )
+    for name, expected in wanted.items():
+        if name in source.tensors:
+            _check_tensor(source, name, expected)
     return tuple(extras)
+
+
+def _check_tensor(source: HFFolder, name: str, expected: tuple[int, ...]) -> None:
+    stored = source.tensors[name]
+    if stored.shape != expected:
+        raise ValueError(
+            f"{source.path}: {name} has shape {list(stored.shape)}, config.json says "
+            f"{list(expected)}; they do not belong together"
+        )
+    if not stored.dtype.is_floating_point:
+        raise ValueError(
+            f"{source.path}: {name} is stored as {str(stored.dtype).removeprefix('torch.')}, "
+            "weights are floats; use the unquantised model"
+        )
+    source.scales(name)  # refuses 8-bit floats without them
 
 
 def is_extra_layer(name: str, shape: ModelShape) -> bool:

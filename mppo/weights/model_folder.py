@@ -32,7 +32,7 @@ def checkpoint_folder(path: str | Path) -> Path:
         return path
     if (path / LATEST).exists():
         latest = (path / LATEST).read_text().strip()
-        inside = path / (RELEASE if latest == RELEASE else f"iter_{int(latest):07d}")
+        inside = path / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
         if (inside / ".metadata").exists():
             return inside
         raise ValueError(f"{path}: {LATEST} names {inside.name}, which is not a checkpoint")

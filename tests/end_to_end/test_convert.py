@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -46,28 +48,30 @@ def verify(folder: Path, checkpoint: Path, *options: str) -> int:
     return main(["verify", "--hf", str(folder), "--megatron", str(checkpoint), *options])
 
 
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json")
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_there_and_back_is_byte_identical(models, tmp_path, name):
-    folder = models(name)
+def test_there_and_back_is_byte_identical_and_the_logits_are_equal(models, tmp_path, capsys, name):
+    folder, back = models(name), tmp_path / "back"
     assert to_megatron(folder, tmp_path / "megatron") == 0
-    assert to_hf(tmp_path / "megatron", tmp_path / "back", "--max-shard-gb", "0.0001") == 0
-    assert_same_tensors(tensors(tmp_path / "back"), tensors(folder))
-    assert (tmp_path / "back" / "tokenizer.json").exists()
-    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 1
-    assert verify(folder, tmp_path / "megatron") == 0
+    assert to_hf(tmp_path / "megatron", back, "--max-shard-gb", "0.0001") == 0
+    assert_same_tensors(tensors(back), tensors(folder))
+    index = json.loads((back / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == tensors(folder).keys()
+    assert {back / file for file in index.values()} == set(back.glob("*.safetensors"))
+    assert len(set(index.values())) > 1
+    for file in COMPANIONS:
+        assert json.loads((back / file).read_text()) == json.loads((folder / file).read_text())
+    assert verify(folder, tmp_path / "megatron", "--logits") == 0
+    assert "logits equal" in capsys.readouterr().out
     assert not list(tmp_path.glob(".*.partial"))
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", "gemma2", "qwen2_moe", "deepseek_v2"])
-def test_logits_are_verified(models, tmp_path, capsys, name):
-    assert to_megatron(models(name), tmp_path / "megatron") == 0
-    assert verify(models(name), tmp_path / "megatron", "--logits") == 0
-    assert "logits equal" in capsys.readouterr().out
-
-
-def test_transformers_loads_the_export(models, tmp_path):
+def test_transformers_loads_the_export_and_progress_is_told(models, tmp_path, capsys):
     assert to_megatron(models("qwen3_moe"), tmp_path / "megatron") == 0
-    assert to_hf(tmp_path / "megatron", tmp_path / "back") == 0
+    assert re.search(r"#{30}\] 100\.0%  0\.00 GB  [0-9.]+ GB/s", capsys.readouterr().err)
+    assert to_hf(tmp_path / "megatron", tmp_path / "back", "--max-shard-gb", "0.0001") == 0
     ours, theirs = (
         hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
         for path in (tmp_path / "back", models("qwen3_moe"))
@@ -91,7 +95,7 @@ def test_dtypes_are_kept_or_cast_except_the_routers_bias(tmp_path):
     assert verify(folder, tmp_path / "wide") == 0
 
 
-def test_extra_prediction_layers_are_kept_aside_when_asked(tmp_path):
+def test_extra_prediction_layers_are_told_and_kept_aside_when_asked(tmp_path, capsys):
     folder = save("moonlight", tmp_path / "hf", num_nextn_predict_layers=1)
     (folder / "model.safetensors.index.json").unlink()
     extra = {"model.layers.4.eh_proj.weight": torch.randn(64, 128)}
@@ -99,10 +103,47 @@ def test_extra_prediction_layers_are_kept_aside_when_asked(tmp_path):
     for option, expected in (((), 0), (("--keep-extra",), 1)):
         checkpoint = tmp_path / f"megatron{expected}"
         assert to_megatron(folder, checkpoint, *option) == 0
+        said = "1 tensors are not part of the model, such as model.layers.4.eh_proj.weight"
+        assert said in capsys.readouterr().out
         assert to_hf(checkpoint, tmp_path / f"back{expected}") == 0
         kept = tensors(tmp_path / f"back{expected}")
         assert len(set(kept) & set(extra)) == expected
     assert_same_tensors(kept, tensors(folder))
+
+
+def eight_bit(folder: Path, block: int) -> dict[str, torch.Tensor]:
+    """Store a folder's projections as 8-bit floats with a scale per block; what they stand for."""
+    meant = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        stored = load_file(file)
+        meant |= stored
+        for name in [name for name in stored if "_proj" in name]:
+            small = stored[name].to(torch.float8_e4m3fn)
+            scales = 0.5 + torch.rand([-(-length // block) for length in small.shape])
+            stored |= {name: small, f"{name}_scale_inv": scales}
+            spread = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)
+            rows, columns = small.shape
+            meant[name] = (small.float() * spread[:rows, :columns]).bfloat16()
+        save_file(stored, file)
+    edited_config(
+        folder, quantization_config={"quant_method": "fp8", "weight_block_size": [block, block]}
+    )
+    return meant
+
+
+def test_eight_bit_floats_come_back_as_what_they_stand_for(tmp_path):
+    folder = save("deepseek_v3", tmp_path / "hf", torch.bfloat16, num_nextn_predict_layers=1)
+    (folder / "model.safetensors.index.json").unlink()
+    extra = {"model.layers.4.eh_proj.weight": torch.randn(64, 128)}
+    save_file(extra, folder / "extra.safetensors")
+    meant = eight_bit(folder, 32)
+    assert to_megatron(folder, tmp_path / "megatron", "--keep-extra") == 0
+    assert verify(folder, tmp_path / "megatron") == 0
+    assert to_hf(tmp_path / "megatron", tmp_path / "back") == 0
+    assert_same_tensors(tensors(tmp_path / "back"), meant)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "quantization_config" not in config
 
 
 def test_a_changed_byte_is_found(models, tmp_path, capsys):
@@ -110,10 +151,28 @@ def test_a_changed_byte_is_found(models, tmp_path, capsys):
     checkpoint = read_checkpoint(tmp_path / "megatron" / "release")
     place = locate(checkpoint["output_layer.weight"].chunks[0])
     content = bytearray(place.file.read_bytes())
-    content[place.offset + place.nbytes // 2] ^= 1
+    content[place.offset + place.nbytes // 2 + 3] ^= 1
     place.file.write_bytes(content)
+    assert verify(models("qwen2"), tmp_path / "megatron", "--logits") == 1
+    said = capsys.readouterr().out
+    assert "DIFFERENT  lm_head.weight: " in said
+    assert "logits DIFFERENT" in said
+
+
+def test_a_tensor_that_only_one_side_has_is_found(models, tmp_path, capsys):
+    critic = tmp_path / "critic"
+    shutil.copytree(models("qwen2"), critic)
+    (critic / "model.safetensors.index.json").unlink()
+    (file,) = (f for f in critic.glob("*.safetensors") if "lm_head.weight" in load_file(f))
+    stored = load_file(file)
+    del stored["lm_head.weight"]
+    save_file({**stored, "score.weight": torch.zeros(1, 64)}, file)
+    assert to_megatron(critic, tmp_path / "megatron") == 0
+    assert verify(critic, tmp_path / "megatron") == 0
     assert verify(models("qwen2"), tmp_path / "megatron") == 1
-    assert "DIFFERENT" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "MISSING  lm_head.weight: not in the checkpoint" in said
+    assert "MISSING  score.weight: not in the folder" in said
 
 
 class Interrupted(Exception):
@@ -124,21 +183,45 @@ def test_an_interrupted_run_leaves_nothing_and_is_continued(models, tmp_path, mo
     folder, out = models("qwen2_moe"), tmp_path / "megatron"
     run, done = Copier.run, []
 
-    def stop_half_way(self, task):
-        if len(done) == 30:
-            raise Interrupted
-        done.append(task.name)
-        run(self, task)
+    def stop_after(count):
+        def counted(self, task):
+            if len(done) == count:
+                raise Interrupted
+            done.append(task.name)
+            run(self, task)
+
+        return counted
 
     monkeypatch.setattr(job, "FLUSH_BYTES", 1)
-    monkeypatch.setattr(Copier, "run", stop_half_way)
-    with pytest.raises(Interrupted):
-        to_megatron(folder, out)
-    assert not out.exists()
-    monkeypatch.setattr(Copier, "run", lambda self, task: (done.append(task.name), run(self, task)))
+    for count in (30, 45):
+        monkeypatch.setattr(Copier, "run", stop_after(count))
+        with pytest.raises(Interrupted):
+            to_megatron(folder, out)
+        assert not out.exists()
+        with (tmp_path / ".megatron.partial" / "done.0.log").open("a") as journal:
+            journal.write("3")  # what a kill left of a line
+    monkeypatch.setattr(Copier, "run", stop_after(None))
     assert to_megatron(folder, out) == 0
     assert len(done) == len(set(done)) == 61
     assert verify(folder, out) == 0
+
+
+def test_another_model_does_not_continue_an_interrupted_run(models, tmp_path, monkeypatch):
+    folder, out = tmp_path / "hf", tmp_path / "megatron"
+    shutil.copytree(models("llama"), folder)
+
+    def full(descriptor, data, offset):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert to_megatron(folder, out) == 2
+    begun = (tmp_path / ".megatron.partial" / job.FINGERPRINT).read_text()
+    edited_config(folder, num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert to_megatron(folder, out) == 2
+    assert (tmp_path / ".megatron.partial" / job.FINGERPRINT).read_text() != begun
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
@@ -179,12 +262,17 @@ def cut_short(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
 
 
-def wrong_dtype(folder: Path) -> None:
-    file = next(folder.glob("model-00001*"))
-    stored = load_file(file)
-    name = next(name for name, tensor in stored.items() if tensor.dim() == 2)
-    stored[name] = stored[name].to(torch.float8_e4m3fn)
-    save_file(stored, file)
+def recast(dtype: torch.dtype, word: str):
+    """Stores the first matrix of that name in another dtype."""
+
+    def spoil(folder: Path) -> None:
+        for file in sorted(folder.glob("*.safetensors")):
+            stored = load_file(file)
+            for name in [n for n in stored if word in n][:1]:
+                save_file({**stored, name: stored[name].to(dtype)}, file)
+                return
+
+    return spoil
 
 
 def several_labels(folder: Path) -> None:
@@ -198,7 +286,9 @@ def several_labels(folder: Path) -> None:
 BAD = {
     "missing shard": (lambda f: next(f.glob("model-00002*")).unlink(), "not in the folder"),
     "truncated": (cut_short, "cut short"),
-    "8-bit floats without scales": (wrong_dtype, "_scale_inv"),
+    "8-bit floats without scales": (recast(torch.float8_e4m3fn, "proj"), "_scale_inv"),
+    "integers": (recast(torch.int8, "proj"), "stored as int8, weights are floats"),
+    "one key of another dtype": (recast(torch.bfloat16, "k_proj"), "cast all of them: --dtype"),
     "more layers": (lambda f: edited_config(f, num_hidden_layers=5), "tensors are missing"),
     "fewer layers": (lambda f: edited_config(f, num_hidden_layers=3), "does not have"),
     "other width": (lambda f: edited_config(f, intermediate_size=80), "do not belong together"),
@@ -250,9 +340,28 @@ def test_bad_checkpoints_and_outputs_that_exist_are_told(models, tmp_path, capsy
     shutil.rmtree(tmp_path / "megatron" / "hf")
     assert to_hf(tmp_path / "megatron", tmp_path / "back") == 2
     assert "--config" in capsys.readouterr().err
-    next((tmp_path / "megatron" / "release").glob("*.distcp")).unlink()
+    file = next((tmp_path / "megatron" / "release").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert verify(models("llama"), tmp_path / "megatron") == 2
+    assert "unreadable chunk" in capsys.readouterr().err
+    file.unlink()
     assert verify(models("llama"), tmp_path / "megatron") == 2
     assert "is missing" in capsys.readouterr().err
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("seven")
+    assert verify(models("llama"), tmp_path / "megatron") == 2
+    assert "names seven, which is not a checkpoint" in capsys.readouterr().err
+
+
+def test_a_hole_in_a_checkpoint_is_told(models, tmp_path, capsys):
+    assert to_megatron(models("llama"), tmp_path / "megatron") == 0
+    file = tmp_path / "megatron" / "release" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+    file.write_bytes(pickle.dumps(metadata))
+    assert verify(models("llama"), tmp_path / "megatron") == 2
+    assert "layers.3.mlp.down_proj.weight: the sources fill 0 of 6144" in capsys.readouterr().err
+    assert to_hf(tmp_path / "megatron", tmp_path / "back") == 2
+    assert not (tmp_path / "back").exists()
 
 
 def test_inspect_lists_what_a_folder_holds(models, tmp_path, capsys):

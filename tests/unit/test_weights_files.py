@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from checkpoints_convert.verify import HOLE
 from mppo.weights.hf_folder import HFFolder
 from mppo.weights.safetensors_file import make_header, read_header
 from mppo.weights.shape import model_shape
@@ -155,10 +156,22 @@ def test_any_tiling_is_copied_exactly(tmp_path_factory, rows, columns, cuts, buf
     stretches = tuple(
         Stretch(stored[str(i)], 0, t, b - t, left) for i, (t, b, left, _) in enumerate(boxes)
     )
-    copier = Copier(buffer_bytes=buffer)
-    copier.run(Task("x", places["x"], stretches))
+    copier, task = Copier(buffer_bytes=buffer), Task("x", places["x"], stretches)
+    copier.run(task)
+    assert all(len(part) <= max(buffer, 4 * columns) for _, part in copier.windows(task))
     copier.close()
     assert torch.equal(load_file(out)["x"], source)
+
+
+def test_a_hole_among_the_sources_shows_as_nans(llama):
+    stored = HFFolder(llama).tensors["model.norm.weight"]
+    twice = Stretch(stored, 0, 0, 32), Stretch(stored, 0, 0, 32)  # the area fits, the rest is bare
+    copier = Copier()
+    ((_, window),) = copier.windows(Task("x", stored, twice), HOLE)
+    copier.close()
+    assert (
+        torch.from_numpy(window).view(torch.float32).isnan().tolist() == [False] * 32 + [True] * 32
+    )
 
 
 def test_sources_that_do_not_fill_the_target_are_refused(llama):

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hf_families import save, tensors
 from transformers import AutoConfig
+from twin_modules import twin
 
 from mppo.parallel.layout import Layout
 from mppo.weights.load import load_hf_weights
 from mppo.weights.shape import model_shape
-from mppo.weights.slots import find_slots
+from mppo.weights.slots import assert_partition, find_slots
 from mppo.weights.table import parameter_table
 
 DENSE = {
@@ -31,37 +32,6 @@ LATENT = (
     "self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.linear_kv_up_proj.weight",
     "self_attention.linear_proj.weight",
 )  # fmt: skip
-
-
-class Node(torch.nn.Module):
-    """A module that grows children on the way to a parameter."""
-
-    def put(self, name: str, tensor: torch.Tensor, buffer: bool = False) -> None:
-        head, _, rest = name.partition(".")
-        if rest:
-            if head not in self._modules:
-                self.add_module(head, Node())
-            self.get_submodule(head).put(rest, tensor, buffer)
-        elif buffer:
-            self.register_buffer(head, tensor)
-        else:
-            self.register_parameter(head, torch.nn.Parameter(tensor))
-
-
-def twin(layers: list[dict[str, tuple[int, ...]]], ends: dict[str, tuple[int, ...]]) -> Node:
-    """A chunk with these parameters, full of NaNs; layers are numbered from 1."""
-    chunk, decoder = Node(), Node()
-    decoder.layers = torch.nn.ModuleList()
-    for number, names in enumerate(layers, 1):
-        layer = Node()
-        layer.layer_number = number
-        for name, shape in names.items():
-            layer.put(name, torch.full(shape, torch.nan), name.endswith("expert_bias"))
-        decoder.layers.append(layer)
-    chunk.decoder = decoder
-    for name, shape in ends.items():
-        chunk.put(name, torch.full(shape, torch.nan))
-    return chunk
 
 
 def folder_of(name, tmp_path_factory):
@@ -178,3 +148,22 @@ def test_stages_that_do_not_fit_are_told(tmp_path_factory):
     lacking = {n: s for n, s in layers[0].items() if n != "mlp.linear_fc2.weight"}
     with pytest.raises(ValueError, match=r"lacks decoder\.layers\.0\.mlp\.linear_fc2"):
         find_slots([twin([lacking], {})], *place)
+
+
+def test_a_dimension_cut_otherwise_than_megatron_says_is_refused(tmp_path_factory):
+    folder, config, table = folder_of("qwen2", tmp_path_factory)
+    layout = Layout(world=2, tp=2)
+    layers = [
+        {entry.row.name: entry.shard_shape(2) for entry in table.layer_entries(layer)}
+        for layer in range(4)
+    ]
+    chunk = twin(layers, {})
+    for layer in chunk.decoder.layers:
+        for name, dim in (("linear_qkv", 0), ("linear_proj", 1)):
+            weight = layer.get_submodule(f"self_attention.{name}").weight
+            weight.tensor_model_parallel, weight.partition_dim = True, dim
+    slots = find_slots([chunk], table, layout, layout.coordinates(1))
+    assert_partition([chunk], slots)
+    weight.partition_dim = 0
+    with pytest.raises(AssertionError, match=r"layers\.3\..*linear_proj.*dimension 0, the table 1"):
+        load_hf_weights(folder, [chunk], config, layout, layout.coordinates(1))

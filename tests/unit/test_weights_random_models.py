@@ -1,0 +1,183 @@
+"""Models of random sizes: heads, vocabularies, expert counts, layer patterns, pipeline splits."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import transformers as hf
+from hf_families import assert_same_tensors, tensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from twin_modules import twin
+
+from mppo.parallel.layout import Layout
+from mppo.weights.blocks import padded_vocab_size
+from mppo.weights.conversion import Share, plan_hf, plan_megatron
+from mppo.weights.hf_folder import HFFolder
+from mppo.weights.load import load_hf_weights
+from mppo.weights.output_folder import create_files
+from mppo.weights.shape import model_shape
+from mppo.weights.table import LAYER, Entry, parameter_table
+from mppo.weights.torch_dist import read_checkpoint, write_index
+from mppo.weights.transfer import Copier
+
+DENSE = {"qwen2": hf.Qwen2Config, "qwen3": hf.Qwen3Config, "gemma2": hf.Gemma2Config}
+SPARSE = {
+    "qwen2_moe": hf.Qwen2MoeConfig, "mixtral": hf.MixtralConfig, "deepseek_v3": hf.DeepseekV3Config,
+}  # fmt: skip
+FOURS = st.sampled_from([4, 8, 12])
+
+
+@st.composite
+def configs(draw):
+    """A config of random sizes; what tensor parallelism cuts is a multiple of 4."""
+    kind = draw(st.sampled_from([*DENSE, *SPARSE]))
+    kv_heads, layers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.integers(1, 3))
+    sizes = {
+        "hidden_size": 4 * heads * draw(st.integers(1, 2)), "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": draw(FOURS), "intermediate_size": draw(FOURS),
+        "vocab_size": draw(st.integers(5, 70)), "tie_word_embeddings": draw(st.booleans()),
+    }  # fmt: skip
+    if kind in DENSE:
+        return DENSE[kind](**sizes)
+    experts = draw(st.integers(2, 6))
+    count = {"mixtral": "num_local_experts", "deepseek_v3": "n_routed_experts"}
+    sizes |= {count.get(kind, "num_experts"): experts, "num_experts_per_tok": 2}
+    if kind != "mixtral":
+        sizes["moe_intermediate_size"] = draw(FOURS)
+    if kind == "qwen2_moe":
+        dense = draw(st.sets(st.integers(0, layers - 1)))
+        sizes |= {"mlp_only_layers": sorted(dense), "shared_expert_intermediate_size": draw(FOURS)}
+    if kind == "deepseek_v3":
+        del sizes["head_dim"]
+        sizes |= {
+            "q_lora_rank": draw(st.none() | FOURS), "kv_lora_rank": draw(FOURS),
+            "qk_nope_head_dim": draw(FOURS), "qk_rope_head_dim": draw(FOURS),
+            "v_head_dim": draw(FOURS), "first_k_dense_replace": draw(st.integers(0, layers)),
+            "n_shared_experts": draw(st.integers(1, 2)), "n_group": 1, "topk_group": 1,
+        }  # fmt: skip
+    return SPARSE[kind](**sizes)
+
+
+def write_folder(shape, folder, files: int, dtype: torch.dtype = torch.float32):
+    """A folder of random weights in some safetensors files."""
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(files)]
+    for number, (name, sizes) in enumerate(parameter_table(shape).hf_shapes().items()):
+        kind = torch.float32 if name.endswith("correction_bias") else dtype
+        parts[number % files][name] = torch.randn(sizes).to(kind)
+    for number, part in enumerate(part for part in parts if part):
+        save_file(part, folder / f"part{number}.safetensors")
+    return folder
+
+
+def run_shares(plans) -> None:
+    """Carry out the shares of a plan, which divide it between them."""
+    numbers = [number for plan in plans for number in plan.tasks]
+    assert sorted(numbers) == list(range(plans[0].count))
+    sizes = [[task.nbytes for task in plan.tasks.values()] for plan in plans]
+    largest = max(itertools.chain(*sizes))
+    assert max(map(sum, sizes)) <= plans[0].total_bytes / len(plans) + largest
+    for path in plans[0].files:
+        path.parent.mkdir(exist_ok=True)
+    create_files(plans[0].files)
+    copier = Copier(buffer_bytes=512)
+    for plan in plans:
+        for task in plan.tasks.values():
+            copier.run(task)
+    copier.close()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    config=configs(), world=st.integers(1, 3), files=st.integers(1, 3),
+    most=st.sampled_from([600, 5000, 10**9]), dtype=st.sampled_from([torch.float, torch.bfloat16]),
+)  # fmt: skip
+def test_any_model_converts_and_comes_back(tmp_path_factory, config, world, files, most, dtype):
+    folder, shape = tmp_path_factory.mktemp("random"), model_shape(config)
+    (folder / "hf").mkdir()
+    source, out = HFFolder(write_folder(shape, folder / "hf", files, dtype)), folder / "megatron"
+    shares = [Share(rank, world) for rank in range(world)]
+    planned = [
+        plan_megatron(source, shape, out, share=share, max_file_bytes=most) for share in shares
+    ]
+    run_shares([plan for plan, _ in planned])
+    write_index(out, planned[0][1].tensors, planned[0][1].objects, {})
+    checkpoint, back = read_checkpoint(out), folder / "back"
+    run_shares([plan_hf(checkpoint, shape, back, share=s, max_shard_bytes=most)[0] for s in shares])
+    assert_same_tensors(tensors(back), tensors(folder / "hf"))
+
+
+def stage_of(table, layout: Layout, place, stage: range, ends: tuple[bool, bool]):
+    """The parameters of a rank's stage as a module, with the entry of each by the module's name."""
+    shape, entries, layers = table.shape, {}, []
+    first_expert = place.ep * shape.num_experts // layout.ep
+    for number, layer in enumerate(stage):
+        names = {}
+        for entry in table.layer_entries(layer):
+            local = (entry.expert or 0) - first_expert
+            if entry.expert is None or 0 <= local < shape.num_experts // layout.ep:
+                name = entry.row.name.replace("{e}", str(local))
+                names[name] = entry.shard_shape(group(entry, layout, place)[1])
+                entries[LAYER.format(l=number) + name] = entry
+        layers.append(names)
+    at_ends = {"embedding": ends[0], "final": ends[1], "output": ends[1]}
+    shapes = {}
+    for row in table.rows:
+        if at_ends.get(row.where):
+            entry, size = Entry(row), group(Entry(row), layout, place)[1]
+            shapes[row.name] = entry.shard_shape(size, padded_vocab_size(shape.vocab, size))
+            entries[row.name] = entry
+    return twin(layers, shapes, stage.start + 1), entries
+
+
+def group(entry, layout: Layout, place) -> tuple[int, int]:
+    expert = entry.row.group == "etp"
+    return (place.etp, layout.etp) if expert else (place.tp, layout.tp)
+
+
+def parameters(chunk, entries) -> dict[Entry, torch.Tensor]:
+    """What a stage holds of each entry."""
+    named = {**dict(chunk.named_parameters()), **dict(chunk.named_buffers())}
+    return {entry: named[name] for name, entry in entries.items()}
+
+
+def cut(whole: torch.Tensor, row, rank: int, size: int) -> torch.Tensor:
+    """Megatron's own rule: gate and up each cut, all else cut as it lies, vocabulary padded."""
+    if row.dim is None:
+        return whole
+    if row.kind == "gated":
+        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    if row.kind == "vocab":
+        rows = padded_vocab_size(len(whole), size)
+        whole = torch.cat([whole, torch.zeros(rows - len(whole), whole.shape[1])])
+    return whole.chunk(size, row.dim)[rank]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    config=configs(), tp=st.sampled_from([1, 2, 4]), etp=st.sampled_from([1, 2, 4]), data=st.data()
+)  # fmt: skip
+def test_any_rank_of_any_layout_loads_its_slices(tmp_path_factory, config, tp, etp, data):
+    shape = model_shape(config)
+    table = parameter_table(shape)
+    folder = write_folder(shape, tmp_path_factory.mktemp("random"), 2)
+    count = shape.num_layers
+    edges = sorted({0, count, *data.draw(st.sets(st.integers(1, count)))})
+    ep = data.draw(st.sampled_from([n for n in range(1, 7) if shape.num_experts % n == 0]))
+    layout = Layout(tp * etp * ep * (len(edges) - 1), tp, len(edges) - 1, ep=ep, etp=etp)
+    place = layout.coordinates(data.draw(st.integers(0, layout.world - 1)))
+    alone = Layout(1)
+    model, of_model = stage_of(table, alone, alone.coordinates(0), range(count), (True, True))
+    load_hf_weights(folder, [model], config, alone, alone.coordinates(0))
+    stage = range(edges[place.pp], edges[place.pp + 1])
+    ends = (stage.start == 0, stage.stop == count)
+    chunk, entries = stage_of(table, layout, place, stage, ends)
+    load_hf_weights(folder, [chunk], config, layout, place)
+    whole = parameters(model, of_model)
+    for entry, tensor in parameters(chunk, entries).items():
+        expected = cut(whole[entry], entry.row, *group(entry, layout, place))
+        assert torch.equal(tensor, expected), entry.name
