@@ -196,6 +196,10 @@ LAYOUTS = [
      f"actor.megatron.{TP}", "does not divide the 9 attention heads"),
     ("layers not divisible", f"model.path={{three_layers}} actor.megatron.{PP}=2",
      f"actor.megatron.{PP}", "3 layers do not divide among 2 stages"),
+    ("experts' world not a multiple", "model.path={six_experts} "
+     "algorithm.adv_estimator=reinforce_plus_plus actor.megatron.expert_tensor_parallel_size=2 "
+     "actor.megatron.expert_model_parallel_size=3", "actor.megatron",
+     "start a multiple of 6 ranks"),
     ("chunks not divisible",
      f"actor.megatron.{PP}=2 actor.megatron.virtual_pipeline_model_parallel_size=3",
      "actor.megatron.virtual_pipeline_model_parallel_size", "do not divide into 3 chunks"),
