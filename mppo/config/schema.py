@@ -60,7 +60,11 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    """Adam with warm-up and decay. ``lr_warmup_steps`` wins over ``lr_warmup_steps_ratio``."""
+    """Adam with warm-up and decay. ``lr_warmup_steps`` wins over ``lr_warmup_steps_ratio``.
+
+    A PPO step's rate is the schedule's after the steps before it, as in Megatron-LM and
+    transformers: the first step decays nothing, and with a warm-up its rate is 0.
+    """
 
     lr: float = Field(default=1e-6, ge=0)
     min_lr: float = Field(default=0.0, ge=0)

@@ -108,14 +108,14 @@ class RoleOptimizer:
         )
 
     def advance(self) -> float:
-        """Move the schedule one PPO step on; returns the learning rate of that step."""
-        self.schedule.step(1)
+        """Begin a PPO step; returns its learning rate, the schedule's after the steps before it."""
+        self.schedule.step(0)
+        self.schedule.num_steps += 1
         return self.learning_rate
 
     def resume_schedule(self, steps: int) -> None:
         """Put the schedule where ``steps`` PPO steps leave it."""
         self.schedule.num_steps = steps
-        self.schedule.step(0)
 
     @property
     def learning_rate(self) -> float:

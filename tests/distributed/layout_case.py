@@ -32,6 +32,7 @@ class Case:
         steps: optimizer steps taken.
         role: further fields of ``RoleSpec``.
         source: folder or checkpoint to start from instead of the model's own.
+        dtype: of the parameters.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Case:
     steps: int = 2
     role: dict[str, Any] = field(default_factory=dict)
     source: str | None = None
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def build_role(case: Case, folder: Path, registry):
         name="actor",
         head=case.head,
         folder=Path(case.source) if case.source else folder / case.model,
-        dtype=torch.float32,
+        dtype=getattr(torch, case.dtype),
         megatron=megatron,
         batching=BatchingConfig(ppo_micro_batch_size_per_gpu=case.micro_batch, head_chunk_tokens=7),
         temperature=0.9,

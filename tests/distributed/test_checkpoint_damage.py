@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import random
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from layout_case import Case, build_role, run_cases
 from test_checkpoint_layouts import checkpointer, train
 
@@ -77,6 +83,32 @@ HARM = {
 }
 
 
+class Deed:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+def bring_a_deed(folder: Path) -> dict[str, str]:
+    """A copy with code in its table of contents, whose checksums are right; keys to resume it."""
+    from mppo.checkpoint.folder import checksum
+
+    copy = folder.parents[2] / "elsewhere" / folder.name
+    shutil.copytree(folder, copy)
+    table = copy / "actor/.metadata"
+    contents = pickle.loads(table.read_bytes())
+    contents.planner_data = Deed(folder.with_name("global_step_9"))
+    table.write_bytes(pickle.dumps(contents))
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["files"]["actor/.metadata"] = asdict(checksum(table))
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    return {"resume_mode": "resume_path", "resume_from_path": str(copy)}
+
+
 def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
     """Two checkpoints each time, the newer one harmed."""
     role = build_role(case, folder, registry)
@@ -90,13 +122,22 @@ def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
     root = folder / "flipped bit/checkpoints"
     explicit = str(root / "global_step_2")
     outcomes["explicit"] = told(role, root, resume_mode="resume_path", resume_from_path=explicit)
+    outcomes["stranger"] = told(role, root, **bring_a_deed(root / "global_step_1"))
     flip(root / "global_step_1")
     outcomes["all"] = told(role, root)
     outcomes["disable"] = told(role, root, resume_mode="disable")
     outcomes["none"] = told(role, folder / "empty/checkpoints")
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        restarted = folder / "missing manifest/checkpoints"
+        os.environ[name] = "1"
+        outcomes[name] = told(role, restarted, resume_mode="disable")
+        del os.environ[name]
     outcomes["time limit"] = after_step(role, folder / "limit", checkpoint_must_save_by="00:00:01")
     outcomes["minutes"] = after_step(role, folder / "minutes", save_every_minutes=1e-9)
     outcomes["unscheduled"] = after_step(role, folder / "unscheduled")
+    outcomes["asked"] = after_step(role, folder / "asked", asked=True)
+    unsaved = {"asked": True, "save_on_signal": False}
+    outcomes["asked not to save"] = after_step(role, folder / "unsaved", **unsaved)
     with locked(folder / "locked"), locked(folder / "locked") as outcomes["second job"]:
         pass
     with locked(folder / "locked") as outcomes["later job"]:
@@ -107,10 +148,11 @@ def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
     return outcomes
 
 
-def after_step(role, run_dir: Path, **trainer) -> Told:
+def after_step(role, run_dir: Path, asked: bool = False, **trainer) -> Told:
     """Whether a run stops after its third step, and what it has saved."""
     said: list[str] = []
     saver = checkpointer(role, run_dir / "checkpoints", said, **trainer)
+    saver._stop.signal_name = "SIGUSR1" if asked else None
     stops = saver.after_step(3, last=False, metrics={})
     saver.finish()
     return Told(int(stops), "", said, sorted(path.name for path in run_dir.glob("*/global_step_*")))
@@ -169,6 +211,15 @@ def test_it_refuses_rather_than_lose_progress(outcomes, name, message):
     assert "resume_mode=disable" in outcomes[name].refusal
 
 
+def test_a_checkpoint_from_elsewhere_that_would_run_code_is_refused(outcomes):
+    stranger = outcomes["stranger"]
+    assert stranger.step is None
+    assert "trainer.resume_from_path" in stranger.refusal
+    assert "actor/.metadata: more than a table of contents" in stranger.refusal
+    assert "it names posix.mkdir" in stranger.refusal
+    assert stranger.folders == ["global_step_1", "global_step_2"], "and nothing was run"
+
+
 def test_starting_anew_moves_checkpoints_aside(outcomes):
     assert outcomes["disable"].step == 0
     assert "checkpoints.old-1" in outcomes["disable"].said[0]
@@ -177,6 +228,18 @@ def test_starting_anew_moves_checkpoints_aside(outcomes):
 
 def test_without_checkpoints_it_starts_at_the_beginning(outcomes):
     assert outcomes["none"] == Told(0, "", [], [])
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_job_its_launcher_restarts_goes_on_whatever_the_recipe_says(outcomes, name):
+    assert outcomes[name].step == 1
+    assert outcomes[name].folders == ["global_step_1", "global_step_2"]
+
+
+def test_asked_to_stop_it_stops_and_saves_where_the_recipe_lets_it(outcomes):
+    assert outcomes["asked"].step == outcomes["asked not to save"].step == 1
+    assert outcomes["asked"].folders == ["global_step_3"]
+    assert outcomes["asked not to save"].folders == []
 
 
 def test_it_saves_and_stops_before_a_known_limit(outcomes):
@@ -287,29 +350,53 @@ def test_a_full_disk_harms_no_earlier_checkpoint(on_small_disk):
     assert outcome["ended"].startswith("the last checkpoint could not be written")
 
 
+def draws(role) -> tuple[float, ...]:
+    """A number from each source of random ones."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with role.groups.active(), get_cuda_rng_tracker().fork():
+        tracked = torch.rand(()).item()
+    return random.random(), np.random.random(), torch.rand(()).item(), tracked
+
+
 def background(case: Case, folder: Path, registry) -> dict[str, object]:
     """An asynchronous save while training goes on holds the weights of its moment; pruning."""
+    from late_copies import late
+
     role, said = build_role(case, folder, registry), []
     root = folder / "background"
     trainer = {"async_save": True, "max_ckpt_to_keep": 2, "best_metric": "reward"}
     saver = checkpointer(role, root, said, **trainer)
-    before = {}
+    changed, before, meanwhile = late(saver), {}, []
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(dist.get_rank())
     for step in range(1, 6):
         train(role, 1)
         before[step] = [t.clone() for b in role.hf_weights(1 << 16) for _, t in b]
         saver.save(step, {"reward": 1.0 if step == 2 else 0.0})
+        meanwhile.append(saver._thread.busy)
+        drawn = draws(role)
         saver.before_update()
         train(role, 1)
+        changed.set()
     saver.finish()
     left = sorted(path.name for path in root.iterdir())
     checkpointer(role, root, []).resume()
+    everyone: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (drawn, draws(role)))
     now = [t.clone() for b in role.hf_weights(1 << 16) for _, t in b]
-    return {"left": left, "same": all((a == b).all() for a, b in zip(now, before[5])), "said": said}
+    same = all((a == b).all() for a, b in zip(now, before[5]))
+    return {"left": left, "same": same, "said": said, "meanwhile": meanwhile, "draws": everyone}
 
 
 def test_an_asynchronous_save_is_of_its_moment_and_old_ones_go(tmp_path):
     layout = {"tensor_model_parallel_size": 2}
     (outcome,) = run_cases([Case("qwen2", layout)], 2, tmp_path, background)
+    assert outcome["meanwhile"] == [True] * 5, "a save that has not copied yet returns"
     assert outcome["same"]
     assert outcome["left"] == ["global_step_2", "global_step_4", "global_step_5"]
     assert len([line for line in outcome["said"] if line.startswith("saved ")]) == 5
+    (mine, mine_again), (other, other_again) = outcome["draws"]
+    assert mine == mine_again, "what comes after the save comes after the resume"
+    assert other == other_again
+    assert all(a != b for a, b in zip(mine, other)), "each rank takes up its own state"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 from layout_case import Case, batch_of, build_role, objective, run_cases
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -90,6 +93,8 @@ TRIED = {
     ("moonlight", "policy"): ({**EP2, **TP2}, [{**EP2}, PP2]),
 }
 """By model and head: the layout that saves, and those that resume."""
+ROUNDED = {"TP2": TP2, "DP2": DP2, "state not sharded": PLAIN}
+"""Layouts that save and resume bfloat16 parameters, whose float32 main weights must come along."""
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +103,20 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder) -> dict[tuple[str, str], list[dict[str, torch.Tensor]]]:
-    """By model and head: the run that saved, then those that resumed, all in one group of two."""
+def two_ranks(folder) -> dict[tuple[str, str] | str, list[dict[str, torch.Tensor]]]:
+    """By model and head, or name of a bfloat16 case: the run that saved, then those that resumed,
+    all in one group of two."""
     cases = []
     for (model, head), (first, others) in TRIED.items():
         name = f"{model} {head}"
         cases.append(Step(model, first, head=head, save=name))
         cases += [Step(model, layout, head=head, resume=name) for layout in others]
+    for name, layout in ROUNDED.items():
+        cases.append(Step("qwen2", layout, save=name, dtype="bfloat16"))
+        cases.append(Step("qwen2", layout, resume=name, dtype="bfloat16"))
     outcomes = iter(run_cases(cases, 2, folder, run_step))
-    return {key: [next(outcomes) for _ in range(1 + len(TRIED[key][1]))] for key in TRIED}
+    found = {key: [next(outcomes) for _ in range(1 + len(TRIED[key][1]))] for key in TRIED}
+    return found | {name: [next(outcomes), next(outcomes)] for name in ROUNDED}
 
 
 @pytest.mark.parametrize(("model", "head"), TRIED)
@@ -121,6 +131,27 @@ def test_two_ranks_resume_in_other_layouts(two_ranks, folder, model, head):
     for layout, outcome in zip(others, resumed, strict=True):
         difference = largest_difference(outcome, expected)
         assert difference == 0 if layout == first else difference < 1e-6, (layout, difference)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_bfloat16_parameters_go_on_bitwise_from_their_main_weights(two_ranks, name):
+    expected, resumed = two_ranks[name]
+    assert {tensor.dtype for tensor in expected.values()} == {torch.bfloat16}
+    assert largest_difference(resumed, expected) == 0
+
+
+def test_what_ranks_hold_alike_is_written_once_and_the_ranks_share_the_writing(two_ranks, folder):
+    saved = FileSystemReader(folder / "qwen2_moe policy" / f"global_step_{STEPS}" / "actor")
+    metadata = saved.read_metadata()
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            assert sum(prod(chunk.sizes) for chunk in entry.chunks) == prod(entry.size), key
+    writers = {
+        place.relative_path.split("_")[2]
+        for index, place in metadata.storage_data.items()
+        if not index.fqn.startswith("optimizer.") and "experts" not in index.fqn
+    }
+    assert writers == {"0", "1"}, "the dense weights, which both ranks hold"
 
 
 def test_the_world_may_grow_and_shrink(two_ranks, folder):

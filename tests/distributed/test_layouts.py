@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layout_case import Case, run_cases
+from layout_case import Case, batch_of, objective, run_cases
+from transformers import AutoModelForCausalLM
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
@@ -48,14 +49,14 @@ def outcomes(tmp_path_factory):
     """The references in one process, and every variant on four."""
     folder = tmp_path_factory.mktemp("layouts")
     alone = {(c.model, c.head): o for c, o in zip(REFERENCES, run_cases(REFERENCES, 1, folder))}
-    return alone, run_cases(VARIANTS, 4, folder)
+    return alone, run_cases(VARIANTS, 4, folder), folder
 
 
 @pytest.mark.parametrize(
     "index", range(len(VARIANTS)), ids=lambda i: f"{VARIANTS[i].model}-{VARIANTS[i].megatron}"
 )
 def test_every_layout_gives_the_numbers_of_one_process(outcomes, index):
-    alone, variants = outcomes
+    alone, variants, _ = outcomes
     case, got = VARIANTS[index], variants[index]
     want = alone[case.model, case.head]
     for measured, reference in zip(got.measured, want.measured):
@@ -67,8 +68,39 @@ def test_every_layout_gives_the_numbers_of_one_process(outcomes, index):
         torch.testing.assert_close(weight, want.weights[name], rtol=1e-5, atol=2e-6, msg=name)
 
 
+@pytest.mark.parametrize("model", ["qwen2", "qwen2_tied", "llama"])
+def test_one_process_takes_the_steps_of_plain_transformers_and_torch(outcomes, model):
+    alone, _, folder = outcomes
+    want = alone[model, "policy"]
+    network = AutoModelForCausalLM.from_pretrained(
+        folder / model, dtype=torch.float32, attn_implementation="eager"
+    )
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.05, eps=0.01, weight_decay=0.0)
+    batch = batch_of()
+    loss_of = objective(batch)
+    for step, norm in enumerate(want.norms):
+        optimizer.zero_grad()
+        outputs = [torch.zeros(len(batch.tokens_T)) for _ in range(2)]
+        for start, stop in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:]):
+            tokens = batch.tokens_T[start:stop]
+            logp = (network(tokens[None]).logits[0, :-1] / 0.9).log_softmax(-1)
+            outputs[0][start + 1 : stop] = logp.gather(1, tokens[1:, None])[:, 0]
+            outputs[1][start + 1 : stop] = -(logp.exp() * logp).sum(-1)
+        loss, _ = loss_of(outputs, range(batch.num_sequences))
+        assert loss.item() == pytest.approx(want.losses[step], rel=1e-4, abs=1e-6)
+        loss.backward()
+        clipped = torch.nn.utils.clip_grad_norm_(network.parameters(), max_norm=1.0)
+        assert norm == pytest.approx(clipped.item(), rel=1e-4)
+        optimizer.step()
+    assert max(want.norms) > 1.0, "some step is clipped"
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(
+            want.weights[name], parameter.detach(), rtol=1e-4, atol=2e-5, msg=name
+        )
+
+
 def test_the_reference_learns_something(outcomes):
-    alone, _ = outcomes
+    alone, _, _ = outcomes
     for outcome in alone.values():
         assert outcome.norms[0] > 1e-3
         assert outcome.losses[1] < outcome.losses[0]

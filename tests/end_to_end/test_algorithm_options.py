@@ -18,9 +18,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from mppo.config.algorithm import AlgorithmConfig
+from mppo.config.presets import PRESETS
 from mppo.config.schema import ActorConfig, PolicyLossConfig
 
 STEPS = 3
+LONG = 200
+NO_CRITIC = "algorithm.adv_estimator=rloo"
 COMMON = [
     "model.path=builtin:tiny",
     "model.dtype=float32",
@@ -96,6 +99,31 @@ def overrides_of(row: dict[str, str]) -> list[str]:
     return [*settings, f"algorithm.rollout_correction.{row['correction']}"]
 
 
+def _warm_up(run, critic) -> dict[str, object]:
+    """A step with the actor frozen and the one after: who moved, and what was logged."""
+    from mppo.config.load import load_recipe
+    from mppo.loop import iterate
+
+    def weights():
+        named = (pair for bucket in run.roles.actor.hf_weights(1 << 20) for pair in bucket)
+        return {name: tensor.clone() for name, tensor in named}
+
+    last = 10**6
+    run.recipe = run.roles.recipe = load_recipe(None, [*COMMON, f"trainer.critic_warmup={last}"])
+    run.roles.critic, run.roles.ref = critic, None
+    before = weights()
+    frozen = iterate(run, last)
+    between = weights()
+    moving = iterate(run, last + 1)
+    after = weights()
+    return {
+        "frozen": frozen,
+        "moving": moving,
+        "kept": all(torch.equal(before[name], between[name]) for name in before),
+        "moved": any(not torch.equal(between[name], after[name]) for name in before),
+    }
+
+
 def _train_rows(rank: int, rows: list[dict[str, str]], out: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -111,10 +139,14 @@ def _train_rows(rank: int, rows: list[dict[str, str]], out: str) -> None:
     dist.init_process_group("gloo", f"file://{out}/store", rank=rank, world_size=2)
     info = LaunchInfo(rank, 2, rank, 2, "127.0.0.1", 1, "python")
     full_kl = ["actor.use_kl_loss=true", "actor.kl_loss_type=full"]
-    everything = [*COMMON, *full_kl, f"trainer.default_local_dir={out}/run"]
     results = []
     with listening() as stop:
-        run = build_run(load_recipe(None, everything), info, stop)
+
+        def build(name, overrides):
+            folder = f"trainer.default_local_dir={out}/{name}"
+            return build_run(load_recipe(None, [*COMMON, *overrides, folder]), info, stop)
+
+        run = build("run", full_kl)
         sync(run, version=0)
         critic, ref = run.roles.critic, run.roles.ref
         for i, row in enumerate(rows):
@@ -124,10 +156,22 @@ def _train_rows(rank: int, rows: list[dict[str, str]], out: str) -> None:
             run.roles.ref = None if row["kl"] == "none" else ref
             for step in range(1, STEPS + 1):
                 results.append(iterate(run, 1000 * (i + 1) + step))
-    run.reporter.close()
+        critic_only = _warm_up(run, critic)
+        run.reporter.close()
+        presets = {}
+        for name in (*PRESETS, "no critic"):
+            chosen = f"algorithm.preset={name}" if name in PRESETS else NO_CRITIC
+            other = build(name, [chosen, f"trainer.total_training_steps={LONG}"])
+            sync(other, version=0)
+            iterate(other, 1)
+            presets[name] = iterate(other, 2)
+            roles = {"critic": other.roles.critic, "ref": other.roles.ref}
+            presets[name]["built"] = [role for role, built in roles.items() if built]
+            other.reporter.close()
     if rank == 0:
+        found = {"rows": results, "critic_only": critic_only, "presets": presets}
         with open(f"{out}/metrics.json", "w") as file:
-            json.dump(results, file)
+            json.dump(found, file)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -139,11 +183,16 @@ def test_the_table_holds_every_pair():
         assert found == set(itertools.product(FACTORS[a], FACTORS[b]))
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    out = tmp_path_factory.mktemp("options")
+    mp.spawn(_train_rows, (pairwise(FACTORS), str(out)), nprocs=2)
+    return json.loads((out / "metrics.json").read_text())
+
+
 @pytest.mark.distributed
-def test_every_pair_of_options_trains_three_steps_on_two_processes(tmp_path):
-    rows = pairwise(FACTORS)
-    mp.spawn(_train_rows, (rows, str(tmp_path)), nprocs=2)
-    results = json.loads((tmp_path / "metrics.json").read_text())
+def test_every_pair_of_options_trains_three_steps_on_two_processes(found):
+    rows, results = pairwise(FACTORS), found["rows"]
     assert len(results) == STEPS * len(rows)
     for index, metrics in enumerate(results):
         row = rows[index // STEPS]
@@ -151,3 +200,40 @@ def test_every_pair_of_options_trains_three_steps_on_two_processes(tmp_path):
         assert "actor/pg_loss" in metrics
         for name, value in metrics.items():
             assert math.isfinite(value), (name, row)
+
+
+@pytest.mark.distributed
+def test_the_actor_stands_still_while_the_critic_warms_up(found):
+    outcome = found["critic_only"]
+    assert outcome["kept"]
+    assert outcome["moved"]
+    assert "actor/pg_loss" not in outcome["frozen"]
+    assert "actor/pg_loss" in outcome["moving"]
+    assert all("critic/vf_loss" in outcome[name] for name in ("frozen", "moving"))
+
+
+@pytest.mark.distributed
+def test_every_preset_trains_with_its_systems_learning_rate(found):
+    # of 1e-3, in the second of 200 steps: constant; one of 200 steps down; one of 100 steps up;
+    # one of 6 (3% of 200) up
+    expected = {
+        "verl": 1e-3,
+        "trl": 1e-3 * (1 - 1 / LONG),
+        "deepspeed_chat": 1e-3 / 100,
+        "openrlhf": 1e-3 / 6,
+    }
+    assert set(expected) == set(PRESETS)
+    for name, rate in expected.items():
+        metrics = found["presets"][name]
+        assert metrics["actor/lr"] == metrics["lr"] == pytest.approx(rate), name
+        built = metrics.pop("built")
+        assert built == (["critic"] if name == "verl" else ["critic", "ref"]), name
+        assert all(math.isfinite(value) for value in metrics.values()), name
+
+
+@pytest.mark.distributed
+def test_an_estimator_without_values_builds_no_critic(found):
+    metrics = found["presets"]["no critic"]
+    assert metrics["built"] == []
+    assert "actor/pg_loss" in metrics
+    assert "critic/vf_loss" not in metrics

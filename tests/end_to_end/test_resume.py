@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 from pathlib import Path
@@ -40,6 +41,7 @@ TP, PP = "megatron.tensor_model_parallel_size=2", "megatron.pipeline_model_paral
 PEAK = 0.05
 REMEMBERING = [
     "model.path=builtin:tiny",
+    "critic.optim.lr_warmup_steps=2",
     "actor.ema_decay=0.9",
     "actor.ptx_coef=0.5",
     "data.ptx_files=[{out}/text.jsonl]",
@@ -161,6 +163,13 @@ def test_what_resumes_had_something_to_remember(runs):
     assert len({line["actor/reward_kl_penalty_coeff"] for line in lines}) == 4
     assert len({line["actor/ptx_loss"] for line in lines}) == 4
     assert len({line["critic/raw_score/mean"] - line["critic/score/mean"] for line in lines}) == 4
+
+
+def test_learning_rates_follow_the_schedules_of_their_roles(runs):
+    lines = _metrics(runs / "dense")
+    cosine = [1e-3 * (1 + math.cos(math.pi * step / 4)) / 2 for step in (0, 1, 2, 3)]
+    assert [line["actor/lr"] for line in lines] == pytest.approx(cosine)
+    assert [line["critic/lr"] for line in lines] == pytest.approx([0.0, 5e-4, 1e-3, 1e-3])
 
 
 def test_an_update_says_how_much_arithmetic_it_did(runs):

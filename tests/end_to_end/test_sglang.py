@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
+import yaml
 from sglang_case import (
     FAMILIES,
     TOLERANCE,
@@ -26,6 +27,7 @@ from mppo.config.schema import SamplingConfig
 from mppo.rollout import buckets
 from mppo.rollout.engine import WeightSource, Wish
 from mppo.rollout.fleet import API_KEY_VARIABLE
+from mppo.rollout.http_client import JsonClient, RequestRefused
 from mppo.rollout.sglang import SGLangEngine
 
 pytestmark = [pytest.mark.server, needs_sglang]
@@ -48,6 +50,23 @@ def _family_of(case: Case) -> list[psutil.Process]:
 
 def _server_process(case: Case) -> psutil.Process:
     return _family_of(case)[1]
+
+
+def test_it_listens_where_it_was_told_and_answers_only_who_has_the_key(qwen2) -> None:
+    told = yaml.safe_load((qwen2.run_dir / "rollout" / "server_0.yaml").read_text())
+    listening = {
+        (connection.laddr.ip, connection.laddr.port)
+        for process in _family_of(qwen2)
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert ("127.0.0.1", told["port"]) in listening
+    assert told["nccl-port"] in {port for _, port in listening}
+    url = qwen2.engine._fleet._apis[0].url
+    for key in (None, "another"):
+        with pytest.raises(RequestRefused, match="status 401"):
+            JsonClient(url, key, timeout_s=30.0).post("/abort_request", {"abort_all": True})
+    qwen2.check()
 
 
 @pytest.mark.parametrize("sync", ["tensor", "distributed", "disk"])

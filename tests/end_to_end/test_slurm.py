@@ -193,6 +193,25 @@ def test_the_second_part_of_a_heterogeneous_job_serves(cluster, tmp_path):
         assert f"rollout.sync=distributed rollout.urls=[http://127.0.0.1:{port}]" in line
 
 
+def test_conversion_and_evaluation_are_started_with_their_arguments(cluster, tmp_path):
+    showing = tmp_path / "showing.sh"
+    showing.write_text(SHOWING)
+    showing.chmod(0o755)
+    environ = {"MPPO_ROOT": str(ROOT), "MPPO_PYTHON": str(showing)}
+    started = {
+        "convert": (["verify", "a", "b"], "-m checkpoints_convert verify a b"),
+        "eval": (["x.yaml", "model.path=y"], "mppo/evaluate.py --config x.yaml model.path=y"),
+    }
+    jobs = {}
+    for name, (arguments, _) in started.items():
+        script, output = str(ROOT / "slurm" / f"{name}.sbatch"), f"--output={tmp_path / name}"
+        jobs[name] = cluster.submit(output, script, *arguments, environ=environ, cwd=tmp_path)
+    for name, (_, command) in started.items():
+        assert cluster.wait_until_ended(jobs[name], 100) == "COMPLETED", text_of(tmp_path / name)
+        (line,) = [x for x in text_of(tmp_path / name).splitlines() if " trains: " in x]
+        assert line.endswith(command)
+
+
 def ppo(run: Path) -> list[str]:
     """A recipe of quick steps on 2 x 2 ranks; actor, critic and reference in three layouts."""
     return [

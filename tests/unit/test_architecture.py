@@ -214,6 +214,15 @@ def test_pypi_apex_is_never_a_dependency():
     assert not re.search(r"[\"' ]apex[\"'=<>~ ]", text)
 
 
+def test_console_scripts_lead_to_functions():
+    text = (ROOT / "pyproject.toml").read_text()
+    scripts = re.findall(r'^mppo-\w+ = "([\w.]+):(\w+)"$', text, re.MULTILINE)
+    assert len(scripts) >= 3
+    for module, function in scripts:
+        tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
 def keys_of(section: type[BaseModel], path: str = "") -> Iterator[str]:
     """Dotted names of a section's keys, those of its sections included."""
     for name, field in section.model_fields.items():
