@@ -36,8 +36,8 @@ def verify(
     """Compare every tensor in Hugging Face coordinates; collective.
 
     Buffers are filled with NaNs before the checkpoint's stretches are read into them, so a hole in
-    the checkpoint shows as a difference. Every tensor of both is compared, or missing in the other,
-    or a known extra of the folder.
+    the checkpoint shows as a difference. Every tensor that the architecture has or the folder holds
+    is compared, or missing on one side, or a known extra of the folder.
 
     Args:
         hf: the folder.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ def check_pickles(folder: Path) -> None:
                 with where.open("rb") as stream:
                     stream.seek(place.offset)
                     torch.load(io.BytesIO(stream.read(place.length)), weights_only=True)
-    except pickle.UnpicklingError as error:
-        why = f"more than a table of contents and plain values: {str(error).splitlines()[0]}"
-        raise ValueError(f"{where}: {why}") from error
+    except Exception as error:  # what a file of strangers makes of its reader
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        told = f"it names {named[1]}" if named else str(error).splitlines()[0] or repr(error)
+        raise ValueError(
+            f"{where}: more than a table of contents and plain values: {told}"
+        ) from error

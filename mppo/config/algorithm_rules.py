@@ -95,7 +95,8 @@ def options_need_their_method(case: Case) -> Iterator[Fault]:
             value = getattr(section, name)
             if value != type(section).model_fields[name].default:
                 right = " or ".join(str(reader).lower() for reader in readers) or "above 0"
-                why = f"has no effect with {chooser} = {str(chosen).lower()}"
+                value_now = "null" if chosen is None else str(chosen).lower()
+                why = f"has no effect with {chooser} = {value_now}"
                 cure = f"set {chooser} to {right}, or leave it out"
                 yield Fault(f"{prefix}.{name}", value, why, cure)
 

@@ -6,8 +6,9 @@ scores. https://github.com/Dao-AILab/flash-attention, version 2.6 or newer.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -79,5 +80,15 @@ def fits(q: Tensor, v: Tensor) -> bool:
         q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] == v.shape[-1] <= _WIDEST
-        and find_spec("flash_attn") is not None
+        and is_installed()
     )
+
+
+@functools.cache
+def is_installed() -> bool:
+    """Whether flash-attn 2.6 or newer is; flash-attn-4 is another package, with other functions."""
+    try:
+        found = version("flash-attn")
+    except PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in found.split(".")[:2]) >= (2, 6)

@@ -177,7 +177,7 @@ class Fleet:
                     f"{self._rollout.start_timeout_s:.0f} s (rollout.start_timeout_s)"
                 )
             time.sleep(_POLL_S)
-        if api.refuses_key():
+        if api.takes_key() is False:
             raise ServerError(
                 f"the server at {api.url} (rollout.urls) does not take the key in "
                 f"{API_KEY_VARIABLE}: set that variable to its api_key"

@@ -81,15 +81,15 @@ class SGLangApi:
             return False
         return True
 
-    def refuses_key(self) -> bool:
-        """Whether it does not take this client's key; a health check answers everybody."""
+    def takes_key(self) -> bool | None:
+        """Whether it takes this client's key; a health check needs none. None: no answer."""
         try:
             self._client.get("/model_info", timeout_s=_QUICK_S)
         except RequestRefused as error:
-            return "status 401" in str(error)
+            return "status 401" not in str(error)
         except ServerLost:
-            pass  # no answer is no refusal
-        return False
+            return None
+        return True
 
     def generate(
         self,

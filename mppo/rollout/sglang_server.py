@@ -171,4 +171,4 @@ def own_server(
 
 def is_ours(api: SGLangApi) -> bool:
     """Whether the server of a client is up, and no other run's that took the same port."""
-    return api.is_up() and not api.refuses_key()
+    return api.is_up() and api.takes_key() is True

@@ -77,6 +77,13 @@ def batch_of(sequences: int = 7, longest: int = 11) -> Batch:
     return pack_trajectories(trajectories, [0.0] * sequences)
 
 
+def engine_choices(tokens: int, layers: int, experts: int, chosen: int) -> torch.Tensor:
+    """What an engine might have chosen for every token: int16 ``[T, layers, chosen]``."""
+    random = torch.Generator().manual_seed(4)
+    order = torch.rand(tokens, layers, experts, generator=random).argsort(-1)
+    return order[..., :chosen].to(torch.int16)
+
+
 def objective(batch: Batch):
     """A loss with a different weight for every response token."""
     weights_T = torch.sin(torch.arange(len(batch.tokens_T)).float()) * batch.response_mask_T
@@ -119,6 +126,9 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
 
     batch = batch_of()
     role = build_role(case, folder, registry)
+    if role.spec.router_replay == "R3":
+        sizes = role.config.num_layers, role.config.num_moe_experts, role.config.moe_router_topk
+        batch = replace(batch, routed_experts_T=engine_choices(len(batch.tokens_T), *sizes))
     lengths = batch.lengths_B.tolist()
     plan = measure_schedule(lengths, [role.shape(measuring=True)])[0].microbatches
     measured = role.measure(batch, plan)

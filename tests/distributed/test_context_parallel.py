@@ -25,6 +25,7 @@ REFERENCES = {
     "moonlight": Case("moonlight"),
     "moonlight value": Case("moonlight", head="value"),
     "qwen2_moe R2 balance": Case("qwen2_moe", BALANCE, role={"router_replay": "R2"}, steps=3),
+    "moonlight R3": Case("moonlight", role={"router_replay": "R3"}),
 }
 CHOSEN = {
     "qwen2": ["CP2", "CP4", "CP2xTP2 without SP", "CP2xPP2xVPP2"],
@@ -32,6 +33,7 @@ CHOSEN = {
     "mistral_window": ["CP2xTP2", "CP4"],
     "moonlight": ["CP2xPP2 offload", "CP4 recompute", "CP2xTP2xEP4", "CP2 selective"],
     "moonlight value": ["CP2xTP2", "CP2xPP2xVPP2"],
+    "moonlight R3": ["CP2xTP2xEP4", "CP2xPP2xVPP2"],
     "qwen2_moe R2 balance": ["CP2xTP2xEP4", "CP2xEP4", "CP4 recompute"],
 }
 PAIRS = pairs_of(CHOSEN)

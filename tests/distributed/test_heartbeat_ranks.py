@@ -26,7 +26,7 @@ def _worker(rank: int, folder: Path, elsewhere: Callable[[], None]) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     info = LaunchInfo(rank, 2, rank, 2, "127.0.0.1", 1, "python")
     step_done(2)
-    with watching(info, silence_s=60, hang_s=5, stacks=folder / "stacks"):
+    with watching(info, silence_s=60, hang_s=8, stacks=folder / "stacks"):
         if rank == 0:
             with phase("updating actor", 3):
                 dist.barrier()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layout_case import Case, compare, pairs_of, run_matrix
+from layout_case import Case, batch_of, compare, engine_choices, pairs_of, run_matrix
 
 LAYOUTS = {
     "EP2": {"expert_model_parallel_size": 2},
@@ -50,6 +50,7 @@ BALANCE = {
 SEQUENCE_BALANCE = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3}
 BIAS = {"moe_router_bias_update_rate": 0.01}
 REPLAY = {"router_replay": "R2"}
+ENGINE = {"router_replay": "R3"}
 
 REFERENCES = {
     "moonlight": Case("moonlight"),
@@ -61,6 +62,7 @@ REFERENCES = {
         "moonlight", SEQUENCE_BALANCE | BIAS, role=REPLAY, steps=3
     ),
     "qwen2_moe R2": Case("qwen2_moe", role=REPLAY, steps=3),
+    "qwen2_moe R3": Case("qwen2_moe", role=ENGINE),
     "qwen2_moe balance": Case("qwen2_moe", BALANCE),
     "qwen2_moe frozen router": Case("qwen2_moe", {"freeze_moe_router": True}),
 }
@@ -78,6 +80,7 @@ CHOSEN = {
         "EP2 allgather recompute",
     ],
     "qwen2_moe R2": ["EP4", "TP2xEP2xPP2"],
+    "qwen2_moe R3": ["PP2xVPP2xEP2", "TP2xEP2xPP2", "EP2 allgather recompute"],
     "qwen2_moe balance": ["TP2xEP2xPP2", "EP4"],
     "qwen2_moe frozen router": ["TP2xEP2xPP2"],
 }
@@ -126,6 +129,18 @@ def test_replay_takes_other_experts_than_the_moved_router(outcomes) -> None:
     alone, _ = outcomes
     assert alone["qwen2_moe R2"].routing["actor/moe/replay_differing"] > 0
     assert "actor/moe/replay_differing" not in alone["qwen2_moe"].routing
+
+
+def test_the_experts_replayed_are_those_the_engine_chose(outcomes) -> None:
+    alone, _ = outcomes
+    routing = alone["qwen2_moe R3"].routing
+    given = engine_choices(len(batch_of().tokens_T), layers=4, experts=4, chosen=2)
+    for layer in (0, 2, 3):  # layer 1 is dense
+        counts = torch.bincount(given[:, layer].flatten().long(), minlength=4).double()
+        relative = counts / counts.mean() - 1
+        for name, value in (("max_vio", relative.max()), ("min_vio", relative.min())):
+            assert routing[f"actor/moe/layer_{layer}/{name}"] == pytest.approx(float(value))
+    assert routing["actor/moe/replay_differing"] > 0.3
 
 
 def test_auxiliary_losses_are_off_unless_asked(outcomes) -> None:

@@ -35,10 +35,10 @@ SIZES = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LATENT = {
     "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 64,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,

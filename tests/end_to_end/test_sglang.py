@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
+import transformers
 import yaml
 from sglang_case import (
     FAMILIES,
@@ -22,6 +24,7 @@ from sglang_case import (
 )
 from torch import Tensor
 
+from checkpoints_convert.__main__ import main as convert
 from mppo.batch import Trajectory
 from mppo.config.schema import SamplingConfig
 from mppo.rollout import buckets
@@ -69,6 +72,25 @@ def test_it_listens_where_it_was_told_and_answers_only_who_has_the_key(qwen2) ->
     qwen2.check()
 
 
+def test_it_loads_what_the_conversion_tool_exports(qwen2, tmp_path) -> None:
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(qwen2.config).eval()
+    model.save_pretrained(tmp_path / "model")
+    there = ["--hf", f"{tmp_path}/model", "--megatron", f"{tmp_path}/megatron"]
+    back = ["--megatron", f"{tmp_path}/megatron", "--hf", f"{tmp_path}/back"]
+    assert convert(["hf-to-megatron", *there, "--no-tokenizer"]) == 0
+    assert convert(["megatron-to-hf", *back, "--max-shard-gb", "0.0001"]) == 0
+    qwen2.engine._fleet._apis[0].update_from_disk(f"{tmp_path}/back", qwen2.version)
+    sequences = [[*prompt.token_ids] for prompt in prompts(4)]
+    for tokens, got in zip(sequences, qwen2.engine.logprobs(sequences), strict=True):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        want = logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        assert got == pytest.approx(want.tolist(), abs=TOLERANCE)
+    qwen2.sync()
+    qwen2.check()
+
+
 @pytest.mark.parametrize("sync", ["tensor", "distributed", "disk"])
 def test_logprobs_are_equal_after_one_and_after_ten_updates(qwen2, monkeypatch, sync: str) -> None:
     qwen2.change_weights()
@@ -94,6 +116,9 @@ def test_greedy_and_stops_equal_the_local_engine(qwen2) -> None:
     assert [t.response_ids for t in ours] == [t.response_ids for t in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert b.logprobs == pytest.approx(a.logprobs, abs=TOLERANCE)
+    for one_left in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        theirs = qwen2.engine.generate(Wish(prompts(8), SamplingConfig(**one_left), 12, seed=0))
+        assert [t.response_ids for t in ours] == [t.response_ids for t in theirs], one_left
     stops = tuple(range(2, 60))
     trajectories = qwen2.engine.generate(
         Wish(prompts(8), SamplingConfig(n=4, stop_token_ids=stops), 12, seed=0)
@@ -199,12 +224,27 @@ def test_the_end_aborts_what_is_generated_ahead(qwen2, monkeypatch) -> None:
     assert len(told) < 8
 
 
-def test_sleep_and_wake_keep_the_engine_usable(qwen2) -> None:
+def test_sleeping_gives_back_and_waking_takes_what_is_next_needed(qwen2, monkeypatch) -> None:
+    asked: list[tuple[str, tuple[str, ...]]] = []
+    api = qwen2.engine._fleet._apis[0]
+
+    def note(call) -> None:
+        def noted(tags) -> None:
+            asked.append((call.__name__, tuple(tags)))
+            call(tags)
+
+        monkeypatch.setattr(api, call.__name__, noted)
+
+    note(api.release_memory)
+    note(api.resume_memory)
     qwen2.engine.sleep()
+    assert asked == [("release_memory", ("weights", "kv_cache"))]
     qwen2.change_weights()
     qwen2.engine.wake()
     qwen2.sync()
+    assert asked[1:] == [("resume_memory", ("weights",))]
     qwen2.check()
+    assert asked[2:] == [("resume_memory", ("kv_cache",))]
 
 
 def test_a_refused_stream_stops_with_a_reason_and_leaves_the_server(qwen2) -> None:
@@ -264,20 +304,26 @@ def test_other_weights_than_the_oracles_stop_the_job(qwen2, monkeypatch) -> None
     engine.stop()
 
 
-def test_kill_9_in_mid_generation_loses_nothing(qwen2) -> None:
+@pytest.mark.parametrize(("end", "why"), [("kill", ""), ("suspend", "no answer within 15 s")])
+def test_a_server_killed_or_hung_in_mid_generation_loses_nothing(
+    qwen2, monkeypatch, capsys, end: str, why: str
+) -> None:
     qwen2.change_weights()
     qwen2.sync()
     victim = _server_process(qwen2)
+    if end == "suspend":
+        monkeypatch.setattr(qwen2.engine._fleet._apis[0]._client, "_timeout_s", 15.0)
 
-    def kill_when_busy() -> None:
+    def end_when_busy() -> None:
         time.sleep(0.5)
-        victim.kill()
+        getattr(victim, end)()
 
-    killer = threading.Thread(target=kill_when_busy)
+    killer = threading.Thread(target=end_when_busy)
     killer.start()
     trajectories = qwen2.engine.generate(Wish(prompts(16), SamplingConfig(), 400, seed=0))
     killer.join()
-    assert not victim.is_running()
+    assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
+    assert re.search(rf"restarting SGLang server 0: .*/generate: {why}", capsys.readouterr().out)
     assert [t.prompt.uid for t in trajectories] == list(range(16))
     qwen2.check_logprobs(trajectories, 1.0)
 
