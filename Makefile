@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone
 RECIPE ?= recipes/demo.yaml
-# Two test files at a time, in the order of tests/: tests of servers and clusters mostly wait.
+# Two test files at a time, in the order of tests/ (the cluster first): servers and clusters mostly wait.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 SGLANG_COMPAT := extras/sglang_cpu

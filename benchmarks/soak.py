@@ -27,7 +27,7 @@ import psutil
 from record import parser, record
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests/end_to_end"))
+sys.path.insert(0, str(ROOT / "tests"))
 from launched_run import metrics_logged, same_weights, start_torchrun, steps_logged  # noqa: E402
 
 SERVER = "the server"

@@ -13,7 +13,6 @@ SMALLEST = {
     "ppo_step.py": ["--dtypes", "float32", "--steps", "1", "--warm-up", "0"],
     "rollout.py": ["--repeat", "1", "--prompts", "2", "--response-length", "4"],
     "estimators.py": ["--repeat", "1", "--sequences", "8", "--tokens", "64"],
-    "checkpoint.py": ["--repeat", "1", "--hidden", "128", "--layers", "1", "--tokens", "512"],
 }
 
 

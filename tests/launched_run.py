@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 TRAIN = str(ROOT / "mppo/train.py")
 QUIET = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
 NOT_COMPARED = ("timing", "perf/", "eps")
