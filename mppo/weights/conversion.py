@@ -389,9 +389,10 @@ def _target_dtypes(
         for name in entry.hf:
             stored = _plain_dtype(source.tensors[name].dtype)
             if known.setdefault(key, stored) != stored:
+                cure = "store them alike" if entry.row.keeps_dtype else "cast all of them: --dtype"
                 raise ValueError(
                     f"{source.path}: {name} is stored as {stored}, other parts of the same "
-                    f"Megatron tensor as {known[key]}; cast all of them: --dtype"
+                    f"Megatron tensor as {known[key]}; {cure}"
                 )
         out.append(known[key])
     return out
