@@ -60,11 +60,7 @@ def warm_start(
         dtype=DTYPES[recipe.model.dtype],
         megatron=recipe.actor.megatron,
         batching=recipe.actor,
-        optim=OptimConfig(
-            lr=trainer.warm_start_lr,
-            lr_decay_style="cosine",
-            lr_warmup_steps=min(5, trainer.warm_start_steps - 1),
-        ),
+        optim=OptimConfig(lr=trainer.warm_start_lr, lr_decay_style="cosine"),
         total_steps=trainer.warm_start_steps,
     )
     with phase("warm start"):

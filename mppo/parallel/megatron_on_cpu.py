@@ -13,6 +13,7 @@ import functools
 import importlib
 import sys
 import types
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -299,11 +300,26 @@ def _clip_grad_by_total_norm(
         torch._foreach_mul_(grads, coefficient)
 
 
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Functions defined meanwhile are not compiled.
+
+    Megatron compiles its small fusions as it is imported, and to load Inductor for them is a fifth
+    of a rank's start; none of them is on the CPU's path.
+    """
+    compiled, torch.compile = torch.compile, lambda function, *args, **kwargs: function
+    try:
+        yield
+    finally:
+        torch.compile = compiled
+
+
 @functools.cache
 def install() -> None:
     """Put the stand-in under every Megatron-Core module. Idempotent."""
-    for name in _MODULES:
-        importlib.import_module(name)
+    with _uncompiled():
+        for name in _MODULES:
+            importlib.import_module(name)
     stand_in = _torch_stand_in()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:

@@ -10,7 +10,16 @@ from urllib.parse import urlsplit
 
 
 class RequestRefused(RuntimeError):
-    """The server answered that the request itself is wrong; repeating it would not help."""
+    """The server answered that the request itself is wrong; repeating it would not help.
+
+    Args:
+        why: what is wrong with it.
+        status: of the HTTP answer; None where an answer's content is what is wrong.
+    """
+
+    def __init__(self, why: str, status: int | None = None) -> None:
+        super().__init__(why)
+        self.status = status
 
 
 class ServerLost(ConnectionError):
@@ -106,7 +115,7 @@ class JsonClient:
     def _read(self, path: str, status: int, text: bytes) -> Any:
         shown = text[:500].decode(errors="replace")
         if 400 <= status < 500 and status not in (408, 429):
-            raise RequestRefused(f"{self.url}{path}: status {status}: {shown}")
+            raise RequestRefused(f"{self.url}{path}: status {status}: {shown}", status)
         if status != 200:
             raise ServerLost(self.url, f"{path}: status {status}: {shown}")
         return json.loads(text) if text[:1] in b'{["ntf-0123456789' and text else None

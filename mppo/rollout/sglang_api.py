@@ -86,7 +86,7 @@ class SGLangApi:
         try:
             self._client.get("/model_info", timeout_s=_QUICK_S)
         except RequestRefused as error:
-            return "status 401" not in str(error)
+            return error.status != 401
         except ServerLost:
             return None
         return True
@@ -167,7 +167,7 @@ class SGLangApi:
         try:
             self._succeed(path, body)
         except RequestRefused as error:
-            if "status 404" not in str(error):
+            if error.status != 404:
                 raise
             self._has_sessions = False
 
@@ -244,11 +244,12 @@ class SGLangApi:
         try:
             answer = self._client.post(path, body)
         except RequestRefused as error:
-            if "status 404" not in str(error):
+            if error.status != 404:
                 raise
             raise RequestRefused(
                 f"{error}; this version of SGLang has no such call: serve with 0.5.21, or choose "
-                "another route (rollout.sync)"
+                "another route (rollout.sync)",
+                error.status,
             ) from error
         if isinstance(answer, dict) and answer.get("success") is False:
             raise RequestRefused(f"{self.url}{path}: {answer.get('message')}")
