@@ -7,6 +7,7 @@ from math import lcm
 
 from mppo.config.errors import Fault
 from mppo.config.rule import Case, rule
+from mppo.config.schema import MegatronConfig
 
 
 def divisors(number: int) -> str:
@@ -212,15 +213,40 @@ def experts_and_latent_attention_under_tensor_parallel_need_sequence_parallel(
             yield Fault(f"{role.key}.sequence_parallel", False, why, "set it to true")
 
 
+_ROUTER_KEYS = (
+    "freeze_moe_router", "moe_router_load_balancing_type", "moe_z_loss_coeff",
+    "moe_router_bias_update_rate", "moe_token_dispatcher_type", "moe_router_dtype",
+    "moe_expert_capacity_factor",
+)  # fmt: skip
+"""Keys below ``megatron`` that only a mixture of experts reads."""
+
+
 @rule("*.megatron", "model", "critic.path")
 def expert_options_need_experts(case: Case) -> Iterator[Fault]:
-    """Router settings mean something only for a mixture of experts, and not against each other."""
+    """Router settings mean something only for a mixture of experts."""
     for role in case.roles:
         shape, m = case.shapes.get(role.name), role.megatron
-        moe = shape is None or shape.num_experts > 0
-        if m.freeze_moe_router and not moe:
-            why = "this model has no router"
-            yield Fault(f"{role.key}.freeze_moe_router", True, why, "leave it out")
+        if shape is None:
+            continue
+        for name in _ROUTER_KEYS if not shape.num_experts else ():
+            value = getattr(m, name)
+            if value and value != MegatronConfig.model_fields[name].default:
+                why = f"{shape.model_type} is no mixture of experts"
+                yield Fault(f"{role.key}.{name}", value, why, "leave it out")
+        if shape.num_experts and not shape.expert_bias and m.moe_router_bias_update_rate > 0:
+            yield Fault(
+                f"{role.key}.moe_router_bias_update_rate",
+                m.moe_router_bias_update_rate,
+                f"the router of {shape.model_type} has no expert bias",
+                "leave it out",
+            )
+
+
+@rule("*.megatron")
+def router_options_agree(case: Case) -> Iterator[Fault]:
+    """Router settings do not contradict each other."""
+    for role in case.roles:
+        m = role.megatron
         if m.freeze_moe_router and m.moe_router_bias_update_rate > 0:
             yield Fault(
                 f"{role.key}.moe_router_bias_update_rate",
@@ -264,3 +290,18 @@ def router_replay_has_routers_and_a_record(case: Case) -> Iterator[Fault]:
         elif replay == "R3" and case.recipe.rollout.name == "local":
             why = "the local engine does not return the experts it chose"
             yield Fault(key, replay, why, "set rollout.name to sglang, or choose R2")
+
+
+@rule("*.megatron.moe_expert_capacity_factor", "actor.router_replay", "critic.router_replay")
+def replayed_choices_are_not_dropped(case: Case) -> Iterator[Fault]:
+    """A capacity would drop replayed choices again, by the weights of the moment."""
+    for role in case.roles:
+        replay = getattr(role.section, "router_replay", "off")
+        capacity = role.megatron.moe_expert_capacity_factor
+        if replay != "off" and capacity is not None:
+            yield Fault(
+                f"{role.key}.moe_expert_capacity_factor",
+                capacity,
+                f"drops choices that {role.name}.router_replay = {replay} is to repeat",
+                "leave it out, or set router_replay to off",
+            )

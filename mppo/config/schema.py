@@ -82,7 +82,9 @@ class MegatronConfig(Section):
 
     ``pipeline_layers``: decoder layers of every pipeline chunk, in the order the model runs through
     them (PP x VPP numbers); null shares them evenly. ``offload_activations`` keeps what the
-    backward pass needs in host memory meanwhile.
+    backward pass needs in host memory meanwhile. ``moe_expert_capacity_factor``: an expert takes
+    that many times its even share of a micro-batch's choices on a rank, the rest is dropped; null
+    drops none.
     """
 
     tensor_model_parallel_size: int = Field(default=1, gt=0)
@@ -105,6 +107,7 @@ class MegatronConfig(Section):
     moe_router_bias_update_rate: float = Field(default=0.0, ge=0)
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
+    moe_expert_capacity_factor: float | None = Field(default=None, gt=0)
     freeze_moe_router: bool = False
     override_transformer_config: dict[str, Any] = Field(default_factory=dict)
 

@@ -64,6 +64,7 @@ def transformer_config(
         moe_aux_loss_coeff=0.0,
         moe_router_bias_update_rate=megatron.moe_router_bias_update_rate,
         moe_router_dtype=megatron.moe_router_dtype,
+        moe_expert_capacity_factor=megatron.moe_expert_capacity_factor,
         moe_grouped_gemm=use_te and "num_moe_experts" in family.transformer_kwargs,
         layernorm_zero_centered_gamma=family.zero_centered_norm,
         attention_backend=AttnBackend.auto if use_te else AttnBackend.local,

@@ -113,6 +113,7 @@ class Router(TopKRouter):
         self.row = 0
         self.losses = AuxiliaryLoss()
         self.load: LayerLoad | None = None
+        self._taken: Tensor | None = None
         # Megatron asks an object, which must not be a submodule, for the choice
         self.router_replay = SimpleNamespace(get_replay_topk=self._choose)
 
@@ -151,6 +152,7 @@ class Router(TopKRouter):
                 self.load.add_differing((~same & known).sum(), known.sum() * topk)
         if routing.record is not None:
             self._here(routing.record[self.row], len(own)).copy_(taken)
+        self._taken = taken
         return values, taken
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None):
@@ -164,7 +166,7 @@ class Router(TopKRouter):
         if self._counting(routing):
             self.load.add((routing_map & real_n[:, None]).sum(0), real_n.sum())
         if routing.training and torch.is_grad_enabled() and self.losses.on:
-            loss = self._loss(logits, routing_map, real_n, routing)
+            loss = self._loss(logits, real_n, routing)
             self.load.add_auxiliary(loss)
             probs = _Attach.apply(probs, loss)
         return probs, routing_map
@@ -173,9 +175,7 @@ class Router(TopKRouter):
         """Once per micro-batch: recomputation runs the forward pass without gradient first."""
         return self.load is not None and routing.training == torch.is_grad_enabled()
 
-    def _loss(
-        self, logits: Tensor, routing_map: Tensor, real_n: Tensor, routing: MicroRouting
-    ) -> Tensor:
+    def _loss(self, logits: Tensor, real_n: Tensor, routing: MicroRouting) -> Tensor:
         """This rank's share of the mini-batch's auxiliary losses; the shares add up."""
         losses, real = self.losses, real_n[:, None]
         logits = logits.float()
@@ -195,20 +195,22 @@ class Router(TopKRouter):
             mean = (scores * routing.load[self.row]).sum() / routing.mini_batch_tokens
             total = total + losses.balance * self.num_experts * mean
         if losses.sequence_balance:
-            share = self._sequence_load(routing_map & real, routing)
+            # what was chosen: of routing_map a capacity may have dropped some
+            chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, self._taken, True)
+            share = self._sequence_load(chosen & real, routing)
             mean = (scores * share).sum() / routing.mini_batch_sequences
             total = total + losses.sequence_balance * self.num_experts * mean
         return total
 
-    def _sequence_load(self, routing_map: Tensor, routing: MicroRouting) -> Tensor:
+    def _sequence_load(self, chosen: Tensor, routing: MicroRouting) -> Tensor:
         """Share of its sequence's choices on each expert, over its sequence's length: ``[n, E]``.
 
         Sequences may be split over context- and sequence-parallel ranks.
         """
-        sequence_n = self._here(routing.sequence_t, len(routing_map))
+        sequence_n = self._here(routing.sequence_t, len(chosen))
         counts = torch.zeros(
-            routing.num_sequences + 1, self.num_experts, device=routing_map.device
-        ).index_add_(0, sequence_n, routing_map.float())
+            routing.num_sequences + 1, self.num_experts, device=chosen.device
+        ).index_add_(0, sequence_n, chosen.float())
         group = self.tp_cp_group if self.config.sequence_parallel else self.cp_group
         if group.size() > 1:
             torch.distributed.all_reduce(counts, group=group)

@@ -170,8 +170,8 @@ class RoleRouting:
             Per layer (``moe/layer_<n>/...``) and over layers: ``max_vio``, ``min_vio`` and
             ``avg_vio``, load of the fullest, the emptiest and the average expert relative to an
             even load, less one (in absolute value for the average); ``dropped``, share of choices
-            over capacity; ``replay_differing``, share of replayed choices the router would not have
-            made; ``aux_loss``, mean over mini-batches of the sum over layers.
+            over capacity. Over layers alone: ``replay_differing``, share of replayed choices the
+            router would not have made; ``aux_loss``, mean over mini-batches of the sum over layers.
         """
         experts = self._config.num_moe_experts
         sums = torch.zeros(self._config.num_layers, experts + 4, dtype=torch.float64)
@@ -250,19 +250,18 @@ def load_metrics(sums: Tensor, topk: int, name: str) -> dict[str, float]:
     if not layers:
         return {}
     relative = load[layers] / load[layers].mean(1, keepdim=True).clamp_min(1e-9) - 1
-    vio = {
+    balance = {
         "max_vio": relative.amax(1),
         "min_vio": relative.amin(1),
         "avg_vio": relative.abs().mean(1),
+        "dropped": 1 - load[layers].sum(1) / (tokens[layers] * topk),
     }
     metrics = {
         f"{name}/moe/layer_{layer}/{key}": float(values[row])
-        for key, values in vio.items()
+        for key, values in balance.items()
         for row, layer in enumerate(layers)
     }
-    metrics |= {f"{name}/moe/{key}": float(values.mean()) for key, values in vio.items()}
-    chosen = float(tokens.sum()) * topk
-    metrics[f"{name}/moe/dropped"] = 1 - float(load.sum()) / chosen
+    metrics |= {f"{name}/moe/{key}": float(values.mean()) for key, values in balance.items()}
     if replayed.sum():
         metrics[f"{name}/moe/replay_differing"] = float(differing.sum() / replayed.sum())
     if auxiliary.any():

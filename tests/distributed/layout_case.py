@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,12 @@ class Case:
         model: key of ``tiny_models.CONFIGS``.
         megatron: the role's section of the recipe.
         head: "policy" or "value".
-        micro_batch: sequences per micro-batch.
+        micro_batch: sequences per micro-batch; ``run_matrix`` varies it, but keeps 1.
         steps: optimizer steps taken.
         role: further fields of ``RoleSpec``.
         source: folder or checkpoint to start from instead of the model's own.
         dtype: of the parameters.
+        beside: a second role in the same processes; both take turns, pass by pass.
     """
 
     model: str
@@ -43,12 +44,13 @@ class Case:
     role: dict[str, Any] = field(default_factory=dict)
     source: str | None = None
     dtype: str = "float32"
+    beside: Case | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What came out: measured values ``[T]``, one loss and norm per step, routing metrics, weights
-    before and after."""
+    before and after; the same of the role beside."""
 
     measured: tuple[torch.Tensor, ...]
     losses: list[float]
@@ -57,6 +59,7 @@ class Outcome:
     stats: list[dict[str, float]]
     routing: dict[str, float]
     initial: dict[str, torch.Tensor]
+    beside: Outcome | None = None
 
 
 def batch_of(sequences: int = 7, longest: int = 11) -> Batch:
@@ -122,6 +125,16 @@ def build_role(case: Case, folder: Path, registry):
 
 def run_case(case: Case, folder: Path, registry) -> Outcome:
     """Measure, then train on one mini-batch ``case.steps`` times."""
+    if case.beside is None:
+        *_, outcome = _passes(case, folder, registry)
+        return outcome
+    roles = [_passes(one, folder, registry) for one in (case, case.beside)]
+    *_, (outcome, other) = zip(*roles, strict=True)
+    return replace(outcome, beside=other)
+
+
+def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
+    """A role's passes over the batch, None after each, and what came out."""
     from mppo.parallel.schedule import measure_schedule, update_schedule
 
     batch = batch_of()
@@ -132,6 +145,7 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
     lengths = batch.lengths_B.tolist()
     plan = measure_schedule(lengths, [role.shape(measuring=True)])[0].microbatches
     measured = role.measure(batch, plan)
+    yield None
     initial = _weights(role)
     action = update_schedule(lengths, role.shape(measuring=False), [range(len(lengths))])[0]
     role.optimizer.advance()
@@ -139,9 +153,10 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
     for _ in range(case.steps):
         stats.append(role.forward_backward(batch, action.microbatches, objective(batch)))
         norms.append(role.optimizer_step().grad_norm)
+        yield None
     losses = [s["loss"] for s in stats]
     metrics = role.routing_metrics()
-    return Outcome(measured, losses, norms, _weights(role), stats, metrics, initial)
+    yield Outcome(measured, losses, norms, _weights(role), stats, metrics, initial)
 
 
 def _weights(role) -> dict[str, torch.Tensor]:
@@ -161,6 +176,8 @@ def compare(here: Outcome, there: Outcome) -> None:
             here.weights[name], weight, atol=5e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert here.routing == pytest.approx(there.routing, abs=1e-5)
+    if there.beside is not None:
+        compare(here.beside, there.beside)
 
 
 def _worker(rank: int, world: int, cases: Sequence[Case], folder: Path, run=None) -> None:
@@ -200,7 +217,8 @@ def run_cases(cases: Sequence[Case], world: int, folder: Path, run=None) -> list
     """
     from tiny_models import save
 
-    for model in sorted({case.model for case in cases}):
+    besides = [case.beside for case in cases if case.beside is not None]
+    for model in sorted({case.model for case in [*cases, *besides]}):
         if not (folder / model).exists():
             save(model, folder / model)
     start_ranks(_worker, (world, cases, folder, run), world)
@@ -220,7 +238,8 @@ def run_matrix(
 
     Args:
         references: what is compared with, by name.
-        layouts: sections of the recipe by name; micro-batches get other sizes, too.
+        layouts: sections of the recipe by name; micro-batches get other sizes, too, save where the
+            reference has one sequence in each.
         chosen: names of layouts for every reference.
         folder: a fresh folder.
 
@@ -233,7 +252,7 @@ def run_matrix(
         replace(
             references[name],
             megatron=references[name].megatron | layouts[layout],
-            micro_batch=1 + index % 4,
+            micro_batch=1 if references[name].micro_batch == 1 else 1 + index % 4,
         )
         for index, (name, layout) in enumerate(pairs)
     ]

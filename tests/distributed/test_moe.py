@@ -51,6 +51,9 @@ SEQUENCE_BALANCE = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_l
 BIAS = {"moe_router_bias_update_rate": 0.01}
 REPLAY = {"router_replay": "R2"}
 ENGINE = {"router_replay": "R3"}
+CAPACITY = {"moe_expert_capacity_factor": 0.75}
+"""Of a rank's tokens in a micro-batch: the same on layouts that leave sequences whole, with one
+sequence in each micro-batch."""
 
 REFERENCES = {
     "moonlight": Case("moonlight"),
@@ -61,10 +64,19 @@ REFERENCES = {
     "moonlight R2 sequence balance bias": Case(
         "moonlight", SEQUENCE_BALANCE | BIAS, role=REPLAY, steps=3
     ),
+    "moonlight value R2": Case("moonlight", head="value", role=REPLAY, steps=3),
     "qwen2_moe R2": Case("qwen2_moe", role=REPLAY, steps=3),
+    "qwen2_moe R2 beside a critic": Case(
+        "qwen2_moe",
+        role=REPLAY,
+        steps=3,
+        beside=Case("moonlight", head="value", role=REPLAY, steps=3),
+    ),
     "qwen2_moe R3": Case("qwen2_moe", role=ENGINE),
     "qwen2_moe balance": Case("qwen2_moe", BALANCE),
     "qwen2_moe frozen router": Case("qwen2_moe", {"freeze_moe_router": True}),
+    "qwen2_moe capacity": Case("qwen2_moe", CAPACITY, micro_batch=1),
+    "moonlight fp64 router": Case("moonlight", {"moe_router_dtype": "fp64"}),
 }
 """Runs of one process that layouts are compared with."""
 
@@ -83,6 +95,9 @@ CHOSEN = {
     "qwen2_moe R3": ["PP2xVPP2xEP2", "TP2xEP2xPP2", "EP2 allgather recompute"],
     "qwen2_moe balance": ["TP2xEP2xPP2", "EP4"],
     "qwen2_moe frozen router": ["TP2xEP2xPP2"],
+    "qwen2_moe R2 beside a critic": ["TP2xEP2xPP2"],
+    "qwen2_moe capacity": ["EP4", "PP2xVPP2xEP2"],
+    "moonlight fp64 router": ["TP2xEP2xPP2"],
 }
 PAIRS = pairs_of(CHOSEN)
 
@@ -129,6 +144,24 @@ def test_replay_takes_other_experts_than_the_moved_router(outcomes) -> None:
     alone, _ = outcomes
     assert alone["qwen2_moe R2"].routing["actor/moe/replay_differing"] > 0
     assert "actor/moe/replay_differing" not in alone["qwen2_moe"].routing
+
+
+def test_roles_in_one_process_replay_their_own_choices(outcomes) -> None:
+    alone, _ = outcomes
+    both = alone["qwen2_moe R2 beside a critic"]
+    compare(both, alone["qwen2_moe R2"])
+    compare(both.beside, alone["moonlight value R2"])
+
+
+def test_only_a_capacity_drops_choices(outcomes) -> None:
+    alone, _ = outcomes
+    dropped = {
+        name: [value for key, value in alone[name].routing.items() if key.endswith("dropped")]
+        for name in ("qwen2_moe", "qwen2_moe capacity")
+    }
+    assert dropped["qwen2_moe"] == [0.0] * 4  # three layers, and over layers
+    assert len(dropped["qwen2_moe capacity"]) == 4
+    assert all(0.1 < share < 0.6 for share in dropped["qwen2_moe capacity"])
 
 
 def test_the_experts_replayed_are_those_the_engine_chose(outcomes) -> None:

@@ -221,7 +221,7 @@ LAYOUTS = [
      "actor.megatron.sequence_parallel", "needs it"),
     ("an auxiliary loss that is off", "actor.megatron.moe_aux_loss_coeff=0.1",
      "actor.megatron.moe_aux_loss_coeff", "no effect"),
-    ("a frozen router that moves", "model.path=builtin:tiny-moe "
+    ("a frozen router that moves", "model.path=builtin:tiny-moonlight "
      "algorithm.adv_estimator=reinforce_plus_plus actor.megatron.freeze_moe_router=true "
      "actor.megatron.moe_router_bias_update_rate=0.001",
      "actor.megatron.moe_router_bias_update_rate", "moves the router's bias"),
@@ -241,7 +241,21 @@ LAYOUTS = [
      "actor.router_replay", "does not return the experts"),
     ("a critic that replays the engine", "critic.router_replay=R3", "critic.router_replay",
      "off, R2"),
-    ("a dispatcher that cannot", f"actor.megatron.{PP}=2 "
+    ("a bias that is not there", "model.path=builtin:tiny-moe "
+     "algorithm.adv_estimator=reinforce_plus_plus actor.megatron.moe_router_bias_update_rate=0.001",
+     "actor.megatron.moe_router_bias_update_rate", "no expert bias"),
+    ("a router without experts", "actor.megatron.moe_router_dtype=fp64",
+     "actor.megatron.moe_router_dtype", "no mixture of experts"),
+    ("a router in half precision", "actor.megatron.moe_router_dtype=bf16",
+     "actor.megatron.moe_router_dtype", "fp32, fp64"),
+    ("a capacity of nothing", "actor.megatron.moe_expert_capacity_factor=0",
+     "actor.megatron.moe_expert_capacity_factor", "a value > 0"),
+    ("choices replayed and dropped", "model.path=builtin:tiny-moe "
+     "algorithm.adv_estimator=reinforce_plus_plus actor.router_replay=R2 "
+     "actor.megatron.moe_expert_capacity_factor=1.25",
+     "actor.megatron.moe_expert_capacity_factor", "actor.router_replay = R2 is to repeat"),
+    ("a dispatcher that cannot", "model.path=builtin:tiny-moe "
+     f"algorithm.adv_estimator=reinforce_plus_plus actor.megatron.{PP}=2 "
      "actor.megatron.moe_token_dispatcher_type=allgather",
      "actor.megatron.moe_token_dispatcher_type", "need alltoall"),
     ("fewer sequences than ranks", "actor.ppo_mini_batch_size=2 critic.ppo_mini_batch_size=4",
