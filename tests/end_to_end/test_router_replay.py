@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import start_ranks
+from recipe_run import run_recipe, smaller
+from sglang_case import START_S, needs_sglang
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(
-        find_spec("sglang") is None or find_spec("sglang_cpu_compat") is None,
-        reason="SGLang for the CPU is not installed: make sglang-cpu",
-    ),
-]
+pytestmark = [pytest.mark.server, needs_sglang]
 TEMPERATURE = 0.9
+KEY = "key"
 
 
 def _save_near_ties(folder: Path) -> None:
     """A model whose routers hardly tell the experts of a triple apart; each token takes two."""
     import transformers
 
+    from mppo.data.builtin import VOCAB
+
     config = transformers.Qwen2MoeConfig(
-        vocab_size=256,
+        vocab_size=len(VOCAB),
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=3,
@@ -78,7 +78,39 @@ def _measured(role, batch) -> torch.Tensor:
     return role.measure(batch, plan)[0][batch.response_mask_T > 0]
 
 
-def _run(rank: int, folder: Path) -> None:
+@dataclass(frozen=True)
+class Server:
+    """A running server, and the folder of the model it was started for."""
+
+    url: str
+    model: Path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    from transformers import AutoConfig
+
+    from mppo.rollout.sglang_server import HOST, own_server, server_environment, server_options
+
+    folder = tmp_path_factory.mktemp("near_ties")
+    model = folder / "model"
+    _save_near_ties(model)
+    arguments = {
+        "max_total_tokens": 16384,
+        "disable_radix_cache": True,
+        "enable_return_routed_experts": True,
+    }
+    config = AutoConfig.from_pretrained(model)
+    options = server_options(str(model), "float32", 1, 0, True, arguments, config)
+    process = own_server(0, options, server_environment(1, True), KEY, folder, START_S)
+    process.start()
+    try:
+        yield Server(f"http://{HOST}:{process.port}", model)
+    finally:
+        process.stop()
+
+
+def _run(rank: int, server: Server, folder: Path) -> None:
     torch.set_num_threads(1)
     from mppo.parallel import device
 
@@ -89,19 +121,14 @@ def _run(rank: int, folder: Path) -> None:
     from mppo.config.schema import RolloutConfig, SamplingConfig
     from mppo.parallel.groups import GroupRegistry
     from mppo.rollout.engine import Wish
+    from mppo.rollout.fleet import API_KEY_VARIABLE
     from mppo.rollout.routed_experts import routing_shape
     from mppo.rollout.sglang import SGLangEngine
 
     dist.init_process_group("gloo", f"file://{folder / 'store'}", rank=0, world_size=1)
-    model = folder / "model"
-    _save_near_ties(model)
-    rollout = RolloutConfig(
-        name="sglang",
-        start_timeout_s=900.0,
-        request_timeout_s=300.0,
-        server_args={"max_total_tokens": 16384},
-    )
-    config = AutoConfig.from_pretrained(model)
+    os.environ[API_KEY_VARIABLE] = KEY
+    model, config = server.model, AutoConfig.from_pretrained(server.model)
+    rollout = RolloutConfig(name="sglang", request_timeout_s=300.0, urls=(server.url,))
     engine = SGLangEngine(
         model, config, torch.float32, rollout, run_dir=folder, routing=routing_shape(config)
     )
@@ -135,9 +162,9 @@ def _run(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict:
+def result(server, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("replay")
-    mp.spawn(_run, (folder,), nprocs=1)
+    start_ranks(_run, (server, folder), 1)
     return torch.load(folder / "result.pt")
 
 
@@ -156,3 +183,28 @@ def test_the_engine_names_two_experts_for_all_but_last_tokens(result) -> None:
     known = experts[experts[:, 0, 0] >= 0]
     assert (known[..., 0] != known[..., 1]).all()
     assert known.max() == 5
+
+
+def test_the_recipe_of_a_mixture_trains_on_the_engines_choices(server, tmp_path) -> None:
+    from mppo.data.builtin import resolve_model
+    from mppo.rollout.fleet import API_KEY_VARIABLE
+
+    rows = run_recipe(
+        "tiny_cpu_qwen_moe.yaml",
+        tmp_path,
+        *smaller(2),
+        f"model.path={server.model}",
+        f"model.tokenizer_path={resolve_model('builtin:tiny', os.environ['MPPO_CACHE'])}",
+        "trainer.warm_start_steps=0",
+        "rollout.name=sglang",
+        "rollout.mode=disaggregated",
+        f"rollout.urls=[{server.url}]",
+        "actor.router_replay=R3",
+        **{API_KEY_VARIABLE: KEY},
+    )
+    assert len(rows) == 2
+    for row in rows:
+        assert row["training/rollout_logprob_diff_max"] < 1e-5  # without R3: 1e-2 and more
+        assert row["actor/grad_norm"] > 0
+        assert "critic/moe/max_vio" in row
+    assert rows[0]["actor/moe/replay_differing"] > 0.01
