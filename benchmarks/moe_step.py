@@ -1,6 +1,6 @@
 """How fast a mixture of experts is updated, what router replay costs, what CP2 saves.
 
-    python benchmarks/moe_step.py speed [--repeat 3] [--out FILE]
+    python benchmarks/moe_step.py speed [--repeat 3] [--sequences 16] [--longest 512] [--out FILE]
     python benchmarks/moe_step.py memory [--long 16384] [--layers 4 12] [--out FILE]
 
 Speed, in one process and one thread, float32: forward and backward pass over the same sequences by
@@ -18,20 +18,13 @@ halved, what one layer or the head needs while it runs is not.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import gc
 import itertools
-import json
 import os
-import platform
 import resource
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
+from record import alternate, parser, record
 
 EXPERTS, CHOSEN, WIDTH = 64, 6, 128
 M_MMAP_THRESHOLD = -3
@@ -160,21 +154,6 @@ def make_hf_update(folder: Path, batch, micro_batch: int, by_length: bool) -> Ca
     return update
 
 
-def alternate(works: dict[str, Callable[[], object]], repeat: int) -> dict[str, dict[str, float]]:
-    """Fastest seconds of each, wall clock and processor; turn by turn, so that load hits all."""
-    seconds = {name: {"wall_s": float("inf"), "processor_s": float("inf")} for name in works}
-    for turn in range(repeat + 1):
-        for name, work in works.items():
-            gc.collect()
-            start, processor = time.perf_counter(), time.process_time()
-            work()
-            spent = time.perf_counter() - start, time.process_time() - processor
-            if turn:
-                for key, value in zip(("wall_s", "processor_s"), spent):
-                    seconds[name][key] = min(seconds[name][key], value)
-    return seconds
-
-
 def peak_bytes() -> int:
     """Largest resident size of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -200,29 +179,6 @@ def start(rank: int, world: int, store: Path):
     return GroupRegistry()
 
 
-def time_updates(rank: int, folder: Path, repeat: int) -> None:
-    """Seconds of every update, written to ``seconds.json``."""
-    registry = start(rank, 1, folder / "store")
-    generator = torch.Generator().manual_seed(2)
-    lengths = torch.randint(64, 512, (16,), generator=generator).tolist()
-    batch, micro_batch = make_batch(lengths), 8
-    recorded = make_role(folder / "sparse", registry, micro_batch, "R2")
-    replayed = make_update(recorded, batch)
-    works = {
-        "moe": make_update(make_role(folder / "sparse", registry, micro_batch), batch),
-        "moe_replayed": replayed,
-        "moe_replayed_from_engine": make_update(
-            make_role(folder / "sparse", registry, micro_batch, "R3"), as_chosen(recorded, batch)
-        ),
-        "dense": make_update(make_role(folder / "dense", registry, micro_batch), batch),
-        "transformers_eager": make_hf_update(folder / "sparse", batch, micro_batch, False),
-        "transformers_eager_by_length": make_hf_update(folder / "sparse", batch, micro_batch, True),
-    }
-    result = {"tokens": sum(lengths), "seconds": alternate(works, repeat)}
-    (folder / "seconds.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
 def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
     """Bytes a long sequence's update adds at its peak, written to ``memory_<world>_<rank>``."""
     registry = start(rank, world, folder / f"store_{world}")
@@ -239,15 +195,35 @@ def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
     dist.destroy_process_group()
 
 
-def measure_speed(folder: Path, repeat: int) -> dict[str, object]:
+def measure_speed(folder: Path, repeat: int, sequences: int, longest: int) -> dict[str, object]:
     """Seconds of every update, and what they mean."""
-    mp.spawn(time_updates, (folder, repeat), nprocs=1)
-    timed = json.loads((folder / "seconds.json").read_text())
-    seconds = {name: values["processor_s"] for name, values in timed["seconds"].items()}
+    registry = start(0, 1, folder / "store")
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(longest // 8, longest, (sequences,), generator=generator).tolist()
+    batch, micro_batch = make_batch(lengths), 8
+    recorded = make_role(folder / "sparse", registry, micro_batch, "R2")
+    replayed = make_update(recorded, batch)
+    works = {
+        "moe": make_update(make_role(folder / "sparse", registry, micro_batch), batch),
+        "moe_replayed": replayed,
+        "moe_replayed_from_engine": make_update(
+            make_role(folder / "sparse", registry, micro_batch, "R3"), as_chosen(recorded, batch)
+        ),
+        "dense": make_update(make_role(folder / "dense", registry, micro_batch), batch),
+        "transformers_eager": make_hf_update(folder / "sparse", batch, micro_batch, False),
+        "transformers_eager_by_length": make_hf_update(folder / "sparse", batch, micro_batch, True),
+    }
+    times = alternate(works, repeat)
+    dist.destroy_process_group()
+    seconds, tokens = {name: spent.processor for name, spent in times.items()}, sum(lengths)
     return {
         "model": {**TRUNK, "experts": EXPERTS, "chosen": CHOSEN, "expert_width": WIDTH},
-        **timed,
-        "tokens_per_processor_second": {k: round(timed["tokens"] / v) for k, v in seconds.items()},
+        "tokens": tokens,
+        "seconds": {
+            name: {"wall_s": spent.wall, "processor_s": spent.processor}
+            for name, spent in times.items()
+        },
+        "tokens_per_processor_second": {k: round(tokens / v) for k, v in seconds.items()},
         "times_transformers": seconds["transformers_eager"] / seconds["moe"],
         "times_transformers_by_length": seconds["transformers_eager_by_length"] / seconds["moe"],
         "share_of_dense_speed": seconds["dense"] / seconds["moe"],
@@ -275,31 +251,21 @@ def measure_memory(folder: Path, length: int, depths: list[int]) -> dict[str, ob
 
 def main() -> None:
     """Run one part and show its result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("speed", "memory"))
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--long", type=int, default=16384, help="tokens of the long sequence")
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 12], help="depths for memory")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, repeat=3)
+    arguments.add_argument("part", choices=("speed", "memory"))
+    arguments.add_argument("--sequences", type=int, default=16, help="in the batch that is timed")
+    arguments.add_argument("--longest", type=int, default=512, help="tokens; the shortest an 8th")
+    arguments.add_argument("--long", type=int, default=16384, help="tokens of the long sequence")
+    arguments.add_argument("--layers", type=int, nargs="+", default=[4, 12], help="for memory")
+    options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if arguments.part == "speed":
+        if options.part == "speed":
             save_models(folder)
-            measured = measure_speed(folder, arguments.repeat)
+            measured = measure_speed(folder, options.repeat, options.sequences, options.longest)
         else:
-            measured = measure_memory(folder, arguments.long, arguments.layers)
-    result = {
-        "date": str(date.today()),
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "load_average": [round(x, 1) for x in os.getloadavg()],
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        **measured,
-    }
-    print(json.dumps(result, indent=2))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+            measured = measure_memory(folder, options.long, options.layers)
+    record(measured, options.out)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 SMALLEST = {
     "ppo_step.py": ["--dtypes", "float32", "--steps", "1", "--warm-up", "0"],
     "rollout.py": ["--repeat", "1", "--prompts", "2", "--response-length", "4"],
+    "moe_step.py": ["speed", "--repeat", "1", "--sequences", "2", "--longest", "16"],
     "estimators.py": ["--repeat", "1", "--sequences", "8", "--tokens", "64"],
 }
 
