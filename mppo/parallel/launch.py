@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -34,6 +34,7 @@ LOOPBACK = "127.0.0.1"
 PARENT = os.getppid()
 """The launcher, unless it had gone before this process came so far."""
 _STORE_ATTEMPTS = 5
+_LOOK_S = 0.05
 _OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 10_000
 
@@ -127,15 +128,50 @@ def process_group(info: LaunchInfo, timeout_s: float) -> Iterator[None]:
 
 def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
     """Take this rank's device and join the default process group. Collective."""
-    _check_agent(info)
     device.select(info.local_rank, info.local_world_size)
+    place: dict[str, Any] = {"init_method": f"tcp://{info.master_addr}:{info.master_port}"}
+    if info.how == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _check_agent(info)
+        place = {"store": _store_of_this_start(info, timeout_s)}
     dist.init_process_group(
         device.backend(),
-        init_method=f"tcp://{info.master_addr}:{info.master_port}",
         rank=info.rank,
         world_size=info.world_size,
         timeout=timedelta(seconds=timeout_s),
+        **place,
     )
+
+
+def _store_of_this_start(info: LaunchInfo, timeout_s: float) -> dist.Store:
+    """The store that torchrun hosts, under a prefix of its own for every start of the ranks.
+
+    The store outlives them: ranks that torchrun starts again find the addresses of those before in
+    it. (How often a rank was started is no prefix: the agents of several nodes count differently.)
+    Every rank shows a word that it has just drawn, and the first rank answers to it with the
+    prefix; to a rank of this start no other rank answers. Collective.
+
+    Raises:
+        RuntimeError: some rank did not come within ``timeout_s``.
+    """
+    patience = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(
+        info.master_addr, info.master_port, timeout=patience, wait_for_workers=False
+    )
+    word = secrets.token_hex(16)
+    if info.rank:
+        store.set(f"mppo/word/{info.rank}", word)
+        prefix = store.get(f"mppo/answer/{word}").decode()
+        store.add(f"{prefix}/here", 1)
+        return dist.PrefixStore(prefix, store)
+    deadline = time.monotonic() + timeout_s
+    while (here := 1 + store.add(f"{word}/here", 0)) < info.world_size:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{here} of {info.world_size} ranks came within {timeout_s:.0f} s")
+        for key in [f"mppo/word/{rank}" for rank in range(1, info.world_size)]:
+            if store.check([key]):
+                store.set(f"mppo/answer/{store.get(key).decode()}", word)
+        time.sleep(_LOOK_S)
+    return dist.PrefixStore(word, store)
 
 
 def _check_agent(info: LaunchInfo) -> None:
@@ -145,8 +181,6 @@ def _check_agent(info: LaunchInfo) -> None:
     Raises:
         RuntimeError: it does not.
     """
-    if info.how != "torchrun" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
     for attempt in range(1, _STORE_ATTEMPTS + 1):
         try:
             socket.create_connection((info.master_addr, info.master_port), timeout=10).close()
