@@ -1,4 +1,4 @@
-"""A training run as separate processes that can be sent signals."""
+"""A training run as processes of its own that can be sent signals."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import torch
+from ranks import begin_ranks
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
@@ -48,10 +51,12 @@ def keys(run_dir: Path, overrides: Sequence[str] = (), steps: int = STEPS) -> li
     return [*TINY, total, f"trainer.default_local_dir={run_dir}", *overrides]
 
 
-def start_torchrun(run_dir: Path, steps: int, overrides: Sequence[str] = ()) -> subprocess.Popen:
+def start_torchrun(
+    run_dir: Path, steps: int, overrides: Sequence[str] = (), restarts: int = 0
+) -> subprocess.Popen:
     """Start or resume a tiny run of two ranks under torchrun; it adds to ``output.txt``."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [TRAIN, *keys(run_dir, overrides, steps)]
+    command += [f"--max-restarts={restarts}", TRAIN, *keys(run_dir, overrides, steps)]
     with (run_dir / "output.txt").open("a") as stream:
         return subprocess.Popen(
             command,
@@ -63,48 +68,60 @@ def start_torchrun(run_dir: Path, steps: int, overrides: Sequence[str] = ()) -> 
         )
 
 
+def _rank(rank: int, port: int, program: str, argv: Sequence[str], folder: Path) -> None:
+    """One rank, placed as a launcher would; ends with the program's exit code."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    warnings.simplefilter("ignore")
+    with output(folder, rank).open("w") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    sys.exit(import_module(program).main(argv))
+
+
+def output(folder: Path, rank: int) -> Path:
+    """Where a rank's output goes."""
+    return folder / f"output_{rank}.txt"
+
+
 class LaunchedRun:
     """Two ranks on this machine, started as a launcher would, without one that interferes.
 
     Args:
         run_dir: the run's folder.
         overrides: recipe keys beyond ``TINY``.
-        command: what to run; the training by default.
+        program: the module whose ``main`` runs.
+        argv: its command line; by default the recipe's keys.
     """
 
     def __init__(
-        self, run_dir: Path, overrides: Sequence[str] = (), command: Sequence[str] = ()
+        self,
+        run_dir: Path,
+        overrides: Sequence[str] = (),
+        program: str = "mppo.train",
+        argv: Sequence[str] = (),
     ) -> None:
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
-        command = command or [sys.executable, TRAIN, *keys(run_dir, overrides)]
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        self.processes = []
-        for rank in range(2):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            environment = os.environ | QUIET | {key: str(v) for key, v in place.items()}
-            with self.output(rank).open("w") as stream:
-                self.processes.append(
-                    subprocess.Popen(
-                        command, env=environment, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT
-                    )
-                )
+        argv = list(argv or keys(run_dir, overrides))
+        self.processes = begin_ranks(_rank, (port, program, argv, run_dir), 2).processes
 
-    def output(self, rank: int) -> Path:
-        return self.run_dir / f"output_{rank}.txt"
+    def text(self, rank: int) -> str:
+        return output(self.run_dir, rank).read_text()
 
     def texts(self) -> str:
-        return "\n".join(self.output(rank).read_text() for rank in range(2))
+        return "\n".join(self.text(rank) for rank in range(2))
 
     def until(self, condition: Callable[[], bool], patience_s: float = 500) -> None:
         """Wait for something to become true while the ranks run."""
         deadline = time.monotonic() + patience_s
         while not condition():
-            dead = [p for p in self.processes if p.poll() is not None]
-            assert not dead, f"a rank has ended with {dead[0].returncode}:\n{self.texts()}"
+            dead = [p for p in self.processes if p.exitcode is not None]
+            assert not dead, f"a rank has ended with {dead[0].exitcode}:\n{self.texts()}"
             assert time.monotonic() < deadline, f"nothing for {patience_s} s:\n{self.texts()}"
             time.sleep(0.05)
 
@@ -115,20 +132,24 @@ class LaunchedRun:
         self.until((self.run_dir / f"checkpoints/global_step_{step}").is_dir)
 
     def send(self, rank: int, number: signal.Signals) -> None:
-        self.processes[rank].send_signal(number)
+        os.kill(self.processes[rank].pid, number)
 
-    def codes(self, patience_s: float = 500) -> list[int]:
+    def code(self, rank: int, patience_s: float) -> int | None:
+        """The exit code of a rank; None if it has not ended within the time."""
+        self.processes[rank].join(patience_s)
+        return self.processes[rank].exitcode
+
+    def codes(self, patience_s: float = 500) -> list[int | None]:
         """Exit codes of both ranks; those that do not end are killed."""
         try:
-            return [process.wait(timeout=patience_s) for process in self.processes]
+            return [self.code(rank, patience_s) for rank in range(2)]
         finally:
             self.kill()
 
     def kill(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.join()
 
 
 def metrics_logged(run_dir: Path) -> list[dict[str, float]]:
