@@ -73,6 +73,12 @@ class Trajectory:
         return before + [self.weight_version] * (len(self.response_ids) - len(before))
 
 
+Begun = dict[tuple[int, int], Trajectory]
+"""Responses to prompts that no step has trained on yet, by the prompt's uid and the sample: broken
+off when a batch was full, waiting for other samples of their prompt, or generated ahead. The same
+on every rank."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Scored trajectories on one flat token axis.

@@ -88,13 +88,15 @@ def collect(run: Run, step: int) -> Collected:
 def ask(run: Run, step: int) -> Asked:
     """Begin to have a batch of prompts answered, and the responses scored.
 
-    The prompts are taken when they are answered: a checkpoint saved before does not count them.
+    The prompts are taken when they are answered: a checkpoint saved before does not count them, and
+    holds the responses that are there.
     """
     rollout, size = run.recipe.rollout, run.prompts.batch_size
     prompts = run.prompts.peek(size + math.ceil(rollout.over_sampling * size))
     wanted = size if len(prompts) > size else None
     early, limit = EarlyScores(run.scorer), run.recipe.data.max_response_length
-    wish = Wish(prompts, rollout, limit, sampling_seed(run, step), early.take, wanted)
+    seed = sampling_seed(run, step)
+    wish = Wish(prompts, rollout, limit, seed, early.take, wanted, run.checkpoints.begun)
     return Asked(prompts, run.engine.begin(wish), early)
 
 

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 import mppo
+from mppo.batch import Begun
 from mppo.checkpoint import folder as folders
+from mppo.checkpoint import responses
 from mppo.checkpoint.folder import FileEntry, Manifest
 from mppo.checkpoint.randomness import file_name, load_random_state, random_state
 from mppo.checkpoint.resume import Found, changed_keys, choose, resume_mode, set_aside_all
@@ -43,10 +45,12 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class _Before:
-    """What a step changes before its first update: the parts' states as JSON, and random states."""
+    """What a step changes before its first update: the parts' states as JSON, random states, and
+    responses that have begun."""
 
     parts: str
     random: bytes
+    begun: Begun
 
 
 class Checkpointer:
@@ -76,6 +80,8 @@ class Checkpointer:
         self.root = root
         self.roles = roles
         self.parts = parts
+        self.begun: Begun = {}
+        """Of the run, like its parts: engines take from it and leave there (``Wish.begun``)."""
         self.stopped_early = False
         self.failed_saves = 0
         self._last_error: str | None = None
@@ -117,7 +123,7 @@ class Checkpointer:
         abandon.expect(self._timing.longest_step_s + 1.5 * self._timing.longest_save_s)
         if self.trainer.save_on_signal:
             parts = {name: part.state_dict() for name, part in self.parts.items()}
-            self._before = _Before(json.dumps(parts), self._random_state())
+            self._before = _Before(json.dumps(parts), self._random_state(), dict(self.begun))
 
     def before_update(self) -> None:
         """Wait until a save under way needs the models no more, which are about to change."""
@@ -274,6 +280,8 @@ class Checkpointer:
                 "recipe": self._recipe,
             }
             contents[STATE] = f"{json.dumps(state, indent=1)}\n".encode()
+            if begun := before.begun if before else self.begun:
+                contents[responses.FILE] = responses.to_bytes(begun)
         manifest = Manifest(
             step=step,
             world_size=self._world,
@@ -331,6 +339,7 @@ class Checkpointer:
         load_roles(found.folder, self.roles)
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
+        self.begun.update(responses.load(found.folder))
         layouts = {name: role.groups for name, role in self.roles.items()}
         same = found.manifest.world_size == self._world and all(
             found.manifest.roles[name]["layout"] == asdict(role.layout)

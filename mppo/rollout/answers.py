@@ -1,15 +1,15 @@
-"""The servers' answers as trajectories on every rank, and those broken off for the next step."""
+"""The servers' answers as trajectories on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch import Trajectory
 from mppo.rollout.engine import Wish
 from mppo.rollout.exchange import FINISH, agree, gather_flat, pack_rows, unpack_rows
 from mppo.rollout.http_client import RequestRefused
@@ -17,41 +17,18 @@ from mppo.rollout.routed_experts import RoutingShape, attach, decode, routed_tok
 from mppo.rollout.sglang_api import Generated
 
 
-class Begun:
-    """Responses a step broke off, and answered ones of prompts that still lack others.
-
-    The same on every rank; a run that is resumed has none and starts those prompts afresh.
-    """
-
-    def __init__(self) -> None:
-        self._rows: dict[tuple[int, int], Trajectory] = {}
-
-    def of(self, prompt: Prompt, sample: int) -> Trajectory | None:
-        """What there is of a response."""
-        return self._rows.get((prompt.uid, sample))
-
-    def joined(self, prompt: Prompt, sample: int, more: Trajectory) -> Trajectory:
-        """A response from what there was and what came now."""
-        before = self.of(prompt, sample)
-        if before is None:
-            return more
-        known = sum(tokens for _, tokens in before.earlier)
-        part = (before.weight_version, len(before.response_ids) - known)
-        return replace(
-            more,
-            response_ids=before.response_ids + more.response_ids,
-            logprobs=before.logprobs + more.logprobs,
-            earlier=(*before.earlier, part),
-        )
-
-    def keep(self, found: Mapping[int, Trajectory], wish: Wish, taken: Collection[int]) -> None:
-        """Keep what was found of the prompts that are not ``taken``, and nothing else."""
-        n = wish.sampling.n
-        self._rows = {
-            (wish.prompts[key // n].uid, key % n): trajectory
-            for key, trajectory in found.items()
-            if key // n not in taken and trajectory.response_ids
-        }
+def joined(before: Trajectory | None, more: Trajectory) -> Trajectory:
+    """A response from what there was and what came now."""
+    if before is None:
+        return more
+    known = sum(tokens for _, tokens in before.earlier)
+    part = (before.weight_version, len(before.response_ids) - known)
+    return replace(
+        more,
+        response_ids=before.response_ids + more.response_ids,
+        logprobs=before.logprobs + more.logprobs,
+        earlier=(*before.earlier, part),
+    )
 
 
 def complete_prompts(found: Mapping[int, Trajectory], wish: Wish) -> list[int]:
@@ -65,7 +42,7 @@ def gather_answers(
     mine: Mapping[int, Generated],
     wish: Wish,
     version: int,
-    begun: Begun,
+    known: Mapping[int, Trajectory],
     routing: RoutingShape | None,
     device: torch.device,
     world: int,
@@ -77,7 +54,7 @@ def gather_answers(
         mine: this rank's answers.
         wish: what was asked.
         version: of the weights.
-        begun: what they continue.
+        known: what they continue.
         routing: shape of the experts each answer carries; None: none.
         device: for the exchange.
         world: ranks in ``group``.
@@ -86,15 +63,11 @@ def gather_answers(
     Raises:
         RuntimeError: on every rank, when experts are missing.
     """
-    found = {
-        key: before
-        for key in range(len(wish.prompts) * wish.sampling.n)
-        if (before := begun.of(*wish.sample_at(key))) is not None
-    }
+    found = dict(known)
     rows = gather_flat(_packed(mine).to(device), world, group)
     for received in rows:
         for key, more in unpack_rows(received, wish, version).items():
-            found[key] = begun.joined(*wish.sample_at(key), more)
+            found[key] = joined(known.get(key), more)
     if routing is not None:
         chosen = _chosen(mine, found, routing, world, group).to(device)
         found |= attach(found, rows, chosen, routing, world, group)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch import Begun, Prompt, Trajectory
 from mppo.config.schema import SamplingConfig
 from mppo.weights.slices import SliceRequest, SliceStream
 
@@ -33,6 +33,8 @@ class Wish:
         finished: told of some or all responses early, of none twice; never waits for others.
         wanted: this many prompts with all their samples are enough; what is not answered by then
             is aborted. None: all.
+        begun: what is known of the responses and so not generated again. The engine leaves there
+            what it knows and has not handed out. By default nothing.
     """
 
     prompts: Sequence[Prompt]
@@ -41,11 +43,38 @@ class Wish:
     seed: int
     finished: Finished | None = None
     wanted: int | None = None
+    begun: Begun = field(default_factory=dict)
 
     def sample_at(self, place: int) -> tuple[Prompt, int]:
         """The prompt, and which of its samples, that has a place in the result."""
         index, sample = divmod(place, self.sampling.n)
         return self.prompts[index], sample
+
+    def known(self) -> dict[int, Trajectory]:
+        """What has begun of the result, by place.
+
+        A resumed run may have other prompts than the one before, or wish for shorter responses:
+        what does not fit does not count.
+        """
+        found = {}
+        for place in range(len(self.prompts) * self.sampling.n):
+            prompt, sample = self.sample_at(place)
+            response = self.begun.get((prompt.uid, sample))
+            if response is None or response.prompt.token_ids != prompt.token_ids:
+                continue
+            least = len(response.response_ids) + (response.finish_reason == "abort")
+            if least <= self.max_tokens:
+                found[place] = replace(response, prompt=prompt)
+        return found
+
+    def keep(self, found: Mapping[int, Trajectory], taken: Collection[int] = ()) -> None:
+        """Leave in ``begun`` what was found, by place, of prompts that are not ``taken``, and
+        nothing else."""
+        self.begun.clear()
+        for place, response in found.items():
+            index, sample = divmod(place, self.sampling.n)
+            if index not in taken and response.response_ids:
+                self.begun[self.prompts[index].uid, sample] = response
 
 
 class WeightSource:

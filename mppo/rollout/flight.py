@@ -67,7 +67,7 @@ class Flight:
 
     def land(self) -> Outcome[Any]:
         """As ``wait``, in a step that is not left any more: of a run that is asked to stop the jobs
-        are aborted, for nothing will come of them."""
+        are aborted, for there is no time."""
         deadline = math.inf
         while self._thread.is_alive() and time.monotonic() < deadline:
             if asked() and self._tail is not None and math.isinf(deadline):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from mppo.batch import Trajectory
 from mppo.config.schema import RolloutConfig
-from mppo.rollout.answers import Begun, complete_prompts, gather_answers
+from mppo.rollout.answers import complete_prompts, gather_answers, joined
 from mppo.rollout.engine import Wish
 from mppo.rollout.exchange import shares
 from mppo.rollout.flight import Flight
@@ -27,9 +27,7 @@ class Generation:
         stops: tokens that end a response.
         routing: shape of the experts each answer carries; None: none.
         requests: the way to the servers.
-        rollout: the recipe's section.
-        begun: with ``partial_rollout``, what is known of the responses; takes what a step breaks
-            off.
+        rollout: the recipe's section; with ``partial_rollout``, what is broken off goes on later.
     """
 
     def __init__(
@@ -39,24 +37,32 @@ class Generation:
         routing: RoutingShape | None,
         requests: Requests,
         rollout: RolloutConfig,
-        begun: Begun,
     ) -> None:
         self._wish, self._stops, self._routing = wish, stops, routing
         self._requests, self._rollout = requests, rollout
         self._partial = wish.wanted is not None and rollout.partial_rollout
-        self._begun = begun if self._partial else Begun()
-        self._found: dict[int, Trajectory] = {}
+        self._found = {row: t for row, t in wish.known().items() if self._counts(t)}
         self._seconds = 0.0
+        self._flight: Flight | None = None
         self._launch()
 
+    def _counts(self, response: Trajectory) -> bool:
+        """Whether what is known of a response need not be generated again."""
+        if response.finish_reason == "abort":
+            return self._partial
+        return self._routing is None or response.routed_experts is not None
+
     def _launch(self) -> None:
-        """Ask this rank's servers for what is missing."""
+        """Ask this rank's servers for what is missing, if it is."""
         wish = self._wish
+        enough = len(wish.prompts) if wish.wanted is None else wish.wanted
+        if len(complete_prompts(self._found, wish)) >= enough:
+            return
         self._version = self._requests.restore()
         self._tail = Tail(wish.wanted, wish.sampling.n, self._requests.new_name())
         rows = self._my_rows()
-        before = {row: self._begun.of(*wish.sample_at(row)) for row in rows}
-        done = {row for row, t in before.items() if t and t.finish_reason != "abort"}
+        ended = {row for row, t in self._found.items() if t.finish_reason != "abort"}
+        done = ended.intersection(rows)
         self._tail.answered(sorted(done))
         rows = [row for row in rows if row not in done]
         servers = max(1, len(self._requests.fleet.mine))
@@ -64,9 +70,7 @@ class Generation:
         size = max(1, min(-(-len(rows) // (_JOBS_PER_SERVER * servers)), self._rollout.batch_size))
         self._jobs = [rows[start : start + size] for start in range(0, len(rows), size)]
         self._in_flight = max(1, self._rollout.batch_size // size)
-        self._flight: Flight | None = self._requests.launch(
-            self._jobs, self._ask, self._in_flight, self._tail
-        )
+        self._flight = self._requests.launch(self._jobs, self._ask, self._in_flight, self._tail)
 
     def _my_rows(self) -> list[int]:
         """Rows (``prompt * n + sample``) for this rank's servers, longest prompts first."""
@@ -84,9 +88,8 @@ class Generation:
             return {}
         texts, parameters = [], []
         for row in job:
-            prompt, sample = wish.sample_at(row)
-            before = self._begun.of(prompt, sample)
-            known = before.response_ids if before else ()
+            prompt, _ = wish.sample_at(row)
+            known = self._found[row].response_ids if row in self._found else ()
             texts.append(prompt.token_ids + known)
             limit = wish.max_tokens - len(known)
             parameters.append(sampling_parameters(wish.sampling, limit, self._stops))
@@ -95,9 +98,8 @@ class Generation:
         answers = [a.settled(self._stops) for a in answers]
         ended = {r: a for r, a in zip(job, answers, strict=True) if a.reason != "abort"}
         if wish.finished is not None:
-            told = [(*wish.sample_at(r), a) for r, a in ended.items()]
-            responses = [self._begun.joined(p, s, a.trajectory(p)) for p, s, a in told]
-            wish.finished(list(ended), responses)
+            told = {r: a.trajectory(wish.sample_at(r)[0]) for r, a in ended.items()}
+            wish.finished(list(told), [joined(self._found.get(r), t) for r, t in told.items()])
         tail.answered(list(ended))
         return {r: a for r, a in zip(job, answers, strict=True) if a.tokens}
 
@@ -107,16 +109,13 @@ class Generation:
             return
         results = self._requests.landed(self._flight)
         found, self._flight = self._gathered(results), None
-        self._found = {
-            row: t for row, t in found.items() if self._partial or t.finish_reason != "abort"
-        }
-        self._begun.keep(self._found, self._wish, ())
+        self._found = {row: t for row, t in found.items() if self._counts(t)}
+        self._wish.keep(self._found)
 
     def result(self) -> list[Trajectory]:
         """See ``rollout.engine.Generation.result``."""
         wish, n = self._wish, self._wish.sampling.n
-        enough = len(wish.prompts) if wish.wanted is None else wish.wanted
-        if self._flight is None and len(complete_prompts(self._found, wish)) < enough:
+        if self._flight is None:
             self._launch()
         if self._flight is not None:
             results = self._requests.answers(
@@ -124,7 +123,7 @@ class Generation:
             )
             self._found, self._flight = self._gathered(results), None
         taken = complete_prompts(self._found, wish)[: wish.wanted]
-        self._begun.keep(self._found, wish, taken)
+        wish.keep(self._found if self._partial else {}, taken)
         found, self._found = self._found, {}
         return [found[prompt * n + sample] for prompt in taken for sample in range(n)]
 
@@ -143,7 +142,7 @@ class Generation:
             mine,
             self._wish,
             self._version,
-            self._begun,
+            self._found,
             self._routing,
             requests.device,
             requests.world,

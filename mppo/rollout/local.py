@@ -36,18 +36,22 @@ class Generated:
     """See ``rollout.engine.Generation``: nothing is under way, this engine generates at once.
 
     Args:
+        wish: what was asked for.
         trajectories: the result.
         seconds: it took.
     """
 
+    wish: Wish
     trajectories: list[Trajectory]
     seconds: float
 
     def settle(self) -> None:
         """See ``rollout.engine.Generation.settle``."""
+        self.wish.keep(dict(enumerate(self.trajectories)))
 
     def result(self) -> list[Trajectory]:
         """See ``rollout.engine.Generation.result``."""
+        self.wish.keep({})
         return self.trajectories
 
 
@@ -143,7 +147,9 @@ class LocalEngine:
         self._check_lengths(wish)
         dealt = shares([len(p.token_ids) for p in prompts], self._world)
         mine = sorted(dealt[self._rank], key=lambda index: len(prompts[index].token_ids))
-        rows = [(index, sample) for index in mine for sample in range(n)]
+        # it aborts nothing: what another engine broke off is generated anew
+        found = {key: t for key, t in wish.known().items() if t.finish_reason != "abort"}
+        rows = [(i, sample) for i in mine for sample in range(n) if i * n + sample not in found]
         stops = torch.tensor(
             sorted({*self._stops, *wish.sampling.stop_token_ids}),
             dtype=torch.int64,
@@ -163,7 +169,6 @@ class LocalEngine:
         else:
             check()
         packed = _pack(rows, n, parts, self._device)
-        found: dict[int, Trajectory] = {}
         for received in gather_flat(packed, self._world, self._group):
             found.update(unpack_rows(received, wish, version))
         return [found[key] for key in range(len(prompts) * n)]
@@ -172,7 +177,7 @@ class LocalEngine:
         """See ``RolloutEngine.begin``; the model runs in this very thread."""
         start = time.perf_counter()
         found = self.generate(wish)
-        return Generated(found, time.perf_counter() - start)
+        return Generated(wish, found, time.perf_counter() - start)
 
     def _generate_rows(
         self, wish: Wish, rows: Sequence[tuple[int, int]], stops: Tensor

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from mppo.batch import Trajectory
 from mppo.config.schema import RolloutConfig
-from mppo.rollout.answers import Begun
 from mppo.rollout.engine import WeightBucket, WeightSource, Wish
 from mppo.rollout.exchange import agree, gather_flat, gather_objects, shares
 from mppo.rollout.fleet import Fleet
@@ -78,7 +77,6 @@ class SGLangEngine:
         self._device, folder = torch.device(device), run_dir / "rollout"
         self._stops = stop_tokens(hf_folder, hf_config)
         self._version: int | None = None
-        self._begun = Begun()
         self._underway: Generation | None = None
         self._synced: dict[int, int] = {}  # server of this rank -> version it holds
         self._source: Iterable[WeightBucket] | None = None
@@ -244,9 +242,7 @@ class SGLangEngine:
         """See ``RolloutEngine.begin``; SGLang draws its own random numbers, the seed is unused."""
         self._settle()
         stops = tuple(sorted({*self._stops, *wish.sampling.stop_token_ids}))
-        self._underway = Generation(
-            wish, stops, self._routing, self._requests, self._rollout, self._begun
-        )
+        self._underway = Generation(wish, stops, self._routing, self._requests, self._rollout)
         return self._underway
 
     def generate(self, wish: Wish) -> list[Trajectory]:

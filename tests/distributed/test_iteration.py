@@ -73,6 +73,7 @@ ONE_BATCH = [
 AHEAD = ["trainer.rollout_ahead=1"]
 """Recipes refuse these with the local engine, which generates at once: nothing overlaps, and all
 else is as with servers apart."""
+RESPONSES = "responses.safetensors"
 RESUMED = ["trainer.resume_mode=resume_path", "trainer.resume_from_path={}/global_step_1"]
 
 
@@ -206,16 +207,32 @@ def test_the_engine_follows_the_actor_after_every_sync(results):
         assert line["training/rollout_logprob_diff_max"] < 1e-4
 
 
+LAGS = ("training/weight_version_lag_mean", "training/weight_version_lag_max")
+
+
+def _steps(run_dir: Path) -> list[dict[str, float]]:
+    """The metrics of each step."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").open())
+    return [line for line in lines if LAGS[0] in line]
+
+
 def _lags(run_dir: Path) -> list[tuple[float, float]]:
     """Mean and largest age of each step's tokens, in updates."""
-    names = ("training/weight_version_lag_mean", "training/weight_version_lag_max")
-    lines = map(json.loads, (run_dir / "metrics.jsonl").open())
-    return [(line[names[0]], line[names[1]]) for line in lines if names[0] in line]
+    return [(line[LAGS[0]], line[LAGS[1]]) for line in _steps(run_dir)]
+
+
+def _checkpoint(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"global_step_{step}"
+
+
+def _model(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """The actor's weights after a step."""
+    return load_file(run_dir / "hf" / f"global_step_{step}" / "model.safetensors")
 
 
 def _drawn(run_dir: Path, step: int) -> dict:
     """Where the order of prompts stands in a checkpoint."""
-    state = run_dir / "checkpoints" / f"global_step_{step}" / "run.json"
+    state = _checkpoint(run_dir, step) / "run.json"
     return json.loads(state.read_text())["parts"]["prompts"]
 
 
@@ -223,7 +240,7 @@ def test_a_batch_generated_ahead_is_one_update_old(results):
     _, plain, ahead, resumed, dynamic = results[2]
     assert _lags(plain) == [(0, 0)] * 3
     assert _lags(ahead) == [(0, 0), (1, 1), (1, 1)]
-    assert _lags(resumed) == [(0, 0), (1, 1)]
+    assert _lags(resumed) == [(1, 1), (1, 1)]
     first, second = _lags(dynamic)  # a second batch, where the first does not do, is a fresh one
     assert first == (0, 0)
     assert 0 < second[0] <= second[1] == 1
@@ -232,11 +249,20 @@ def test_a_batch_generated_ahead_is_one_update_old(results):
 def test_the_first_step_is_the_same_with_and_without_a_batch_ahead(results):
     _, plain, ahead, _, _ = results[2]
     for step, same in ((1, True), (3, False)):
-        one, other = (
-            load_file(run / "hf" / f"global_step_{step}" / "model.safetensors")
-            for run in (plain, ahead)
-        )
+        one, other = (_model(run, step) for run in (plain, ahead))
         assert all(torch.equal(other[name], tensor) for name, tensor in one.items()) == same
+
+
+def test_a_resumed_run_trains_on_the_batch_that_was_ahead(results):
+    _, _, ahead, resumed, _ = results[2]
+    saved = [step for step in (1, 2, 3) if (_checkpoint(ahead, step) / RESPONSES).exists()]
+    assert saved == [1, 2], "none is ahead of the last step"
+    for step in (2, 3):
+        want, got = (_model(run, step) for run in (ahead, resumed))
+        assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    for want, got in zip(_steps(ahead)[1:], _steps(resumed), strict=True):
+        names = [name for name in want if name.startswith(("actor/", "critic/", "training/"))]
+        assert [want[name] for name in names] == [got[name] for name in names]
 
 
 def test_no_prompt_is_lost_or_doubled_by_a_batch_ahead(results):

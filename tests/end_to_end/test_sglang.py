@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -25,7 +26,8 @@ from sglang_case import (
 from torch import Tensor
 
 from checkpoints_convert.__main__ import main as convert
-from mppo.batch import Trajectory
+from mppo.batch import Begun, Trajectory
+from mppo.checkpoint import responses
 from mppo.config.schema import SamplingConfig
 from mppo.rollout import buckets
 from mppo.rollout.engine import WeightSource, Wish
@@ -161,21 +163,33 @@ def test_the_tail_is_aborted_once_enough_prompts_are_answered(qwen2) -> None:
     qwen2.check()
 
 
-def test_broken_off_responses_go_on_under_the_next_weights(qwen2, monkeypatch) -> None:
+def test_broken_off_responses_go_on_under_the_next_weights_of_a_resumed_run(
+    qwen2, monkeypatch, tmp_path
+) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
     url = qwen2.engine._fleet._apis[0].url
     engine = qwen2.connect(own(urls=(url,), partial_rollout=True, server_args={}))
     sampling = SamplingConfig(n=2, stop_token_ids=tuple(range(3, 12)))
     qwen2.change_weights()
     qwen2.sync(engine)
-    first = engine.generate(Wish(prompts(24), sampling, 400, 0, wanted=4))
+    begun: Begun = {}
+    first = engine.generate(Wish(prompts(24), sampling, 400, 0, wanted=4, begun=begun))
     models = {qwen2.version: copy.deepcopy(qwen2.model)}
     qwen2.change_weights()
     qwen2.sync(engine)
     models[qwen2.version] = qwen2.model
     left = [p for p in prompts(24) if p.uid not in {t.prompt.uid for t in first}]
-    second = engine.generate(Wish(left, sampling, 400, 0, wanted=len(left)))
+    (tmp_path / responses.FILE).write_bytes(responses.to_bytes(begun))
+    loaded = responses.load(tmp_path)
+    second = engine.generate(Wish(left, sampling, 400, 0, wanted=len(left), begun=loaded))
     engine.stop()
+    assert begun.keys() <= {(p.uid, sample) for p in left for sample in range(2)}
+    given = {(t.prompt.uid, i % 2): t for i, t in enumerate(second)}
+    for key, before in begun.items():
+        length = len(before.response_ids)
+        assert given[key].prompt == before.prompt
+        assert given[key].response_ids[:length] == before.response_ids
+        assert given[key].weight_versions[:length] == before.weight_versions
     assert [t.prompt.uid for t in second] == [p.uid for p in left for _ in range(2)]
     assert sum(len(set(t.weight_versions)) == 2 for t in second) > 4
     for t in second:
@@ -191,18 +205,19 @@ def test_new_weights_wait_for_what_is_generated_ahead(qwen2) -> None:
     qwen2.sync()
     old, version = copy.deepcopy(qwen2.model), qwen2.version
     told: dict[int, Trajectory] = {}
-    ahead = qwen2.engine.begin(
-        Wish(
-            prompts(8), SamplingConfig(n=2), 40, 0, lambda keys, done: told.update(zip(keys, done))
-        )
+    wish = Wish(
+        prompts(8), SamplingConfig(n=2), 40, 0, lambda keys, done: told.update(zip(keys, done))
     )
+    ahead = qwen2.engine.begin(wish)
     qwen2.change_weights()
     qwen2.sync()
     assert sorted(told) == list(range(16))
     fresh = qwen2.engine.generate(Wish(prompts(2), SamplingConfig(temperature=0.0), 6, seed=0))
     qwen2.check_logprobs(fresh, 1.0)
+    resumed = qwen2.engine.generate(replace(wish, begun=dict(wish.begun)))
     trajectories = ahead.result()
-    assert trajectories == [told[row] for row in range(16)]
+    assert trajectories == resumed == [told[row] for row in range(16)]
+    assert not wish.begun, "what was handed out is not kept"
     for t in trajectories:
         assert t.weight_versions == [version] * len(t.response_ids)
         assert t.logprobs == pytest.approx(response_logprobs(old, t), abs=TOLERANCE)

@@ -1,0 +1,68 @@
+"""Responses to prompts that no step has trained on, as one safetensors file of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from mppo.batch import Begun, Prompt, Trajectory
+
+FILE = "responses.safetensors"
+_TABLE = "responses"
+
+
+def to_bytes(begun: Begun) -> bytes:
+    """The contents of the file.
+
+    For response r there are ``r/prompt_ids`` and ``r/response_ids`` (int64), ``r/logprobs``
+    (float32, as in a batch) and, where known, ``r/routed_experts`` (int16 ``[tokens, layers, k]``);
+    the rest is a table in the header.
+    """
+    tensors: dict[str, Tensor] = {}
+    table = []
+    for row, ((uid, sample), response) in enumerate(begun.items()):
+        tensors[f"{row}/prompt_ids"] = torch.tensor(response.prompt.token_ids)
+        tensors[f"{row}/response_ids"] = torch.tensor(response.response_ids)
+        tensors[f"{row}/logprobs"] = torch.tensor(response.logprobs, dtype=torch.float32)
+        if response.routed_experts is not None:
+            tensors[f"{row}/routed_experts"] = response.routed_experts.clone()
+        table.append(
+            {
+                "uid": uid,
+                "sample": sample,
+                "finish_reason": response.finish_reason,
+                "weight_version": response.weight_version,
+                "earlier": response.earlier,
+            }
+        )
+    return save(tensors, metadata={_TABLE: json.dumps(table)})
+
+
+def load(folder: Path) -> Begun:
+    """The responses of a checkpoint; none where it has no such file.
+
+    Their prompts have uid and tokens only: ``Wish.known`` puts the run's own in place.
+    """
+    if not (folder / FILE).exists():
+        return {}
+    begun: Begun = {}
+    with safe_open(folder / FILE, framework="pt") as file:
+        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        table = json.loads(file.metadata()[_TABLE])
+    for row, entry in enumerate(table):
+        uid, sample = entry.pop("uid"), entry.pop("sample")
+        prompt_ids = tuple(tensors[f"{row}/prompt_ids"].tolist())
+        begun[uid, sample] = Trajectory(
+            prompt=Prompt(uid, prompt_ids, data_source="", ground_truth="", text=""),
+            response_ids=tuple(tensors[f"{row}/response_ids"].tolist()),
+            logprobs=tuple(tensors[f"{row}/logprobs"].tolist()),
+            routed_experts=tensors.get(f"{row}/routed_experts"),
+            earlier=tuple(map(tuple, entry.pop("earlier"))),
+            **entry,
+        )
+    return begun
