@@ -1,0 +1,108 @@
+"""What the gathered keys and values of context parallelism take of a rank's memory.
+
+    python benchmarks/context_gather.py [--length 512] [--ranks 2 8] [--out FILE]
+
+Forward and backward pass of ``PackedAttention`` over one sequence that is split over gloo ranks.
+Told are the bytes allocated at one time at most, less the rank's own queries, keys and values, in
+units of the gathered keys and values (length x (key + value width) of all groups):
+docs/context_parallelism.md reckons with them. Allocations are counted, so that the number depends
+on no machine. One query head stands for each group, for queries and outputs are local: with more
+ranks they count for less. The sequence is short and the groups many, so that the masks which only
+the CPU needs count for little.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from moe_step import start
+from record import parser, record
+from torch.profiler import ProfilerActivity, profile
+
+GROUPS = 8
+WIDTHS = {"grouped": (128, 128), "latent": (192, 128)}
+"""Of a key and of a value: grouped-query heads, and latent attention of Moonlight's sizes."""
+
+
+def build_attention(world: int):
+    """The core attention alone, on one context-parallel group of all ranks."""
+    from transformers import Qwen2Config
+
+    from mppo.config.schema import MegatronConfig
+    from mppo.models.attention import PackedAttention
+    from mppo.models.configuration import transformer_config
+    from mppo.models.families import family_config
+
+    megatron = MegatronConfig(context_parallel_size=world)
+    family = family_config(Qwen2Config())
+    config = transformer_config(family, megatron, megatron.layout(world), torch.float32)
+    return PackedAttention(config, 1, pg_collection=SimpleNamespace(cp=dist.group.WORLD))
+
+
+def measure(rank: int, world: int, name: str, length: int, folder: Path) -> None:
+    """Peak of a rank, written to ``<name>_<world>_<rank>``."""
+    start(rank, world, folder / f"store_{name}_{world}")
+    from mppo.models.context import ContextPlace, split_context
+    from mppo.models.packing import pack_context
+
+    key, value = WIDTHS[name]
+    attention = build_attention(world)
+    packing = pack_context(
+        split_context([length], ContextPlace(world, rank), 1), torch.device("cpu")
+    )
+    tokens = len(packing.positions)
+    qkv = [torch.randn(tokens, 1, GROUPS, width, requires_grad=True) for width in (key, key, value)]
+
+    def run() -> None:
+        for x in qkv:
+            x.grad = None
+        attention(*qkv, None, packed_seq_params=packing).sum().backward()
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    events = found.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    most = max(itertools.accumulate(change for _, change in changes))
+    (folder / f"{name}_{world}_{rank}").write_text(str(most))
+    dist.destroy_process_group()
+
+
+def peak(name: str, world: int, length: int, folder: Path) -> float:
+    """Of the rank with most; ranks are forked, with the libraries imported."""
+    mp.start_processes(measure, (world, name, length, folder), nprocs=world, start_method="fork")
+    most = max(int((folder / f"{name}_{world}_{rank}").read_text()) for rank in range(world))
+    return round(most / (4 * length * GROUPS * sum(WIDTHS[name])), 2)
+
+
+def main() -> None:
+    """Measure every shape on every number of ranks."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--length", type=int, default=512, help="tokens of the sequence")
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
+    options = arguments.parse_args()
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+    import mppo.models.role  # noqa: F401
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = {
+            f"{name} CP{world}": peak(name, world, options.length, Path(folder))
+            for name in WIDTHS
+            for world in options.ranks
+        }
+    record({"length": options.length, "groups": GROUPS, "peak_over_gathered": found}, options.out)
+
+
+if __name__ == "__main__":
+    main()
