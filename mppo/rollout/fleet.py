@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mppo.config.schema import RolloutConfig
 from mppo.rollout.checked_load import LOADER
 from mppo.rollout.exchange import agree, gather_objects
-from mppo.rollout.http_client import ServerLost
+from mppo.rollout.http_client import RequestRefused, ServerLost
 from mppo.rollout.server import ServerError, ServerProcess
 from mppo.rollout.sglang_api import SGLangApi
 from mppo.rollout.sglang_server import (
@@ -170,13 +170,18 @@ class Fleet:
             return self.client(f"http://{HOST}:{process.port}")
         api = self.client(self._rollout.urls[server])
         deadline = time.monotonic() + self._rollout.start_timeout_s
-        while not api.is_up():
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"no SGLang server answered at {api.url} (rollout.urls) within "
-                    f"{self._rollout.start_timeout_s:.0f} s (rollout.start_timeout_s)"
-                )
-            time.sleep(_POLL_S)
+        try:
+            while not api.is_up():
+                if time.monotonic() > deadline:
+                    raise ServerError(
+                        f"no SGLang server answered at {api.url} (rollout.urls) within "
+                        f"{self._rollout.start_timeout_s:.0f} s (rollout.start_timeout_s)"
+                    )
+                time.sleep(_POLL_S)
+        except RequestRefused as error:
+            raise ServerError(
+                f"what answers at {api.url} (rollout.urls) is no SGLang server: {error}"
+            ) from error
         if api.takes_key() is False:
             raise ServerError(
                 f"the server at {api.url} (rollout.urls) does not take the key in "

@@ -74,10 +74,14 @@ class SGLangApi:
         self._has_sessions = True
 
     def is_up(self) -> bool:
-        """Whether it answers a health check at once."""
+        """Whether it answers a health check at once.
+
+        Raises:
+            RequestRefused: what answers there is no SGLang server.
+        """
         try:
             self._client.get("/health", timeout_s=_QUICK_S)
-        except (ServerLost, RequestRefused):
+        except ServerLost:
             return False
         return True
 

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from mppo.parallel.launch import free_port
+from mppo.rollout.http_client import RequestRefused
 from mppo.rollout.server import ServerProcess
 from mppo.rollout.sglang_api import SGLangApi
 
@@ -170,5 +171,8 @@ def own_server(
 
 
 def is_ours(api: SGLangApi) -> bool:
-    """Whether the server of a client is up, and no other run's that took the same port."""
-    return api.is_up() and api.takes_key() is True
+    """Whether the server of a client is up, and nothing else that took the same port."""
+    try:
+        return api.is_up() and api.takes_key() is True
+    except RequestRefused:
+        return False

@@ -20,6 +20,7 @@ import yaml
 from mppo.config.schema import RolloutConfig
 from mppo.rollout.fleet import API_KEY_VARIABLE, Fleet
 from mppo.rollout.http_client import JsonClient, RequestRefused, ServerLost
+from mppo.rollout.requests import ATTEMPTS, Requests
 from mppo.rollout.server import ServerError, ServerProcess, clean_environment
 from mppo.rollout.sglang_api import SGLangApi
 from mppo.rollout.sglang_server import is_ours, own_server, server_environment, server_options
@@ -116,7 +117,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         known = self.path == "/health" or self.headers["Authorization"] == "Bearer key"
-        self.send_response(200 if known else 401)
+        self.send_response(404 if self.path.startswith("/wiki") else 200 if known else 401)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -239,12 +240,57 @@ def test_a_version_without_a_needed_call_is_told(url: str) -> None:
         api.update_from_tensor(["payload"], 1)
 
 
+def _external(url: str, folder: Path, **options: object) -> Fleet:
+    rollout = RolloutConfig(name="sglang", mode="disaggregated", urls=(url,), **options)
+    return Fleet(
+        rollout, folder, CONFIG, torch.float32, 0, 1, torch.device("cpu"), folder, group=None
+    )
+
+
 def test_an_external_server_that_refuses_the_key_is_told(url: str, tmp_path, monkeypatch) -> None:
-    rollout = RolloutConfig(name="sglang", mode="disaggregated", urls=(url,))
-    place = torch.device("cpu"), tmp_path, None
     monkeypatch.setenv(API_KEY_VARIABLE, "another")
-    fleet = Fleet(rollout, tmp_path, CONFIG, torch.float32, 0, 1, *place)
     with pytest.raises(RuntimeError, match=rf"{url} .*does not take the key in {API_KEY_VARIABLE}"):
-        fleet.revive()
+        _external(url, tmp_path).revive()
     monkeypatch.setenv(API_KEY_VARIABLE, "key")
-    assert Fleet(rollout, tmp_path, CONFIG, torch.float32, 0, 1, *place).revive() == [0]
+    assert _external(url, tmp_path).revive() == [0]
+
+
+def test_an_external_address_without_a_server_is_told(url: str, tmp_path) -> None:
+    """At once where another program answers, and after ``start_timeout_s`` where none does."""
+    wiki = f"{url}/wiki"
+    with pytest.raises(RuntimeError, match=rf"{wiki} .*no SGLang server: .*/health: status 404"):
+        _external(wiki, tmp_path, start_timeout_s=20.0).revive()
+    nowhere = "http://127.0.0.1:9"
+    with pytest.raises(RuntimeError, match=rf"no SGLang server answered at {nowhere} .*within 1 s"):
+        _external(nowhere, tmp_path, start_timeout_s=1.0).revive()
+    assert not is_ours(SGLangApi(wiki, "key", 5.0))
+
+
+def test_what_no_attempt_serves_is_told_with_the_servers_reason(
+    url: str, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "key")
+    fleet = _external(url, tmp_path)
+    fleet.revive()
+    revived: list[int] = []
+    asked: list[str] = []
+
+    def restore() -> int:
+        revived.extend(fleet.revive())
+        return 0
+
+    def call(api: SGLangApi, job: str) -> object:
+        asked.append(job)
+        served = job == "at once" or (job == "at last" and asked.count(job) == ATTEMPTS)
+        return JsonClient(api.url, "key", 30.0).post("/echo" if served else "/fail", {"job": job})
+
+    requests = Requests(fleet, restore, 0, 1, torch.device("cpu"), None)
+    answered = requests.answers(["at once", "at last"], call, in_flight=1)
+    assert [answered[index]["got"]["job"] for index in (0, 1)] == ["at once", "at last"]
+    assert asked == ["at once", *["at last"] * ATTEMPTS]
+    assert revived == [0] * (ATTEMPTS - 1)
+    asked.clear()
+    why = rf"rank 0: 1 of 2 requests not served in {ATTEMPTS} attempts: .*{url}: /fail: status 500"
+    with pytest.raises(RuntimeError, match=why):
+        requests.answers(["at once", "never"], call, in_flight=1)
+    assert asked == ["at once", *["never"] * ATTEMPTS]
