@@ -26,6 +26,7 @@ _CPU_OPTIONS: dict[str, Any] = {
     "max_total_tokens": 32768,
     "max_running_requests": 256,
     "sleep_on_idle": True,
+    "skip_server_warmup": True,  # the health check generates a token, too
 }
 
 
@@ -119,6 +120,8 @@ def server_environment(tensor_parallel: int, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         threads = os.environ.get("MPPO_SGLANG_THREADS", "1")
         variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads}
+        # the few lines SGLang compiles for a GPU's sake keep a C++ compiler busy for half a minute
+        variables["TORCHDYNAMO_DISABLE"] = "1"
         if tensor_parallel > 1:
             cores = sorted(os.sched_getaffinity(0))
             bound = [str(cores[i % len(cores)]) for i in range(tensor_parallel)]

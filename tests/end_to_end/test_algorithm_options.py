@@ -15,7 +15,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import start_ranks
 
 from mppo.config.algorithm import AlgorithmConfig
 from mppo.config.presets import PRESETS
@@ -186,7 +186,7 @@ def test_the_table_holds_every_pair():
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("options")
-    mp.spawn(_train_rows, (pairwise(FACTORS), str(out)), nprocs=2)
+    start_ranks(_train_rows, (pairwise(FACTORS), str(out)), 2)
     return json.loads((out / "metrics.json").read_text())
 
 

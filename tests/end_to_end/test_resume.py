@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import start_ranks
 
 COMMON = [
     "model.dtype=float32",
@@ -123,7 +123,7 @@ def runs(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("resume")
     texts = [json.dumps({"text": f"{n} and {n + 1} are {2 * n + 1}"}) for n in range(7)]
     (out / "text.jsonl").write_text("\n".join(texts))
-    mp.spawn(_worker, (out,), nprocs=2)
+    start_ranks(_worker, (out,), 2)
     return out
 
 

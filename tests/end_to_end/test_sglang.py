@@ -59,6 +59,7 @@ def _server_process(case: Case) -> psutil.Process:
 
 def test_it_listens_where_it_was_told_and_answers_only_who_has_the_key(qwen2) -> None:
     told = yaml.safe_load((qwen2.run_dir / "rollout" / "server_0.yaml").read_text())
+    assert "Failed to apply hooks" not in (qwen2.run_dir / "rollout" / "server_0.log").read_text()
     listening = {
         (connection.laddr.ip, connection.laddr.port)
         for process in _family_of(qwen2)

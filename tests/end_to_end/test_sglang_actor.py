@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import start_ranks
 from sglang_case import FAMILIES, TOLERANCE, needs_sglang, own, prompts
 
 pytestmark = [pytest.mark.server, needs_sglang]
@@ -229,7 +229,7 @@ def gaps_of(tmp_path_factory) -> Callable[[str], list]:
                 torch.manual_seed(0)
                 model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
                 model.save_pretrained(folder / family)
-            mp.spawn(_run, (folder, ranks), nprocs=WORLD[ranks])
+            start_ranks(_run, (folder, ranks), WORLD[ranks])
             found[ranks] = json.loads((folder / "gaps.json").read_text())
         return found[ranks]
 

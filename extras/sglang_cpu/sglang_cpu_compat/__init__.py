@@ -4,6 +4,8 @@ SGLang calls ``register`` in each of its processes (entry point ``sglang.srt.plu
 or a CPU whose AMX kernels SGLang has, it changes nothing.
 """
 
+import multiprocessing
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,16 @@ def _rope_on_default_device(original: Callable[..., Any], *args: Any, **kwargs: 
     if kwargs.get("device") == "cpu" and kwargs.get("rope_scaling") is None:
         kwargs["device"] = None
     return original(*args, **kwargs)
+
+
+def _fork_from_here_on(*args: Any, **kwargs: Any) -> None:
+    """Fork SGLang's processes from its first, which has imported all they need.
+
+    SGLang spawns them for the sake of CUDA; each then imports everything anew, which takes most of
+    a start. A process that runs threads already cannot be forked safely and goes on spawning.
+    """
+    if threading.active_count() == 1:
+        multiprocessing.set_start_method("fork", force=True)
 
 
 def _unpinned(*args: Any, **kwargs: Any) -> None:
@@ -56,6 +68,9 @@ def register() -> None:
     )
     HookRegistry.register(
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register", _unpinned, HookType.REPLACE
+    )
+    HookRegistry.register(
+        "sglang.srt.entrypoints.engine._set_envs_and_config", _fork_from_here_on, HookType.AFTER
     )
     # the torch_native backend attends over the cache alone, which holds latents: prefill must use
     # the absorbed form too, or log-probabilities are silently wrong
