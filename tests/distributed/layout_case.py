@@ -34,6 +34,7 @@ class Case:
         source: folder or checkpoint to start from instead of the model's own.
         dtype: of the parameters.
         beside: a second role in the same processes; both take turns, pass by pass.
+        chunk: positions whose logits exist at one time.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Case:
     source: str | None = None
     dtype: str = "float32"
     beside: Case | None = None
+    chunk: int = 7
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,9 @@ def build_role(case: Case, folder: Path, registry):
         folder=Path(case.source) if case.source else folder / case.model,
         dtype=getattr(torch, case.dtype),
         megatron=megatron,
-        batching=BatchingConfig(ppo_micro_batch_size_per_gpu=case.micro_batch, head_chunk_tokens=7),
+        batching=BatchingConfig(
+            ppo_micro_batch_size_per_gpu=case.micro_batch, head_chunk_tokens=case.chunk
+        ),
         temperature=0.9,
         optim=OptimConfig(lr=0.05, eps=0.01, weight_decay=0.0),
         total_steps=10,

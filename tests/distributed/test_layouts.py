@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layout_case import Case, batch_of, objective, run_cases
+from layout_case import Case, batch_of, compare, objective, run_cases
 from transformers import AutoModelForCausalLM
 
 TP = "tensor_model_parallel_size"
@@ -31,6 +31,7 @@ REFERENCES = [
     Case("qwen2_tied"),
     Case("qwen2", head="value"),
     Case("llama"),
+    Case("llama_of_9_heads"),
 ]
 VARIANTS = (
     [Case("qwen2", layout) for layout in LAYOUTS.values()]
@@ -68,7 +69,7 @@ def test_every_layout_gives_the_numbers_of_one_process(outcomes, index):
         torch.testing.assert_close(weight, want.weights[name], rtol=1e-5, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("model", ["qwen2", "qwen2_tied", "llama"])
+@pytest.mark.parametrize("model", ["qwen2", "qwen2_tied", "llama", "llama_of_9_heads"])
 def test_one_process_takes_the_steps_of_plain_transformers_and_torch(outcomes, model):
     alone, _, folder = outcomes
     want = alone[model, "policy"]
@@ -97,6 +98,12 @@ def test_one_process_takes_the_steps_of_plain_transformers_and_torch(outcomes, m
         torch.testing.assert_close(
             want.weights[name], parameter.detach(), rtol=1e-4, atol=2e-5, msg=name
         )
+
+
+def test_nine_heads_are_split_over_three_ranks(outcomes):
+    alone, _, folder = outcomes
+    (got,) = run_cases([Case("llama_of_9_heads", {TP: 3})], 3, folder)
+    compare(got, alone["llama_of_9_heads", "policy"])
 
 
 def test_the_reference_learns_something(outcomes):

@@ -17,6 +17,13 @@ _SIZE = {
     "tie_word_embeddings": False,
 }
 _GROUPED = {**_SIZE, "num_key_value_heads": 2}
+_NINE = {
+    **_SIZE,
+    "hidden_size": 36,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
 _LATENT = {
     **_SIZE,
     "num_key_value_heads": 4,
@@ -39,7 +46,11 @@ _LATENT = {
 CONFIGS = {
     "qwen2": lambda: hf.Qwen2Config(**_GROUPED),
     "qwen2_tied": lambda: hf.Qwen2Config(**{**_GROUPED, "tie_word_embeddings": True}),
+    "qwen2_wide": lambda: hf.Qwen2Config(
+        **{**_GROUPED, "vocab_size": 4096, "tie_word_embeddings": True}
+    ),
     "llama": lambda: hf.LlamaConfig(**_GROUPED),
+    "llama_of_9_heads": lambda: hf.LlamaConfig(**_NINE),
     "qwen3": lambda: hf.Qwen3Config(**_GROUPED, head_dim=12),
     "mistral_window": lambda: hf.MistralConfig(**_GROUPED, sliding_window=5),
     "gemma2": lambda: hf.Gemma2Config(
@@ -69,7 +80,8 @@ CONFIGS = {
     "mixtral": lambda: hf.MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
     "moonlight": lambda: hf.DeepseekV3Config(**_LATENT),
 }
-"""A config for each name; "moonlight" has Moonlight's shape: latent attention, a dense first layer,
+"""A config for each name; "qwen2_wide" has a vocabulary of many times its width, "llama_of_9_heads"
+the heads of SmolLM2-135M; "moonlight" has Moonlight's shape: latent attention, a dense first layer,
 shared experts, sigmoid router with an expert bias."""
 
 
