@@ -277,6 +277,23 @@ def dispatcher_suits_the_pipeline(case: Case) -> Iterator[Fault]:
             )
 
 
+@rule("*.megatron")
+def allgather_meets_equal_token_counts(case: Case) -> Iterator[Fault]:
+    """Ranks that gather tokens for their experts have equally many: those of one TP x CP group."""
+    for role in case.roles:
+        m = role.megatron
+        experts = m.expert_tensor_parallel_size * m.expert_model_parallel_size
+        alike = m.tensor_model_parallel_size * m.context_parallel_size
+        if m.moe_token_dispatcher_type == "allgather" and alike % experts:
+            yield Fault(
+                f"{role.key}.moe_token_dispatcher_type",
+                "allgather",
+                f"gathers equally many tokens from {experts} ranks (ETP x EP), but only the ranks "
+                f"of one TP x CP group, here {alike}, have equally many",
+                "set it to alltoall",
+            )
+
+
 @rule("actor.router_replay", "critic.router_replay", "rollout.name", "model", "critic.path")
 def router_replay_has_routers_and_a_record(case: Case) -> Iterator[Fault]:
     """Replay needs a mixture of experts; R3 an engine that returns the experts it chose."""

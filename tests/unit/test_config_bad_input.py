@@ -254,6 +254,10 @@ LAYOUTS = [
      "algorithm.adv_estimator=reinforce_plus_plus actor.router_replay=R2 "
      "actor.megatron.moe_expert_capacity_factor=1.25",
      "actor.megatron.moe_expert_capacity_factor", "actor.router_replay = R2 is to repeat"),
+    ("a dispatcher across data parallelism", "model.path=builtin:tiny-moe "
+     "algorithm.adv_estimator=reinforce_plus_plus actor.megatron.expert_model_parallel_size=2 "
+     "actor.megatron.moe_token_dispatcher_type=allgather",
+     "actor.megatron.moe_token_dispatcher_type", "from 2 ranks (ETP x EP)"),
     ("a dispatcher that cannot", "model.path=builtin:tiny-moe "
      f"algorithm.adv_estimator=reinforce_plus_plus actor.megatron.{PP}=2 "
      "actor.megatron.moe_token_dispatcher_type=allgather",
