@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ pytestmark = [
     pytest.mark.timeout(1500),
     pytest.mark.skipif(missing() is not None, reason=missing() or "never"),
 ]
+
+COUNTED, STEPS = 60, 10
 
 # trains by counting: saves and ends on USR1, goes on from what it saved
 COUNTING = """
@@ -65,9 +69,12 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def submit(cluster):
-    """Submit ``slurm/ppo.sbatch`` from a folder; job number and log."""
+    """Submit ``slurm/ppo.sbatch`` from a folder, to two nodes unless the options say otherwise; job
+    number and log."""
 
-    def send(folder: Path, *arguments: str, **environ: str) -> tuple[int, Path]:
+    def send(
+        folder: Path, *arguments: str, options: Sequence[str] = (), **environ: str
+    ) -> tuple[int, Path]:
         folder.mkdir(exist_ok=True)
         log = folder / f"log-{len(list(folder.glob('log-*')))}"
         settings = {
@@ -81,7 +88,7 @@ def submit(cluster):
             **environ,
         }
         number = cluster.submit(
-            f"--output={log}", "--nodes=2", "--time=20", "--cpus-per-task=2",
+            f"--output={log}", "--nodes=2", "--time=20", "--cpus-per-task=2", *options,
             str(ROOT / "slurm" / "ppo.sbatch"), *arguments,
             environ=settings, cwd=folder,
         )  # fmt: skip
@@ -90,16 +97,24 @@ def submit(cluster):
     return send
 
 
+def counting(folder: Path, steps: int) -> list[str]:
+    """Arguments of the counting trainer."""
+    return ["recipe", f"saved={folder / 'saved.json'}", f"steps={steps}"]
+
+
+def instead(folder: Path, launch: str) -> dict[str, str]:
+    """The environment that has it take the place of the training."""
+    script = folder / "counting.py"
+    script.write_text(COUNTING)
+    return {"MPPO_ENTRY": str(script), "MPPO_PREFLIGHT": "0", "MPPO_LAUNCH": launch}
+
+
 @pytest.fixture
 def count(cluster, submit, tmp_path):
     """Submit the counting trainer, wait for its first save; job number and log."""
-    script = tmp_path / "counting.py"
-    script.write_text(COUNTING)
 
     def send(steps: int, launch: str) -> tuple[int, Path]:
-        environ = {"MPPO_ENTRY": str(script), "MPPO_PREFLIGHT": "0", "MPPO_LAUNCH": launch}
-        arguments = ["recipe", f"saved={tmp_path / 'saved.json'}", f"steps={steps}"]
-        number, log = submit(tmp_path, *arguments, **environ)
+        number, log = submit(tmp_path, *counting(tmp_path, steps), **instead(tmp_path, launch))
         cluster.wait_for_text(log, "counting from 0", 200)
         cluster.wait_for_text(tmp_path / "saved.json", "step", 100)
         return number, log
@@ -111,18 +126,28 @@ def text_of(log: Path) -> str:
     return log.read_text(errors="replace") if log.exists() else "(no log)"
 
 
-def test_a_cancelled_job_stays_cancelled(cluster, count):
+def test_a_cancelled_job_stays_cancelled_and_the_next_of_its_chain_goes_on(
+    cluster, count, submit, tmp_path
+):
     pytest.importorskip("mpi4py", reason='needs mpi4py: pip install "mppo[mpi]"')
     number, log = count(10_000, launch="mpi")
     cluster.wait_for_text(log, "counting from 0 by mpi of 4", 200)
+    alone = {**instead(tmp_path, "srun"), "MPPO_RANKS_PER_NODE": "1"}
+    one_node = ["--dependency=singleton", "--nodes=1"]
+    follower, other = submit(tmp_path, *counting(tmp_path, 2), options=one_node, **alone)
+    cluster.wait_for(  # a node is free, the name is not
+        lambda: cluster.field(follower, "Reason") == "Dependency", 20, lambda: text_of(other)
+    )
     cluster.command("scancel", str(number))
     assert cluster.wait_until_ended(number, 100) == "CANCELLED", text_of(log)
     assert "requeueing" not in text_of(log)
     assert cluster.field(number, "Restarts") == "0"
+    assert cluster.wait_until_ended(follower, 200) == "COMPLETED", text_of(other)
+    assert re.search(r"counting from [1-9]\d* by slurm of 1", text_of(other))
 
 
 def test_usr1_saves_requeues_and_goes_on(cluster, count):
-    number, log = count(100, launch="srun")
+    number, log = count(COUNTED, launch="srun")
     cluster.wait_for_text(log, "counting from 0 by slurm of 4", 200)
     cluster.command("scancel", "--batch", "--signal=USR1", str(number))
     assert cluster.wait_until_ended(number, 300) == "COMPLETED", text_of(log)
@@ -131,12 +156,12 @@ def test_usr1_saves_requeues_and_goes_on(cluster, count):
     resumed = [line for line in text.splitlines() if line.startswith("counting from")]
     assert len(resumed) == 2
     assert resumed[1] != resumed[0]
-    assert "counted to 100" in text
+    assert f"counted to {COUNTED}" in text
     assert cluster.field(number, "Restarts") == "1"
 
 
 def test_a_node_that_goes_down_costs_no_more_than_a_restart(cluster, count):
-    number, log = count(100, launch="torchrun")
+    number, log = count(COUNTED, launch="torchrun")
     cluster.wait_for_text(log, "counting from 0 by torchrun of 4", 200)
     first = cluster.field(number, "NodeList")
     lost = cluster.command("scontrol", "show", "hostnames", first).split()[1]
@@ -146,7 +171,7 @@ def test_a_node_that_goes_down_costs_no_more_than_a_restart(cluster, count):
     text = text_of(log)
     assert text.count("counting from") == 2, text
     assert text.count("counting from 0") == 1, text
-    assert "counted to 100" in text
+    assert f"counted to {COUNTED}" in text
     assert cluster.field(number, "Restarts") == "1"
 
 
@@ -194,19 +219,26 @@ def test_the_second_part_of_a_heterogeneous_job_serves(cluster, tmp_path):
 
 
 def test_conversion_and_evaluation_are_started_with_their_arguments(cluster, tmp_path):
-    showing = tmp_path / "showing.sh"
+    showing = tmp_path / "apptainer"  # stands for that program, too
     showing.write_text(SHOWING)
     showing.chmod(0o755)
-    environ = {"MPPO_ROOT": str(ROOT), "MPPO_PYTHON": str(showing)}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environ = {"MPPO_ROOT": str(ROOT), "MPPO_PYTHON": str(showing), "PATH": path}
+    convert = "-m checkpoints_convert verify a b"
+    inside = f"exec --nv --bind {ROOT} /images/x.sif {showing} {convert}"
     started = {
-        "convert": (["verify", "a", "b"], "-m checkpoints_convert verify a b"),
-        "eval": (["x.yaml", "model.path=y"], "mppo/evaluate.py --config x.yaml model.path=y"),
+        "convert": (["verify", "a", "b"], "", f"trains: {convert}"),
+        "inside": (["verify", "a", "b"], "/images/x.sif", f"trains: {inside}"),
+        "eval": (["x.yaml", "model.path=y"], "", "/evaluate.py --config x.yaml model.path=y"),
     }
     jobs = {}
-    for name, (arguments, _) in started.items():
-        script, output = str(ROOT / "slurm" / f"{name}.sbatch"), f"--output={tmp_path / name}"
-        jobs[name] = cluster.submit(output, script, *arguments, environ=environ, cwd=tmp_path)
-    for name, (_, command) in started.items():
+    for name, (arguments, container, _) in started.items():
+        script = "eval.sbatch" if name == "eval" else "convert.sbatch"
+        jobs[name] = cluster.submit(
+            f"--output={tmp_path / name}", str(ROOT / "slurm" / script), *arguments,
+            environ={**environ, "MPPO_CONTAINER": container}, cwd=tmp_path,
+        )  # fmt: skip
+    for name, (_, _, command) in started.items():
         assert cluster.wait_until_ended(jobs[name], 100) == "COMPLETED", text_of(tmp_path / name)
         (line,) = [x for x in text_of(tmp_path / name).splitlines() if " trains: " in x]
         assert line.endswith(command)
@@ -222,7 +254,7 @@ def ppo(run: Path) -> list[str]:
         "data.val_size=0",
         "actor.ppo_mini_batch_size=4",
         "trainer.val_before_train=false",
-        "trainer.total_training_steps=10",
+        f"trainer.total_training_steps={STEPS}",
         f"trainer.default_local_dir={run}",
     ]
 
@@ -240,7 +272,7 @@ def test_a_recipe_trains_on_two_nodes(undisturbed):
     run, text = undisturbed
     assert "fits 4 ranks" in text
     assert "(torchrun, gloo) joined" in text
-    assert steps_logged(run) == 10
+    assert steps_logged(run) == STEPS
     assert list((run / "actor").glob("*.safetensors"))
 
 
@@ -260,5 +292,5 @@ def test_preempted_and_requeued_it_ends_with_the_weights_of_an_undisturbed_run(
     assert cluster.field(number, "Restarts") == "1", text
     assert "stopping after this step: SIGUSR1" in text
     assert "resumed from" in text
-    assert steps_logged(run) == 10
+    assert steps_logged(run) == STEPS
     assert same_weights(run, undisturbed[0])
