@@ -29,6 +29,7 @@ class HFFolder:
 
     Attributes:
         tensors: every tensor by name, scales left out.
+        bytes_read: data bytes taken from the files so far, as stored there; headers not counted.
 
     Raises:
         ValueError: no safetensors, a shard named by the index is missing, a file is cut short, a
@@ -52,6 +53,7 @@ class HFFolder:
             if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in stored
         }
         self.tensors = {n: t for n, t in stored.items() if n not in self._scales}
+        self.bytes_read = 0
         self._maps: dict[Path, mmap.mmap] = {}
         self._block_size: tuple[int, int] | None = None
 
@@ -138,11 +140,10 @@ class HFFolder:
             )
         if stored.dtype in FLOAT8:
             self._dequantise_into(target, name, dim, start)
-        elif dim == 0 and _takes_bytes(target, stored.dtype):
+        elif (dim == 0 or length == stored.shape[dim]) and _takes_bytes(target, stored.dtype):
             self._read_bytes(target, stored, start)
         else:
-            whole = self._view(stored)
-            target.copy_(whole.narrow(dim, start, length) if whole.dim() else whole)
+            target.copy_(self._stretch(stored, dim, start, length))
             self._forget(stored, dim, start, length)
 
     def read(self, name: str) -> Tensor:
@@ -168,6 +169,13 @@ class HFFolder:
                 if read <= 0:
                     raise ValueError(f"{stored.file}: cut short while reading")
                 done += read
+        self.bytes_read += done
+
+    def _stretch(self, stored: StoredTensor, dim: int, start: int, length: int) -> Tensor:
+        """A stretch of a tensor, mapped, about to be read."""
+        part = self._view(stored).narrow(dim, start, length)
+        self.bytes_read += part.nbytes
+        return part
 
     def _view(self, stored: StoredTensor) -> Tensor:
         """The stored bytes as a tensor, mapped, not read."""
@@ -202,11 +210,11 @@ class HFFolder:
         assert found is not None
         scale, (rows, columns) = found
         length = target.shape[dim]
-        weight = self._view(stored).narrow(dim, start, length).to(torch.float32)
+        weight = self._stretch(stored, dim, start, length).to(torch.float32)
         block = (rows, columns)[dim]
         index = torch.arange(start, start + length) // block
         other = torch.arange(stored.shape[1 - dim]) // (rows, columns)[1 - dim]
-        scales = self._view(scale).to(torch.float32)
+        scales = self._stretch(scale, 0, 0, scale.shape[0]).to(torch.float32)
         spread = scales[index][:, other] if dim == 0 else scales[other][:, index]
         target.copy_(weight.mul_(spread))
         self._forget(stored, dim, start, length)

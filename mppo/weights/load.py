@@ -26,7 +26,7 @@ class LoadReport:
 
     Args:
         parameters: parameters filled.
-        bytes_read: bytes asked of the folder (as stored in the model's dtype).
+        bytes_read: bytes taken from the folder's files, in their stored dtypes.
         fresh: parameters left as initialised (a value head the folder does not have).
         extras: tensors of the folder that no rank needs: multi-token-prediction layers, rotary
             buffers of old checkpoints, a head the role does not use.
@@ -66,7 +66,7 @@ def load_hf_weights(
     slots = find_slots(chunks, table, layout, coordinates)
     assert_partition(chunks, slots)
     extras = known_extras(source, shape)
-    fresh, filled, bytes_read = [], 0, 0
+    fresh, filled, read_before = [], 0, source.bytes_read
     with torch.no_grad():
         for slot in slots:
             if slot.entry.row.optional and slot.entry.hf[0] not in source.tensors:
@@ -74,8 +74,7 @@ def load_hf_weights(
                 continue
             _fill(slot, source, shape.kv_heads)
             filled += 1
-            bytes_read += slot.tensor.nbytes
-    return LoadReport(filled, bytes_read, tuple(fresh), extras)
+    return LoadReport(filled, source.bytes_read - read_before, tuple(fresh), extras)
 
 
 def _fill(slot: Slot, source: HFFolder, groups: int) -> None:

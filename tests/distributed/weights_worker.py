@@ -26,6 +26,7 @@ class Case:
         save: folder to save a Megatron checkpoint to.
         export: folder to save a Hugging Face folder to.
         slices: check the pieces that rollout ranks are sent; changes the model.
+        apart: run each sequence by itself, too.
     """
 
     family: str
@@ -35,6 +36,7 @@ class Case:
     save: str | None = None
     export: str | None = None
     slices: bool = False
+    apart: bool = False
 
 
 def sequences(vocab: int) -> list[torch.Tensor]:
@@ -109,21 +111,25 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
             case.export, stages, config, layout, here, groups, folder / case.family,
             bucket_bytes=40_000, max_shard_bytes=100_000,
         )  # fmt: skip
-    logits = None
+    logits = apart = None
     if case.head == "policy":
+        packed = sequences(config.vocab_size)
         with torch.no_grad(), groups.active():
-            logits = whole_logits(stages, layout, groups, config)
+            logits = whole_logits(stages, layout, groups, config, packed)
+            if case.apart:
+                each = [whole_logits(stages, layout, groups, config, [one]) for one in packed]
+                apart = torch.cat(each)
     if case.slices:
         check_slices(stages, config, layout, groups, folder)
-    return {"streamed": streamed, "logits": logits, "fresh": fresh}
+    return {"streamed": streamed, "logits": logits, "apart": apart, "fresh": fresh}
 
 
-def whole_logits(stages, layout, groups, config) -> torch.Tensor:
+def whole_logits(stages, layout, groups, config, packed: list[torch.Tensor]) -> torch.Tensor:
     """Logits ``[T, vocab]`` on every rank: chunks run in order, hidden states handed on."""
     from mppo.models.packing import pack
 
-    tokens = torch.cat(sequences(config.vocab_size))
-    packing = pack(torch.tensor([0, *LENGTHS]).cumsum(0), torch.device("cpu"))
+    tokens = torch.cat(packed)
+    packing = pack(torch.tensor([0, *map(len, packed)]).cumsum(0), torch.device("cpu"))
     hidden = None
     for virtual in range(layout.pp * layout.vpp):
         chunk, owner = divmod(virtual, layout.pp)

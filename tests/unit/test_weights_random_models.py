@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
+import pytest
 import torch
 import transformers as hf
 from hf_families import assert_same_tensors, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch.profiler import ProfilerActivity, profile
 from twin_modules import twin
 
 from mppo.parallel.layout import Layout
@@ -157,6 +160,13 @@ def cut(whole: torch.Tensor, row, rank: int, size: int) -> torch.Tensor:
     return whole.chunk(size, row.dim)[rank]
 
 
+def without_padding(entry: Entry, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """What of a shard is the model's: a padded vocabulary ends in rows that nobody stored."""
+    if entry.row.kind != "vocab":
+        return tensor
+    return tensor[: max(0, entry.row.shapes[0][0] - rank * len(tensor))]
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     config=configs(), tp=st.sampled_from([1, 2, 4]), etp=st.sampled_from([1, 2, 4]), data=st.data()
@@ -176,8 +186,56 @@ def test_any_rank_of_any_layout_loads_its_slices(tmp_path_factory, config, tp, e
     stage = range(edges[place.pp], edges[place.pp + 1])
     ends = (stage.start == 0, stage.stop == count)
     chunk, entries = stage_of(table, layout, place, stage, ends)
-    load_hf_weights(folder, [chunk], config, layout, place)
-    whole = parameters(model, of_model)
-    for entry, tensor in parameters(chunk, entries).items():
+    report = load_hf_weights(folder, [chunk], config, layout, place)
+    whole, held = parameters(model, of_model), parameters(chunk, entries)
+    for entry, tensor in held.items():
         expected = cut(whole[entry], entry.row, *group(entry, layout, place))
         assert torch.equal(tensor, expected), entry.name
+    assert report.bytes_read == sum(
+        without_padding(*pair, place.tp).nbytes for pair in held.items()
+    )
+
+
+EXPERTS = hf.Qwen2MoeConfig(
+    hidden_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+    intermediate_size=512, vocab_size=512, num_experts=8, num_experts_per_tok=2,
+    moe_intermediate_size=256, shared_expert_intermediate_size=256,
+)  # fmt: skip
+HALVED = {
+    "TP2": (Layout(2, tp=2, etp=2), 0.51),
+    "PP2": (Layout(2, pp=2), 0.51),
+    "EP2": (Layout(2, ep=2), 0.63),  # attention, shared experts and both ends on every rank
+}
+SMALL_READS = 20_000
+"""Most bytes of what else is read: the header, rounded up to a buffer, and the counter itself."""
+
+
+def bytes_read_by_calls() -> int:
+    """What this process has read so far by read calls, as the kernel counts it."""
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
+@pytest.mark.parametrize("name", HALVED)
+def test_a_rank_reads_and_allocates_no_more_than_its_slices(tmp_path, name):
+    shape, (layout, most) = model_shape(EXPERTS), HALVED[name]
+    table = parameter_table(shape)
+    folder = write_folder(shape, tmp_path, 1)
+    total = sum(stored.nbytes for stored in HFFolder(folder).tensors.values())
+    for rank in range(2):
+        place = layout.coordinates(rank)
+        stage = range(2) if layout.pp == 1 else range(place.pp, place.pp + 1)
+        chunk, entries = stage_of(table, layout, place, stage, (place.pp == 0, stage.stop == 2))
+        before = bytes_read_by_calls()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as allocations:
+            report = load_hf_weights(folder, [chunk], EXPERTS, layout, place)
+        called = bytes_read_by_calls() - before
+        held = parameters(chunk, entries)
+        mapped = sum(
+            tensor.nbytes
+            for entry, tensor in held.items()
+            if entry.row.dim == 1 and group(entry, layout, place)[1] == 2
+        )
+        assert report.bytes_read == sum(tensor.nbytes for tensor in held.values())
+        assert report.bytes_read <= most * total
+        assert 0 <= called - (report.bytes_read - mapped) <= SMALL_READS
+        assert not any(event.cpu_memory_usage > 0 for event in allocations.events())
