@@ -16,23 +16,26 @@ import itertools
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 COPY_BUFFER = 32 << 20
+SHARD_BYTES = 5 * 10**8
 
 
-def dense(gigabytes: float) -> dict:
+def dense(gigabytes: float, hidden: int) -> dict:
     """A Llama config of about this size in bfloat16."""
-    hidden, ffn, vocab = 2048, 5504, 32000
+    ffn, vocab = hidden * 43 // 16, 32000
     layer = hidden * hidden * 5 // 2 + 3 * hidden * ffn
     layers = max(1, round((gigabytes * 1e9 / 2 - 2 * vocab * hidden) / layer))
     return {
@@ -43,9 +46,9 @@ def dense(gigabytes: float) -> dict:
     }  # fmt: skip
 
 
-def experts(gigabytes: float) -> dict:
+def experts(gigabytes: float, hidden: int) -> dict:
     """A Qwen3-MoE config of about this size with 64 experts in each layer."""
-    hidden, ffn, count = 1024, 256, 64
+    ffn, count = hidden // 4, 64
     layer = 3 * hidden * ffn * count + hidden * 1024 * 5 // 2
     layers = max(1, round(gigabytes * 1e9 / 2 / layer))
     return {
@@ -61,8 +64,6 @@ def experts(gigabytes: float) -> dict:
 
 def write_model(config: dict, folder: Path) -> tuple[int, int]:
     """Write a folder with random weights; returns bytes and tensors."""
-    from transformers import AutoConfig
-
     from mppo.weights.output_folder import create_files, plan_places, write_index
     from mppo.weights.shape import model_shape
     from mppo.weights.table import parameter_table
@@ -70,9 +71,9 @@ def write_model(config: dict, folder: Path) -> tuple[int, int]:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
-    shapes = parameter_table(model_shape(AutoConfig.from_pretrained(folder))).hf_shapes()
+    shapes = parameter_table(model_shape(SimpleNamespace(**config))).hf_shapes()
     types = {name: (torch.bfloat16, shape) for name, shape in shapes.items()}
-    headers, places = plan_places(folder, types, 5 * 10**8)
+    headers, places = plan_places(folder, types, SHARD_BYTES)
     create_files(headers)
     noise = os.urandom(16 << 20)
     for file, (head, size) in headers.items():
@@ -117,9 +118,9 @@ def run_tool(arguments: list[str], processes: int) -> dict[str, float]:
     """One run of the tool.
 
     Returns:
-        ``seconds`` from the command's start to the flushed output (what it reports itself), those
-        of the whole process with Python's imports, processor seconds and peak MB of the largest
-        process.
+        ``seconds`` from the command's start to the flushed output (what it reports itself; the
+        import of transformers is among them), those of the whole process, processor seconds, peak
+        MB of the largest process, and GB/s of all processes while they copy.
     """
     command = [sys.executable]
     if processes > 1:
@@ -129,30 +130,37 @@ def run_tool(arguments: list[str], processes: int) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     started = time.monotonic()
     with subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         said = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, said
+    rank_0 = re.findall(r"\] 100\.0%.* ([0-9.]+) GB/s", said)[-1]
     return {
         "seconds": float(said.partition(" GB in ")[2].partition(" s ")[0]),
         "with_start_s": round(time.monotonic() - started, 2),
         "processor_s_with_start": round(usage.ru_utime + usage.ru_stime, 2),
         "peak_mb": round(usage.ru_maxrss / 1024),
+        "copying_gb_per_s": round(processes * float(rank_0), 2),
     }
 
 
-def measure(source: Path, nbytes: int, folder: Path, rounds: int) -> list[dict]:
+def measure(
+    source: Path, nbytes: int, folder: Path, rounds: int, processes_tried: list[int]
+) -> list[dict]:
     """One row per round, number of processes and direction."""
     megatron, back = folder / "megatron", folder / "back"
     rows = []
-    for turn, processes in itertools.product(range(rounds), (1, 2)):
+    for turn, processes in itertools.product(range(rounds), processes_tried):
         before = copy_seconds(source, folder / "copy")
         for direction in ("hf-to-megatron", "megatron-to-hf"):
             origin, hf = (source, source) if direction == "hf-to-megatron" else (megatron, back)
             forget(origin)
-            run = run_tool([direction, "--hf", str(hf), "--megatron", str(megatron)], processes)
+            command = [direction, "--hf", str(hf), "--megatron", str(megatron)]
+            if direction == "megatron-to-hf":
+                command += ["--max-shard-gb", str(SHARD_BYTES / 1e9)]
+            run = run_tool(command, processes)
             after = copy_seconds(source, folder / "copy")
             rate, plain = nbytes / 1e9 / run["seconds"], 2 * nbytes / 1e9 / (before + after)
             before = after
@@ -168,24 +176,25 @@ def measure(source: Path, nbytes: int, folder: Path, rounds: int) -> list[dict]:
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """Medians over rounds, and how much faster two processes are than one."""
-    out = []
-    for direction in ("hf-to-megatron", "megatron-to-hf"):
-        median = {
-            (processes, key): statistics.median(
-                row[key]
-                for row in rows
-                if (row["direction"], row["processes"]) == (direction, processes)
+    """Medians over rounds, and how much faster each number of processes is than the first one."""
+    keys = ("seconds", "gb_per_s", "copying_gb_per_s", "copy_gb_per_s", "of_copy", "peak_mb")
+    median = {
+        case: {
+            key: statistics.median(
+                row[key] for row in rows if (row["direction"], row["processes"]) == case
             )
-            for processes in (1, 2)
-            for key in ("seconds", "gb_per_s", "copy_gb_per_s", "of_copy", "peak_mb")
+            for key in keys
         }
-        out.append({
-            "direction": direction,
-            **{key: median[1, key] for key in ("gb_per_s", "copy_gb_per_s", "of_copy", "peak_mb")},
-            "two_processes_times": round(median[1, "seconds"] / median[2, "seconds"], 2),
-        })  # fmt: skip
-    return out
+        for case in ((row["direction"], row["processes"]) for row in rows)
+    }
+    first = rows[0]["processes"]
+    return [
+        {
+            "direction": direction, "processes": processes, **medians,
+            "times_as_fast": round(median[direction, first]["seconds"] / medians["seconds"], 2),
+        }
+        for (direction, processes), medians in median.items()
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -193,7 +202,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("dense", "experts"), required=True)
     parser.add_argument("--gb", type=float, default=2.0, help="size of the synthetic model")
+    parser.add_argument("--hidden", type=int, help="its width (default: 2048 or, experts, 1024)")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="tried in turn")
     parser.add_argument(
         "--folder", type=Path, required=True, help="a folder on the disk to measure"
     )
@@ -202,9 +213,10 @@ def main() -> None:
     folder = arguments.folder / f"convert-{os.getpid()}"
     folder.mkdir(parents=True)
     try:
-        config = dense(arguments.gb) if arguments.model == "dense" else experts(arguments.gb)
+        make, hidden = {"dense": (dense, 2048), "experts": (experts, 1024)}[arguments.model]
+        config = make(arguments.gb, arguments.hidden or hidden)
         nbytes, count = write_model(config, folder / "hf")
-        rows = measure(folder / "hf", nbytes, folder, arguments.rounds)
+        rows = measure(folder / "hf", nbytes, folder, arguments.rounds, arguments.processes)
     finally:
         shutil.rmtree(folder)
     result = {

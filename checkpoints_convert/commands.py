@@ -73,7 +73,8 @@ def hf_to_megatron(
     plan, index = plan_megatron(
         source, shape, building / RELEASE, dtype, keep_extra, ranks.share
     )  # fmt: skip
-    fingerprint = fingerprint_of(_state(hf), shape, dtype, keep_extra, plan.count)
+    sizes = {file.name: size for file, (_, size) in plan.files.items()}
+    fingerprint = fingerprint_of(_state(hf), shape, dtype, keep_extra, sizes)
     run_plan(plan, building, ranks, fingerprint)
     if ranks.rank == 0:
         write_checkpoint_index(

@@ -15,15 +15,21 @@ import torch
 from mppo.weights.hf_folder import FLOAT8, HFFolder
 from mppo.weights.load import is_extra_layer, known_extras
 from mppo.weights.megatron_keys import extra_states, is_homogeneous, place
-from mppo.weights.output_folder import plan_places
+from mppo.weights.output_folder import MAX_SHARD_BYTES, plan_places
 from mppo.weights.safetensors_file import StoredTensor, make_header, read_header
 from mppo.weights.shape import ModelShape
 from mppo.weights.table import Entry, Table, parameter_table
-from mppo.weights.torch_dist import Chunk, GlobalTensor, archive_frame, empty_object, locate
+from mppo.weights.torch_dist import (
+    Chunk,
+    ChunkFiles,
+    GlobalTensor,
+    archive_frame,
+    file_bytes,
+    locate,
+)
 from mppo.weights.transfer import Scales, Stretch, Task
 
 EXTRA_FILE = "extra.safetensors"
-MAX_FILE_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def plan_megatron(
     dtype: torch.dtype | None = None,
     keep_extra: bool = False,
     share: Share | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int | None = None,
 ) -> tuple[Plan, MegatronIndex]:
     """Plan a ``torch_dist`` checkpoint from a Hugging Face folder.
 
@@ -84,7 +90,7 @@ def plan_megatron(
             as bfloat16.
         keep_extra: also copy multi-token-prediction layers aside.
         share: the tasks to work out.
-        max_file_bytes: a file is closed before it exceeds this.
+        max_file_bytes: a file is closed before it exceeds this; None: see ``file_bytes``.
 
     Returns:
         The plan and the checkpoint's index.
@@ -108,7 +114,7 @@ def plan_megatron(
         if keep_extra and is_extra_layer(name, shape)
     }
     total = sum(sizes) + sum(_nbytes(size, kind) for kind, size in kept.values())
-    layout = _ChunkFiles(folder, max_file_bytes)
+    layout = ChunkFiles(folder, max_file_bytes or file_bytes(total))
     tensors: dict[str, GlobalTensor] = {}
     tasks, done = {}, 0
     for number, (entry, kind, size) in enumerate(zip(entries, dtypes, sizes, strict=True)):
@@ -144,7 +150,7 @@ def plan_hf(
     dtype: torch.dtype | None = None,
     extra_file: Path | None = None,
     share: Share | None = None,
-    max_shard_bytes: int = MAX_FILE_BYTES,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> tuple[Plan, Mapping[str, StoredTensor]]:
     """Plan a Hugging Face folder's weights from a ``torch_dist`` checkpoint.
 
@@ -409,34 +415,3 @@ def _rows(shape: tuple[int, ...]) -> int:
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
-
-
-class _ChunkFiles:
-    """Hands out places in ``.distcp`` files; the first begins with an empty object."""
-
-    def __init__(self, folder: Path, max_file_bytes: int) -> None:
-        self._folder, self._max = folder, max_file_bytes
-        self._nothing = empty_object()
-        self._sizes = [len(self._nothing)]
-
-    def take(self, nbytes: int) -> tuple[Path, int]:
-        """A place for ``nbytes``: file and offset."""
-        if self._sizes[-1] and self._sizes[-1] + nbytes > self._max:
-            self._sizes.append(0)
-        begin = self._sizes[-1]
-        self._sizes[-1] += nbytes
-        return self._file(len(self._sizes) - 1), begin
-
-    def _file(self, number: int) -> Path:
-        return self._folder / f"__{number}_0.distcp"
-
-    def empty_object_place(self) -> tuple[Path, int, int]:
-        """Where the empty object lies."""
-        return self._file(0), 0, len(self._nothing)
-
-    def files(self) -> dict[Path, tuple[bytes, int]]:
-        """Every file with the bytes at its start and its size."""
-        return {
-            self._file(i): (self._nothing if i == 0 else b"", size)
-            for i, size in enumerate(self._sizes)
-        }

@@ -16,6 +16,7 @@ from torch import Tensor
 from mppo.weights.hf_folder import INDEX
 from mppo.weights.safetensors_file import StoredTensor, make_header
 
+MAX_SHARD_BYTES = 5 * 10**9
 TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 

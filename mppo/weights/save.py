@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mppo.parallel.layout import Coordinates, Layout
 from mppo.weights.output_folder import (
+    MAX_SHARD_BYTES,
     check_free,
     copy_companions,
     create_files,
@@ -22,8 +23,6 @@ from mppo.weights.output_folder import (
     write_tensor,
 )
 from mppo.weights.stream import Groups, WeightStream
-
-MAX_SHARD_BYTES = 5 * 10**9
 
 
 def save_hf(

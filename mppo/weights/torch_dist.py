@@ -49,6 +49,7 @@ BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+FILES, MIN_FILE_BYTES, MAX_FILE_BYTES = 16, 64 << 20, 5 * 10**9
 
 
 class Chunk(NamedTuple):
@@ -251,3 +252,47 @@ def empty_object() -> bytes:
     buffer = io.BytesIO()
     torch.save([None], buffer)
     return buffer.getvalue()
+
+
+def file_bytes(total: int) -> int:
+    """Size of a checkpoint's files, whoever writes it: sixteen, or as many of 5 GB as it takes.
+
+    The system lets one process at a time write to a file, so shares want files of their own.
+    """
+    return min(MAX_FILE_BYTES, max(MIN_FILE_BYTES, total // FILES))
+
+
+class ChunkFiles:
+    """Hands out places in ``.distcp`` files; the first begins with an empty object.
+
+    Args:
+        folder: the checkpoint folder.
+        max_file_bytes: a file is closed before it exceeds this.
+    """
+
+    def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        self._folder, self._max = folder, max_file_bytes
+        self._nothing = empty_object()
+        self._sizes = [len(self._nothing)]
+
+    def take(self, nbytes: int) -> tuple[Path, int]:
+        """A place for ``nbytes``: file and offset."""
+        if self._sizes[-1] and self._sizes[-1] + nbytes > self._max:
+            self._sizes.append(0)
+        begin = self._sizes[-1]
+        self._sizes[-1] += nbytes
+        return self._file(len(self._sizes) - 1), begin
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"__{number}_0.distcp"
+
+    def empty_object_place(self) -> tuple[Path, int, int]:
+        """Where the empty object lies."""
+        return self._file(0), 0, len(self._nothing)
+
+    def files(self) -> dict[Path, tuple[bytes, int]]:
+        """Every file with the bytes at its start and its size."""
+        return {
+            self._file(i): (self._nothing if i == 0 else b"", size)
+            for i, size in enumerate(self._sizes)
+        }

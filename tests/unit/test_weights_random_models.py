@@ -20,7 +20,7 @@ from mppo.weights.blocks import padded_vocab_size
 from mppo.weights.conversion import Share, plan_hf, plan_megatron
 from mppo.weights.hf_folder import HFFolder
 from mppo.weights.load import load_hf_weights
-from mppo.weights.output_folder import create_files
+from mppo.weights.output_folder import create_files, plan_places
 from mppo.weights.shape import model_shape
 from mppo.weights.table import LAYER, Entry, parameter_table
 from mppo.weights.torch_dist import read_checkpoint, write_index
@@ -112,6 +112,19 @@ def test_any_model_converts_and_comes_back(tmp_path_factory, config, world, file
     checkpoint, back = read_checkpoint(out), folder / "back"
     run_shares([plan_hf(checkpoint, shape, back, share=s, max_shard_bytes=most)[0] for s in shares])
     assert_same_tensors(tensors(back), tensors(folder / "hf"))
+
+
+def test_shares_of_a_checkpoint_have_files_of_their_own(tmp_path):
+    """The system lets one process at a time write to a file."""
+    shape = model_shape(hf.LlamaConfig(vocab_size=4000, hidden_size=2048, num_hidden_layers=16))
+    types = {n: (torch.bfloat16, size) for n, size in parameter_table(shape).hf_shapes().items()}
+    (tmp_path / "hf").mkdir()
+    create_files(plan_places(tmp_path / "hf", types, 10**9)[0])  # sparse: nothing is written
+    source, out = HFFolder(tmp_path / "hf"), tmp_path / "megatron"
+    plans = [plan_megatron(source, shape, out, share=Share(rank, 2))[0] for rank in range(2)]
+    first, second = ({task.target.file for task in plan.tasks.values()} for plan in plans)
+    assert min(len(first), len(second)) >= 8
+    assert len(first & second) <= 1
 
 
 def stage_of(table, layout: Layout, place, stage: range, ends: tuple[bool, bool]):
