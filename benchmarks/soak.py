@@ -28,7 +28,13 @@ from record import parser, record
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from launched_run import metrics_logged, same_weights, start_torchrun, steps_logged  # noqa: E402
+from launched_run import (  # noqa: E402
+    metrics_logged,
+    same_weights,
+    start_under,
+    steps_logged,
+    torchrun,
+)
 
 SERVER = "the server"
 TARGETS = {"local": ("a rank", "the launcher"), "sglang": ("a rank", "the launcher", SERVER)}
@@ -133,7 +139,7 @@ def disturb(run_dir: Path, job: Job, tally: Tally) -> None:
     """Kill and resume one run until it finishes; undisturbed once enough was killed."""
     launcher = None
     while True:
-        launcher = launcher or start_torchrun(run_dir, job.steps, ENGINES[job.engine])
+        launcher = launcher or start_under(torchrun(), run_dir, job.steps, ENGINES[job.engine])
         target, moment = job.rng.choice(TARGETS[job.engine]), job.rng.choice(MOMENTS)
         if job.over(tally) or not wait_for(moment, launcher, run_dir, job.typical_s, job.rng):
             break
@@ -205,7 +211,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mppo_soak_") as folder:
         root = Path(folder)
         reference = root / "undisturbed"
-        if start_torchrun(reference, arguments.steps, overrides).wait() != 0:
+        if start_under(torchrun(), reference, arguments.steps, overrides).wait() != 0:
             print((reference / "output.txt").read_text())
             return 1
         typical_s = time.monotonic() - began

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -51,15 +53,30 @@ def keys(run_dir: Path, overrides: Sequence[str] = (), steps: int = STEPS) -> li
     return [*TINY, total, f"trainer.default_local_dir={run_dir}", *overrides]
 
 
-def start_torchrun(
-    run_dir: Path, steps: int, overrides: Sequence[str] = (), restarts: int = 0
-) -> subprocess.Popen:
-    """Start or resume a tiny run of two ranks under torchrun; it adds to ``output.txt``."""
+def torchrun(restarts: int = 0) -> list[str]:
+    """What starts two ranks of a script under torchrun, again so many times if one fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [f"--max-restarts={restarts}", TRAIN, *keys(run_dir, overrides, steps)]
+    return [*command, f"--max-restarts={restarts}"]
+
+
+def mpirun() -> list[str]:
+    """What starts two ranks of a script under mpirun; a test is skipped where there is none."""
+    import pytest  # what else is here serves benchmarks, too
+
+    found = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+    if importlib.util.find_spec("mpi4py") is None or found is None:
+        pytest.skip('needs mpi4py and mpirun: pip install "mppo[mpi]"')
+    return [found, "-n", "2", sys.executable]
+
+
+def start_under(
+    launcher: Sequence[str], run_dir: Path, steps: int = STEPS, overrides: Sequence[str] = ()
+) -> subprocess.Popen:
+    """Start or resume a tiny run of two ranks; it adds to ``output.txt``."""
+    arguments = keys(run_dir, overrides, steps)
     with (run_dir / "output.txt").open("a") as stream:
         return subprocess.Popen(
-            command,
+            [*launcher, TRAIN, *arguments],
             stdout=stream,
             stderr=subprocess.STDOUT,
             cwd=ROOT,

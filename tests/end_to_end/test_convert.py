@@ -8,13 +8,13 @@ import pickle
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
 from hf_families import CONFIGS, assert_same_tensors, save, tensors
+from launched_run import mpirun, torchrun
 from safetensors.torch import load_file, save_file
 
 import checkpoints_convert.job as job
@@ -229,21 +229,7 @@ def test_another_model_does_not_continue_an_interrupted_run(models, tmp_path, mo
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_processes_share_the_work(models, tmp_path, launcher):
     folder = models("deepseek_v3")
-    if launcher == "torchrun":
-        start = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-        ]
-        start += ["-m", "checkpoints_convert"]
-    else:
-        mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent))
-        if mpirun is None:
-            pytest.skip('no mpirun beside this Python: pip install "mppo[mpi]"')
-        start = [mpirun, "-n", "2", sys.executable]
-        start += ["-m", "checkpoints_convert"]
+    start = [*(torchrun() if launcher == "torchrun" else mpirun()), "-m", "checkpoints_convert"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for command in (
         ["hf-to-megatron", "--hf", folder, "--megatron", tmp_path / "megatron"],

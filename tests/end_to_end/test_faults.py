@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from launched_run import STEPS, LaunchedRun, same_weights, start_torchrun, steps_logged
+from launched_run import (
+    STEPS,
+    LaunchedRun,
+    mpirun,
+    same_weights,
+    start_under,
+    steps_logged,
+    torchrun,
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +31,25 @@ def undisturbed(tmp_path_factory) -> Path:
     return run_dir
 
 
-def finishes_like(undisturbed: Path, run_dir: Path) -> None:
-    run = LaunchedRun(run_dir)
-    assert run.codes() == [0, 0], run.texts()
-    assert "resumed from" in run.texts()
+def finishes_like(undisturbed: Path, run_dir: Path, launcher: Sequence[str] = ()) -> None:
+    if launcher:
+        code = start_under(launcher, run_dir).wait(timeout=500)
+        codes, texts = [code], (run_dir / "output.txt").read_text()
+    else:
+        run = LaunchedRun(run_dir)
+        codes, texts = run.codes(), run.texts()
+    assert not any(codes), texts
+    assert "resumed from" in texts
     assert steps_logged(run_dir) == STEPS
     assert same_weights(run_dir, undisturbed)
+
+
+def test_samples_are_shown_at_the_start_in_the_middle_and_at_the_end(undisturbed):
+    rows = [json.loads(line) for line in (undisturbed / "samples.jsonl").open()]
+    assert [row["step"] for row in rows] == [step for step in (1, 3, 6) for _ in range(4)]
+    shown = (undisturbed / "output_0.txt").read_text()
+    assert re.findall(r"step (\d+): samples", shown) == ["1", "3", "6"]
+    assert not re.search(r"step \d+: samples", (undisturbed / "output_1.txt").read_text())
 
 
 def test_a_killed_rank_ends_the_job_and_the_next_start_goes_on(tmp_path, undisturbed):
@@ -45,7 +68,7 @@ def test_under_torchrun_a_job_whose_first_rank_is_killed_starts_again_and_goes_o
     tmp_path, undisturbed
 ):
     saved, log = tmp_path / "checkpoints/global_step_2", tmp_path / "output.txt"
-    launcher = start_torchrun(tmp_path, STEPS, restarts=1)
+    launcher = start_under(torchrun(restarts=1), tmp_path)
     try:
         while not saved.is_dir():
             assert launcher.poll() is None, log.read_text()
@@ -77,8 +100,10 @@ def test_a_rank_that_hangs_is_named_and_every_other_leaves_its_stacks(tmp_path):
     assert "loop.py" in stacks
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
-def test_asked_to_stop_it_saves_and_leaves_cleanly(tmp_path, undisturbed, number):
+@pytest.mark.parametrize(("number", "mpi"), [(signal.SIGUSR1, True), (signal.SIGINT, False)])
+def test_asked_to_stop_it_saves_and_leaves_cleanly(tmp_path, undisturbed, number, mpi):
+    """The first one goes on under mpirun, bit for bit."""
+    launcher = mpirun() if mpi else ()
     run = LaunchedRun(tmp_path, ["trainer.save_freq=-1"])
     run.until_step(1)
     run.send(1, number)
@@ -87,7 +112,7 @@ def test_asked_to_stop_it_saves_and_leaves_cleanly(tmp_path, undisturbed, number
     assert 1 <= done < STEPS
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [f"global_step_{done}"]
     assert not (tmp_path / "actor").exists(), "an unfinished run exports nothing"
-    finishes_like(undisturbed, tmp_path)
+    finishes_like(undisturbed, tmp_path, launcher)
 
 
 def test_a_step_too_long_for_sigterm_is_abandoned_and_the_one_before_saved(tmp_path, undisturbed):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
+import contextlib
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from launched_run import mpirun, torchrun
 
 from mppo.parallel import launch
 from mppo.parallel.launch import LaunchInfo, discover, free_port, launcher, tasks_on_node
@@ -123,30 +123,32 @@ def probe(tmp_path: Path, command: list[str], *arguments: str) -> subprocess.Com
     )
 
 
-def mpirun() -> str:
-    found = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
-    if importlib.util.find_spec("mpi4py") is None or found is None:
-        pytest.skip('needs mpi4py and mpirun: pip install "mppo[mpi]"')
-    return found
+@pytest.mark.parametrize("way", [None, RuntimeError, SystemExit, KeyboardInterrupt])
+def test_the_process_group_is_destroyed_on_every_way_out(way):
+    expected = pytest.raises(way) if way else contextlib.nullcontext()
+    with expected, launch.process_group(discover({}), timeout_s=60):
+        assert dist.is_initialized()
+        if way:
+            raise way
+    assert not dist.is_initialized()
 
 
 @pytest.mark.server
 def test_mpirun_ranks_meet(tmp_path):
-    result = probe(tmp_path, [mpirun(), "-n", "2", sys.executable])
+    result = probe(tmp_path, mpirun())
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("sum 3.0 of 2 by mpi") == 2
 
 
 @pytest.mark.server
 def test_mpirun_ends_all_ranks_when_one_fails(tmp_path):
-    result = probe(tmp_path, [mpirun(), "-n", "2", sys.executable], "fail")
+    result = probe(tmp_path, mpirun(), "fail")
     assert result.returncode == 3, result.stderr
 
 
 @pytest.mark.server
 def test_torchrun_ranks_meet(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    result = probe(tmp_path, torchrun)
+    result = probe(tmp_path, torchrun())
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("sum 3.0 of 2 by torchrun") == 2
 
