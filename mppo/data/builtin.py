@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging as transformers_logging
 
 from mppo.config.errors import ConfigError, Fault, nearest
 from mppo.weights.model_folder import companion_folder
@@ -220,6 +221,7 @@ def _write_builtin(name: str, cache_dir: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(WEIGHTS_SEED)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    transformers_logging.disable_progress_bar()  # a bar of each rank, for a file of a few megabytes
     model.save_pretrained(unfinished)
     byte_tokenizer().save_pretrained(unfinished)
     unfinished.chmod(0o755)
