@@ -32,6 +32,7 @@ from mppo.parallel import device
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.launch import discover, process_group
 from mppo.roles import Roles
+from mppo.weights.pickles import METADATA, check_pickles
 
 CASE, TENSORS, MODELS = "case.json", "experience.safetensors", "models"
 _SHOWN = 5
@@ -163,12 +164,18 @@ def replay(case: Case, experience: Experience, roles: Roles) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay the case named on the command line; prints the findings of every rank."""
+    """Replay the case named on the command line; prints the findings of every rank. Exit code 2 for
+    a folder that holds no case, or one that would run code."""
     parser = argparse.ArgumentParser(prog="mppo-replay", description=__doc__)
     parser.add_argument("folder", type=Path, help="RUN/nonfinite/step_N")
     folder = parser.parse_args(argv).folder
     if not (folder / CASE).is_file():
         parser.error(f"{folder}: has no {CASE}; name a folder RUN/nonfinite/step_N")
+    try:
+        for table in sorted((folder / MODELS).glob(f"*/{METADATA}")):
+            check_pickles(table.parent)
+    except ValueError as error:
+        parser.error(str(error))
     case, experience = load_case(folder)
     recipe = Recipe.model_validate(case.recipe)
     info = discover()

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint.folder import Damaged, Manifest
-from mppo.checkpoint.pickles import check_pickles
 from mppo.config.errors import ConfigError, Fault
 from mppo.config.schema import TrainerConfig
+from mppo.weights.pickles import check_pickles
 
 _NOT_COMPARED = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
 
@@ -177,7 +177,7 @@ def _check_stranger(key: str, value: Any, candidate: Path, manifest: Manifest) -
             check_pickles(candidate / role)
     except ValueError as error:
         cure = "use a checkpoint you trust, from the run's own folder (resume_mode=auto)"
-        raise _refusal(key, value, str(error), cure) from error
+        raise _refusal(key, value, str(error).partition("; ")[0], cure) from error
 
 
 def _refusal(key: str, value: Any, why: str, cure: str) -> ConfigError:

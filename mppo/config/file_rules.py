@@ -7,7 +7,12 @@ from pathlib import Path
 
 from mppo.config.errors import Fault
 from mppo.config.schema import Recipe
-from mppo.weights.model_folder import companion_folder, is_megatron_checkpoint
+from mppo.weights.model_folder import (
+    checkpoint_folder,
+    companion_folder,
+    is_megatron_checkpoint,
+)
+from mppo.weights.pickles import read_metadata
 
 BUILTIN_PREFIX = "builtin:"
 DATA_ENDINGS = (".jsonl", ".ndjson", ".parquet")
@@ -15,7 +20,8 @@ WEIGHT_ENDINGS = (".safetensors",)
 
 
 def check_files(recipe: Recipe) -> list[Fault]:
-    """Every missing, empty or unreadable file of a recipe. Reads names and sizes, no content."""
+    """Every missing, empty or unreadable file of a recipe. Reads names and sizes, and of Megatron
+    checkpoints the table of contents."""
     faults: list[Fault] = []
     faults += _model_folder("model.path", recipe.model.path)
     if recipe.critic.path and recipe.algorithm.uses_critic:
@@ -55,6 +61,7 @@ def _model_folder(key: str, name: str) -> Iterator[Fault]:
 def _checkpoint(key: str, folder: Path) -> Iterator[Fault]:
     try:
         companion_folder(folder)
+        read_metadata(checkpoint_folder(folder))
     except ValueError as error:
         why, _, cure = str(error).removeprefix(f"{folder}: ").partition("; ")
         yield Fault(key, str(folder), why, cure or "name a folder Megatron saved")

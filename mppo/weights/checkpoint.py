@@ -12,7 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.dist_checkpointing.utils import (
+    add_prefix_for_sharding,
+    extract_sharded_tensors_and_factories,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from mppo.parallel.layout import Coordinates, Layout
@@ -64,11 +67,12 @@ def load_megatron(path: str | Path, chunks: Sequence[Any]) -> tuple[str, ...]:
         Parameters left as initialised: a value head the checkpoint does not have.
 
     Raises:
-        ValueError: no such checkpoint, or it lacks parameters.
+        ValueError: no such checkpoint, it lacks parameters, or its table would run code.
     """
     folder = checkpoint_folder(path)
     prefix = model_prefix(read_checkpoint(folder))
-    wanted = _sharded(chunks)
+    # what is no tensor is a pickle: extra states, which no module of ours reads
+    wanted, _ = extract_sharded_tensors_and_factories(_sharded(chunks))
     add_prefix_for_sharding(wanted, prefix)
     # Megatron calls "unexpected" what is asked for and not in the checkpoint.
     loaded, _, absent_keys = dist_checkpointing.load(

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mppo.weights.pickles import METADATA, read_metadata
 from mppo.weights.safetensors_file import StoredTensor
 
 STORAGES = {
@@ -75,12 +76,9 @@ def read_checkpoint(folder: Path) -> dict[str, GlobalTensor]:
     """Every tensor key of a checkpoint.
 
     Raises:
-        ValueError: the index is unreadable, or a data file is missing.
+        ValueError: the index is no table of contents, or would run code; or a data file is missing.
     """
-    try:
-        metadata = pickle.loads((folder / ".metadata").read_bytes())
-    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
-        raise ValueError(f"{folder}/.metadata: unreadable ({error})") from error
+    metadata = read_metadata(folder)
     places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
     missing = {i.relative_path for i in places.values() if not (folder / i.relative_path).exists()}
     if missing:
@@ -244,7 +242,7 @@ def write_index(
     torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(BACKEND))
     metadata = Metadata(state_dict_metadata=state, planner_data=None, storage_data=storage)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
 
 
 def empty_object() -> bytes:

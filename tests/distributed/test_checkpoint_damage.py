@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import random
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from deed import bring_a_deed
 from layout_case import Case, build_role, run_cases
 from test_checkpoint_layouts import checkpointer, train
 
@@ -83,26 +83,14 @@ HARM = {
 }
 
 
-class Deed:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self):
-        return os.mkdir, (self.mark,)
-
-
-def bring_a_deed(folder: Path) -> dict[str, str]:
+def stranger(folder: Path) -> dict[str, str]:
     """A copy with code in its table of contents, whose checksums are right; keys to resume it."""
     from mppo.checkpoint.folder import checksum
 
     copy = folder.parents[2] / "elsewhere" / folder.name
     shutil.copytree(folder, copy)
     table = copy / "actor/.metadata"
-    contents = pickle.loads(table.read_bytes())
-    contents.planner_data = Deed(folder.with_name("global_step_9"))
-    table.write_bytes(pickle.dumps(contents))
+    bring_a_deed(table, folder.with_name("global_step_9"))
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["files"]["actor/.metadata"] = asdict(checksum(table))
     (copy / "manifest.json").write_text(json.dumps(manifest))
@@ -122,7 +110,7 @@ def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
     root = folder / "flipped bit/checkpoints"
     explicit = str(root / "global_step_2")
     outcomes["explicit"] = told(role, root, resume_mode="resume_path", resume_from_path=explicit)
-    outcomes["stranger"] = told(role, root, **bring_a_deed(root / "global_step_1"))
+    outcomes["stranger"] = told(role, root, **stranger(root / "global_step_1"))
     flip(root / "global_step_1")
     outcomes["all"] = told(role, root)
     outcomes["disable"] = told(role, root, resume_mode="disable")

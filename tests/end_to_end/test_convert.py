@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from deed import bring_a_deed
 from hf_families import CONFIGS, assert_same_tensors, save, tensors
 from launched_run import mpirun, torchrun
 from safetensors.torch import load_file, save_file
@@ -349,6 +350,27 @@ def test_a_hole_in_a_checkpoint_is_told(models, tmp_path, capsys):
     assert verify(models("llama"), tmp_path / "megatron") == 2
     assert "layers.3.mlp.down_proj.weight: the sources fill 0 of 6144" in capsys.readouterr().err
     assert to_hf(tmp_path / "megatron", tmp_path / "back") == 2
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(models, tmp_path, capsys):
+    assert to_megatron(models("llama"), tmp_path / "megatron") == 0
+    file = tmp_path / "megatron" / "release" / ".metadata"
+    bring_a_deed(file, tmp_path / "done")
+    capsys.readouterr()
+    megatron = str(tmp_path / "megatron")
+    for code in (
+        to_hf(tmp_path / "megatron", tmp_path / "back"),
+        verify(models("llama"), tmp_path / "megatron"),
+        main(["inspect", megatron]),
+    ):
+        assert code == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 3
+    for line in told:
+        assert f"{file}: more than a table of contents and plain values" in line
+        assert "it names posix.mkdir; take a checkpoint from whom you trust" in line
+    assert not (tmp_path / "done").exists()
     assert not (tmp_path / "back").exists()
 
 

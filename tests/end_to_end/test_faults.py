@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from deed import bring_a_deed
 from launched_run import (
     STEPS,
     LaunchedRun,
@@ -20,6 +21,8 @@ from launched_run import (
     steps_logged,
     torchrun,
 )
+
+from mppo.replay import main as replay
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +146,7 @@ def test_asked_twice_it_exits_at_once(tmp_path):
 BLOWN_UP = ["actor.optim.lr=1e30", "trainer.save_freq=-1"]
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_path):
+def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_path, capsys):
     run = LaunchedRun(tmp_path, BLOWN_UP)
     codes = run.codes()
     assert codes == [1, 1]
@@ -153,6 +156,13 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_pat
     (case,) = (tmp_path / "nonfinite").iterdir()
     again = LaunchedRun(tmp_path / "again", program="mppo.replay", argv=[str(case)])
     assert again.codes() == [0, 0], again.texts()
+    bring_a_deed(case / "models/actor/.metadata", tmp_path / "done")
+    with pytest.raises(SystemExit, match="2"):
+        replay([str(case)])
+    told = capsys.readouterr().err
+    assert "actor/.metadata: more than a table of contents" in told
+    assert "it names posix.mkdir; take a checkpoint from whom you trust" in told
+    assert not (tmp_path / "done").exists()
     assert re.search(r"rank \d: actor: gradient of chunk 0 \S+ has \d+ of \d+", again.texts())
 
 

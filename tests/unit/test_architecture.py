@@ -25,7 +25,7 @@ PURE = frozenset(
     {
         "mppo.parallel.layout", "mppo.parallel.balance", "mppo.parallel.schedule",
         "mppo.weights.blocks", "mppo.weights.shape", "mppo.weights.table",
-        "mppo.weights.model_folder", "mppo.batch",
+        "mppo.weights.model_folder", "mppo.weights.pickles", "mppo.batch",
     }
 )  # fmt: skip
 """Modules in other rooms that know neither process group, device nor engine, as all of ``algos``
@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algos": {"batch"},
     "config": {
         "parallel.layout", "parallel.balance", "weights.shape", "weights.table", "weights.blocks",
-        "weights.model_folder",
+        "weights.model_folder", "weights.pickles",
     },
     "data": {"config", "batch", "weights.model_folder"},
     "rewards": {"config", "batch", "data", "parallel", "models", "weights", "algos"},

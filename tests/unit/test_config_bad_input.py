@@ -6,10 +6,13 @@ Each row spoils one thing of a good recipe. Layout rows are judged for four rank
 from __future__ import annotations
 
 import json
+import pickle
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+from deed import Deed
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
@@ -127,6 +130,9 @@ SETTINGS = [
     ("a model without weights", "model.path={bare}", "model.path", "holds no *.safetensors"),
     ("no such embedded model", "model.path=builtin:tny", "model.path", "no such embedded model"),
     ("an unknown family", "model.path={alien}", "model.path", "no such family"),
+    ("a checkpoint that would run code", "model.path={deed}", "model.path",
+     "plain values: it names posix.mkdir"),
+    ("a critic that would run code", "critic.path={deed}", "critic.path", "it names posix.mkdir"),
     ("no such critic", "critic.path=nowhere/critic", "critic.path", "no such folder"),
     ("a reference nobody asks", "ref.path=builtin:tiny", "ref.path", "no KL term is on"),
     ("adaptive KL without KL", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.type",
@@ -321,7 +327,10 @@ def places(tmp_path_factory):
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps({**sizes, **changes}))
     (root / "alien" / "model.safetensors").touch()
-    places = {name: root / name for name in ("folder", *models)}
+    (root / "deed" / "hf").mkdir(parents=True)
+    (root / "deed" / ".metadata").write_bytes(pickle.dumps(Deed(Path("done"))))
+    shutil.copy(root / "bare" / "config.json", root / "deed" / "hf")
+    places = {name: root / name for name in ("folder", "deed", *models)}
     return places | {
         "file": root / "rows.jsonl", "empty": root / "empty.jsonl", "text": root / "rows.txt"
     }  # fmt: skip
@@ -354,11 +363,13 @@ def test_malformed_file(text, key, wanted, tmp_path, capsys):
 
 @pytest.mark.parametrize(("setting", "key", "wanted"), [row[1:] for row in SETTINGS],
                          ids=[row[0] for row in SETTINGS])  # fmt: skip
-def test_malformed_setting(setting, key, wanted, tmp_path, capsys, places):
+def test_malformed_setting(setting, key, wanted, tmp_path, capsys, places, monkeypatch):
     if "{" in setting:
         setting = setting.format(**places)
     settings = " ".join(part.replace(" ", "") for part in re.split(r" (?=\w+\.)", setting))
+    monkeypatch.chdir(tmp_path)
     assert_one_fault(refusal(tmp_path, capsys, GOOD, settings), key, wanted)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"], "nothing was run"
 
 
 @pytest.mark.parametrize(("settings", "key", "wanted"), [row[1:] for row in LAYOUTS],
