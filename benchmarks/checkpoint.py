@@ -30,17 +30,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from record import parser, record
 
-VOCABULARY = 32_000
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 
 
-def make_model(folder: Path, hidden: int, layers: int) -> int:
+def make_model(folder: Path, vocabulary: int, hidden: int, layers: int) -> int:
     """Write a random Qwen2 model; returns its parameter count."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
@@ -135,7 +134,7 @@ def worker(rank: int, root: Path, repeat: int, tokens: int) -> None:
 
 
 def by_turns(cases: list, turn: int) -> list:
-    """The cases, each first by turns: the first finds memory and caches as others have left them."""
+    """The cases, each first by turns: the first finds memory as others have left it."""
     return cases[turn % len(cases) :] + cases[: turn % len(cases)]
 
 
@@ -145,7 +144,9 @@ def measuring(role, tokens: int) -> Callable[[], object]:
     from mppo.parallel.schedule import measure_schedule
 
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(0, VOCABULARY, (tokens // 128, 128), generator=generator).tolist()
+    rows = torch.randint(
+        0, role.hf_config.vocab_size, (tokens // 128, 128), generator=generator
+    ).tolist()
     trajectories = [
         Trajectory(Prompt(i, tuple(row[:64]), "", "", ""), tuple(row[64:]), (0.0,) * 64, "stop", 0)
         for i, row in enumerate(rows)
@@ -181,12 +182,14 @@ def main() -> int:
     options = parser(__doc__, repeat=4)
     options.add_argument("--hidden", type=int, default=768)
     options.add_argument("--layers", type=int, default=6)
+    options.add_argument("--vocabulary", type=int, default=32_000)
     options.add_argument("--tokens", type=int, default=2048, help="of the measuring pass")
     options.add_argument("--folder", type=Path, help="on the disk to measure")
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         root = Path(folder)
-        parameters = make_model(root / "model", arguments.hidden, arguments.layers)
+        sizes = (arguments.vocabulary, arguments.hidden, arguments.layers)
+        parameters = make_model(root / "model", *sizes)
         mp.spawn(worker, (root, arguments.repeat, arguments.tokens), nprocs=2)
         seconds = json.loads((root / "seconds.json").read_text())
     median = {name: statistics.median(values) for name, values in seconds.items()}
