@@ -77,7 +77,8 @@ def transformer_config(
         # interleaving with batched p2p gives wrong gradients; see docs/parallelism.md
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
-        deallocate_pipeline_outputs=True,
+        # gloo sends out of the output's memory, and interleaving frees it before the send is done
+        deallocate_pipeline_outputs=device.is_cuda() or layout.vpp == 1,
         **_recompute(megatron.recompute_granularity),
     )
     values.update(family.transformer_kwargs)
