@@ -146,18 +146,25 @@ def test_a_cancelled_job_stays_cancelled_and_the_next_of_its_chain_goes_on(
     assert re.search(r"counting from [1-9]\d* by slurm of 1", text_of(other))
 
 
-def test_usr1_saves_requeues_and_goes_on(cluster, count):
-    number, log = count(COUNTED, launch="srun")
+def test_before_its_time_limit_it_saves_requeues_and_goes_on(cluster, count):
+    """The limit is moved close: Slurm looks every half minute, and sends what the script asks for
+    five minutes before the end."""
+    number, log = count(10_000, launch="srun")
     cluster.wait_for_text(log, "counting from 0 by slurm of 4", 200)
-    cluster.command("scancel", "--batch", "--signal=USR1", str(number))
-    assert cluster.wait_until_ended(number, 300) == "COMPLETED", text_of(log)
-    text = text_of(log)
-    assert text.count("saved") == 4, text
-    resumed = [line for line in text.splitlines() if line.startswith("counting from")]
-    assert len(resumed) == 2
-    assert resumed[1] != resumed[0]
-    assert f"counted to {COUNTED}" in text
+    cluster.command("scontrol", "update", f"jobid={number}", "timelimit=5")
+    cluster.wait_for_text(log, "told to save and requeue", 100)
+    cluster.command("scontrol", "update", f"jobid={number}", "timelimit=20")
+    again = "start 2: 2 nodes"
+    cluster.wait_for(
+        lambda: "counting from" in text_of(log).partition(again)[2], 200, lambda: text_of(log)
+    )
+    before, _, after = text_of(log).partition(again)
+    assert before.count("saved") == 4, before
+    last = re.search(r"saved (\d+)", before)[1]
+    assert f"counting from {last} by slurm of 4" in after
     assert cluster.field(number, "Restarts") == "1"
+    cluster.command("scancel", str(number))
+    assert cluster.wait_until_ended(number, 100) == "CANCELLED", text_of(log)
 
 
 def test_a_node_that_goes_down_costs_no_more_than_a_restart(cluster, count):

@@ -42,7 +42,7 @@ def told(role, root: Path, **trainer) -> Told:
         step = checkpointer(role, root, said, **trainer).resume()
     except ConfigError as error:
         refusal = str(error)
-    folders = sorted(path.name for path in root.parent.glob("**/global_step_*"))
+    folders = sorted(path.name for path in root.parent.glob("**/*global_step_*"))
     return Told(step, refusal, said, folders)
 
 
@@ -80,6 +80,7 @@ HARM = {
     "missing run state": lambda folder: (folder / "run.json").unlink(),
     "newer format": newer,
     "other model": other_model,
+    "being written": lambda folder: folder.rename(folder.with_name(f".{folder.name}.partial")),
 }
 
 
@@ -182,6 +183,13 @@ def test_the_checkpoint_before_a_damaged_one_is_taken_and_the_file_named(outcome
     assert outcome.said[0].startswith("damaged checkpoint passed over: ")
     assert NAMED[name] in outcome.said[0]
     assert outcome.folders == ["global_step_1", "global_step_2"], "the damaged one is left alone"
+
+
+def test_one_that_is_still_being_written_counts_for_nothing_and_goes(outcomes):
+    outcome = outcomes["being written"]
+    assert outcome.step == 1
+    assert not any("damaged" in line for line in outcome.said)
+    assert outcome.folders == ["global_step_1"]
 
 
 @pytest.mark.parametrize(

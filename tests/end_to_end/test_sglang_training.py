@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,12 +92,19 @@ def test_training_with_a_server_apart(tmp_path, colocated) -> None:
     try:
         apart = (f"rollout.urls=[http://{HOST}:{server.port}]", "rollout.over_sampling=0.5")
         partial = ("rollout.partial_rollout=true", "data.max_response_length=48")
-        rows = _train(
-            "tiny_cpu_sglang_disaggregated.yaml",
-            tmp_path / "run",
-            *apart,
-            *partial,
-            **{API_KEY_VARIABLE: "key"},
+        few = ("rollout.batch_size=20", "trainer.sample_table_rows=32")  # a third come too late
+        rows, resumed = (
+            _train(
+                "tiny_cpu_sglang_disaggregated.yaml",
+                _as_left_after_a_step(tmp_path / "run", run_dir),
+                *apart,
+                *partial,
+                *few,
+                *LIKELIEST,
+                *SAVED,
+                **{API_KEY_VARIABLE: "key"},
+            )
+            for run_dir in (tmp_path / "run", tmp_path / "killed")
         )
         ahead = _train(
             "tiny_cpu_sglang_disaggregated.yaml",
@@ -112,7 +120,61 @@ def test_training_with_a_server_apart(tmp_path, colocated) -> None:
         server.stop()
     assert rows[0]["training/rollout_logprob_diff_max"] < 1e-4
     assert len(rows) == 2
+    _check_taken_up(tmp_path, folder, rows, resumed)
     _check_ahead(tmp_path / "ahead", ahead, *colocated)
+
+
+def _as_left_after_a_step(run: Path, copy: Path) -> Path:
+    """What is left of a run killed right after it saved its first step; nothing before it ran.
+
+    The responses that have begun by then depend on the moment: to compare two runs that go on with
+    them, both must have the same first step.
+    """
+    saved = "checkpoints/global_step_1"
+    if (run / saved).exists():
+        shutil.copytree(run / saved, copy / saved)
+    return copy
+
+
+def _check_taken_up(root: Path, model: Path, rows: list[dict], resumed: list[dict]) -> None:
+    """The resumed run goes on with the responses that had begun, as the run that was not killed.
+
+    Which of them are answered first is a race, so batches may differ by prompts. Two thirds of the
+    prompts asked make a batch: at least a third of them is in both.
+    """
+    from mppo.checkpoint import responses
+    from mppo.data.builtin import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    begun = responses.load(root / "killed/checkpoints/global_step_1")
+    assert begun
+    whole, later = (_texts(root / name, step=2) for name in ("run", "killed"))
+    both = whole.keys() & later.keys()
+    assert len(both) >= 16
+    same = sum(whole[prompt] == later[prompt] for prompt in both)
+    assert same >= len(both) - 1, "but for a tie between the likeliest tokens"
+    prompts = {key: tokenizer.decode(r.prompt.token_ids) for key, r in begun.items()}
+    starts = tokenizer.batch_decode(
+        [r.response_ids for r in begun.values()], skip_special_tokens=True
+    )
+    went_on = [
+        later[prompt].startswith(start.rstrip("\ufffd"))  # half a letter
+        for prompt, start in zip(prompts.values(), starts, strict=True)
+        if prompt in later
+    ]
+    assert went_on
+    assert all(went_on)
+    assert [row["step"] for row in resumed] == [2]
+    for run in (rows, resumed):
+        assert run[-1]["training/weight_version_lag_max"] == 1
+
+
+def _texts(run_dir: Path, step: int) -> dict[str, str]:
+    """Prompt to response of a step."""
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
+    found = {row["prompt"]: row["response"] for row in rows if row["step"] == step}
+    assert len(found) == 32
+    return found
 
 
 def _check_ahead(run_dir: Path, rows: list[dict], plain_dir: Path, plain: list[dict]) -> None:
