@@ -1,6 +1,6 @@
 """The routes of a weight update side by side, and how few bytes have to cross ranks.
 
-    python benchmarks/sync_routes.py [--repeat 10] [--out FILE]
+    python benchmarks/sync_routes.py [--repeat 10] [--layers 8] [--out FILE]
 
 Routes: one real SGLang server loads the same stream of a 0.5 GB dense model (float32) through
 shared memory, by broadcast, and from a folder, turn by turn; the smallest of the repetitions
@@ -35,7 +35,6 @@ MODEL = {
     "vocab_size": 16000,
     "hidden_size": 1024,
     "intermediate_size": 2816,
-    "num_hidden_layers": 8,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "tie_word_embeddings": False,
@@ -49,10 +48,10 @@ CASES = {
 """Training layout and the rollout engines' tensor parallelism; every rank hosts a rollout rank."""
 
 
-def measure_routes(repeat: int) -> dict[str, object]:
+def measure_routes(repeat: int, layers: int) -> dict[str, object]:
     """Seconds and rates of each route."""
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(**MODEL)
+    config = transformers.Qwen2Config(**MODEL, num_hidden_layers=layers)
     model = transformers.Qwen2ForCausalLM(config).eval()
     tensors = list(model.state_dict().items())
     source = WeightSource(lambda: [tensors[i : i + 16] for i in range(0, len(tensors), 16)])
@@ -111,9 +110,11 @@ def plan_bytes(name: str, layout: Layout, rollout_tp: int) -> dict[str, object]:
 
 
 def main() -> None:
-    given = parser(__doc__, repeat=10).parse_args()
+    arguments = parser(__doc__, repeat=10)
+    arguments.add_argument("--layers", type=int, default=8)
+    given = arguments.parse_args()
     planned = {name: plan_bytes(name, *case) for name, case in CASES.items()}
-    record({"routes": measure_routes(given.repeat), "bytes": planned}, given.out)
+    record({"routes": measure_routes(given.repeat, given.layers), "bytes": planned}, given.out)
 
 
 if __name__ == "__main__":

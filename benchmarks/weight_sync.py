@@ -1,11 +1,12 @@
 """Seconds per weight update of the sending side, beside this machine's memory copy.
 
-    python benchmarks/weight_sync.py [--model dense|moe] [--route tensor|disk] [--out FILE]
+    python benchmarks/weight_sync.py [--model dense|moe] [--layers N] [--route tensor|disk]
+        [--out FILE]
 
-The stream is a list of tensors in memory (dense: 0.5 GB; moe: 4,000+ expert tensors). What is timed
-is mppo's own part: laying a bucket out in shared memory and making the handle a server gets
-(``tensor``), or writing the folder (``disk``). A reader in another process opens every handle and
-reads the bytes it names, as a server would before its own loading (not part of this).
+The stream is a list of tensors in memory (dense: 0.5 GB in 16 layers; moe: 4,000+ expert tensors in
+24). What is timed is mppo's own part: laying a bucket out in shared memory and making the handle a
+server gets (``tensor``), or writing the folder (``disk``). A reader in another process opens every
+handle and reads the bytes it names, as a server would before its own loading (not part of this).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import multiprocessing
 import pickle
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
@@ -30,22 +32,23 @@ from mppo.rollout.engine import WeightBucket
 from mppo.rollout.sync import DiskRoute
 
 ALIGN = 16
+T = TypeVar("T")
 
 
-def dense() -> list[tuple[str, tuple[int, ...]]]:
+def dense(layers: int = 16) -> list[tuple[str, tuple[int, ...]]]:
     """A 0.25B-parameter dense model, 0.5 GB in bfloat16."""
     shapes: list[tuple[str, tuple[int, ...]]] = [("embed", (32000, 1024)), ("head", (32000, 1024))]
-    for layer in range(16):
+    for layer in range(layers):
         shapes += [(f"{layer}.{name}", (1024, 1024)) for name in ("q", "k", "v", "o")]
         shapes += [(f"{layer}.{name}", (2816, 1024)) for name in ("gate", "up", "down")]
         shapes += [(f"{layer}.norm", (1024,))]
     return shapes
 
 
-def moe() -> list[tuple[str, tuple[int, ...]]]:
+def moe(layers: int = 24) -> list[tuple[str, tuple[int, ...]]]:
     """4,608 expert tensors of a small mixture: 24 layers of 64 experts."""
     shapes: list[tuple[str, tuple[int, ...]]] = [("embed", (8000, 256))]
-    for layer in range(24):
+    for layer in range(layers):
         shapes.append((f"{layer}.qkv", (768, 256)))
         for expert in range(64):
             shapes += [(f"{layer}.experts.{expert}.{n}", (128, 256)) for n in ("gate", "up")]
@@ -96,14 +99,30 @@ def _reader(connection) -> None:
         del content, flat
 
 
-def memcpy(nbytes: int) -> Seconds:
+@dataclass
+class Spent:
+    """Wall-clock and processor seconds."""
+
+    wall: float = 0.0
+    processor: float = 0.0
+
+    def take(self, work: Callable[[], T]) -> T:
+        """Do a piece of work and add its time; what it returns."""
+        start, start_processor = time.perf_counter(), time.process_time()
+        result = work()
+        self.wall += time.perf_counter() - start
+        self.processor += time.process_time() - start_processor
+        return result
+
+
+def memcpy(nbytes: int) -> Spent:
     """A copy of so many bytes, both sides already touched."""
     size = min(nbytes, 256 << 20)
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     seconds = Seconds()
     for _ in range(8):
         seconds.take(lambda: target.copy_(source))
-    return Seconds(seconds.wall * nbytes / size, seconds.processor * nbytes / size)
+    return Spent(seconds.wall * nbytes / size, seconds.processor * nbytes / size)
 
 
 @dataclass
@@ -111,7 +130,7 @@ class Update:
     """One update: all of it, and mppo's own part."""
 
     seconds: float
-    own: Seconds
+    own: Spent
 
 
 def by_tensor(buckets: list[WeightBucket], repeat: int) -> Iterator[Update]:
@@ -123,14 +142,12 @@ def by_tensor(buckets: list[WeightBucket], repeat: int) -> Iterator[Update]:
     report = Path("nothing")
     try:
         for _ in range(repeat):
-            own = Seconds(0.0, 0.0)
+            own = Spent()
             start = time.perf_counter()
             for number, bucket in enumerate(buckets):
-                begin, begin_processor = time.perf_counter(), time.process_time()
-                buffers[number % 2].fill(bucket)
-                payload = buffers[number % 2].own_payload(report, whole=True, checked=False)
-                own.wall += time.perf_counter() - begin
-                own.processor += time.process_time() - begin_processor
+                buffer = buffers[number % 2]
+                own.take(lambda buffer=buffer, bucket=bucket: buffer.fill(bucket))
+                payload = own.take(lambda buffer=buffer: buffer.own_payload(report, True, False))
                 parent.send(payload)
                 parent.recv()
             yield Update(time.perf_counter() - start, own)
@@ -151,7 +168,7 @@ def by_disk(buckets: list[WeightBucket], repeat: int) -> Iterator[Update]:
             route.close()
 
         for version in range(repeat):
-            own = Seconds()
+            own = Spent()
             own.take(lambda version=version: write(version))
             yield Update(own.wall, own)
 
@@ -160,12 +177,14 @@ def main() -> None:
     arguments = parser(__doc__, repeat=50)
     arguments.add_argument("--model", choices=("dense", "moe"), default="dense")
     arguments.add_argument("--route", choices=("tensor", "disk"), default="tensor")
+    arguments.add_argument("--layers", type=int, help="other than the model's")
     arguments.add_argument("--bucket-mb", type=int, default=128)
     arguments.add_argument(
         "--scattered", action="store_true", help="tensors in storages of their own"
     )
     given = arguments.parse_args()
-    shapes = {"dense": dense, "moe": moe}[given.model]()
+    sizes = {} if given.layers is None else {"layers": given.layers}
+    shapes = {"dense": dense, "moe": moe}[given.model](**sizes)
     buckets = buckets_of(shapes, given.bucket_mb << 20, given.scattered)
     nbytes = sum(tensor.nbytes for bucket in buckets for _, tensor in bucket)
     route = {"tensor": by_tensor, "disk": by_disk}[given.route]
@@ -174,7 +193,7 @@ def main() -> None:
         updates.append(update)
         resident.append(psutil.Process().memory_info().rss)
     copy = memcpy(nbytes)
-    own = Seconds(min(u.own.wall for u in updates), min(u.own.processor for u in updates))
+    own = Spent(min(u.own.wall for u in updates), min(u.own.processor for u in updates))
     # what a copy of the same bytes would take anyway is not counted per tensor
     per_tensor = 1e6 / len(shapes)
     record(

@@ -84,6 +84,7 @@ def server_content(
         AutoConfig.from_pretrained(
             folder, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
         ),
+        rollout.expert_parallel_size,
     )
     options["custom_weight_loader"] = [LOADER]
     return {**options, "host": host, "port": port, "api_key": api_key}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from mppo.config.errors import Fault
 from mppo.config.layout_rules import divisors
@@ -20,6 +21,8 @@ def local_engine_obeys_its_keys(case: Case) -> Iterator[Fault]:
     if rollout.tensor_model_parallel_size > 1:
         size = rollout.tensor_model_parallel_size
         yield Fault("rollout.tensor_model_parallel_size", size, why, cure)
+    if rollout.expert_parallel_size > 1:
+        yield Fault("rollout.expert_parallel_size", rollout.expert_parallel_size, why, cure)
     if rollout.mode != "colocated":
         yield Fault("rollout.mode", rollout.mode, why, cure)
     if rollout.urls:
@@ -58,6 +61,52 @@ def engine_parallelism_fits(case: Case) -> Iterator[Fault]:
     if shape and shape.heads % tp:
         why = f"does not divide the {shape.heads} attention heads"
         yield Fault(key, tp, why, f"choose one of {divisors(shape.heads)}")
+
+
+@rule("rollout.expert_parallel_size", "rollout.tensor_model_parallel_size", "model")
+def engine_experts_are_shared_out(case: Case) -> Iterator[Fault]:
+    """An engine's ranks form as many groups as share its experts, all equally large."""
+    rollout, shape = case.recipe.rollout, case.shapes.get("actor")
+    key, ep, tp = (
+        "rollout.expert_parallel_size",
+        rollout.expert_parallel_size,
+        rollout.tensor_model_parallel_size,
+    )
+    if rollout.name != "sglang" or ep == 1:
+        return
+    if tp % ep:
+        why = f"does not divide the {tp} ranks of a server (rollout.tensor_model_parallel_size)"
+        yield Fault(key, ep, why, f"choose one of {divisors(tp)}")
+    if shape and not shape.num_experts:
+        yield Fault(key, ep, "has no effect: the model has no experts", "leave it out")
+    elif shape and shape.num_experts % ep:
+        why = f"does not divide the {shape.num_experts} experts"
+        yield Fault(key, ep, why, f"choose one of {divisors(shape.num_experts)}")
+
+
+_DECIDED = {
+    **dict.fromkeys(("model", "model_path"), "set model.path"),
+    **dict.fromkeys(("host", "port", "api_key", "base_gpu_id"), "leave it out"),
+    **dict.fromkeys(
+        ("tp", "tp_size", "tensor_parallel_size"), "set rollout.tensor_model_parallel_size"
+    ),
+    **dict.fromkeys(("ep", "ep_size", "expert_parallel_size"), "set rollout.expert_parallel_size"),
+}
+"""SGLang options that follow from the rest of the recipe, to the cure."""
+
+
+def _server_args(case: Case) -> dict[str, Any]:
+    """``rollout.server_args`` under SGLang's names for the fields of its options."""
+    given = case.recipe.rollout.server_args
+    return {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}
+
+
+@rule("rollout.server_args")
+def server_options_say_nothing_twice(case: Case) -> Iterator[Fault]:
+    """What a server is, where it listens and how it is cut follows from other keys."""
+    for name, value in _server_args(case).items():
+        if name in _DECIDED:
+            yield Fault(f"rollout.server_args.{name}", value, "is decided by mppo", _DECIDED[name])
 
 
 @rule("rollout.name", "model")
@@ -128,14 +177,12 @@ def older_samples_are_corrected(case: Case) -> Iterator[Fault]:
 
 
 _OTHER_SHARDS = (
-    "ep_size",
-    "expert_parallel_size",
     "pp_size",
     "pipeline_parallel_size",
     "enable_dp_attention",
     "quantization",
 )
-"""SGLang options that lay parameters out otherwise than tensor parallelism alone does."""
+"""SGLang options that lay parameters out otherwise than tensor and expert parallelism do."""
 
 
 @rule("rollout.sync_mode", "rollout.sync", "rollout.urls", "rollout.name", "rollout.server_args")
@@ -158,7 +205,7 @@ def pieces_reach_their_rank(case: Case) -> Iterator[Fault]:
     if rollout.urls:
         why = "is for servers the run starts itself, beside its ranks; rollout.urls names others"
         yield Fault(key, mode, why, "set sync_mode to full, or leave rollout.urls out")
-    given = {name.lstrip("-").replace("-", "_"): v for name, v in rollout.server_args.items()}
+    given = _server_args(case)
     for name in _OTHER_SHARDS:
         if given.get(name) not in (None, 1, False):
             why = f"cannot go with rollout.server_args.{name}: parameters are then cut otherwise"

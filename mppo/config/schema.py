@@ -255,7 +255,8 @@ class RolloutConfig(SamplingConfig):
     """The engine that generates. ``local`` is transformers on each rank; ``sglang`` a server.
 
     ``servers`` is how many SGLang servers a run owns: by default one per
-    ``tensor_model_parallel_size`` ranks on GPUs, one on a CPU. ``over_sampling`` asks that share of
+    ``tensor_model_parallel_size`` ranks on GPUs, one on a CPU. ``expert_parallel_size`` groups of
+    a server's ranks share the experts out. ``over_sampling`` asks that share of
     prompts beyond the batch; when the batch is full the slowest are aborted and come again, with
     ``partial_rollout`` from where they were. ``sync_mode: sliced`` gives each rollout rank only the
     pieces it holds, ``delta`` only those blocks of them that changed since the last sync.
@@ -268,6 +269,7 @@ class RolloutConfig(SamplingConfig):
     dtype: Literal["float32", "bfloat16"] | None = None
     val_kwargs: SamplingConfig = SamplingConfig(temperature=0.0)
     tensor_model_parallel_size: int = Field(default=1, gt=0)
+    expert_parallel_size: int = Field(default=1, gt=0)
     mode: Literal["colocated", "disaggregated"] = "colocated"
     servers: int | None = Field(default=None, gt=0)
     urls: tuple[str, ...] = ()

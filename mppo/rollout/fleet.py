@@ -106,6 +106,7 @@ class Fleet:
                 on_cpu,
                 self._rollout.server_args,
                 hf_config,
+                self._rollout.expert_parallel_size,
             )
             options["custom_weight_loader"] = [LOADER, SLICE_LOADER]
             environment = server_environment(self.tensor_parallel, on_cpu)

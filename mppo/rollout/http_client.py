@@ -1,10 +1,11 @@
-"""JSON over HTTP to one server, with kept-alive connections (one per thread)."""
+"""JSON over HTTP to one server, from any number of threads, with kept-alive connections."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import threading
+import select
+from collections import deque
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,7 +57,7 @@ class JsonClient:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._local = threading.local()
+        self._idle: deque[http.client.HTTPConnection] = deque()
 
     def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """Answer to a POST of ``body``.
@@ -74,43 +75,51 @@ class JsonClient:
     def _call(self, method: str, path: str, body: str | None, timeout_s: float | None) -> Any:
         limit = self._timeout_s if timeout_s is None else timeout_s
         for fresh in (False, True):
-            connection = self._connection(limit, fresh)
-            reused = getattr(self._local, "used", False)
+            connection = None if fresh else self._kept()
+            reused = connection is not None
+            connection = connection or self._new()
             try:
+                connection.timeout = limit
+                if connection.sock is not None:
+                    connection.sock.settimeout(limit)
                 connection.request(method, self._parts.path + path, body, self._headers)
                 answer = connection.getresponse()
                 text = answer.read()
-                self._local.used = True
-                return self._read(path, answer.status, text)
             except (http.client.RemoteDisconnected, BrokenPipeError) as error:
                 # a kept-alive connection the server has closed meanwhile is no failure yet
-                self._drop()
-                if fresh or not reused:
+                connection.close()
+                if not reused:
                     raise ServerLost(self.url, f"{path}: {error}") from error
             except (OSError, http.client.HTTPException) as error:
-                self._drop()
+                connection.close()
                 why = (
                     f"no answer within {limit:.0f} s" if isinstance(error, TimeoutError) else error
                 )
                 raise ServerLost(self.url, f"{path}: {why}") from error
+            else:
+                self._idle.append(connection)
+                return self._read(path, answer.status, text)
         raise AssertionError("unreachable")
 
-    def _connection(self, timeout_s: float, fresh: bool) -> http.client.HTTPConnection:
-        connection = getattr(self._local, "connection", None)
-        if connection is None or fresh:
-            secure = self._parts.scheme == "https"
-            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-            connection = kind(self._parts.hostname, self._parts.port, timeout=timeout_s)
-            self._local.connection, self._local.used = connection, False
-        connection.timeout = timeout_s
-        if connection.sock is not None:
-            connection.sock.settimeout(timeout_s)
-        return connection
+    def _kept(self) -> http.client.HTTPConnection | None:
+        """An open connection nobody uses; those the server has closed meanwhile are dropped."""
+        while self._idle:
+            try:
+                connection = self._idle.pop()
+            except IndexError:  # another thread was faster
+                return None
+            if connection.sock is not None:
+                watch = select.poll()
+                watch.register(connection.sock, select.POLLIN)
+                if not watch.poll(0):
+                    return connection
+            connection.close()
+        return None
 
-    def _drop(self) -> None:
-        self._local.connection.close()
-        self._local.connection = None
-        self._local.used = False
+    def _new(self) -> http.client.HTTPConnection:
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        return kind(self._parts.hostname, self._parts.port)
 
     def _read(self, path: str, status: int, text: bytes) -> Any:
         shown = text[:500].decode(errors="replace")

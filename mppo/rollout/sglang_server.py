@@ -19,7 +19,6 @@ from mppo.rollout.server import ServerProcess
 from mppo.rollout.sglang_api import SGLangApi
 
 HOST = "127.0.0.1"
-_OURS = ("model_path", "host", "port", "api_key", "tp_size", "base_gpu_id")
 _CPU_OPTIONS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "mem_fraction_static": 0.3,
@@ -70,6 +69,7 @@ def server_options(
     on_cpu: bool,
     server_args: Mapping[str, Any],
     hf_config: Any,
+    expert_parallel: int = 1,
 ) -> dict[str, Any]:
     """SGLang's options for a server whose weights come by sync.
 
@@ -81,23 +81,17 @@ def server_options(
         on_cpu: whether it runs on a CPU.
         server_args: ``rollout.server_args``; wins over every default here.
         hf_config: the folder's configuration.
+        expert_parallel: groups of its ranks that share the experts out.
 
     Returns:
         Options without host, port and key.
-
-    Raises:
-        ValueError: ``server_args`` sets what mppo decides itself.
     """
     given = {name.lstrip("-").replace("-", "_"): value for name, value in server_args.items()}
-    for name in _OURS:
-        if name in given:
-            raise ValueError(
-                f"rollout.server_args.{name} = {given[name]!r} is decided by mppo: leave it out"
-            )
     options: dict[str, Any] = {
         "model_path": model_path,
         "dtype": dtype,
         "tp_size": tensor_parallel,
+        "ep_size": expert_parallel,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "log_level": "warning",

@@ -159,6 +159,7 @@ class SliceSync:
             bucket_bytes=rollout.sync_bucket_mb << 20,
             keep=delta,
             checksum=checksum if rollout.verify_sync == "checksum" else None,
+            expert_parallel=rollout.expert_parallel_size,
         )
         files = [(folder / f"refused_{rank}.txt").resolve() for rank in range(world)]
         reports = [files[head] for head in heads]

@@ -32,18 +32,25 @@ class EngineTensor:
 
 
 def engine_tensor(
-    entry: Entry, shape: ModelShape, rank: int, size: int, vocab_multiple: int = 64
+    entry: Entry,
+    shape: ModelShape,
+    rank: int,
+    size: int,
+    vocab_multiple: int = 64,
+    expert_parallel: int = 1,
 ) -> EngineTensor:
-    """Where tensor rank ``rank`` of ``size`` keeps an entry.
+    """Where tensor rank ``rank`` of ``size`` keeps an entry, of which it holds a part.
 
     Args:
         entry: the parameter.
         shape: the model's sizes.
         rank, size: of the rollout engine's tensor parallelism.
         vocab_multiple: the engine pads its vocabulary to a multiple of this.
+        expert_parallel: groups of its ranks that share the experts out.
     """
     row, dim = entry.row, entry.cut_dim
-    blocks = engine_blocks(entry, shape, rank, size, vocab_multiple)
+    blocks = engine_blocks(entry, shape, rank, size, vocab_multiple, expert_parallel)
+    assert blocks
     first, length = 0, sum(block.length for block in blocks)
     if row.atomic == "a":  # queries' latent, then that of keys and values
         assert shape.latent is not None
@@ -53,9 +60,11 @@ def engine_tensor(
         first, length = (0 if ".q_a_proj." in entry.hf[0] else queries), queries + keys
     whole = row.shapes[0]
     local = (*whole[:dim], length, *whole[dim + 1 :])
-    if entry.expert is not None:
-        local = (shape.num_experts, *local)
-    return EngineTensor(_engine_name(entry), local, entry.expert, first)
+    expert = entry.expert
+    if expert is not None:
+        experts = shape.num_experts // expert_parallel
+        expert, local = expert % experts, (experts, *local)
+    return EngineTensor(_engine_name(entry), local, expert, first)
 
 
 def _engine_name(entry: Entry) -> str:

@@ -1,4 +1,4 @@
-"""From a training layout to a rollout engine's tensor parallelism: which bytes go where.
+"""From a training layout to a rollout engine's: which bytes go where.
 
 Both sides are lists of blocks of the same Hugging Face tensors, so a plan is their interval
 intersection. Every destination byte comes from the destination's own rank where that rank holds it;
@@ -59,6 +59,7 @@ def plan_reshard(
     engines: Sequence[Sequence[int]],
     vocab_multiple: int = 64,
     whole: Collection[str] = (),
+    expert_parallel: int = 1,
 ) -> Iterator[Reshard]:
     """Plan the moves of every entry.
 
@@ -69,12 +70,15 @@ def plan_reshard(
         engines: for each engine, the training rank that hosts each of its tensor ranks.
         vocab_multiple: the engine pads its vocabulary to a multiple of this.
         whole: names of rows that the training ranks hold whole though the table cuts them.
+        expert_parallel: groups of an engine's ranks that share the experts out.
 
     Yields:
         One plan per entry, in the table's order.
     """
     for entry in table.entries():
-        yield plan_entry(entry, table.shape, layout, owner, engines, vocab_multiple, whole)
+        yield plan_entry(
+            entry, table.shape, layout, owner, engines, vocab_multiple, whole, expert_parallel
+        )
 
 
 def plan_entry(
@@ -85,6 +89,7 @@ def plan_entry(
     engines: Sequence[Sequence[int]],
     vocab_multiple: int = 64,
     whole: Collection[str] = (),
+    expert_parallel: int = 1,
 ) -> Reshard:
     """The moves of one entry; arguments as ``plan_reshard``."""
     shards = 1 if entry.row.name in whole else _group_size(entry.row, layout)
@@ -95,7 +100,7 @@ def plan_entry(
     slot = 0
     for engine in engines:
         for rank, host in enumerate(engine):
-            wanted = engine_blocks(entry, shape, rank, len(engine), vocab_multiple)
+            wanted = engine_blocks(entry, shape, rank, len(engine), vocab_multiple, expert_parallel)
             moves += _moves(held, holders, wanted, host, slot)
             slot += 1
     crossing = sum(move.length for move in moves if move.source != move.destination)
@@ -107,14 +112,26 @@ def plan_entry(
 
 
 def engine_blocks(
-    entry: Entry, shape: ModelShape, rank: int, size: int, vocab_multiple: int = 64
+    entry: Entry,
+    shape: ModelShape,
+    rank: int,
+    size: int,
+    vocab_multiple: int = 64,
+    expert_parallel: int = 1,
 ) -> tuple[Block, ...]:
     """What tensor rank ``rank`` of ``size`` of a rollout engine holds of an entry.
 
     Queries, keys and values are stacked, each cut by heads, keys and values repeated where there
     are more ranks than heads; latent down projections, routers and norms are whole on every rank.
+    Neighbouring ranks form ``expert_parallel`` groups; each holds as many experts, in order, and
+    cuts them within: a rank holds nothing of another group's.
     """
     row = entry.row
+    if entry.expert is not None:
+        size //= expert_parallel
+        group, rank = divmod(rank, size)
+        if entry.expert * expert_parallel // shape.num_experts != group:
+            return ()
     lengths = tuple(part[entry.cut_dim] for part in row.shapes)
     if row.dim is None or _is_whole_in_engine(row):
         return tuple(Block(source, 0, length) for source, length in enumerate(lengths))

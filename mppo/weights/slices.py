@@ -44,6 +44,7 @@ class SliceRequest:
         bucket_bytes: most bytes for one of its ranks in a bucket.
         keep: hold on to what was sent, so that the next update may leave out what did not change.
         checksum: of a piece's bytes, to send along; None: send none.
+        expert_parallel: groups of an engine's ranks that share the experts out.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -51,6 +52,7 @@ class SliceRequest:
     bucket_bytes: int
     keep: bool = False
     checksum: Callable[[Tensor], tuple[int, int]] | None = None
+    expert_parallel: int = 1
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -201,7 +203,8 @@ class SliceStream:
         }
         self._dtypes = {key: dtype for held in everyone for key, (dtype, _) in held.items()}
         whole = {key[1] for held in everyone for key, (_, size) in held.items() if size == 1}
-        moves = list(plan_reshard(self._table, layout, stage, request.hosts, whole=whole))
+        cut = {"whole": whole, "expert_parallel": request.expert_parallel}
+        moves = list(plan_reshard(self._table, layout, stage, request.hosts, **cut))
         self.plan = tuple(self._buckets(moves, request.bucket_bytes))
         self._places = [plan.packed(self._rank) for plan in self.plan]
         self._of_plan = SliceBytes(
@@ -241,14 +244,12 @@ class SliceStream:
     def _pieces(self, reshard: Reshard) -> list[tuple[int, int, Piece]]:
         """An entry's pieces, with the ranks they are from and for."""
         entry, dim = reshard.entry, reshard.entry.cut_dim
-        targets = [
-            engine_tensor(entry, self._table.shape, rank, len(engine))
-            for engine in self.request.hosts
-            for rank in range(len(engine))
-        ]
+        ranks = [(i, len(engine)) for engine in self.request.hosts for i in range(len(engine))]
+        model, experts = self._table.shape, self.request.expert_parallel
         pieces = []
         for move in reshard.moves:
-            target, whole = targets[move.slot], entry.row.shapes[0]
+            target = engine_tensor(entry, model, *ranks[move.slot], expert_parallel=experts)
+            whole = entry.row.shapes[0]
             shape = (*whole[:dim], move.length, *whole[dim + 1 :])
             at = target.first + move.destination_offset
             key = (move.source, entry.name, move.source_offset, move.length)

@@ -15,11 +15,12 @@ from mppo.rollout.slice_sync import message_row
 from mppo.weights.blocks import ZERO
 from mppo.weights.engine_tensors import engine_tensor
 from mppo.weights.reshard import engine_blocks
-from mppo.weights.shape import model_shape
+from mppo.weights.shape import ModelShape, model_shape
 from mppo.weights.slices import SliceRequest, SliceStream
 from mppo.weights.stream import WeightStream
 from mppo.weights.table import parameter_table
 
+SIZE = 2
 HOSTS = ((0, 1), (3, 3))
 """Two engines of two ranks; one rank stands beside both ranks of the second."""
 
@@ -27,27 +28,36 @@ HOSTS = ((0, 1), (3, 3))
 class Server(nn.Module):
     """Parameters as a rollout rank lays them out, full of NaNs."""
 
-    def __init__(self, config, rank: int, size: int) -> None:
+    def __init__(self, config, rank: int, experts: int) -> None:
         super().__init__()
         self.held: dict[str, Tensor] = {}
         shape = model_shape(config)
-        for entry in parameter_table(shape).entries():
-            place = engine_tensor(entry, shape, rank, size)
+        for entry, _ in held_entries(shape, rank, experts):
+            place = engine_tensor(entry, shape, rank, SIZE, expert_parallel=experts)
             self.held.setdefault(place.name, torch.full(place.shape, torch.nan))
 
     def named_parameters(self, *args: object, **kwargs: object):
         return iter(self.held.items())
 
 
-def expected(config, tensors: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+def held_entries(shape: ModelShape, rank: int, experts: int):
+    """What a rollout rank holds: entries, and their blocks."""
+    for entry in parameter_table(shape).entries():
+        blocks = engine_blocks(entry, shape, rank, SIZE, expert_parallel=experts)
+        if blocks:
+            yield entry, blocks
+
+
+def expected(config, tensors: dict[str, Tensor], rank: int, experts: int) -> dict[str, Tensor]:
     """Those parameters cut from whole tensors; NaN where nothing of the model belongs."""
     shape = model_shape(config)
-    held = Server(config, rank, size).held
-    for entry in parameter_table(shape).entries():
-        place, dim = engine_tensor(entry, shape, rank, size), entry.cut_dim
+    held = Server(config, rank, experts).held
+    for entry, blocks in held_entries(shape, rank, experts):
+        place = engine_tensor(entry, shape, rank, SIZE, expert_parallel=experts)
+        dim = entry.cut_dim
         into = held[place.name] if place.expert is None else held[place.name][place.expert]
         at = place.first
-        for block in engine_blocks(entry, shape, rank, size):
+        for block in blocks:
             if block.source != ZERO:
                 part = tensors[entry.hf[block.source]].narrow(dim, block.start, block.length)
                 into.narrow(dim, at, block.length).copy_(part)
@@ -56,15 +66,21 @@ def expected(config, tensors: dict[str, Tensor], rank: int, size: int) -> dict[s
 
 
 def check_slices(stages, config, layout, groups, folder: Path) -> None:
-    """Two updates, the second of what changed; each rollout rank holds what it should."""
+    """Updates, some of what changed; each rollout rank holds what it should, its engine's experts
+    cut or shared out."""
+    for experts in (1, SIZE) if model_shape(config).num_experts else (1,):
+        _check_slices(stages, config, layout, groups, folder, experts)
+
+
+def _check_slices(stages, config, layout, groups, folder: Path, experts: int) -> None:
     rank = dist.get_rank()
     servers = {
-        2 * engine + place: Server(config, place, 2)
+        SIZE * engine + place: Server(config, place, experts)
         for engine, hosts in enumerate(HOSTS)
         for place, host in enumerate(hosts)
         if host == rank
     }
-    request = SliceRequest(HOSTS, torch.float32, 20_000, keep=True, checksum=checksum)
+    request = SliceRequest(HOSTS, torch.float32, 20_000, True, checksum, experts)
     stream = SliceStream(stages, config, layout, request)
     for version, since in ((1, None), (2, 1), (3, 1)):
         _load_all(stream.update(version, since), servers, folder / f"refused_{rank}")
@@ -74,7 +90,7 @@ def check_slices(stages, config, layout, groups, folder: Path) -> None:
             for pair in bucket
         )
         for slot, server in servers.items():
-            for name, tensor in expected(config, whole, slot % 2, 2).items():
+            for name, tensor in expected(config, whole, slot % SIZE, experts).items():
                 assert torch.equal(server.held[name].nan_to_num(7e9), tensor.nan_to_num(7e9)), name
         moved = stream.bytes
         if version == 2:

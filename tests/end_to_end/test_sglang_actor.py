@@ -1,12 +1,12 @@
-"""SGLang's log-probabilities equal those of Megatron's actor, by family, layout, server TP, mode
-and route of weight sync, and after ten updates as after one."""
+"""SGLang's log-probabilities equal those of Megatron's actor, by family, layout, server TP and EP,
+mode and route of weight sync, and after ten updates as after one."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,66 +22,95 @@ pytestmark = [pytest.mark.server, needs_sglang]
 MODES = ("full", "sliced", "delta")
 AGAIN = ("tenth delta", "distributed", "disk")
 """What follows in a family's last layout."""
-TWO_SERVERS = "llama"
-"""The family served by two, which are killed in the end."""
 TEMPERATURE = 0.7
 TP, PP, EP = (
     f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert")
 )  # fmt: skip
 WORLD = {"1": 4, "2": 2}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A family with the layouts of its actor, and its servers: how many (two are killed in the
+    end), and the groups of their ranks that share the experts out."""
+
+    family: str
+    layouts: list[dict[str, int]]
+    servers: int = 1
+    experts: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.family if self.experts == 1 else f"{self.family}-EP{self.experts}"
+
+
 CASES = {
     "1": [
-        ("llama", [{TP: 2}, {PP: 2}, {TP: 2, PP: 2}]),
-        ("qwen3_moe", [{EP: 2}, {TP: 2, EP: 2}]),
-        ("deepseek_v3", [{EP: 2}, {PP: 2, EP: 2}]),
+        Served("llama", [{TP: 2}, {PP: 2}, {TP: 2, PP: 2}], servers=2),
+        Served("qwen2", [{PP: 2}]),
+        Served("qwen3", [{TP: 2}]),
+        Served("qwen2_moe", [{TP: 2, EP: 2}]),
+        Served("qwen3_moe", [{EP: 2}, {TP: 2, EP: 2}]),
+        Served("deepseek_v3", [{EP: 2}, {PP: 2, EP: 2}]),
     ],
     "2": [
-        ("qwen2", [{PP: 2}]),
-        ("qwen3", [{TP: 2}]),
-        ("qwen2_moe", [{TP: 2, EP: 2}]),
-        ("deepseek_v3", [{EP: 2}]),
+        Served("llama", [{TP: 2}]),
+        Served("qwen2", [{PP: 2}]),
+        Served("qwen3", [{TP: 2}]),
+        Served("qwen2_moe", [{TP: 2, EP: 2}]),
+        Served("qwen2_moe", [{EP: 2}], experts=2),
+        Served("qwen3_moe", [{PP: 2}]),
+        Served("deepseek_v3", [{EP: 2}]),
+        Served("deepseek_v3", [{PP: 2}], experts=2),
     ],
 }
-"""By the servers' tensor parallelism: training ranks; families with the actor's layouts."""
-EACH = [(ranks, family) for ranks, cases in CASES.items() for family, _ in cases]
+"""By the servers' tensor parallelism; ``WORLD``: training ranks."""
+EACH = [
+    pytest.param(ranks, case, id=f"{ranks}-{case.name}")
+    for ranks, cases in CASES.items()
+    for case in cases
+]
 
 
-def _engine(folder: Path, family: str, rank: int, world: int, name: str = "own", **options: object):
-    """An engine of this rank for a family's servers."""
+def _engine(
+    folder: Path, case: Served, rank: int, world: int, name: str = "own", **options: object
+):
+    """An engine of this rank for a case's servers."""
     from transformers import AutoConfig
 
     from mppo.rollout.sglang import SGLangEngine
 
     return SGLangEngine(
-        folder / family,
-        AutoConfig.from_pretrained(folder / family),
+        folder / case.family,
+        AutoConfig.from_pretrained(folder / case.family),
         torch.float32,
         own(**options),
         rank=rank,
         world=world,
-        run_dir=folder / "runs" / family / name,
+        run_dir=folder / "runs" / case.name / name,
     )
 
 
 def _engines(rank: int, folder: Path, ranks: str) -> Iterator[tuple]:
     """Each case's engine; the next one starts up while this one is used."""
     started = []
-    for family, layouts in [*CASES[ranks], (None, [])]:
-        if family:
+    for case in [*CASES[ranks], None]:
+        if case:
             engine = _engine(
                 folder,
-                family,
+                case,
                 rank,
                 WORLD[ranks],
                 tensor_model_parallel_size=int(ranks),
-                servers=2 if family == TWO_SERVERS else 1,
+                expert_parallel_size=case.experts,
+                servers=case.servers,
                 sync_mode="delta",
                 verify_sync="checksum",
             )
             # several buckets even of such small models
             engine._slices._request = replace(engine._slices._request, bucket_bytes=1 << 16)
-            started.append((family, layouts, engine))
-        if len(started) > 1 or not family:
+            started.append((case, engine))
+        if len(started) > 1 or not case:
             yield started[0]
             started.pop(0)[-1].stop()
 
@@ -197,16 +226,17 @@ def _run(rank: int, folder: Path, ranks: str) -> None:
     dist.init_process_group("gloo", f"file://{folder / 'store'}", rank=rank, world_size=world)
     registry, gaps = GroupRegistry(), []
     try:
-        for family, layouts, engine in _engines(rank, folder, ranks):
+        for case, engine in _engines(rank, folder, ranks):
             versions = count()
-            for layout in layouts:
-                role = _role(folder, family, layout, registry, world)
-                for mode in _modes(layout, layouts):
+            for layout in case.layouts:
+                role = _role(folder, case.family, layout, registry, world)
+                for mode in _modes(layout, case.layouts):
                     moved = _update(engine, role, mode, next(versions))
-                    gaps.append((family, layout, mode, moved, *_gap(engine, role)))
-            connect = partial(_engine, folder, family, rank, world)
-            gaps += [(family, layout, *found) for found in _again(engine, role, versions, connect)]
-            if family == TWO_SERVERS:
+                    gaps.append((case.name, layout, mode, moved, *_gap(engine, role)))
+            connect = partial(_engine, folder, case, rank, world)
+            again = _again(engine, role, versions, connect)
+            gaps += [(case.name, layout, *found) for found in again]
+            if case.servers > 1:
                 moved = _after_a_kill(engine, role, next(versions))
                 gaps.append(("killed", None, "delta", moved, *_gap(engine, role)))
         if rank == 0:
@@ -225,7 +255,7 @@ def gaps_of(tmp_path_factory) -> Callable[[str], list]:
     def of(ranks: str) -> list:
         if ranks not in found:
             folder = tmp_path_factory.mktemp(f"servers_of_{ranks}")
-            for family, _ in CASES[ranks]:
+            for family in {case.family for case in CASES[ranks]}:
                 torch.manual_seed(0)
                 model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
                 model.save_pretrained(folder / family)
@@ -236,10 +266,10 @@ def gaps_of(tmp_path_factory) -> Callable[[str], list]:
     return of
 
 
-@pytest.mark.parametrize(("ranks", "family"), EACH)
-def test_engine_and_actor_agree(gaps_of, ranks: str, family: str) -> None:
-    found = [gap for gap in gaps_of(ranks) if gap[0] == family]
-    layouts = next(layouts for name, layouts in CASES[ranks] if name == family)
+@pytest.mark.parametrize(("ranks", "case"), EACH)
+def test_engine_and_actor_agree(gaps_of, ranks: str, case: Served) -> None:
+    found = [gap for gap in gaps_of(ranks) if gap[0] == case.name]
+    layouts = case.layouts
     wanted = [[layout, mode] for layout in layouts for mode in _modes(layout, layouts)]
     wanted += [[layouts[-1], mode] for mode in AGAIN]
     assert [gap[1:3] for gap in found] == wanted
@@ -248,12 +278,12 @@ def test_engine_and_actor_agree(gaps_of, ranks: str, family: str) -> None:
         assert gap < TOLERANCE, (layout, mode)
 
 
-@pytest.mark.parametrize(("ranks", "family"), EACH)
-def test_pieces_move_no_more_than_they_must(gaps_of, ranks: str, family: str) -> None:
+@pytest.mark.parametrize(("ranks", "case"), EACH)
+def test_pieces_move_no_more_than_they_must(gaps_of, ranks: str, case: Served) -> None:
     moved: dict[str, list[dict[str, float]]] = {mode: [] for mode in (*MODES, *AGAIN)}
-    for _, _, mode, bytes_, *_ in (gap for gap in gaps_of(ranks) if gap[0] == family):
+    for _, _, mode, bytes_, *_ in (gap for gap in gaps_of(ranks) if gap[0] == case.name):
         moved[mode].append({key.rsplit("/", 1)[1]: value for key, value in bytes_.items()})
-    share = (1 + (family == TWO_SERVERS)) / WORLD[ranks]
+    share = case.servers / WORLD[ranks]
     for everything in moved["sliced"]:
         assert everything["total"] <= everything["sent"] < 1.02 * everything["total"]
         assert everything["least"] <= everything["crossing"] < 1.02 * everything["least"] + 32

@@ -185,8 +185,14 @@ SETTINGS = [
      "rollout.sync_mode", "cannot go with rollout.sync = disk"),
     ("pieces for servers of others", "rollout.name=sglang rollout.mode=disaggregated "
      "rollout.urls=[http://a] rollout.sync_mode=sliced", "rollout.sync_mode", "starts itself"),
-    ("pieces of experts cut otherwise", "rollout.name=sglang rollout.sync_mode=sliced "
-     'rollout.server_args={{"ep_size":2}}', "rollout.sync_mode", "server_args.ep_size"),
+    ("pieces of layers laid out otherwise", "rollout.name=sglang rollout.sync_mode=sliced "
+     'rollout.server_args={{"pp_size":2}}', "rollout.sync_mode", "server_args.pp_size"),
+    ("a port of the user's own", 'rollout.name=sglang rollout.server_args={{"--port":3}}',
+     "rollout.server_args.port", "is decided by mppo"),
+    ("experts' groups by SGLang's name", 'rollout.name=sglang rollout.server_args={{"ep-size":2}}',
+     "rollout.server_args.ep_size", "set rollout.expert_parallel_size"),
+    ("experts' groups for a local engine", "rollout.expert_parallel_size=2",
+     "rollout.expert_parallel_size", "no effect with rollout.name = local"),
     ("an address that is none", "rollout.name=sglang rollout.mode=disaggregated rollout.urls=[h:1]",
      "rollout.urls", "no HTTP address"),
 ]  # fmt: skip
@@ -274,6 +280,16 @@ LAYOUTS = [
      "algorithm.adv_estimator=reinforce_plus_plus", "rollout.name", "makes 1 of 4 dense"),
     ("an engine that does not fit", "rollout.name=sglang rollout.tensor_model_parallel_size=3 "
      "model.path={nine_heads}", "rollout.tensor_model_parallel_size", "divide the 4 ranks"),
+    ("an engine's groups of unequal size", "rollout.name=sglang model.path={six_experts} "
+     "algorithm.adv_estimator=reinforce_plus_plus rollout.tensor_model_parallel_size=4 "
+     "rollout.expert_parallel_size=3", "rollout.expert_parallel_size",
+     "divide the 4 ranks of a server"),
+    ("an engine's experts unequally shared", "rollout.name=sglang model.path={six_experts} "
+     "algorithm.adv_estimator=reinforce_plus_plus rollout.tensor_model_parallel_size=4 "
+     "rollout.expert_parallel_size=4", "rollout.expert_parallel_size", "divide the 6 experts"),
+    ("an engine's experts in a dense model", "rollout.name=sglang "
+     "rollout.tensor_model_parallel_size=2 rollout.expert_parallel_size=2",
+     "rollout.expert_parallel_size", "the model has no experts"),
 ]  # fmt: skip
 
 # lines of a jsonl file and settings: name, text, settings, message

@@ -128,7 +128,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         )
         if self.path == "/slow":
             time.sleep(2)
-        answer = json.dumps({"got": json.loads(body), "key": self.headers["Authorization"]})
+        got = {"got": json.loads(body), "key": self.headers["Authorization"]}
+        answer = json.dumps(got | {"from": self.client_address[1]})
         self.send_response(status)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -153,7 +154,8 @@ def url() -> Iterator[str]:
 
 def test_the_client_tells_refusals_from_lost_servers(url: str) -> None:
     client = JsonClient(url, "key", timeout_s=30.0)
-    assert client.post("/echo", {"a": [1]}) == {"got": {"a": [1]}, "key": "Bearer key"}
+    answer = client.post("/echo", {"a": [1]})
+    assert (answer["got"], answer["key"]) == ({"a": [1]}, "Bearer key")
     with pytest.raises(RequestRefused, match="status 400"):
         client.post("/refuse")
     with pytest.raises(ServerLost, match="status 500"):
@@ -169,6 +171,16 @@ def test_a_kept_alive_connection_that_was_closed_is_opened_again(url: str) -> No
     for _ in range(3):
         assert client.post("/once", {"a": 1})["got"] == {"a": 1}
         time.sleep(0.1)
+
+
+def test_a_connection_serves_whichever_thread_asks_next(url: str) -> None:
+    client, used = JsonClient(url, None, timeout_s=30.0), []
+    for _ in range(3):
+        asking = threading.Thread(target=lambda: used.append(client.post("/echo")["from"]))
+        asking.start()
+        asking.join()
+    assert len(used) == 3
+    assert len(set(used)) == 1
 
 
 def test_the_key_is_not_in_the_command_and_its_file_is_private(tmp_path) -> None:
@@ -198,9 +210,7 @@ def test_every_start_gives_the_servers_ranks_a_port_to_meet_at(tmp_path) -> None
     assert nccl_port({"nccl_port": 23456}) == 23456
 
 
-def test_options_mppo_decides_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"server_args\.port"):
-        server_options("/model", "float32", 1, 0, False, {"--port": 3}, CONFIG)
+def test_a_server_on_gpus_begins_at_its_first_and_can_give_memory_back() -> None:
     gpu = server_options("/model", "bfloat16", 4, 4, False, {"mem_fraction_static": 0.6}, CONFIG)
     assert gpu["base_gpu_id"] == 4
     assert gpu["enable_memory_saver"] is True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import torch
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import ZERO, padded_vocab_size
+from mppo.weights.engine_tensors import engine_tensor
 from mppo.weights.reshard import engine_blocks, plan_reshard
 from mppo.weights.shape import LatentShape, ModelShape
 from mppo.weights.stream import plan_units
@@ -67,7 +69,11 @@ def training_shard(entry: Entry, shape: ModelShape, layout: Layout, rank: int, t
 
 
 def check(
-    shape: ModelShape, layout: Layout, engines: list[list[int]], first: int = 1
+    shape: ModelShape,
+    layout: Layout,
+    engines: list[list[int]],
+    first: int = 1,
+    expert_parallel: int = 1,
 ) -> tuple[int, int]:
     """Carry a plan out; returns elements crossing ranks and elements in all.
 
@@ -76,7 +82,9 @@ def check(
     """
     crossing = total = 0
     owner = owners(layout, shape, first)
-    for plan in plan_reshard(parameter_table(shape), layout, owner, engines, 8):
+    for plan in plan_reshard(
+        parameter_table(shape), layout, owner, engines, 8, expert_parallel=expert_parallel
+    ):
         entry, dim = plan.entry, plan.entry.cut_dim
         sizes = [math.prod(part) for part in entry.row.shapes]
         numbers = torch.arange(1.0, sum(sizes) + 1).split(sizes)
@@ -84,9 +92,11 @@ def check(
         least = everything = 0
         for engine in engines:
             for index, host in enumerate(engine):
-                wanted = assembled(
-                    engine_blocks(entry, shape, index, len(engine), 8), tensors, dim
-                )  # fmt: skip
+                blocks = engine_blocks(entry, shape, index, len(engine), 8, expert_parallel)
+                if not blocks:
+                    assert all(move.destination != host for move in plan.moves)
+                    continue
+                wanted = assembled(blocks, tensors, dim)
                 got = torch.zeros_like(wanted)
                 for move in plan.moves:
                     if move.destination == host:
@@ -106,7 +116,7 @@ def check(
 @settings(max_examples=20, deadline=None)
 @given(
     train=st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)]),
-    rollout=st.sampled_from([1, 2, 4]),
+    rollout=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]),
     kv_heads=st.sampled_from([1, 2, 4]), vocab=st.integers(5, 70),
     experts=st.sampled_from([0, 2, 6]), latent=st.booleans(),
     sparse=st.lists(st.booleans(), min_size=2, max_size=3), first=st.integers(1, 2),
@@ -119,8 +129,9 @@ def test_any_layout_reaches_any_engine_with_the_least_that_must_cross(
     if not latent and tp > kv_heads and tp % kv_heads:
         return
     shape = model(kv_heads, 4, vocab, experts, latent, sparse)
-    engines = [list(range(first, first + rollout)) for first in range(0, 4, rollout)]
-    crossing, total = check(shape, layout, engines, min(first, len(sparse) - 1))
+    ranks, groups = rollout
+    engines = [list(range(begin, begin + ranks)) for begin in range(0, 4, ranks)]
+    crossing, total = check(shape, layout, engines, min(first, len(sparse) - 1), groups)
     assert 0 <= crossing <= total
 
 
@@ -138,6 +149,31 @@ def test_keys_and_values_are_repeated_for_more_ranks_than_heads():
     assert blocks[0][1] == blocks[1][1]
     assert blocks[2][1].start == 4
     assert sum(b[0].length for b in blocks) == 32
+
+
+def test_groups_of_an_engine_hold_their_own_experts_and_nothing_of_the_others() -> None:
+    shape = model(experts=6)
+    experts = [e for e in parameter_table(shape).entries() if e.expert is not None]
+    held: list[set[int]] = [set() for _ in range(4)]
+    for rank, entry in product(range(4), experts):
+        blocks = engine_blocks(entry, shape, rank, 4, expert_parallel=2)
+        if blocks:
+            held[rank].add(entry.expert)
+            assert blocks == engine_blocks(entry, shape, rank % 2, 2)
+            place = engine_tensor(entry, shape, rank, 4, expert_parallel=2)
+            assert (place.expert, place.shape[0]) == (entry.expert % 3, 3)
+    assert held == [{0, 1, 2}, {0, 1, 2}, {3, 4, 5}, {3, 4, 5}]
+
+
+def test_experts_shared_out_alike_on_both_sides_do_not_cross() -> None:
+    shape, layout = model(experts=6), Layout(world=2, tp=2, ep=2, etp=1)
+    for groups, crosses in ((2, False), (1, True)):
+        plans = plan_reshard(
+            parameter_table(shape), layout, owners(layout, shape), [[0, 1]], expert_parallel=groups
+        )
+        of_experts = [plan.crossing for plan in plans if plan.entry.expert is not None]
+        assert len(of_experts) == 12
+        assert all(bool(crossing) == crosses for crossing in of_experts)
 
 
 def test_what_an_engine_fuses_travels_together() -> None:

@@ -4,13 +4,18 @@ SGLang calls ``register`` in each of its processes (entry point ``sglang.srt.plu
 or a CPU whose AMX kernels SGLang has, it changes nothing.
 """
 
+import importlib
 import multiprocessing
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+MODELS = "sglang_cpu_compat.models"
+"""What SGLang imports first; the two hundred other models only where none of these is meant."""
 
 
 def _gated_add(
@@ -19,6 +24,27 @@ def _gated_add(
     """final += sigmoid(hidden @ gate) * shared, in place (the shared expert of Qwen2-MoE)."""
     gate = torch.nn.functional.linear(hidden_states, gate_weight.reshape(1, -1)).sigmoid()
     final_hidden_states.add_(gate * shared_output)
+
+
+def _own_experts_only(
+    original: Callable[..., Tensor], layer: Any, x: Tensor, topk_output: Any, config: Any
+) -> Tensor:
+    """Experts of other ranks, numbered -1, count for nothing, as in the kernels for GPUs.
+
+    The plain loop over experts takes numbers as indices. It is given a row for each choice of an
+    expert that is here.
+    """
+    row, choice = (topk_output.topk_ids >= 0).nonzero(as_tuple=True)
+    if len(row) == topk_output.topk_ids.numel():
+        return original(layer, x, topk_output, config)
+    total = torch.zeros_like(x)
+    if len(row):
+        here = topk_output._replace(
+            topk_ids=topk_output.topk_ids[row, choice, None],
+            topk_weights=topk_output.topk_weights[row, choice, None],
+        )
+        total.index_add_(0, row, original(layer, x[row], here, config))
+    return total
 
 
 def _rope_on_default_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -35,6 +61,8 @@ def _fork_from_here_on(*args: Any, **kwargs: Any) -> None:
     a start. A process that runs threads already cannot be forked safely and goes on spawning.
     """
     if threading.active_count() == 1:
+        os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODELS)
+        importlib.import_module("sglang.srt.models.registry")
         multiprocessing.set_start_method("fork", force=True)
 
 
@@ -64,6 +92,11 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper",
         _rope_on_default_device,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+        _own_experts_only,
         HookType.AROUND,
     )
     HookRegistry.register(
