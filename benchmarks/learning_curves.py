@@ -4,8 +4,8 @@
         [--seeds 0 1 2] [--steps 200]
 
 Trains ``recipes/demo.yaml`` once for each, one after another. Estimators without a critic learn at
-a rate of 2e-4, grpo and rloo from eight responses to each of 64 prompts; rloo whitens its
-advantages as TRL can. With ``--processes 1`` a run takes one process without any parallelism, which
+a rate of 2e-4, grpo from eight responses to each of 64 prompts, rloo from four to each of 128; rloo
+whitens its advantages as TRL can. With ``--processes 1`` a run takes one process without any parallelism, which
 changes no number beyond float noise. Runs are kept under ``--runs``: one that is done there is not
 trained again, one that was stopped goes on from its checkpoint.
 
@@ -38,11 +38,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 CRITIC_FREE = ["actor.optim.lr=2e-4", "actor.optim.min_lr=2e-5"]
-GROUPED = ["rollout.n=8", "data.train_batch_size=64", "actor.ppo_mini_batch_size=16", *CRITIC_FREE]
+EIGHT = ["rollout.n=8", "data.train_batch_size=64", "actor.ppo_mini_batch_size=16"]
+FOUR = ["rollout.n=4", "data.train_batch_size=128", "actor.ppo_mini_batch_size=32"]
 ESTIMATORS = {
     "gae": [],
-    "grpo": GROUPED,
-    "rloo": [*GROUPED, "algorithm.whiten_advantages=true"],
+    "grpo": [*EIGHT, *CRITIC_FREE],
+    "rloo": [*FOUR, *CRITIC_FREE, "algorithm.whiten_advantages=true"],
     "reinforce_plus_plus": CRITIC_FREE,
 }
 """What each changes in the demo's recipe."""
