@@ -5,9 +5,9 @@
 
 Trains ``recipes/demo.yaml`` once for each, one after another. Estimators without a critic learn at
 a rate of 2e-4, grpo from eight responses to each of 64 prompts, rloo from four to each of 128; rloo
-whitens its advantages as TRL can. With ``--processes 1`` a run takes one process without any parallelism, which
-changes no number beyond float noise. Runs are kept under ``--runs``: one that is done there is not
-trained again, one that was stopped goes on from its checkpoint.
+whitens its advantages as TRL can. With ``--processes 1`` a run takes one process without any
+parallelism, which changes no number beyond float noise. Runs are kept under ``--runs``: one that is
+done there is not trained again, one that was stopped goes on from its checkpoint.
 
 Writes ``<out>.png`` and ``<out>.json``: the mean reward of the sampled responses by step, and the
 held-out reward. A run passes if its sampled reward at least doubles from the first ten steps to
