@@ -1,14 +1,15 @@
-"""What the gathered keys and values of context parallelism take of a rank's memory.
+"""What the exchange of keys and values in context parallelism takes of a rank's memory.
 
-    python benchmarks/context_gather.py [--length 512] [--ranks 2 8] [--out FILE]
+    python benchmarks/context_gather.py [--length 512] [--ranks 2 4 8] [--out FILE]
 
-Forward and backward pass of ``PackedAttention`` over one sequence that is split over gloo ranks.
-Told are the bytes allocated at one time at most, less the rank's own queries, keys and values, in
-units of the gathered keys and values (length x (key + value width) of all groups):
+Forward and backward pass of ``PackedAttention`` over one sequence that is split over gloo ranks,
+which gather keys and values (``all_gather``) or send them around (``p2p``). Told are the bytes
+allocated at one time at most, less the rank's own queries, keys and values, in units of the keys
+and values of the whole sequence (length x (key + value width) of all groups):
 docs/context_parallelism.md reckons with them. Allocations are counted, so that the number depends
 on no machine. One query head stands for each group, for queries and outputs are local: with more
-ranks they count for less. The sequence is short and the groups many, so that the masks which only
-the CPU needs count for little.
+ranks they count for less. The sequence is short and the groups many, so that the masks and scores
+which only the CPU holds count for little.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ WIDTHS = {"grouped": (128, 128), "latent": (192, 128)}
 """Of a key and of a value: grouped-query heads, and latent attention of Moonlight's sizes."""
 
 
-def build_attention(world: int):
+EXCHANGES = ("all_gather", "p2p")
+
+
+def build_attention(world: int, exchange: str):
     """The core attention alone, on one context-parallel group of all ranks."""
     from transformers import Qwen2Config
 
@@ -45,17 +49,18 @@ def build_attention(world: int):
     megatron = MegatronConfig(context_parallel_size=world)
     family = family_config(Qwen2Config())
     config = transformer_config(family, megatron, megatron.layout(world), torch.float32)
-    return PackedAttention(config, 1, pg_collection=SimpleNamespace(cp=dist.group.WORLD))
+    groups = SimpleNamespace(cp=dist.group.WORLD)
+    return PackedAttention(config, 1, cp_comm_type=exchange, pg_collection=groups)
 
 
-def measure(rank: int, world: int, name: str, length: int, folder: Path) -> None:
-    """Peak of a rank, written to ``<name>_<world>_<rank>``."""
-    start(rank, world, folder / f"store_{name}_{world}")
+def measure(rank: int, world: int, name: str, exchange: str, length: int, folder: Path) -> None:
+    """Peak of a rank, written to ``<folder>/<rank>``."""
+    start(rank, world, folder / "store")
     from mppo.models.context import ContextPlace, split_context
     from mppo.models.packing import pack_context
 
     key, value = WIDTHS[name]
-    attention = build_attention(world)
+    attention = build_attention(world, exchange)
     packing = pack_context(
         split_context([length], ContextPlace(world, rank), 1), torch.device("cpu")
     )
@@ -73,14 +78,17 @@ def measure(rank: int, world: int, name: str, length: int, folder: Path) -> None
     events = found.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     most = max(itertools.accumulate(change for _, change in changes))
-    (folder / f"{name}_{world}_{rank}").write_text(str(most))
+    (folder / str(rank)).write_text(str(most))
     dist.destroy_process_group()
 
 
-def peak(name: str, world: int, length: int, folder: Path) -> float:
+def peak(name: str, world: int, exchange: str, length: int) -> float:
     """Of the rank with most; ranks are forked, with the libraries imported."""
-    mp.start_processes(measure, (world, name, length, folder), nprocs=world, start_method="fork")
-    most = max(int((folder / f"{name}_{world}_{rank}").read_text()) for rank in range(world))
+    with tempfile.TemporaryDirectory() as name_of_folder:
+        folder = Path(name_of_folder)
+        arguments = (world, name, exchange, length, folder)
+        mp.start_processes(measure, arguments, nprocs=world, start_method="fork")
+        most = max(int((folder / str(rank)).read_text()) for rank in range(world))
     return round(most / (4 * length * GROUPS * sum(WIDTHS[name])), 2)
 
 
@@ -88,20 +96,21 @@ def main() -> None:
     """Measure every shape on every number of ranks."""
     arguments = parser(__doc__)
     arguments.add_argument("--length", type=int, default=512, help="tokens of the sequence")
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     options = arguments.parse_args()
     from mppo.parallel import device
 
     device.prepare_megatron()
     import mppo.models.role  # noqa: F401
 
-    with tempfile.TemporaryDirectory() as folder:
-        found = {
-            f"{name} CP{world}": peak(name, world, options.length, Path(folder))
-            for name in WIDTHS
-            for world in options.ranks
+    found = {
+        f"{name} CP{world}": {
+            exchange: peak(name, world, exchange, options.length) for exchange in EXCHANGES
         }
-    record({"length": options.length, "groups": GROUPS, "peak_over_gathered": found}, options.out)
+        for name in WIDTHS
+        for world in options.ranks
+    }
+    record({"length": options.length, "groups": GROUPS, "peak_over_whole": found}, options.out)
 
 
 if __name__ == "__main__":

@@ -152,6 +152,17 @@ def pipeline_options_need_a_pipeline(case: Case) -> Iterator[Fault]:
                 yield Fault(f"{role.key}.{name}", getattr(m, name), why, cure)
 
 
+@rule("*.megatron")
+def exchange_of_keys_needs_context_parallelism(case: Case) -> Iterator[Fault]:
+    """How keys and values are exchanged means something only with CP > 1."""
+    for role in case.roles:
+        m = role.megatron
+        if m.cp_comm_type is not None and m.context_parallel_size == 1:
+            why = "has no effect with context_parallel_size = 1"
+            cure = "leave it out, or raise context_parallel_size"
+            yield Fault(f"{role.key}.cp_comm_type", m.cp_comm_type, why, cure)
+
+
 @rule("*.megatron", "model", "critic.path")
 def stated_pipeline_layers_fit(case: Case) -> Iterator[Fault]:
     """Layers stated for every chunk are as many as the model has, for as many chunks as there are.

@@ -158,6 +158,33 @@ def activation_elements_per_token(
     return (4 * shape.hidden + attention + 3 * width) / layout.tp
 
 
+def exchanged_elements_per_token(
+    shape: ModelShape, layout: Layout, exchange: str, trained: bool
+) -> float:
+    """Elements of keys and values of all ranks, and of their gradients, that the attention of one
+    layer holds at most, per token of the whole micro-batch, on one rank.
+
+    Gathered, keys and values stand there as received and in the order of sequences, before a
+    backward pass ends once more as gradients; a ring holds a rank's, the next's, and in a backward
+    pass four times their gradients (``benchmarks/context_gather.py``).
+
+    Args:
+        shape: the model.
+        layout: the role's layout.
+        exchange: ``all_gather`` or ``p2p``.
+        trained: whether there is a backward pass.
+    """
+    if layout.cp == 1:
+        return 0.0
+    width = 2.0 * shape.kv_heads * shape.head_dim
+    if shape.latent is not None:
+        key = shape.latent.qk_nope_head_dim + shape.latent.qk_rope_head_dim
+        width = float(shape.heads * (key + shape.latent.v_head_dim))
+    if exchange == "all_gather":
+        return width / layout.tp * (3 if trained else 2)
+    return width / layout.tp * (6 if trained else 2) / layout.cp
+
+
 def role_memory(
     role: RoleCase,
     layout: Layout,
@@ -175,8 +202,9 @@ def role_memory(
     last two are divided by the data-parallel size (experts: by theirs). Activations of the
     micro-batches in flight: stage ``s`` of ``p`` holds ``p - s`` under 1F1B, and at most
     ``p + (p - 1) / v`` under interleaving with ``v`` chunks (Narayanan et al. 2021). Full
-    recomputation keeps a layer's input only, plus one layer at work. The head keeps a chunk of
-    fp32 logits, three times in backward.
+    recomputation keeps a layer's input only, plus one layer at work. Under context parallelism the
+    exchanged keys and values of a layer come on top. The head keeps a chunk of fp32 logits, three
+    times in backward.
 
     Args:
         role: which role.
@@ -209,12 +237,15 @@ def role_memory(
         kept = in_flight * len(elements_per_token) * shape.hidden / layout.tp + widest
     else:
         kept = in_flight * sum(elements_per_token)
+    exchange = role.megatron.key_exchange(latent=shape.latent is not None)
+    exchanged = exchanged_elements_per_token(shape, layout, exchange, trained)
+    held = int((kept * tokens + exchanged * micro_batch_tokens) * size)
     head = 0
     if stage == layout.pp - 1 and role.name != "critic":
         chunk = min(role.section.head_chunk_tokens, math.ceil(tokens))
         logits = chunk * padded_vocab_size(shape.vocab, layout.tp) // layout.tp
         head = 4 * logits * (3 if trained else 1)
-    return Memory(count.total * size, gradients, optimizer, int(kept * tokens * size), head)
+    return Memory(count.total * size, gradients, optimizer, held, head)
 
 
 def _elements(entry: Entry, layout: Layout) -> int:

@@ -81,16 +81,20 @@ class MegatronConfig(Section):
     """A role's layout over the ranks, and how its activations are kept.
 
     ``pipeline_layers``: decoder layers of every pipeline chunk, in the order the model runs through
-    them (PP x VPP numbers); null shares them evenly. ``offload_activations`` keeps what the
-    backward pass needs in host memory meanwhile. ``moe_expert_capacity_factor``: an expert takes
-    that many times its even share of a micro-batch's choices on a rank, the rest is dropped; null
-    drops none.
+    them (PP x VPP numbers); null shares them evenly. ``cp_comm_type`` (Megatron-Core's key): over
+    ``context_parallel_size`` ranks keys and values are gathered (``all_gather``) or travel from
+    rank to rank while attention works on the last ones (``p2p``, a ring: less memory); null: p2p
+    for latent attention, else all_gather, and with Transformer Engine its own choice.
+    ``offload_activations`` keeps what the backward pass needs in host memory meanwhile.
+    ``moe_expert_capacity_factor``: an expert takes that many times its even share of a
+    micro-batch's choices on a rank, the rest is dropped; null drops none.
     """
 
     tensor_model_parallel_size: int = Field(default=1, gt=0)
     pipeline_model_parallel_size: int = Field(default=1, gt=0)
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, gt=1)
     context_parallel_size: int = Field(default=1, gt=0)
+    cp_comm_type: Literal["all_gather", "p2p"] | None = None
     expert_model_parallel_size: int = Field(default=1, gt=0)
     expert_tensor_parallel_size: int = Field(default=1, gt=0)
     sequence_parallel: bool = True
@@ -110,6 +114,10 @@ class MegatronConfig(Section):
     moe_expert_capacity_factor: float | None = Field(default=None, gt=0)
     freeze_moe_router: bool = False
     override_transformer_config: dict[str, Any] = Field(default_factory=dict)
+
+    def key_exchange(self, latent: bool) -> Literal["all_gather", "p2p"]:
+        """``cp_comm_type``, or the choice for the model; ``latent``: it has latent attention."""
+        return self.cp_comm_type or ("p2p" if latent else "all_gather")
 
     def layout(self, world: int) -> Layout:
         """The layout asked for, on ``world`` ranks.

@@ -16,8 +16,10 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from mppo.models import flash
+from mppo.models.block_attention import BlockAttention
 from mppo.models.context import ContextRows, sequence_order
 from mppo.models.packing import AttentionRows, Packing
+from mppo.models.ring import ring_attention
 from mppo.parallel import device
 
 _QUERY_BLOCK = 512
@@ -50,10 +52,13 @@ class PackedAttention(torch.nn.Module):
 
     Grouped-query heads, a value width other than the key's, a sliding window (the configuration's
     ``window_size`` in the layers of ``window_attn_skip_freq``) and soft-capped scores
-    (``attn_logit_softcap``) are supported, and sequences split over context-parallel ranks: keys
-    and values are gathered over the group, and gathered again in the backward pass, so that no
-    activation as long as the whole sequence is kept. Constructor arguments are those Megatron
-    passes to a core attention.
+    (``attn_logit_softcap``) are supported, and sequences split over context-parallel ranks:
+    ``cp_comm_type`` ``p2p`` is ring attention; otherwise keys and values are gathered over the
+    group, and gathered again in the backward pass, so that no activation as long as the whole
+    sequence is kept. Constructor arguments are those Megatron passes to a core attention.
+
+    Raises:
+        ValueError: another ``cp_comm_type``.
     """
 
     def __init__(
@@ -79,6 +84,12 @@ class PackedAttention(torch.nn.Module):
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window = config.window_size[0] + 1 if windowed else None
+        if cp_comm_type not in (None, "p2p", "all_gather"):
+            raise ValueError(
+                f"cp_comm_type = {cp_comm_type} needs Transformer Engine; set p2p or all_gather"
+            )
+        self.ring = cp_comm_type == "p2p"
+        self.block = BlockAttention(self.softmax_scale, self.window, self.softcap)
         self.flash = flash.Flash(
             self.softmax_scale, self.window, self.softcap, config.deterministic_mode
         )
@@ -129,6 +140,8 @@ class PackedAttention(torch.nn.Module):
 
     def _attend_split(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
         """Local queries against the keys of all ranks: ``[t, heads, value_dim]``."""
+        if self.ring:
+            return ring_attention(q, k, v, packing.context, self.block, self.context_group)
 
         def attend(q, k, v):
             shapes = k.shape[1:], v.shape[1:]
@@ -147,15 +160,14 @@ class PackedAttention(torch.nn.Module):
         self, rows: ContextRows, packing: Packing, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Both local chunks of a group of sequences: ``[2 * rows * chunk, heads, value_dim]``."""
-        place, count = packing.context.place, rows.rows * rows.chunk
+        place = packing.context.place
         k, v = (sequence_order(x, rows, place) for x in (k, v))
         out = []
         for part, chunk in enumerate(place.chunks):
             first, last = chunk * rows.chunk, (chunk + 1) * rows.chunk
             seen = 0 if self.window is None else max(0, first - self.window + 1)
-            here = q[rows.start + part * count : rows.start + (part + 1) * count]
-            here = here.unflatten(0, (rows.rows, rows.chunk))
-            out.append(self._rows(here, k[:, seen:last], v[:, seen:last]).flatten(0, 1))
+            here = self._rows(rows.chunk_of(q, part), k[:, seen:last], v[:, seen:last])
+            out.append(here.flatten(0, 1))
         return torch.cat(out)
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

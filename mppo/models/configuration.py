@@ -46,6 +46,7 @@ def transformer_config(
     values = dict(
         **layout.megatron_sizes(),
         sequence_parallel=sequence_parallel,
+        cp_comm_type=megatron.cp_comm_type if use_te else megatron.key_exchange(family.is_mla),
         num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
         pipeline_model_parallel_layout=_pipeline_chunks(megatron.pipeline_layers),

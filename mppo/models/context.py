@@ -2,7 +2,8 @@
 
 A sequence is padded to a multiple of ``2 * size`` and cut into that many chunks; rank r holds
 chunks r and ``2 * size - 1 - r`` (zig-zag), one cheap and one expensive for a causal mask. Keys and
-values are gathered over the group inside the attention; everything else works on local tokens.
+values are gathered over the group inside the attention, or travel around it
+(:mod:`mppo.models.ring`); everything else works on local tokens.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ class ContextRows:
     start: int
     rows: int
     chunk: int
+
+    def chunk_of(self, x: Tensor, part: int) -> Tensor:
+        """A view ``[rows, chunk, ...]`` of the first or second chunks in ``[t, ...]``."""
+        count = self.rows * self.chunk
+        start = self.start + part * count
+        return x[start : start + count].unflatten(0, (self.rows, self.chunk))
 
 
 @dataclass(frozen=True)

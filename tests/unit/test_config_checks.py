@@ -17,6 +17,7 @@ from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CP, COMM = "context_parallel_size", "actor.megatron.cp_comm_type"
 DENSE = SimpleNamespace(
     model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=6,
     num_attention_heads=8, num_key_value_heads=2, vocab_size=101, max_position_embeddings=2048,
@@ -210,6 +211,19 @@ def test_recomputation_lowers_activations_and_the_first_stage_holds_most():
     plain, saved = (plan_roles(r, 3, DENSE)[0].memory for r in (none, full))
     assert plain[0].activations > plain[1].activations > plain[2].activations > 0
     assert saved[0].activations < plain[0].activations
+
+
+def test_a_ring_holds_less_of_the_exchanged_keys_and_values():
+    """Gathered: three times keys and values of 2 x 2 heads x 8; a ring: six times a rank's."""
+    layout = [f"actor.megatron.{CP}=4", "model.dtype=float32"]
+    chosen, gather, ring = (
+        plan_roles(recipe(*layout, *more), 4, DENSE)[0]
+        for more in ([], [f"{COMM}=all_gather"], [f"{COMM}=p2p"])
+    )
+    tokens = gather.micro_batch_tokens
+    assert chosen.memory == gather.memory
+    saved = gather.memory[0].activations - ring.memory[0].activations
+    assert saved == 4 * tokens * 2 * 2 * 8 * (3 - 6 / 4)
 
 
 def test_micro_batches_cover_the_mini_batch():
