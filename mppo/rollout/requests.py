@@ -104,7 +104,8 @@ class Requests:
                 return results
             self.restore()
         told = f"rank {self.rank}: {left} of {len(jobs)} requests not served in {ATTEMPTS} attempts"
-        agree(f"{told}: {lost}" if left else None, self.world, self.group)
+        why = f"{told}: {lost}{self.fleet.last_words()}"
+        agree(why if left else None, self.world, self.group)
         raise AssertionError("some rank had requests left")
 
     def _taken(self, flight: Flight, may_leave: bool) -> Outcome[Any]:

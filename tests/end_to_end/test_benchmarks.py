@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sglang_case import needs_sglang
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = {
@@ -19,14 +20,18 @@ SMALLEST = {
                       "--tokens", "128", "--folder", "."],
     "soak.py": ["--kills", "1", "--steps", "3", "--minutes", "10"],
     "estimators.py": ["--repeat", "1", "--sequences", "8", "--tokens", "64"],
+    "weight_sync.py": ["--layers", "1", "--repeat", "2"],
+    "sync_routes.py": ["--layers", "1", "--repeat", "1"],
 }  # fmt: skip
+LOOKED_AT = {"checkpoint.py", "soak.py", "weight_sync.py", "sync_routes.py"}
+"""Those whose results have a test of their own."""
 
 
-def smallest(name: str, folder: Path) -> dict:
-    """What a benchmark writes in its smallest form."""
+def smallest(name: str, folder: Path, *more: str) -> dict:
+    """What a benchmark writes in its smallest form, and shows."""
     out = folder / "result.json"
     run = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / name, *SMALLEST[name], "--out", out],
+        [sys.executable, ROOT / "benchmarks" / name, *SMALLEST[name], *more, "--out", out],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -38,7 +43,7 @@ def smallest(name: str, folder: Path) -> dict:
     return result
 
 
-@pytest.mark.parametrize("name", sorted(SMALLEST.keys() - {"checkpoint.py", "soak.py"}))
+@pytest.mark.parametrize("name", sorted(SMALLEST.keys() - LOOKED_AT))
 def test_benchmark_runs(tmp_path, name):
     smallest(name, tmp_path)
 
@@ -54,6 +59,37 @@ def test_saves_and_loads_are_timed(tmp_path):
     assert len(result["median_seconds"]) == 7
     assert all(value >= 0 for value in result["median_seconds"].values())
     assert not list(tmp_path.glob("tmp*")), "what was written is removed"
+
+
+@pytest.mark.parametrize(
+    ("model", "route", "tensors", "layer"),
+    [("dense", "tensor", 2 + 8, 4 * 1024**2 + 3 * 2816 * 1024), ("moe", "disk", 2 + 192, 65 << 16)],
+)
+def test_weight_sync_stands_beside_a_copy(tmp_path, model, route, tensors, layer):
+    result = smallest("weight_sync.py", tmp_path, "--model", model, "--route", route)
+    assert (result["tensors"], result["updates"]) == (tensors, 2)
+    assert result["gigabytes"] * 1e9 > 2 * layer
+    assert 0 < result["own_seconds"] <= result["seconds"]
+    assert result["share_of_memcpy"] == result["memcpy_seconds"] / result["own_seconds"]
+
+
+@pytest.mark.server
+@needs_sglang
+def test_every_route_is_timed_and_bytes_are_planned(tmp_path):
+    result = smallest("sync_routes.py", tmp_path)
+    assert result["routes"]["seconds"].keys() == {"tensor", "distributed", "disk"}
+    assert all(seconds > 0 for seconds in result["routes"]["seconds"].values())
+    for planned in result["bytes"].values():
+        assert 0 < planned["crossing_gb"] < planned["held_gb"] < planned["gathered_gb"]
+
+
+@pytest.mark.server
+@needs_sglang
+def test_what_the_driver_adds_is_told_in_pairs(tmp_path):
+    result = smallest("rollout.py", tmp_path, "--engine", "sglang")
+    (mine,), (plain,) = (result["all_seconds"][name] for name in ("mppo", "plain_requests"))
+    assert result["mppo_adds"] == mine / plain - 1
+    assert result["tokens_per_s"]["mppo"] == 8 / mine
 
 
 def test_a_soak_kills_resumes_and_compares(tmp_path):

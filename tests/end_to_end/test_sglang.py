@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def qwen2(tmp_path_factory) -> Iterator[Case]:
 
 
 def _family_of(case: Case) -> list[psutil.Process]:
-    """The guard, the server itself, and its processes."""
+    """Guard, server, and the server's processes."""
     guard = psutil.Process(case.engine._fleet._processes[0]._process.pid)
     return [guard, *guard.children(), *guard.children()[0].children(recursive=True)]
 
@@ -136,10 +136,9 @@ def test_finished_responses_are_told_while_others_are_generated(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     parts: list[dict[int, Trajectory]] = []
+    sampling = SamplingConfig(n=2)
     everything = qwen2.engine.generate(
-        Wish(
-            prompts(40), SamplingConfig(n=2), 6, 0, lambda k, done: parts.append(dict(zip(k, done)))
-        )
+        Wish(prompts(40), sampling, 6, 0, lambda k, done: parts.append(dict(zip(k, done))))
     )
     assert len(parts) > 10
     assert sorted(key for part in parts for key in part) == list(range(80))
@@ -278,6 +277,37 @@ def test_a_refused_stream_stops_with_a_reason_and_leaves_the_server(qwen2) -> No
     assert server.is_running()
 
 
+def test_a_bucket_is_made_while_another_is_loaded(qwen2, monkeypatch) -> None:
+    """The next but one waits for the memory of the one that is loaded."""
+    qwen2.change_weights()
+    content, made, loaded = qwen2.stream(), [], []
+    moved = threading.Condition()
+    api = qwen2.engine._fleet._apis[0]
+    load = api.update_from_tensor
+
+    def stream() -> Iterator[list[tuple[str, Tensor]]]:
+        for bucket in content:
+            with moved:
+                made.append(len(made))
+                moved.notify()
+            yield bucket
+
+    def late(*arguments) -> None:
+        with moved:
+            begun = min(len(loaded) + 2, len(content))
+            assert moved.wait_for(lambda: len(made) >= begun, timeout=60)
+        load(*arguments)
+        assert len(made) <= len(loaded) + 3
+        loaded.append(len(loaded))
+
+    monkeypatch.setattr(api, "update_from_tensor", late)
+    qwen2.engine.update_weights(WeightSource(stream), qwen2.version)
+    assert len(content) == len(made) == len(loaded) > 3
+    monkeypatch.undo()
+    qwen2.local.update_weights(qwen2.stream(), qwen2.version)
+    qwen2.check()
+
+
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
 def test_one_wrong_byte_stops_the_job_and_names_the_tensor(qwen2, monkeypatch, name: str) -> None:
     qwen2.change_weights()
@@ -330,11 +360,7 @@ def test_a_server_killed_or_hung_in_mid_generation_loses_nothing(
     if end == "suspend":
         monkeypatch.setattr(qwen2.engine._fleet._apis[0]._client, "_timeout_s", 15.0)
 
-    def end_when_busy() -> None:
-        time.sleep(0.5)
-        getattr(victim, end)()
-
-    killer = threading.Thread(target=end_when_busy)
+    killer = threading.Timer(0.5, getattr(victim, end))
     killer.start()
     trajectories = qwen2.engine.generate(Wish(prompts(16), SamplingConfig(), 400, seed=0))
     killer.join()
@@ -401,6 +427,7 @@ def test_stop_leaves_no_process(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     family = _family_of(qwen2)
+    assert {os.getpgid(p.pid) for p in family} == {family[0].pid}, "what the guard kills at once"
     assert len(family) >= 4
     qwen2.engine.stop()
     _, alive = psutil.wait_procs(family, timeout=60)
