@@ -6,8 +6,8 @@ asynchronously, copies the same bytes on the same disk, and loads them under TP2
 asynchronous save blocks training where it begins, and before the next update if the models are not
 copied yet; between the two lies one measuring pass. How much longer that takes beside the writing
 threads is told as well: where ranks keep all cores busy, they share them. The result is shown, and
-written with ``--out``. Which layout is loaded first changes from turn to turn; ratios are medians
-of each turn's.
+written with ``--out``. Loads find the files in the page cache, and which layout is loaded first
+changes from turn to turn. Ratios are medians of each turn's.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def worker(rank: int, root: Path, repeat: int, tokens: int) -> None:
         folder = str(target / "sync/global_step_1/actor")
         for name, layout in by_turns([("same", TP2), ("other", PP2)], turn):
             fresh = build(root / "model", registry, layout)
+            read_files(Path(folder))
             found[f"load, {name} layout"] = timed(partial(load_role, fresh, folder, counters))
             del fresh
             gc.collect()  # or the next would be built in memory never touched before
@@ -136,6 +137,13 @@ def worker(rank: int, root: Path, repeat: int, tokens: int) -> None:
 def by_turns(cases: list, turn: int) -> list:
     """The cases, each first by turns: the first finds memory as others have left it."""
     return cases[turn % len(cases) :] + cases[: turn % len(cases)]
+
+
+def read_files(folder: Path) -> None:
+    """Bring files into the page cache, which may have dropped some of them since the save."""
+    if dist.get_rank() == 0:
+        for file in folder.iterdir():
+            file.read_bytes()
 
 
 def measuring(role, tokens: int) -> Callable[[], object]:

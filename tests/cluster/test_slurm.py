@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -191,6 +192,21 @@ def test_a_bad_recipe_fails_before_any_rank_starts(cluster, submit, tmp_path):
     assert "did you mean actor.ppo_mini_batch_size?" in text_of(log)
     assert "Traceback" not in text_of(log)
     assert "srun" not in text_of(log), "no node was asked"
+
+
+def test_a_node_that_cannot_is_told_in_a_table_before_any_rank_starts(cluster, submit, tmp_path):
+    number, log = submit(tmp_path, str(ROOT / "recipes" / "tiny_cpu_tp2_pp2.yaml"))
+    with socket.socket() as taken:  # the nodes are looked at some seconds after the recipe
+        taken.bind(("", 20_000 + number % 10_000))
+        taken.listen()
+        assert cluster.wait_until_ended(number, 300) == "FAILED", text_of(log)
+    text = text_of(log)
+    assert cluster.field(number, "ExitCode") == "2:0", text
+    assert re.search(r"^node +device +GPUs +ranks +python +torch +free disk$", text, re.MULTILINE)
+    assert text.count("the rendezvous port is taken") == 2, text
+    assert "cure: submit anew" in text
+    assert "Traceback" not in text
+    assert "joined" not in text, "no rank was started"
 
 
 # shows how it was started, instead of training or serving
