@@ -1,6 +1,6 @@
 """What the exchange of keys and values in context parallelism takes of a rank's memory.
 
-    python benchmarks/context_gather.py [--length 512] [--ranks 2 4 8] [--out FILE]
+    python benchmarks/context_gather.py [--length 512] [--ranks 2 4 8] [--timed 4096] [--out FILE]
 
 Forward and backward pass of ``PackedAttention`` over one sequence that is split over gloo ranks,
 which gather keys and values (``all_gather``) or send them around (``p2p``). Told are the bytes
@@ -10,13 +10,18 @@ docs/context_parallelism.md reckons with them. Allocations are counted, so that 
 on no machine. One query head stands for each group, for queries and outputs are local: with more
 ranks they count for less. The sequence is short and the groups many, so that the masks and scores
 which only the CPU holds count for little.
+
+Both exchanges are also timed by turns, over two ranks and a longer sequence (``--timed``): the
+median of the ring's time over gathering's, turn by turn.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import statistics
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +40,7 @@ WIDTHS = {"grouped": (128, 128), "latent": (192, 128)}
 
 
 EXCHANGES = ("all_gather", "p2p")
+TURNS = 5
 
 
 def build_attention(world: int, exchange: str):
@@ -53,9 +59,8 @@ def build_attention(world: int, exchange: str):
     return PackedAttention(config, 1, cp_comm_type=exchange, pg_collection=groups)
 
 
-def measure(rank: int, world: int, name: str, exchange: str, length: int, folder: Path) -> None:
-    """Peak of a rank, written to ``<folder>/<rank>``."""
-    start(rank, world, folder / "store")
+def make_pass(rank: int, world: int, name: str, exchange: str, length: int):
+    """A forward and backward pass of this rank's part of a sequence."""
     from mppo.models.context import ContextPlace, split_context
     from mppo.models.packing import pack_context
 
@@ -73,6 +78,13 @@ def measure(rank: int, world: int, name: str, exchange: str, length: int, folder
         attention(*qkv, None, packed_seq_params=packing).sum().backward()
 
     run()
+    return run
+
+
+def measure(rank: int, world: int, name: str, exchange: str, length: int, folder: Path) -> None:
+    """Peak of a rank, written to ``<folder>/<rank>``."""
+    start(rank, world, folder / "store")
+    run = make_pass(rank, world, name, exchange, length)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
     events = found.profiler.kineto_results.events()
@@ -80,6 +92,34 @@ def measure(rank: int, world: int, name: str, exchange: str, length: int, folder
     most = max(itertools.accumulate(change for _, change in changes))
     (folder / str(rank)).write_text(str(most))
     dist.destroy_process_group()
+
+
+def take_turns(rank: int, world: int, name: str, length: int, folder: Path) -> None:
+    """The first rank writes the ring's share of gathering's time to ``<folder>/ratio``."""
+    start(rank, world, folder / "store")
+    runs = [make_pass(rank, world, name, exchange, length) for exchange in EXCHANGES]
+    ratios = []
+    for _ in range(TURNS):
+        seconds = []
+        for run in runs:
+            dist.barrier()
+            begin = time.perf_counter()
+            run()
+            dist.barrier()
+            seconds.append(time.perf_counter() - begin)
+        ratios.append(seconds[1] / seconds[0])
+    if rank == 0:
+        (folder / "ratio").write_text(str(statistics.median(ratios)))
+    dist.destroy_process_group()
+
+
+def ring_over_gather(name: str, world: int, length: int) -> float:
+    """The ring's time over gathering's."""
+    with tempfile.TemporaryDirectory() as name_of_folder:
+        folder = Path(name_of_folder)
+        arguments = (world, name, length, folder)
+        mp.start_processes(take_turns, arguments, nprocs=world, start_method="fork")
+        return round(float((folder / "ratio").read_text()), 2)
 
 
 def peak(name: str, world: int, exchange: str, length: int) -> float:
@@ -97,6 +137,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--length", type=int, default=512, help="tokens of the sequence")
     arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    arguments.add_argument("--timed", type=int, default=4096, help="tokens of the timed sequence")
     options = arguments.parse_args()
     from mppo.parallel import device
 
@@ -110,7 +151,16 @@ def main() -> None:
         for name in WIDTHS
         for world in options.ranks
     }
-    record({"length": options.length, "groups": GROUPS, "peak_over_whole": found}, options.out)
+    result = {
+        "length": options.length,
+        "groups": GROUPS,
+        "peak_over_whole": found,
+        "timed_length": options.timed,
+        "ring_time_over_gather_CP2": {
+            name: ring_over_gather(name, 2, options.timed) for name in WIDTHS
+        },
+    }
+    record(result, options.out)
 
 
 if __name__ == "__main__":
