@@ -16,6 +16,7 @@ VAL_REWARD = "val/reward"
 KL = "objective/kl"
 LENGTH = "response_length/mean"
 THROUGHPUT = "perf/tokens_per_second"
+MISMATCH = "training/rollout_logprob_diff_max"
 STEP_TIME = "timing_s/step"
 
 

@@ -56,6 +56,7 @@ def _figures(runs: History) -> list[str]:
         ("validation reward", history.VAL_REWARD, max),
         ("KL to the reference, nats per response", history.KL, None),
         ("response length, tokens", history.LENGTH, None),
+        ("rollout and actor, log-probability apart at most", history.MISMATCH, None),
         ("tokens per second", history.THROUGHPUT, max),
         ("seconds per step", history.STEP_TIME, min),
     )

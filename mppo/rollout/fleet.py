@@ -171,6 +171,7 @@ class Fleet:
             return self.client(f"http://{HOST}:{process.port}")
         api = self.client(self._rollout.urls[server])
         deadline = time.monotonic() + self._rollout.start_timeout_s
+        print(f"mppo: waiting for the SGLang server at {api.url}", flush=True)
         try:
             while not api.is_up():
                 if time.monotonic() > deadline:

@@ -87,6 +87,7 @@ class ServerProcess:
             ServerError: it ended, or stayed silent for ``start_timeout_s``; with its last output.
         """
         deadline = time.monotonic() + self._start_timeout_s
+        print(f"mppo: waiting for {self.name} (its output: {self.log})", flush=True)
         while not self._is_up(self.port):
             if not self.alive:
                 raise ServerError(f"{self.name} ended while starting{self.last_output()}")

@@ -19,6 +19,7 @@ METRICS = {
     "critic/score/mean": 0.5,
     "objective/kl": 0.0123,
     "response_length/mean": 4.25,
+    "training/rollout_logprob_diff_max": 2e-6,
     "perf/tokens_per_second": 5120.4,
     "timing_s/step": 0.5,
     "timing_s/gen": 0.4,
@@ -57,6 +58,7 @@ def test_a_run_leaves_recipe_numbers_samples_picture_and_report(tmp_path, capsys
     report = (tmp_path / "report.md").read_text()
     assert "Finished after 4 steps" in report
     assert "| mean reward | 0.1 | 0.4 | 0.4 |" in report
+    assert "| rollout and actor, log-probability apart at most | 2e-06 | 2e-06 |  |" in report
     assert "| gen | 1.6 | 80% |" in report
     assert "| a\\|b | \\\\x1b[31m\\* | 0.000 |" in report
     assert "step 4/4 | eta 0s | reward 0.400 | kl 0.0123" in capsys.readouterr().out

@@ -67,12 +67,13 @@ def test_stop_kills_the_whole_tree(tmp_path) -> None:
     assert _wait(lambda: not any(_running(p.pid) for p in family))
 
 
-def test_a_server_that_ends_or_stays_silent_is_told_with_its_last_words(tmp_path) -> None:
+def test_a_server_that_ends_or_stays_silent_is_told_with_its_last_words(tmp_path, capsys) -> None:
     talker = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
     server = _server(tmp_path, talker, up=lambda port: False)
     server.start()
     with pytest.raises(ServerError, match=r"(?s)ended while starting.*no such model"):
         server.wait_until_up()
+    assert f"waiting for test (its output: {tmp_path / 'log'})" in capsys.readouterr().out
     assert not server.alive
     silent = _server(tmp_path, SLEEPER, timeout_s=0.2, up=lambda port: False)
     silent.start()
