@@ -90,6 +90,15 @@ def timed(action) -> float:
     return time.perf_counter() - start
 
 
+def timed_and_busy(action) -> tuple[float, float]:
+    """Seconds on the clock, and on the processor of the rank that was busiest."""
+    start = time.process_time()
+    seconds = timed(action)
+    busy = torch.tensor(time.process_time() - start)
+    dist.all_reduce(busy, op=dist.ReduceOp.MAX)
+    return seconds, busy.item()
+
+
 def worker(rank: int, root: Path, repeat: int, tokens: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -121,7 +130,10 @@ def worker(rank: int, root: Path, repeat: int, tokens: int) -> None:
         for name, layout in by_turns([("same", TP2), ("other", PP2)], turn):
             fresh = build(root / "model", registry, layout)
             read_files(Path(folder))
-            found[f"load, {name} layout"] = timed(partial(load_role, fresh, folder, counters))
+            load = partial(load_role, fresh, folder, counters)
+            found[f"load, {name} layout"], busy = timed_and_busy(load)
+            found[f"processor in a load, {name} layout"] = busy
+            del load
             del fresh
             gc.collect()  # or the next would be built in memory never touched before
         if rank == 0:
@@ -208,6 +220,9 @@ def main() -> int:
         ),
         "write rate over copy rate": over(seconds, "copy of the same bytes", "synchronous save"),
         "load, other layout over same": over(seconds, "load, other layout", "load, same layout"),
+        "processor in a load, other layout over same": over(
+            seconds, "processor in a load, other layout", "processor in a load, same layout"
+        ),
     }
     measured = {
         "parameters": parameters,

@@ -194,16 +194,24 @@ def test_a_bad_recipe_fails_before_any_rank_starts(cluster, submit, tmp_path):
     assert "srun" not in text_of(log), "no node was asked"
 
 
-def test_a_node_that_cannot_is_told_in_a_table_before_any_rank_starts(cluster, submit, tmp_path):
+def test_a_node_that_cannot_is_told_and_usr1_meanwhile_brings_the_job_back(
+    cluster, submit, tmp_path
+):
     number, log = submit(tmp_path, str(ROOT / "recipes" / "tiny_cpu_tp2_pp2.yaml"))
     with socket.socket() as taken:  # the nodes are looked at some seconds after the recipe
         taken.bind(("", 20_000 + number % 10_000))
         taken.listen()
+        cluster.wait_for_text(log, "start 1: 2 nodes", 100)
+        cluster.command("scancel", "--batch", "--signal=USR1", str(number))  # as on preemption
         assert cluster.wait_until_ended(number, 300) == "FAILED", text_of(log)
     text = text_of(log)
     assert cluster.field(number, "ExitCode") == "2:0", text
     assert re.search(r"^node +device +GPUs +ranks +python +torch +free disk$", text, re.MULTILINE)
-    assert text.count("the rendezvous port is taken") == 2, text
+    first, _, second = text.partition("start 2: 2 nodes")
+    assert "told to save and requeue" in first
+    for start in (first, second):
+        assert start.count("the rendezvous port is taken") == 2, text
+    assert "told to save and requeue" not in second
     assert "cure: submit anew" in text
     assert "Traceback" not in text
     assert "joined" not in text, "no rank was started"

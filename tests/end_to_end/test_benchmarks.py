@@ -55,8 +55,9 @@ def test_saves_and_loads_are_timed(tmp_path):
         "blocking share of an asynchronous save",
         "write rate over copy rate",
         "load, other layout over same",
+        "processor in a load, other layout over same",
     }
-    assert len(result["median_seconds"]) == 7
+    assert len(result["median_seconds"]) == 9
     assert all(value >= 0 for value in result["median_seconds"].values())
     assert not list(tmp_path.glob("tmp*")), "what was written is removed"
 
