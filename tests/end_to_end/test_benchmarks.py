@@ -91,6 +91,10 @@ def test_what_the_driver_adds_is_told_in_pairs(tmp_path):
     (mine,), (plain,) = (result["all_seconds"][name] for name in ("mppo", "plain_requests"))
     assert result["mppo_adds"] == mine / plain - 1
     assert result["tokens_per_s"]["mppo"] == 8 / mine
+    driver = result["processor_seconds_of_the_driver"]
+    assert result["mppo_adds_in_the_driver"] * plain == pytest.approx(
+        driver["mppo"] - driver["plain_requests"]
+    )
 
 
 def test_a_soak_kills_resumes_and_compares(tmp_path):
