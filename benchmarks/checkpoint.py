@@ -207,7 +207,7 @@ def main() -> int:
     options.add_argument("--folder", type=Path, help="on the disk to measure")
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        root = Path(folder)
+        root = Path(folder).resolve()  # part of an address below
         sizes = (arguments.vocabulary, arguments.hidden, arguments.layers)
         parameters = make_model(root / "model", *sizes)
         mp.spawn(worker, (root, arguments.repeat, arguments.tokens), nprocs=2)

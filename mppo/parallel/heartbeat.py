@@ -104,9 +104,11 @@ class Judge:
         if rank not in self._beats:
             return f"rank {rank} of {self.world_size}"
         beat = self._beats[rank]
+        # the rank may have ended several short steps after its last beat
+        last_step = max(other.last_step for other in self._beats.values())
         return (
             f"rank {rank} of {self.world_size} (pid {beat.pid} on {beat.host}), which was in: "
-            f"{beat.phase}; last completed step: {beat.last_step}"
+            f"{beat.phase}; last completed step: {last_step}"
         )
 
     def _hang(self, seconds: float) -> str:

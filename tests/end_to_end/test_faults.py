@@ -62,7 +62,6 @@ def test_a_killed_rank_ends_the_job_and_the_next_start_goes_on(tmp_path, undistu
     assert run.codes(patience_s=120) == [1, -signal.SIGKILL]
     text = run.text(0)
     assert re.search(r"mppo: no sign of life for \d+ s from rank 1 of 2 \(pid \d+ on", text)
-    # as of the rank's last sign of life, which may be older than the checkpoint waited for
     assert re.search(r"which was in: .*; last completed step: [1-5]", text)
     finishes_like(undisturbed, tmp_path)
 

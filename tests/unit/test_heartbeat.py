@@ -25,10 +25,10 @@ def test_a_silent_rank_is_named_with_phase_and_step():
             {0: beat(1 + second, second), 1: beat(1, 1, "updating critic, step 5", 4)}, second
         )
         assert judge.verdict(float(second)) is None
-    judge.hear({0: beat(40, 40)}, 21.0)
+    judge.hear({0: beat(40, 40, last_step=5)}, 21.0)
     assert judge.verdict(21.0) == (
         "no sign of life for 21 s from rank 1 of 2 (pid 123 on node7), which was in: "
-        "updating critic, step 5; last completed step: 4"
+        "updating critic, step 5; last completed step: 5"
     )
 
 
