@@ -191,13 +191,9 @@ def test_broken_off_responses_go_on_under_the_next_weights_of_a_resumed_run(
         assert given[key].response_ids[:length] == before.response_ids
         assert given[key].weight_versions[:length] == before.weight_versions
     assert [t.prompt.uid for t in second] == [p.uid for p in left for _ in range(2)]
-    broken_off = {
-        key
-        for key, before in begun.items()
-        if before.response_ids and before.finish_reason == "abort"
-    }
-    assert broken_off == {key for key, t in given.items() if len(set(t.weight_versions)) == 2}
-    assert broken_off
+    cut = {key for key, t in begun.items() if t.response_ids and t.finish_reason == "abort"}
+    assert cut
+    assert cut == {key for key, t in given.items() if len(set(t.weight_versions)) == 2}
     for t in second:
         expected = {v: response_logprobs(model, t) for v, model in models.items()}
         by_version = [expected[version][i] for i, version in enumerate(t.weight_versions)]
