@@ -162,10 +162,8 @@ def peak_bytes() -> int:
 def give_back_freed_memory() -> None:
     """Undo ``mppo.parallel.device.keep_freed_memory``: every large tensor its own pages.
 
-    The process then holds what its tensors take, not the gaps between those that were freed. What
-    the heap was grown by (``mppo.parallel.huge_pages``) goes first: malloc would take from it.
+    The process then holds what its tensors take, not the gaps between those that were freed.
     """
-    ctypes.CDLL(None).malloc_trim(0)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 

@@ -102,9 +102,6 @@ def mppo_settings(folder: str, dtype: str) -> list[str]:
         "algorithm.use_kl_in_reward=true",
         "algorithm.rollout_correction.bypass_mode=true",
         "algorithm.lam=0.95",
-        # a small model on one machine: reducing whole gradients costs less than sharding Adam
-        "actor.megatron.use_distributed_optimizer=false",
-        "critic.megatron.use_distributed_optimizer=false",
         "trainer.sample_table_rows=0",
     ]
 

@@ -130,17 +130,14 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_TRIM_THRESHOLD, -1)  # never
+        mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def prepare_megatron() -> None:
     """Make Megatron-Core usable on this machine. Call before building anything; idempotent."""
     if is_cuda():
         return
-    from mppo.parallel import huge_pages
-
     keep_freed_memory()
-    huge_pages.advise_heap()  # before Megatron's modules, which allocate
     from mppo.parallel import fused_on_cpu, megatron_on_cpu
 
     megatron_on_cpu.install()

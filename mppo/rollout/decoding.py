@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from mppo.config.schema import SamplingConfig
 from mppo.parallel.abandon import check
+from mppo.rollout.packed_linear import packed_linears
 from mppo.rollout.sampling import draw, uniforms
 
 ATTENTION = "mppo_rows"
@@ -25,6 +26,8 @@ _PREFILL_TOKENS = 16384
 _GROWTH_COLUMNS = 256
 _UNIFORM_BLOCK = 64
 _COMPACT_BELOW = 0.85
+_ROW_MULTIPLE = 8
+"""Rows that are gathered: oneDNN compiles a kernel for every number of rows it meets."""
 
 
 def row_attention(
@@ -230,8 +233,8 @@ class _Rows:
         """Note which rows drew a stop token.
 
         Returns:
-            Indices of unfinished rows if few enough are left to be worth gathering (possibly
-            none), else None.
+            Indices of unfinished rows (and of some others, see ``_ROW_MULTIPLE``) if few enough
+            are left to be worth gathering (possibly none), else None.
         """
         ends_R = (token_R[:, None] == stop_tokens).any(-1) & ~self._done_R
         if not bool(ends_R.any()):
@@ -239,8 +242,10 @@ class _Rows:
         self.length_R[self._row_R[ends_R]] = step + 1
         self.stopped_R[self._row_R[ends_R]] = True
         self._done_R |= ends_R
-        alive = (~self._done_R).nonzero()[:, 0]
-        return alive if len(alive) <= _COMPACT_BELOW * len(self._row_R) else None
+        alive, done = ((self._done_R == ended).nonzero()[:, 0] for ended in (False, True))
+        if len(alive) > _COMPACT_BELOW * len(self._row_R):
+            return None
+        return torch.cat([alive, done[: -len(alive) % _ROW_MULTIPLE]])
 
     def keep(self, alive: Tensor) -> None:
         """Drop every row not in ``alive``."""
@@ -286,27 +291,28 @@ def decode(
     logits = logits[parents]
     length_R = torch.tensor([len(p) for p in prompts], device=device)[parents]
     rows = _Rows(key_R, length_R, begin, max_tokens, logits.dtype)
-    for step in range(max_tokens):
-        check()
-        token_R = rows.draw(logits, step, sampling)
-        alive = rows.finish(token_R, step, stop_tokens)
-        if alive is not None:
-            if len(alive) == 0:
+    with packed_linears(model, len(parent_R), max_tokens - 1):
+        for step in range(max_tokens):
+            check()
+            token_R = rows.draw(logits, step, sampling)
+            alive = rows.finish(token_R, step, stop_tokens)
+            if alive is not None:
+                if len(alive) == 0:
+                    break
+                rows.keep(alive)
+                cache.reshape(alive, cache.columns)
+                token_R = token_R[alive]
+            if step + 1 == max_tokens:
                 break
-            rows.keep(alive)
-            cache.reshape(alive, cache.columns)
-            token_R = token_R[alive]
-        if step + 1 == max_tokens:
-            break
-        if cache.length == cache.columns:
-            cache.reshape(None, min(cache.columns * 3 // 2 + 1, begin + max_tokens))
-        logits = model(
-            input_ids=token_R[:, None],
-            position_ids=rows.position_R[:, None],
-            past_key_values=cache,
-            attention_mask=None if rows.mask is None else rows.mask[..., : cache.length + 1],
-            use_cache=True,
-        ).logits[:, -1]
-        cache.length += 1
-        rows.position_R = rows.position_R + 1
+            if cache.length == cache.columns:
+                cache.reshape(None, min(cache.columns * 3 // 2 + 1, begin + max_tokens))
+            logits = model(
+                input_ids=token_R[:, None],
+                position_ids=rows.position_R[:, None],
+                past_key_values=cache,
+                attention_mask=None if rows.mask is None else rows.mask[..., : cache.length + 1],
+                use_cache=True,
+            ).logits[:, -1]
+            cache.length += 1
+            rows.position_R = rows.position_R + 1
     return rows.responses()

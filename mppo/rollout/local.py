@@ -87,11 +87,6 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
             copy.deepcopy(config), dtype=dtype, attn_implementation=ATTENTION
         )
     model.tie_weights()
-    embeddings = model.get_input_embeddings().weight
-    for module in model.modules() if device.type == "cpu" else ():
-        # decoding multiplies few rows: MKL reads a weight faster that lies input by input
-        if isinstance(module, nn.Linear) and module.weight is not embeddings:
-            module.weight.data = module.weight.new_empty(module.weight.shape[::-1]).t()
     for name, buffer in model.named_buffers():
         if name.endswith(WIDE_BUFFER):
             buffer.data = buffer.data.float()

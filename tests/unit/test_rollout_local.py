@@ -11,6 +11,7 @@ from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import SamplingConfig
 from mppo.rollout.engine import Wish
 from mppo.rollout.local import LocalEngine, compute_dtype, stop_tokens
+from mppo.rollout.packed_linear import packed_linears
 
 SIZES = {
     "vocab_size": 97,
@@ -115,7 +116,7 @@ def _all_tokens(trajectory: Trajectory) -> list[int]:
 def test_logprobs_equal_transformers(engine_and_reference, family: str) -> None:
     engine, reference = engine_and_reference(family)
     sampling = SamplingConfig(temperature=0.8, n=2, top_p=0.95)
-    trajectories = engine.generate(Wish(_prompts(), sampling, 12, seed=0))
+    trajectories = engine.generate(Wish(_prompts(), sampling, 20, seed=0))
     assert [t.prompt.uid for t in trajectories] == [u for u in range(100, 106) for _ in range(2)]
     for t in trajectories:
         expected = _logprobs(reference, _all_tokens(t), 0.8)[-len(t.response_ids) :]
@@ -183,6 +184,24 @@ def test_the_cache_grows_past_its_first_block(engine_and_reference) -> None:
         assert len(t.response_ids) == 300
         expected = _logprobs(reference, _all_tokens(t))[-300:]
         assert t.logprobs == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_give_the_same_products(dtype: torch.dtype) -> None:
+    if dtype is not compute_dtype(dtype, torch.device("cpu")):
+        pytest.skip("this CPU has no bfloat16 units: the engine computes in float32 on it")
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 24, bias=False)).to(dtype)
+    with torch.inference_mode():
+        for rows in (1, 5, 8, 40):
+            x = torch.randn(rows, 1, 48, dtype=dtype)
+            expected = layers(x)
+            with packed_linears(layers, rows=8, products=100):
+                assert all("forward" in vars(layer) for layer in layers)
+                torch.testing.assert_close(layers(x), expected)
+            assert torch.equal(layers(x), expected)
+        with packed_linears(layers, rows=8, products=2):  # too few to pay for the packing
+            assert not any("forward" in vars(layer) for layer in layers)
 
 
 def test_streams_that_do_not_fit_are_refused_by_name(tmp_path) -> None:
