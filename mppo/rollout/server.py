@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,11 @@ from mppo.parallel.launch import free_port
 
 _POLL_S = 0.1
 _TAIL_LINES = 25
+_STARTS = 3
+"""How often a server that is killed while starting is started in all."""
+
+_EXITED = re.compile(r"mppo: .* ended with code \d+")
+"""Last words of the guard of a server that ended by itself."""
 _LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "WORLD_SIZE",
     "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
@@ -81,14 +87,19 @@ class ServerProcess:
             )
 
     def wait_until_up(self) -> None:
-        """Block until it answers.
+        """Block until it answers; one that is killed meanwhile is started again.
 
         Raises:
             ServerError: it ended, or stayed silent for ``start_timeout_s``; with its last output.
         """
-        deadline = time.monotonic() + self._start_timeout_s
+        starts, deadline = 1, time.monotonic() + self._start_timeout_s
         print(f"mppo: waiting for {self.name} (its output: {self.log})", flush=True)
         while not self._is_up(self.port):
+            if not self.alive and starts < _STARTS and self._was_killed():
+                print(f"mppo: {self.name} was killed while starting: starting it again", flush=True)
+                self.stop()
+                self.start()
+                starts, deadline = starts + 1, time.monotonic() + self._start_timeout_s
             if not self.alive:
                 raise ServerError(f"{self.name} ended while starting{self.last_output()}")
             if time.monotonic() > deadline:
@@ -103,6 +114,11 @@ class ServerProcess:
     def alive(self) -> bool:
         """Whether the process runs (it may hang)."""
         return self._process is not None and self._process.poll() is None
+
+    def _was_killed(self) -> bool:
+        """Whether a signal ended it, or its guard: it might come up another time."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return not (lines and _EXITED.fullmatch(lines[-1]))
 
     def last_output(self) -> str:
         """The end of its log, for messages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -249,6 +250,29 @@ def test_the_second_part_of_a_heterogeneous_job_serves(cluster, tmp_path):
         assert f"rollout.sync=distributed rollout.urls=[http://127.0.0.1:{port}]" in line
 
 
+def test_sglang_on_a_node_of_its_own_serves_a_training_on_another(cluster, submit, tmp_path):
+    run = tmp_path / "run"
+    number, log = submit(
+        tmp_path,
+        str(ROOT / "recipes" / "tiny_cpu_sglang.yaml"),
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+        f"trainer.default_local_dir={run}",
+        options=["--nodes=1", ":", "--nodes=1", "--cpus-per-task=2"],
+        MPPO_PREFLIGHT="0",
+    )
+    assert cluster.wait_until_ended(number, 600) == "COMPLETED", text_of(log)
+    assert steps_logged(run) == 2
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["training/rollout_logprob_diff_max"] < 1e-4
+    cluster.wait_for(lambda: not answers(30000 + number % 10000), 30, lambda: text_of(log))
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_conversion_and_evaluation_are_started_with_their_arguments(cluster, tmp_path):
     showing = tmp_path / "apptainer"  # stands for that program, too
     showing.write_text(SHOWING)
@@ -325,3 +349,31 @@ def test_preempted_and_requeued_it_ends_with_the_weights_of_an_undisturbed_run(
     assert "resumed from" in text
     assert steps_logged(run) == STEPS
     assert same_weights(run, undisturbed[0])
+
+
+def test_what_was_trained_is_converted_verified_and_evaluated(cluster, undisturbed, tmp_path):
+    actor = undisturbed[0] / "actor"
+    sides = ["--hf", str(actor), "--megatron", str(tmp_path / "megatron")]
+    scores = tmp_path / "scores.json"
+    jobs = {
+        "hf-to-megatron": ["convert.sbatch", "hf-to-megatron", *sides],
+        "verify": ["convert.sbatch", "verify", *sides],
+        "eval": ["eval.sbatch", *ppo(tmp_path), f"model.path={actor}", "data.val_size=4",
+                 "--out", str(scores)],
+    }  # fmt: skip
+    environ = {
+        "MPPO_ROOT": str(ROOT),
+        "MPPO_PYTHON": sys.executable,
+        "MPPO_RANKS_PER_NODE": "4",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+    }
+    for name, (script, *arguments) in jobs.items():
+        log = tmp_path / name
+        number = cluster.submit(
+            f"--output={log}", str(ROOT / "slurm" / script), *arguments,
+            environ=environ, cwd=tmp_path,
+        )  # fmt: skip
+        assert cluster.wait_until_ended(number, 300) == "COMPLETED", text_of(log)
+    assert re.search(r"(\d+) of \1 ", text_of(tmp_path / "verify")), "all tensors are equal"
+    assert json.loads(scores.read_text())

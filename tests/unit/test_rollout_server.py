@@ -81,6 +81,33 @@ def test_a_server_that_ends_or_stays_silent_is_told_with_its_last_words(tmp_path
         silent.wait_until_up()
 
 
+@pytest.mark.parametrize(("kills", "victim"), [(2, "getpid"), (2, "getppid"), (3, "getpid")])
+def test_a_server_killed_while_starting_is_started_again(tmp_path, capsys, kills, victim) -> None:
+    program = f"""
+import os, pathlib, signal, time
+starts = pathlib.Path({str(tmp_path / "starts")!r})
+count = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (count + 1))
+if count < {kills}:
+    os.kill(os.{victim}(), signal.SIGKILL)
+    time.sleep(60)
+pathlib.Path({str(tmp_path / "up")!r}).touch()
+time.sleep(600)
+"""
+    up = (tmp_path / "up").exists
+    server = _server(tmp_path, [sys.executable, "-c", program], up=lambda port: up())
+    server.start()
+    if kills == 3:
+        with pytest.raises(ServerError, match="ended while starting"):
+            server.wait_until_up()
+    else:
+        server.wait_until_up()
+        assert server.alive
+        server.stop()
+    assert len((tmp_path / "starts").read_text()) == 3
+    assert capsys.readouterr().out.count("was killed while starting: starting it again") == 2
+
+
 @pytest.mark.parametrize("victim", ["owner", "guard", "server"])
 def test_no_orphan_after_kill_9_of(tmp_path, victim: str) -> None:
     program = f"""
