@@ -118,7 +118,7 @@ def is_saving(run_dir: Path) -> bool:
 def kill(target: str, launcher: subprocess.Popen, rng) -> bool:
     """SIGKILL to the target; False if it is not there. Without a rank, all processes must end."""
     family = psutil.Process(launcher.pid).children(recursive=True)
-    commands = {p.pid: " ".join(p.cmdline()) for p in family}
+    commands = {p.pid: command_of(p) for p in family}
     ranks = [pid for pid, command in commands.items() if "train.py" in command]
     servers = [p for p, command in commands.items() if "sglang" in command and p not in ranks]
     found = servers if target == SERVER else ranks
@@ -133,6 +133,14 @@ def kill(target: str, launcher: subprocess.Popen, rng) -> bool:
         process.kill()
     assert not alive, f"{len(alive)} of {len(gone) + len(alive)} processes outlived the job"
     return True
+
+
+def command_of(process: psutil.Process) -> str:
+    """The command line; empty for one that has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a zombie, too
+        return ""
 
 
 def disturb(run_dir: Path, job: Job, tally: Tally) -> None:
