@@ -138,10 +138,11 @@ def prepare_megatron() -> None:
     if is_cuda():
         return
     keep_freed_memory()
-    from mppo.parallel import fused_on_cpu, megatron_on_cpu
+    from mppo.parallel import fused_on_cpu, megatron_on_cpu, products_on_cpu
 
     megatron_on_cpu.install()
     fused_on_cpu.install()
+    products_on_cpu.install()
 
 
 def prepare_dtype(dtype: torch.dtype) -> None:

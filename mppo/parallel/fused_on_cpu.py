@@ -104,8 +104,9 @@ def accumulate_weight_gradient(inputs: Tensor, grad_output: Tensor, main_grad: T
     main_grad.addmm_(grad_output.t().to(main_grad.dtype), inputs.to(main_grad.dtype))
 
 
+@functools.cache
 def install() -> None:
-    """Put these in place of Megatron's names for them."""
+    """Put these in place of Megatron's names for them. Idempotent."""
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import mlp

@@ -204,6 +204,25 @@ def test_packed_weights_give_the_same_products(dtype: torch.dtype) -> None:
             assert not any("forward" in vars(layer) for layer in layers)
 
 
+def test_layers_that_read_the_same_input_are_multiplied_once() -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({f"{name}_proj": nn.Linear(16, 8) for name in ("q", "k", "v", "o")})
+    layers.v_proj = nn.Linear(16, 24)
+    first, second = torch.randn(2, 4, 1, 16)
+    with torch.inference_mode():
+        expected = {name: (layer(first), layer(second)) for name, layer in layers.items()}
+        with packed_linears(layers, rows=4, products=100):
+            for name, layer in layers.items():
+                torch.testing.assert_close(layer(first), expected[name][0])
+            for name, layer in reversed(layers.items()):  # in any order, and one of them alone
+                torch.testing.assert_close(layer(second), expected[name][1])
+                torch.testing.assert_close(layer(first), expected[name][0])
+            query, value = layers.q_proj(first), layers.v_proj(first)
+            assert query.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+            other = layers.o_proj(first)
+            assert query.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
 def test_streams_that_do_not_fit_are_refused_by_name(tmp_path) -> None:
     config = _config("qwen3_moe")
     tensors = _checkpoint(_reference(config), str(tmp_path))

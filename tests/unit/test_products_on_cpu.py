@@ -1,0 +1,74 @@
+"""Products of Megatron's linear layers by oneDNN: the same numbers, and only where they are for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers
+
+from mppo.parallel import onednn, products_on_cpu
+
+if not onednn.is_available():
+    pytest.skip("this build of torch has no oneDNN", allow_module_level=True)
+
+LAYERS = {
+    "LinearWithGradAccumulationAndAsyncCommunication": (None, False, False, False, None, 0, None),
+    "LinearWithFrozenWeight": (None, False, None),
+}
+"""Megatron's functions and their arguments after input and weight: no bias, no parallelism."""
+
+
+@pytest.fixture
+def sent(monkeypatch) -> list[tuple[int, ...]]:
+    """Shapes of what oneDNN multiplies; products of 5 x 6 by 6 x 7 are large enough here."""
+    shapes = []
+    linear = onednn.linear
+
+    def noted(x, weight, bias=None):
+        shapes.append(tuple(x.shape))
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(onednn, "linear", noted)
+    monkeypatch.setattr(products_on_cpu, "_SMALLEST", 5 * 6 * 7)
+    return shapes
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_linear_layers_output_and_gradients_are_the_same(name: str, sent) -> None:
+    torch.manual_seed(0)
+    frozen = name == "LinearWithFrozenWeight"
+    x = torch.randn(5, 1, 6, requires_grad=True)
+    weight = torch.randn(7, 6, requires_grad=not frozen)
+    grad = torch.randn(5, 1, 7)
+    layer = products_on_cpu.with_products(getattr(layers, name))
+    out = layer.apply(x, weight, *LAYERS[name])
+    out.backward(grad)
+    torch.testing.assert_close(out, x @ weight.T)
+    torch.testing.assert_close(x.grad, grad @ weight)
+    if not frozen:
+        torch.testing.assert_close(weight.grad, grad[:, 0].T @ x[:, 0])
+    assert set(sent) == {(5, 1, 6), (5, 1, 7)}
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(4, 6), torch.ones(5, 6, dtype=torch.bfloat16), torch.ones(6, 5).T],
+    ids=["small", "bfloat16", "transposed"],
+)
+def test_other_products_stay_as_they_are(x: torch.Tensor, sent) -> None:
+    matrix = torch.ones(6, 7, dtype=x.dtype)
+    assert torch.equal(products_on_cpu.product(x, matrix), x @ matrix)
+    assert not sent
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_megatrons_layers_are_replaced_where_it_is_faster(faster: bool, monkeypatch) -> None:
+    for name in LAYERS:  # put back at the end
+        monkeypatch.setattr(layers, name, getattr(layers, name))
+    before = {name: getattr(layers, name) for name in LAYERS}
+    monkeypatch.setattr(products_on_cpu, "is_faster", lambda: faster)
+    products_on_cpu.install.__wrapped__()
+    for name, layer in before.items():
+        now = getattr(layers, name)
+        assert issubclass(now, layer)
+        assert (now is not layer) == faster
