@@ -1,9 +1,10 @@
-"""Matrix multiplies in bfloat16 on a CPU that has no instructions for it.
+"""What is slow in bfloat16 on a CPU, by way of float32.
 
 Without AVX512-BF16 or AMX, torch multiplies bfloat16 matrices five to ten times slower than
-float32 ones. Here those operators widen their operands to float32, multiply, and round the result
-to bfloat16 once: the same rounding as a bfloat16 unit that accumulates in float32. Other dtypes
-go to torch's own kernels unchanged.
+float32 ones; with AVX512-BF16 alone, the gradient of its attention still takes up to 15 times as
+long (short rows; the same at 500 tokens). Here those operators widen their operands to float32,
+compute, and round the result to bfloat16 once: the same rounding as a bfloat16 unit that
+accumulates in float32. Other dtypes go to torch's own kernels unchanged.
 """
 
 from __future__ import annotations
@@ -14,31 +15,33 @@ import warnings
 import torch
 from torch import Tensor
 
-_OPERATORS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
 
 
-def is_slow() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices without instructions made for it."""
-    return torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def slow_operators() -> tuple[str, ...]:
+    """The operators that this CPU computes faster in float32 than in bfloat16."""
+    if not torch.backends.mkldnn.is_available():
+        return ()
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return _PRODUCTS + _ATTENTION
+    return () if torch.cpu.get_capabilities().get("amx_bf16") else _ATTENTION
 
 
 @functools.cache
 def install() -> None:
-    """Widen the operators where the CPU is slow in bfloat16. Idempotent, for the whole process."""
-    if not is_slow() or not hasattr(torch.library, "get_kernel"):
+    """Widen the operators that are slow in bfloat16. Idempotent, for the whole process."""
+    if not hasattr(torch.library, "get_kernel"):
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in _OPERATORS:
+        for name in slow_operators():
             _library().impl(name, _widened(name), "CPU", allow_override=True)
-        _library().impl("mm.out", _widened_into(), "CPU", allow_override=True)
+        if "mm" in slow_operators():
+            _library().impl("mm.out", _widened_into(), "CPU", allow_override=True)
 
 
 @functools.cache

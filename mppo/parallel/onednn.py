@@ -17,9 +17,14 @@ def is_available() -> bool:
 
 
 def keep_few_kernels() -> None:
-    """Bound the memory of compiled kernels, unless the user did; before the first product."""
+    """Bound the memory of compiled kernels in this process; call it before the first product.
+
+    Numbers that the user's environment holds stay. ``os.environ`` is left alone: servers started
+    from here keep oneDNN's own.
+    """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, _KERNELS)
+        if name not in os.environ:
+            os.putenv(name, _KERNELS)
 
 
 def pack(weight: Tensor, rows: int) -> Tensor:

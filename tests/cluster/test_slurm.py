@@ -262,10 +262,12 @@ def test_sglang_on_a_node_of_its_own_serves_a_training_on_another(cluster, submi
         MPPO_PREFLIGHT="0",
     )
     assert cluster.wait_until_ended(number, 600) == "COMPLETED", text_of(log)
+    port = 30000 + number % 10000
+    assert f"waiting for the SGLang server at http://127.0.0.1:{port}" in text_of(log)
     assert steps_logged(run) == 2
     for line in (run / "metrics.jsonl").read_text().splitlines():
         assert json.loads(line)["training/rollout_logprob_diff_max"] < 1e-4
-    cluster.wait_for(lambda: not answers(30000 + number % 10000), 30, lambda: text_of(log))
+    cluster.wait_for(lambda: not answers(port), 30, lambda: text_of(log))
 
 
 def answers(port: int) -> bool:
@@ -376,4 +378,7 @@ def test_what_was_trained_is_converted_verified_and_evaluated(cluster, undisturb
         )  # fmt: skip
         assert cluster.wait_until_ended(number, 300) == "COMPLETED", text_of(log)
     assert re.search(r"(\d+) of \1 ", text_of(tmp_path / "verify")), "all tensors are equal"
-    assert json.loads(scores.read_text())
+    result = json.loads(scores.read_text())
+    assert result["prompts"] == 4
+    assert 0 <= result["reward/mean"] <= 1
+    assert 1 <= result["response_length/mean"] <= 5
