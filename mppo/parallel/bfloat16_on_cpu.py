@@ -1,10 +1,10 @@
 """What is slow in bfloat16 on a CPU, by way of float32.
 
 Without AVX512-BF16 or AMX, torch multiplies bfloat16 matrices five to ten times slower than
-float32 ones; with AVX512-BF16 alone, the gradient of its attention still takes up to 15 times as
-long (short rows; the same at 500 tokens). Here those operators widen their operands to float32,
-compute, and round the result to bfloat16 once: the same rounding as a bfloat16 unit that
-accumulates in float32. Other dtypes go to torch's own kernels unchanged.
+float32 ones; with AVX512-BF16 alone, the gradient of its attention is still slower, most of all for
+short sequences. Here those operators widen their operands to float32, compute, and round the result
+to bfloat16 once: the same rounding as a bfloat16 unit that accumulates in float32. Other dtypes go
+to torch's own kernels unchanged.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import warnings
 import torch
 from torch import Tensor
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-)
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION_GRADIENT = f"{_ATTENTION}_backward"
+_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", _ATTENTION, _ATTENTION_GRADIENT)
 
 
 def slow_operators() -> tuple[str, ...]:
@@ -27,8 +25,10 @@ def slow_operators() -> tuple[str, ...]:
     if not torch.backends.mkldnn.is_available():
         return ()
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return _PRODUCTS + _ATTENTION
-    return () if torch.cpu.get_capabilities().get("amx_bf16") else _ATTENTION
+        return _OPERATORS
+    units = torch.cpu.get_capabilities()
+    only_avx512 = units.get("avx512_bf16") and not units.get("amx_bf16")
+    return (_ATTENTION_GRADIENT,) if only_avx512 else ()
 
 
 @functools.cache

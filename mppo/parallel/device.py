@@ -146,7 +146,7 @@ def prepare_megatron() -> None:
 
 
 def prepare_dtype(dtype: torch.dtype) -> None:
-    """Make matrix multiplies in ``dtype`` fast on this machine; nothing to do on CUDA."""
+    """Make what is slow in ``dtype`` on this machine faster; nothing to do on CUDA."""
     if dtype is torch.bfloat16 and not is_cuda():
         from mppo.parallel import bfloat16_on_cpu
 

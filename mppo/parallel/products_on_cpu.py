@@ -1,9 +1,10 @@
-"""Matrix products of Megatron's linear layers on a CPU where oneDNN is faster than MKL.
+"""Products of Megatron's linear layers on a CPU where oneDNN is faster than MKL.
 
-MKL uses AVX2 on processors of other makers than Intel, oneDNN uses AVX-512 on all that have it,
-which is 5 to 20 % faster on AMD's Zen 4. It compiles a kernel for each new shape; the layers and
-roles of a micro-batch share its token count, so even counts that never come again pay for that.
-Those of single experts would not: their products stay as they are.
+MKL uses AVX2 on processors of other makers than Intel, oneDNN uses AVX-512 on all that have it.
+Sent to it are the layers' outputs and their inputs' gradients, in float32; weight gradients and the
+vocabulary projection stay with MKL. It compiles a kernel for each new shape. The layers and roles
+of a micro-batch share its token count, which pays for that even if the count never comes again; a
+single expert's would not (``mppo.models.experts`` has its own products).
 """
 
 from __future__ import annotations

@@ -50,42 +50,51 @@ def packed_linears(model: nn.Module, rows: int, products: int) -> Iterator[None]
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
     """The linear layers on the CPU, those that are multiplied together side by side."""
+    layers = dict.fromkeys(
+        m for m in model.modules() if type(m) is nn.Linear and m.weight.device.type == "cpu"
+    )
     for module in model.modules():
-        layers = {
-            name: layer
-            for name, layer in module.named_children()
-            if type(layer) is nn.Linear and layer.weight.device.type == "cpu"
-        }
         for names in _JOINED:
-            if all(name in layers for name in names):
-                biased = {layers[name].bias is not None for name in names}
-                if len(biased) == 1:
-                    yield [layers.pop(name) for name in names]
-        yield from ([layer] for layer in layers.values())
+            group = [getattr(module, name, None) for name in names]
+            if all(layer in layers for layer in group):
+                kinds = {(x.in_features, x.weight.dtype, x.bias is None) for x in group}
+                if len(kinds) == 1:
+                    for layer in group:
+                        del layers[layer]
+                    yield group
+    yield from ([layer] for layer in layers)
 
 
 class _Product:
     """One product with the weights of layers that read the same input."""
 
     def __init__(self, layers: Sequence[nn.Linear], rows: int) -> None:
-        weight = torch.cat([layer.weight for layer in layers])
-        self._weight = onednn.pack(weight, rows)
-        bias = layers[0].bias
-        self._bias = None if bias is None else torch.cat([layer.bias for layer in layers])
+        self._weight = onednn.pack(_joined([layer.weight for layer in layers]), rows)
+        self._bias = None if layers[0].bias is None else _joined([x.bias for x in layers])
         self._widths = [layer.out_features for layer in layers]
         self._input: Tensor | None = None
-        self._outputs: tuple[Tensor, ...] = ()
+        self._outputs: dict[int, Tensor] = {}
 
     def of(self, place: int) -> Callable[[Tensor], Tensor]:
         """What layer ``place`` computes: ``x @ weight.T + bias``, ``[..., in]`` to ``[..., out]``.
 
-        The first layer that asks computes all; the others ask for the same tensor.
+        The first layer that is given a tensor computes for all, and each takes its output once;
+        nobody may write to the tensor in between.
         """
 
         def forward(x: Tensor) -> Tensor:
-            if x is not self._input:
+            if len(self._widths) == 1:
+                return onednn.linear(x, self._weight, self._bias)
+            if x is not self._input or place not in self._outputs:
                 joined = onednn.linear(x, self._weight, self._bias)
-                self._input, self._outputs = x, joined.split(self._widths, -1)
-            return self._outputs[place]
+                self._input, self._outputs = x, dict(enumerate(joined.split(self._widths, -1)))
+            output = self._outputs.pop(place)
+            if not self._outputs:
+                self._input = None
+            return output
 
         return forward
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

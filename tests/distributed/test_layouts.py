@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layout_case import Case, batch_of, compare, objective, run_cases
+from layout_case import Case, batch_of, compare, objective, run_case, run_cases
 from transformers import AutoModelForCausalLM
+
+from mppo.parallel import onednn, products_on_cpu
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
@@ -111,3 +113,28 @@ def test_the_reference_learns_something(outcomes):
     for outcome in alone.values():
         assert outcome.norms[0] > 1e-3
         assert outcome.losses[1] < outcome.losses[0]
+
+
+def by_onednn(case, folder, registry):
+    """``run_case`` with linear layers' products in oneDNN, however small; ends with the process."""
+    count, linear = 0, onednn.linear
+
+    def counted(*args):
+        nonlocal count
+        count += 1
+        return linear(*args)
+
+    products_on_cpu._SMALLEST, onednn.linear = 0, counted
+    outcome = run_case(case, folder, registry)
+    assert count >= 3 * 2 * case.steps, "outputs and gradients, measured and trained"
+    return outcome
+
+
+@pytest.mark.skipif(
+    not products_on_cpu.is_faster(), reason="MKL is as fast on this CPU: oneDNN is not used"
+)
+def test_products_by_onednn_change_no_number(outcomes):
+    alone, _, folder = outcomes
+    layouts = [LAYOUTS[name] for name in ("TP2", "TP2 without sequence parallelism", "PP2")]
+    for got in run_cases([Case("qwen2", layout) for layout in layouts], 2, folder, run=by_onednn):
+        compare(got, alone["qwen2", "policy"])

@@ -10,8 +10,8 @@ products = pytest.mark.skipif(
     "mm" not in bfloat16_on_cpu.slow_operators(),
     reason="this CPU has bfloat16 instructions: its products are not replaced",
 )
-attention = pytest.mark.skipif(
-    not bfloat16_on_cpu.slow_operators(), reason="this CPU has AMX: nothing is replaced"
+gradient = pytest.mark.skipif(
+    not bfloat16_on_cpu.slow_operators(), reason="this CPU is fast in bfloat16: nothing is replaced"
 )
 
 
@@ -44,14 +44,14 @@ def test_gradients_are_the_float32_ones_of_the_rounded_operands():
     assert torch.equal(b.grad, wide_b.grad.bfloat16())
 
 
-@attention
+@gradient
 def test_attention_and_its_gradients_agree_with_float32():
     operands = [rounded(2, 4, 9, 16).requires_grad_() for _ in range(3)]
     wide = [x.detach().float().requires_grad_() for x in operands]
     out, expected = (
         F.scaled_dot_product_attention(*each, is_causal=True) for each in (operands, wide)
     )
-    assert torch.equal(out, expected.bfloat16())
+    torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0.02)
     weight = rounded(*out.shape)
     (out * weight).sum().backward()
     (expected * weight.float()).sum().backward()

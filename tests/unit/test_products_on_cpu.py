@@ -1,6 +1,10 @@
-"""Products of Megatron's linear layers by oneDNN: the same numbers, and only where they are for."""
+"""Products of Megatron's linear layers by oneDNN: the same numbers; other products stay."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -67,8 +71,36 @@ def test_megatrons_layers_are_replaced_where_it_is_faster(faster: bool, monkeypa
         monkeypatch.setattr(layers, name, getattr(layers, name))
     before = {name: getattr(layers, name) for name in LAYERS}
     monkeypatch.setattr(products_on_cpu, "is_faster", lambda: faster)
+    monkeypatch.setattr(onednn, "keep_few_kernels", lambda: None)
     products_on_cpu.install.__wrapped__()
     for name, layer in before.items():
         now = getattr(layers, name)
         assert issubclass(now, layer)
         assert (now is not layer) == faster
+
+
+KEPT = """
+import ctypes, os
+from mppo.parallel import onednn
+before = dict(os.environ)
+onednn.keep_few_kernels()
+assert dict(os.environ) == before
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(getenv(b"ONEDNN_PRIMITIVE_CACHE_CAPACITY"), getenv(b"LRU_CACHE_CAPACITY"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({}, "b'256' b'256'"),
+        ({"LRU_CACHE_CAPACITY": "7"}, "b'256' b'7'"),
+        ({"DNNL_PRIMITIVE_CACHE_CAPACITY": "7"}, "None b'256'"),
+    ],
+)
+def test_few_kernels_are_kept_in_this_process_unless_the_user_said(given, kept) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", KEPT], env=os.environ | given, capture_output=True, text=True
+    )
+    assert process.stdout.strip() == kept, process.stderr

@@ -217,10 +217,25 @@ def test_layers_that_read_the_same_input_are_multiplied_once() -> None:
             for name, layer in reversed(layers.items()):  # in any order, and one of them alone
                 torch.testing.assert_close(layer(second), expected[name][1])
                 torch.testing.assert_close(layer(first), expected[name][0])
-            query, value = layers.q_proj(first), layers.v_proj(first)
+            query, value, other = (layers[f"{name}_proj"](first) for name in "qvo")
             assert query.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-            other = layers.o_proj(first)
             assert query.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+            layers.q_proj(second)
+            second.zero_()  # one that asks again is not given what was computed before
+            torch.testing.assert_close(layers.q_proj(second)[0, 0], layers.q_proj.bias)
+
+
+def test_layers_that_cannot_be_joined_or_occur_twice_are_multiplied_alone() -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"gate_proj": nn.Linear(16, 8), "up_proj": nn.Linear(16, 8, bias=False)})
+    both = nn.ModuleList([layers, nn.ModuleDict({"again": layers.up_proj})])
+    x = torch.randn(4, 1, 16)
+    with torch.inference_mode():
+        expected = [layer(x) for layer in layers.values()]
+        with packed_linears(both, rows=4, products=100):
+            for layer, want in zip(layers.values(), expected, strict=True):
+                torch.testing.assert_close(layer(x), want)
+    assert not any("forward" in vars(layer) for layer in layers.values())
 
 
 def test_streams_that_do_not_fit_are_refused_by_name(tmp_path) -> None:
