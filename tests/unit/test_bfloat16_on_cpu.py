@@ -59,6 +59,18 @@ def test_attention_and_its_gradients_agree_with_float32():
         torch.testing.assert_close(ours.grad.float(), theirs.grad, atol=0.02, rtol=0.02)
 
 
+@gradient
+def test_attentions_gradient_is_the_float32_one_rounded_once():
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    query, key, value, grad = (rounded(2, 4, 9, 16) for _ in range(4))
+    out, normaliser = attention(query, key, value, 0.0, True)
+    wide = (x.float() for x in (grad, query, key, value, out))
+    expected = backward(*wide, normaliser, 0.0, True)
+    got = backward(grad, query, key, value, out, normaliser, 0.0, True)
+    assert all(torch.equal(x, y.bfloat16()) for x, y in zip(got, expected, strict=True))
+
+
 def test_float32_keeps_torchs_own_kernels_to_the_bit():
     a, b = torch.randn(5, 7), torch.randn(7, 3)
     assert torch.equal(a @ b, torch.mm(a, b, out=torch.empty(5, 3)))
