@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import torch
 from torch import Tensor
@@ -10,10 +11,21 @@ from torch import Tensor
 _KERNELS = 256
 """Compiled kernels that are kept, instead of 1,024 twice: each takes up to some MB."""
 
+_WITHOUT_BFLOAT16 = re.compile(r"SSE41|AVX|AVX2(_VNNI(_2)?)?|AVX512_CORE(_VNNI)?", re.IGNORECASE)
+"""Limits by ``ONEDNN_MAX_CPU_ISA`` that leave no instruction to multiply bfloat16."""
+
 
 def is_available() -> bool:
     """Whether this build of torch has oneDNN. It is for the CPU only."""
     return torch.backends.mkldnn.is_available()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether it multiplies bfloat16 by the processor's instructions, not several times slower."""
+    units = torch.cpu.get_capabilities()
+    has_units = any(units.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # last: Arm
+    limited = _WITHOUT_BFLOAT16.fullmatch(os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
+    return is_available() and has_units and not limited
 
 
 def keep_few_kernels() -> None:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from mppo.batch import Trajectory
+from mppo.parallel import onednn
 from mppo.parallel.abandon import Abandoned, check, meet
 from mppo.rollout.decoding import ATTENTION, Responses, decode
 from mppo.rollout.engine import WeightBucket, Wish
@@ -73,11 +74,8 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
     Weights are rounded to ``dtype`` either way.
     """
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return dtype
-    capabilities = torch.cpu.get_capabilities()
-    has_units = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
-    return dtype if has_units else torch.float32
+    slow = device.type == "cpu" and dtype == torch.bfloat16 and not onednn.multiplies_bfloat16()
+    return torch.float32 if slow else dtype
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mppo.parallel import bfloat16_on_cpu
+from mppo.parallel import bfloat16_on_cpu, onednn
+from mppo.rollout.local import compute_dtype
 
 products = pytest.mark.skipif(
     "mm" not in bfloat16_on_cpu.slow_operators(),
@@ -79,3 +80,22 @@ def test_float32_keeps_torchs_own_kernels_to_the_bit():
 def test_the_step_is_recorded_for_float64_too():
     a = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: x @ x, a)
+
+
+@pytest.mark.parametrize(
+    ("unit", "limit", "multiplies"),
+    [
+        (None, "", False),
+        ("avx512_bf16", "", True),
+        ("amx_bf16", "default", True),
+        ("avx512_bf16", "avx512_core_vnni", False),
+        ("amx_bf16", "AVX2", False),
+    ],
+)
+def test_training_and_generation_widen_on_the_same_processors(monkeypatch, unit, limit, multiplies):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, unit: True})
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert onednn.multiplies_bfloat16() is multiplies
+    assert ("mm" in bfloat16_on_cpu.slow_operators()) is not multiplies
+    wide = compute_dtype(torch.bfloat16, torch.device("cpu")) is torch.float32
+    assert wide is not multiplies
