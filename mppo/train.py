@@ -22,7 +22,7 @@ from mppo.config.rule import world_size_of
 from mppo.config.schema import Recipe
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.loader import PromptLoader
-from mppo.data.source import PromptSet, load_prompts
+from mppo.data.source import load_prompts
 from mppo.estimate import kl_controller
 from mppo.faults import is_out_of_memory, out_of_memory_message
 from mppo.parallel import device
@@ -164,7 +164,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
     total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     run_dir = _run_dir(recipe)
     reporter = Reporter(run_dir, trainer, recipe.model_dump(mode="json"), total_steps, is_main)
-    _show_left_out(reporter, training, validation)
+    reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
     registry = GroupRegistry(trainer.seed)
     started, checkpoints = run_dir / "warm_start", run_dir / "checkpoints"
     if trainer.warm_start_steps and started.is_dir() and has_checkpoints(trainer, checkpoints):
@@ -216,16 +216,6 @@ def _plain_text(recipe: Recipe, tokenizer):
     with phase("loading plain text"):
         documents = load_documents(data, tokenizer)
     return PlainText(PromptLoader(documents, size, data.shuffle, data.seed), actor.ptx_coef)
-
-
-def _show_left_out(reporter, training: PromptSet, validation: PromptSet) -> None:
-    """A line for each set that lost prompts, or tokens of them."""
-    for split, found in (("train", training), ("val", validation)):
-        if found.filtered or found.truncated:
-            reporter.line(
-                f"{split}: {found.filtered} prompts over data.max_prompt_length left out, "
-                f"{found.truncated} truncated"
-            )
 
 
 def _show_warm_start(reporter, total: int, step: int, loss: float) -> None:

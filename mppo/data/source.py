@@ -35,14 +35,11 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def metrics(self, split: tasks.Split) -> dict[str, float]:
-        """Counts for the log, by metric name."""
-        prefix = f"data/{split}"
-        return {
-            f"{prefix}/prompts": float(len(self.prompts)),
-            f"{prefix}/filtered_overlong": float(self.filtered),
-            f"{prefix}/truncated": float(self.truncated),
-        }
+    def summary(self) -> str:
+        """How many there are, and what ``data.max_prompt_length`` did to others."""
+        changed = {"left out as too long": self.filtered, "truncated": self.truncated}
+        told = [f"{count} {how}" for how, count in changed.items() if count]
+        return ", ".join([str(len(self)), *told])
 
 
 def load_prompts(

@@ -20,6 +20,8 @@ from mppo.config.errors import ConfigError, Fault, nearest
 
 Split = Literal["train", "val"]
 VAL_FRACTION = 0.1
+_PATIENCE = 1000
+"""Examples in a row without a new prompt, after which a task is taken to have no more."""
 REASONING_GYM = "reasoning_gym:"
 
 
@@ -231,27 +233,31 @@ def split_examples(source: Task, split: Split, count: int) -> Iterator[Example]:
     """The first ``count`` examples of a split.
 
     A hash of the prompt decides the split, so that no validation prompt is ever trained on, even
-    where a task is small enough for its prompts to repeat.
+    where a task is small enough for its prompts to repeat. Validation has each prompt once, and
+    fewer than ``count`` of them where the task has no more.
 
     Raises:
         ConfigError: so few prompts fall into the split that the task must be too small for one.
     """
-    found = 0
+    found, seen, last = 0, set(), 0
     for index in itertools.count():
-        if found == count:
-            return
-        if index >= 1000 + 100 * count:
-            fault = Fault(
-                "data.task",
-                type(source).__name__,
-                f"only {found} of the first {index} examples fall into the {split} split",
-                "make the task larger through data.task_kwargs, or set data.val_size=0",
-            )
-            raise ConfigError([fault])
+        if found == count or index > last + _PATIENCE:
+            break
         example = source.example(index)
-        if _split_of(example.prompt) == split:
-            found += 1
-            yield example
+        if _split_of(example.prompt) != split or example.prompt in seen:
+            continue
+        if split == "val":
+            seen.add(example.prompt)
+        found, last = found + 1, index
+        yield example
+    if count and not found:
+        fault = Fault(
+            "data.task",
+            type(source).__name__,
+            f"none of the first {_PATIENCE} examples falls into the {split} split",
+            "make the task larger through data.task_kwargs, or set data.val_size=0",
+        )
+        raise ConfigError([fault])
 
 
 def import_reasoning_gym() -> Any:

@@ -71,11 +71,7 @@ def test_system_prompt_goes_first_and_plain_text_has_no_template(tokenizer, tmp_
 def test_overlong_prompts_are_counted_out(tokenizer, tmp_path):
     found = load(tokenizer, write(tmp_path / "a.jsonl", ROWS), max_prompt_length=6)
     assert [prompt.ground_truth for prompt in found.prompts] == ["3"]
-    assert found.metrics("train") == {
-        "data/train/prompts": 1.0,
-        "data/train/filtered_overlong": 1.0,
-        "data/train/truncated": 0.0,
-    }
+    assert found.summary() == "1, 1 left out as too long"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +83,7 @@ def test_overlong_prompts_are_cut_where_asked(side, text, tokenizer, tmp_path):
     found = load(
         tokenizer, path, max_prompt_length=limit, filter_overlong_prompts=False, truncation=side
     )
-    assert found.truncated == 1
+    assert found.summary() == f"{len(found)}, 1 truncated"
     assert tokenizer.decode(list(found.prompts[0].token_ids)) == text
     assert len(found.prompts[0].token_ids) == limit
 

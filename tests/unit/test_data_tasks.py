@@ -57,6 +57,13 @@ def test_no_validation_prompt_is_trained_on(name):
     assert not train & val
 
 
+def test_validation_has_each_prompt_once():
+    whole = [e.prompt for e in split_examples(task("arithmetic"), "val", 64)]
+    assert 4 < len(whole) == len(set(whole)) < 64  # a tenth of the hundred sums of two digits
+    source = task("sort_digits", min_length=3)
+    assert len({e.prompt for e in split_examples(source, "val", 64)}) == 64
+
+
 def test_a_task_too_small_to_split_says_so():
     with pytest.raises(ConfigError, match=r"(?s)val split.*data\.val_size=0"):
         list(split_examples(task("arithmetic", max_operand=0), "val", 4))
