@@ -12,7 +12,7 @@ TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 SGLANG_COMPAT := extras/sglang_cpu
 
-.PHONY: help demo test lint format schema sglang-cpu slurm soak clean
+.PHONY: help demo test lint format schema sglang-cpu slurm soak trl clean
 
 help:
 	@echo "make demo        train a small model by PPO on 2 processes, live (about 5 minutes)"
@@ -21,7 +21,8 @@ help:
 	@echo "make format      rewrite by ruff"
 	@echo "make schema      write docs/recipe.schema.json from mppo/config/schema.py"
 	@echo "make soak        kill and resume at random for ten minutes"
-	@echo "make clean       remove the environment"
+	@echo "make trl         an environment with TRL, for benchmarks/ppo_step.py"
+	@echo "make clean       remove the environments"
 
 demo: $(VENV)/.mppo
 	OMP_NUM_THREADS=1 $(TORCHRUN) --nproc_per_node=2 mppo/train.py --config $(RECIPE)
@@ -45,6 +46,8 @@ soak: $(VENV)/.mppo
 
 sglang-cpu: $(VENV)/.sglang
 
+trl: $(VENV)-trl/.trl
+
 # Debian's Slurm for the cluster tests, where root may install it; they say why they skip otherwise.
 slurm:
 	@command -v slurmctld >/dev/null || ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ] || \
@@ -53,7 +56,7 @@ slurm:
 	  echo "Slurm could not be installed; its tests will be skipped"
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-trl
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -77,4 +80,11 @@ $(VENV)/.sglang: $(SGLANG_COMPAT)/pyproject.toml $(SGLANG_COMPAT)/requirements.t
 
 $(VENV)/.test: pyproject.toml $(VENV)/.mppo $(VENV)/.sglang $(VENV)/.lint
 	$(PIP) -e ".[cpu,mpi,rewards,parquet,tensorboard,dev]"
+	@touch $@
+
+# TRL 1.12 is the last with a PPOTrainer.
+$(VENV)-trl/.trl:
+	$(PYTHON) -m venv $(VENV)-trl
+	$(VENV)-trl/bin/python -m pip install --quiet --disable-pip-version-check \
+	  torch==2.13.0 trl==1.12.0 transformers==5.12.1 accelerate datasets
 	@touch $@

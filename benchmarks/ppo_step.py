@@ -6,10 +6,8 @@ reward model is made negligible (hidden 8); mppo's reward is a count. Actor, cri
 are separate models on both sides, KL is in the reward. Old log-probabilities are those of the
 generation on both sides (mppo: ``bypass_mode``); TRL knows no other way.
 
-    python benchmarks/ppo_step.py --trl-python .venv-trl/bin/python
-
-The TRL environment: pip install torch==2.13.0 trl==1.12.0 transformers==5.12.1 accelerate datasets
-(TRL after 1.12 has no PPOTrainer). Without --trl-python only mppo is measured.
+    make trl    # TRL 1.12, the last with a PPOTrainer, in an environment of its own
+    python benchmarks/ppo_step.py
 """
 
 from __future__ import annotations
@@ -41,6 +39,7 @@ SHAPE = dict(
 )
 TOKENS = PROMPTS * (PROMPT_LENGTH + RESPONSE_LENGTH)
 HERE = Path(__file__).resolve().parent
+TRL_PYTHON = HERE.parent / ".venv-trl/bin/python"
 
 
 class Worker:
@@ -312,8 +311,8 @@ def start(python: str, name: str, folder: str, dtype: str, ranks: int, cores: in
 def compare(arguments: argparse.Namespace, dtype: str, folder: str) -> dict:
     """Alternate the two and summarise."""
     workers = {"mppo": start(sys.executable, "mppo", folder, dtype, 2, arguments.cores)}
-    if arguments.trl_python:
-        workers["trl"] = start(arguments.trl_python, "trl", folder, dtype, 1, arguments.cores)
+    if not arguments.without_trl:
+        workers["trl"] = start(str(arguments.trl_python), "trl", folder, dtype, 1, arguments.cores)
     seconds: dict[str, list[float]] = {name: [] for name in workers}
     phases: dict[str, list[float]] = {}
     for step in range(arguments.steps + arguments.warm_up):
@@ -345,7 +344,8 @@ def compare(arguments: argparse.Namespace, dtype: str, folder: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trl-python", help="interpreter of an environment with trl==1.12.0")
+    parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON, help="it has trl==1.12.0")
+    parser.add_argument("--without-trl", action="store_true", help="measure mppo alone")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm-up", type=int, default=3)
@@ -358,6 +358,8 @@ def main() -> None:
         name, folder = arguments.worker
         {"mppo": mppo_worker, "trl": trl_worker}[name](folder, arguments.dtype)
         return
+    if not arguments.without_trl and not arguments.trl_python.exists():
+        parser.error(f"{arguments.trl_python} is missing: make trl, or give --without-trl")
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

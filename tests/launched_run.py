@@ -59,14 +59,14 @@ def torchrun(restarts: int = 0) -> list[str]:
     return [*command, f"--max-restarts={restarts}"]
 
 
-def mpirun() -> list[str]:
-    """What starts two ranks of a script under mpirun; a test is skipped where there is none."""
+def mpirun(ranks: int = 2) -> list[str]:
+    """What starts ranks of a script under mpirun; a test is skipped where there is none."""
     import pytest  # what else is here serves benchmarks, too
 
     found = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
     if importlib.util.find_spec("mpi4py") is None or found is None:
         pytest.skip('needs mpi4py and mpirun: pip install "mppo[mpi]"')
-    return [found, "-n", "2", sys.executable]
+    return [found, "-n", str(ranks), sys.executable]
 
 
 def start_under(
