@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import get_model_config
 
 from mppo.config.schema import MegatronConfig
 from mppo.models.families import FamilyConfig
@@ -17,8 +18,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def _finalize(models, num_tokens, **kwargs) -> None:
-    """Reduce gradients without dividing them: losses already carry the global normaliser."""
+    """Reduce gradients without dividing them: losses already carry the global normaliser.
+
+    Megatron would move the routers' expert biases here, before anyone has looked whether the
+    gradient is finite; they move with the step (``RoleRouting.move_expert_biases``).
+    """
+    config = get_model_config(models[0])
+    biased = config.moe_router_enable_expert_bias
+    config.moe_router_enable_expert_bias = False
     finalize_model_grads(models, None, **kwargs)
+    config.moe_router_enable_expert_bias = biased
 
 
 def transformer_config(

@@ -39,6 +39,13 @@ class MicroBatch:
     num_tokens: int
     indices: tuple[int, ...]
 
+    def spread(self, x_N: Tensor) -> Tensor:
+        """Response-token quantities on the micro-batch's token axis, zero elsewhere: ``[T]``."""
+        x_T = torch.zeros(self.num_tokens, dtype=x_N.dtype, device=x_N.device)
+        if len(self.index_N) == 0:
+            return x_T + x_N.sum()
+        return x_T.index_copy(0, self.index_N, x_N)
+
 
 def cut(
     batch: Batch,

@@ -389,7 +389,7 @@ class Role:
         Every rank of the group then computes the whole loss; its gradient reaches only the
         outputs computed here, so gradients add up over the group.
         """
-        outputs_T = torch.stack([_spread(x, microbatch) for x in outputs_N])
+        outputs_T = torch.stack([microbatch.spread(x_N) for x_N in outputs_N])
         if self.layout.cp > 1 and microbatch.num_tokens:
             outputs_T = reduce_from_tensor_model_parallel_region(outputs_T, self.groups.cp)
         return tuple(outputs_T)
@@ -423,6 +423,8 @@ def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
     for role in roles if finite else ():
         with role.groups.active():
             role.optimizer.apply(norms[role.name])
+            if role.routing:
+                role.routing.move_expert_biases()
         if role.average is not None:
             role.average.update()
     return {name: StepResult(norm, finite) for name, norm in norms.items()}
@@ -431,14 +433,6 @@ def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
 def _run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
     stage = chunk.module if hasattr(chunk, "ddp_config") else chunk
     return stage.forward_packed(microbatch.tokens_t, microbatch.packing)
-
-
-def _spread(x_N: Tensor, microbatch: MicroBatch) -> Tensor:
-    """Response-token quantities on the micro-batch's token axis, zero elsewhere: ``[T]``."""
-    x_T = torch.zeros(microbatch.num_tokens, dtype=x_N.dtype, device=x_N.device)
-    if len(microbatch.index_N) == 0:
-        return x_T + x_N.sum()
-    return x_T.index_copy(0, microbatch.index_N, x_N)
 
 
 def _response_indices(batch: Batch, microbatch: MicroBatch) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from torch import Tensor
 
 from mppo.algos.packing import sequence_token_indices
@@ -91,6 +92,7 @@ class RoleRouting:
                 "from its layer; use recompute_granularity = full, or leave 'moe' out"
             )
         self._routers = [layer.router for layer in moe_layers(stages)]
+        self._biased = [router for router in self._routers if router.enable_expert_bias]
         self._groups = groups
         self._config = config
         self._replay = replay
@@ -146,6 +148,8 @@ class RoleRouting:
         lengths_B = batch.lengths_B[torch.tensor(indices, dtype=torch.int64)]
         load = self._load(batch, indices) if self.losses.balance and self._routers else None
         self._mini_batches += 1
+        for router in self._biased:
+            router.local_tokens_per_expert.zero_()
         for microbatch in microbatches:
             routing = MicroRouting(
                 training=True,
@@ -159,6 +163,20 @@ class RoleRouting:
                 routing.num_sequences = len(microbatch.indices)
                 routing.sequence_t = _sequence_of(batch, microbatch).to(device.device())
             microbatch.packing.routing = routing
+
+    def move_expert_biases(self) -> None:
+        """Move the biases towards an even load of the last pass with gradient; collective.
+
+        ``b_e += rate * sign(mean load - load_e)`` (arXiv:2408.15664), the same on all ranks of a
+        pipeline stage.
+        """
+        rate = self._config.moe_router_bias_update_rate
+        if rate == 0 or not self._biased:
+            return
+        loads = torch.stack([router.local_tokens_per_expert for router in self._biased])
+        biases = torch.stack([router.expert_bias for router in self._biased])
+        for router, bias in zip(self._biased, get_updated_expert_bias(loads, biases, rate)):
+            router.expert_bias.copy_(bias)
 
     def metrics(self, name: str) -> dict[str, float]:
         """Balance and replay since the last call, the same on every rank; collective.

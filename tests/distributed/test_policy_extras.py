@@ -34,6 +34,10 @@ VARIANTS = {
 }
 """The actor's layout, the reference's, and sequences per micro-batch."""
 
+BIASED = {"moe_router_bias_update_rate": 0.01}
+EXPERTS = {"": {}, "TP2 x EP2 x PP2": {TP: 2, PP: 2, "expert_model_parallel_size": 2}}
+"""Layouts, on one process and on four, of a model whose routers' biases move."""
+
 KEPT = ("", "TP2 x PP2")
 """Runs (one process; a variant) whose average is exported and resumed."""
 
@@ -190,6 +194,21 @@ def outcomes(tmp_path_factory):
     return alone, dict(zip(VARIANTS, run_cases(cases, 4, folder, train))), folder
 
 
+@pytest.fixture(scope="module")
+def overflows(outcomes):
+    """What an overflow left, by model and layout."""
+    alone, variants, folder = outcomes
+    found = {"dense": alone["overflow"], f"dense {KEPT[1]}": variants[KEPT[1]]["overflow"]}
+    for name, layout in EXPERTS.items():
+        case = Case("moonlight", BIASED | layout, role=POLICY)
+        world, there = (4, folder / "experts4") if layout else (1, folder / "experts1")
+        there.mkdir()
+        (found[f"experts {name}".strip()],) = run_cases(
+            [case], world, there, step_with_one_overflow
+        )
+    return found
+
+
 @torch.no_grad()
 def _logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
     """What transformers predicts for every token but the first: ``[tokens - 1, V]``."""
@@ -261,14 +280,31 @@ def test_the_average_is_exported_whole(outcomes):
             assert torch.equal(outcome["exported"][name], average), name
 
 
-def test_an_overflow_of_the_critic_stops_the_actors_step_too(outcomes):
-    alone, variants, _ = outcomes
-    for outcome in (alone["overflow"], variants[KEPT[1]]["overflow"]):
+def test_an_overflow_of_the_critic_stops_the_actors_step_too(overflows):
+    for outcome in overflows.values():
         before, after_overflow, after = outcome["weights"]
         for start, skipped, stepped in zip(before, after_overflow, after):
-            assert all(torch.equal(skipped[name], weight) for name, weight in start.items())
+            for name, weight in start.items():
+                assert torch.equal(skipped[name], weight), name
             assert any(not torch.equal(stepped[name], weight) for name, weight in start.items())
-        start, stepped = before[0], after[0]
-        for name, average in outcome["average"].items():  # of one step
+
+
+def test_the_average_leaves_out_a_step_that_overflowed(overflows):
+    for model in ("dense", f"dense {KEPT[1]}"):
+        (start, _), _, (stepped, _) = overflows[model]["weights"]
+        for name, average in overflows[model]["average"].items():
             want = DECAY * start[name] + (1 - DECAY) * stepped[name]
             torch.testing.assert_close(average, want, rtol=1e-5, atol=1e-6)
+
+
+def test_expert_biases_move_with_the_step_that_is_applied(overflows):
+    alone, together = overflows["experts"], overflows["experts TP2 x EP2 x PP2"]
+    for role in (0, 1):
+        start, stepped = alone["weights"][0][role], alone["weights"][2][role]
+        biases = [name for name in start if name.endswith("e_score_correction_bias")]
+        assert len(biases) == 3
+        for name in biases:
+            moved = (stepped[name] - start[name]) / BIASED["moe_router_bias_update_rate"]
+            assert moved.abs().max() > 0.5, name
+            torch.testing.assert_close(moved, moved.round(), atol=1e-4, rtol=0)
+            assert torch.equal(together["weights"][2][role][name], stepped[name]), name
