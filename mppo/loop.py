@@ -14,7 +14,7 @@ from mppo.parallel.phase import phase
 from mppo.replay import MODELS, Case, keep_case
 from mppo.report.redact import redact
 from mppo.report.reporter import SampleRow
-from mppo.roles import NonFiniteGradient
+from mppo.roles import NonFiniteStep
 from mppo.rollout.engine import WeightSource
 from mppo.run import Run
 from mppo.selection import resample
@@ -84,7 +84,7 @@ def keeping_offender(run: Run, experience: Experience, step: int) -> Iterator[No
     """Keep the batch and the models of a step that was not finite, for ``mppo-replay``."""
     try:
         yield
-    except NonFiniteGradient as fault:
+    except NonFiniteStep as fault:
         folder = run.reporter.run_dir / "nonfinite" / f"step_{step}"
         model, recipe = str(run.roles.actor.spec.folder), redact(run.recipe.model_dump(mode="json"))
         keep_case(folder, Case(step, fault.mini_batch, model, recipe), experience)

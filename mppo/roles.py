@@ -37,32 +37,24 @@ from mppo.parallel.schedule import Action, joint_rounds, measure_schedule, updat
 from mppo.plain_text import PlainText
 
 
-class NonFiniteGradient(RuntimeError):
-    """A role's gradient was inf or nan and the recipe says to stop; no role took the step.
+class NonFiniteStep(RuntimeError):
+    """A role's gradient was inf or nan and the run stops; no role took the step.
 
     Args:
-        step: PPO step.
-        mini_batch: indices of the sequences it was computed from.
+        when: the step.
         results: of every role that was to step, by name.
-        in_a_row: how many steps in a row were left out.
+        cure: what to change.
+        mini_batch: indices of the sequences the gradient was computed from.
     """
 
     def __init__(
-        self,
-        step: int,
-        mini_batch: tuple[int, ...],
-        results: Mapping[str, StepResult],
-        in_a_row: int,
+        self, when: str, results: Mapping[str, StepResult], cure: str, mini_batch: tuple[int, ...]
     ) -> None:
-        self.step, self.mini_batch = step, mini_batch
+        self.mini_batch = mini_batch
         norms = ", ".join(f"{name} {result.grad_norm}" for name, result in results.items())
         names = " and ".join(results)
-        cure = "lower their optim.lr, look at the rewards, or set trainer.on_nonfinite=skip"
-        if in_a_row > 1:
-            cure = "lower their optim.lr, look at the rewards, or raise max_nonfinite_in_a_row"
         super().__init__(
-            f"gradient norm at step {step} is not finite ({norms}), {in_a_row} time(s) in a row; "
-            f"{names} took no step: {cure}"
+            f"gradient norm at {when} is not finite ({norms}); {names} took no step: {cure}"
         )
 
 
@@ -270,7 +262,7 @@ class Roles:
         """All epochs and mini-batches of critic and actor, side by side; their metrics.
 
         Raises:
-            NonFiniteGradient: a gradient was not finite and the recipe says to stop, or for the
+            NonFiniteStep: a gradient was not finite and the recipe says to stop, or for the
                 ``trainer.max_nonfinite_in_a_row``-th time in a row.
             Abandoned: the run is asked to stop and the rest would take too long.
         """
@@ -361,6 +353,9 @@ class Roles:
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
         trainer = self.recipe.trainer
-        stop = trainer.on_nonfinite == "stop"
-        if stop or self._skipped_in_a_row >= trainer.max_nonfinite_in_a_row:
-            raise NonFiniteGradient(step, mini_batch, results, self._skipped_in_a_row)
+        in_a_row, stop = self._skipped_in_a_row, trainer.on_nonfinite == "stop"
+        if stop or in_a_row >= trainer.max_nonfinite_in_a_row:
+            last = "set trainer.on_nonfinite=skip" if stop else "raise max_nonfinite_in_a_row"
+            cure = f"lower their optim.lr, look at the rewards, or {last}"
+            when = f"step {step}, {in_a_row} time(s) in a row,"
+            raise NonFiniteStep(when, results, cure, mini_batch)

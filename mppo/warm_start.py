@@ -21,10 +21,12 @@ from mppo.config.schema import OptimConfig, Recipe
 from mppo.data.source import PromptSet
 from mppo.data.supervised import SupervisedExample, supervised_examples
 from mppo.models.configuration import DTYPES
+from mppo.models.optimizer import StepResult
 from mppo.models.role import Role, RoleSpec
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.phase import phase
 from mppo.parallel.schedule import update_schedule
+from mppo.roles import NonFiniteStep
 
 
 def warm_start(
@@ -51,6 +53,9 @@ def warm_start(
 
     Returns:
         ``out``.
+
+    Raises:
+        NonFiniteStep: a gradient was not finite; nothing is written.
     """
     trainer, size = recipe.trainer, recipe.trainer.warm_start_batch_size
     spec = RoleSpec(
@@ -71,7 +76,15 @@ def warm_start(
         )
         for step in range(trainer.warm_start_steps):
             batch = _as_batch(examples[step * size : (step + 1) * size])
-            on_step(step + 1, _train_step(role, batch))
+            loss, result = _train_step(role, batch)
+            if not result.applied:
+                raise NonFiniteStep(
+                    f"warm start step {step + 1} of {trainer.warm_start_steps}",
+                    {role.name: result},
+                    f"lower trainer.warm_start_lr ({trainer.warm_start_lr:g})",
+                    tuple(range(batch.num_sequences)),
+                )
+            on_step(step + 1, loss)
         role.save(out)
     return out
 
@@ -90,7 +103,8 @@ def _as_batch(examples: list[SupervisedExample]) -> Batch:
     return pack_trajectories(trajectories, [0.0] * len(trajectories))
 
 
-def _train_step(role: Role, batch: Batch) -> float:
+def _train_step(role: Role, batch: Batch) -> tuple[float, StepResult]:
+    """One step on all examples of a batch: its loss, and whether it was applied."""
     weight_T = batch.response_mask_T / batch.response_mask_T.sum()
     schedule = update_schedule(
         batch.lengths_B.tolist(), role.shape(measuring=False), [range(batch.num_sequences)]
@@ -99,8 +113,7 @@ def _train_step(role: Role, batch: Batch) -> float:
     stats = role.forward_backward(
         batch, schedule[0].microbatches, partial(_negative_log_likelihood, batch, weight_T)
     )
-    role.optimizer_step()
-    return stats["loss"]
+    return stats["loss"], role.optimizer_step()
 
 
 def _negative_log_likelihood(

@@ -172,3 +172,15 @@ def test_steps_that_are_not_finite_are_left_out_counted_and_limited(tmp_path):
     run = LaunchedRun(tmp_path, [*BLOWN_UP, *skip])
     assert run.codes() == [1, 1]
     assert "3 time(s) in a row" in run.texts()
+
+
+def test_a_warm_start_that_is_not_finite_ends_the_run_and_writes_no_model(tmp_path):
+    steps = ["trainer.warm_start_lr=1e30", "trainer.warm_start_steps=6"]
+    run = LaunchedRun(tmp_path, steps)
+    assert run.codes() == [1, 1]
+    assert re.search(
+        r"while warm start: NonFiniteStep: .* warm start step 2 of 6 is not finite \(warm start"
+        r".*warm start took no step: lower trainer\.warm_start_lr",
+        run.text(0),
+    )
+    assert not (tmp_path / "warm_start").exists()
