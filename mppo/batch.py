@@ -251,9 +251,3 @@ def _lay_routing(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> 
         missing = experts.new_full((length - len(experts), *experts.shape[1:]), -1)
         rows += [experts.to(torch.int16), missing.to(torch.int16)]
     return torch.cat(rows)
-
-
-def sequence_ids(cu_seqlens: Tensor) -> Tensor:
-    """Which sequence each token belongs to: int64 ``[T]``."""
-    lengths = cu_seqlens.diff()
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)

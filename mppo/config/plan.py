@@ -55,12 +55,6 @@ class RolePlan:
     micro_batches: int
     micro_batch_tokens: int
 
-    @property
-    def bubble(self) -> float:
-        """Idle share of the pipeline in an update (Narayanan et al. 2021, section 2.2)."""
-        idle = (self.layout.pp - 1) / self.layout.vpp
-        return idle / (self.micro_batches + idle)
-
 
 def plan_roles(
     recipe: Recipe, world_size: int, hf_config: Any, critic_hf_config: Any | None = None
@@ -208,7 +202,7 @@ def _iteration(recipe: Recipe, plans: list[RolePlan]) -> str:
     for plan in plans:
         steps = str(plan.mini_batches) if plan.mini_batches else "frozen"
         tokens = f"<= {plan.micro_batch_tokens:,}"
-        share = f"{plan.bubble:.0%}"
+        share = f"{plan.layout.bubble_fraction(plan.micro_batches):.0%}"
         rows.append((plan.role.name, steps, str(plan.micro_batches), tokens, share))
     return "\n".join([*lines, _columns(rows)])
 

@@ -32,10 +32,6 @@ class MovingAverage:
         """Follow the weights by one optimizer step."""
         update_moving_average_(self._averages, self._weights, self.decay)
 
-    def restart(self) -> None:
-        """Take the weights as they are."""
-        update_moving_average_(self._averages, self._weights, 0.0)
-
     def of_parameters(self) -> dict[int, Tensor]:
         """The averages by ``id`` of their parameter."""
         return {id(p): average for p, average in zip(self._weights, self._averages)}

@@ -143,16 +143,5 @@ class RoleOptimizer:
                 clip_grad_by_total_norm_fp32(parameters, optimizer.config.clip_grad, norm)
         self.megatron.step_with_ready_grads()
 
-    def step(self) -> StepResult:
-        """Clip and apply the accumulated gradient, unless it is not finite."""
-        norm = self.gradient_norm()
-        if math.isfinite(norm):
-            self.apply(norm)
-        return StepResult(norm, applied=math.isfinite(norm))
-
-    def reload_weights(self) -> None:
-        """Take the model's current weights as the optimizer's main weights (after a load)."""
-        self.megatron.reload_model_params()
-
     def _parts(self):
         return getattr(self.megatron, "chained_optimizers", [self.megatron])

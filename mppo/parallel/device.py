@@ -59,12 +59,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def release_cached_memory() -> None:
-    """Return the allocator's free blocks to the device."""
-    if is_cuda():
-        torch.cuda.empty_cache()
-
-
 def peak_memory_bytes() -> int:
     """Peak memory: allocated on the GPU, or resident set size of the process on the CPU."""
     if is_cuda():

@@ -87,6 +87,15 @@ class Layout:
         edp = rest % self.edp
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, edp=edp)
 
+    def bubble_fraction(self, microbatches: int) -> float:
+        """Idle share of the pipeline under 1F1B (``vpp`` 1) or interleaving.
+
+        ``(pp - 1) / vpp`` forward-backward slots of idling against ``microbatches`` of work
+        (Narayanan et al. 2021, section 2.2).
+        """
+        idle = (self.pp - 1) / self.vpp
+        return idle / (microbatches + idle)
+
     def describe(self) -> str:
         """The axes larger than one, such as ``TP2 x PP2`` (``DP1`` where all are one)."""
         sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "EP": self.ep}

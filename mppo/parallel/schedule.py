@@ -88,13 +88,3 @@ def joint_rounds(schedules: Sequence[Sequence[Action]]) -> list[list[Action]]:
         pairs = [schedule[first : first + 2] for schedule in schedules if first < len(schedule)]
         rounds.append([gradient for gradient, _ in pairs] + [step for _, step in pairs])
     return rounds
-
-
-def bubble_fraction(pp: int, vpp: int, microbatches: int) -> float:
-    """Idle share of a pipeline under 1F1B (``vpp`` 1) or interleaving.
-
-    ``(pp - 1) / vpp`` forward-backward slots of idling against ``microbatches`` of work (Narayanan
-    et al. 2021, section 2.2).
-    """
-    idle = (pp - 1) / vpp
-    return idle / (microbatches + idle)

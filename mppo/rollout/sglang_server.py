@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,11 +53,6 @@ def check_installed(on_cpu: bool) -> None:
             "SGLang on a CPU needs the package in extras/sglang_cpu: make sglang-cpu "
             "(or pip install --no-deps ./extras/sglang_cpu)"
         )
-
-
-def installed_version() -> str:
-    """SGLang's version here."""
-    return metadata.version("sglang")
 
 
 def server_options(

@@ -140,11 +140,6 @@ class Copier:
                 self._fill(window, task.target, first, count, stretch)
             yield first, window
 
-    def stored_windows(self, stored: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
-        """The bytes of a stored tensor as it lies, cut like ``windows``."""
-        whole = Stretch(stored, 0, 0, matrix(stored.shape)[0])
-        yield from self.windows(Task("stored", stored, (whole,)))
-
     def close(self) -> None:
         """Close the files."""
         for descriptor in self._files.values():

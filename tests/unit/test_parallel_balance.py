@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from mppo.parallel.balance import MicroBatchLimits, balance_metrics, partition, plan_microbatches
 from mppo.parallel.schedule import (
     RoleShape,
-    bubble_fraction,
     measure_schedule,
     update_schedule,
 )
@@ -79,12 +78,6 @@ def test_update_schedule_steps_after_every_gradient():
     actions = update_schedule([4] * 5, role, [[0, 1, 2], [3, 4]])
     assert [a.kind for a in actions] == ["forward_backward", "optimizer_step"] * 2
     assert [len(a.microbatches[0]) for a in actions[::2]] == [4, 2]  # rounded up to pairs
-
-
-def test_bubble_shrinks_with_microbatches_and_interleaving():
-    assert bubble_fraction(1, 1, 8) == 0.0
-    assert bubble_fraction(4, 1, 4) == 3 / 7
-    assert bubble_fraction(4, 3, 4) == 1 / 5
 
 
 def test_balance_metrics_by_hand():

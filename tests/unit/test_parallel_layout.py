@@ -38,3 +38,9 @@ def test_description():
     assert Layout(4, tp=2, pp=2).describe() == "TP2 x PP2"
     assert Layout(1).describe() == "DP1"
     assert Layout(8, ep=4).describe() == "EP4 x ETP1 x DP8"
+
+
+def test_bubble_shrinks_with_microbatches_and_interleaving():
+    assert Layout(8).bubble_fraction(8) == 0.0
+    assert Layout(4, pp=4).bubble_fraction(4) == 3 / 7
+    assert Layout(4, pp=4, vpp=3).bubble_fraction(4) == 1 / 5
