@@ -25,6 +25,7 @@ def train(run: Run) -> None:
     """All iterations, with validation before the first and every ``trainer.test_freq`` steps."""
     trainer = run.recipe.trainer
     done = run.checkpoints.resume()
+    run.reporter.start(done)
     sync(run, version=done)
     if trainer.val_before_train and not done:
         with suppress(Abandoned):  # the first step will be left as well

@@ -70,11 +70,10 @@ class StepConsole:
             self._progress.start()
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Print a step's line and move the bar."""
-        if not self._finished_at:
-            self.start(max(step - 1, 0))
-        if step > self._finished_at[-1][0]:
-            self._finished_at.append((step, time.monotonic()))
+        """Print a step's line and move the bar. ``start`` comes before."""
+        if step == self._finished_at[-1][0]:  # validation before the first step: no step's time
+            self._finished_at.pop()
+        self._finished_at.append((step, time.monotonic()))
         eta = format_duration(self.seconds_left())
         self.print_line(step_line(step, self.total_steps, eta, metrics))
         if self._progress is not None:

@@ -65,13 +65,16 @@ class Reporter:
         recipe_text = yaml.safe_dump(self._recipe, sort_keys=False)
         (self.run_dir / "recipe.yaml").write_text(recipe_text)
 
-    def start(self, step: int = 0) -> None:
-        """Show the bar and begin timing, ``step`` steps being done already (optional)."""
+    def start(self, step: int) -> None:
+        """Show the bar and begin timing, ``step`` steps being done already."""
         if self.is_main and self._console:
             self._console.start(step)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Numbers of one finished step; steps count from 1, 0 is before the first."""
+        """Numbers of one finished step; steps count from 1, 0 is before the first.
+
+        ``start`` comes before.
+        """
         if not self.is_main:
             return
         self._history.append(step, metrics)

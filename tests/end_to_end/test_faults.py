@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from deed import bring_a_deed
 from launched_run import (
     STEPS,
@@ -21,6 +23,8 @@ from launched_run import (
     steps_logged,
     torchrun,
 )
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mppo.replay import main as replay
 
@@ -54,6 +58,31 @@ def test_samples_are_shown_at_the_start_in_the_middle_and_at_the_end(undisturbed
     assert "prompts: 64; validation: 4\n" in shown
     assert re.findall(r"step (\d+): samples", shown) == ["1", "3", "6"]
     assert not re.search(r"step \d+: samples", (undisturbed / "output_1.txt").read_text())
+
+
+def test_the_exported_actor_is_a_model_that_transformers_loads_and_generates_with(undisturbed):
+    folder = undisturbed / "actor"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    exported, loaded = load_file(folder / "model.safetensors"), model.state_dict()
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    assert exported.keys() == loaded.keys() - tied
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in exported.items())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("1+2=", return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert answer.shape == (1, prompt["input_ids"].shape[1] + 5)
+    assert tokenizer.decode(answer[0], skip_special_tokens=True).startswith("1+2=")
+
+
+def test_the_first_line_of_a_resumed_run_tells_how_long_it_will_take(tmp_path, undisturbed):
+    shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
+    run = LaunchedRun(tmp_path, ["trainer.total_training_steps=10000"])
+    try:
+        run.until(lambda: f"step {STEPS + 1:5d}/10000 | " in run.text(0))
+    finally:
+        run.kill()
+    eta = re.search(r"/10000 \| eta (\S+)", run.text(0))[1]
+    assert re.fullmatch(r"\d+(m|h)\d\d[sm]", eta), eta
 
 
 def test_a_killed_rank_ends_the_job_and_the_next_start_goes_on(tmp_path, undisturbed):

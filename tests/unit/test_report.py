@@ -34,6 +34,7 @@ def reporter(run_dir, total_steps=4, is_main=True, **trainer):
 
 def run(run_dir, first=1, last=4, **settings):
     subject = reporter(run_dir, **settings)
+    subject.start(first - 1)
     for step in range(first, last + 1):
         subject.log(step, {**METRICS, "critic/score/mean": step / 10})
     subject.samples(last, ROWS)
@@ -142,6 +143,17 @@ def test_eta_follows_the_steps(monkeypatch):
     console.step(1, {})
     console.step(2, {})
     assert console.seconds_left() == 60.0
+
+
+def test_validation_before_the_first_step_is_no_part_of_the_eta(monkeypatch):
+    clock = iter([0.0, 100.0, 110.0])
+    monkeypatch.setattr("mppo.report.console.time.monotonic", lambda: next(clock))
+    console = StepConsole(8, Console(file=io.StringIO()))
+    console.start(0)
+    console.step(0, {})
+    assert console.seconds_left() is None
+    console.step(1, {})
+    assert console.seconds_left() == 70.0
 
 
 def test_durations_and_visible_text():

@@ -54,6 +54,7 @@ def test_no_file_of_a_run_holds_a_secret(tmp_path, monkeypatch):
     )
     dump = recipe.model_dump(mode="json")
     reporter = Reporter(tmp_path, TrainerConfig(), dump, total_steps=1, is_main=True)
+    reporter.start(0)
     reporter.log(1, {"critic/score/mean": 1.0})
     reporter.close()
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
