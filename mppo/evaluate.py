@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,8 +60,7 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
         ``reward/<data source>``, ``reward/mean``, ``response_length/mean`` (tokens),
         ``response_length/clip_ratio`` (share that ended for length) and ``prompts``.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mppo"
-    folder = resolve_model(recipe.model.path, os.environ.get("MPPO_CACHE", base))
+    folder = resolve_model(recipe.model.path)
     trust = recipe.model.trust_remote_code
     config = read_model_config(folder, trust)
     tokenizer = load_tokenizer(recipe.model.tokenizer_path or folder, trust)

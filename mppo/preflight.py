@@ -206,11 +206,8 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
     from mppo.config.checks import load_checked
     from mppo.data.builtin import read_model_config, resolve_model
 
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mppo"
-    cache = os.environ.get("MPPO_CACHE", base)
-
     def read(path: str):
-        return read_model_config(resolve_model(path, cache))
+        return read_model_config(resolve_model(path))
 
     load_checked(config, overrides, world_size, read)
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)

@@ -14,6 +14,7 @@ import torch
 
 from mppo.batch import Batch, Experience, Measured
 from mppo.config.schema import Recipe
+from mppo.data.builtin import resolve_model
 from mppo.models.configuration import DTYPES
 from mppo.models.flops import update_flops
 from mppo.models.optimizer import StepResult
@@ -166,7 +167,7 @@ class Roles:
         temperature = recipe.rollout.temperature or 1.0
 
         def build(name, head, section, path, megatron, optim) -> Role:
-            where = Path(path) if path else folder
+            where = resolve_model(path) if path else folder
             spec = RoleSpec(
                 name=name,
                 head=head,

@@ -72,8 +72,7 @@ def server_content(
     """
     recipe = load_recipe(config, overrides)
     rollout = recipe.rollout
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mppo"
-    folder = resolve_model(recipe.model.path, os.environ.get("MPPO_CACHE", base))
+    folder = resolve_model(recipe.model.path)
     options = server_options(
         str(folder),
         rollout.dtype or recipe.model.dtype,

@@ -18,7 +18,7 @@ from pathlib import Path
 from mppo.algos.reward_normalization import RunningMoments
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
-from mppo.config.rule import world_size_of
+from mppo.config.rule import roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.loader import PromptLoader
@@ -82,21 +82,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("MPPO_CACHE", Path(base) / "mppo"))
-
-
 @cache
 def _read_config(path: str | Path, trust_remote_code: bool = False):
-    return read_model_config(resolve_model(str(path), _cache_dir()), trust_remote_code)
+    return read_model_config(resolve_model(str(path)), trust_remote_code)
 
 
 def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:
     from mppo.config.plan import describe_plan
 
     if info.rank == 0:
-        print(describe_plan(recipe, world, _read_config(recipe.model.path)))
+        configs = {role.name: _read_config(role.path) for role in roles_in_use(recipe)}
+        print(describe_plan(recipe, world, configs))
     return 0
 
 
@@ -148,7 +144,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
     from mppo.warm_start import warm_start
 
     trainer, is_main = recipe.trainer, info.rank == 0
-    folder = resolve_model(recipe.model.path, _cache_dir())
+    folder = resolve_model(recipe.model.path)
     read_config = partial(_read_config, trust_remote_code=recipe.model.trust_remote_code)
     tokenizer = load_tokenizer(
         recipe.model.tokenizer_path or folder, recipe.model.trust_remote_code

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ ReadConfig = Callable[[str], Any]
 def check_recipe(
     recipe: Recipe,
     world_size: int,
-    hf_config: Any | None = None,
-    critic_hf_config: Any | None = None,
+    hf_configs: Mapping[str, Any],
     known_faults: Collection[str] = (),
 ) -> list[Fault]:
     """Apply every rule between keys, layouts and models. Touches no file.
@@ -33,8 +33,8 @@ def check_recipe(
     Args:
         recipe: a valid recipe.
         world_size: number of ranks.
-        hf_config: the actor's Hugging Face config object; None skips the rules that need it.
-        critic_hf_config: the critic's, where ``critic.path`` names another model.
+        hf_configs: Hugging Face config object of every role's own model; rules that need one that
+            is absent are skipped for that role.
         known_faults: keys already found wrong; rules that read one of them stay silent.
 
     Returns:
@@ -42,27 +42,18 @@ def check_recipe(
     """
     faults: list[Fault] = []
     shapes = {}
-    positions = None
-    if hf_config is not None:
-        try:
-            shape = model_shape(hf_config)
-        except ValueError as error:
-            faults.append(_model_fault("model.path", recipe.model.path, error))
-        else:
-            shapes = {role.name: shape for role in roles_in_use(recipe)}
-            positions = _positions(hf_config)
-    if recipe.critic.path is not None:
-        shapes.pop("critic", None)
-        if critic_hf_config is not None:
+    for role in roles_in_use(recipe):
+        if role.name in hf_configs:
             try:
-                shapes["critic"] = model_shape(critic_hf_config)
+                shapes[role.name] = model_shape(hf_configs[role.name])
             except ValueError as error:
-                faults.append(_model_fault("critic.path", recipe.critic.path, error))
+                faults.append(_model_fault(role.path_key, role.path, error))
+    positions = _positions(hf_configs["actor"]) if "actor" in shapes else None
     case = Case(recipe, world_size, shapes, positions)
     for keys, function in RULES:
         if not _touches(keys, known_faults):
             faults += function(case)
-    return list({(fault.key, fault.why): fault for fault in faults}.values())
+    return _told_once(faults)
 
 
 def load_checked(
@@ -92,30 +83,44 @@ def load_checked(
         known = {fault.key for fault in faults}
         found = check_files(recipe) if files else []
         configs: dict[str, Any] = {}
-        for key, name in (("model.path", recipe.model.path), ("critic.path", recipe.critic.path)):
-            if read_hf_config is None or name is None or key in known | {f.key for f in found}:
-                continue
-            try:
-                configs[key] = read_hf_config(name)
-            except ConfigError as error:
-                found += error.faults
-            except (ValueError, OSError) as error:
-                found.append(_model_fault(key, name, error))
-        found += check_recipe(
-            recipe,
-            world_size or world_size_of(recipe),
-            configs.get("model.path"),
-            configs.get("critic.path"),
-            known | {fault.key for fault in found},
-        )
+        if read_hf_config is not None:
+            unread = known | {fault.key for fault in found}
+            configs, unreadable = _read_configs(recipe, read_hf_config, unread)
+            found += unreadable
+        known_faults = known | {fault.key for fault in found}
+        world_size = world_size or world_size_of(recipe)
+        found += check_recipe(recipe, world_size, configs, known_faults)
         faults = faults + [fault for fault in found if fault.key not in known]
     if recipe is None or faults:
         raise ConfigError(faults, source=source_name(path))
     return recipe
 
 
+def _read_configs(
+    recipe: Recipe, read_hf_config: ReadConfig, unread: Collection[str]
+) -> tuple[dict[str, Any], list[Fault]]:
+    """The config object of every role's own model, and what is wrong with models not readable."""
+    configs: dict[str, Any] = {}
+    faults: list[Fault] = []
+    for role in roles_in_use(recipe):
+        if role.path_key in unread:
+            continue
+        try:
+            configs[role.name] = read_hf_config(role.path)
+        except ConfigError as error:
+            faults += [replace(fault, key=role.path_key) for fault in error.faults]
+        except (ValueError, OSError) as error:
+            faults.append(_model_fault(role.path_key, role.path, error))
+    return configs, _told_once(faults)
+
+
 def _model_fault(key: str, name: str, error: Exception) -> Fault:
     return Fault(key, name, " ".join(str(error).split()), "give a model folder of a known family")
+
+
+def _told_once(faults: Iterable[Fault]) -> list[Fault]:
+    """Without what is wrong with several roles in the same way."""
+    return list({(fault.key, fault.why): fault for fault in faults}.values())
 
 
 def _positions(hf_config: Any) -> int | None:

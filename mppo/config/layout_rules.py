@@ -6,13 +6,25 @@ from collections.abc import Iterator
 from math import lcm
 
 from mppo.config.errors import Fault
-from mppo.config.rule import Case, rule
+from mppo.config.rule import Case, RoleCase, rule
 from mppo.config.schema import MegatronConfig
+
+MODEL_KEYS = ("model", "critic.path", "ref.path")
+"""What decides the model of a role."""
 
 
 def divisors(number: int) -> str:
     """Divisors of a number, for a cure."""
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
+def _misfit(role: RoleCase, name: str, value: object, why: str, cure: str) -> Fault:
+    """A key of a role's layout that does not go with the role's model."""
+    if role.path_key != "model.path":
+        why = f"{why} ({role.path_key})"
+        if not role.key.startswith(role.name):
+            cure = f"{cure}, or give {role.name}.megatron a layout of its own"
+    return Fault(f"{role.key}.{name}", value, why, cure)
 
 
 @rule("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -57,23 +69,23 @@ def layout_fits_world(case: Case) -> Iterator[Fault]:
             )
 
 
-@rule("*.megatron.tensor_model_parallel_size", "model", "critic.path")
+@rule("*.megatron.tensor_model_parallel_size", *MODEL_KEYS)
 def tensor_parallel_divides_heads(case: Case) -> Iterator[Fault]:
     """TP divides the attention heads; KV heads divide TP or are divided by it."""
     for role in case.roles:
         shape, tp = case.shapes.get(role.name), role.megatron.tensor_model_parallel_size
         if shape is None:
             continue
-        key = f"{role.key}.tensor_model_parallel_size"
+        key = "tensor_model_parallel_size"
         if shape.heads % tp:
             cure = f"choose one of {divisors(shape.heads)}"
-            yield Fault(key, tp, f"does not divide the {shape.heads} attention heads", cure)
+            yield _misfit(role, key, tp, f"does not divide the {shape.heads} attention heads", cure)
         elif shape.kv_heads % tp and tp % shape.kv_heads:
             why = f"neither divides the {shape.kv_heads} key-value heads nor is a multiple of them"
-            yield Fault(key, tp, why, f"choose one of {divisors(shape.kv_heads)}")
+            yield _misfit(role, key, tp, why, f"choose one of {divisors(shape.kv_heads)}")
 
 
-@rule("*.megatron.tensor_model_parallel_size", "model", "critic.path")
+@rule("*.megatron.tensor_model_parallel_size", *MODEL_KEYS)
 def tensor_parallel_divides_widths(case: Case) -> Iterator[Fault]:
     """TP divides the feed-forward width of dense layers; ETP that of experts."""
     for role in case.roles:
@@ -83,16 +95,14 @@ def tensor_parallel_divides_widths(case: Case) -> Iterator[Fault]:
         tp, etp = m.tensor_model_parallel_size, m.expert_tensor_parallel_size
         dense = not all(shape.sparse_layers) if shape.sparse_layers else True
         if dense and shape.ffn % tp:
-            key = f"{role.key}.tensor_model_parallel_size"
-            yield Fault(key, tp, f"does not divide the feed-forward width {shape.ffn}", "lower it")
+            why = f"does not divide the feed-forward width {shape.ffn}"
+            yield _misfit(role, "tensor_model_parallel_size", tp, why, "lower it")
         if shape.num_experts and shape.expert_ffn % etp:
-            key = f"{role.key}.expert_tensor_parallel_size"
-            yield Fault(
-                key, etp, f"does not divide the expert width {shape.expert_ffn}", "lower it"
-            )
+            why = f"does not divide the expert width {shape.expert_ffn}"
+            yield _misfit(role, "expert_tensor_parallel_size", etp, why, "lower it")
 
 
-@rule("*.megatron", "model", "critic.path")
+@rule("*.megatron", *MODEL_KEYS)
 def pipeline_divides_layers(case: Case) -> Iterator[Fault]:
     """Every stage (and chunk of a stage) gets a whole number of layers."""
     for role in case.roles:
@@ -101,11 +111,12 @@ def pipeline_divides_layers(case: Case) -> Iterator[Fault]:
         first, last = m.num_layers_in_first_pipeline_stage, m.num_layers_in_last_pipeline_stage
         if shape is None or pp == 1 or m.pipeline_layers is not None:
             continue
-        key = f"{role.key}.pipeline_model_parallel_size"
+        key = "pipeline_model_parallel_size"
         stated = [n for n in (first, last) if n is not None]
         rest, stages = shape.num_layers - sum(stated), pp - len(stated)
         if rest < 0 or (stages == 0) != (rest == 0):
-            yield Fault(
+            yield _misfit(
+                role,
                 key,
                 pp,
                 f"{shape.num_layers} layers less the stated first and last stage leave {rest} "
@@ -113,7 +124,8 @@ def pipeline_divides_layers(case: Case) -> Iterator[Fault]:
                 "correct num_layers_in_first_pipeline_stage / num_layers_in_last_pipeline_stage",
             )
         elif stages and rest % stages:
-            yield Fault(
+            yield _misfit(
+                role,
                 key,
                 pp,
                 f"{rest} layers do not divide among {stages} stages",
@@ -124,8 +136,9 @@ def pipeline_divides_layers(case: Case) -> Iterator[Fault]:
             sizes = stated + ([rest // stages] if stages else [])
             uneven = [size for size in sizes if size % vpp]
             if uneven:
-                yield Fault(
-                    f"{role.key}.virtual_pipeline_model_parallel_size",
+                yield _misfit(
+                    role,
+                    "virtual_pipeline_model_parallel_size",
                     vpp,
                     f"stages of {', '.join(map(str, sizes))} layers do not divide into "
                     f"{vpp} chunks",
@@ -163,7 +176,7 @@ def exchange_of_keys_needs_context_parallelism(case: Case) -> Iterator[Fault]:
             yield Fault(f"{role.key}.cp_comm_type", m.cp_comm_type, why, cure)
 
 
-@rule("*.megatron", "model", "critic.path")
+@rule("*.megatron", *MODEL_KEYS)
 def stated_pipeline_layers_fit(case: Case) -> Iterator[Fault]:
     """Layers stated for every chunk are as many as the model has, for as many chunks as there are.
 
@@ -181,13 +194,13 @@ def stated_pipeline_layers_fit(case: Case) -> Iterator[Fault]:
             yield Fault(key, list(layers), why, f"give {chunks} numbers")
         elif shape is not None and sum(layers) != shape.num_layers:
             why = f"adds up to {sum(layers)} of the model's {shape.num_layers} layers"
-            yield Fault(key, list(layers), why, "correct the numbers")
+            yield _misfit(role, "pipeline_layers", list(layers), why, "correct the numbers")
         elif m.num_layers_in_first_pipeline_stage or m.num_layers_in_last_pipeline_stage:
             why = "the layers of the first or last stage are stated too"
             yield Fault(key, list(layers), why, "leave out one of the two")
 
 
-@rule("*.megatron", "model", "critic.path")
+@rule("*.megatron", *MODEL_KEYS)
 def expert_parallel_divides_experts(case: Case) -> Iterator[Fault]:
     """EP divides the experts, and EP or ETP above one need a mixture of experts."""
     for role in case.roles:
@@ -201,14 +214,14 @@ def expert_parallel_divides_experts(case: Case) -> Iterator[Fault]:
         ):
             if size > 1 and not shape.num_experts:
                 why = f"{shape.model_type} is no mixture of experts"
-                yield Fault(f"{role.key}.{name}", size, why, "set it to 1")
+                yield _misfit(role, name, size, why, "set it to 1")
         if shape.num_experts and shape.num_experts % ep:
             why = f"does not divide the {shape.num_experts} experts"
             cure = f"choose one of {divisors(shape.num_experts)}"
-            yield Fault(f"{role.key}.expert_model_parallel_size", ep, why, cure)
+            yield _misfit(role, "expert_model_parallel_size", ep, why, cure)
 
 
-@rule("*.megatron", "model", "critic.path")
+@rule("*.megatron", *MODEL_KEYS)
 def experts_and_latent_attention_under_tensor_parallel_need_sequence_parallel(
     case: Case,
 ) -> Iterator[Fault]:
@@ -221,7 +234,7 @@ def experts_and_latent_attention_under_tensor_parallel_need_sequence_parallel(
         if shape.num_experts or shape.latent is not None:
             what = "a mixture of experts" if shape.num_experts else "latent attention"
             why = f"{what} under tensor parallelism needs it"
-            yield Fault(f"{role.key}.sequence_parallel", False, why, "set it to true")
+            yield _misfit(role, "sequence_parallel", False, why, "set it to true")
 
 
 _ROUTER_KEYS = (
@@ -232,7 +245,7 @@ _ROUTER_KEYS = (
 """Keys below ``megatron`` that only a mixture of experts reads."""
 
 
-@rule("*.megatron", "model", "critic.path")
+@rule("*.megatron", *MODEL_KEYS)
 def expert_options_need_experts(case: Case) -> Iterator[Fault]:
     """Router settings mean something only for a mixture of experts."""
     for role in case.roles:
@@ -243,10 +256,11 @@ def expert_options_need_experts(case: Case) -> Iterator[Fault]:
             value = getattr(m, name)
             if value and value != MegatronConfig.model_fields[name].default:
                 why = f"{shape.model_type} is no mixture of experts"
-                yield Fault(f"{role.key}.{name}", value, why, "leave it out")
+                yield _misfit(role, name, value, why, "leave it out")
         if shape.num_experts and not shape.expert_bias and m.moe_router_bias_update_rate > 0:
-            yield Fault(
-                f"{role.key}.moe_router_bias_update_rate",
+            yield _misfit(
+                role,
+                "moe_router_bias_update_rate",
                 m.moe_router_bias_update_rate,
                 f"the router of {shape.model_type} has no expert bias",
                 "leave it out",
@@ -305,7 +319,7 @@ def allgather_meets_equal_token_counts(case: Case) -> Iterator[Fault]:
             )
 
 
-@rule("actor.router_replay", "critic.router_replay", "rollout.name", "model", "critic.path")
+@rule("actor.router_replay", "critic.router_replay", "rollout.name", *MODEL_KEYS)
 def router_replay_has_routers_and_a_record(case: Case) -> Iterator[Fault]:
     """Replay needs a mixture of experts; R3 an engine that returns the experts it chose."""
     for role in case.roles:

@@ -5,6 +5,7 @@ Needs no GPU, no process group and no weights; only a recipe, a world size and a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -56,30 +57,25 @@ class RolePlan:
     micro_batch_tokens: int
 
 
-def plan_roles(
-    recipe: Recipe, world_size: int, hf_config: Any, critic_hf_config: Any | None = None
-) -> list[RolePlan]:
+def plan_roles(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> list[RolePlan]:
     """The plan of every role in use.
 
     Args:
         recipe: a recipe without faults for this world size (``mppo.config.checks``).
         world_size: ranks.
-        hf_config: Hugging Face config object of ``model.path``.
-        critic_hf_config: of ``critic.path``, where given.
+        hf_configs: Hugging Face config object of every role's own model.
     """
     plans = []
     for role in roles_in_use(recipe):
-        own = critic_hf_config if role.name == "critic" and critic_hf_config else hf_config
+        own = hf_configs[role.name]
         table = parameter_table(model_shape(own))
         plans.append(_plan_role(recipe, role, world_size, table, experts_per_token(own)))
     return plans
 
 
-def describe_plan(
-    recipe: Recipe, world_size: int, hf_config: Any, critic_hf_config: Any | None = None
-) -> str:
+def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> str:
     """The whole dry run as text: resolved recipe, layouts, micro-batches, parameters, memory."""
-    plans = plan_roles(recipe, world_size, hf_config, critic_hf_config)
+    plans = plan_roles(recipe, world_size, hf_configs)
     parts = [
         "# resolved recipe\n" + resolved_yaml(recipe).rstrip(),
         f"# layout of {world_size} ranks\n" + _layouts(plans),

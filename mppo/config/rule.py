@@ -12,7 +12,7 @@ from functools import cached_property
 from math import lcm
 
 from mppo.config.errors import Fault
-from mppo.config.schema import ActorConfig, CriticConfig, MegatronConfig, Recipe, RefConfig
+from mppo.config.schema import BatchingConfig, MegatronConfig, Recipe
 from mppo.weights.shape import ModelShape
 
 
@@ -25,12 +25,16 @@ class RoleCase:
         section: its section of the recipe.
         megatron: its layout; the actor's where ``ref.megatron`` is null.
         key: dotted key under which that layout stands.
+        path: its model.
+        path_key: dotted key under which that model stands.
     """
 
     name: str
-    section: ActorConfig | CriticConfig | RefConfig
+    section: BatchingConfig
     megatron: MegatronConfig
     key: str
+    path: str
+    path_key: str
 
 
 @dataclass(frozen=True)
@@ -76,15 +80,17 @@ def rule(*keys: str) -> Callable[[Rule], Rule]:
 
 def roles_in_use(recipe: Recipe) -> tuple[RoleCase, ...]:
     """Actor, then critic and reference where the recipe needs them."""
-    roles = [RoleCase("actor", recipe.actor, recipe.actor.megatron, "actor.megatron")]
+    actor, critic, ref = recipe.actor, recipe.critic, recipe.ref
+    shared = (recipe.model.path, "model.path")
+    roles = [RoleCase("actor", actor, actor.megatron, "actor.megatron", *shared)]
     if recipe.algorithm.uses_critic:
-        roles.append(RoleCase("critic", recipe.critic, recipe.critic.megatron, "critic.megatron"))
+        model = (critic.path, "critic.path") if critic.path else shared
+        roles.append(RoleCase("critic", critic, critic.megatron, "critic.megatron", *model))
     if recipe.uses_reference:
-        own = recipe.ref.megatron
-        key = "ref.megatron" if own else "actor.megatron"
-        roles.append(
-            RoleCase("ref", recipe.ref.batching(recipe.actor), own or recipe.actor.megatron, key)
-        )
+        model = (ref.path, "ref.path") if ref.path else shared
+        key = "ref.megatron" if ref.megatron else "actor.megatron"
+        layout = ref.megatron or actor.megatron
+        roles.append(RoleCase("ref", ref.batching(actor), layout, key, *model))
     return tuple(roles)
 
 

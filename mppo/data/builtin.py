@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -99,15 +100,21 @@ MODELS: dict[str, dict[str, Any]] = {
 """Each embedded model's config.json, by the name after ``builtin:``."""
 
 
-def resolve_model(path: str, cache_dir: str | Path) -> Path:
-    """The folder a recipe's ``model.path`` means.
+def cache_folder() -> Path:
+    """Where embedded models are written unless told otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("MPPO_CACHE", Path(base) / "mppo"))
+
+
+def resolve_model(path: str, cache_dir: str | Path | None = None) -> Path:
+    """The folder a recipe's ``model.path``, ``critic.path`` or ``ref.path`` means.
 
     Several processes may ask at once: the folder appears whole or not at all.
 
     Args:
         path: a Hugging Face folder, a Megatron checkpoint, or ``builtin:NAME`` with a name out of
             ``MODELS``.
-        cache_dir: where embedded models are written; made where missing.
+        cache_dir: where embedded models are written, made where missing; None: ``cache_folder``.
 
     Returns:
         A folder with config.json (and, for embedded models, tokenizer and safetensors), or a
@@ -117,7 +124,7 @@ def resolve_model(path: str, cache_dir: str | Path) -> Path:
         ConfigError: no such folder, no config.json in it, or no such embedded model.
     """
     if path.startswith(PREFIX):
-        return _write_builtin(path.removeprefix(PREFIX), Path(cache_dir))
+        return _write_builtin(path.removeprefix(PREFIX), Path(cache_dir or cache_folder()))
     folder = Path(path).expanduser()
     if not folder.is_dir():
         cure = f"a folder in Hugging Face form, or one of {_builtin_names()}"

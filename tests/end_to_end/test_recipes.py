@@ -51,3 +51,16 @@ def test_three_layouts_on_four_ranks_train_under_mpirun(tmp_path) -> None:
     assert all(row["training/rollout_logprob_diff_max"] < 1e-4 for row in steps)
     assert abs(steps[0]["objective/kl"]) < 1e-6  # actor and reference are one model, laid out apart
     assert steps[1]["objective/kl"] != 0
+
+
+@pytest.mark.distributed
+def test_critic_and_reference_start_from_embedded_models_of_their_own(tmp_path) -> None:
+    plain = "{expert_model_parallel_size: 1}"
+    overrides = [
+        *("critic.path=builtin:tiny", f"critic.megatron={plain}"),
+        *("ref.path=builtin:tiny", f"ref.megatron={plain}"),
+        "trainer.warm_start_steps=0",
+    ]
+    (row,) = run_recipe("tiny_cpu_moonlight.yaml", tmp_path, *smaller(1), *overrides)
+    assert row["critic/grad_norm"] > 0
+    assert abs(row["actor/reward_kl_penalty"]) > 1e-6  # reference and actor are two models

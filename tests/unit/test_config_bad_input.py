@@ -1,4 +1,4 @@
-"""The bad-input table: every malformed recipe or data file gives one clear message and exit code 2.
+"""The bad-input table: every malformed recipe gives one clear message and exit code 2.
 
 Each row spoils one thing of a good recipe. Layout rows are judged for four ranks.
 """
@@ -15,9 +15,6 @@ import pytest
 from deed import Deed
 
 from mppo.config.checks import load_checked
-from mppo.config.errors import ConfigError
-from mppo.data.builtin import byte_tokenizer
-from mppo.data.source import load_prompts
 from mppo.train import main
 
 GOOD = """
@@ -134,6 +131,12 @@ SETTINGS = [
      "plain values: it names posix.mkdir"),
     ("a critic that would run code", "critic.path={deed}", "critic.path", "it names posix.mkdir"),
     ("no such critic", "critic.path=nowhere/critic", "critic.path", "no such folder"),
+    ("no such embedded critic", "critic.path=builtin:tny", "critic.path",
+     "no such embedded model"),
+    ("no such embedded reference", "algorithm.use_kl_in_reward=true ref.path=builtin:nowhere",
+     "ref.path", "no such embedded model"),
+    ("a reference of an unknown family", "algorithm.use_kl_in_reward=true ref.path={alien}",
+     "ref.path", "no such family"),
     ("a reference nobody asks", "ref.path=builtin:tiny", "ref.path", "no KL term is on"),
     ("adaptive KL without KL", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.type",
      "no effect"),
@@ -208,6 +211,18 @@ LAYOUTS = [
      f"actor.megatron.{TP}", "does not divide the 9 attention heads"),
     ("layers not divisible", f"model.path={{three_layers}} actor.megatron.{PP}=2",
      f"actor.megatron.{PP}", "3 layers do not divide among 2 stages"),
+    ("a reference's heads not divisible", "algorithm.use_kl_in_reward=true ref.path={nine_heads} "
+     f"ref.megatron.{TP}=2", f"ref.megatron.{TP}",
+     "does not divide the 9 attention heads (ref.path)"),
+    ("a reference's layers not divisible", "algorithm.use_kl_in_reward=true "
+     f"ref.path={{three_layers}} ref.megatron.{PP}=2", f"ref.megatron.{PP}",
+     "3 layers do not divide among 2 stages (ref.path)"),
+    ("a reference's width not divisible", "algorithm.use_kl_in_reward=true ref.path={odd_width} "
+     f"ref.megatron.{TP}=2", f"ref.megatron.{TP}",
+     "does not divide the feed-forward width 37 (ref.path)"),
+    ("a reference that the actor's layout does not fit", "algorithm.use_kl_in_reward=true "
+     f"ref.path={{three_layers}} actor.megatron.{PP}=2", f"actor.megatron.{PP}",
+     "or give ref.megatron a layout of its own"),
     ("experts' world not a multiple", "model.path={six_experts} "
      "algorithm.adv_estimator=reinforce_plus_plus actor.megatron.expert_tensor_parallel_size=2 "
      "actor.megatron.expert_model_parallel_size=3", "actor.megatron",
@@ -296,28 +311,6 @@ LAYOUTS = [
      "rollout.expert_parallel_size", "the model has no experts"),
 ]  # fmt: skip
 
-# lines of a jsonl file and settings: name, text, settings, message
-DATA = [
-    ("no JSON", '{"prompt": "1+1=", "answer": "2"}\n{"prompt": ', "", r"line 2.*not valid JSON"),
-    ("a list", "[1, 2]", "", r"line 1.*not an object"),
-    ("a number", "7", "", r"line 1.*not an object"),
-    ("no prompt", '{"answer": "2"}', "", r"line 1.*no key 'prompt'; the row has 'answer'"),
-    ("no answer", '{"prompt": "1+1="}', "", r"line 1.*no key 'answer'"),
-    ("an answer of null", '{"prompt": "1+1=", "answer": null}', "", r"line 1.*'answer' is null"),
-    ("an empty prompt", '{"prompt": "", "answer": "2"}', "", r"line 1.*an empty text"),
-    ("a prompt of numbers", '{"prompt": 5, "answer": "2"}', "", r"line 1.*neither a text nor"),
-    ("a message without content", '{"prompt": [{"role": "user"}], "answer": "2"}', "",
-     r"line 1.*lacks 'role' or 'content'"),
-    ("a nested answer that is missing", '{"prompt": "a", "reward_model": {}}',
-     "data.answer_key=reward_model.ground_truth", r"no key 'reward_model.ground_truth'"),
-    ("bytes that are no text", b'{"prompt": "\xff", "answer": "2"}', "", r"not UTF-8 at byte 13"),
-    ("only blank lines", "\n\n\n", "", r"the file holds no row"),
-    ("prompts too long", json.dumps({"prompt": "x" * 90, "answer": "2"}), "",
-     r"all 1 prompts are longer"),
-    ("a prompt too long to keep", json.dumps({"prompt": "x" * 90, "answer": "2"}),
-     "data.filter_overlong_prompts=false", r"data.max_prompt_length = 32"),
-]  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
@@ -340,6 +333,7 @@ def places(tmp_path_factory):
         "alien": {"model_type": "gpt2", "n_embd": 32},
         "nine_heads": {"num_attention_heads": 9, "num_key_value_heads": 9},
         "three_layers": {"num_hidden_layers": 3},
+        "odd_width": {"intermediate_size": 37},
         "six_experts": experts,
         "mixed_layers": {**experts, "mlp_only_layers": [0]},
     }
@@ -400,21 +394,6 @@ def test_layout_that_does_not_fit(settings, key, wanted, tmp_path, capsys, place
     assert_one_fault(message, key, wanted)
 
 
-@pytest.mark.parametrize(("content", "settings", "wanted"), [row[1:] for row in DATA],
-                         ids=[row[0] for row in DATA])  # fmt: skip
-def test_malformed_data_file(content, settings, wanted, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    overrides = ["data.task=null", f"data.train_files=[{path}]", *settings.split()]
-    recipe_path = tmp_path / "recipe.yaml"
-    recipe_path.write_text(GOOD)
-    recipe = load_checked(recipe_path, overrides, 1)
-    with pytest.raises(ConfigError) as caught:
-        load_prompts(recipe.data, byte_tokenizer(), "train")
-    assert len(caught.value.faults) == 1
-    assert re.search(wanted, str(caught.value), re.DOTALL), str(caught.value)
-
-
 def test_the_good_recipe_is_good(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(GOOD)
@@ -422,7 +401,7 @@ def test_the_good_recipe_is_good(tmp_path):
 
 
 def test_the_table_is_long_enough():
-    assert len(DOCUMENTS) + len(SETTINGS) + len(LAYOUTS) + len(DATA) >= 80
+    assert len(DOCUMENTS) + len(SETTINGS) + len(LAYOUTS) >= 80
 
 
 def test_a_recipe_that_is_not_there(tmp_path, capsys):

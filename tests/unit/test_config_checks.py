@@ -36,21 +36,26 @@ def recipe(*overrides: str):
     return load_recipe(None, ["data.task=arithmetic", *overrides])
 
 
+def models(config, **own):
+    """Config objects by role."""
+    return {**dict.fromkeys(("actor", "critic", "ref"), config), **own}
+
+
 def keys(faults) -> list[str]:
     return [fault.key for fault in faults]
 
 
 def test_the_defaults_with_a_task_break_no_rule():
-    assert check_recipe(recipe(), 1, DENSE) == []
+    assert check_recipe(recipe(), 1, models(DENSE)) == []
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_tensor_parallel_may_be_a_multiple_of_the_key_value_heads(tp):
-    assert check_recipe(recipe(f"actor.megatron.{TP}={tp}"), 8, DENSE) == []
+    assert check_recipe(recipe(f"actor.megatron.{TP}={tp}"), 8, models(DENSE)) == []
 
 
 def test_sequence_parallel_without_tensor_parallel_is_harmless():
-    assert check_recipe(recipe("actor.megatron.sequence_parallel=true"), 1, DENSE) == []
+    assert check_recipe(recipe("actor.megatron.sequence_parallel=true"), 1, models(DENSE)) == []
 
 
 @pytest.mark.parametrize(
@@ -63,15 +68,15 @@ def test_uneven_stages(first, last, pp, fine):
     for name, value in (("first", first), ("last", last)):
         if value is not None:
             overrides.append(f"actor.megatron.num_layers_in_{name}_pipeline_stage={value}")
-    faults = check_recipe(recipe(*overrides), pp, DENSE)
+    faults = check_recipe(recipe(*overrides), pp, models(DENSE))
     assert keys(faults) == ([] if fine else [f"actor.megatron.{PP}"])
 
 
 def test_the_critic_has_its_own_model():
     overrides = ("critic.path=other", f"critic.megatron.{PP}=3")
-    assert check_recipe(recipe(*overrides), 3, DENSE, DENSE) == []
+    assert check_recipe(recipe(*overrides), 3, models(DENSE)) == []
     four_layers = SimpleNamespace(**{**vars(DENSE), "num_hidden_layers": 4})
-    assert keys(check_recipe(recipe(*overrides), 3, DENSE, four_layers)) == [
+    assert keys(check_recipe(recipe(*overrides), 3, models(DENSE, critic=four_layers))) == [
         f"critic.megatron.{PP}"
     ]
 
@@ -80,20 +85,20 @@ def test_a_reference_without_layout_takes_the_actors():
     wanted = recipe("algorithm.use_kl_in_reward=true", f"actor.megatron.{TP}=2")
     roles = {role.name: role for role in roles_in_use(wanted)}
     assert roles["ref"].megatron is wanted.actor.megatron
-    faults = check_recipe(wanted, 3, DENSE)
+    faults = check_recipe(wanted, 3, models(DENSE))
     assert keys(faults) == ["actor.megatron"], "told once, not once per role"
 
 
 def test_unused_roles_are_not_judged():
     estimator = ("algorithm.adv_estimator=reinforce_plus_plus",)
-    assert check_recipe(recipe(f"critic.megatron.{TP}=7", *estimator), 1, DENSE) == []
-    assert check_recipe(recipe("ref.megatron.tensor_model_parallel_size=7"), 1, DENSE) == []
+    assert check_recipe(recipe(f"critic.megatron.{TP}=7", *estimator), 1, models(DENSE)) == []
+    assert check_recipe(recipe("ref.megatron.tensor_model_parallel_size=7"), 1, models(DENSE)) == []
 
 
 def test_rescaled_positions_are_not_judged():
     scaled = SimpleNamespace(**vars(DENSE), rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    assert check_recipe(recipe("data.max_response_length=9000"), 1, scaled) == []
-    assert keys(check_recipe(recipe("data.max_response_length=9000"), 1, DENSE)) == [
+    assert check_recipe(recipe("data.max_response_length=9000"), 1, models(scaled)) == []
+    assert keys(check_recipe(recipe("data.max_response_length=9000"), 1, models(DENSE))) == [
         "data.max_response_length"
     ]
 
@@ -208,7 +213,7 @@ def test_a_frozen_role_keeps_weights_only():
 def test_recomputation_lowers_activations_and_the_first_stage_holds_most():
     none = recipe(f"actor.megatron.{PP}=3")
     full = recipe(f"actor.megatron.{PP}=3", "actor.megatron.recompute_granularity=full")
-    plain, saved = (plan_roles(r, 3, DENSE)[0].memory for r in (none, full))
+    plain, saved = (plan_roles(r, 3, models(DENSE))[0].memory for r in (none, full))
     assert plain[0].activations > plain[1].activations > plain[2].activations > 0
     assert saved[0].activations < plain[0].activations
 
@@ -217,7 +222,7 @@ def test_a_ring_holds_less_of_the_exchanged_keys_and_values():
     """Gathered: three times keys and values of 2 x 2 heads x 8; a ring: six times a rank's."""
     layout = [f"actor.megatron.{CP}=4", "model.dtype=float32"]
     chosen, gather, ring = (
-        plan_roles(recipe(*layout, *more), 4, DENSE)[0]
+        plan_roles(recipe(*layout, *more), 4, models(DENSE))[0]
         for more in ([], [f"{COMM}=all_gather"], [f"{COMM}=p2p"])
     )
     tokens = gather.micro_batch_tokens
@@ -232,7 +237,7 @@ def test_micro_batches_cover_the_mini_batch():
         "actor.ppo_micro_batch_size_per_gpu=5", "actor.ppo_epochs=3",
         "data.max_prompt_length=100", "data.max_response_length=28",
     )  # fmt: skip
-    actor, critic = plan_roles(wanted, 2, DENSE)
+    actor, critic = plan_roles(wanted, 2, models(DENSE))
     assert (actor.mini_batches, actor.micro_batches, actor.micro_batch_tokens) == (6, 7, 5 * 128)
     assert (critic.mini_batches, critic.micro_batches) == (2, 4)
 
@@ -242,10 +247,19 @@ def test_dynamic_micro_batches_follow_the_token_budget():
         "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=500",
         "data.max_prompt_length=100", "data.max_response_length=28",
     )  # fmt: skip
-    actor = plan_roles(wanted, 2, DENSE)[0]
+    actor = plan_roles(wanted, 2, models(DENSE))[0]
     assert (actor.micro_batches, actor.micro_batch_tokens) == (11, 3 * 128)
 
 
 def test_a_large_world_is_cut_short_in_the_plan():
-    text = describe_plan(recipe(), 128, DENSE)
+    text = describe_plan(recipe(), 128, models(DENSE))
     assert "... and 64 more ranks" in text
+
+
+def test_every_role_is_planned_with_its_own_model():
+    wanted = recipe("algorithm.use_kl_in_reward=true", "critic.path=c", "ref.path=r")
+    actor, critic, ref = plan_roles(wanted, 1, models(DENSE, critic=MOE, ref=TIED))
+    _, alike = plan_roles(recipe("model.path=c"), 1, models(MOE))
+    assert critic.memory == alike.memory
+    assert critic.parameters == alike.parameters
+    assert (actor.parameters, ref.parameters) == (by_hand(DENSE), by_hand(TIED))

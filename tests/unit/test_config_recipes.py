@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from mppo.config.checks import load_checked
 from mppo.config.document import parse_yaml
 from mppo.config.load import load_recipe
 from mppo.config.plan import describe_plan, plan_roles
-from mppo.config.rule import world_size_of
+from mppo.config.rule import roles_in_use, world_size_of
 from mppo.data.builtin import resolve_model
+from mppo.train import main
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -40,10 +42,15 @@ def read_config(tmp_path_factory):
     return read
 
 
+def configs(recipe, read_config):
+    """Config objects by role."""
+    return {role.name: read_config(role.path) for role in roles_in_use(recipe)}
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipe_breaks_no_rule(path, read_config):
     recipe = load_checked(path, [], None, read_config, files=False)
-    plan = describe_plan(recipe, world_size_of(recipe), read_config(recipe.model.path))
+    plan = describe_plan(recipe, world_size_of(recipe), configs(recipe, read_config))
     for heading in ("# resolved recipe", "# layout of", "# one iteration", "# parameters"):
         assert heading in plan
 
@@ -60,7 +67,7 @@ def test_parameter_count_is_the_published_one(name, read_config):
     layers = config.num_hidden_layers
     overrides = ["data.task=arithmetic", f"model.path={name}", "data.max_response_length=64"]
     recipe = load_checked(None, overrides, 1, read_config, files=False)
-    plan = plan_roles(recipe, 1, config)[0]
+    plan = plan_roles(recipe, 1, configs(recipe, read_config))[0]
     assert (plan.parameters, layers) == (PARAMETERS[name], layers)
     assert plan.stage_parameters == [plan.parameters]
 
@@ -69,7 +76,7 @@ def test_a_cluster_recipe_shows_its_layouts(read_config):
     path = ROOT / "recipes" / "qwen2.5_32b_gsm8k_math.yaml"
     recipe = load_checked(path, [], None, read_config, files=False)
     assert world_size_of(recipe) == 32
-    text = describe_plan(recipe, 32, read_config(recipe.model.path))
+    text = describe_plan(recipe, 32, configs(recipe, read_config))
     assert "TP8 x PP2 x DP2" in text
     assert "TP8 x DP4" in text
     assert "31    tp7 cp0 dp1 pp1  tp7 cp0 dp3 pp0" in text
@@ -78,3 +85,17 @@ def test_a_cluster_recipe_shows_its_layouts(read_config):
 def test_recipes_keep_every_key_spelt_once():
     for path in [*RECIPES, *(ROOT / "recipes" / "common").glob("*.yaml")]:
         assert isinstance(parse_yaml(path.read_text()), dict)
+
+
+def test_a_dry_run_counts_every_role_by_its_own_model(tmp_path, capsys):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("data: {task: arithmetic, max_prompt_length: 64, max_response_length: 64}\n")
+    moonlight = "builtin:tiny-moonlight"
+    own = ("model.path=builtin:tiny", f"critic.path={moonlight}", "algorithm.use_kl_in_reward=true")
+    assert main(["--config", str(path), "--dry-run", *own]) == 0
+    text = capsys.readouterr().out.split("# parameters and estimated memory")[1]
+    counted = dict(re.findall(r"^(actor|critic|ref) +([\d,]+)", text, re.MULTILINE))
+    assert counted["actor"] == counted["ref"] != counted["critic"]
+    assert main(["--config", str(path), "--dry-run", f"model.path={moonlight}"]) == 0
+    alike = capsys.readouterr().out.split("# parameters and estimated memory")[1]
+    assert re.search(r"^critic .*$", alike, re.MULTILINE)[0] in text
