@@ -205,11 +205,12 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
     # imported here, for `collect` runs on every node and has no use for them
     from mppo.config.checks import load_checked
     from mppo.data.builtin import read_model_config, resolve_model
+    from mppo.models.overrides import override_faults
 
     def read(path: str):
         return read_model_config(resolve_model(path))
 
-    load_checked(config, overrides, world_size, read)
+    load_checked(config, overrides, world_size, read, judge_role=override_faults)
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)
 
 

@@ -25,6 +25,7 @@ from mppo.data.loader import PromptLoader
 from mppo.data.source import load_prompts
 from mppo.estimate import kl_controller
 from mppo.faults import is_out_of_memory, out_of_memory_message
+from mppo.models.overrides import override_faults
 from mppo.parallel import device
 from mppo.parallel.heartbeat import watching
 from mppo.parallel.launch import LaunchInfo, discover, process_group
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = arguments.world_size or (info.world_size if started else None)
         with_data = not arguments.dry_run
         recipe = load_checked(
-            arguments.config, arguments.overrides, world, _read_config, files=with_data
+            arguments.config, arguments.overrides, world, _read_config, with_data, override_faults
         )
         if arguments.dry_run:
             return _dry_run(recipe, world or world_size_of(recipe), info)

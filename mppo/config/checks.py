@@ -11,7 +11,7 @@ from mppo.config import algorithm_rules, engine_rules, layout_rules, training_ru
 from mppo.config.errors import ConfigError, Fault
 from mppo.config.file_rules import check_files
 from mppo.config.load import read_recipe, source_name
-from mppo.config.rule import RULES, Case, roles_in_use, world_size_of
+from mppo.config.rule import RULES, Case, RoleCase, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.weights.shape import model_shape, rope_parameters
 
@@ -20,6 +20,10 @@ RULE_MODULES = (layout_rules, training_rules, algorithm_rules, engine_rules)
 
 ReadConfig = Callable[[str], Any]
 """Model path to its Hugging Face config object; raises ValueError or ConfigError."""
+
+JudgeRole = Callable[[RoleCase, Any], Iterable[Fault]]
+"""Role and config object of its model to what only Megatron can tell to be wrong; raises ValueError
+for a model it cannot represent."""
 
 
 def check_recipe(
@@ -62,6 +66,7 @@ def load_checked(
     world_size: int | None,
     read_hf_config: ReadConfig | None = None,
     files: bool = True,
+    judge_role: JudgeRole | None = None,
 ) -> Recipe:
     """Load a recipe and judge all of it: form, rules, models, files.
 
@@ -71,6 +76,7 @@ def load_checked(
         world_size: number of ranks; None: as many as the recipe asks for (``world_size_of``).
         read_hf_config: opens the config of a model path; None leaves models unjudged.
         files: whether the files must be there (a dry run does without weights and data).
+        judge_role: judges a role whose model is known; None leaves it out.
 
     Returns:
         The recipe.
@@ -90,6 +96,8 @@ def load_checked(
         known_faults = known | {fault.key for fault in found}
         world_size = world_size or world_size_of(recipe)
         found += check_recipe(recipe, world_size, configs, known_faults)
+        if judge_role is not None:
+            found += _judge_roles(recipe, configs, judge_role, {fault.key for fault in found})
         faults = faults + [fault for fault in found if fault.key not in known]
     if recipe is None or faults:
         raise ConfigError(faults, source=source_name(path))
@@ -112,6 +120,20 @@ def _read_configs(
         except (ValueError, OSError) as error:
             faults.append(_model_fault(role.path_key, role.path, error))
     return configs, _told_once(faults)
+
+
+def _judge_roles(
+    recipe: Recipe, configs: Mapping[str, Any], judge_role: JudgeRole, faulty: Collection[str]
+) -> list[Fault]:
+    """What ``judge_role`` finds in the roles whose model is known and has no fault."""
+    faults: list[Fault] = []
+    for role in roles_in_use(recipe):
+        if role.name in configs and role.path_key not in faulty:
+            try:
+                faults += judge_role(role, configs[role.name])
+            except ValueError as error:
+                faults.append(_model_fault(role.path_key, role.path, error))
+    return _told_once(faults)
 
 
 def _model_fault(key: str, name: str, error: Exception) -> Fault:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
@@ -9,6 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_model_config
 
+from mppo.config.errors import ConfigError, Fault
 from mppo.config.schema import MegatronConfig
 from mppo.models.families import FamilyConfig
 from mppo.parallel import device
@@ -49,7 +52,33 @@ def transformer_config(
     Returns:
         TransformerConfig, or MLATransformerConfig for MLA families. Losses are summed over
         micro-batches and data-parallel ranks, not averaged (``calculate_per_token_loss``).
+
+    Raises:
+        ConfigError: Megatron does not take what ``override_transformer_config`` says.
     """
+    values = fields_set(family, megatron, layout, dtype, trained)
+    values.update(megatron.override_transformer_config)
+    try:
+        config = (MLATransformerConfig if family.is_mla else TransformerConfig)(**values)
+    except (TypeError, ValueError, AssertionError) as error:
+        if not megatron.override_transformer_config:
+            raise
+        raise _override_error(megatron, error) from error
+    config.offload_activations = megatron.offload_activations
+    for name, value in family.config_attributes.items():
+        setattr(config, name, value)
+    return config
+
+
+def fields_set(
+    family: FamilyConfig,
+    megatron: MegatronConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+    trained: bool = False,
+) -> dict[str, Any]:
+    """The configuration's fields before ``override_transformer_config``; arguments as of
+    :func:`transformer_config`."""
     sequence_parallel = megatron.sequence_parallel and layout.tp > 1
     use_te = device.has_transformer_engine()
     values = dict(
@@ -91,13 +120,15 @@ def transformer_config(
         deallocate_pipeline_outputs=device.is_cuda() or layout.vpp == 1,
         **_recompute(megatron.recompute_granularity),
     )
-    values.update(family.transformer_kwargs)
-    values.update(megatron.override_transformer_config)
-    config = (MLATransformerConfig if family.is_mla else TransformerConfig)(**values)
-    config.offload_activations = megatron.offload_activations
-    for name, value in family.config_attributes.items():
-        setattr(config, name, value)
-    return config
+    return values | family.transformer_kwargs
+
+
+def _override_error(megatron: MegatronConfig, error: Exception) -> ConfigError:
+    """That Megatron does not take the fields overridden."""
+    why = f"Megatron-Core's TransformerConfig refuses it: {error}"
+    cure = "correct or leave out what it names"
+    key = "megatron.override_transformer_config"
+    return ConfigError([Fault(key, megatron.override_transformer_config, why, cure)])
 
 
 def _pipeline_chunks(layers: tuple[int, ...] | None) -> list[list[str]] | None:

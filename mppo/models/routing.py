@@ -77,20 +77,15 @@ class RoleRouting:
         megatron: the role's section of the recipe.
         replay: which choices the update takes.
         groups: the layout's groups.
-        config: Megatron's configuration.
-
-    Raises:
-        ValueError: a recomputation in which the router would see another micro-batch.
+        config: Megatron's configuration; a router is recomputed with its layer only, as it would
+            else see another micro-batch.
     """
 
     def __init__(
         self, stages, megatron: MegatronConfig, replay: Replay, groups: LayoutGroups, config
     ) -> None:
-        if config.recompute_granularity == "selective" and "moe" in config.recompute_modules:
-            raise ValueError(
-                "override_transformer_config.recompute_modules: 'moe' recomputes the router apart "
-                "from its layer; use recompute_granularity = full, or leave 'moe' out"
-            )
+        selective = config.recompute_granularity == "selective"
+        assert not (selective and "moe" in config.recompute_modules), "see override_faults"
         self._routers = [layer.router for layer in moe_layers(stages)]
         self._biased = [router for router in self._routers if router.enable_expert_bias]
         self._groups = groups

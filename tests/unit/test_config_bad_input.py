@@ -202,6 +202,7 @@ SETTINGS = [
 
 # layouts on four ranks: name, overrides, key, message
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+OVERRIDE = "actor.megatron.override_transformer_config"
 LAYOUTS = [
     ("world not a multiple", f"actor.megatron.{TP}=4 actor.megatron.{PP}=2", "actor.megatron",
      "start a multiple of 8 ranks"),
@@ -223,6 +224,26 @@ LAYOUTS = [
     ("a reference that the actor's layout does not fit", "algorithm.use_kl_in_reward=true "
      f"ref.path={{three_layers}} actor.megatron.{PP}=2", f"actor.megatron.{PP}",
      "or give ref.megatron a layout of its own"),
+    ("a field Megatron does not have", f"{OVERRIDE}.recompute_module=[mlp]",
+     f"{OVERRIDE}.recompute_module", "did you mean recompute_modules?"),
+    ("a field of latent attention in another model", f"{OVERRIDE}.kv_lora_rank=8",
+     f"{OVERRIDE}.kv_lora_rank", "has no such field"),
+    ("dropout", f"{OVERRIDE}.attention_dropout=0.1", f"{OVERRIDE}.attention_dropout",
+     "other log-probabilities each time"),
+    ("a loss divided twice", f"{OVERRIDE}.calculate_per_token_loss=false",
+     f"{OVERRIDE}.calculate_per_token_loss", "the normaliser of the global batch already"),
+    ("a size beside the recipe's", f"{OVERRIDE}.{TP}=2", f"{OVERRIDE}.{TP}",
+     f"set actor.megatron.{TP}"),
+    ("a dtype beside the recipe's", f"{OVERRIDE}.bf16=true", f"{OVERRIDE}.bf16", "set model.dtype"),
+    ("another model by its fields", f"{OVERRIDE}.layernorm_epsilon=0.1",
+     f"{OVERRIDE}.layernorm_epsilon", "is part of the model"),
+    ("a router recomputed apart", "model.path=builtin:tiny-moe "
+     "algorithm.adv_estimator=reinforce_plus_plus actor.megatron.recompute_granularity=selective "
+     f"{OVERRIDE}.recompute_modules=[moe]", f"{OVERRIDE}.recompute_modules",
+     "recomputes the router apart"),
+    ("a reference's field Megatron does not have", "algorithm.use_kl_in_reward=true "
+     'ref.megatron={{"override_transformer_config":{{"nonsense":1}}}}',
+     "ref.megatron.override_transformer_config.nonsense", "has no such field"),
     ("experts' world not a multiple", "model.path={six_experts} "
      "algorithm.adv_estimator=reinforce_plus_plus actor.megatron.expert_tensor_parallel_size=2 "
      "actor.megatron.expert_model_parallel_size=3", "actor.megatron",

@@ -1,0 +1,134 @@
+"""Which fields of Megatron's TransformerConfig ``override_transformer_config`` may set.
+
+Those that change how a model is computed, as precision of an operation, fusion or recomputation
+do. What the recipe has a key for, what the model's config.json says, and what the loop's results
+rest on are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from mppo.config.errors import Fault, nearest
+from mppo.config.rule import RoleCase
+from mppo.config.schema import MegatronConfig
+from mppo.models.families import family_config
+
+OTHER_NAMES = {
+    **dict.fromkeys(
+        ("params_dtype", "pipeline_dtype", "bf16", "fp16", "enable_autocast", "autocast_dtype"),
+        "model.dtype",
+    ),
+    **dict.fromkeys(
+        (
+            "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        ),
+        "pipeline_layers",
+    ),
+    **dict.fromkeys(
+        ("hierarchical_context_parallel_sizes", "hybrid_context_parallel"), "cp_comm_type"
+    ),
+    "moe_extended_tp": "expert_tensor_parallel_size",
+    "moe_token_dropping": "moe_expert_capacity_factor",
+    "moe_enable_routing_replay": "actor.router_replay",
+}  # fmt: skip
+"""Fields whose recipe key is called otherwise; a name without a dot lies below ``megatron``."""
+
+DECIDED = {
+    **dict.fromkeys(
+        (
+            "hidden_dropout", "attention_dropout", "moe_input_jitter_eps",
+            "moe_router_force_load_balancing",
+        ),
+        "randomness in a forward pass makes the same weights give other log-probabilities each "
+        "time, which the policy's ratio takes for a change of the policy",
+    ),
+    **dict.fromkeys(
+        (
+            "calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func",
+            "no_sync_func", "grad_sync_func", "param_sync_func",
+        ),
+        "losses carry the normaliser of the global batch already; Megatron must only add "
+        "gradients up",
+    ),
+    **dict.fromkeys(
+        (
+            "variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm", "use_ring_exchange_p2p",
+            "deallocate_pipeline_outputs",
+        ),
+        "follows from the layout and the device; another value gives wrong gradients or none",
+    ),
+    "delay_wgrad_compute": "nothing in this loop computes the delayed weight gradients",
+}  # fmt: skip
+"""Fields that the results rest on, and why they are as they are."""
+
+ARCHITECTURE = frozenset(
+    {
+        "layernorm_zero_centered_gamma", "multi_latent_attention", "softmax_scale", "softmax_type",
+        "window_size", "window_attn_skip_freq", "no_rope_freq", "qk_l2_norm", "rotary_interleaved",
+        "attention_output_gate", "apply_residual_connection_post_layernorm", "glu_linear_offset",
+        "activation_func_clamp_value", "moe_apply_probs_on_input", "mtp_num_layers",
+    }
+)  # fmt: skip
+"""Fields that say which function a model is, besides those its family sets."""
+
+
+def override_faults(role: RoleCase, hf_config: Any) -> Iterator[Fault]:
+    """What is wrong with a role's ``override_transformer_config``.
+
+    Args:
+        role: the role.
+        hf_config: transformers config of its model.
+
+    Raises:
+        ValueError: Megatron cannot represent the model exactly.
+    """
+    overrides = role.megatron.override_transformer_config
+    if not overrides:
+        return
+    family = family_config(hf_config)
+    architecture = ARCHITECTURE | family.transformer_kwargs.keys()
+    known = transformer_fields(family.is_mla)
+    for name, value in overrides.items():
+        key = f"{role.key}.override_transformer_config.{name}"
+        recipe_key = _recipe_key(role, name)
+        if recipe_key is not None:
+            yield Fault(key, value, "the recipe has a key for it", f"set {recipe_key}")
+        elif name in DECIDED:
+            yield Fault(key, value, DECIDED[name], "leave it out")
+        elif name in architecture:
+            cure = f"leave it out, or give {role.path_key} a model whose config.json says so"
+            yield Fault(key, value, "is part of the model, and the rollout engine's too", cure)
+        elif name not in known:
+            guess = nearest(name, known - architecture - DECIDED.keys())
+            cure = f"did you mean {guess}?" if guess else "leave it out"
+            yield Fault(key, value, "Megatron-Core's TransformerConfig has no such field", cure)
+    modules = overrides.get("recompute_modules")
+    apart = isinstance(modules, list) and "moe" in modules and "num_moe_experts" in architecture
+    if apart and role.megatron.recompute_granularity == "selective":
+        key = f"{role.key}.override_transformer_config.recompute_modules"
+        cure = f"set {role.key}.recompute_granularity to full, or leave 'moe' out"
+        yield Fault(key, modules, "'moe' recomputes the router apart from its layer", cure)
+
+
+def transformer_fields(latent: bool) -> frozenset[str]:
+    """Names of the fields of the installed Megatron-Core's configuration; ``latent``: of latent
+    attention's."""
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
+    kind = MLATransformerConfig if latent else TransformerConfig
+    return frozenset(field.name for field in fields(kind) if not field.name.startswith("_"))
+
+
+def _recipe_key(role: RoleCase, name: str) -> str | None:
+    """The recipe's key for a field, where it has one."""
+    name = OTHER_NAMES.get(name, name)
+    if "." in name:
+        return name
+    return f"{role.key}.{name}" if name in MegatronConfig.model_fields else None
