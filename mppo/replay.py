@@ -157,6 +157,8 @@ def replay(case: Case, experience: Experience, roles: Roles) -> list[str]:
             learner.run_once(experience.measured.batch, tuple(case.mini_batch))
         found += outputs[:_SHOWN]
         found += gradients_not_finite(learner.role)[:_SHOWN]
+        if not math.isfinite(learner.role.loss):
+            found.append(f"{learner.role.name}: loss {learner.role.loss}")
         statistics = learner.stats[-1]
         bad = sorted(name for name, value in statistics.items() if not math.isfinite(value))
         found += [f"{learner.role.name}: statistics {', '.join(bad)}"] if bad else []

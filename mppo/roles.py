@@ -39,7 +39,7 @@ from mppo.plain_text import PlainText
 
 
 class NonFiniteStep(RuntimeError):
-    """A role's gradient was inf or nan and the run stops; no role took the step.
+    """A role's loss or gradient was inf or nan and the run stops; no role took the step.
 
     Args:
         when: the step.
@@ -52,10 +52,14 @@ class NonFiniteStep(RuntimeError):
         self, when: str, results: Mapping[str, StepResult], cure: str, mini_batch: tuple[int, ...]
     ) -> None:
         self.mini_batch = mini_batch
-        norms = ", ".join(f"{name} {result.grad_norm}" for name, result in results.items())
+        numbers = "; ".join(
+            f"{name}: loss {result.loss}, norm {result.grad_norm}"
+            for name, result in results.items()
+        )
         names = " and ".join(results)
         super().__init__(
-            f"gradient norm at {when} is not finite ({norms}); {names} took no step: {cure}"
+            f"loss or gradient norm at {when} is not finite ({numbers}); "
+            f"{names} took no step: {cure}"
         )
 
 
@@ -263,7 +267,7 @@ class Roles:
         """All epochs and mini-batches of critic and actor, side by side; their metrics.
 
         Raises:
-            NonFiniteStep: a gradient was not finite and the recipe says to stop, or for the
+            NonFiniteStep: a loss or gradient was not finite and the recipe says to stop, or for the
                 ``trainer.max_nonfinite_in_a_row``-th time in a row.
             Abandoned: the run is asked to stop and the rest would take too long.
         """

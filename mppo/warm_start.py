@@ -55,7 +55,7 @@ def warm_start(
         ``out``.
 
     Raises:
-        NonFiniteStep: a gradient was not finite; nothing is written.
+        NonFiniteStep: a loss or gradient was not finite; nothing is written.
     """
     trainer, size = recipe.trainer, recipe.trainer.warm_start_batch_size
     spec = RoleSpec(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mppo.algos.packing import select_sequences
+from mppo.algos.packing import select_sequences, sequence_token_indices
 from mppo.batch import Batch
 from mppo.models.context import ContextPlace, split_context
 from mppo.models.packing import Packing, pack, pack_context
@@ -45,6 +45,14 @@ class MicroBatch:
         if len(self.index_N) == 0:
             return x_T + x_N.sum()
         return x_T.index_copy(0, self.index_N, x_N)
+
+    def tokens_in(self, batch: Batch) -> Tensor:
+        """Where its tokens lie in the batch it was cut from: int64 ``[T]`` (CPU)."""
+        return sequence_token_indices(batch.cu_seqlens, self.indices)
+
+    def predicted_in(self, batch: Batch) -> Tensor:
+        """Where the response tokens predicted here lie in that batch: int64 ``[N]`` (CPU)."""
+        return self.tokens_in(batch)[self.index_N.cpu()]
 
 
 def cut(

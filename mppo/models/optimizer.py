@@ -25,10 +25,14 @@ class StepResult:
     """What an optimizer step did.
 
     Args:
-        grad_norm: norm of the whole gradient before clipping, the same on every rank.
-        applied: False where the gradient was not finite; the weights are then untouched.
+        loss: of the whole mini-batch.
+        grad_norm: norm of the whole gradient before clipping.
+        applied: False where loss or gradient was not finite; the weights are then untouched.
+
+    All are the same on every rank.
     """
 
+    loss: float
     grad_norm: float
     applied: bool
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from mppo.algos.packing import sequence_token_indices
 from mppo.batch import Batch
 from mppo.models.average import MovingAverage
 from mppo.models.configuration import transformer_config
@@ -59,6 +58,7 @@ class Role:
 
     Attributes:
         flops: operations of its passes.
+        loss: of the mini-batch whose gradient is accumulated, the same on every rank.
         fresh: parameters that ``spec.folder`` does not have: a value head of a plain model.
         slices: the current weights as pieces for the ranks of an engine.
     """
@@ -103,6 +103,7 @@ class Role:
         if spec.ema_decay is not None:
             self.average = MovingAverage(self.stages, spec.ema_decay)
         self._reference: Projection | None = None
+        self.loss = 0.0
         self._stat_names: list[str] | None = None
         self.slices = SliceSource(self.stages, hf_config, self.layout)
 
@@ -168,7 +169,7 @@ class Role:
         hidden_T = torch.zeros(len(batch.tokens_T), width, dtype=self.spec.dtype)
         if self.groups.is_last_stage and self.groups.coordinates.tp == 0:
             for microbatch, (_, hidden_N) in zip(microbatches, parts):
-                hidden_T[_response_indices(batch, microbatch)] = hidden_N
+                hidden_T[microbatch.predicted_in(batch)] = hidden_N
         for rows in hidden_T.split(_EXCHANGED_ROWS):
             exchanged = rows.float().to(device.device())
             dist.all_reduce(exchanged)
@@ -215,7 +216,7 @@ class Role:
         outputs = torch.zeros(count, len(batch.tokens_T), device=device.device())
         if self.groups.speaks:
             for microbatch, part in zip(microbatches, parts):
-                where = _token_indices(batch, microbatch.indices).to(outputs.device)
+                where = microbatch.tokens_in(batch).to(outputs.device)
                 outputs[:, where] = torch.stack(part)
         dist.all_reduce(outputs)
         return tuple(outputs.cpu())
@@ -268,18 +269,25 @@ class Role:
             microbatches = self._cut(batch, plan)
             if self.routing:
                 self.routing.before_update(batch, plan, microbatches)
+
+            def finish(hidden: Tensor, microbatch: MicroBatch):
+                outputs = self._head(batch, extras, hidden, microbatch)
+                loss, stats = objective(outputs, microbatch.indices)
+                return loss, (loss.detach(), stats)
+
             parts = run_pipeline(
                 self._chunks,
                 microbatches,
                 _run_chunk,
-                lambda hidden, m: objective(self._head(batch, extras, hidden, m), m.indices),
+                finish,
                 backward=True,
                 max_tokens=max(len(m.tokens_t) for m in microbatches),
             )
-        return self._sum_statistics(parts)
+        self.loss, stats = self._sum_statistics(parts)
+        return stats
 
     def optimizer_step(self) -> StepResult:
-        """Apply the accumulated gradient, unless it is not finite."""
+        """Apply the accumulated gradient, unless it or its loss is not finite."""
         return step_together([self])[self.name]
 
     def routing_metrics(self) -> dict[str, float]:
@@ -351,7 +359,7 @@ class Role:
             outputs = (*outputs, torch.zeros_like(outputs[0]))
         elif extras.ref_hidden_T is not None:
             assert self._reference is not None, "compare_with comes first"
-            theirs = extras.ref_hidden_T[_response_indices(batch, microbatch)].to(chosen.device)
+            theirs = extras.ref_hidden_T[microbatch.predicted_in(batch)].to(chosen.device)
             kl = chunked_full_kl(chosen, weight, theirs, vocabulary, self._reference)
             outputs = (*outputs, kl)
         return self._whole(outputs, microbatch)
@@ -394,32 +402,38 @@ class Role:
             outputs_T = reduce_from_tensor_model_parallel_region(outputs_T, self.groups.cp)
         return tuple(outputs_T)
 
-    def _sum_statistics(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    def _sum_statistics(
+        self, parts: Sequence[tuple[Tensor, dict[str, Tensor]]]
+    ) -> tuple[float, dict[str, float]]:
+        """Loss and statistics over the micro-batches of all ranks."""
         if self._stat_names is None:
             known = [None] * dist.get_world_size()
-            dist.all_gather_object(known, sorted(parts[0]) if parts else None)
+            dist.all_gather_object(known, sorted(parts[0][1]) if parts else None)
             self._stat_names = next(names for names in known if names is not None)
-        totals = torch.zeros(len(self._stat_names), dtype=torch.float64)
+        totals = torch.zeros(1 + len(self._stat_names), dtype=torch.float64)
         if self.groups.speaks:
-            for part in parts:
-                totals += torch.tensor([float(part[name]) for name in self._stat_names])
+            for loss, stats in parts:
+                totals += torch.tensor([float(loss), *(float(stats[n]) for n in self._stat_names)])
         totals = totals.to(device.device())
         dist.all_reduce(totals)
-        return dict(zip(self._stat_names, totals.tolist()))
+        loss, *sums = totals.tolist()
+        return loss, dict(zip(self._stat_names, sums))
 
 
 def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
-    """Apply the accumulated gradients of several roles: all of them, or none if any is not finite.
+    """Apply the accumulated gradients of several roles: all of them, or none if any gradient, or
+    the loss it belongs to, is not finite.
 
     Returns:
-        By role name; the norms are the same on every rank, and so is the decision.
+        By role name.
     """
     norms = {}
     for role in roles:
         assert role.optimizer is not None, f"{role.name} is frozen"
         with role.groups.active():
             norms[role.name] = role.optimizer.gradient_norm()
-    finite = all(math.isfinite(norm) for norm in norms.values())
+    numbers = [*norms.values(), *(role.loss for role in roles)]
+    finite = all(math.isfinite(number) for number in numbers)
     for role in roles if finite else ():
         with role.groups.active():
             role.optimizer.apply(norms[role.name])
@@ -427,18 +441,9 @@ def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
                 role.routing.move_expert_biases()
         if role.average is not None:
             role.average.update()
-    return {name: StepResult(norm, finite) for name, norm in norms.items()}
+    return {role.name: StepResult(role.loss, norms[role.name], finite) for role in roles}
 
 
 def _run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
     stage = chunk.module if hasattr(chunk, "ddp_config") else chunk
     return stage.forward_packed(microbatch.tokens_t, microbatch.packing)
-
-
-def _response_indices(batch: Batch, microbatch: MicroBatch) -> Tensor:
-    """Where the response tokens that a micro-batch predicts here lie in the batch: ``[N]``."""
-    return _token_indices(batch, microbatch.indices)[microbatch.index_N.cpu()]
-
-
-def _token_indices(batch: Batch, indices: Sequence[int]) -> Tensor:
-    return sequence_token_indices(batch.cu_seqlens, indices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ VARIANTS = {
 """The actor's layout, the reference's, and sequences per micro-batch."""
 
 BIASED = {"moe_router_bias_update_rate": 0.01}
-EXPERTS = {"": {}, "TP2 x EP2 x PP2": {TP: 2, PP: 2, "expert_model_parallel_size": 2}}
+EXPERTS = {"": {}, "TP2 x EP2": {TP: 2, "expert_model_parallel_size": 2}}
 """Layouts, on one process and on four, of a model whose routers' biases move."""
 
 KEPT = ("", "TP2 x PP2")
@@ -141,7 +142,8 @@ def _keep_and_resume(actor, folder: Path, registry) -> dict[str, Any]:
 
 
 def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]:
-    """Train actor and critic, the critic's gradient being infinite in the first of two steps."""
+    """Train actor and critic, of three steps the first with an infinite gradient of the critic, the
+    second with an infinite loss, whose gradient is finite, of one of its sequences."""
     from layout_case import objective
 
     from mppo.models.role import step_together
@@ -153,20 +155,22 @@ def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]
     batch, roles = batch_of(), (actor, critic)
     lengths = batch.lengths_B.tolist()
     seen = [[_weights(role) for role in roles]]
-    for factor in (torch.inf, 1.0):
+    for factor, lost in ((torch.inf, 0.0), (1.0, torch.inf), (1.0, 0.0)):
         for role in roles:
             shape = role.shape(measuring=False)
             plan = update_schedule(lengths, shape, [range(len(lengths))])[0].microbatches
             role.optimizer.advance()
-            scale = factor if role is critic else 1.0
+            scale, added = (factor, lost) if role is critic else (1.0, 0.0)
 
-            def loss(outputs, indices, scale=scale):
+            def loss(outputs, indices, scale=scale, added=added):
                 total, stats = objective(batch)(outputs, indices)
-                return scale * total, stats
+                return scale * total + (added if 0 in indices else 0.0), stats
 
             role.forward_backward(batch, plan, loss)
         results = step_together(roles)
-        assert {result.applied for result in results.values()} == {factor == 1.0}
+        assert {result.applied for result in results.values()} == {factor == 1.0 and lost == 0.0}
+        assert isfinite(results["critic"].grad_norm) == (factor == 1.0)
+        assert isfinite(results["critic"].loss) == (factor == 1.0 and lost == 0.0)
         seen.append([_weights(role) for role in roles])
     return {"weights": seen, "average": _average(actor)}
 
@@ -280,31 +284,32 @@ def test_the_average_is_exported_whole(outcomes):
             assert torch.equal(outcome["exported"][name], average), name
 
 
-def test_an_overflow_of_the_critic_stops_the_actors_step_too(overflows):
+def test_an_infinite_gradient_or_loss_of_the_critic_stops_the_actors_step_too(overflows):
     for outcome in overflows.values():
-        before, after_overflow, after = outcome["weights"]
-        for start, skipped, stepped in zip(before, after_overflow, after):
+        before, *skipped, after = outcome["weights"]
+        for role, (start, stepped) in enumerate(zip(before, after)):
             for name, weight in start.items():
-                assert torch.equal(skipped[name], weight), name
+                assert torch.equal(skipped[0][role][name], weight), name
+                assert torch.equal(skipped[1][role][name], weight), f"{name}: an infinite loss"
             assert any(not torch.equal(stepped[name], weight) for name, weight in start.items())
 
 
 def test_the_average_leaves_out_a_step_that_overflowed(overflows):
     for model in ("dense", f"dense {KEPT[1]}"):
-        (start, _), _, (stepped, _) = overflows[model]["weights"]
+        (start, _), *_, (stepped, _) = overflows[model]["weights"]
         for name, average in overflows[model]["average"].items():
             want = DECAY * start[name] + (1 - DECAY) * stepped[name]
             torch.testing.assert_close(average, want, rtol=1e-5, atol=1e-6)
 
 
 def test_expert_biases_move_with_the_step_that_is_applied(overflows):
-    alone, together = overflows["experts"], overflows["experts TP2 x EP2 x PP2"]
+    alone, together = overflows["experts"], overflows["experts TP2 x EP2"]
     for role in (0, 1):
-        start, stepped = alone["weights"][0][role], alone["weights"][2][role]
+        start, stepped = alone["weights"][0][role], alone["weights"][-1][role]
         biases = [name for name in start if name.endswith("e_score_correction_bias")]
         assert len(biases) == 3
         for name in biases:
             moved = (stepped[name] - start[name]) / BIASED["moe_router_bias_update_rate"]
             assert moved.abs().max() > 0.5, name
             torch.testing.assert_close(moved, moved.round(), atol=1e-4, rtol=0)
-            assert torch.equal(together["weights"][2][role][name], stepped[name]), name
+            assert torch.equal(together["weights"][-1][role][name], stepped[name]), name

@@ -172,7 +172,7 @@ def test_asked_twice_it_exits_at_once(tmp_path):
     assert "SIGTERM again: exiting at once" in run.text(0)
 
 
-BLOWN_UP = ["actor.optim.lr=1e30", "trainer.save_freq=-1"]
+BLOWN_UP = ["actor.optim.lr=1e30", "critic.optim.lr=1e17", "trainer.save_freq=-1"]
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_path, capsys):
@@ -180,7 +180,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_pat
     codes = run.codes()
     assert codes == [1, 1]
     text = run.texts()
-    assert "gradient norm at step" in text
+    assert re.search(r"loss or gradient norm at step 1.*critic: loss nan.*actor: .*norm nan", text)
     assert "took no step" in text
     (case,) = (tmp_path / "nonfinite").iterdir()
     again = LaunchedRun(tmp_path / "again", program="mppo.replay", argv=[str(case)])
@@ -193,6 +193,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_pat
     assert "it names posix.mkdir; take a checkpoint from whom you trust" in told
     assert not (tmp_path / "done").exists()
     assert re.search(r"rank \d: actor: gradient of chunk 0 \S+ has \d+ of \d+", again.texts())
+    assert re.search(r"rank \d: critic: loss nan", again.texts())
 
 
 def test_steps_that_are_not_finite_are_left_out_counted_and_limited(tmp_path):
