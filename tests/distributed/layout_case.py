@@ -35,6 +35,7 @@ class Case:
         dtype: of the parameters.
         beside: a second role in the same processes; both take turns, pass by pass.
         chunk: positions whose logits exist at one time.
+        token_budget: tokens per micro-batch, instead of sequences.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Case:
     dtype: str = "float32"
     beside: Case | None = None
     chunk: int = 7
+    token_budget: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,18 @@ def objective(batch: Batch):
     return loss
 
 
+def starting_from(measured: tuple[torch.Tensor, ...], batch: Batch, loss_of):
+    """``loss_of``, asserting that a pass in training gives what was measured: a ratio of 1."""
+
+    def loss(outputs, indices):
+        for output, whole in zip(outputs, measured, strict=True):
+            before = select_sequences(whole, batch.cu_seqlens, list(indices))
+            torch.testing.assert_close(output.detach().float(), before, atol=1e-6, rtol=0)
+        return loss_of(outputs, indices)
+
+    return loss
+
+
 def build_role(case: Case, folder: Path, registry):
     """The role of a case on the running process group."""
     from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
@@ -109,15 +123,19 @@ def build_role(case: Case, folder: Path, registry):
     from mppo.models.role import Role, RoleSpec
 
     megatron = MegatronConfig(**case.megatron)
+    batching = BatchingConfig(
+        ppo_micro_batch_size_per_gpu=case.micro_batch, head_chunk_tokens=case.chunk
+    )
+    if case.token_budget is not None:
+        budget = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": case.token_budget}
+        batching = batching.model_copy(update=budget)
     spec = RoleSpec(
         name="actor",
         head=case.head,
         folder=Path(case.source) if case.source else folder / case.model,
         dtype=getattr(torch, case.dtype),
         megatron=megatron,
-        batching=BatchingConfig(
-            ppo_micro_batch_size_per_gpu=case.micro_batch, head_chunk_tokens=case.chunk
-        ),
+        batching=batching,
         temperature=0.9,
         optim=OptimConfig(lr=0.05, eps=0.01, weight_decay=0.0),
         total_steps=10,
@@ -153,9 +171,11 @@ def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
     initial = _weights(role)
     action = update_schedule(lengths, role.shape(measuring=False), [range(len(lengths))])[0]
     role.optimizer.advance()
-    stats, norms = [], []
-    for _ in range(case.steps):
-        stats.append(role.forward_backward(batch, action.microbatches, objective(batch)))
+    stats, norms, loss_of = [], [], objective(batch)
+    first = starting_from(measured, batch, loss_of) if case.dtype == "float32" else loss_of
+    for step in range(case.steps):
+        losses = loss_of if step else first
+        stats.append(role.forward_backward(batch, action.microbatches, losses))
         norms.append(role.optimizer_step().grad_norm)
         yield None
     losses = [s["loss"] for s in stats]

@@ -70,6 +70,11 @@ ONE_BATCH = [
     "algorithm.filter_groups.enable=false", "trainer.total_training_steps=3", "trainer.save_freq=1",
     "trainer.checkpoint_hf=true", "algorithm.rollout_correction.rollout_is=token",
 ]  # fmt: skip
+ON_POLICY = [
+    "algorithm.filter_groups.enable=false", "actor.ppo_epochs=1", "actor.ppo_mini_batch_size=6",
+    "algorithm.kl_penalty=kl", "actor.kl_loss_type=kl", "trainer.total_training_steps=1",
+]  # fmt: skip
+"""One mini-batch, once: no weight changes before the only pass over it."""
 AHEAD = ["trainer.rollout_ahead=1"]
 """Recipes refuse these with the local engine, which generates at once: nothing overlaps, and all
 else is as with servers apart."""
@@ -125,17 +130,19 @@ def results(tmp_path_factory):
     (out / "text.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
     resumed = [key.format(out / "run1-2" / "checkpoints") for key in RESUMED]
     ahead = [*ONE_BATCH, *AHEAD]
-    alone = [[], ONE_BATCH, ahead, [*ahead, *resumed], AHEAD]
+    alone = [[], ONE_BATCH, ahead, [*ahead, *resumed], AHEAD, ON_POLICY]
+    cases = [*VARIANTS.values(), [*ON_POLICY, *next(iter(VARIANTS.values()))]]
     start_ranks(_iterate, (1, alone, str(out)), 1)
-    start_ranks(_iterate, (4, list(VARIANTS.values()), str(out)), 4)
+    start_ranks(_iterate, (4, cases, str(out)), 4)
     names = zip(VARIANTS, range(len(VARIANTS)))
     variants = {name: _results(out / f"run4-{i}") for name, i in names}
-    return _results(out / "run1-0"), variants, [out / f"run1-{i}" for i in range(len(alone))]
+    on_policy = [out / "run1-5", out / f"run4-{len(VARIANTS)}"]
+    return _results(out / "run1-0"), variants, [out / f"run1-{i}" for i in range(5)], on_policy
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_role_layouts_change_no_metric_and_no_weight(results, name):
-    (want, want_weights), variants, _ = results
+    (want, want_weights), variants, *_ = results
     got, got_weights = variants[name]
     layout_free = ("timing", "perf/", "time", "eps", "global_seqlen/")
     assert len(got) == len(want) == STEPS + 1
@@ -178,7 +185,7 @@ def _spelt_out(pattern: str) -> list[str]:
 
 
 def test_a_run_logs_every_metric_under_verls_and_trls_names(results):
-    (lines, _), _, _ = results
+    (lines, _), *_ = results
     names = [name for pattern in NAMES.split() for name in _spelt_out(pattern)]
     assert len(names) == len(set(names)) > 90
     for line in lines[1:]:
@@ -186,14 +193,26 @@ def test_a_run_logs_every_metric_under_verls_and_trls_names(results):
 
 
 def test_the_first_step_starts_on_policy(results):
-    (lines, _), variants, _ = results
+    (lines, _), variants, *_ = results
     for line in (lines[1], *(v[0][1] for v in variants.values())):
         assert abs(line["actor/reward_kl_penalty"]) < 1e-6  # reference and actor are one model
         assert line["training/rollout_logprob_diff_max"] < 1e-4
 
 
+def test_the_policy_of_the_first_update_is_the_one_that_sampled_and_the_reference(results):
+    for run_dir in results[3]:
+        (step,) = _steps(run_dir)
+        assert abs(step["actor/ppo_kl"]) < 1e-6
+        assert step["val/ratio"] == pytest.approx(1, abs=1e-5)
+        assert step["policy/approxkl_avg"] < 1e-10
+        assert abs(step["objective/kl"]) < 1e-6
+        assert abs(step["actor/kl_loss"]) < 1e-6
+        assert abs(step["actor/reward_kl_penalty"]) < 1e-6
+        assert step["actor/grad_norm"] > 1e-3
+
+
 def test_the_options_are_at_work(results):
-    (lines, _), _, _ = results
+    (lines, _), *_ = results
     assert 1 <= lines[1]["train/num_gen_batches"] <= 2
     assert 0 < lines[1]["train/informative_groups"] <= 1
     assert lines[2]["actor/ptx_loss"] < lines[1]["actor/ptx_loss"]
@@ -202,7 +221,7 @@ def test_the_options_are_at_work(results):
 
 
 def test_the_engine_follows_the_actor_after_every_sync(results):
-    (lines, _), variants, _ = results
+    (lines, _), variants, *_ = results
     for line in (lines[2], *(v[0][2] for v in variants.values())):
         assert line["training/rollout_logprob_diff_max"] < 1e-4
 

@@ -35,14 +35,17 @@ REFERENCES = [
     Case("llama"),
     Case("llama_of_9_heads"),
 ]
+VALUE_LAYOUTS = (
+    "DP4", "TP2", "TP2 without sequence parallelism", "PP4", "TP2 x PP2", "PP2 x VPP2",
+    "TP2 x PP2 x VPP2, full recompute",
+)  # fmt: skip
 VARIANTS = (
     [Case("qwen2", layout) for layout in LAYOUTS.values()]
     + [Case("qwen2", LAYOUTS["DP4"], micro_batch=1), Case("qwen2", LAYOUTS["PP2"], micro_batch=7)]
     + [Case("qwen2_tied", LAYOUTS[name]) for name in ("TP4 with 2 KV heads", "TP2 x PP2", "PP4")]
-    + [
-        Case("qwen2", LAYOUTS[name], head="value")
-        for name in ("DP4", "TP2", "TP2 without sequence parallelism", "PP4", "TP2 x PP2")
-    ]
+    + [Case("qwen2", LAYOUTS[name], head="value") for name in VALUE_LAYOUTS]
+    + [Case("qwen2", LAYOUTS[name], token_budget=11) for name in ("DP4", "PP2 x VPP2")]
+    + [Case("qwen2", LAYOUTS["TP2"], head="value", token_budget=20)]
     + [Case("llama", LAYOUTS["TP2 x PP2"])]
 )
 
