@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mppo.algos.reward_normalization import RunningMoments
 from mppo.config.checks import load_checked
@@ -27,12 +28,16 @@ from mppo.estimate import kl_controller
 from mppo.faults import is_out_of_memory, out_of_memory_message
 from mppo.models.overrides import override_faults
 from mppo.parallel import device
-from mppo.parallel.heartbeat import watching
+from mppo.parallel.heartbeat import Told, watching
 from mppo.parallel.launch import LaunchInfo, discover, process_group
 from mppo.parallel.phase import current, phase
 from mppo.parallel.signals import StopRequest, listening
+from mppo.parallel.way_out import WayOut
 from mppo.report.redact import redact
 from mppo.weights.model_folder import companion_folder
+
+if TYPE_CHECKING:
+    from mppo.run import Run
 
 FIRST_RANK_SPEAKS_S = 15.0
 """Within this time of a fault the first rank has told it, however late it started."""
@@ -63,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(recipe, info)
     except ConfigError as error:
         return _refuse(error, info.rank)
+    except Told:
+        return 1
     except KeyboardInterrupt:
         return 130
     except BaseException as error:  # a user function's SystemExit too has a rank and a phase
@@ -105,26 +112,34 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     trainer = recipe.trainer
     silence, hang = trainer.heartbeat_timeout_s, trainer.hang_timeout_s
     hang = hang or 0.9 * trainer.collective_timeout_s
+    stacks, tell = _run_dir(recipe) / "stacks", partial(_report_failure, info=info, recipe=recipe)
     with (
         listening(trainer.stop_within_s) as stop,
+        WayOut() as way_out,
         process_group(info, trainer.collective_timeout_s),
-        watching(info, silence, hang, _run_dir(recipe) / "stacks"),
+        watching(info, silence, hang, stacks, way_out, tell) as heartbeat,
         only_job_in(_run_dir(recipe), _say),
     ):
         run = build_run(recipe, info, stop)
         try:
-            from mppo.loop import train
-
-            train(run)
-            if trainer.export_hf and not run.checkpoints.stopped_early:
-                with phase("export"):
-                    actor, folder = run.roles.actor, run.reporter.run_dir
-                    actor.save(folder / "actor")
-                    if actor.average is not None:
-                        actor.save_average(folder / "actor_ema")
+            with heartbeat.telling():  # not only after stopping, which may take long
+                _train(run)
         finally:
             run.stop()
     return 0
+
+
+def _train(run: Run) -> None:
+    """All steps, then the actor as a Hugging Face folder."""
+    from mppo.loop import train
+
+    train(run)
+    if run.recipe.trainer.export_hf and not run.checkpoints.stopped_early:
+        with phase("export"):
+            actor, folder = run.roles.actor, run.reporter.run_dir
+            actor.save(folder / "actor")
+            if actor.average is not None:
+                actor.save_average(folder / "actor_ema")
 
 
 def _run_dir(recipe: Recipe) -> Path:

@@ -6,6 +6,10 @@ progress for too long, a collective hangs. The others watch for its verdict, and
 of life; all watch their torchrun, for nobody else would end them when it is killed. On a verdict
 each rank writes the stacks of all its threads into the run's folder and exits with code 1, whatever
 its main thread waits for.
+
+A rank that fails with an error tells it to the others, and leaves in order. A failure often befalls
+every rank: whoever fails as well, moments later, leaves in order, too, and repeats nothing that has
+been told. The others end as on a verdict, and so does one whose way out takes too long.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,14 +33,34 @@ import torch.distributed as dist
 from mppo.config.errors import ConfigError
 from mppo.parallel import abandon, phase
 from mppo.parallel.launch import PARENT, LaunchInfo
+from mppo.parallel.way_out import WayOut
 
 EXIT_CODE = 1
 SAVING = "save_checkpoint"
 """The phase that is left to end, however long it takes."""
-_VERDICT, _FAREWELL, _STOP = "verdict", "farewell", "stop"
+_VERDICT, _FAILURE, _FAILED, _FAREWELL, _STOP = "verdict", "failure", "failed", "farewell", "stop"
 _FAREWELL_S = 60.0
 _LINGER_BEATS = 3
 """The first rank's store outlives a verdict by so many beats, for the others to read it."""
+_AS_WELL_BEATS = 2
+"""So long after another rank's failure this one may still fail by itself."""
+
+
+class Told(Exception):
+    """In place of an error that has been told: to the other ranks, and in some rank's output."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that ends the job.
+
+    Args:
+        where: rank, phase and last completed step.
+        reason: type and message of the error.
+    """
+
+    where: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -140,6 +164,8 @@ class Heartbeat:
         silence_s: a rank that is silent for so long is dead.
         hang_s: longest time without progress of any rank.
         stacks: folder for the stacks of a job that was ended.
+        way_out: around this and the process groups.
+        tell: puts an error of this rank into its output.
         end: called with the exit code, once everything is said.
     """
 
@@ -149,13 +175,17 @@ class Heartbeat:
         silence_s: float,
         hang_s: float,
         stacks: Path,
+        way_out: WayOut,
+        tell: Callable[[BaseException], None],
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self._info, self._stacks, self._end = info, stacks, end
+        self._way_out, self._tell = way_out, tell
         self._interval_s = min(1.0, silence_s / 10)
         hears_all = info.rank == 0
         self._judge = Judge(info.world_size, silence_s, hang_s if hears_all else math.inf)
         self._judged_here = False
+        self._heard: Failure | None = None
         self._store = _connect(info)
         self._number = 0
         self._launcher = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -165,28 +195,74 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def fail(self, error: Exception) -> None:
-        """This rank has failed: tell the others.
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """A failure inside is told at once, before anything around this is stopped. May be nested.
+
+        Raises:
+            Told: in place of the failure. A ``ConfigError`` goes on: every rank finds it, the first
+                one says so and the exit code tells.
+        """
+        try:
+            yield
+        except Told:
+            raise
+        except ConfigError:
+            if not self._stopping.is_set():
+                self._begin_way_out()
+                self._await_others()
+            raise
+        except (Exception, SystemExit) as error:
+            self._fail(error)
+            raise Told from error
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the other ranks, and the user unless another rank has given the same reason.
 
         Where the error only says that another rank has gone, wait until it is known which one; the
         watch then ends this process with that reason.
         """
-        if isinstance(error, ConfigError):
-            self._stopping.set()
-            return  # every rank finds it; the first one says so and the exit code tells
         if is_consequence(error):
             self._thread.join(self._judge.silence_s + 5)
-        self._stopping.set()
-        why = (
-            f"rank {self._info.rank} of {self._info.world_size} failed in: {phase.current()}; last "
-            f"completed step: {phase.last_step()}: {type(error).__name__}: {error}"
-        )
+        self._begin_way_out()
+        where = f"{self._name()} failed in: {phase.current()}; {_last_step()}"
+        mine = Failure(where, f"{type(error).__name__}: {error}")
+        first = self._first_failure(mine)
+        if first == mine or first.reason != mine.reason:
+            self._tell(error)
+        self._await_others()
+
+    def _first_failure(self, mine: Failure) -> Failure:
+        """This rank's failure, unless another's came before."""
         try:
-            self._store.compare_set(_VERDICT, "", why)
-        except dist.DistError:
-            return  # the first rank has gone, and with it the store: all have noticed
-        if self._info.rank == 0:
-            time.sleep(_LINGER_BEATS * self._interval_s)
+            told = self._store.compare_set(_FAILURE, "", json.dumps(asdict(mine)))
+        except dist.DistError:  # the first rank has gone, and with it the store: all have noticed
+            return self._heard or mine
+        return Failure(**json.loads(told))
+
+    def _begin_way_out(self) -> None:
+        """The watch ends; from now on only the way out may not take too long."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._way_out.begin(self._leave_late)
+
+    def _leave_late(self) -> None:
+        self._judged_here, self._heard = True, None
+        limit_s = self._way_out.limit_s
+        self._leave(f"{self._name()} has failed, and was not out {limit_s:.0f} s later")
+
+    def _await_others(self) -> None:
+        """Stay until every rank has failed, too, or has had time to hear and to leave: the first
+        rank's store and every rank's connections must not go before."""
+        deadline = time.monotonic() + (_LINGER_BEATS + _AS_WELL_BEATS) * self._interval_s
+        with suppress(dist.DistError):  # the first rank has gone: nobody waits any more
+            failed = self._store.add(_FAILED, 1)
+            while failed < self._info.world_size and time.monotonic() < deadline:
+                time.sleep(0.05)
+                failed = self._store.add(_FAILED, 0)
+
+    def _name(self) -> str:
+        return f"rank {self._info.rank} of {self._info.world_size}"
 
     def stop(self) -> None:
         """End the watch on the clean way out, collectively; the first rank leaves last."""
@@ -209,9 +285,12 @@ class Heartbeat:
                 if self._stopping.is_set():
                     return
                 self._judged_here, why = True, self._judge.lost(0)
-            if why is not None:
+            if why is None:
+                continue
+            as_well_s = _AS_WELL_BEATS * self._interval_s
+            if self._heard is None or not self._stopping.wait(as_well_s):
                 self._leave(why)
-                return
+            return
 
     def _beat(self) -> None:
         self._number += 1
@@ -240,14 +319,17 @@ class Heartbeat:
         if abandon.overdue() and SAVING not in phase.current():
             self._judged_here = True
             return (
-                f"rank {self._info.rank} of {self._info.world_size} could not stop in time, it was "
-                f"in: {phase.current()}; last completed step: {phase.last_step()}; started again, "
-                "the run goes on from its newest complete checkpoint"
+                f"{self._name()} could not stop in time, it was in: {phase.current()}; "
+                f"{_last_step()}; started again, the run goes on from its newest complete "
+                "checkpoint"
             )
         if self._launcher not in (None, os.getppid()):
             return f"torchrun (pid {self._launcher}) has gone"
         if self._store.check([_VERDICT]):
             return self._store.get(_VERDICT).decode()
+        if self._store.check([_FAILURE]):
+            self._heard = Failure(**json.loads(self._store.get(_FAILURE)))
+            return f"{self._heard.where}: {self._heard.reason}"
         ranks = range(self._info.world_size) if self._info.rank == 0 else range(1)
         keys = {f"beat/{rank}": rank for rank in ranks}
         if not self._store.check(list(keys)):
@@ -265,14 +347,15 @@ class Heartbeat:
     def _leave(self, why: str) -> None:
         """Write the stacks, say why, end the process.
 
-        The first rank speaks for the job; where it has gone, one rank of each node does.
+        The first rank speaks for the job; where it has gone, one rank of each node does. The reason
+        of a failure is in the output of the rank that failed already.
         """
-        lines = [why]
+        lines = [f"{self._heard.where}; that rank says why" if self._heard else why]
         try:
             self._write_stacks(why)
             lines.append(f"stacks of every rank: {self._stacks}")
         except OSError as error:
-            lines.append(f"rank {self._info.rank} could not write its stacks: {error}")
+            lines.append(f"{self._name()} could not write its stacks: {error}")
         if self._info.rank == 0 or (self._judged_here and self._info.local_rank <= 1):
             sys.stderr.write("".join(f"mppo: {line}\n" for line in lines))
             sys.stderr.flush()
@@ -290,21 +373,31 @@ class Heartbeat:
 
 @contextmanager
 def watching(
-    info: LaunchInfo, silence_s: float, hang_s: float, stacks: Path
+    info: LaunchInfo,
+    silence_s: float,
+    hang_s: float,
+    stacks: Path,
+    way_out: WayOut,
+    tell: Callable[[BaseException], None],
 ) -> Iterator[Heartbeat]:
-    """Watch over the job inside; a failure is told to the other ranks."""
-    heartbeat = Heartbeat(info, silence_s, hang_s, stacks)
-    try:
+    """Watch over the job inside (see ``Heartbeat``); a failure is told to the other ranks.
+
+    Raises:
+        Told: in place of a failure.
+    """
+    heartbeat = Heartbeat(info, silence_s, hang_s, stacks, way_out, tell)
+    with heartbeat.telling():
         yield heartbeat
-    except Exception as error:
-        heartbeat.fail(error)
-        raise
     heartbeat.stop()
 
 
 def is_consequence(error: BaseException) -> bool:
     """Whether an error only says that another rank has gone."""
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def _last_step() -> str:
+    return f"last completed step: {phase.last_step()}"
 
 
 def _connect(info: LaunchInfo) -> dist.TCPStore:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from deed import bring_a_deed
 from launched_run import (
     STEPS,
@@ -27,6 +28,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mppo.replay import main as replay
+from mppo.train import main as train
 
 
 @pytest.fixture(scope="module")
@@ -175,13 +177,23 @@ def test_asked_twice_it_exits_at_once(tmp_path):
 BLOWN_UP = ["actor.optim.lr=1e30", "critic.optim.lr=1e17", "trainer.save_freq=-1"]
 
 
+def main(argv: Sequence[str]) -> int:
+    """A training rank that says whether it came out in order."""
+    code = train(argv)
+    print("left in order:", not dist.is_initialized())
+    return code
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_path, capsys):
-    run = LaunchedRun(tmp_path, BLOWN_UP)
+    run = LaunchedRun(tmp_path, BLOWN_UP, program=__name__)
     codes = run.codes()
     assert codes == [1, 1]
     text = run.texts()
     assert re.search(r"loss or gradient norm at step 1.*critic: loss nan.*actor: .*norm nan", text)
-    assert "took no step" in text
+    assert text.count("gradient norm at step") == text.count("took no step") == 1, text
+    assert text.count("left in order: True") == 2, text
+    assert not (tmp_path / "stacks").exists()
+    assert "Failed after 0 steps" in (tmp_path / "report.md").read_text()
     (case,) = (tmp_path / "nonfinite").iterdir()
     again = LaunchedRun(tmp_path / "again", program="mppo.replay", argv=[str(case)])
     assert again.codes() == [0, 0], again.texts()
