@@ -3,18 +3,20 @@
     python benchmarks/rollout.py [--engine local|sglang] [--dtype float32] [--out FILE]
 
 ``local``: mppo's engine and ``transformers.generate`` on the same model, prompts and number of
-tokens, turn by turn in one process. ``sglang``: one server of our own; the same prompts through
-mppo's engine, as plain HTTP requests sent at once, one for each prompt as mppo sends them, and as
-one request with all of them, turn by turn; what mppo adds is the median of the turns' ratios. On a
-busy machine these scatter: ``mppo_adds_in_the_driver`` is the processor time its driver takes more
-than plain requests do, as a share of their wall-clock time. Other times are the smallest of the
-repetitions.
+tokens, turn by turn in one process; then prompts of many lengths and responses that end early, as
+``mixed_prompts_ending_early`` in the result. ``sglang``: one server of our own; the same prompts
+through mppo's engine, as plain HTTP requests sent at once, one for each prompt as mppo sends them,
+and as one request with all of them, turn by turn; what mppo adds is the median of the turns'
+ratios. On a busy machine these scatter: ``mppo_adds_in_the_driver`` is the processor time its
+driver takes more than plain requests do, as a share of their wall-clock time. Other times are the
+smallest of the repetitions.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,53 +41,111 @@ MODEL = {
     "eos_token_id": None,
     "tie_word_embeddings": False,
 }
+PADDING = 0
+ALL_BUT_GREEDY = 1e-5
+"""A temperature at which both draw, and in float32 draw the same tokens: rows end alike in both."""
 
 
-def make_prompts(count: int, length: int) -> list[Prompt]:
-    """Random prompts of one length."""
+def make_prompts(lengths: Sequence[int]) -> list[Prompt]:
+    """Random prompts of these lengths."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, MODEL["vocab_size"], (count, length), generator=generator)
-    return [Prompt(i, tuple(row), "", "", "") for i, row in enumerate(tokens.tolist())]
+    rows = [torch.randint(3, MODEL["vocab_size"], (n,), generator=generator) for n in lengths]
+    return [Prompt(i, tuple(row.tolist()), "", "", "") for i, row in enumerate(rows)]
+
+
+def mixed_lengths(count: int, mean: int) -> list[int]:
+    """Lengths evenly spread over 1 to ``2 * mean - 1``."""
+    return torch.linspace(1, 2 * mean - 1, count).round().int().tolist()
+
+
+def frequent_ends(length: int) -> tuple[int, ...]:
+    """Stop tokens so many that even draws meet one within about half of ``length`` tokens."""
+    vocabulary = MODEL["vocab_size"]
+    return tuple(range(vocabulary - 2 * vocabulary // (length + 2), vocabulary))
 
 
 def local(arguments: argparse.Namespace) -> dict[str, object]:
-    """The embedded engine beside ``transformers.generate``."""
+    """The embedded engine beside ``transformers.generate``, prompts of one length and of many."""
     dtype = getattr(torch, arguments.dtype)
     config = transformers.Qwen2Config(**MODEL)
     torch.manual_seed(0)
     model = transformers.Qwen2ForCausalLM(config).to(dtype).eval()
     engine = LocalEngine("", config, dtype, batch_size=arguments.prompts)
     engine.update_weights([list(model.state_dict().items())], 1)
-    prompts = make_prompts(arguments.prompts, arguments.prompt_length)
-    ids = torch.tensor([p.token_ids for p in prompts])
-    mask, length = torch.ones_like(ids), arguments.response_length
+    count, length = arguments.prompts, arguments.response_length
+    even = make_prompts([arguments.prompt_length] * count)
+    mixed = make_prompts(mixed_lengths(count, arguments.prompt_length))
+    ending = SamplingConfig(temperature=ALL_BUT_GREEDY, stop_token_ids=frequent_ends(length))
+    whole, early = Wish(even, SamplingConfig(), length, seed=0), Wish(mixed, ending, length, seed=0)
+    return {
+        **beside_transformers(engine, model, whole, arguments.repeat),
+        "mixed_prompts_ending_early": beside_transformers(engine, model, early, arguments.repeat),
+    }
 
-    def plain(**options: object) -> object:
-        return model.generate(
+
+def beside_transformers(
+    engine: LocalEngine, model: transformers.PreTrainedModel, wish: Wish, repeat: int
+) -> dict[str, object]:
+    """One batch by the engine and by ``transformers.generate``.
+
+    Ratios are of seconds per generated token; where the draws leave a choice, rows that end early
+    may end elsewhere in the other.
+    """
+    ids, mask = _padded(wish.prompts)
+
+    def plain(**options: object) -> torch.Tensor:
+        torch.manual_seed(wish.seed)
+        output = model.generate(
             input_ids=ids,
             attention_mask=mask,
             do_sample=True,
+            temperature=wish.sampling.temperature,
             top_k=0,
-            max_new_tokens=length,
-            pad_token_id=0,
+            max_new_tokens=wish.max_tokens,
+            pad_token_id=PADDING,
+            eos_token_id=list(wish.sampling.stop_token_ids) or None,
             **options,
         )
+        return getattr(output, "sequences", output)[:, ids.shape[1] :]
 
     works = {
-        "mppo": lambda: engine.generate(Wish(prompts, SamplingConfig(), length, seed=0)),
+        "mppo": lambda: engine.generate(wish),
         "transformers": plain,
         "transformers_with_logits": lambda: plain(output_logits=True, return_dict_in_generate=True),
     }
-    times = alternate(works, arguments.repeat)
-    tokens = arguments.prompts * length
+    theirs = _generated(plain(), wish.sampling.stop_token_ids)
+    tokens = dict.fromkeys(works, theirs)
+    tokens["mppo"] = sum(len(t.response_ids) for t in engine.generate(wish))
+    times = alternate(works, repeat)
+    share = tokens["mppo"] / theirs
     return {
+        "prompt_tokens": [len(p.token_ids) for p in wish.prompts],
+        "generated_tokens": tokens,
         "seconds": {name: t.wall for name, t in times.items()},
         "processor_seconds": {name: t.processor for name, t in times.items()},
-        "tokens_per_s": {name: tokens / t.wall for name, t in times.items()},
-        "transformers_over_mppo": times["transformers"].wall / times["mppo"].wall,
-        "transformers_over_mppo_processor": times["transformers"].processor
+        "tokens_per_s": {name: tokens[name] / t.wall for name, t in times.items()},
+        "transformers_over_mppo": share * times["transformers"].wall / times["mppo"].wall,
+        "transformers_over_mppo_processor": share
+        * times["transformers"].processor
         / times["mppo"].processor,
     }
+
+
+def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and attention mask ``[P, longest]``, padded on the left."""
+    longest = max(len(p.token_ids) for p in prompts)
+    ids = torch.full((len(prompts), longest), PADDING)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
+        mask[row, longest - len(prompt.token_ids) :] = 1
+    return ids, mask
+
+
+def _generated(responses: torch.Tensor, stops: Sequence[int]) -> int:
+    """Tokens of the responses ``[P, longest]``, each up to its first stop token."""
+    ends = torch.isin(responses, torch.tensor(stops, dtype=torch.int64)).int()
+    return int((ends.cumsum(-1) - ends == 0).sum())
 
 
 def sglang(arguments: argparse.Namespace) -> dict[str, object]:
@@ -104,7 +164,7 @@ def sglang(arguments: argparse.Namespace) -> dict[str, object]:
         )
         try:
             engine.update_weights([list(model.state_dict().items())], 1)
-            prompts = make_prompts(arguments.prompts, arguments.prompt_length)
+            prompts = make_prompts([arguments.prompt_length] * arguments.prompts)
             length = arguments.response_length
             (api,) = engine._fleet.apis.values()
             parameters = sampling_parameters(SamplingConfig(), length, [])

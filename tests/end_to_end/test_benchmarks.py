@@ -23,7 +23,7 @@ SMALLEST = {
     "weight_sync.py": ["--layers", "1", "--repeat", "2"],
     "sync_routes.py": ["--layers", "1", "--repeat", "1"],
 }  # fmt: skip
-LOOKED_AT = {"checkpoint.py", "soak.py", "weight_sync.py", "sync_routes.py"}
+LOOKED_AT = {"checkpoint.py", "rollout.py", "soak.py", "weight_sync.py", "sync_routes.py"}
 """Those whose results have a test of their own."""
 
 
@@ -46,6 +46,21 @@ def smallest(name: str, folder: Path, *more: str) -> dict:
 @pytest.mark.parametrize("name", sorted(SMALLEST.keys() - LOOKED_AT))
 def test_benchmark_runs(tmp_path, name):
     smallest(name, tmp_path)
+
+
+def test_generation_is_timed_on_prompts_of_one_length_and_of_many(tmp_path):
+    result = smallest("rollout.py", tmp_path)
+    mixed = result["mixed_prompts_ending_early"]
+    assert mixed.keys() <= result.keys()
+    assert set(result["generated_tokens"].values()) == {2 * 4}, "no row ends before the others"
+    assert len(set(mixed["prompt_tokens"])) == 2
+    for case in (result, mixed):
+        tokens, seconds = case["generated_tokens"], case["seconds"]
+        assert 2 <= tokens["mppo"] == tokens["transformers"] <= 2 * 4, "the work is the same"
+        rates = {name: tokens[name] / seconds[name] for name in seconds}
+        assert case["tokens_per_s"] == pytest.approx(rates)
+        ratio = rates["mppo"] / rates["transformers"]
+        assert case["transformers_over_mppo"] == pytest.approx(ratio)
 
 
 def test_saves_and_loads_are_timed(tmp_path):
