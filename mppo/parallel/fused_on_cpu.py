@@ -1,7 +1,7 @@
 """What CUDA runs as fused kernels, on the CPU: rotary embedding, SwiGLU, weight gradients.
 
 Megatron's unfused versions pass over the activations two to three times as often. In float32 the
-results are those of the unfused operations, of SwiGLU bitwise.
+results are bitwise those of the unfused operations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Rotary(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``sin`` has the signs of ``rotate_half``: its first half is negative."""
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
 def with_fused_rotary(unfused):
