@@ -223,6 +223,6 @@ def test_a_warm_start_that_is_not_finite_ends_the_run_and_writes_no_model(tmp_pa
     assert re.search(
         r"while warm start: NonFiniteStep: .* warm start step 2 of 6 is not finite \(warm start"
         r".*warm start took no step: lower trainer\.warm_start_lr",
-        run.text(0),
+        run.texts(),
     )
     assert not (tmp_path / "warm_start").exists()
