@@ -144,9 +144,7 @@ def test_another_reason_is_told_as_well(tmp_path):
 
 
 def test_a_failed_rank_that_does_not_get_out_ends_with_its_stacks(tmp_path):
-    began = time.monotonic()
     assert _codes(tmp_path, _fails, _fails, ending=_never_comes) == [1, 1]
-    assert time.monotonic() - began < 60
     assert len(_told(tmp_path)) == 1
     assert _left(tmp_path) == [0]
     assert _stacks(tmp_path, 1).startswith("rank 1 of 2 has failed, and was not out 6 s later\n")
