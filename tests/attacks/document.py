@@ -1,0 +1,34 @@
+"""Prints ``docs/attacks.md`` from the tables: ``make attacks > docs/attacks.md``."""
+
+from __future__ import annotations
+
+from attacks.attack import Attack
+from attacks.tables import TABLES
+
+HEAD = """# Attacks that are tested
+
+Every row is an input that somebody else can give to a run, and what mppo does with it. `make test`
+runs each as root and as an ordinary user: exit code and message are as stated, nothing outside
+the attacked folder is written or changed, and it ends within the stated seconds. This page is
+printed from the tests' own rows (`make attacks`).
+"""
+
+COLUMNS = "| input | exit code | the message contains | ends within |\n|---|---|---|---|"
+
+
+def document() -> str:
+    """The page."""
+    parts = [HEAD]
+    for table in TABLES.values():
+        rows = "\n".join(_row(attack) for attack in table.attacks)
+        parts.append(f"## {table.title}\n\n{table.defence}\n\n{COLUMNS}\n{rows}\n")
+    return "\n".join(parts)
+
+
+def _row(attack: Attack) -> str:
+    cells = [attack.given, str(attack.code), f"`{attack.says}`", f"{attack.within_s:g} s"]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    print(document(), end="")

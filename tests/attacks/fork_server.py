@@ -1,0 +1,75 @@
+"""Runs attacks as one user: imports mppo once, then forks a process per attack.
+
+Started by ``server`` as a script. Reads a JSON request per line from standard input and answers
+each with a JSON line on standard output.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+TRACEBACK = 86
+"""Exit code of a process that an exception left."""
+
+
+def fork_and_wait(call, folder: Path, output: Path, within_s: float) -> int | None:
+    """Exit code of ``call(folder)`` in a process of its own; None where it had to be killed."""
+    pid = os.fork()
+    if pid == 0:
+        code = TRACEBACK
+        try:
+            os.setsid()
+            stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(stream, 1)
+            os.dup2(stream, 2)
+            os.chdir(folder)
+            code = call(folder) or 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def main() -> None:
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    replies = os.dup(1)
+    os.dup2(2, 1)  # what an import prints is no reply
+    importlib.import_module("mppo.train")
+    from attacks.tables import TABLES
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    for line in sys.stdin:
+        request = json.loads(line)
+        attack = TABLES[request["table"]].attacks[request["row"]]
+        folder, output = Path(request["folder"]), Path(request["output"])
+        call = getattr(attack, request["step"])
+        start = time.monotonic()
+        code = fork_and_wait(call, folder, output, request["within_s"])
+        reply = {"code": code, "seconds": time.monotonic() - start}
+        os.write(replies, (json.dumps(reply) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
