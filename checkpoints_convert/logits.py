@@ -41,7 +41,9 @@ def compare_logits(hf: Path, megatron: Path, ranks: Ranks) -> tuple[bool, str]:
         Whether they agree within ``allowed_difference`` of the largest logit, and a line that says
         so.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from mppo.models.transformers_model import load_model
 
     config = AutoConfig.from_pretrained(hf, trust_remote_code=False)
     family = family_config(config)
@@ -54,10 +56,7 @@ def compare_logits(hf: Path, megatron: Path, ranks: Ranks) -> tuple[bool, str]:
         ours = megatron_logits(family, megatron, sequences)
     if ranks.rank > 0:
         return True, ""
-    model = AutoModelForCausalLM.from_pretrained(
-        hf, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
-    ).eval()
-    restore_latent_scale(model, config)
+    model = load_model(hf)
     with torch.no_grad():
         theirs = torch.cat([model(sequence[None]).logits[0] for sequence in sequences])
     largest = float((ours - theirs).abs().max())
@@ -100,19 +99,3 @@ def stage_logits(stage: Stage, sequences: list[Tensor]) -> Tensor:
     logits = hidden[:, 0] @ stage.output_weight().t()
     cap = stage.final_logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-def restore_latent_scale(model: torch.nn.Module, config) -> None:
-    """Give transformers' DeepSeek-V2 the softmax scale of its authors.
-
-    Their code multiplies it by ``(0.1 * mscale_all_dim * ln(factor) + 1) ** 2``; transformers does
-    so for V3 only, serving engines for both.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    power = rope.get("mscale_all_dim")
-    if config.model_type != "deepseek_v2" or not power or rope.get("factor", 1.0) <= 1.0:
-        return
-    mscale = 0.1 * power * math.log(rope["factor"]) + 1.0
-    for module in model.modules():
-        if hasattr(module, "kv_a_proj_with_mqa"):
-            module.scaling = module.scaling * mscale * mscale

@@ -35,6 +35,9 @@ class FamilyConfig:
         zero_centered_norm: norms multiply by ``1 + weight``.
         window_size: tokens a query sees, itself included, in layers with a window.
         window_layers: one entry per layer, True where the window applies; empty without window.
+        activation: name of the activation, a key of ``ACTIVATIONS``.
+        latent_norm_epsilon: epsilon of latent attention's inner norms; None without latent
+            attention.
     """
 
     model_type: str
@@ -49,6 +52,21 @@ class FamilyConfig:
     zero_centered_norm: bool = False
     window_size: int | None = None
     window_layers: tuple[bool, ...] = ()
+    activation: str = "silu"
+    latent_norm_epsilon: float | None = None
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Tokens a query sees, itself included, by layer; None where it sees all before it."""
+        layers = self.window_layers or (False,) * self.transformer_kwargs["num_layers"]
+        return tuple(self.window_size if windowed else None for windowed in layers)
+
+
+LATENT_NORM_EPSILON = 1e-6
+"""Of ``q_a_layernorm`` and ``kv_a_layernorm``, whatever ``rms_norm_eps`` says (it is that of all
+other norms): the published code of DeepSeek-V2, V3 and Moonlight (``modeling_deepseek.py`` beside
+the weights) constructs the two without an epsilon and so takes its norm's default. Transformers
+does the same; Megatron-LM and serving engines take ``rms_norm_eps``."""
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -100,6 +118,7 @@ def llama(hf_config: Any, shape: ModelShape) -> FamilyConfig:
         config_attributes=attributes,
         window_size=window_size,
         window_layers=window_layers,
+        activation=activation_name(hf_config),
     )
 
 
@@ -227,7 +246,7 @@ def _common_kwargs(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
         "num_attention_heads": shape.heads,
         "ffn_hidden_size": shape.ffn,
         "layernorm_epsilon": hf_config.rms_norm_eps,
-        "activation_func": _activation(hf_config),
+        "activation_func": ACTIVATIONS[activation_name(hf_config)],
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "add_bias_linear": False,
@@ -266,6 +285,9 @@ def _latent(hf_config: Any, shape: ModelShape) -> FamilyConfig:
         }
         | latent_rope(hf_config),
         gpt_kwargs=_gpt_kwargs(shape),
+        config_attributes={"latent_norm_epsilon": LATENT_NORM_EPSILON},
+        activation=activation_name(hf_config),
+        latent_norm_epsilon=LATENT_NORM_EPSILON,
     )
 
 
@@ -303,14 +325,24 @@ def _with_experts(
     return replace(family, transformer_kwargs=family.transformer_kwargs | kwargs)
 
 
-def _activation(hf_config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The activation; Gemma's "gelu" means the tanh form its authors trained with."""
-    name = getattr(hf_config, "hidden_activation", None) or getattr(hf_config, "hidden_act", None)
-    if hf_config.model_type in ("gemma", "gemma2") and name == "gelu":
+def activation_name(hf_config: Any) -> str:
+    """The activation, a key of ``ACTIVATIONS``.
+
+    Gemma's ``hidden_act: gelu`` means the tanh form that its authors trained with: their
+    checkpoints were published with that key, and code from then on ignores it unless
+    ``hidden_activation`` is stated.
+
+    Raises:
+        ValueError: unknown here.
+    """
+    stated = getattr(hf_config, "hidden_activation", None)
+    name = stated or getattr(hf_config, "hidden_act", None)
+    if hf_config.model_type == "gemma" and not stated and name == "gelu":
         name = "gelu_pytorch_tanh"
     if name not in ACTIVATIONS:
-        raise refuse("hidden_act", name, "unknown here", f"one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+        key = "hidden_activation" if stated else "hidden_act"
+        raise refuse(key, name, "unknown here", f"one of {', '.join(ACTIVATIONS)}")
+    return name
 
 
 def _window(hf_config: Any, shape: ModelShape) -> tuple[int | None, tuple[bool, ...]]:

@@ -66,6 +66,11 @@ def latent_rope(hf_config: Any) -> dict[str, Any]:
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if mscale_all_dim and not mscale:
         raise refuse("rope_parameters.mscale", mscale, "needed beside mscale_all_dim", "state both")
+    if mscale not in (None, 1.0) and not mscale_all_dim:
+        raise refuse(
+            "rope_parameters.mscale", mscale,
+            "transformers ignores it without mscale_all_dim, other engines do not", "state both",
+        )  # fmt: skip
     if rope.get("attention_factor") is not None:
         raise refuse(
             "rope_parameters.attention_factor", rope["attention_factor"],
@@ -85,6 +90,17 @@ def latent_rope(hf_config: Any) -> dict[str, Any]:
         "mscale": float(mscale) if mscale and mscale_all_dim else 1.0,
         "mscale_all_dim": float(mscale_all_dim) if mscale_all_dim else 0.0,
     }
+
+
+def latent_scale_factor(hf_config: Any) -> float:
+    """What latent attention's scores are multiplied by besides ``1 / sqrt(head width)``.
+
+    ``(0.1 * mscale_all_dim * ln(factor) + 1) ** 2`` with YaRN, else 1 (DeepSeek-V2 and V3's own
+    code, ``modeling_deepseek.py``).
+    """
+    rope = latent_rope(hf_config)
+    factor = max(1.0, rope["rotary_scaling_factor"])
+    return (0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0) ** 2
 
 
 def _plain_yarn(hf_config: Any, rope: dict[str, Any]) -> dict[str, Any]:

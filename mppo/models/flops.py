@@ -81,9 +81,8 @@ def model_flops(hf_config: Any, head: Head) -> ModelFlops:
         per_token += layers * products
         if row.where == ("value" if head == "value" else "output"):
             per_output += products
-    windowed = family.window_layers or (False,) * shape.num_layers
-    windows = tuple(family.window_size if here else None for here in windowed)
-    return ModelFlops(2 * per_token, 2 * per_output, 2 * _pair_products(shape), windows)
+    per_pair = 2 * _pair_products(shape)
+    return ModelFlops(2 * per_token, 2 * per_output, per_pair, family.layer_windows)
 
 
 def update_flops(model: ModelFlops, batch: Batch, plan: Plan, mask_T: Tensor) -> int:

@@ -31,7 +31,7 @@ from mppo.models.experts import SortedExperts
 from mppo.models.families import FamilyConfig
 from mppo.models.head import ValueHead
 from mppo.models.last_layer import LastLayer, ending_where_read
-from mppo.models.latent import LatentAttention
+from mppo.models.latent import LatentAttention, LocalLatentAttention
 from mppo.models.moe import hand_packing_to_routers, reduce_over_expert_data_parallel
 from mppo.models.norm import RMSNorm
 from mppo.models.offload import offloaded_activations
@@ -179,7 +179,7 @@ def layer_specs(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         specs = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
-    specs = _with_parts(specs, {TopKRouter: Router} if use_te else _LOCAL_PARTS)
+    specs = _with_parts(specs, _PARTS if use_te else _LOCAL_PARTS)
     if family.sandwich_norms:
         layers = [dataclasses.replace(layer, module=SandwichLayer) for layer in specs.layer_specs]
         specs = dataclasses.replace(specs, layer_specs=layers)
@@ -189,14 +189,17 @@ def layer_specs(
     return specs
 
 
+_PARTS = {TopKRouter: Router, MLASelfAttention: LatentAttention}
+"""This package's modules in place of Megatron's, beside Transformer Engine's too."""
+
 _LOCAL_PARTS = {
-    TopKRouter: Router,
+    **_PARTS,
     SequentialMLP: SortedExperts,
     WrappedTorchNorm: RMSNorm,
     DotProductAttention: PackedAttention,
-    MLASelfAttention: LatentAttention,
+    MLASelfAttention: LocalLatentAttention,
 }
-"""This package's modules in place of Megatron's, where there is no Transformer Engine."""
+"""Those where there is no Transformer Engine."""
 
 
 def _with_parts(spec, parts: dict[type, type]):

@@ -1,8 +1,9 @@
 """Batched generation with a transformers model: prefill, then one token per row and step.
 
 Prompts are padded on the right, so causal attention needs no mask in prefill; each row's gap
-between its prompt and the shared column where responses begin is masked in decoding. Finished rows
-leave the batch. Shapes: ``R`` rows, ``P`` prompts, ``V`` vocabulary, ``C`` cache columns.
+between its prompt and the shared column where responses begin is masked in decoding
+(``mppo.rollout.row_attention``). Finished rows leave the batch. Shapes: ``R`` rows, ``P`` prompts,
+``V`` vocabulary, ``C`` cache columns.
 """
 
 from __future__ import annotations
@@ -12,56 +13,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from mppo.config.schema import SamplingConfig
 from mppo.parallel.abandon import check
 from mppo.rollout.packed_linear import packed_linears
+from mppo.rollout.row_attention import ColumnPositions
 from mppo.rollout.sampling import draw, uniforms
 
-ATTENTION = "mppo_rows"
 _PREFILL_TOKENS = 16384
 _GROWTH_COLUMNS = 256
 _UNIFORM_BLOCK = 64
 _COMPACT_BELOW = 0.85
 _ROW_MULTIPLE = 8
 """Rows that are gathered: oneDNN compiles a kernel for every number of rows it meets."""
-
-
-def row_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: object,
-) -> tuple[Tensor, None]:
-    """Causal attention over fresh keys (prefill), or of one token per row over the cache.
-
-    Query heads that share a key head are folded into the query axis, so keys are never repeated.
-    """
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise ValueError(
-            f"{type(module).__name__} uses soft-capped or sink attention, which the local rollout "
-            "engine does not have: use rollout.name=sglang"
-        )
-    rows, heads, length, width = query.shape
-    if length > 1:
-        out = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != heads
-        )
-        return out.transpose(1, 2), None
-    operands = [query.view(rows, key.shape[1], -1, width), key, value, attention_mask]
-    if query.device.type == "cpu":  # several times faster than bfloat16 for one token
-        operands = [x if x is None else x.float() for x in operands]
-    out = scaled_dot_product_attention(*operands, scale=scaling)
-    return out.to(query.dtype).reshape(rows, 1, heads, -1), None
-
-
-AttentionInterface.register(ATTENTION, row_attention)
 
 
 class RowCache(Cache):
@@ -185,37 +150,25 @@ def _prefill(
     return torch.cat(logits)
 
 
-def _gap_mask(length_R: Tensor, begin: int, columns: int, dtype: torch.dtype) -> Tensor | None:
-    """Additive mask ``[R, 1, 1, C]`` that hides columns between a prompt's end and ``begin``."""
-    if bool((length_R == begin).all()):
-        return None
-    column_C = torch.arange(columns, device=length_R.device)
-    hidden = (column_C >= length_R[:, None]) & (column_C < begin)
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=length_R.device)
-    return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
-
-
 class _Rows:
     """The rows still being generated, and where their results go.
 
     Args:
         key_R: int64 ``[R]``, random stream of each row.
         position_R: int64 ``[R]``, position of the next token.
-        begin: cache column of the first response token.
+        columns: which cache columns they see.
         max_tokens: length stop.
-        dtype: float type of the attention mask.
     """
 
     def __init__(
-        self, key_R: Tensor, position_R: Tensor, begin: int, max_tokens: int, dtype: torch.dtype
+        self, key_R: Tensor, position_R: Tensor, columns: ColumnPositions, max_tokens: int
     ) -> None:
         rows, device = len(key_R), key_R.device
         self.tokens = torch.zeros(max_tokens, rows, dtype=torch.int32, device=device)
         self.logprobs = torch.zeros(max_tokens, rows, dtype=torch.float32, device=device)
         self.length_R = torch.full((rows,), max_tokens, device=device)
         self.stopped_R = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.position_R = position_R
-        self.mask = _gap_mask(position_R, begin, begin + max_tokens, dtype)
+        self.position_R, self.columns = position_R, columns
         self._key_R = key_R
         self._row_R = torch.arange(rows, device=device)
         self._done_R = self.stopped_R.clone()
@@ -254,7 +207,7 @@ class _Rows:
         self._row_R, self._key_R = self._row_R[alive], self._key_R[alive]
         self.position_R, self._uniform = self.position_R[alive], self._uniform[alive]
         self._done_R = self._done_R[alive]
-        self.mask = None if self.mask is None else self.mask[alive]
+        self.columns.keep(alive)
 
     def responses(self) -> Responses:
         """Everything recorded."""
@@ -270,17 +223,19 @@ def decode(
     sampling: SamplingConfig,
     max_tokens: int,
     stop_tokens: Tensor,
+    window: int | None = None,
 ) -> Responses:
     """Generate one response per row.
 
     Args:
-        model: causal LM built with ``attn_implementation=ATTENTION``, in eval mode.
+        model: causal LM whose attention is ``row_attention``, in eval mode.
         prompts: P token lists, shortest first, none empty.
         parent_R: which prompt each row continues; every prompt is prefilled once.
         key_R: int64 ``[R]`` on the model's device, random stream of each row.
         sampling: how tokens are drawn.
         max_tokens: length stop.
         stop_tokens: int64 ``[S]`` on the model's device.
+        window: tokens a token sees, itself included, in the model's layers with a window.
 
     Returns:
         Responses in row order, on the model's device.
@@ -292,7 +247,8 @@ def decode(
     cache.reshape(parents, begin + min(max_tokens, _GROWTH_COLUMNS))
     logits = logits[parents]
     length_R = torch.tensor([len(p) for p in prompts], device=device)[parents]
-    rows = _Rows(key_R, length_R, begin, max_tokens, logits.dtype)
+    columns = ColumnPositions(length_R, begin, begin + max_tokens, window, logits.dtype)
+    rows = _Rows(key_R, length_R, columns, max_tokens)
     with packed_linears(model, len(parent_R), max_tokens - 1):
         for step in range(max_tokens):
             check()
@@ -312,7 +268,8 @@ def decode(
                 input_ids=token_R[:, None],
                 position_ids=rows.position_R[:, None],
                 past_key_values=cache,
-                attention_mask=None if rows.mask is None else rows.mask[..., : cache.length + 1],
+                attention_mask=columns.all_seen(cache.length + 1),
+                window_columns=columns.window_seen(cache.length + 1),
                 use_cache=True,
             ).logits[:, -1]
             cache.length += 1

@@ -6,7 +6,6 @@ the oracle the other engines are compared with.
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -16,17 +15,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.initialization import no_init_weights
+from torch import Tensor
+from transformers import PretrainedConfig
 
 from mppo.batch import Trajectory
+from mppo.models.families import family_config
+from mppo.models.transformers_model import empty_model
 from mppo.parallel import onednn
 from mppo.parallel.abandon import Abandoned, check, meet
-from mppo.rollout.decoding import ATTENTION, Responses, decode
+from mppo.rollout.decoding import Responses, decode
 from mppo.rollout.engine import WeightBucket, Wish
 from mppo.rollout.exchange import gather_flat, pack_rows, shares, unpack_rows
-from mppo.rollout.parameters import WIDE_BUFFER, ParameterSink
+from mppo.rollout.parameters import ParameterSink
+from mppo.rollout.row_attention import ATTENTION, set_windows
 from mppo.rollout.sampling import row_keys
 
 _LOGPROB_TOKENS = 4096
@@ -78,19 +79,6 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if slow else dtype
 
 
-def empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A causal LM with uninitialised parameters, for generation only."""
-    with no_init_weights(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation=ATTENTION
-        )
-    model.tie_weights()
-    for name, buffer in model.named_buffers():
-        if name.endswith(WIDE_BUFFER):
-            buffer.data = buffer.data.float()
-    return model.eval().requires_grad_(False)
-
-
 class LocalEngine:
     """Transformers on every rank, behind the ``RolloutEngine`` protocol.
 
@@ -123,7 +111,10 @@ class LocalEngine:
         self._rank, self._world, self._group = rank, world, group
         self._batch_size, self._dtype = batch_size, dtype
         self._stops = stop_tokens(hf_folder, hf_config)
-        self._model = empty_model(hf_config, compute_dtype(dtype, self._device), self._device)
+        family, computed = family_config(hf_config), compute_dtype(dtype, self._device)
+        self._model = empty_model(hf_config, computed, self._device, ATTENTION)
+        self._window = family.window_size
+        set_windows(self._model, family.layer_windows)
         self._sink = ParameterSink(self._model, dtype)
         self._version: int | None = None
 
@@ -137,7 +128,8 @@ class LocalEngine:
         prompts, n = wish.prompts, wish.sampling.n
         assert wish.wanted in (None, len(prompts)), "the local engine answers all prompts"
         version = self._loaded_version()
-        self._check_lengths(wish)
+        if not all(prompt.token_ids for prompt in prompts):
+            raise ValueError("an empty prompt cannot be continued: give it at least a BOS token")
         dealt = shares([len(p.token_ids) for p in prompts], self._world)
         mine = sorted(dealt[self._rank], key=lambda index: len(prompts[index].token_ids))
         # it aborts nothing: what another engine broke off is generated anew
@@ -188,21 +180,8 @@ class LocalEngine:
             wish.sampling,
             wish.max_tokens,
             stops,
+            self._window,
         )
-
-    def _check_lengths(self, wish: Wish) -> None:
-        config = self._model.config
-        lengths = [len(prompt.token_ids) for prompt in wish.prompts]
-        longest = max(lengths, default=0) + wish.max_tokens
-        if 0 in lengths:
-            raise ValueError("an empty prompt cannot be continued: give it at least a BOS token")
-        sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-        if sliding and longest > config.sliding_window:
-            raise ValueError(
-                f"prompt and response of {longest} tokens exceed the sliding window "
-                f"{config.sliding_window}, which the local engine does not slide: shorten "
-                "data.max_prompt_length + data.max_response_length or use rollout.name=sglang"
-            )
 
     def _loaded_version(self) -> int:
         if self._version is None:

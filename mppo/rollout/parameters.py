@@ -13,12 +13,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from mppo.models.transformers_model import WIDE_BUFFER
 from mppo.rollout.engine import WeightBucket
 
 _GATE_UP = ".experts.gate_up_proj"
 _DOWN = ".experts.down_proj"
-WIDE_BUFFER = "e_score_correction_bias"
-"""Routing biases: float32 whatever the model's type."""
 _MIXTRAL_FAMILIES = ("mixtral", "minimax", "minimax_m2")
 
 

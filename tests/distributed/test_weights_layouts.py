@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from weights_worker import LENGTHS, Case, sequences, worker
 
 from checkpoints_convert.__main__ import main
-from checkpoints_convert.logits import restore_latent_scale
+from mppo.models.transformers_model import load_model
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -89,10 +89,7 @@ def outcomes(models):
 
 
 def expected_logits(models, family, attention="eager"):
-    model = hf.AutoModelForCausalLM.from_pretrained(
-        models / family, attn_implementation=attention, dtype=torch.float32
-    ).eval()
-    restore_latent_scale(model, model.config)
+    model = load_model(models / family, attention=attention)
     with torch.no_grad():
         return torch.cat([model(s[None]).logits[0] for s in sequences(model.config.vocab_size)])
 

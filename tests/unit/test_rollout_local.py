@@ -282,14 +282,8 @@ def test_stop_tokens_come_from_both_files(tmp_path) -> None:
     assert stop_tokens(tmp_path, transformers.Qwen2Config(eos_token_id=2)) == (2, 7, 9)
 
 
-def test_empty_prompts_and_exceeded_windows_are_refused(tmp_path) -> None:
-    config = transformers.Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=0
-    )
-    engine = LocalEngine(tmp_path, config, torch.float32)
-    engine.update_weights([_checkpoint(_reference(config), str(tmp_path))], 1)
-    with pytest.raises(ValueError, match="sliding window 8"):
-        engine.generate(Wish(_prompts(), SamplingConfig(), 20, seed=0))
+def test_empty_prompts_are_refused(engine_and_reference) -> None:
+    engine, _ = engine_and_reference("qwen2")
     with pytest.raises(ValueError, match="empty prompt"):
         engine.generate(Wish([Prompt(0, (), "t", "", "")], SamplingConfig(), 2, seed=0))
 

@@ -1,0 +1,135 @@
+"""The actor, transformers and the local engine compute the same model, whatever its settings.
+
+The yardstick is transformers with its explicit ("eager") attention and its own masks. Where
+transformers departs from the code that a family was published with, the yardstick is that code
+(``mppo.models.transformers_model``), and a test below shows what was put right: DeepSeek-V2's YaRN
+factor on scores, Gemma's ``hidden_act: gelu``. The epsilon of latent attention's inner norms is
+1e-6 in the published code and in transformers, whatever ``rms_norm_eps`` says.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from hf_families import randomise, tensors
+from ranks import start_ranks
+from torch import nn
+from varied_models import V2, V3, VARIANTS, WINDOW, save_variant, yarn
+from weights_worker import LENGTHS, Case, sequences, worker
+
+from mppo.batch import Prompt
+from mppo.config.schema import SamplingConfig
+from mppo.models.transformers_model import load_model
+from mppo.rollout.engine import Wish
+from mppo.rollout.local import LocalEngine
+from mppo.weights.shape import FAMILIES
+
+TOLERANCE = 1e-5
+"""Nats, of one token's log-probability in float32."""
+RESPONSE = 20
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Every variant as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("same_model")
+    for name in VARIANTS:
+        save_variant(name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def actor_logits(models):
+    """Of the sequences of ``weights_worker``, packed, by variant."""
+    start_ranks(worker, (1, [Case(name) for name in VARIANTS], models), 1)
+    results = torch.load(models / "results.pt", weights_only=False)
+    return {name: result["logits"] for name, result in zip(VARIANTS, results, strict=True)}
+
+
+@torch.no_grad()
+def logprobs_of(model: nn.Module, sequence: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Of every token but the first."""
+    logits = model(torch.tensor([sequence])).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(sequence)[1:, None])[:, 0]
+
+
+def plain_logits(config, weights) -> torch.Tensor:
+    """By transformers as it is, of the sequences, one after the other."""
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    model.load_state_dict(weights)
+    return logits_of(model)
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([model(s[None]).logits[0] for s in sequences(model.config.vocab_size)])
+
+
+def gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference of log-probabilities over the vocabulary."""
+    return float((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max())
+
+
+def test_every_family_is_varied_and_windows_are_exceeded():
+    assert {variant.config.model_type for variant in VARIANTS.values()} == set(FAMILIES)
+    assert min(LENGTHS) > WINDOW
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_actor_computes_transformers_model(models, actor_logits, name):
+    assert gap(actor_logits[name], logits_of(load_model(models / name))) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_varied_setting_changes_the_model(models, name):
+    """So that a program that ignores one of them cannot pass the other tests."""
+    model = load_model(models / name)
+    ours, weights = logits_of(model), model.state_dict()
+    as_it_is = gap(plain_logits(VARIANTS[name].settings(), weights), ours)
+    assert (as_it_is > 20 * TOLERANCE) == VARIANTS[name].corrected
+    for setting in VARIANTS[name].varied:
+        other = plain_logits(VARIANTS[name].settings(without=setting), weights)
+        assert gap(other, ours) > 20 * TOLERANCE, setting
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_local_engine_computes_transformers_model(models, name):
+    """What it says of the tokens it draws, and of given ones (the oracle of ``verify_sync``)."""
+    model = load_model(models / name)
+    engine = LocalEngine(models / name, model.config, torch.float32)
+    engine.update_weights([list(tensors(models / name).items())], 1)
+    given = [sequence.tolist() for sequence in sequences(engine.vocab_size)]
+    starts = (given[0][:3], given[1][: WINDOW + 5], given[2][:1])
+    prompts = [Prompt(uid, tuple(start), "", "", "") for uid, start in enumerate(starts)]
+    wish = Wish(prompts, SamplingConfig(n=2, temperature=0.8), RESPONSE, seed=0)
+    drawn = engine.generate(wish)
+    assert max(len(t.response_ids) for t in drawn) > WINDOW
+    for t in drawn:
+        tokens = [*t.prompt.token_ids, *t.response_ids]
+        expected = logprobs_of(model, tokens, 0.8)[-len(t.response_ids) :]
+        assert (torch.tensor(t.logprobs) - expected).abs().max() < TOLERANCE
+    for sequence, values in zip(given, engine.logprobs(given), strict=True):
+        assert (torch.tensor(values) - logprobs_of(model, sequence)).abs().max() < TOLERANCE
+
+
+def test_deepseek_v2s_attention_is_v3s_with_its_yarn_factor(tmp_path):
+    """Dense layers only: the two families then differ in nothing else, and transformers' V3 has the
+    factor."""
+    dense = {"first_k_dense_replace": 4, "rope_parameters": yarn(mscale=1.2, mscale_all_dim=0.6)}
+    third = hf.DeepseekV3Config(**{**V3, **dense, "q_lora_rank": 24})
+    model = hf.AutoModelForCausalLM.from_config(third, attn_implementation="eager").eval()
+    randomise(model, zero_centred=False)
+    second = hf.DeepseekV2Config(**{**V2, **dense, "q_lora_rank": 24})
+    model.save_pretrained(tmp_path)
+    second.save_pretrained(tmp_path)
+    assert gap(logits_of(load_model(tmp_path)), logits_of(model)) < TOLERANCE
+
+
+def test_gemmas_gelu_is_the_tanh_form_it_was_trained_with(models):
+    """``hidden_act: gelu`` of its first config.json; ``hidden_activation`` is taken at its word."""
+    model = load_model(models / "gemma gelu")
+    stated = VARIANTS["gemma gelu"].settings()
+    stated.hidden_act = "gelu_pytorch_tanh"
+    assert gap(plain_logits(stated, model.state_dict()), logits_of(model)) < TOLERANCE
