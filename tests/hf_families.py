@@ -66,8 +66,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         norm_topk_prob=False, rope_parameters=LATENT_YARN,
     ),
     "moonlight": lambda: hf.DeepseekV3Config(
-        **LATENT, q_lora_rank=None, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=2,
-        n_group=1, topk_group=1, routed_scaling_factor=2.446, norm_topk_prob=True,
+        **{**LATENT, "rms_norm_eps": 1e-5}, q_lora_rank=None, n_routed_experts=8,
+        num_experts_per_tok=2, n_shared_experts=2, n_group=1, topk_group=1,
+        routed_scaling_factor=2.446, norm_topk_prob=True,
     ),
     "deepseek_v3": lambda: hf.DeepseekV3Config(
         **LATENT, q_lora_rank=24, n_routed_experts=16, num_experts_per_tok=4, n_shared_experts=1,

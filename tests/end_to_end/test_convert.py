@@ -49,7 +49,7 @@ def verify(folder: Path, checkpoint: Path, *options: str) -> int:
     return main(["verify", "--hf", str(folder), "--megatron", str(checkpoint), *options])
 
 
-COMPARED = ("gemma2", "deepseek_v2")
+COMPARED = ("gemma2", "deepseek_v2", "moonlight")
 """Whose logits the tool compares, too; every family's are compared on all layouts elsewhere."""
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json")
 

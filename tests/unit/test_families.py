@@ -130,6 +130,9 @@ REFUSED = {
     "one of two mscales": (
         lambda: deepseek("V3", rope_parameters={**LATENT_YARN, "mscale": None}), "mscale",
     ),
+    "the other alone": (
+        lambda: deepseek("V3", rope_parameters={**YARN, "mscale": 0.7}), "mscale = 0.7.*both",
+    ),
     "one renormalised expert": (
         lambda: hf.Qwen3MoeConfig(
             **BASE, **{**EXPERTS, "num_experts_per_tok": 1}, norm_topk_prob=True

@@ -47,6 +47,7 @@ def _config(family: str) -> transformers.PretrainedConfig:
     return {
         "qwen2": lambda: transformers.Qwen2Config(**SIZES, **tied),
         "tied": lambda: transformers.Qwen2Config(**SIZES, **tied),
+        "mistral": lambda: transformers.MistralConfig(**SIZES, **tied, sliding_window=9),
         "llama": lambda: transformers.LlamaConfig(**SIZES, **tied),
         "qwen3": lambda: transformers.Qwen3Config(**SIZES, **tied, head_dim=16),
         "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
@@ -169,8 +170,11 @@ def test_rows_stop_at_stop_tokens_and_at_the_length(engine_and_reference) -> Non
         assert not set(t.response_ids[:-1]) & set(stops)
 
 
-def test_finished_rows_leave_the_batch_without_changing_the_others(engine_and_reference) -> None:
-    engine, reference = engine_and_reference("qwen2")
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_finished_rows_leave_the_batch_without_changing_the_others(
+    engine_and_reference, family: str
+) -> None:
+    engine, reference = engine_and_reference(family)
     sampling = SamplingConfig(n=8, stop_token_ids=tuple(range(2, 12)))
     for t in engine.generate(Wish(_prompts(), sampling, 40, seed=0)):
         expected = _logprobs(reference, _all_tokens(t))[-len(t.response_ids) :]
@@ -270,6 +274,23 @@ def test_bfloat16_weights_are_rounded_whatever_type_computes(tmp_path) -> None:
     sequence = list(range(3, 40))
     expected = _logprobs(reference, sequence)
     assert engine.logprobs([sequence])[0] == pytest.approx(expected, abs=1e-5 if wide else 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_any_width_are_multiplied(tmp_path, dtype: torch.dtype) -> None:
+    """Torch's grouped product takes rows of a multiple of 16 bytes only: 6 and 12 are none."""
+    settings = {**SIZES, **MOE, "moe_intermediate_size": 6 if dtype == torch.float32 else 12}
+    config = transformers.Qwen3MoeConfig(**settings, head_dim=16)
+    engine = LocalEngine(tmp_path, config, dtype)
+    reference = _reference(config).to(dtype)
+    reference.set_experts_implementation("eager")
+    engine.update_weights([_checkpoint(reference, str(tmp_path))], 1)
+    (t,) = engine.generate(Wish(_prompts((5,)), SamplingConfig(), 10, seed=0))
+    (values,) = engine.logprobs([_all_tokens(t)])
+    expected = _logprobs(reference, _all_tokens(t))
+    allowed = 2e-5 if dtype == torch.float32 else 0.3
+    assert values == pytest.approx(expected, abs=allowed)
+    assert t.logprobs == pytest.approx(values[-10:], abs=allowed)
 
 
 def test_short_sequences_have_no_logprobs(engine_and_reference) -> None:
