@@ -1,11 +1,12 @@
 """The transformers model that computes what the actor does: the one place that builds it.
 
-Transformers' code departs here and there from the code that a model was published with, and the
-serving engines and this package follow the latter. What departs is put right here, for every use:
-the local rollout engine, the oracle of ``verify_sync``, ``verify --logits``, tests and benchmarks.
+Transformers' code departs here and there from the code that a model was published with, which the
+actor follows. What departs is put right here, for every use: the local rollout engine, the oracle
+of ``verify_sync``, ``verify --logits`` and the tests.
 
 - DeepSeek-V2 lacks the factor of YaRN on its attention scores, which V3 has.
 - Gemma takes ``hidden_act: gelu`` at its word (see ``families.activation_name``).
+- ``head_dim: null``, which means hidden size over heads, fails in some families' rotary angles.
 
 Of latent attention's inner norms it has the published epsilon already
 (``families.LATENT_NORM_EPSILON``).
@@ -70,6 +71,8 @@ def empty_model(
 def _arguments(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> dict[str, Any]:
     check_family(config)
     config = copy.deepcopy(config)
+    if getattr(config, "head_dim", 0) is None:
+        config.head_dim = model_shape(config).head_dim
     key = "hidden_activation" if config.model_type == "gemma2" else "hidden_act"
     setattr(config, key, activation_name(config))
     arguments = {"config": config, "dtype": dtype, "attn_implementation": attention}

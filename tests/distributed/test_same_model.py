@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
-from hf_families import randomise, tensors
+from hf_families import BASE, randomise, tensors
 from ranks import start_ranks
 from torch import nn
 from varied_models import V2, V3, VARIANTS, WINDOW, save_variant, yarn
@@ -20,7 +20,7 @@ from weights_worker import LENGTHS, Case, sequences, worker
 
 from mppo.batch import Prompt
 from mppo.config.schema import SamplingConfig
-from mppo.models.transformers_model import load_model
+from mppo.models.transformers_model import empty_model, load_model
 from mppo.rollout.engine import Wish
 from mppo.rollout.local import LocalEngine
 from mppo.weights.shape import FAMILIES
@@ -133,3 +133,15 @@ def test_gemmas_gelu_is_the_tanh_form_it_was_trained_with(models):
     stated = VARIANTS["gemma gelu"].settings()
     stated.hidden_act = "gelu_pytorch_tanh"
     assert gap(plain_logits(stated, model.state_dict()), logits_of(model)) < TOLERANCE
+
+
+@pytest.mark.parametrize("config", [hf.Qwen2Config, hf.MixtralConfig])
+def test_a_null_head_dim_is_hidden_size_over_heads(config):
+    settings = {**BASE, "num_local_experts": 4} if config is hf.MixtralConfig else BASE
+    stated, null = (
+        config(**settings, head_dim=width, rope_parameters=yarn()) for width in (16, None)
+    )
+    model = hf.AutoModelForCausalLM.from_config(stated, attn_implementation="eager").eval()
+    ours = empty_model(null, torch.float32, torch.device("cpu"))
+    ours.load_state_dict(model.state_dict())
+    assert gap(logits_of(ours), logits_of(model)) < TOLERANCE
