@@ -23,6 +23,7 @@ from mppo.parallel.launch import LaunchInfo, discover, process_group
 from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.engine import WeightBucket, Wish
+from mppo.rollout.sglang_model import engine_faults
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.whole_tensors import whole_tensors
 
@@ -63,6 +64,9 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     folder = resolve_model(recipe.model.path)
     trust = recipe.model.trust_remote_code
     config = read_model_config(folder, trust)
+    faults = list(engine_faults(recipe, config, not device.is_cuda()))
+    if faults:
+        raise ConfigError(faults)
     tokenizer = load_tokenizer(recipe.model.tokenizer_path or folder, trust)
     prompts = load_prompts(recipe.data, tokenizer, "val").prompts
     scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)

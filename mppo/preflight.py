@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -206,11 +207,19 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
     from mppo.config.checks import load_checked
     from mppo.data.builtin import read_model_config, resolve_model
     from mppo.models.overrides import override_faults
+    from mppo.rollout.sglang_model import engine_faults
 
     def read(path: str):
         return read_model_config(resolve_model(path))
 
-    load_checked(config, overrides, world_size, read, judge_role=override_faults)
+    load_checked(
+        config,
+        overrides,
+        world_size,
+        read,
+        judge_role=override_faults,
+        judge_engine=partial(engine_faults, on_cpu=False),  # maybe not on a node of the job
+    )
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)
 
 

@@ -25,6 +25,7 @@ from mppo.data.builtin import resolve_model
 from mppo.parallel import device
 from mppo.rollout.checked_load import LOADER
 from mppo.rollout.fleet import API_KEY_VARIABLE
+from mppo.rollout.sglang_model import engine_faults
 from mppo.rollout.sglang_server import check_installed, server_environment, server_options
 
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cure = f"export {API_KEY_VARIABLE}=$(openssl rand -hex 16), here and for the run"
             raise ConfigError([Fault(API_KEY_VARIABLE, "", "is not set", cure)], source="serve")
         check_installed(on_cpu)
-        content = server_content(
+        content, environment = server_start(
             arguments.config, arguments.overrides, arguments.host, arguments.port, key, on_cpu
         )
     except (ConfigError, RuntimeError, ValueError) as error:
@@ -53,15 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     descriptor, file = tempfile.mkstemp(prefix="mppo_server_", suffix=".yaml")
     with os.fdopen(descriptor, "w") as stream:
         yaml.safe_dump({name.replace("_", "-"): v for name, v in content.items()}, stream)
-    environment = os.environ | server_environment(content["tp_size"], on_cpu)
     command = [sys.executable, "-m", "sglang.launch_server", "--config", file]
-    os.execve(sys.executable, command, environment)
+    os.execve(sys.executable, command, os.environ | environment)
 
 
-def server_content(
+def server_start(
     config: Path, overrides: Sequence[str], host: str, port: int, api_key: str, on_cpu: bool
-) -> dict[str, Any]:
-    """SGLang's options for the server of a recipe.
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """SGLang's options for the server of a recipe, and the variables it needs.
 
     Args:
         config: the recipe.
@@ -73,6 +73,12 @@ def server_content(
     recipe = load_recipe(config, overrides)
     rollout = recipe.rollout
     folder = resolve_model(recipe.model.path)
+    hf_config = AutoConfig.from_pretrained(
+        folder, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
+    )
+    faults = list(engine_faults(recipe, hf_config, on_cpu))
+    if faults:
+        raise ConfigError(faults, source=str(config))
     options = server_options(
         str(folder),
         rollout.dtype or recipe.model.dtype,
@@ -80,13 +86,12 @@ def server_content(
         0,
         on_cpu,
         rollout.server_args,
-        AutoConfig.from_pretrained(
-            folder, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
-        ),
+        hf_config,
         rollout.expert_parallel_size,
     )
     options["custom_weight_loader"] = [LOADER]
-    return {**options, "host": host, "port": port, "api_key": api_key}
+    options |= {"host": host, "port": port, "api_key": api_key}
+    return options, server_environment(options["tp_size"], on_cpu, hf_config.model_type)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from mppo.parallel.phase import current, phase
 from mppo.parallel.signals import StopRequest, listening
 from mppo.parallel.way_out import WayOut
 from mppo.report.redact import redact
+from mppo.rollout.sglang_model import engine_faults
 from mppo.weights.model_folder import companion_folder
 
 if TYPE_CHECKING:
@@ -56,9 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         started = info.world_size > 1 or not arguments.dry_run
         world = arguments.world_size or (info.world_size if started else None)
-        with_data = not arguments.dry_run
+        planned = arguments.dry_run  # maybe on another machine than the run
         recipe = load_checked(
-            arguments.config, arguments.overrides, world, _read_config, with_data, override_faults
+            arguments.config,
+            arguments.overrides,
+            world,
+            _read_config,
+            files=not planned,
+            judge_role=override_faults,
+            judge_engine=partial(engine_faults, on_cpu=not planned and not device.is_cuda()),
         )
         if arguments.dry_run:
             return _dry_run(recipe, world or world_size_of(recipe), info)

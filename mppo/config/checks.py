@@ -25,6 +25,10 @@ JudgeRole = Callable[[RoleCase, Any], Iterable[Fault]]
 """Role and config object of its model to what only Megatron can tell to be wrong; raises ValueError
 for a model it cannot represent."""
 
+JudgeEngine = Callable[[Recipe, Any], Iterable[Fault]]
+"""Recipe and config object of the actor's model to where the rollout engine would compute another
+model; raises as ``JudgeRole``."""
+
 
 def check_recipe(
     recipe: Recipe,
@@ -67,6 +71,7 @@ def load_checked(
     read_hf_config: ReadConfig | None = None,
     files: bool = True,
     judge_role: JudgeRole | None = None,
+    judge_engine: JudgeEngine | None = None,
 ) -> Recipe:
     """Load a recipe and judge all of it: form, rules, models, files.
 
@@ -77,6 +82,8 @@ def load_checked(
         read_hf_config: opens the config of a model path; None leaves models unjudged.
         files: whether the files must be there (a dry run does without weights and data).
         judge_role: judges a role whose model is known; None leaves it out.
+        judge_engine: judges the rollout engine where the actor's model is known; None leaves it
+            out.
 
     Returns:
         The recipe.
@@ -96,9 +103,12 @@ def load_checked(
         known_faults = known | {fault.key for fault in found}
         world_size = world_size or world_size_of(recipe)
         found += check_recipe(recipe, world_size, configs, known_faults)
+        faulty = {fault.key for fault in found}
         if judge_role is not None:
-            found += _judge_roles(recipe, configs, judge_role, {fault.key for fault in found})
-        faults = faults + [fault for fault in found if fault.key not in known]
+            found += _judge_roles(recipe, configs, judge_role, faulty)
+        if judge_engine is not None and "actor" in configs and "model.path" not in faulty:
+            found += _judge_engine(recipe, configs["actor"], judge_engine)
+        faults = faults + _told_once(fault for fault in found if fault.key not in known)
     if recipe is None or faults:
         raise ConfigError(faults, source=source_name(path))
     return recipe
@@ -134,6 +144,14 @@ def _judge_roles(
             except ValueError as error:
                 faults.append(_model_fault(role.path_key, role.path, error))
     return _told_once(faults)
+
+
+def _judge_engine(recipe: Recipe, hf_config: Any, judge_engine: JudgeEngine) -> list[Fault]:
+    """What ``judge_engine`` finds, or that the actor's model cannot be represented."""
+    try:
+        return list(judge_engine(recipe, hf_config))
+    except ValueError as error:
+        return [_model_fault("model.path", recipe.model.path, error)]
 
 
 def _model_fault(key: str, name: str, error: Exception) -> Fault:

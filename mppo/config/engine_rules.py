@@ -90,6 +90,7 @@ _DECIDED = {
     **dict.fromkeys(
         ("tp", "tp_size", "tensor_parallel_size"), "set rollout.tensor_model_parallel_size"
     ),
+    "json_model_override_args": "change config.json in model.path, which the actor reads, too",
     **dict.fromkeys(("ep", "ep_size", "expert_parallel_size"), "set rollout.expert_parallel_size"),
 }
 """SGLang options that follow from the rest of the recipe, to the cure."""

@@ -21,6 +21,7 @@ from mppo.rollout.exchange import agree, gather_objects
 from mppo.rollout.http_client import RequestRefused, ServerLost
 from mppo.rollout.server import ServerError, ServerProcess
 from mppo.rollout.sglang_api import SGLangApi
+from mppo.rollout.sglang_model import OWN_CLASSES
 from mppo.rollout.sglang_server import (
     HOST,
     check_installed,
@@ -66,6 +67,7 @@ class Fleet:
         self.tensor_parallel = rollout.tensor_model_parallel_size
         on_cpu = device.type == "cpu"
         per_server = world if on_cpu else self.tensor_parallel
+        self._model_type = hf_config.model_type
         self.count = len(rollout.urls) or rollout.servers or max(1, world // per_server)
         self.mine = [s for s in range(self.count) if self.head_of(s) == rank]
         self.key = self._agreed_key()
@@ -109,7 +111,7 @@ class Fleet:
                 self._rollout.expert_parallel_size,
             )
             options["custom_weight_loader"] = [LOADER, SLICE_LOADER]
-            environment = server_environment(self.tensor_parallel, on_cpu)
+            environment = server_environment(self.tensor_parallel, on_cpu, hf_config.model_type)
             self._processes[server] = own_server(
                 server, options, environment, self.key or "", folder, self._rollout.start_timeout_s
             )
@@ -188,6 +190,12 @@ class Fleet:
             raise ServerError(
                 f"the server at {api.url} (rollout.urls) does not take the key in "
                 f"{API_KEY_VARIABLE}: set that variable to its api_key"
+            )
+        if self._model_type in OWN_CLASSES and LOADER not in api.weight_loaders():
+            raise ServerError(
+                f"the server at {api.url} (rollout.urls) computes another model than the actor: "
+                f"SGLang's own class for {self._model_type} {OWN_CLASSES[self._model_type]}; start "
+                "the server by python -m mppo.serve, which gives it mppo's class"
             )
         return api
 

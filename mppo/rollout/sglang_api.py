@@ -95,6 +95,11 @@ class SGLangApi:
             return None
         return True
 
+    def weight_loaders(self) -> tuple[str, ...]:
+        """Names of the weight loaders it was started with besides SGLang's."""
+        stated = self._client.get("/server_info").get("custom_weight_loader")
+        return tuple(stated or ())
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -16,27 +16,23 @@ from mppo.parallel.launch import free_port
 from mppo.rollout.http_client import RequestRefused
 from mppo.rollout.server import ServerProcess
 from mppo.rollout.sglang_api import SGLangApi
+from mppo.rollout.sglang_model import (
+    CAPPED_BACKEND,
+    CPU_BACKEND,
+    MODEL_PACKAGE,
+    OWN_CLASSES,
+    sglang_settings,
+)
 
 HOST = "127.0.0.1"
 _CPU_OPTIONS: dict[str, Any] = {
-    "attention_backend": "torch_native",
+    "attention_backend": CPU_BACKEND,
     "mem_fraction_static": 0.3,
     "max_total_tokens": 32768,
     "max_running_requests": 256,
     "sleep_on_idle": True,
     "skip_server_warmup": True,  # the health check generates a token, too
 }
-
-
-_UNSTATED = {
-    "deepseek_v3": {
-        "moe_layer_freq": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "num_nextn_predict_layers": 0,
-    }
-}
-"""Settings SGLang reads from config.json that transformers takes for granted and does not save."""
 
 
 def check_installed(on_cpu: bool) -> None:
@@ -91,20 +87,23 @@ def server_options(
         "log_level": "warning",
         "random_seed": 0,
     }
-    known = _UNSTATED.get(hf_config.model_type, {})
-    unstated = {key: value for key, value in known.items() if not hasattr(hf_config, key)}
-    if unstated:
-        options["json_model_override_args"] = json.dumps(unstated)
+    settings = sglang_settings(hf_config)
+    if settings:
+        options["json_model_override_args"] = json.dumps(settings)
     if on_cpu:
         options |= {"device": "cpu", **_CPU_OPTIONS}
     else:
         options |= {"base_gpu_id": base_device, "enable_memory_saver": True}
+        if getattr(hf_config, "attn_logit_softcapping", None):
+            options["attention_backend"] = CAPPED_BACKEND
     return options | given
 
 
-def server_environment(tensor_parallel: int, on_cpu: bool) -> dict[str, str]:
-    """Variables such a server needs."""
+def server_environment(tensor_parallel: int, on_cpu: bool, model_type: str) -> dict[str, str]:
+    """Variables a server of a model of that type needs."""
     variables = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    if model_type in OWN_CLASSES:
+        variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODEL_PACKAGE
     if on_cpu:
         threads = os.environ.get("MPPO_SGLANG_THREADS", "1")
         variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads}

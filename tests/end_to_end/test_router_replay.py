@@ -102,7 +102,9 @@ def server(tmp_path_factory):
     }
     config = AutoConfig.from_pretrained(model)
     options = server_options(str(model), "float32", 1, 0, True, arguments, config)
-    process = own_server(0, options, server_environment(1, True), KEY, folder, START_S)
+    process = own_server(
+        0, options, server_environment(1, True, config.model_type), KEY, folder, START_S
+    )
     process.start()
     try:
         yield Server(f"http://{HOST}:{process.port}", model)

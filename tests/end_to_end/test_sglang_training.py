@@ -87,7 +87,9 @@ def test_training_with_a_server_apart(tmp_path, colocated) -> None:
     limits = {"max_total_tokens": 8192}
     config = AutoConfig.from_pretrained(folder)
     options = server_options(str(folder), "float32", 1, 0, True, limits, config)
-    server = own_server(0, options, server_environment(1, True), "key", tmp_path, START_S)
+    server = own_server(
+        0, options, server_environment(1, True, config.model_type), "key", tmp_path, START_S
+    )
     server.start()
     try:
         apart = (f"rollout.urls=[http://{HOST}:{server.port}]", "rollout.over_sampling=0.5")

@@ -213,7 +213,7 @@ def test_a_connection_serves_whichever_thread_asks_next(url: str) -> None:
 
 def test_the_key_is_not_in_the_command_and_its_file_is_private(tmp_path) -> None:
     options = server_options("/model", "float32", 2, 0, True, {"max-total-tokens": 64}, CONFIG)
-    server = own_server(0, options, server_environment(2, True), "secret", tmp_path, 1.0)
+    server = own_server(0, options, server_environment(2, True, "qwen2"), "secret", tmp_path, 1.0)
     command = server._command(1234)
     assert "secret" not in " ".join(command)
     config = Path(command[-1])
@@ -227,7 +227,7 @@ def test_the_key_is_not_in_the_command_and_its_file_is_private(tmp_path) -> None
 def test_every_start_gives_the_servers_ranks_a_port_to_meet_at(tmp_path) -> None:
     def nccl_port(server_args: dict[str, object]) -> int:
         options = server_options("/model", "float32", 1, 0, True, server_args, CONFIG)
-        server = own_server(0, options, server_environment(1, True), "key", tmp_path, 1.0)
+        server = own_server(0, options, server_environment(1, True, "qwen2"), "key", tmp_path, 1.0)
         return yaml.safe_load(Path(server._command(1234)[-1]).read_text())["nccl-port"]
 
     drawn = [nccl_port({}) for _ in range(8)]

@@ -1,0 +1,38 @@
+"""DeepSeek-V2, V3 and Moonlight in SGLang, with the epsilon published for their inner norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.models import deepseek_v2
+from torch import nn
+
+from mppo.models.families import LATENT_NORM_EPSILON
+
+_INNER_NORMS = (".q_a_layernorm", ".kv_a_layernorm")
+
+
+def _set_inner_epsilon(model: nn.Module) -> None:
+    """SGLang gives these norms ``rms_norm_eps``; kernels read the attribute that is set here."""
+    for name, module in model.named_modules():
+        if name.endswith(_INNER_NORMS):
+            module.variance_epsilon = LATENT_NORM_EPSILON
+
+
+class DeepseekV2ForCausalLM(deepseek_v2.DeepseekV2ForCausalLM):
+    """See ``mppo.models.families.LATENT_NORM_EPSILON``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _set_inner_epsilon(self)
+
+
+class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
+    """See ``mppo.models.families.LATENT_NORM_EPSILON``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _set_inner_epsilon(self)
+
+
+EntryClass = [DeepseekV2ForCausalLM, DeepseekV3ForCausalLM]
