@@ -139,6 +139,6 @@ def _part(name: str, tensor: Tensor, held: dict[str, Tensor], whole: bool) -> Te
     last = len(parameter) - rows
     first = {
         "q_proj": 0, "k_proj": last - rows, "v_proj": last,
-        "gate_proj": 0, "up_proj": last, "w1": 0, "w3": last,
+        "gate_proj": 0, "up_proj": len(parameter) // 2, "w1": 0, "w3": len(parameter) // 2,
     }.get(kind)  # fmt: skip
     return None if first is None else parameter[first : first + rows]

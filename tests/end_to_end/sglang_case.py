@@ -57,6 +57,9 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32),
+    "gemma": lambda: transformers.GemmaConfig(
+        **{**SIZES, "tie_word_embeddings": True, "head_dim": 32}
+    ),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
         **SIZES, **EXPERTS, shared_expert_intermediate_size=64
     ),

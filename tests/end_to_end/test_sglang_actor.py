@@ -49,6 +49,7 @@ CASES = {
         Served("llama", [{TP: 2}, {PP: 2}, {TP: 2, PP: 2}], servers=2),
         Served("qwen2", [{PP: 2}]),
         Served("qwen3", [{TP: 2}]),
+        Served("gemma", [{TP: 2}]),
         Served("qwen2_moe", [{TP: 2, EP: 2}]),
         Served("qwen3_moe", [{EP: 2}, {TP: 2, EP: 2}]),
         Served("deepseek_v3", [{EP: 2}, {PP: 2, EP: 2}]),

@@ -3,7 +3,7 @@ not, it differs and is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,9 @@ SAME: dict[str, Callable[[], Any]] = {
     "gemma": lambda: hf.GemmaConfig(**GEMMA),
     "gemma2": lambda: hf.Gemma2Config(**GEMMA2, attn_logit_softcapping=None),
     "mixtral": lambda: hf.MixtralConfig(**EPS, num_local_experts=4, sliding_window=None),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(
+        **EPS, **EXPERTS, shared_expert_intermediate_size=48, rope_parameters=LINEAR
+    ),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(
         **EPS, **EXPERTS, head_dim=32, norm_topk_prob=False, rope_parameters=SHORT_YARN
     ),
@@ -98,29 +101,46 @@ def _faults(config: Any) -> list:
     return list(engine_faults(recipe, config, on_cpu=True))
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_the_server_computes_the_actors_model(tmp_path, name: str) -> None:
-    config, folder = SAME[name](), tmp_path / "model"
-    engine = SGLangEngine(
-        _saved(config, folder), config, torch.float32, own(verify_sync="checksum"), run_dir=tmp_path
-    )
-    try:
-        assert _faults(config) == []
-        assert _gap(engine, folder) < TOLERANCE
-    finally:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Iterator[Callable[[str], tuple[SGLangEngine, Path, Any]]]:
+    """By name: engine, model folder and config. The next server starts up meanwhile."""
+    makers, started = {**SAME, **OTHER}, {}
+
+    def start(name: str) -> None:
+        config, folder = makers[name](), tmp_path_factory.mktemp("served")
+        model = _saved(config, folder / "model")
+        engine = SGLangEngine(
+            model, config, torch.float32, own(verify_sync="checksum"), run_dir=folder
+        )
+        started[name] = engine, model, config
+
+    def of(name: str) -> tuple[SGLangEngine, Path, Any]:
+        place = list(makers).index(name)
+        for soon in list(makers)[place : place + 2]:
+            if soon not in started:
+                start(soon)
+        return started[name]
+
+    yield of
+    for engine, *_ in started.values():
         engine.stop()
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_server_computes_the_actors_model(served, name: str) -> None:
+    engine, folder, config = served(name)
+    assert _faults(config) == []
+    assert _gap(engine, folder) < TOLERANCE
+    engine.stop()
 
 
 @pytest.mark.parametrize("key", OTHER)
-def test_what_is_refused_differs(tmp_path, key: str) -> None:
-    config, folder = OTHER[key](), tmp_path / "model"
-    engine = SGLangEngine(_saved(config, folder), config, torch.float32, own(), run_dir=tmp_path)
-    try:
-        (fault,) = _faults(config)
-        assert key in fault.why
-        assert _gap(engine, folder) > 1000 * TOLERANCE
-    finally:
-        engine.stop()
+def test_what_is_refused_differs(served, key: str) -> None:
+    engine, folder, config = served(key)
+    (fault,) = _faults(config)
+    assert key in fault.why
+    assert _gap(engine, folder) > 1000 * TOLERANCE
+    engine.stop()
 
 
 def test_a_server_with_sglangs_own_class_is_refused(tmp_path, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from mppo.config.load import load_recipe
 from mppo.config.plan import describe_plan, plan_roles
 from mppo.config.rule import roles_in_use, world_size_of
 from mppo.data.builtin import resolve_model
+from mppo.rollout.sglang_model import engine_faults
 from mppo.train import main
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +51,8 @@ def configs(recipe, read_config):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipe_breaks_no_rule(path, read_config):
-    recipe = load_checked(path, [], None, read_config, files=False)
+    judge = partial(engine_faults, on_cpu=False)
+    recipe = load_checked(path, [], None, read_config, files=False, judge_engine=judge)
     plan = describe_plan(recipe, world_size_of(recipe), configs(recipe, read_config))
     for heading in ("# resolved recipe", "# layout of", "# one iteration", "# parameters"):
         assert heading in plan

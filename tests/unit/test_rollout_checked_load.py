@@ -17,6 +17,8 @@ PLACES = {
     "attn.q_proj.weight": ("attn.qkv_proj.weight", slice(0, 8)),
     "attn.k_proj.weight": ("attn.qkv_proj.weight", slice(8, 10)),
     "attn.v_proj.weight": ("attn.qkv_proj.weight", slice(10, 12)),
+    "mlp.gate_proj.weight": ("mlp.gate_up_proj.weight", slice(0, 3)),
+    "mlp.up_proj.weight": ("mlp.gate_up_proj.weight", slice(4, 7)),  # each half is padded
     "mlp.experts.1.gate_proj.weight": ("mlp.experts.w13_weight", (1, slice(0, 3))),
     "mlp.experts.1.up_proj.weight": ("mlp.experts.w13_weight", (1, slice(3, 6))),
     "mlp.experts.1.down_proj.weight": ("mlp.experts.w2_weight", 1),
@@ -33,6 +35,7 @@ class Server(nn.Module):
         self.forgets = forgets
         self.held = {
             "attn.qkv_proj.weight": nn.Parameter(torch.zeros(12, 4)),
+            "mlp.gate_up_proj.weight": nn.Parameter(torch.zeros(8, 4)),
             "mlp.experts.w13_weight": nn.Parameter(torch.zeros(2, 6, 4)),
             "mlp.experts.w2_weight": nn.Parameter(torch.zeros(2, 4, 3)),
             "norm.weight": nn.Parameter(torch.zeros(4)),
