@@ -18,8 +18,6 @@ from mppo.rollout.engine import Wish
 from mppo.run import Asked, Run
 from mppo.selection import concatenate_batches, first_groups, informative_sequences, select_batch
 
-GREEDY = SamplingConfig(temperature=0.0)
-
 
 @dataclass(frozen=True)
 class Collected:
@@ -59,7 +57,7 @@ def collect(run: Run, step: int) -> Collected:
             asked, run.ahead = run.ahead or ask(run, step), None
             prompts, keys, found = answers(run, asked)
             if needs_greedy_baseline(algorithm):
-                greedy = generate(run, prompts, GREEDY, step)
+                greedy = generate(run, prompts, run.recipe.rollout.greedy, step)
             if not left:
                 look_ahead(run, step)
         with run.stage("reward", step):

@@ -24,9 +24,9 @@ from mppo.algos.masked import (
 )
 from mppo.algos.reward_normalization import (
     RunningMoments,
-    normalize_by_batch,
-    normalize_by_group,
-    normalize_given,
+    ScoreScale,
+    batch_scale,
+    group_scale,
 )
 from mppo.algos.rollout_correction import (
     importance_weights,
@@ -37,7 +37,12 @@ from mppo.algos.rollout_correction import (
     veto_mask,
 )
 from mppo.batch import Batch, Experience, Measured
-from mppo.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
+from mppo.config.algorithm import (
+    AlgorithmConfig,
+    KLControlConfig,
+    RolloutCorrectionConfig,
+    ScoreNormalizationConfig,
+)
 from mppo.experience_metrics import experience_metrics
 
 __all__ = [
@@ -80,35 +85,37 @@ def current_kl(measured: Measured, algorithm: AlgorithmConfig) -> float:
 
 
 def normalize_scores(
-    batch: Batch, algorithm: AlgorithmConfig, moments: RunningMoments | None = None
-) -> Batch:
-    """The batch with its scores normalised as ``algorithm.normalize_scores`` says.
+    batch: Batch, baseline_B: Tensor, algorithm: AlgorithmConfig, moments: RunningMoments
+) -> tuple[Batch, Tensor]:
+    """Scores, and what they are compared with, as ``algorithm.normalize_scores`` says.
 
     Args:
         batch: scored.
+        baseline_B: float32 ``[B]``, scores of greedy responses; or empty.
         algorithm: mode, and the given mean and deviation.
-        moments: for ``running``: what was seen so far, with this batch merged in already.
+        moments: of the run's scores so far, this batch's among them.
 
     Returns:
-        The same batch where the mode is off.
-
-    Raises:
-        ValueError: ``running`` without moments.
+        The batch with its scores, and the baseline, on one scale; both as they were where the mode
+        is off.
     """
-    config = algorithm.normalize_scores
-    if config.mode == "off":
-        return batch
+    if algorithm.normalize_scores.mode == "off":
+        return batch, baseline_B
+    scale = _score_scale(batch, algorithm.normalize_scores, moments)
+    baseline_B = scale(baseline_B) if len(baseline_B) else baseline_B
+    return replace(batch, scores_B=scale(batch.scores_B)), baseline_B
+
+
+def _score_scale(
+    batch: Batch, config: ScoreNormalizationConfig, moments: RunningMoments
+) -> ScoreScale:
     if config.mode == "given":
-        scores_B = normalize_given(batch.scores_B, config.mean, config.std)
-    elif config.mode == "batch":
-        scores_B = normalize_by_batch(batch.scores_B)
-    elif config.mode == "group":
-        scores_B = normalize_by_group(batch.scores_B, batch.group_B)
-    elif moments is None:
-        raise ValueError("normalize_scores.mode 'running' needs the moments of the scores so far")
-    else:
-        scores_B = moments.normalize(batch.scores_B)
-    return replace(batch, scores_B=scores_B)
+        return ScoreScale(config.mean, config.std)
+    if config.mode == "batch":
+        return batch_scale(batch.scores_B)
+    if config.mode == "group":
+        return group_scale(batch.scores_B, batch.group_B)
+    return moments.scale()
 
 
 def estimate(
@@ -124,8 +131,8 @@ def estimate(
         measured: the batch with log-probabilities and values.
         algorithm: estimator, whitening, KL in the reward, rollout correction.
         kl_coef: coefficient of the KL in the reward now (the controller's).
-        baseline_scores_B: float32 ``[B]``, the score of a greedy response to the same prompt;
-            needed for ``remax``.
+        baseline_scores_B: float32 ``[B]``, the score of a greedy response to the same prompt, on
+            the scale of the batch's scores; needed for ``remax``.
 
     Returns:
         Experience. With ``bypass_mode`` its measured log-probabilities are the engine's.

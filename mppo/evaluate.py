@@ -76,7 +76,7 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
             buckets = model_buckets(folder, config, recipe.rollout.sync_bucket_mb << 20)
             engine.update_weights(buckets, 0)
             limit = recipe.data.max_response_length
-            trajectories = engine.generate(Wish(prompts, recipe.rollout.val_kwargs, limit, seed=0))
+            trajectories = engine.generate(Wish(prompts, recipe.rollout.validation, limit, seed=0))
         finally:
             engine.stop()
     scores = scorer.score(trajectories)

@@ -53,9 +53,9 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     """One iteration; its metrics."""
     algorithm, actor_frozen = run.recipe.algorithm, step <= run.recipe.trainer.critic_warmup
     collected = collect(run, step)
-    scored, baseline_B = collected.scored, collected.baseline_B
+    scored = collected.scored
     run.moments.merge(scored.scores_B)
-    batch = normalize_scores(scored, algorithm, run.moments)
+    batch, baseline_B = normalize_scores(scored, collected.baseline_B, algorithm, run.moments)
     with run.stage("measure", step):
         measured = run.roles.measure(batch)
     with run.stage("adv", step):
@@ -113,7 +113,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
     with run.stage("testing", step):
         for first in range(0, len(prompts), size):
             part = prompts[first : first + size]
-            trajectories = generate(run, part, run.recipe.rollout.val_kwargs, step=0)
+            trajectories = generate(run, part, run.recipe.rollout.validation, step=0)
             for trajectory, reward in zip(trajectories, run.scorer.score(trajectories)):
                 by_source.setdefault(trajectory.prompt.data_source, []).append(reward)
     metrics = {f"val-core/{k}/reward/mean": sum(v) / len(v) for k, v in by_source.items()}

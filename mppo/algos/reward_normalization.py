@@ -8,28 +8,50 @@ by Chan's parallel update.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mppo.algos.group_baselines import group_mean, group_std
 
-
-def normalize_given(scores_B: Tensor, mean: float, std: float) -> Tensor:
-    """``(score - mean) / std`` with numbers known beforehand; ``std`` is positive."""
-    return (scores_B - mean) / std
+_EPS = 1e-8
 
 
-def normalize_by_batch(scores_B: Tensor, eps: float = 1e-8) -> Tensor:
-    """``(score - mean) / (std + eps)`` over the batch, std unbiased; one score becomes 0."""
+@dataclass(frozen=True)
+class ScoreScale:
+    """``(x - mean) / divisor``: one scale for scores and for what is compared with them.
+
+    Args:
+        mean, divisor: numbers, or float64 ``[B]``, one for each response.
+    """
+
+    mean: float | Tensor
+    divisor: float | Tensor
+
+    def __call__(self, x_B: Tensor) -> Tensor:
+        """The numbers on this scale: float32 ``[B]``."""
+        return ((x_B.double() - self.mean) / self.divisor).float()
+
+
+def batch_scale(scores_B: Tensor) -> ScoreScale:
+    """Mean, and unbiased standard deviation + 1e-8, of the batch.
+
+    Equal scores, or a single one, have no deviation: nothing is divided, and they become 0. (The
+    sum of equal float32 numbers is exact in float64, so their deviation is exactly 0.)
+    """
+    scores_B = scores_B.double()
     if len(scores_B) < 2:
-        return torch.zeros_like(scores_B)
-    return (scores_B - scores_B.mean()) / (scores_B.std() + eps)
+        return ScoreScale(scores_B, 1.0)
+    std = scores_B.std().item()
+    return ScoreScale(scores_B.mean().item(), std + _EPS if std > 0 else 1.0)
 
 
-def normalize_by_group(scores_B: Tensor, group_B: Tensor, eps: float = 1e-8) -> Tensor:
-    """``(score - mean) / (std + eps)`` over each prompt's samples; a group of one stays."""
-    return (scores_B - group_mean(scores_B, group_B)) / (group_std(scores_B, group_B) + eps)
+def group_scale(scores_B: Tensor, group_B: Tensor) -> ScoreScale:
+    """The same for each prompt's responses; a group of one keeps its score."""
+    scores_B = scores_B.double()
+    std_B = group_std(scores_B, group_B)
+    return ScoreScale(group_mean(scores_B, group_B), torch.where(std_B > 0, std_B + _EPS, 1.0))
 
 
 class RunningMoments:
@@ -62,9 +84,9 @@ class RunningMoments:
         self.mean += shift * n / total
         self.count = total
 
-    def normalize(self, scores_B: Tensor, eps: float = 1e-8) -> Tensor:
-        """``(score - mean) / (std + eps)`` by what was seen so far."""
-        return (scores_B - self.mean) / (self.std + eps)
+    def scale(self) -> ScoreScale:
+        """Mean, and standard deviation + 1e-8, of what was seen so far; equal scores: as above."""
+        return ScoreScale(self.mean, self.std + _EPS if self.std > 0 else 1.0)
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed run needs."""

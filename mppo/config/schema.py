@@ -248,15 +248,26 @@ class RefConfig(Section):
         return BatchingConfig(**theirs | {k: v for k, v in own.items() if v is not None})
 
 
-class SamplingConfig(Section):
+class DrawingConfig(Section):
     """How tokens are drawn. ``top_k: -1`` means all; ``temperature: 0`` means greedy."""
 
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1)
     min_p: float = Field(default=0.0, ge=0, le=1)
-    stop_token_ids: tuple[int, ...] = ()
     n: int = Field(default=1, gt=0)
+
+
+class SamplingConfig(DrawingConfig):
+    """How responses are drawn. ``stop_token_ids`` end a response, as the model's own eos does."""
+
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class ValidationConfig(DrawingConfig):
+    """How responses to validation prompts are drawn. ``stop_token_ids`` null: ``rollout``'s."""
+
+    stop_token_ids: tuple[int, ...] | None = None
 
 
 class RolloutConfig(SamplingConfig):
@@ -275,7 +286,7 @@ class RolloutConfig(SamplingConfig):
     over_sampling: float = Field(default=0.0, ge=0)
     partial_rollout: bool = False
     dtype: Literal["float32", "bfloat16"] | None = None
-    val_kwargs: SamplingConfig = SamplingConfig(temperature=0.0)
+    val_kwargs: ValidationConfig = ValidationConfig(temperature=0.0)
     tensor_model_parallel_size: int = Field(default=1, gt=0)
     expert_parallel_size: int = Field(default=1, gt=0)
     mode: Literal["colocated", "disaggregated"] = "colocated"
@@ -289,6 +300,19 @@ class RolloutConfig(SamplingConfig):
     request_timeout_s: float = Field(default=600.0, gt=0)
     start_timeout_s: float = Field(default=600.0, gt=0)
     server_args: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def validation(self) -> SamplingConfig:
+        """How responses to validation prompts are drawn, the stop tokens filled in."""
+        own = self.val_kwargs.model_dump()
+        if self.val_kwargs.stop_token_ids is None:
+            own["stop_token_ids"] = self.stop_token_ids
+        return SamplingConfig(**own)
+
+    @property
+    def greedy(self) -> SamplingConfig:
+        """The most likely tokens, with the training responses' stop tokens."""
+        return SamplingConfig(temperature=0.0, stop_token_ids=self.stop_token_ids)
 
 
 class RewardConfig(Section):

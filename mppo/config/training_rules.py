@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mppo.config.errors import Fault
 from mppo.config.layout_rules import divisors
 from mppo.config.rule import Case, rule
-from mppo.config.schema import SamplingConfig
+from mppo.config.schema import DrawingConfig
 
 GROUP_ESTIMATORS = frozenset(
     {"grpo", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg"}
@@ -172,7 +172,7 @@ def sampling_is_possible(case: Case) -> Iterator[Fault]:
     if rollout.temperature == 0:
         why = "greedy decoding has no log-probabilities to train on"
         yield Fault("rollout.temperature", 0.0, why, "choose a value above 0 (1.0 is usual)")
-    sections: list[tuple[str, SamplingConfig]] = [("rollout", rollout)]
+    sections: list[tuple[str, DrawingConfig]] = [("rollout", rollout)]
     sections.append(("rollout.val_kwargs", rollout.val_kwargs))
     for prefix, sampling in sections:
         if sampling.top_k == 0:

@@ -19,6 +19,7 @@ def test_a_model_folder_is_scored_on_two_ranks(tmp_path):
             str(ROOT / "mppo" / "evaluate.py"),
             "--config", str(ROOT / "recipes" / "tiny_cpu_tp2_pp2.yaml"), "--out", str(out),
             "data.val_size=5", "trainer.n_gpus_per_node=null",
+            f"rollout.stop_token_ids={list(range(260))}",
             "actor.megatron.pipeline_model_parallel_size=1",
             "critic.megatron.tensor_model_parallel_size=1",
             "ref.megatron.pipeline_model_parallel_size=1",
@@ -31,7 +32,9 @@ def test_a_model_folder_is_scored_on_two_ranks(tmp_path):
     assert scores["prompts"] == 5
     assert scores["reward/mean"] == scores["reward/reverse"]
     assert 0 <= scores["reward/mean"] <= 1
-    assert 0 < scores["response_length/mean"] <= 16
+    # every token ends a response
+    assert scores["response_length/mean"] == 1
+    assert scores["response_length/clip_ratio"] == 0
     assert json.dumps(scores) in result.stdout
 
 

@@ -11,9 +11,9 @@ from mppo.algos import pf_ppo
 from mppo.algos.moving_average import update_moving_average_
 from mppo.algos.reward_normalization import (
     RunningMoments,
-    normalize_by_batch,
-    normalize_by_group,
-    normalize_given,
+    ScoreScale,
+    batch_scale,
+    group_scale,
 )
 from mppo.algos.unsupervised import ptx_loss
 
@@ -52,11 +52,23 @@ def test_pf_ppo_with_equal_or_zero_scores_can_still_draw():
 
 def test_normalisation_by_hand():
     scores = torch.tensor([1.0, 3.0, 5.0])
-    assert normalize_given(scores, 1.0, 2.0).tolist() == [0.0, 1.0, 2.0]
-    torch.testing.assert_close(normalize_by_batch(scores), torch.tensor([-1.0, 0.0, 1.0]))
-    assert normalize_by_batch(torch.tensor([4.0])).tolist() == [0.0]
-    grouped = normalize_by_group(scores, torch.tensor([0, 0, 9]))
+    assert ScoreScale(1.0, 2.0)(scores).tolist() == [0.0, 1.0, 2.0]
+    torch.testing.assert_close(batch_scale(scores)(scores), torch.tensor([-1.0, 0.0, 1.0]))
+    alone = torch.tensor([4.0])
+    assert batch_scale(alone)(alone).tolist() == [0.0]
+    grouped = group_scale(scores, torch.tensor([0, 0, 9]))(scores)
     torch.testing.assert_close(grouped, torch.tensor([-(0.5**0.5), 0.5**0.5, 5.0]))
+
+
+def test_equal_scores_set_no_scale_for_what_differs_from_them():
+    scores, other = torch.full((6,), 0.1), torch.full((6,), 1.1)
+    moments = RunningMoments()
+    moments.merge(scores)
+    moments.merge(scores)
+    scales = (batch_scale(scores), group_scale(scores, torch.zeros(6)), moments.scale())
+    for scale in (*scales, batch_scale(scores[:1])):
+        assert not scale(scores[:1]).any()
+        torch.testing.assert_close(scale(other)[:1], torch.ones(1))
 
 
 @settings(deadline=None, max_examples=40)
@@ -71,7 +83,7 @@ def test_running_moments_equal_those_of_all_scores_together(batches):
         assert moments.mean == pytest.approx(everything.mean().item(), rel=1e-9, abs=1e-9)
     if len(everything) > 1:
         assert moments.std == pytest.approx(everything.std().item(), rel=1e-6, abs=1e-6)
-    assert torch.isfinite(moments.normalize(torch.tensor([1.0]))).all()
+    assert torch.isfinite(moments.scale()(torch.tensor([1.0]))).all()
 
 
 def test_running_moments_resume_exactly():

@@ -12,7 +12,7 @@ import yaml
 from mppo.config.document import MOVED, merge, parse_yaml
 from mppo.config.errors import ConfigError, Fault, nearest
 from mppo.config.load import json_schema, load_recipe, read_recipe, recipe_keys, resolved_yaml
-from mppo.config.schema import Recipe
+from mppo.config.schema import Recipe, SamplingConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,6 +100,18 @@ def test_merge_leaves_its_arguments_alone():
     under, over = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3}}
     assert merge(under, over) == {"a": {"b": 3, "c": 2}}
     assert (under, over) == ({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
+
+
+def test_validation_and_greedy_responses_take_the_training_responses_stop_tokens(tmp_path):
+    chosen = ["rollout.stop_token_ids=[5, 6]", "rollout.temperature=0.7"]
+    rollout = load_recipe(None, [*chosen, "rollout.val_kwargs.top_p=0.9"]).rollout
+    assert rollout.greedy == SamplingConfig(temperature=0.0, stop_token_ids=(5, 6))
+    expected = SamplingConfig(temperature=0.0, top_p=0.9, stop_token_ids=(5, 6))
+    assert rollout.validation == expected
+    for own, ids in (("[]", ()), ("[7]", (7,))):
+        recipe = load_recipe(None, [*chosen, f"rollout.val_kwargs.stop_token_ids={own}"])
+        assert recipe.rollout.validation.stop_token_ids == ids
+        assert load_recipe(write(tmp_path, resolved_yaml(recipe))) == recipe
 
 
 def test_a_preset_gives_defaults_and_the_recipe_keeps_its_own_values(tmp_path):

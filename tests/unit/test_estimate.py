@@ -202,21 +202,45 @@ def test_truncated_responses_can_be_left_out_of_the_loss():
 
 def test_scores_are_normalised_as_asked():
     batch = measured_of([1, 1, 1, 1], scores=[1.0, 3.0, 5.0, 5.0]).batch
+    moments = RunningMoments()
+    moments.merge(batch.scores_B)
 
-    def scores(mode, moments=None, **kwargs):
+    def scores(mode, **kwargs):
         config = ScoreNormalizationConfig(mode=mode, **kwargs)
         algorithm = AlgorithmConfig(normalize_scores=config)
-        return normalize_scores(batch, algorithm, moments).scores_B
+        return normalize_scores(batch, torch.empty(0), algorithm, moments)[0].scores_B
 
     assert scores("off") is batch.scores_B
     assert scores("given", mean=1.0, std=2.0).tolist() == [0.0, 1.0, 2.0, 2.0]
     torch.testing.assert_close(scores("batch").mean(), torch.tensor(0.0))
     torch.testing.assert_close(scores("group")[2:], torch.zeros(2))
+    torch.testing.assert_close(scores("running"), scores("batch"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        # (score - 4) / 2 of [1, 3, 6, 6] against that of [7, 7, 2, 2]
+        ({"mode": "given", "mean": 4.0, "std": 2.0}, [-3.0, -2.0, 2.0, 2.0]),
+        # the batch's mean is 4, its variance (9 + 1 + 4 + 4) / 3 = 6
+        ({"mode": "batch"}, [-6 / 6**0.5, -4 / 6**0.5, 4 / 6**0.5, 4 / 6**0.5]),
+        ({"mode": "running"}, [-6 / 6**0.5, -4 / 6**0.5, 4 / 6**0.5, 4 / 6**0.5]),
+        # the groups' deviations are sqrt(2) and none
+        ({"mode": "group"}, [-6 / 2**0.5, -4 / 2**0.5, 4.0, 4.0]),
+    ],
+)
+def test_remax_compares_scores_and_greedy_scores_on_one_scale(mode, expected):
+    measured = measured_of([1, 1, 1, 1], scores=[1.0, 3.0, 6.0, 6.0])
     moments = RunningMoments()
-    moments.merge(batch.scores_B)
-    torch.testing.assert_close(scores("running", moments), scores("batch"))
-    with pytest.raises(ValueError, match="moments"):
-        scores("running")
+    moments.merge(measured.batch.scores_B)
+    algorithm = AlgorithmConfig(adv_estimator="remax", normalize_scores=mode)
+    greedy_B = torch.tensor([7.0, 7.0, 2.0, 2.0])
+    batch, baseline_B = normalize_scores(measured.batch, greedy_B, algorithm, moments)
+    experience = estimate(
+        dataclasses.replace(measured, batch=batch), algorithm, 0.0, baseline_scores_B=baseline_B
+    )
+    inside = measured.batch.response_mask_T > 0
+    torch.testing.assert_close(experience.advantages_T[inside], torch.tensor(expected))
 
 
 def test_pf_ppo_draws_whole_sequences_of_the_experience():
