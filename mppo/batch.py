@@ -183,15 +183,15 @@ class Experience:
 
 
 def pack_trajectories(
-    trajectories: Sequence[Trajectory], scores: Sequence[float], end_slots: bool = False
+    trajectories: Sequence[Trajectory], scores: Sequence[float], end_slots_below: int = 0
 ) -> Batch:
     """Lay trajectories end to end.
 
     Args:
         trajectories: B trajectories; an empty response is allowed.
         scores: B outcome rewards.
-        end_slots: put a slot behind every response that stopped (``Batch.end_mask_T``); it holds
-            the stop token again, which nothing reads.
+        end_slots_below: put a slot behind every response that stopped with fewer tokens than this
+            (``Batch.end_mask_T``); it holds the stop token again, which nothing reads. 0: none.
 
     Returns:
         Batch on the CPU.
@@ -218,7 +218,8 @@ def pack_trajectories(
         logprobs += [0.0] * prompt_len
         logprobs += trajectory.logprobs
         versions += [-1] * prompt_len + trajectory.weight_versions
-        slots = int(end_slots and trajectory.finish_reason == "stop" and response_len > 0)
+        stopped = trajectory.finish_reason == "stop"
+        slots = int(stopped and 0 < response_len < end_slots_below)
         tokens += trajectory.response_ids[-1:] * slots
         mask += [0.0] * slots
         logprobs += [0.0] * slots

@@ -46,6 +46,8 @@ def collect(run: Run, step: int) -> Collected:
     """
     algorithm, size = run.recipe.algorithm, run.recipe.data.train_batch_size
     dynamic = algorithm.filter_groups
+    # as in TRL, a stop token in the last place of a response has no slot behind it
+    end_slots_below = run.recipe.data.max_response_length if algorithm.score_after_end else 0
     left = dynamic.max_num_gen_batches if dynamic.enable else 1
     trajectories: list[Trajectory] = []
     greedy: list[Trajectory] = []
@@ -63,7 +65,7 @@ def collect(run: Run, step: int) -> Collected:
         with run.stage("reward", step):
             trajectories += found
             scores = asked.early.finish(keys, found)
-            batches.append(pack_trajectories(found, scores, algorithm.score_after_end))
+            batches.append(pack_trajectories(found, scores, end_slots_below))
             baseline_B = torch.tensor(run.scorer.score(greedy))
             meet()
         groups = informative_sequences(batches[-1].scores_B, batches[-1].group_B)

@@ -20,7 +20,6 @@ from torch import Tensor
 from mppo.algos.aggregation import aggregation_weights_T
 from mppo.algos.covariance import covariance, covariance_band, covariance_top
 from mppo.algos.kl import kl_estimate
-from mppo.algos.masked import sequence_sum
 from mppo.algos.packing import select_cu_seqlens, select_sequences
 from mppo.algos.policy_loss import (
     Loss,
@@ -35,6 +34,7 @@ from mppo.algos.policy_loss import (
     policy_gradient,
     sapo,
 )
+from mppo.algos.rollout_correction import sequence_geometric_mean
 from mppo.algos.value_loss import value_loss
 from mppo.batch import Experience
 from mppo.config.schema import SEQUENCE_LOSSES, ActorConfig, CriticConfig
@@ -49,6 +49,7 @@ class PolicyTargets:
         mask_T: float32 ``[T]``, 1 on the tokens trained on (response tokens not rejected).
         weight_T: float32 ``[T]``, each token's share in the mini-batch's loss (aggregation).
         importance_T: float32 ``[T]``, rollout-correction weight of the token's policy loss.
+            GMPO's is the same on all of a sequence's tokens.
         metric_weight_T: float32 ``[T]``, 1 / (masked tokens of the mini-batch) on the mask.
         old_logprobs_T: log-probabilities before the update.
         ref_logprobs_T: the reference's.
@@ -106,7 +107,11 @@ def to_device(targets: Targets, device: torch.device | str) -> Targets:
 
 
 def policy_targets(
-    experience: Experience, indices: Sequence[int] | Tensor, actor: ActorConfig, seed: int = 0
+    experience: Experience,
+    indices: Sequence[int] | Tensor,
+    actor: ActorConfig,
+    max_response_length: int,
+    seed: int = 0,
 ) -> PolicyTargets:
     """Targets of one mini-batch.
 
@@ -116,6 +121,8 @@ def policy_targets(
         experience: the whole batch.
         indices: the mini-batch's sequences, counted within the batch.
         actor: loss mode and aggregation.
+        max_response_length: in tokens, of the recipe; the scale of ``seq-mean-token-sum-norm``
+            where ``loss_scale_factor`` gives none.
         seed: of Clip-Cov's random choice.
 
     Returns:
@@ -141,8 +148,10 @@ def policy_targets(
             )
         else:
             selected_T = covariance_top(cov_T, mask_T, loss.kl_cov_ratio)
+    if loss.loss_mode == "gmpo":
+        importance_T = sequence_geometric_mean(importance_T, mask_T, cu_seqlens)
     mode = "seq-mean-token-mean" if loss.loss_mode in SEQUENCE_LOSSES else actor.loss_agg_mode
-    scale = actor.loss_scale_factor or _longest_response(experience)
+    scale = actor.loss_scale_factor or max_response_length
     return PolicyTargets(
         cu_seqlens=cu_seqlens,
         mask_T=mask_T,
@@ -157,7 +166,10 @@ def policy_targets(
 
 
 def value_targets(
-    experience: Experience, indices: Sequence[int] | Tensor, critic: CriticConfig
+    experience: Experience,
+    indices: Sequence[int] | Tensor,
+    critic: CriticConfig,
+    max_response_length: int,
 ) -> ValueTargets:
     """Targets of one mini-batch for the critic; arguments as in :func:`policy_targets`."""
     measured = experience.measured
@@ -168,22 +180,15 @@ def value_targets(
 
     cu_seqlens = select_cu_seqlens(full_cu_seqlens, indices)
     mask_T = cut(measured.batch.value_mask_T) * (cut(experience.loss_weight_T) != 0)
-    scale = _longest_response(experience)
+    mode = critic.loss_agg_mode
     return ValueTargets(
         cu_seqlens=cu_seqlens,
         mask_T=mask_T,
-        weight_T=aggregation_weights_T(mask_T, cu_seqlens, critic.loss_agg_mode, scale),
+        weight_T=aggregation_weights_T(mask_T, cu_seqlens, mode, max_response_length),
         metric_weight_T=aggregation_weights_T(mask_T, cu_seqlens, "token-mean"),
         old_values_T=cut(measured.values_T),
         returns_T=cut(experience.returns_T),
     )
-
-
-def _longest_response(experience: Experience) -> float:
-    """Response tokens of the batch's longest response, at least 1."""
-    batch = experience.measured.batch
-    length_B = sequence_sum(batch.response_mask_T, batch.cu_seqlens)
-    return max(float(length_B.max()), 1.0) if len(length_B) else 1.0
 
 
 def policy_objective(

@@ -301,12 +301,12 @@ class Roles:
         return learners + ([] if actor_frozen else [self._actor_learner(experience, step)])
 
     def _critic_learner(self, experience: Experience, step: int) -> Learner:
-        section = self.recipe.critic
+        section, longest = self.recipe.critic, self.recipe.data.max_response_length
         size = section.ppo_mini_batch_size or self.recipe.actor.ppo_mini_batch_size
         return Learner(
             self.critic,
             self._mini_batches(experience, size, section, step),
-            partial(value_targets, experience, critic=section),
+            partial(value_targets, experience, critic=section, max_response_length=longest),
             lambda outputs, targets: value_objective(*outputs, targets, section),
             peak_tflops=self._peak_tflops(),
         )
@@ -318,7 +318,13 @@ class Roles:
         return Learner(
             self.actor,
             self._mini_batches(experience, section.ppo_mini_batch_size, section, step),
-            partial(policy_targets, experience, actor=section, seed=step),
+            partial(
+                policy_targets,
+                experience,
+                actor=section,
+                max_response_length=self.recipe.data.max_response_length,
+                seed=step,
+            ),
             lambda outputs, targets: policy_objective(*outputs[:2], targets, section, *outputs[2:]),
             extras,
             self.text,

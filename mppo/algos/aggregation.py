@@ -6,14 +6,13 @@ cut into micro-batches, and over any number of ranks, is the same number.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mppo.algos.masked import sequence_sum, spread
 
 
 def aggregation_weights_T(
-    mask_T: Tensor, cu_seqlens: Tensor, mode: str, scale_factor: float | None = None
+    mask_T: Tensor, cu_seqlens: Tensor, mode: str, scale_factor: float = 1.0
 ) -> Tensor:
     """How much each token's loss counts.
 
@@ -29,8 +28,8 @@ def aggregation_weights_T(
         mask_T: float32 ``[T]``, 1 on the tokens that count.
         cu_seqlens: int64 ``[B + 1]``, of the whole mini-batch.
         mode: one of the above.
-        scale_factor: for ``seq-mean-token-sum-norm``, in tokens; None takes the longest sequence's
-            masked tokens in this mini-batch.
+        scale_factor: for ``seq-mean-token-sum-norm``, in tokens. A constant of the run, so that a
+            token counts the same in every batch (Dr. GRPO, https://arxiv.org/abs/2503.20783).
 
     Returns:
         float32 ``[T]``, 0 outside the mask; all 0 where no token is masked in.
@@ -51,8 +50,7 @@ def aggregation_weights_T(
     if mode == "seq-mean-token-mean":
         return mask_T / (num_sequences * spread(count_B.clamp(min=1.0), cu_seqlens))
     if mode == "seq-mean-token-sum-norm":
-        longest = torch.cat([count_B, count_B.new_ones(1)]).max()
-        return mask_T / (num_sequences * (longest if scale_factor is None else scale_factor))
+        return mask_T / (num_sequences * scale_factor)
     raise ValueError(
         f"loss_agg_mode: unknown mode {mode!r}; use token-mean, token-sum, seq-mean-token-sum, "
         "seq-mean-token-mean or seq-mean-token-sum-norm"

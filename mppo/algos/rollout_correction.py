@@ -55,6 +55,23 @@ def truncate_weights(weight_T: Tensor, upper: float, lower: float | None = None)
     return torch.where(weight_T > 0, held_T, 0.0)
 
 
+def sequence_geometric_mean(weight_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """``exp(mean_t log w_t)`` over a sequence's masked tokens, on each of them.
+
+    Args:
+        weight_T: float ``[T]``, positive where masked in.
+        mask_T: float ``[T]``.
+        cu_seqlens: int64 ``[B + 1]``.
+
+    Returns:
+        float ``[T]``, 0 outside the mask.
+
+    Source: verl ``compute_policy_loss_geo_mean``.
+    """
+    log_T = torch.where(mask_T > 0, weight_T, 1.0).log()
+    return spread(sequence_mean(log_T, mask_T, cu_seqlens).exp(), cu_seqlens) * mask_T
+
+
 def mask_weights(weight_T: Tensor, upper: float, lower: float) -> Tensor:
     """IcePop: ``w`` within ``[lower, upper]``, 0 outside it."""
     return torch.where((weight_T >= lower) & (weight_T <= upper), weight_T, 0.0)

@@ -377,9 +377,9 @@ def test_a_preset_reproduces_its_systems_losses(name, seed):
     raw = dataclasses.replace(measured, batch=dataclasses.replace(measured.batch, scores_B=scores))
     ours = dataclasses.replace(measured, batch=dataclasses.replace(measured.batch, scores_B=shaped))
     experience = estimate(ours, recipe.algorithm, recipe.algorithm.kl_ctrl.kl_coef)
-    targets = policy_targets(experience, range(4), recipe.actor)
+    targets = policy_targets(experience, range(4), recipe.actor, 9)
     policy, _ = policy_objective(new_logprobs, noise[0].abs(), targets, recipe.actor)
-    value_target = value_targets(experience, range(4), recipe.critic)
+    value_target = value_targets(experience, range(4), recipe.critic, 9)
     value, _ = value_objective(new_values, value_target, recipe.critic)
     expected_policy, expected_value = system_losses(name, raw, new_logprobs, new_values)
     torch.testing.assert_close(policy.double(), expected_policy, rtol=1e-4, atol=1e-5)
@@ -410,13 +410,13 @@ def test_every_pair_of_options_estimates_and_trains_to_finite_numbers():
                 kl_loss_type=kinds[(i + j) % 4],
             )
             experience = estimate(measured, algorithm, 0.1, baseline_scores_B=torch.zeros(4))
-            targets = policy_targets(experience, range(4), actor)
+            targets = policy_targets(experience, range(4), actor, 9)
             logprobs = (targets.old_logprobs_T - 0.1).requires_grad_()
             loss, stats = policy_objective(logprobs, logprobs.detach().abs(), targets, actor)
             loss.backward()
             assert torch.isfinite(logprobs.grad).all(), (estimator, loss_mode)
             assert all(math.isfinite(value) for value in stats.values()), (estimator, loss_mode)
-    values = value_targets(experience, range(4), CriticConfig())
+    values = value_targets(experience, range(4), CriticConfig(), 9)
     assert math.isfinite(value_objective(values.returns_T, values, CriticConfig())[0])
 
 

@@ -2,25 +2,22 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mppo import objective
 from mppo.algos.packing import select_sequences
 from mppo.batch import Batch, Experience, Measured
 from mppo.config.schema import ActorConfig, CriticConfig, LossAggMode, PolicyLossConfig
-from mppo.objective import (
-    policy_objective,
-    policy_targets,
-    select,
-    to_device,
-    update_metrics,
-    value_objective,
-    value_targets,
-)
+from mppo.objective import policy_objective, select, to_device, update_metrics, value_objective
 
+LIMIT = 10
+policy_targets = partial(objective.policy_targets, max_response_length=LIMIT)
+value_targets = partial(objective.value_targets, max_response_length=LIMIT)
 LOSS_MODES = PolicyLossConfig.model_fields["loss_mode"].annotation.__args__
 AGGREGATIONS = LossAggMode.__args__
 
@@ -271,8 +268,28 @@ def test_the_scale_of_seq_mean_token_sum_norm():
     mode = "seq-mean-token-sum-norm"
     stated = policy_targets(experience, [0, 2], actor_of("vanilla", mode, loss_scale_factor=8.0))
     torch.testing.assert_close(stated.weight_T, stated.mask_T / (2 * 8))
-    # without one: the longest response of the whole batch, whatever the mini-batch holds
-    longest = policy_targets(experience, [0, 2], actor_of("vanilla", mode))
-    torch.testing.assert_close(longest.weight_T, longest.mask_T / (2 * 4))
-    values = value_targets(experience, [0, 2], CriticConfig(loss_agg_mode=mode))
-    torch.testing.assert_close(values.weight_T, values.mask_T / (2 * 4))
+    # without one: the recipe's response length, however long the batch's responses are
+    actor, critic = actor_of("vanilla", mode), CriticConfig(loss_agg_mode=mode)
+    constant = policy_targets(experience, [0, 2], actor)
+    torch.testing.assert_close(constant.weight_T, constant.mask_T / (2 * LIMIT))
+    values = value_targets(experience, [0, 2], critic)
+    torch.testing.assert_close(values.weight_T, values.mask_T / (2 * LIMIT))
+
+
+def test_gmpo_weighs_a_sequence_by_the_geometric_mean_of_its_tokens_weights():
+    # log-ratios 0.1, 0.3 and (rejected) 5; weights 0.5, 2 and 0: geometric mean 1, not 1.25
+    experience = experience_of([3, 1])
+    mask = experience.measured.batch.response_mask_T
+    weight = mask.clone()
+    weight[2:5] = torch.tensor([0.5, 2.0, 0.0])
+    weight[7] = 4.0
+    advantages = mask * torch.tensor([0, 0, 3.0, 3.0, 3.0, 0, 0, -2.0])
+    experience = replace(experience, loss_weight_T=weight, advantages_T=advantages)
+    actor = actor_of("gmpo", clip_ratio=0.4)
+    targets = policy_targets(experience, [0, 1], actor)
+    new = targets.old_logprobs_T + torch.tensor([0, 0, 0.1, 0.3, 5.0, 0, 0, 0.2])
+    loss, stats = policy_objective(new, torch.zeros(8), targets, actor)
+    # mean over the two sequences of -A exp(mean d) exp(mean log w)
+    expected = (-3 * math.exp(0.2) * 1.0 + 2 * math.exp(0.2) * 4.0) / 2
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert stats["actor/pg_loss"].item() == pytest.approx(expected, rel=1e-6)

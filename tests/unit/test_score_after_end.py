@@ -12,20 +12,21 @@ from mppo.estimate import estimate
 from mppo.experience_metrics import experience_metrics
 from mppo.objective import value_objective, value_targets
 
-STOPPED = (True, False, True, True)
-LENGTHS = (3, 6, 1, 4)
+LIMIT = 6
+STOPPED = (True, False, True, True, True)
+LENGTHS = (3, 6, 1, 4, 6)
 GAMMA, LAM, BETA = 0.9, 0.95, 0.05
 
 
 def measured_of(seed: int) -> Measured:
-    """Four responses after prompts of two tokens, one of them cut off at six tokens."""
+    """Five responses after prompts of two tokens; of those of six, one is cut off, one stopped."""
     random = torch.Generator().manual_seed(seed)
     trajectories = [
         Trajectory(Prompt(i, (7, 8), "", "", ""), tuple(range(n)), (0.0,) * n, reason, 0)
         for i, n in enumerate(LENGTHS)
         for reason in ["stop" if STOPPED[i] else "length"]
     ]
-    batch = pack_trajectories(trajectories, torch.randn(4, generator=random).tolist(), True)
+    batch = pack_trajectories(trajectories, torch.randn(5, generator=random).tolist(), LIMIT)
     count = len(batch.tokens_T)
     logprobs_T, ref_T, values_T = torch.randn(3, count, generator=random)
     mask_T = batch.response_mask_T
@@ -33,8 +34,8 @@ def measured_of(seed: int) -> Measured:
 
 
 def rows(x_T: torch.Tensor, measured: Measured) -> torch.Tensor:
-    """States from the first response token on as rows of 7, zeros on the right."""
-    padded = torch.zeros(4, 7, dtype=torch.float64)
+    """States from the first response token on as rows of 6, zeros on the right."""
+    padded = torch.zeros(5, LIMIT, dtype=torch.float64)
     for i, (first, last) in enumerate(
         zip(measured.batch.cu_seqlens[:-1] + 2, measured.batch.cu_seqlens[1:])
     ):
@@ -48,9 +49,9 @@ def whiten(x, mask, shift_mean=True):
     return whitened if shift_mean else whitened + mean
 
 
-def test_a_slot_follows_every_response_that_stopped():
+def test_a_slot_follows_every_response_that_stopped_before_the_last_place():
     batch = measured_of(0).batch
-    assert batch.lengths_B.tolist() == [6, 8, 4, 7]
+    assert batch.lengths_B.tolist() == [6, 8, 4, 7, 8]
     assert batch.end_mask_T.nonzero()[:, 0].tolist() == [5, 17, 24]
     assert batch.tokens_T[batch.end_mask_T > 0].tolist() == [2, 0, 3]
     assert not (batch.end_mask_T * batch.response_mask_T).any()
@@ -70,18 +71,17 @@ def test_advantages_and_returns_are_those_of_trls_loop(seed, whiten_rewards):
     experience = estimate(measured, algorithm, BETA)
     # PPOTrainer.train: sequence_lengths is the last token's index, p1 the one behind it
     lengths = torch.tensor(LENGTHS) - 1
-    index = torch.arange(7).expand(4, 7)
+    index = torch.arange(LIMIT).expand(5, LIMIT)
     mask, mask_p1 = index <= lengths[:, None], index <= lengths[:, None] + 1
-    mask_p1[1, 6] = False  # the response that was cut off fills TRL's row of six
     values = rows(measured.values_T, measured)
     rewards = -BETA * rows(measured.logprobs_T - measured.ref_logprobs_T, measured)
-    end = torch.where(torch.tensor(STOPPED), lengths + 1, lengths)
-    rewards[torch.arange(4), end] += measured.batch.scores_B.double()
+    end = torch.where(lengths + 1 < LIMIT, lengths + 1, lengths)
+    rewards[torch.arange(5), end] += measured.batch.scores_B.double()
     if whiten_rewards:
         rewards = whiten(rewards, mask_p1, shift_mean=False).masked_fill(~mask_p1, 0)
-    lastgaelam, reversed_advantages = torch.zeros(4).double(), []
-    for t in reversed(range(7)):
-        nextvalues = values[:, t + 1] if t < 6 else 0.0
+    lastgaelam, reversed_advantages = torch.zeros(5).double(), []
+    for t in reversed(range(LIMIT)):
+        nextvalues = values[:, t + 1] if t < LIMIT - 1 else 0.0
         delta = rewards[:, t] + GAMMA * nextvalues - values[:, t]
         lastgaelam = delta + GAMMA * LAM * lastgaelam
         reversed_advantages.append(lastgaelam)
@@ -93,7 +93,7 @@ def test_advantages_and_returns_are_those_of_trls_loop(seed, whiten_rewards):
     torch.testing.assert_close(rows(experience.returns_T, measured), returns, **close)
     new_T = measured.values_T + 0.3 * measured.batch.value_mask_T
     critic = CriticConfig(cliprange_value=0.2)
-    loss, _ = value_objective(new_T, value_targets(experience, range(4), critic), critic)
+    loss, _ = value_objective(new_T, value_targets(experience, range(5), critic, LIMIT), critic)
     new = rows(new_T, measured)
     clipped = torch.clamp(new, values - 0.2, values + 0.2)
     vf = 0.5 * torch.maximum((new - returns).square(), (clipped - returns).square())
@@ -115,6 +115,6 @@ def test_metrics_count_responses_without_their_slots():
         estimate(measured_of(0), AlgorithmConfig(score_after_end=True), 0.0)
     )
     assert metrics["prompt_length/mean"] == 2.0
-    assert metrics["response_length/mean"] == sum(LENGTHS) / 4
-    assert metrics["val/num_eos_tokens"] == 3.0
+    assert metrics["response_length/mean"] == sum(LENGTHS) / 5
+    assert metrics["val/num_eos_tokens"] == 4.0
     assert metrics["critic/score/mean"] == pytest.approx(metrics["critic/rewards/mean"], rel=1e-5)
