@@ -30,6 +30,7 @@ def train(run: Run) -> None:
     if trainer.val_before_train and not done:
         with suppress(Abandoned):  # the first step will be left as well
             run.reporter.log(0, validate(run, step=0))
+        run.seconds.clear()
     for step in range(done + 1, run.total_steps + 1):
         run.checkpoints.before_step()
         try:
@@ -118,6 +119,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
                 by_source.setdefault(trajectory.prompt.data_source, []).append(reward)
     metrics = {f"val-core/{k}/reward/mean": sum(v) / len(v) for k, v in by_source.items()}
     everything = [reward for rewards in by_source.values() for reward in rewards]
+    metrics["timing_s/testing"] = run.seconds["testing"]
     return metrics | {"val/reward": sum(everything) / len(everything)}
 
 
@@ -125,12 +127,12 @@ def show_samples(run: Run, step: int, trajectories: Sequence[Trajectory], batch:
     """A table of completions at the start, in the middle and at the end of the run."""
     if step not in (1, (run.total_steps + 1) // 2, run.total_steps):
         return
-    count = min(run.recipe.trainer.sample_table_rows, len(trajectories))
+    shown = trajectories[: run.recipe.trainer.sample_table_rows]
     texts = run.tokenizer.batch_decode(
-        [list(t.response_ids) for t in trajectories[:count]], skip_special_tokens=True
+        [list(t.response_ids) for t in shown], skip_special_tokens=True
     )
     rows = [
-        SampleRow(prompt=t.prompt.text, response=text, score=float(reward))
-        for t, text, reward in zip(trajectories, texts, batch.scores_B)
+        SampleRow(t.prompt.text, text, t.prompt.ground_truth, float(reward))
+        for t, text, reward in zip(shown, texts, batch.scores_B)
     ]
     run.reporter.samples(step, rows)

@@ -32,12 +32,17 @@ class SampleRow(NamedTuple):
     Args:
         prompt: as text.
         response: as text.
+        ground_truth: what the response was compared with.
         score: outcome reward.
     """
 
     prompt: str
     response: str
+    ground_truth: str
     score: float
+
+
+SAMPLE_COLUMNS = tuple(name.replace("_", " ") for name in SampleRow._fields)
 
 
 class StepConsole:
@@ -82,12 +87,10 @@ class StepConsole:
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Print a table of completions."""
         table = Table(title=f"step {step}: samples", title_justify="left")
-        for name in ("prompt", "response", "score"):
+        for name in SAMPLE_COLUMNS:
             table.add_column(name, overflow="fold", justify="right" if name == "score" else "left")
-        for row in rows:
-            table.add_row(
-                Text(visible(row.prompt)), Text(visible(row.response)), f"{row.score:.3f}"
-            )
+        for *texts, score in rows:
+            table.add_row(*(Text(visible(text)) for text in texts), f"{score:.3f}")
         self.console.print(table)
 
     def print_line(self, line: str) -> None:

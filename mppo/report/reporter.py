@@ -51,7 +51,7 @@ class Reporter:
         self.total_steps = total_steps
         self.is_main = is_main
         self._name = f"{trainer.project_name}/{trainer.experiment_name}"
-        self._samples: dict[int, list[SampleRow]] = {}
+        self._samples: dict[int, Sequence[SampleRow]] = {}
         self._began = time.monotonic()
         self._closed = not is_main
         if not is_main:
@@ -88,16 +88,16 @@ class Reporter:
         if self.is_main and self._console:
             self._console.print_line(text)
 
-    def samples(self, step: int, rows: Sequence[SampleRow | tuple[str, str, float]]) -> None:
-        """Completions (prompt, response, score): table on the console, and samples.jsonl."""
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Completions: table on the console, and samples.jsonl."""
         if not self.is_main or not rows:
             return
-        self._samples[step] = [SampleRow(*row) for row in rows]
+        self._samples[step] = rows
         with (self.run_dir / "samples.jsonl").open("a") as file:
-            for row in self._samples[step]:
+            for row in rows:
                 file.write(json.dumps({"step": step, **row._asdict()}, ensure_ascii=False) + "\n")
         if self._console:
-            self._console.samples(step, self._samples[step])
+            self._console.samples(step, rows)
 
     def close(self, status: str | None = None) -> None:
         """Write plot and report, and let go of terminal and trackers. Idempotent.

@@ -9,13 +9,21 @@ from importlib import metadata
 from typing import Any
 
 from mppo.report import history
-from mppo.report.console import SampleRow, format_duration, visible
+from mppo.report.console import SAMPLE_COLUMNS, SampleRow, format_duration, visible
 from mppo.report.expert_load import load_rows
 from mppo.report.history import History
 
 PACKAGES = ("mppo", "torch", "megatron-core", "transformers", "sglang")
 SHARE = 10
 """First and last figures are means over a tenth of the run."""
+PARTS = {
+    "measure": ("old_log_prob", "ref", "values"),
+    "update": ("update_actor", "update_critic"),
+}
+"""Timed phases that other timed phases lie in."""
+AHEAD = "gen_ahead"
+"""Generation of the next step's batch, while other phases go on."""
+NO_PHASE = {history.STEP_TIME.removeprefix("timing_s/"), AHEAD}
 
 
 def run_report(
@@ -43,8 +51,8 @@ def run_report(
     if load_rows(runs):
         lines += ["", "## Load of the experts", "", "![load of the experts](expert_load.png)"]
     for step, rows in samples.items():
-        lines += ["", f"## Samples at step {step}", "", "| prompt | response | score |"]
-        lines += ["|---|---|---|", *map(_sample_line, rows)]
+        lines += ["", f"## Samples at step {step}", "", f"| {' | '.join(SAMPLE_COLUMNS)} |"]
+        lines += ["|---" * len(SAMPLE_COLUMNS) + "|", *map(_sample_line, rows)]
     lines += ["", "## Setting", "", *_setting(recipe)]
     return "\n".join(lines) + "\n"
 
@@ -71,22 +79,32 @@ def _figures(runs: History) -> list[str]:
 
 
 def _phases(runs: History) -> list[str]:
-    """Share of each timed phase in the step."""
-    prefix, total = "timing_s/", sum(runs.series(history.STEP_TIME)[1])
-    names = sorted({name for _, row in runs.rows for name in row if name.startswith(prefix)})
-    spent = {name: sum(runs.series(name)[1]) for name in names if name != history.STEP_TIME}
-    if not spent or not total:
+    """Seconds of each timed phase, its parts below it, and the share in all phases together."""
+    prefix = "timing_s/"
+    names = {name for _, row in runs.rows for name in row if name.startswith(prefix)}
+    spent = {name.removeprefix(prefix): sum(runs.series(name)[1]) for name in names}
+    parts = {part for inner in PARTS.values() for part in inner}
+    phases = {name: s for name, s in spent.items() if name not in parts | NO_PHASE}
+    total = sum(phases.values())
+    if not total:
         return []
     lines = ["", "## Where the time goes", "", "| phase | seconds | share |", "|---|---|---|"]
-    for name, seconds in sorted(spent.items(), key=lambda item: -item[1]):
-        phase = name.removeprefix(prefix)
-        lines.append(f"| {phase} | {seconds:.1f} | {100 * seconds / total:.0f}% |")
+    for name in sorted(phases, key=lambda name: -phases[name]):
+        lines.append(_phase_line(name, phases[name], total))
+        inner = [part for part in PARTS.get(name, ()) if part in spent]
+        lines += [_phase_line(f"of it {part}", spent[part], total) for part in inner]
+    if AHEAD in spent:
+        lines += ["", f"Beside these, generating ahead took {spent[AHEAD]:.1f} s."]
     return lines
 
 
+def _phase_line(name: str, seconds: float, total: float) -> str:
+    return f"| {name} | {seconds:.1f} | {100 * seconds / total:.0f}% |"
+
+
 def _sample_line(row: SampleRow) -> str:
-    cells = [_cell(row.prompt), _cell(row.response), f"{row.score:.3f}"]
-    return f"| {' | '.join(cells)} |"
+    *texts, score = row
+    return f"| {' | '.join([*map(_cell, texts), f'{score:.3f}'])} |"
 
 
 def _cell(text: str) -> str:

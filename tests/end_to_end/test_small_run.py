@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from pathlib import Path
 
@@ -63,3 +64,15 @@ def test_greedy_and_validation_responses_end_as_the_sampled_ones_do(tmp_path):
         assert row["response_length/max"] == 1
         assert row["critic/advantages/min"] == row["critic/advantages/max"] == 0
     assert all(row["val/reward"] <= 1 for row in rows)
+    assert all(row["timing_s/testing"] > 0 for row in rows)
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
+    assert {sample["step"] for sample in samples} == {1, 2}
+    for sample in samples:
+        first, second = map(int, re.findall(r"\d+", sample["prompt"]))
+        assert int(sample["ground_truth"]) == first + second
+
+
+def test_no_sample_is_shown_or_stored_where_none_is_asked_for(tmp_path):
+    train(tmp_path, "trainer.sample_table_rows=0")
+    assert not (tmp_path / "samples.jsonl").exists()
+    assert "Samples at" not in (tmp_path / "report.md").read_text()

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mppo.config.errors import ConfigError
 from mppo.config.schema import Recipe, TrainerConfig
-from mppo.report.console import StepConsole, format_duration, step_line, visible
+from mppo.report.console import SampleRow, StepConsole, format_duration, step_line, visible
 from mppo.report.history import History
 from mppo.report.reporter import Reporter
 
@@ -21,10 +21,17 @@ METRICS = {
     "response_length/mean": 4.25,
     "training/rollout_logprob_diff_max": 2e-6,
     "perf/tokens_per_second": 5120.4,
-    "timing_s/step": 0.5,
+    "timing_s/step": 0.8,
     "timing_s/gen": 0.4,
+    "timing_s/gen_ahead": 0.6,
+    "timing_s/update": 0.3,
+    "timing_s/update_actor": 0.2,
+    "timing_s/update_critic": 0.05,
+    "timing_s/measure": 0.1,
+    "timing_s/old_log_prob": 0.1,
+    "timing_s/testing": 0.2,
 }
-ROWS = [("<bos>1+2=\n", "3", 1.0), ("a|b", "\x1b[31m*", 0.0)]
+ROWS = [SampleRow("<bos>1+2=\n", "3", "4", 1.0), SampleRow("a|b", "\x1b[31m*", "<b>", 0.0)]
 
 
 def reporter(run_dir, total_steps=4, is_main=True, **trainer):
@@ -54,15 +61,33 @@ def test_a_run_leaves_recipe_numbers_samples_picture_and_report(tmp_path, capsys
     rows = json_lines(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[0] == {"step": 1, **METRICS, "critic/score/mean": 0.1}
-    assert json_lines(tmp_path / "samples.jsonl")[0]["response"] == "3"
+    assert json_lines(tmp_path / "samples.jsonl")[0] == {"step": 4, **ROWS[0]._asdict()}
     assert (tmp_path / "reward_kl.png").read_bytes().startswith(b"\x89PNG")
     report = (tmp_path / "report.md").read_text()
     assert "Finished after 4 steps" in report
     assert "| mean reward | 0.1 | 0.4 | 0.4 |" in report
     assert "| rollout and actor, log-probability apart at most | 2e-06 | 2e-06 |  |" in report
-    assert "| gen | 1.6 | 80% |" in report
-    assert "| a\\|b | \\\\x1b[31m\\* | 0.000 |" in report
+    assert "| a\\|b | \\\\x1b[31m\\* | \\<b\\> | 0.000 |" in report
     assert "step 4/4 | eta 0s | reward 0.400 | kl 0.0123" in capsys.readouterr().out
+
+
+def test_the_shares_of_phases_add_up_to_the_whole_and_parts_stand_below_their_phase(tmp_path):
+    run(tmp_path)
+    report = (tmp_path / "report.md").read_text()
+    table = report.partition("## Where the time goes")[2].partition("##")[0]
+    assert table.strip().splitlines() == [
+        "| phase | seconds | share |",
+        "|---|---|---|",
+        "| gen | 1.6 | 40% |",
+        "| update | 1.2 | 30% |",
+        "| of it update_actor | 0.8 | 20% |",
+        "| of it update_critic | 0.2 | 5% |",
+        "| testing | 0.8 | 20% |",
+        "| measure | 0.4 | 10% |",
+        "| of it old_log_prob | 0.4 | 10% |",
+        "",
+        "Beside these, generating ahead took 2.4 s.",
+    ]
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
@@ -119,7 +144,7 @@ def test_output_that_is_no_terminal_gets_whole_plain_lines():
     console.print_line("[bold]not markup[/bold]")
     console.stop()
     first, second = out.getvalue().splitlines()
-    assert first.endswith("| reward 0.500 | kl 0.0123 | length 4.2 | tokens/s 5120 | s/step 0.50")
+    assert first.endswith("| reward 0.500 | kl 0.0123 | length 4.2 | tokens/s 5120 | s/step 0.80")
     assert second == "[bold]not markup[/bold]"
     assert "\x1b" not in out.getvalue()
 
