@@ -14,8 +14,10 @@ from mppo.config.schema import SamplingConfig
 from mppo.estimate import needs_greedy_baseline
 from mppo.parallel.abandon import meet
 from mppo.rewards.early import EarlyScores
+from mppo.rewards.judgement import Judgement
 from mppo.rollout.engine import Wish
 from mppo.run import Asked, Run
+from mppo.score_metrics import show_errors, training_metrics
 from mppo.selection import concatenate_batches, first_groups, informative_sequences, select_batch
 
 
@@ -52,6 +54,8 @@ def collect(run: Run, step: int) -> Collected:
     trajectories: list[Trajectory] = []
     greedy: list[Trajectory] = []
     batches: list[Batch] = []
+    judged: list[Judgement] = []
+    judged_greedy: list[Judgement] = []
     informative = 0
     while left and informative < size:
         left -= 1
@@ -63,21 +67,26 @@ def collect(run: Run, step: int) -> Collected:
             if not left:
                 look_ahead(run, step)
         with run.stage("reward", step):
-            trajectories += found
-            scores = asked.early.finish(keys, found)
+            just_judged = asked.early.finish(keys, found)
+            scores = [judgement.score for judgement in just_judged]
             batches.append(pack_trajectories(found, scores, end_slots_below))
-            baseline_B = torch.tensor(run.scorer.score(greedy))
+            trajectories += found
+            judged += just_judged
+            judged_greedy = run.scorer.score(greedy)
+            baseline_B = torch.tensor([judgement.score for judgement in judged_greedy])
             meet()
         groups = informative_sequences(batches[-1].scores_B, batches[-1].group_B)
         informative += len(groups) // run.recipe.rollout.n
     scored, n = concatenate_batches(batches), run.recipe.rollout.n
+    show_errors(run.reporter, step, judged + judged_greedy)
+    metrics = training_metrics(trajectories, judged, judged_greedy)
     if not dynamic.enable:
-        return Collected(trajectories, scored, baseline_B.repeat_interleave(n), {})
+        return Collected(trajectories, scored, baseline_B.repeat_interleave(n), metrics)
     if left:
         with run.stage("gen", step):
             look_ahead(run, step)
     chosen = first_groups(scored.scores_B, scored.group_B, size)
-    metrics = {
+    metrics |= {
         "train/num_gen_batches": float(len(batches)),
         "train/informative_groups": informative / (len(batches) * size),
     }

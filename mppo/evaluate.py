@@ -20,16 +20,18 @@ from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.source import load_prompts
 from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo, discover, process_group
+from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.engine import WeightBucket, Wish
 from mppo.rollout.sglang_model import engine_faults
+from mppo.score_metrics import errors_of, mean_numbers, mean_scores
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.whole_tensors import whole_tensors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate; exit code 0, or 2 for a faulty recipe."""
+    """Evaluate; exit code 0, 2 for a faulty recipe, 1 where responses cannot be judged."""
     parser = argparse.ArgumentParser(prog="mppo/evaluate.py", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="recipe (YAML)")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
@@ -43,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if info.rank == 0:
             print(f"mppo: {error}", file=sys.stderr)
         return 2
+    except ScoringError as error:
+        print(f"mppo: {error}", file=sys.stderr)
+        return 1
     if info.rank == 0:
         print(json.dumps(result))
         if arguments.out is not None:
@@ -58,8 +63,10 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
         info: this process's place.
 
     Returns:
-        ``reward/<data source>``, ``reward/mean``, ``response_length/mean`` (tokens),
-        ``response_length/clip_ratio`` (share that ended for length) and ``prompts``.
+        ``reward/<data source>``, ``reward/<data source>/<number>`` of what came with the scores,
+        ``reward/mean``, ``reward/errors`` (responses that could not be judged),
+        ``response_length/mean`` (tokens), ``response_length/clip_ratio`` (share that ended for
+        length) and ``prompts``.
     """
     folder = resolve_model(recipe.model.path)
     trust = recipe.model.trust_remote_code
@@ -70,6 +77,7 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     tokenizer = load_tokenizer(recipe.model.tokenizer_path or folder, trust)
     prompts = load_prompts(recipe.data, tokenizer, "val").prompts
     scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
+    scorer.check(prompts)
     with process_group(info, recipe.trainer.collective_timeout_s):
         engine = build_engine(recipe, companion_folder(folder), config, Path("runs") / "evaluate")
         try:
@@ -79,15 +87,15 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
             trajectories = engine.generate(Wish(prompts, recipe.rollout.validation, limit, seed=0))
         finally:
             engine.stop()
-    scores = scorer.score(trajectories)
-    by_source: dict[str, list[float]] = {}
-    for trajectory, reward in zip(trajectories, scores):
-        by_source.setdefault(trajectory.prompt.data_source, []).append(reward)
+    judged = scorer.score(trajectories)
     lengths = [len(trajectory.response_ids) for trajectory in trajectories]
     truncated = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
-    result = {f"reward/{name}": sum(part) / len(part) for name, part in by_source.items()}
+    numbers = mean_numbers(trajectories, judged)
+    result = {f"reward/{name}": mean for name, mean in mean_scores(trajectories, judged).items()}
+    result |= {f"reward/{source}/{name}": mean for (source, name), mean in numbers.items()}
     return result | {
-        "reward/mean": sum(scores) / len(scores),
+        "reward/mean": sum(judgement.score for judgement in judged) / len(judged),
+        "reward/errors": float(len(errors_of(judged))),
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/clip_ratio": truncated / len(lengths),
         "prompts": float(len(prompts)),

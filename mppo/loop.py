@@ -12,11 +12,15 @@ from mppo.experience_metrics import experience_metrics
 from mppo.parallel.abandon import Abandoned
 from mppo.parallel.phase import phase
 from mppo.replay import MODELS, Case, keep_case
+from mppo.report.console import SampleRow
+from mppo.report.history import Metrics
 from mppo.report.redact import redact
-from mppo.report.reporter import SampleRow
+from mppo.rewards.division import ScoringError
+from mppo.rewards.judgement import Judgement
 from mppo.roles import NonFiniteStep
 from mppo.rollout.engine import WeightSource
 from mppo.run import Run
+from mppo.score_metrics import show_errors, validation_metrics
 from mppo.selection import resample
 from mppo.step_metrics import longest_prompts, mismatch, performance
 
@@ -34,20 +38,38 @@ def train(run: Run) -> None:
     for step in range(done + 1, run.total_steps + 1):
         run.checkpoints.before_step()
         try:
-            metrics = iterate(run, step)
+            with rescuing(run, step):
+                metrics = iterate(run, step)
         except Abandoned as reason:
             with run.stage("save_checkpoint", step):
                 run.checkpoints.leave(step, reason)
             break
         last = step == run.total_steps
         if trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
-            with suppress(Abandoned):  # the step is done; after_step stops the run
+            # left by request, the step is done all the same, and after_step stops the run
+            with suppress(Abandoned), rescuing(run, step, metrics):
                 metrics |= validate(run, step)
         run.reporter.log(step, metrics)
         run.seconds.clear()
         with run.stage("save_checkpoint", step):
             if run.checkpoints.after_step(step, last, metrics):
                 break
+
+
+@contextmanager
+def rescuing(run: Run, step: int, metrics: Metrics | None = None) -> Iterator[None]:
+    """Save what is done, should responses not be judged: the run ends, and can be resumed.
+
+    ``metrics``: of the step, where it is done.
+    """
+    try:
+        yield
+    except ScoringError:
+        if metrics is not None:
+            run.reporter.log(step, metrics)
+        with run.stage("save_checkpoint", step):
+            run.checkpoints.rescue(step, metrics)
+        raise
 
 
 def iterate(run: Run, step: int) -> dict[str, float]:
@@ -105,22 +127,22 @@ def sync(run: Run, version: int) -> None:
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """Mean score on the held-out prompts, over all and by data source."""
+    """Scores on the held-out prompts, over all and by data source."""
     if not len(run.validation):
         return {}
     prompts = run.validation.prompts
     size = run.recipe.data.val_batch_size or len(prompts)
-    by_source: dict[str, list[float]] = {}
+    trajectories: list[Trajectory] = []
+    judged: list[Judgement] = []
     with run.stage("testing", step):
         for first in range(0, len(prompts), size):
             part = prompts[first : first + size]
-            trajectories = generate(run, part, run.recipe.rollout.validation, step=0)
-            for trajectory, reward in zip(trajectories, run.scorer.score(trajectories)):
-                by_source.setdefault(trajectory.prompt.data_source, []).append(reward)
-    metrics = {f"val-core/{k}/reward/mean": sum(v) / len(v) for k, v in by_source.items()}
-    everything = [reward for rewards in by_source.values() for reward in rewards]
-    metrics["timing_s/testing"] = run.seconds["testing"]
-    return metrics | {"val/reward": sum(everything) / len(everything)}
+            found = generate(run, part, run.recipe.rollout.validation, step=0)
+            trajectories += found
+            judged += run.scorer.score(found)
+    show_errors(run.reporter, step, judged)
+    timing = {"timing_s/testing": run.seconds["testing"]}
+    return timing | validation_metrics(trajectories, judged)
 
 
 def show_samples(run: Run, step: int, trajectories: Sequence[Trajectory], batch: Batch) -> None:

@@ -179,7 +179,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
         training, recipe.data.train_batch_size, recipe.data.shuffle, recipe.data.seed
     )
     scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
-    scorer.check(training.prompts)
+    scorer.check([*training.prompts, *validation.prompts])
     total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     run_dir = _run_dir(recipe)
     reporter = Reporter(run_dir, trainer, recipe.model_dump(mode="json"), total_steps, is_main)

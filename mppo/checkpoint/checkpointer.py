@@ -136,19 +136,37 @@ class Checkpointer:
             step: the PPO step that is left.
             reason: how far it was.
         """
-        done, wanted = step - 1, self.trainer.save_on_signal
         name = self._stop.signal_name or "a signal on another rank"
         self._collect(self._thread.wait())
-        saved = [done > 0 and folders.final_path(self.root, done).exists()]
-        dist.broadcast_object_list(saved, src=0)
         if reason.half_done:
             self._say(f"abandoned step {step} amid its updates ({name}): no new checkpoint")
         else:
             self._say(f"abandoned step {step} ({name})")
-            if done and wanted and not saved[0]:
-                self.save(done, self._metrics, self._before)
+            self._save_if_missing(step - 1, self._metrics, self._before)
         self.finish()
         self.stopped_early = True
+
+    def rescue(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Save what is done before the run fails, and wait.
+
+        Args:
+            step: the PPO step within which it fails, before its first update.
+            metrics: of the step, where it is done and its validation failed.
+        """
+        self._collect(self._thread.wait())
+        if metrics is None:
+            self._save_if_missing(step - 1, self._metrics, self._before)
+        else:
+            self._save_if_missing(step, metrics, None)
+        self._collect(self._thread.wait())
+
+    def _save_if_missing(
+        self, done: int, metrics: Mapping[str, float], before: _Before | None
+    ) -> None:
+        saved = [done > 0 and folders.final_path(self.root, done).exists()]
+        dist.broadcast_object_list(saved, src=0)
+        if done and self.trainer.save_on_signal and not saved[0]:
+            self.save(done, metrics, before)
 
     def after_step(self, step: int, last: bool, metrics: Mapping[str, float]) -> bool:
         """Save if it is time to.

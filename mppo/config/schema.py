@@ -315,11 +315,16 @@ class RolloutConfig(SamplingConfig):
         return SamplingConfig(temperature=0.0, stop_token_ids=self.stop_token_ids)
 
 
+OnError = Literal["raise", "zero"]
+
+
 class RewardConfig(Section):
     """Where scores come from: ``rule`` picks a verifier by the prompt's data source.
 
     A response that did not end by itself has ``missing_eos_score`` instead of its own score, or
-    ``missing_eos_penalty`` less.
+    ``missing_eos_penalty`` less. ``on_error``: a response that cannot be judged (the function
+    raised, or returned no finite number) ends the run, the step before being saved (``raise``), or
+    scores 0 and is counted in ``reward/errors`` (``zero``).
     """
 
     name: Literal["rule", "function", "remote"] = "rule"
@@ -328,6 +333,7 @@ class RewardConfig(Section):
     url: str | None = None
     timeout_s: float = Field(default=60.0, gt=0)
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    on_error: OnError = "raise"
     clip: float | None = Field(default=None, gt=0)
     missing_eos_penalty: float | None = Field(default=None, ge=0)
     missing_eos_score: float | None = None

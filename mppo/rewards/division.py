@@ -7,38 +7,43 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from mppo.rewards.response import Judge, Response
+from mppo.rewards.judgement import Judgement
+from mppo.rewards.response import Response
 
 T = TypeVar("T")
-Check = Callable[[Sequence[float], Sequence[Response]], list[float]]
 
 
-def judge_divided(judge: Judge, responses: Sequence[Response], check: Check) -> list[float]:
-    """Each rank judges every W-th response; all ranks get all scores.
+class ScoringError(RuntimeError):
+    """Responses could not be judged. Raised on every rank, at the same place."""
+
+
+def judge_divided(
+    judge: Callable[[Sequence[Response]], list[Judgement]], responses: Sequence[Response]
+) -> list[Judgement]:
+    """Each rank judges every W-th response; all ranks get all judgements.
 
     So a server, a sandbox or a slow verifier does the work once and not once per rank, and a judge
     that does not always say the same cannot make ranks disagree. Collective where a process group
     is there.
 
     Args:
-        judge: raw scores of responses.
+        judge: judges responses, or raises.
         responses: the same on every rank.
-        check: turns raw scores into floats, or raises.
 
     Raises:
-        ValueError: judging failed on some rank; on that rank its own error.
+        ScoringError: judging failed on some rank.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world == 1:
-        return check(judge(responses), responses)
-    mine = responses[dist.get_rank() :: world]
-    scores: list[float] = []
+    world, rank = 1, 0
+    if dist.is_initialized():
+        world, rank = dist.get_world_size(), dist.get_rank()
+    mine = responses[rank::world]
+    judgements: list[Judgement] = []
     failure: Exception | None = None
     try:
-        scores = check(judge(mine), mine) if mine else []
+        judgements = judge(mine) if mine else []
     except Exception as error:  # told to the other ranks first, or they would wait for this one
         failure = error
-    everyone = exchange(scores, failure)
+    everyone = exchange(judgements, failure)
     return [everyone[index % world][index // world] for index in range(len(responses))]
 
 
@@ -50,15 +55,20 @@ def exchange(mine: T, failure: Exception | None) -> list[T]:
         failure: what went wrong here, told to the others, which would wait for this rank otherwise.
 
     Raises:
-        ValueError: it failed on some rank; on that rank its own error.
+        ScoringError: it failed on some rank.
     """
-    everyone: list[tuple[T, str | None]] = [(mine, None)]
+    message = None
+    if failure is not None:
+        message = str(failure)
+        if not isinstance(failure, ValueError):  # its text alone may be no more than a name
+            message = f"{type(failure).__name__}: {message}"
+    everyone: list[tuple[T, str | None]] = [(mine, message)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = everyone * dist.get_world_size()
-        dist.all_gather_object(everyone, (mine, None if failure is None else str(failure)))
-    if failure is not None:
-        raise failure
+        dist.all_gather_object(everyone, (mine, message))
+    if message is not None:
+        raise ScoringError(message) from failure
     for rank, (_, message) in enumerate(everyone):
         if message is not None:
-            raise ValueError(f"scoring failed on rank {rank}: {message}")
+            raise ScoringError(f"scoring failed on rank {rank}: {message}")
     return [result for result, _ in everyone]

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from mppo.batch import Trajectory
 from mppo.rewards.division import exchange
+from mppo.rewards.judgement import Judgement
 from mppo.rewards.scorer import Scorer
 
 
@@ -21,7 +22,7 @@ class EarlyScores:
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._parts: list[tuple[tuple[int, ...], Future[list[float]]]] = []
+        self._parts: list[tuple[tuple[int, ...], Future[list[Judgement]]]] = []
         # one thread: judges need not be safe for several
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scoring")
 
@@ -38,25 +39,25 @@ class EarlyScores:
         """Judge nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def finish(self, keys: Sequence[int], trajectories: Sequence[Trajectory]) -> list[float]:
-        """One reward per trajectory; what was not taken early is judged now. Collective.
+    def finish(self, keys: Sequence[int], trajectories: Sequence[Trajectory]) -> list[Judgement]:
+        """As ``Scorer.score``; what was not taken early is judged now. Collective.
 
         Args:
             keys: one for each trajectory; whatever else was taken is forgotten.
             trajectories: the same on every rank.
 
         Raises:
-            ValueError: judging failed on some rank; on that rank its own error.
+            ScoringError: judging failed on some rank.
         """
-        mine: dict[int, float] = {}
+        mine: dict[int, Judgement] = {}
         failure: Exception | None = None
         try:
-            for taken, scores in self._parts:
-                mine.update(zip(taken, scores.result(), strict=True))
+            for taken, judged in self._parts:
+                mine.update(zip(taken, judged.result(), strict=True))
         except Exception as error:  # told to the other ranks first, or they would wait for this one
             failure = error
         self.drop()
-        known = {key: score for scores in exchange(mine, failure) for key, score in scores.items()}
+        known = {key: each for part in exchange(mine, failure) for key, each in part.items()}
         late = {key: t for key, t in zip(keys, trajectories, strict=True) if key not in known}
         known.update(zip(late, self._scorer.judged_by_all(list(late.values()))))
         return self._scorer.shaped([known[key] for key in keys], trajectories)

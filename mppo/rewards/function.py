@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, Fault
+from mppo.rewards.judgement import JudgingError
 from mppo.rewards.response import Response, describe, shorten
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info)"
@@ -22,8 +25,8 @@ class FunctionJudge:
 
     Args:
         function: takes ``data_source``, ``solution_str`` (the response), ``ground_truth`` and
-            ``extra_info`` (the row's other columns and ``prompt``) by name, and gives a number, or
-            a dict with ``score``: the signature of verl's ``compute_score``.
+            ``extra_info`` by name, and gives a number, or a dict with ``score`` and further
+            numbers: the signature of verl's ``compute_score``.
         name: as the recipe names it, for messages.
         kwargs: passed along.
     """
@@ -32,26 +35,39 @@ class FunctionJudge:
     name: str
     kwargs: Mapping[str, Any]
 
-    def __call__(self, responses: Sequence[Response]) -> list[float]:
-        return [self._score(response) for response in responses]
+    def __call__(self, responses: Sequence[Response]) -> list[Any]:
+        return [self._judge(response) for response in responses]
 
-    def _score(self, response: Response) -> float:
+    def _judge(self, response: Response) -> Any:
         prompt = response.prompt
         try:
-            result = self.function(
+            return self.function(
                 data_source=prompt.data_source,
                 solution_str=response.text,
                 ground_truth=prompt.ground_truth,
-                extra_info={**prompt.extra, "prompt": prompt.text},
+                extra_info=extra_info(prompt),
                 **self.kwargs,
             )
         except Exception as error:
-            raise ValueError(
+            return JudgingError(
                 f"the reward function {self.name} failed on {describe(prompt)}, "
                 f"response {shorten(response.text)!r}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        return result["score"] if isinstance(result, Mapping) and "score" in result else result
+                f"{type(error).__name__}: {error}{_place(error)}"
+            )
+
+
+def extra_info(prompt: Prompt) -> dict[str, Any]:
+    """What a function sees of a row besides its answer.
+
+    Returns:
+        The row's own ``extra_info``, where it has that column, as verl's rows do; else its other
+        columns and ``prompt``. A new dict at every call.
+    """
+    if "extra_info" in prompt.extra:
+        own = prompt.extra["extra_info"]
+        if own is None or isinstance(own, Mapping):
+            return dict(own or {})
+    return {**prompt.extra, "prompt": prompt.text}
 
 
 def load_function(name: str, kwargs: Mapping[str, Any]) -> FunctionJudge:
@@ -82,6 +98,13 @@ def load_function(name: str, kwargs: Mapping[str, Any]) -> FunctionJudge:
         extra = f" and reward.kwargs {', '.join(kwargs)}" if kwargs else ""
         raise _error(name, f"its parameters do not fit: {error}", SIGNATURE + extra) from error
     return FunctionJudge(function, name, kwargs)
+
+
+def _place(error: Exception) -> str:
+    """Where in the function's own file it failed, however deep in a library that was."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call above
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({own[-1].filename} line {own[-1].lineno})" if own else ""
 
 
 def _import_file(path: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mppo.batch import Prompt
 
@@ -16,8 +17,8 @@ class Response:
     text: str
 
 
-Judge = Callable[[Sequence[Response]], Sequence[float]]
-"""Raw scores, one per response."""
+Judge = Callable[[Sequence[Response]], Sequence[Any]]
+"""A result per response, as ``mppo.rewards.result`` reads it, or a ``JudgingError``."""
 
 
 def describe(prompt: Prompt) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from numbers import Real
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,8 +13,9 @@ from mppo.config.errors import ConfigError, Fault, nearest
 from mppo.config.schema import RewardConfig
 from mppo.rewards.division import judge_divided
 from mppo.rewards.function import load_function
+from mppo.rewards.judgement import Judgement, read_judgements
 from mppo.rewards.remote import RemoteJudge
-from mppo.rewards.response import Judge, Response, describe, shorten
+from mppo.rewards.response import Judge, Response
 from mppo.rewards.rules import RuleJudge
 from mppo.rewards.shaping import clip_score, overlong_penalty
 
@@ -28,7 +27,7 @@ class Scorer:
     Args:
         judge: raw scores of responses.
         tokenizer: decodes response tokens, special tokens left out.
-        reward: clip and penalties.
+        reward: clip, penalties, and what becomes of a response that cannot be judged.
         max_response_length: in tokens; where the overlong penalty ends.
     """
 
@@ -47,36 +46,45 @@ class Scorer:
             first = {prompt.data_source: prompt for prompt in reversed(prompts)}
             self.judge.check(first.values())
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """One reward per trajectory: the judged score, clipped, then less the penalties.
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
+        """Every trajectory's judgement, its score clipped, then less the penalties.
 
-        Collective: the ranks share the judging, and all get all rewards.
+        Collective: the ranks share the judging, and all get all judgements.
 
         Args:
             trajectories: the same on every rank.
 
         Raises:
-            ValueError: a score is missing or not finite; the message names the prompt.
+            ScoringError: on every rank: a response could not be judged; the message names the
+                prompt.
         """
         return self.shaped(self.judged_by_all(trajectories), trajectories)
 
-    def judged(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """Raw scores, judged on this rank alone.
+    def judged(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
+        """Judgements with raw scores, of this rank alone.
 
         Raises:
-            ValueError: as ``score``.
+            ValueError: a response could not be judged.
         """
         responses = self._responses(trajectories)
-        return check_scores(self.judge(responses), responses) if responses else []
+        return self._judge(responses) if responses else []
 
-    def judged_by_all(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """Raw scores, the judging shared by the ranks; collective. As ``score`` otherwise."""
+    def judged_by_all(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
+        """The same, the judging shared by the ranks; collective. As ``score`` otherwise."""
         responses = self._responses(trajectories)
-        return judge_divided(self.judge, responses, check_scores) if responses else []
+        return judge_divided(self._judge, responses) if responses else []
 
-    def shaped(self, scores: Sequence[float], trajectories: Sequence[Trajectory]) -> list[float]:
-        """Rewards from raw scores: clipped or replaced, then less the penalties."""
-        return [self._shape(score, each) for score, each in zip(scores, trajectories)]
+    def shaped(
+        self, judgements: Sequence[Judgement], trajectories: Sequence[Trajectory]
+    ) -> list[Judgement]:
+        """The same with scores clipped or replaced, then less the penalties."""
+        return [
+            replace(judgement, score=self._shape(judgement.score, each))
+            for judgement, each in zip(judgements, trajectories)
+        ]
+
+    def _judge(self, responses: Sequence[Response]) -> list[Judgement]:
+        return read_judgements(self.judge(responses), responses, self.reward.on_error)
 
     def _responses(self, trajectories: Sequence[Trajectory]) -> list[Response]:
         texts = self.tokenizer.batch_decode(
@@ -154,20 +162,3 @@ def _with_kwargs(
     if faults:
         raise ConfigError(faults)
     return make(*args, **kwargs)
-
-
-def check_scores(scores: Sequence[float], responses: Sequence[Response]) -> list[float]:
-    """The scores as floats.
-
-    Raises:
-        ValueError: too few or too many, not a number, or not finite.
-    """
-    if len(scores) != len(responses):
-        raise ValueError(f"{len(responses)} responses were judged, {len(scores)} scores came back")
-    for score, response in zip(scores, responses):
-        if not isinstance(score, Real) or not math.isfinite(score):
-            raise ValueError(
-                f"the score of {describe(response.prompt)} is {score!r}, not a finite number; "
-                f"the response was {shorten(response.text)!r}"
-            )
-    return [float(score) for score in scores]

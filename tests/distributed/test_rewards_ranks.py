@@ -9,10 +9,11 @@ from ranks import start_ranks
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import RewardConfig
 from mppo.data.builtin import load_tokenizer, resolve_model
-from mppo.rewards.division import judge_divided
+from mppo.rewards.division import ScoringError, judge_divided
 from mppo.rewards.early import EarlyScores
+from mppo.rewards.judgement import read_judgements
 from mppo.rewards.response import Response
-from mppo.rewards.scorer import Scorer, check_scores
+from mppo.rewards.scorer import Scorer
 
 RESPONSES = [Response(Prompt(uid, (1,), "t", "", "p"), "x") for uid in range(5)]
 
@@ -28,14 +29,18 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
     def fails_on_the_fourth(responses):
         return [1.0 if response.prompt.uid != 3 else float("nan") for response in responses]
 
+    def divided(judge) -> list[float]:
+        judgements = judge_divided(lambda part: read_judgements(judge(part), part), RESPONSES)
+        return [judgement.score for judgement in judgements]
+
     try:
-        assert judge_divided(judge, RESPONSES, check_scores) == [0.5, 1.5, 2.5, 3.5, 4.5]
+        assert divided(judge) == [0.5, 1.5, 2.5, 3.5, 4.5]
         assert judged == list(range(rank, 5, world))
         guilty = 3 % world
         message = "the score of prompt 3" if rank == guilty else f"failed on rank {guilty}"
-        with pytest.raises(ValueError, match=message):
-            judge_divided(fails_on_the_fourth, RESPONSES, check_scores)
-        different = judge_divided(lambda mine: [os.getpid()] * len(mine), RESPONSES, check_scores)
+        with pytest.raises(ScoringError, match=message):
+            divided(fails_on_the_fourth)
+        different = divided(lambda mine: [os.getpid()] * len(mine))
         agreed: list = [None] * world
         dist.all_gather_object(agreed, different)
         assert agreed == [agreed[0]] * world
@@ -45,7 +50,8 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
         judged.clear()
         if rank == world - 1:
             early.take([3, 1], [everything[3], everything[1]])
-        assert early.finish(range(5), everything) == [0.5, 1.5, 2.5, 3.5, 4.5]
+        finished = early.finish(range(5), everything)
+        assert [judgement.score for judgement in finished] == [0.5, 1.5, 2.5, 3.5, 4.5]
         assert judged == [3, 1] * (rank == world - 1) + [0, 2, 4][rank::world]
     finally:
         dist.destroy_process_group()

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -36,6 +38,35 @@ def test_a_model_folder_is_scored_on_two_ranks(tmp_path):
     assert scores["response_length/mean"] == 1
     assert scores["response_length/clip_ratio"] == 0
     assert json.dumps(scores) in result.stdout
+
+
+def divide(data_source, solution_str, ground_truth, extra_info, by):
+    return {"score": 1 / by, "acc": True}
+
+
+@pytest.mark.parametrize(("settings", "code"), [(["reward.on_error=zero"], 0), ([], 1)])
+def test_responses_that_cannot_be_judged_are_counted_or_told_in_one_message(
+    settings, code, tmp_path
+):
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("")
+    result = subprocess.run(
+        [
+            sys.executable, str(ROOT / "mppo" / "evaluate.py"), "--config", str(empty),
+            "data.task=reverse", "data.val_size=3", "data.max_response_length=4",
+            "reward.name=function", f"reward.function={__file__}:divide", "reward.kwargs.by=0",
+            *settings,
+        ],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert result.returncode == code, result.stderr
+    if code:
+        assert "ZeroDivisionError: division by zero" in result.stderr
+        assert "Traceback" not in result.stderr
+    else:
+        scores = json.loads(result.stdout)
+        assert (scores["reward/mean"], scores["reward/errors"]) == (0, 3)
 
 
 def test_a_missing_model_is_told_in_one_message(tmp_path):

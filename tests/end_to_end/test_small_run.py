@@ -8,6 +8,8 @@ import re
 import warnings
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from ranks import start_ranks
 
@@ -33,20 +35,27 @@ def characters(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str)
 
 
-def _rank(rank: int, arguments: list[str], environment: dict[str, str]) -> None:
+def grade(data_source, solution_str, ground_truth, extra_info, bad=None):
+    """verl's way: a score with further numbers; it stumbles over the row ``bad``."""
+    if extra_info["index"] == bad:
+        return {"score": 1 / len(ground_truth)}
+    return {"score": torch.tensor(0.5), "acc": True, "format": np.float32(0.25), "pred": "17"}
+
+
+def _rank(rank: int, arguments: list[str], environment: dict[str, str], code: int) -> None:
     warnings.simplefilter("ignore")
     os.environ |= environment
     torch.set_num_threads(1)
     from mppo.train import main
 
-    assert main(arguments) == 0
+    assert main(arguments) == code
 
 
-def train(run_dir: Path, *overrides: str) -> list[dict]:
+def train(run_dir: Path, *overrides: str, code: int = 0) -> list[dict]:
     """The metrics of each step, that before the first among them."""
     cache = {"MPPO_CACHE": os.environ["MPPO_CACHE"]}
     folder = f"trainer.default_local_dir={run_dir}"
-    start_ranks(_rank, ([*COMMON, folder, *overrides], cache), 1)
+    start_ranks(_rank, ([*COMMON, folder, *overrides], cache, code), 1)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
 
 
@@ -76,3 +85,58 @@ def test_no_sample_is_shown_or_stored_where_none_is_asked_for(tmp_path):
     train(tmp_path, "trainer.sample_table_rows=0")
     assert not (tmp_path / "samples.jsonl").exists()
     assert "Samples at" not in (tmp_path / "report.md").read_text()
+
+
+def graded(tmp_path: Path) -> list[str]:
+    """Settings of a run whose rows are as verl's; step 2 trains on those from 4 on."""
+    for name, first, count in (("train", 0, 8), ("val", 100, 2)):
+        rows = [
+            {
+                "data_source": "openai/gsm8k",
+                "prompt": [{"role": "user", "content": f"{first + i}="}],
+                "reward_model": {"style": "rule", "ground_truth": ""},
+                "extra_info": {"index": first + i, "split": name},
+            }
+            for i in range(count)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return [
+        "data.task=null",
+        f"data.train_files=[{tmp_path}/train.jsonl]",
+        f"data.val_files=[{tmp_path}/val.jsonl]",
+        "data.answer_key=reward_model.ground_truth",
+        "data.shuffle=false",
+        f"reward.function={__file__}:grade",
+        "trainer.val_before_train=false",
+    ]
+
+
+def test_numbers_that_come_with_scores_are_logged_by_data_source(tmp_path):
+    for row in train(tmp_path / "run", *graded(tmp_path)):
+        assert row["critic/score/mean"] == row["val/reward"] == 0.5
+        assert row["reward/openai/gsm8k/acc/mean"] == 1
+        assert row["reward/openai/gsm8k/format/mean"] == 0.25
+        assert row["val-core/openai/gsm8k/reward/mean"] == 0.5
+        assert row["val-core/openai/gsm8k/acc/mean"] == 1
+        assert row["val-aux/openai/gsm8k/format/mean"] == 0.25
+        assert row["reward/errors"] == row["val/reward_errors"] == 0
+        assert not [name for name in row if "/pred/" in name]
+
+
+@pytest.mark.parametrize("bad", [5, 100])
+def test_a_run_that_a_reward_function_ends_is_resumed_after_the_last_step(tmp_path, bad):
+    settings, run_dir = graded(tmp_path), tmp_path / "run"
+    assert len(train(run_dir, *settings, f"reward.kwargs.bad={bad}", code=1)) == 1
+    assert (run_dir / "checkpoints" / "global_step_1").is_dir()
+    assert [row["step"] for row in train(run_dir, *settings)] == [1, 2]
+    undisturbed = train(tmp_path / "undisturbed", *settings)
+    resumed = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    assert resumed[-1]["actor/pg_loss"] == undisturbed[-1]["actor/pg_loss"]
+
+
+def test_a_response_that_cannot_be_judged_may_score_zero(tmp_path):
+    settings = [*graded(tmp_path), "reward.on_error=zero", "reward.kwargs.bad=5"]
+    first, second = train(tmp_path / "run", *settings)
+    assert (first["reward/errors"], first["critic/score/min"]) == (0, 0.5)
+    assert (second["reward/errors"], second["critic/score/min"]) == (2, 0)
+    assert second["critic/score/mean"] == 0.5 * 6 / 8

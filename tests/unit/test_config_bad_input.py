@@ -148,6 +148,7 @@ SETTINGS = [
      "algorithm.rollout_correction.rollout_is_lower", "no effect"),
     ("a remote reward without address", "reward.name=remote", "reward.url", "needs it"),
     ("a reward function without name", "reward.name=function", "reward.function", "needs it"),
+    ("an unknown way out of errors", "reward.on_error=skip", "reward.on_error", "raise, zero"),
     ("a function nobody calls", "reward.function=a.b:c", "reward.function", "no effect"),
     ("a score replaced and lowered", "reward.missing_eos_score=-1 reward.missing_eos_penalty=1",
      "reward.missing_eos_penalty", "replaces the score"),

@@ -7,6 +7,7 @@ import pytest
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import RewardConfig
 from mppo.data.builtin import load_tokenizer, resolve_model
+from mppo.rewards.division import ScoringError
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.scorer import Scorer
 
@@ -14,6 +15,10 @@ from mppo.rewards.scorer import Scorer
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return load_tokenizer(resolve_model("builtin:tiny", tmp_path_factory.mktemp("models")))
+
+
+def scores_of(judgements) -> list[float]:
+    return [judgement.score for judgement in judgements]
 
 
 def trajectories(tokenizer) -> list[Trajectory]:
@@ -38,15 +43,15 @@ def test_early_and_late_responses_are_judged_once(tokenizer) -> None:
     early.take([3, 1], [everything[3], everything[1]])
     assert begun.wait(30), "judging waits for the end of generation"
     early.take([0], everything[:1])
-    assert early.finish(range(5), everything) == [0.5, 11.5, 2.5, 44.5, 5.5]
+    assert scores_of(early.finish(range(5), everything)) == [0.5, 11.5, 2.5, 44.5, 5.5]
     assert seen == [3, 1, 0, 2, 4]
     seen.clear()
-    assert scorer.score(everything) == [0.5, 11.5, 2.5, 44.5, 5.5]
+    assert scores_of(scorer.score(everything)) == [0.5, 11.5, 2.5, 44.5, 5.5]
 
 
 def test_a_failure_of_judging_early_is_told_at_the_end(tokenizer) -> None:
     scorer = Scorer(lambda responses: [float("nan")] * len(responses), tokenizer, RewardConfig())
     early = EarlyScores(scorer)
     early.take([1], trajectories(tokenizer)[1:2])
-    with pytest.raises(ValueError, match="score of prompt 1"):
+    with pytest.raises(ScoringError, match="score of prompt 1"):
         early.finish(range(5), trajectories(tokenizer))

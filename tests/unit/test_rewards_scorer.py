@@ -8,6 +8,7 @@ from mppo.batch import Prompt, Trajectory
 from mppo.config.errors import ConfigError
 from mppo.config.schema import RewardConfig
 from mppo.data.builtin import load_tokenizer, resolve_model
+from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer
 from mppo.rewards.shaping import clip_score, overlong_penalty
 
@@ -25,6 +26,10 @@ def trajectory(tokenizer, text, truth="17", finish="stop", uid=0, source="arithm
     return Trajectory(prompt, tuple(ids), (0.0,) * len(ids), finish, 0)
 
 
+def scores_of(scorer, trajectories):
+    return [judgement.score for judgement in scorer.score(trajectories)]
+
+
 def write_module(path, body):
     path.write_text("from math import nan\n" + body)
     return str(path)
@@ -34,16 +39,16 @@ def test_rule_scores_by_data_source(tokenizer):
     scorer = build_scorer(RewardConfig(), tokenizer)
     answers = [trajectory(tokenizer, "17"), trajectory(tokenizer, "18")]
     answers.append(trajectory(tokenizer, "#### 17", source="gsm8k"))
-    assert scorer.score(answers) == [1.0, 0.0, 1.0]
-    assert scorer.score([]) == []
+    assert scores_of(scorer, answers) == [1.0, 0.0, 1.0]
+    assert scores_of(scorer, []) == []
 
 
 def test_one_verifier_for_all_and_partial_credit_when_asked(tokenizer):
     answers = [trajectory(tokenizer, "so 17"), trajectory(tokenizer, "18")]
     flexible = RewardConfig(verifier="gsm8k_flexible")
-    assert build_scorer(flexible, tokenizer).score(answers) == [1.0, 0.0]
+    assert scores_of(build_scorer(flexible, tokenizer), answers) == [1.0, 0.0]
     partial = RewardConfig(kwargs={"partial_credit": True})
-    assert build_scorer(partial, tokenizer).score(answers) == [0.0, 0.5]
+    assert scores_of(build_scorer(partial, tokenizer), answers) == [0.0, 0.5]
 
 
 def test_penalties_come_after_the_clip(tokenizer, tmp_path):
@@ -51,14 +56,14 @@ def test_penalties_come_after_the_clip(tokenizer, tmp_path):
     name = write_module(tmp_path / "five.py", body) + ":score"
     reward = RewardConfig(name="function", function=name, clip=2.0, missing_eos_penalty=0.5)
     answers = [trajectory(tokenizer, "17"), trajectory(tokenizer, "17", finish="length")]
-    assert build_scorer(reward, tokenizer).score(answers) == [2.0, 1.5]
+    assert scores_of(build_scorer(reward, tokenizer), answers) == [2.0, 1.5]
 
 
 def test_a_missing_end_may_have_a_score_of_its_own(tokenizer):
     scorer = build_scorer(RewardConfig(missing_eos_score=-1.0), tokenizer)
     answers = [trajectory(tokenizer, "17"), trajectory(tokenizer, "17", finish="length")]
     answers += [trajectory(tokenizer, "18"), trajectory(tokenizer, "18", finish="abort")]
-    assert scorer.score(answers) == [1.0, -1.0, 0.0, -1.0]
+    assert scores_of(scorer, answers) == [1.0, -1.0, 0.0, -1.0]
 
 
 def test_overlong_penalty_counts_the_tokens_in_the_buffer(tokenizer):
@@ -66,7 +71,7 @@ def test_overlong_penalty_counts_the_tokens_in_the_buffer(tokenizer):
     scorer = build_scorer(reward, tokenizer, max_response_length=8)
     lengths = [1, 4, 5, 6, 8]
     answers = [trajectory(tokenizer, "1" * n, finish="length", truth="x") for n in lengths]
-    assert scorer.score(answers) == [0.0, 0.0, -0.5, -1.0, -2.0]
+    assert scores_of(scorer, answers) == [0.0, 0.0, -0.5, -1.0, -2.0]
 
 
 def test_shaping_formulas():
@@ -85,7 +90,7 @@ def test_a_function_sees_the_row_and_its_own_parameters(tokenizer, tmp_path):
     name = write_module(tmp_path / "mine.py", body) + ":score"
     reward = RewardConfig(name="function", function=name, kwargs={"bonus": 0.25})
     answer = trajectory(tokenizer, "17", source="poems", level=3)
-    assert build_scorer(reward, tokenizer).score([answer]) == [1.25]
+    assert scores_of(build_scorer(reward, tokenizer), [answer]) == [1.25]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +106,7 @@ def test_a_bad_score_names_the_prompt(result, message, tokenizer, tmp_path):
     body = f"def score(data_source, solution_str, ground_truth, extra_info): return {result}\n"
     name = write_module(tmp_path / "bad.py", body) + ":score"
     scorer = build_scorer(RewardConfig(name="function", function=name), tokenizer)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ScoringError, match=message):
         scorer.score([trajectory(tokenizer, "17", uid=41)])
 
 
@@ -113,7 +118,7 @@ def test_numpy_and_integer_scores_are_numbers(tokenizer, tmp_path):
     )
     name = write_module(tmp_path / "numbers.py", body) + ":score"
     scorer = build_scorer(RewardConfig(name="function", function=name), tokenizer)
-    scores = scorer.score([trajectory(tokenizer, "1"), trajectory(tokenizer, "2")])
+    scores = scores_of(scorer, [trajectory(tokenizer, "1"), trajectory(tokenizer, "2")])
     assert scores == [0.5, 1.0]
     assert all(type(score) is float for score in scores)
 
@@ -158,6 +163,6 @@ def test_data_that_no_rule_can_score_is_found_before_the_first_rollout(tokenizer
 
 def test_every_score_is_finite(tokenizer):
     scorer = build_scorer(RewardConfig(missing_eos_penalty=1.0), tokenizer)
-    scores = scorer.score([trajectory(tokenizer, "", finish=f) for f in ("stop", "length")])
+    scores = scores_of(scorer, [trajectory(tokenizer, "", finish=f) for f in ("stop", "length")])
     assert scores == [0.0, -1.0]
     assert all(map(math.isfinite, scores))

@@ -1,0 +1,55 @@
+"""What a reward function may return: a number, or a mapping with ``score`` and further numbers.
+
+Standard library only: the process that runs the function reads its results too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+SHOWN = 80
+"""Characters of a result in a message."""
+
+
+def read_result(result: Any) -> tuple[float, dict[str, float]]:
+    """Score and further numbers by name; what is neither ``score`` nor a number is left out.
+
+    Raises:
+        ValueError: why there is no score, to be read after "the score".
+    """
+    if not isinstance(result, Mapping):
+        return _score(result), {}
+    if "score" not in result:
+        keys = _shown(", ".join(map(repr, result)) or "nothing")
+        raise ValueError(f"is missing: the dict that the function returned holds {keys}")
+    numbers = {str(name): number(value) for name, value in result.items() if name != "score"}
+    found = {name: value for name, value in numbers.items() if value is not None}
+    return _score(result["score"]), found
+
+
+def _score(value: Any) -> float:
+    score = number(value)
+    if score is None or not math.isfinite(score):
+        raise ValueError(f"is {_shown(repr(value))}, not a finite number")
+    return score
+
+
+def number(value: Any) -> float | None:
+    """A Python, NumPy or torch number as float, arrays of one element among them; else None."""
+    item = getattr(value, "item", None)
+    if callable(item):
+        try:
+            value = item()
+        except (RuntimeError, TypeError, ValueError):  # several elements
+            return None
+    try:
+        return float(value) if isinstance(value, Real) else None
+    except OverflowError:  # an integer of a thousand digits
+        return None
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
