@@ -1,4 +1,4 @@
-"""What a run of two steps on one process says of itself: metrics, samples, report."""
+"""What a run of two steps says of itself, and leaves behind: metrics, samples, checkpoints."""
 
 from __future__ import annotations
 
@@ -44,18 +44,26 @@ def grade(data_source, solution_str, ground_truth, extra_info, bad=None):
 
 def _rank(rank: int, arguments: list[str], environment: dict[str, str], code: int) -> None:
     warnings.simplefilter("ignore")
-    os.environ |= environment
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     from mppo.train import main
 
     assert main(arguments) == code
 
 
-def train(run_dir: Path, *overrides: str, code: int = 0) -> list[dict]:
+def train(run_dir: Path, *overrides: str, code: int = 0, world: int = 1) -> list[dict]:
     """The metrics of each step, that before the first among them."""
-    cache = {"MPPO_CACHE": os.environ["MPPO_CACHE"]}
+    from mppo.parallel.launch import free_port
+
+    environment = {
+        "MPPO_CACHE": os.environ["MPPO_CACHE"],
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     folder = f"trainer.default_local_dir={run_dir}"
-    start_ranks(_rank, ([*COMMON, folder, *overrides], cache, code), 1)
+    start_ranks(_rank, ([*COMMON, folder, *overrides], environment, code), world)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
 
 
@@ -123,13 +131,14 @@ def test_numbers_that_come_with_scores_are_logged_by_data_source(tmp_path):
         assert not [name for name in row if "/pred/" in name]
 
 
-@pytest.mark.parametrize("bad", [5, 100])
-def test_a_run_that_a_reward_function_ends_is_resumed_after_the_last_step(tmp_path, bad):
+@pytest.mark.parametrize(("bad", "world"), [(5, 2), (100, 1)])
+def test_a_run_that_a_reward_function_ends_is_resumed_after_the_last_step(tmp_path, bad, world):
     settings, run_dir = graded(tmp_path), tmp_path / "run"
-    assert len(train(run_dir, *settings, f"reward.kwargs.bad={bad}", code=1)) == 1
+    failed = train(run_dir, *settings, f"reward.kwargs.bad={bad}", code=1, world=world)
+    assert len(failed) == 1
     assert (run_dir / "checkpoints" / "global_step_1").is_dir()
-    assert [row["step"] for row in train(run_dir, *settings)] == [1, 2]
-    undisturbed = train(tmp_path / "undisturbed", *settings)
+    assert [row["step"] for row in train(run_dir, *settings, world=world)] == [1, 2]
+    undisturbed = train(tmp_path / "undisturbed", *settings, world=world)
     resumed = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert resumed[-1]["actor/pg_loss"] == undisturbed[-1]["actor/pg_loss"]
 
