@@ -9,32 +9,18 @@ final name was whole when it got it; the manifest's sizes and checksums say whet
 from __future__ import annotations
 
 import json
-import os
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mppo.weights.output_folder import flush
+from mppo import disk
+from mppo.disk import Damaged, FileEntry, flush, set_aside, write_bytes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"global_step_(\d+)")
-_BLOCK = 16 << 20
-
-
-class Damaged(ValueError):
-    """A checkpoint is not what its manifest says."""
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """What the manifest knows of a file: length in bytes and CRC-32 of the contents."""
-
-    size: int
-    crc32: int
 
 
 @dataclass(frozen=True)
@@ -84,25 +70,6 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def checksum(file: Path) -> FileEntry:
-    """Size and CRC-32 of a file."""
-    crc, size = 0, 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            crc = zlib.crc32(block, crc)
-            size += len(block)
-    return FileEntry(size, crc)
-
-
-def write_bytes(file: Path, data: bytes) -> FileEntry:
-    """Write a small file and flush it to disk."""
-    with file.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return FileEntry(len(data), zlib.crc32(data))
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest; the last file of a checkpoint."""
     write_bytes(folder / MANIFEST, f"{json.dumps(asdict(manifest), indent=1)}\n".encode())
@@ -134,40 +101,17 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"{folder / MANIFEST}: entries are missing ({error})") from error
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Every listed file is there in full length.
+def read_sound(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all what was written.
 
     Raises:
-        Damaged: naming the first that is not.
+        Damaged: naming what is not.
+        ValueError: a newer version of mppo wrote it.
     """
-    for name, entry in manifest.files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError:
-            raise Damaged(f"{folder / name}: is missing") from None
-        if size != entry.size:
-            raise Damaged(f"{folder / name}: has {size} bytes, {entry.size} were written")
-
-
-def check_contents(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> None:
-    """The files hold the bytes that were written.
-
-    Args:
-        folder: the checkpoint.
-        manifest: its manifest.
-        share, shares: check every ``shares``-th file from the ``share``-th on, so that ranks can
-            divide the work.
-
-    Raises:
-        Damaged: naming the first file that differs or cannot be read.
-    """
-    for name in sorted(manifest.files)[share::shares]:
-        try:
-            entry = checksum(folder / name)
-        except OSError as error:
-            raise Damaged(f"{folder / name}: cannot be read ({error.strerror})") from error
-        if entry != manifest.files[name]:
-            raise Damaged(f"{folder / name}: its checksum is not the one that was written")
+    manifest = read_manifest(folder)
+    disk.check_sizes(folder, manifest.files)
+    disk.check_contents(folder, manifest.files)
+    return manifest
 
 
 def publish(building: Path, final: Path) -> None:
@@ -177,14 +121,6 @@ def publish(building: Path, final: Path) -> None:
     flush(building)
     building.rename(final)
     flush(final.parent)
-
-
-def set_aside(path: Path) -> Path:
-    """Rename to ``<name>.old-1`` (or the next free number); returns the new path."""
-    number = 1
-    while (other := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    return path.rename(other)
 
 
 def best_step(metrics_by_step: Mapping[int, Mapping[str, float]], metric: str | None) -> int | None:
@@ -206,7 +142,7 @@ def expendable(
     """Steps whose checkpoints may be deleted.
 
     Args:
-        metrics_by_step: every complete checkpoint's metrics.
+        metrics_by_step: every sound checkpoint's metrics.
         keep: how many of the newest stay; None keeps all.
         metric: the best by this stays too.
     """

@@ -41,8 +41,9 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from mppo.checkpoint.folder import FileEntry, checksum, publish, write_bytes
+from mppo.checkpoint.folder import publish
 from mppo.checkpoint.staging import HostBuffers, stand_alone
+from mppo.disk import FileEntry, checksum, write_bytes
 from mppo.parallel import device
 
 NOTES = ".notes"

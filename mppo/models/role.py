@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -306,14 +305,15 @@ class Role:
                 bucket_bytes,
             )
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Path | None:
         """Write the current weights as a Hugging Face folder (config and tokenizer copied from
-        those of ``spec.folder``); an older one in its place is replaced. Collective."""
-        if dist.get_rank() == 0 and folder.exists():
-            shutil.rmtree(folder)
-        dist.barrier()
+        those of ``spec.folder``). Collective.
+
+        Returns:
+            On the first rank, where a folder that mppo did not write is now (``save_hf``).
+        """
         with self.groups.active():
-            save_hf(
+            return save_hf(
                 folder,
                 self.stages,
                 self.hf_config,
@@ -323,11 +323,11 @@ class Role:
                 source=companion_folder(self.spec.folder),
             )
 
-    def save_average(self, folder: Path) -> None:
+    def save_average(self, folder: Path) -> Path | None:
         """As :meth:`save`, of the moving average."""
         assert self.average is not None, f"{self.name} keeps no moving average"
         with self.average.in_place():
-            self.save(folder)
+            return self.save(folder)
 
     def _cut(self, batch: Batch, plan: Plan) -> list[MicroBatch]:
         mine = plan[self.groups.coordinates.dp]

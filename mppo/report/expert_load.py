@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from mppo.disk import replacing
 from mppo.report.history import History
 
 _METRIC = re.compile(r"(\w+)/moe/layer_(\d+)/max_vio")
@@ -54,5 +55,6 @@ def plot_expert_load(runs: History, path: Path, title: str) -> bool:
         axis.set_ylabel(f"{role}: layer")
         axis.set_xlabel("step")
         figure.colorbar(image, ax=axis)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    with replacing(path) as building:
+        figure.savefig(building, dpi=120, metadata={"Software": None})
     return True

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
+
+from mppo.disk import naming, replace_text
 
 Metrics = Mapping[str, float]
 
@@ -23,8 +24,8 @@ STEP_TIME = "timing_s/step"
 class History:
     """Appends one JSON object per logged step, and remembers them all.
 
-    A run that resumes at step k finds the lines of the interrupted run: those before k are kept,
-    those from k on belong to work that was lost, and are dropped when step k is logged.
+    A run that resumes after step k finds the lines of the interrupted run: those up to k are kept,
+    later ones belong to work that was lost, and are dropped.
 
     Args:
         path: of the file; None keeps the numbers in memory only.
@@ -35,14 +36,26 @@ class History:
         self.rows: list[tuple[int, dict[str, float]]] = []
         self._started = False
 
+    def start(self, done: int) -> None:
+        """Take up the lines of the first ``done`` steps.
+
+        Raises:
+            ValueError: the file holds something else (``read_rows``).
+        """
+        self._started = True
+        if self.path is None or not self.path.exists():
+            return
+        self.rows = [(step, row) for step, row in read_rows(self.path) if step <= done]
+        replace_text(self.path, "".join(_line(step, row) for step, row in self.rows))
+
     def append(self, step: int, metrics: Metrics) -> None:
         """Add a step. A number that is not finite is written as null: JSON has no word for it."""
         if not self._started:
-            self._start(step)
+            self.start(step - 1)
         row = {name: float(value) for name, value in metrics.items()}
         self.rows.append((step, row))
         if self.path is not None:
-            with self.path.open("a") as file:
+            with naming(self.path), self.path.open("a") as file:
                 file.write(_line(step, row))
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
@@ -52,22 +65,39 @@ class History:
         ]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
-    def _start(self, first_step: int) -> None:
-        self._started = True
-        if self.path is None or not self.path.exists():
-            return
-        for line in self.path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # the line that was being written when the run was killed
-            step = int(row.pop("step"))
-            if step < first_step:
-                values = {name: math.nan if value is None else value for name, value in row.items()}
-                self.rows.append((step, values))
-        rewritten = self.path.with_suffix(".jsonl.tmp")
-        rewritten.write_text("".join(_line(step, row) for step, row in self.rows))
-        os.replace(rewritten, self.path)
+
+def read_rows(path: Path) -> list[tuple[int, dict[str, float]]]:
+    """Step and numbers of each line. A last line that was cut off while it was written is left out.
+
+    Raises:
+        ValueError: names the first line that is nothing a run writes, and what is wrong with it.
+    """
+    *lines, last = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate([*lines, last], start=1):
+        try:
+            if line:
+                rows.append(_row(line))
+        except ValueError as error:
+            if number <= len(lines):
+                raise ValueError(f"line {number}: {error}") from error
+    return rows
+
+
+def _row(line: bytes) -> tuple[int, dict[str, float]]:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError("is not UTF-8") from error
+    except ValueError as error:
+        raise ValueError(f"is not JSON ({error})") from error
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise ValueError("is not a JSON object with a step")
+    step = row.pop("step")
+    try:
+        return step, {name: math.nan if v is None else float(v) for name, v in row.items()}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"holds something that is not a number ({error})") from error
 
 
 def _line(step: int, row: Metrics) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from mppo.disk import replacing
 from mppo.report import history
 from mppo.report.history import History
 
@@ -30,4 +31,5 @@ def plot_run(runs: History, path: Path, title: str) -> None:
     kl_axis.set_xlabel("step")
     for axis in (reward_axis, kl_axis):
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    with replacing(path) as building:
+        figure.savefig(building, dpi=120, metadata={"Software": None})

@@ -12,21 +12,27 @@ from typing import Any
 import yaml
 
 from mppo.config.schema import TrainerConfig
+from mppo.disk import naming, replace_bytes, replace_text
 from mppo.report.console import SampleRow, StepConsole
 from mppo.report.expert_load import plot_expert_load
 from mppo.report.history import History, Metrics
 from mppo.report.plot import plot_run
 from mppo.report.redact import redact
+from mppo.report.status import REPORT, Status, Word, write_status
 from mppo.report.summary import run_report
-from mppo.report.trackers import open_trackers
+from mppo.report.trackers import Tracker, check_trackers, open_trackers
+
+RECIPE, METRICS, SAMPLES = "recipe.yaml", "metrics.jsonl", "samples.jsonl"
+PLOT, EXPERT_LOAD = "reward_kl.png", "expert_load.png"
 
 
 class Reporter:
-    """Writes ``recipe.yaml``, ``metrics.jsonl``, ``samples.jsonl``, ``reward_kl.png`` and
-    ``report.md`` into the run's folder, and talks to the console.
+    """Writes ``recipe.yaml``, ``status.json``, ``metrics.jsonl``, ``samples.jsonl``,
+    ``reward_kl.png`` and ``report.md`` into the run's folder, and talks to the console.
 
-    Secrets in the recipe are replaced before anything is written. Only the main rank writes; on
-    the others every method does nothing.
+    Before ``start`` nothing is written but what is logged, and a run that never started leaves the
+    report of the one before. Secrets in the recipe are replaced before anything is written. Only
+    the main rank writes; on the others every method does nothing.
 
     Args:
         run_dir: the run's folder; made where missing.
@@ -36,7 +42,7 @@ class Reporter:
         is_main: whether this rank is the one that reports.
 
     Raises:
-        ConfigError: a logger's package is not installed (on the main rank).
+        ConfigError: a logger's package is not installed.
     """
 
     def __init__(
@@ -53,21 +59,33 @@ class Reporter:
         self._name = f"{trainer.project_name}/{trainer.experiment_name}"
         self._samples: dict[int, Sequence[SampleRow]] = {}
         self._began = time.monotonic()
-        self._closed = not is_main
+        self._started, self._done = False, 0
+        check_trackers(trainer)
         if not is_main:
             return
+        self._trainer = trainer
         self._recipe = redact(recipe_dump)
-        self._trackers = open_trackers(self.run_dir, trainer, self._recipe)
+        self._trackers: Sequence[Tracker] = ()
         self._console = StepConsole(total_steps) if "console" in trainer.logger else None
-        jsonl = "jsonl" in trainer.logger
-        self._history = History(self.run_dir / "metrics.jsonl" if jsonl else None)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        recipe_text = yaml.safe_dump(self._recipe, sort_keys=False)
-        (self.run_dir / "recipe.yaml").write_text(recipe_text)
+        self._history = History(self.run_dir / METRICS if "jsonl" in trainer.logger else None)
 
     def start(self, step: int) -> None:
-        """Show the bar and begin timing, ``step`` steps being done already."""
-        if self.is_main and self._console:
+        """Begin to write and to time, ``step`` steps being done already. What lies in the folder of
+        later steps belongs to work that was lost.
+
+        Raises:
+            ValueError: metrics.jsonl holds something else.
+        """
+        if not self.is_main:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._history.start(step)
+        _keep_samples(self.run_dir / SAMPLES, step)
+        replace_text(self.run_dir / RECIPE, yaml.safe_dump(self._recipe, sort_keys=False))
+        write_status(self.run_dir, Status("running", step, self.total_steps))
+        self._trackers = open_trackers(self.run_dir, self._trainer, self._recipe)
+        self._started, self._done = True, step
+        if self._console:
             self._console.start(step)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -93,29 +111,47 @@ class Reporter:
         if not self.is_main or not rows:
             return
         self._samples[step] = rows
-        with (self.run_dir / "samples.jsonl").open("a") as file:
+        path = self.run_dir / SAMPLES
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with naming(path), path.open("a") as file:
             for row in rows:
                 file.write(json.dumps({"step": step, **row._asdict()}, ensure_ascii=False) + "\n")
         if self._console:
             self._console.samples(step, rows)
 
-    def close(self, status: str | None = None) -> None:
-        """Write plot and report, and let go of terminal and trackers. Idempotent.
+    def close(self, status: Word | None = None) -> None:
+        """Write plot and report, and let go of terminal and trackers. Idempotent; a run that has
+        not started has nothing to report.
 
         Args:
             status: how the run ended; by default "failed" while an exception is on its way,
                 "stopped early" before the last step, and "finished" otherwise.
+
+        Raises:
+            OSError: the report cannot be written. While another exception is on its way, that is
+                only said.
         """
-        if self._closed:
+        if not self._started:
             return
-        self._closed = True
-        status = status or self._status()
+        self._started = False
+        failing = sys.exc_info()[0] is not None
+        status = status or self._status(failing)
         if self._console:
             self._console.stop()
         for tracker in self._trackers:
             tracker.close()
-        plot_run(self._history, self.run_dir / "reward_kl.png", self._name)
-        plot_expert_load(self._history, self.run_dir / "expert_load.png", self._name)
+        try:
+            self._write_report(status)
+        except OSError as error:
+            if not failing:
+                raise
+            self.line(f"the report cannot be written: {error}")
+        else:
+            self.line(f"{status}: {self.run_dir / REPORT}")
+
+    def _write_report(self, status: Word) -> None:
+        plot_run(self._history, self.run_dir / PLOT, self._name)
+        plot_expert_load(self._history, self.run_dir / EXPERT_LOAD, self._name)
         report = run_report(
             self._name,
             status,
@@ -124,11 +160,29 @@ class Reporter:
             self._samples,
             self._recipe,
         )
-        (self.run_dir / "report.md").write_text(report)
-        self.line(f"{status}: {self.run_dir / 'report.md'}")
+        replace_text(self.run_dir / REPORT, report)
+        write_status(self.run_dir, Status(status, self._last_step, self.total_steps))
 
-    def _status(self) -> str:
-        if sys.exc_info()[0] is not None:
+    @property
+    def _last_step(self) -> int:
+        return self._history.rows[-1][0] if self._history.rows else self._done
+
+    def _status(self, failing: bool) -> Word:
+        if failing:
             return "failed"
-        last_step = self._history.rows[-1][0] if self._history.rows else 0
-        return "finished" if last_step >= self.total_steps else "stopped early"
+        return "finished" if self._last_step >= self.total_steps else "stopped early"
+
+
+def _keep_samples(path: Path, done: int) -> None:
+    """Drop the samples of steps after ``done``, and a last line that was cut off."""
+    if path.exists():
+        lines = path.read_bytes().splitlines(keepends=True)
+        replace_bytes(path, b"".join(line for line in lines if _is_of(line, done)))
+
+
+def _is_of(line: bytes, done: int) -> bool:
+    """Whether a line is a sample of the first steps; also of one that does not say."""
+    try:
+        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= done
+    except (ValueError, KeyError, TypeError):
+        return True

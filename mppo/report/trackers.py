@@ -12,6 +12,10 @@ from mppo.config.schema import TrainerConfig
 from mppo.report.history import Metrics
 
 
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+"""By package, the module that is used."""
+
+
 class Tracker(Protocol):
     """Somewhere else to send the numbers."""
 
@@ -24,7 +28,7 @@ class TensorBoard:
     """Event files under ``<run>/tensorboard``."""
 
     def __init__(self, run_dir: Path) -> None:
-        module = _import("torch.utils.tensorboard", "tensorboard")
+        module = _import(_MODULES["tensorboard"], "tensorboard")
         self._writer = module.SummaryWriter(str(run_dir / "tensorboard"))
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -39,7 +43,7 @@ class WandB:
     """A Weights & Biases run; the key comes from the environment, never from the recipe."""
 
     def __init__(self, run_dir: Path, trainer: TrainerConfig, recipe: dict[str, Any]) -> None:
-        self._run = _import("wandb", "wandb").init(
+        self._run = _import(_MODULES["wandb"], "wandb").init(
             project=trainer.project_name,
             name=trainer.experiment_name,
             dir=str(run_dir),
@@ -53,6 +57,17 @@ class WandB:
         self._run.finish()
 
 
+def check_trackers(trainer: TrainerConfig) -> None:
+    """The packages of the trackers that ``trainer.logger`` names are there.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    for package, module in _MODULES.items():
+        if package in trainer.logger:
+            _import(module, package)
+
+
 def open_trackers(
     run_dir: Path, trainer: TrainerConfig, recipe: dict[str, Any]
 ) -> Sequence[Tracker]:
@@ -62,9 +77,6 @@ def open_trackers(
         run_dir: the run's folder.
         trainer: the recipe's section.
         recipe: the resolved recipe, secrets already removed.
-
-    Raises:
-        ConfigError: a package that was asked for is not installed.
     """
     trackers: list[Tracker] = []
     if "tensorboard" in trainer.logger:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mppo.disk import flush, is_as_written, naming, set_aside
 from mppo.weights.hf_folder import INDEX
 from mppo.weights.safetensors_file import StoredTensor, make_header
 
@@ -36,25 +37,30 @@ def check_free(folder: Path) -> None:
         raise ValueError(f"{folder}: already exists; remove it or name another output")
 
 
-def publish(folder: Path) -> None:
-    """Flush the partial folder's files to disk and give it its name."""
-    building = partial_path(folder)
+def publish(folder: Path) -> Path | None:
+    """Flush the partial folder's files to disk and give it its name.
+
+    A folder that bears the name already is replaced if it is empty, or as mppo wrote it.
+
+    Returns:
+        Where anything else that bore the name is now; None where nothing did.
+    """
+    building, old = partial_path(folder), folder.with_name(f".{folder.name}.replaced")
     for file in sorted(building.rglob("*")):
         if file.is_file():
             flush(file)
-    if folder.exists():
+    kept = None
+    if is_as_written(folder):
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    elif folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
         folder.rmdir()
+    elif os.path.lexists(folder):
+        kept = set_aside(folder)
     building.rename(folder)
     flush(folder.parent)
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    shutil.rmtree(old, ignore_errors=True)
+    return kept
 
 
 @contextmanager
@@ -85,7 +91,7 @@ def write_tensor(place: StoredTensor, tensor: Tensor) -> None:
     if not tensor.numel():
         return
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    with open_for_offsets(place.file) as descriptor:
+    with naming(place.file), open_for_offsets(place.file) as descriptor:
         write_all(descriptor, flat.numpy(), place.offset)
 
 
@@ -131,7 +137,7 @@ def plan_places(
 def create_files(headers: Mapping[Path, tuple[bytes, int]]) -> None:
     """Create the files at full length, headers written, data to come."""
     for file, (head, size) in headers.items():
-        with file.open("wb") as stream:
+        with naming(file), file.open("wb") as stream:
             stream.write(head)
             stream.truncate(size)
 

@@ -50,7 +50,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
         if length > min(MAX_HEADER_BYTES, size):
-            raise ValueError(f"{file}: not a safetensors file, or cut short; download it again")
+            raise ValueError(f"{file}: not a safetensors file, or cut short; put a good copy in its place")
         try:
             header = json.loads(stream.read(length))
         except ValueError as error:
@@ -70,7 +70,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if begin + last > size:
             raise ValueError(
                 f"{file}: cut short: {name} ends at byte {begin + last}, the file has {size}; "
-                "download it again"
+                "put a good copy in its place"
             )
         tensors[name] = stored
     return tensors

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mppo.disk import FileEntry, checksum, write_marker
 from mppo.parallel.layout import Coordinates, Layout
 from mppo.weights.output_folder import (
     MAX_SHARD_BYTES,
-    check_free,
     copy_companions,
     create_files,
     partial_path,
@@ -36,13 +36,15 @@ def save_hf(
     dtype: torch.dtype | None = None,
     bucket_bytes: int = 512 << 20,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Path:
+) -> Path | None:
     """Write the role's weights, config and tokenizer; collective over all ranks.
 
-    The folder is built beside its final place and renamed when it is complete and on disk.
+    The folder is built beside its final place, with a marker that holds the checksums of its files,
+    and renamed when it is complete and on disk. An earlier folder of mppo's in its place is
+    replaced; anything else there is renamed.
 
     Args:
-        folder: the output, on a file system all ranks see; must not exist.
+        folder: the output, on a file system all ranks see.
         chunks: this rank's ``GPTModel`` chunks.
         hf_config: the model's transformers config, written where ``source`` is None.
         layout: the role's layout.
@@ -54,10 +56,9 @@ def save_hf(
         max_shard_bytes: most bytes of one safetensors file.
 
     Returns:
-        The folder.
+        On the first rank, where a folder that mppo did not write is now; None where there was none.
 
     Raises:
-        ValueError: the folder exists.
         OSError: the disk is full, or failed.
     """
     folder = Path(folder).absolute()
@@ -66,8 +67,6 @@ def save_hf(
     stream = WeightStream(chunks, hf_config, layout, coordinates, groups, bucket_bytes, dtype)
     tensors = stream.tensors()
     headers, places = plan_places(building, tensors, max_shard_bytes)
-    check_free(folder)
-    dist.barrier()
     if rank == 0:
         if building.exists():
             shutil.rmtree(building)
@@ -81,13 +80,26 @@ def save_hf(
                 write_tensor(places[name], tensor)
             number += 1
     dist.barrier()
+    files = _checksums(sorted(headers))
+    kept = None
     if rank == 0:
         weights_dtype = next(dtype for dtype, shape in tensors.values() if len(shape) == 2)
         _write_companions(building, hf_config, source, weights_dtype)
         write_index(building, places)
-        publish(folder)
+        others = [file for file in building.iterdir() if file not in headers]
+        files |= {file.name: checksum(file) for file in others}
+        write_marker(building, files)
+        kept = publish(folder)
     dist.barrier()
-    return folder
+    return kept
+
+
+def _checksums(files: Sequence[Path]) -> dict[str, FileEntry]:
+    """Of files of one folder, by name; every rank reads its share. Collective."""
+    mine = {file.name: checksum(file) for file in files[dist.get_rank() :: dist.get_world_size()]}
+    everyone: list[dict[str, FileEntry]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return {name: entry for part in everyone for name, entry in part.items()}
 
 
 def _write_companions(

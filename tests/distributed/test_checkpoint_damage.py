@@ -86,7 +86,7 @@ HARM = {
 
 def stranger(folder: Path) -> dict[str, str]:
     """A copy with code in its table of contents, whose checksums are right; keys to resume it."""
-    from mppo.checkpoint.folder import checksum
+    from mppo.disk import checksum
 
     copy = folder.parents[2] / "elsewhere" / folder.name
     shutil.copytree(folder, copy)

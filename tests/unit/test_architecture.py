@@ -33,6 +33,7 @@ and ``config`` do."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     "batch": set(),
+    "disk": set(),
     "algos": {"batch"},
     "config": {
         "parallel.layout", "parallel.balance", "weights.shape", "weights.table", "weights.blocks",
@@ -40,12 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "data": {"config", "batch", "weights.model_folder"},
     "rewards": {"config", "batch", "data", "parallel", "models", "weights", "algos"},
-    "report": {"config", "batch", "parallel.device", "parallel.phase"},
+    "report": {"config", "batch", "disk", "parallel.device", "parallel.phase"},
     "parallel": {"algos", "batch", "config.schema", "config.errors"},
-    "weights": {"parallel", "config", "algos", "batch"},
+    "weights": {"parallel", "config", "algos", "batch", "disk"},
     "models": {"parallel", "weights", "config", "algos", "batch"},
     "rollout": {"models", "parallel", "weights", "config", "algos", "batch"},
-    "checkpoint": {"models", "parallel", "weights", "config", "algos", "batch", "data"},
+    "checkpoint": {"models", "parallel", "weights", "config", "algos", "batch", "data", "disk"},
 }  # fmt: skip
 """Room to the rooms (or single modules) it may import besides itself; every other module directly
 under ``mppo`` is part of the loop's wiring and may import any room."""

@@ -7,30 +7,25 @@ import zlib
 
 import pytest
 
+from mppo import disk
 from mppo.checkpoint import folder as folders
-from mppo.checkpoint.folder import Damaged, FileEntry, Manifest
+from mppo.checkpoint.folder import Manifest
+from mppo.disk import Damaged, FileEntry
 
 
 def make(root, step: int, metrics=None):
     path = folders.final_path(root, step)
     (path / "actor").mkdir(parents=True)
     files = {
-        name: folders.write_bytes(path / name, content)
+        name: disk.write_bytes(path / name, content)
         for name, content in {"run.json": b"{}", "actor/a.distcp": b"\0" * 100 + b"weights"}.items()
     }
     folders.write_manifest(path, Manifest(step, 2, {}, metrics or {}, files, "0.1"))
     return path
 
 
-def check(path):
-    manifest = folders.read_manifest(path)
-    folders.check_sizes(path, manifest)
-    folders.check_contents(path, manifest)
-    return manifest
-
-
 def test_a_whole_checkpoint_passes(tmp_path):
-    manifest = check(make(tmp_path, 7, {"reward": 0.5}))
+    manifest = folders.read_sound(make(tmp_path, 7, {"reward": 0.5}))
     assert (manifest.step, manifest.metrics) == (7, {"reward": 0.5})
     assert manifest.files["run.json"] == FileEntry(2, zlib.crc32(b"{}"))
 
@@ -64,7 +59,7 @@ def test_damage_is_found_and_named(tmp_path, name):
     harm, message = DAMAGE[name]
     harm(path)
     with pytest.raises(Damaged, match=message):
-        check(path)
+        folders.read_sound(path)
 
 
 def test_a_newer_format_is_no_damage_but_a_refusal(tmp_path):
@@ -83,7 +78,7 @@ def test_shares_of_the_checking_cover_every_file(tmp_path):
     found = 0
     for share in range(3):
         try:
-            folders.check_contents(path, manifest, share, 3)
+            disk.check_contents(path, manifest.files, share, 3)
         except Damaged:
             found += 1
     assert found == 1
@@ -107,7 +102,7 @@ def test_publishing_never_overwrites(tmp_path):
     (building / "new").write_text("new")
     folders.publish(building, folders.final_path(tmp_path, 7))
     assert (old / "new").exists()
-    check(tmp_path / "global_step_7.old-1")
+    folders.read_sound(tmp_path / "global_step_7.old-1")
 
 
 BY_STEP = {1: {"r": 0.1}, 2: {"r": 0.9}, 3: {}, 4: {"r": 0.2}, 5: {"r": float("nan")}}

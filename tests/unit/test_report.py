@@ -101,6 +101,7 @@ def test_how_a_run_ended_is_told(tmp_path):
     run(tmp_path / "early", last=2)
     assert "Stopped early after 2 steps" in (tmp_path / "early" / "report.md").read_text()
     subject = reporter(tmp_path / "failed")
+    subject.start(0)
     with pytest.raises(RuntimeError, match="boom"), contextlib.closing(subject):
         raise RuntimeError("boom")
     assert "Failed after 0 steps" in (tmp_path / "failed" / "report.md").read_text()
