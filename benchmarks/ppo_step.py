@@ -163,6 +163,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
                 recipe.trainer, Path(folder) / "checkpoints", {}, {}, {}, StopRequest(), print
             ),
             reporter=None,
+            folder=None,
             total_steps=1 << 30,
         )
         sync(run, version=0)

@@ -28,7 +28,8 @@ from mppo.step_metrics import longest_prompts, mismatch, performance
 def train(run: Run) -> None:
     """All iterations, with validation before the first and every ``trainer.test_freq`` steps."""
     trainer = run.recipe.trainer
-    done = run.checkpoints.resume()
+    done = run.checkpoints.resume(run.folder.found)
+    run.folder.begin()
     run.reporter.start(done)
     sync(run, version=done)
     if trainer.val_before_train and not done:

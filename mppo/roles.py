@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mppo.batch import Batch, Experience, Measured
+from mppo.checkpoint.role_state import describe_model
 from mppo.config.schema import Recipe
 from mppo.data.builtin import resolve_model
 from mppo.models.configuration import DTYPES
@@ -133,6 +134,25 @@ class Learner:
         if self.peak_tflops is not None:
             metrics[f"perf/mfu/{name}"] = rate / self.peak_tflops
         return metrics
+
+
+def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[str, Any]]:
+    """``describe_model`` of the roles that learn, by name, before they are built.
+
+    Args:
+        recipe: the recipe.
+        folder: what the actor starts from.
+        load_config: reads the config of such a folder.
+    """
+    folders = {"actor": ("policy", folder)}
+    if recipe.algorithm.uses_critic:
+        path = recipe.critic.path
+        folders["critic"] = ("value", resolve_model(path) if path else folder)
+    dtype = DTYPES[recipe.model.dtype]
+    return {
+        name: describe_model(load_config(where), head, dtype)
+        for name, (head, where) in folders.items()
+    }
 
 
 MEASURED = {"actor": "old_log_prob", "ref": "ref", "critic": "values"}

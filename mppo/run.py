@@ -23,6 +23,7 @@ from mppo.rewards.early import EarlyScores
 from mppo.rewards.scorer import Scorer
 from mppo.roles import Roles
 from mppo.rollout.engine import Generation, RolloutEngine
+from mppo.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Run:
     moments: RunningMoments
     checkpoints: Checkpointer
     reporter: Reporter
+    folder: RunFolder
     total_steps: int
     seconds: dict[str, float] = field(default_factory=dict)
     ahead: Asked | None = None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -23,11 +24,12 @@ from mppo.config.rule import roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.loader import PromptLoader
-from mppo.data.source import load_prompts
+from mppo.data.source import PromptSet, load_prompts
 from mppo.estimate import kl_controller
 from mppo.faults import is_out_of_memory, out_of_memory_message
 from mppo.models.overrides import override_faults
 from mppo.parallel import device
+from mppo.parallel.abandon import Abandoned, expect, meet
 from mppo.parallel.heartbeat import Told, watching
 from mppo.parallel.launch import LaunchInfo, discover, process_group
 from mppo.parallel.phase import current, phase
@@ -127,7 +129,14 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
         watching(info, silence, hang, stacks, way_out, tell) as heartbeat,
         only_job_in(_run_dir(recipe), _say),
     ):
-        run = build_run(recipe, info, stop)
+        try:
+            run = build_run(recipe, info, stop)
+        except Abandoned:
+            if info.rank == 0:
+                _say("stopped before the first step: there is nothing to save")
+            return 0
+        if run is None:
+            return 0
         try:
             with heartbeat.telling():  # not only after stopping, which may take long
                 _train(run)
@@ -139,14 +148,18 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
 def _train(run: Run) -> None:
     """All steps, then the actor as a Hugging Face folder."""
     from mppo.loop import train
+    from mppo.run_folder import ACTOR, AVERAGE
 
     train(run)
     if run.recipe.trainer.export_hf and not run.checkpoints.stopped_early:
         with phase("export"):
-            actor, folder = run.roles.actor, run.reporter.run_dir
-            actor.save(folder / "actor")
+            actor, folder = run.roles.actor, run.folder.path
+            kept = [actor.save(folder / ACTOR)]
             if actor.average is not None:
-                actor.save_average(folder / "actor_ema")
+                kept.append(actor.save_average(folder / AVERAGE))
+        for path in kept:
+            if path is not None:
+                run.reporter.line(f"kept {path}")
 
 
 def _run_dir(recipe: Recipe) -> Path:
@@ -154,18 +167,25 @@ def _run_dir(recipe: Recipe) -> Path:
     return Path(trainer.default_local_dir or Path("runs") / trainer.experiment_name)
 
 
-def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
-    """Prompts, models, engine, scorer, reporter and checkpoints of a run; collective."""
+def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None:
+    """Prompts, models, engine, scorer, reporter and checkpoints of a run. Collective.
+
+    Returns:
+        None where the run has finished already.
+
+    Raises:
+        Abandoned: the run is asked to stop.
+    """
     from mppo.checkpoint.checkpointer import Checkpointer
-    from mppo.checkpoint.resume import has_checkpoints
     from mppo.parallel.groups import GroupRegistry
     from mppo.report.reporter import Reporter
     from mppo.rewards.scorer import build_scorer
-    from mppo.roles import Roles
+    from mppo.roles import Roles, trained_models
     from mppo.rollout.build import build_engine
     from mppo.run import Run
-    from mppo.warm_start import warm_start
+    from mppo.run_folder import CHECKPOINTS, RunFolder, check_model_folders
 
+    expect(math.inf)
     trainer, is_main = recipe.trainer, info.rank == 0
     folder = resolve_model(recipe.model.path)
     read_config = partial(_read_config, trust_remote_code=recipe.model.trust_remote_code)
@@ -181,34 +201,31 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
     scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
     scorer.check([*training.prompts, *validation.prompts])
     total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
-    run_dir = _run_dir(recipe)
-    reporter = Reporter(run_dir, trainer, recipe.model_dump(mode="json"), total_steps, is_main)
+    plain, run_dir = recipe.model_dump(mode="json"), _run_dir(recipe)
+    reporter = Reporter(run_dir, trainer, plain, total_steps, is_main)
+    announce = partial(_announce, reporter, trainer.logger)
+    with phase("looking at the run folder"):
+        models = trained_models(recipe, folder, read_config)
+        run_folder = RunFolder(run_dir, recipe, total_steps, models, announce)
+        if run_folder.finished:
+            return None
+        check_model_folders(recipe)
     reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
     registry = GroupRegistry(trainer.seed)
-    started, checkpoints = run_dir / "warm_start", run_dir / "checkpoints"
-    if trainer.warm_start_steps and started.is_dir() and has_checkpoints(trainer, checkpoints):
-        folder = started
-    elif trainer.warm_start_steps:
-        folder = warm_start(
-            recipe,
-            folder,
-            read_config(folder),
-            training,
-            tokenizer,
-            registry,
-            started,
-            on_step=partial(_show_warm_start, reporter, trainer.warm_start_steps),
-        )
+    folder = _starting_model(recipe, folder, training, tokenizer, registry, reporter, run_folder)
     text = _plain_text(recipe, tokenizer) if recipe.actor.ptx_coef else None
+    meet()
     roles = Roles(recipe, folder, read_config, registry, total_steps, text)
     if roles.critic is not None and roles.critic.fresh:
         reporter.line(f"the critic begins with a fresh value head ({roles.critic.spec.folder})")
+    meet()
     with phase("starting the rollout engine"):
         engine = build_engine(recipe, companion_folder(folder), read_config(folder), run_dir)
     kl, moments = kl_controller(recipe.algorithm.kl_ctrl), RunningMoments()
     parts = {"prompts": prompts, "kl": kl, "moments": moments, "roles": roles}
-    plain = redact(recipe.model_dump(mode="json"))
-    announce = partial(_announce, reporter, trainer.logger)
+    saver = Checkpointer(
+        trainer, run_dir / CHECKPOINTS, roles.trained, parts, redact(plain), stop, announce
+    )
     return Run(
         recipe=recipe,
         tokenizer=tokenizer,
@@ -219,10 +236,36 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest):
         roles=roles,
         kl=kl,
         moments=moments,
-        checkpoints=Checkpointer(trainer, checkpoints, roles.trained, parts, plain, stop, announce),
+        checkpoints=saver,
         reporter=reporter,
+        folder=run_folder,
         total_steps=total_steps,
     )
+
+
+def _starting_model(
+    recipe: Recipe, folder: Path, prompts: PromptSet, tokenizer, registry, reporter, run_folder
+) -> Path:
+    """The folder that the actor starts from, and what has no folder of its own: that of
+    ``model.path``, or of a warm start from it. Collective."""
+    from mppo.run_folder import WARM_START
+    from mppo.warm_start import warm_start
+
+    steps = recipe.trainer.warm_start_steps
+    if not steps:
+        return folder
+    started = run_folder.warm_start()
+    if started is not None:
+        return started
+    if run_folder.found is not None:
+        reporter.line(f"{run_folder.path / WARM_START} is not there any more: it is made again")
+    run_folder.begin()
+    out, show = run_folder.path / WARM_START, partial(_show_warm_start, reporter, steps)
+    config = _read_config(folder, trust_remote_code=recipe.model.trust_remote_code)
+    kept = warm_start(recipe, folder, config, prompts, tokenizer, registry, out, on_step=show)
+    if kept is not None:
+        reporter.line(f"kept {kept}")
+    return out
 
 
 def _plain_text(recipe: Recipe, tokenizer):

@@ -23,6 +23,7 @@ from mppo.data.supervised import SupervisedExample, supervised_examples
 from mppo.models.configuration import DTYPES
 from mppo.models.optimizer import StepResult
 from mppo.models.role import Role, RoleSpec
+from mppo.parallel.abandon import meet
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.phase import phase
 from mppo.parallel.schedule import update_schedule
@@ -38,7 +39,7 @@ def warm_start(
     registry: GroupRegistry,
     out: Path,
     on_step: Callable[[int, float], None],
-) -> Path:
+) -> Path | None:
     """Train on right answers and write the result. Collective.
 
     Args:
@@ -52,10 +53,12 @@ def warm_start(
         on_step: called with each step's number and loss (nats per answer token).
 
     Returns:
-        ``out``.
+        On the first rank, where a folder is now that bore the name ``out`` and that mppo did not
+        write.
 
     Raises:
         NonFiniteStep: a loss or gradient was not finite; nothing is written.
+        Abandoned: the run is asked to stop; nothing is written.
     """
     trainer, size = recipe.trainer, recipe.trainer.warm_start_batch_size
     spec = RoleSpec(
@@ -85,8 +88,8 @@ def warm_start(
                     tuple(range(batch.num_sequences)),
                 )
             on_step(step + 1, loss)
-        role.save(out)
-    return out
+            meet()
+        return role.save(out)
 
 
 def _as_batch(examples: list[SupervisedExample]) -> Batch:

@@ -18,14 +18,15 @@ import mppo
 from mppo.batch import Begun
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint import responses
-from mppo.checkpoint.folder import FileEntry, Manifest
+from mppo.checkpoint.folder import Manifest
 from mppo.checkpoint.randomness import file_name, load_random_state, random_state
-from mppo.checkpoint.resume import Found, changed_keys, choose, resume_mode, set_aside_all
-from mppo.checkpoint.role_state import describe_model, load_role, role_counters, sharded_state
+from mppo.checkpoint.resume import Found, changed_keys
+from mppo.checkpoint.role_state import describe_role, load_role, role_counters, sharded_state
 from mppo.checkpoint.staging import HostBuffers
 from mppo.checkpoint.timing import SaveTiming
 from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_shards
 from mppo.config.schema import TrainerConfig
+from mppo.disk import FileEntry
 from mppo.models.role import Role
 from mppo.parallel import abandon, device
 from mppo.parallel.abandon import Abandoned
@@ -90,30 +91,31 @@ class Checkpointer:
         self._say = say
         self._before: _Before | None = None
         self._metrics: Mapping[str, float] = {}
+        self._sound: set[int] = set()
+        """Steps of checkpoints that this process wrote, or has read and compared."""
+        self._damaged: set[int] = set()
         self._thread = SaveThread()
         self._buffers = HostBuffers() if trainer.async_save else None
         self._timing = SaveTiming(trainer)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
-    def resume(self) -> int:
-        """Take up the newest complete checkpoint, where the recipe lets us.
+    def resume(self, found: Found | None) -> int:
+        """Take up a checkpoint.
+
+        Args:
+            found: the one that was chosen (``mppo.checkpoint.resume``); None for a fresh start.
 
         Returns:
             The last step that is done; 0 for a fresh start.
 
         Raises:
-            ConfigError: the checkpoint asked for cannot be used, and why.
+            ConfigError: its position in the data means other prompts now.
         """
-        if resume_mode(self.trainer, self.root) == "disable":
-            kept = set_aside_all(self.root)
-            if kept is not None:
-                self._say(f"resume_mode=disable: kept {kept}")
-            return 0
-        mine = {name: describe_model(role) for name, role in self.roles.items()}
-        found = choose(self.trainer, self.root, mine, self._say)
         if found is None:
             return 0
         self._load(found)
+        if found.folder.parent.resolve() == self.root.resolve():
+            self._sound.add(found.manifest.step)
         step_done(found.manifest.step)
         self._timing.step_done()
         return found.manifest.step
@@ -188,7 +190,9 @@ class Checkpointer:
         if due or (stop and self.trainer.save_on_signal):
             self.save(step, metrics)
             if self.trainer.checkpoint_hf:
-                self.roles["actor"].save(self.root.parent / "hf" / f"global_step_{step}")
+                kept = self.roles["actor"].save(self.root.parent / "hf" / f"global_step_{step}")
+                if kept is not None:
+                    self._say(f"kept {kept}")
         if last or stop:
             self.finish()
         self.stopped_early = stop and not last
@@ -304,7 +308,7 @@ class Checkpointer:
             step=step,
             world_size=self._world,
             roles={
-                name: {"layout": asdict(role.layout), "model": describe_model(role)}
+                name: {"layout": asdict(role.layout), "model": describe_role(role)}
                 for name, role in self.roles.items()
             },
             metrics={name: float(value) for name, value in metrics.items()},
@@ -319,20 +323,33 @@ class Checkpointer:
             shards=shards,
             contents=contents,
             write_manifest=partial(_write_manifest, building, manifest),
-            published=self._prune,
+            published=partial(self._prune, step),
             patience_s=self.trainer.collective_timeout_s,
         )
 
-    def _prune(self) -> None:
-        """Delete the checkpoints that are neither among the newest nor the best."""
-        metrics = {}
-        for path in folders.list_checkpoints(self.root):
+    def _prune(self, written: int) -> None:
+        """Delete the checkpoints that are neither among the newest sound ones nor the best.
+
+        A damaged one counts for nothing and is left alone.
+
+        Args:
+            written: the step that has just been published.
+        """
+        self._sound.add(written)
+        keep, metrics = self.trainer.max_ckpt_to_keep, {}
+        for path in folders.list_checkpoints(self.root) if keep else []:
+            step = folders.step_of(path)
+            known = step in self._sound
             try:
-                metrics[folders.step_of(path)] = folders.read_manifest(path).metrics
+                manifest = folders.read_manifest(path) if known else folders.read_sound(path)
             except ValueError as error:
-                self._say(f"left alone: {error}")
-        keep, metric = self.trainer.max_ckpt_to_keep, self.trainer.best_metric
-        for step in folders.expendable(metrics, keep, metric):
+                if step not in self._damaged:
+                    self._say(f"left alone: {error}")
+                self._damaged.add(step)
+                continue
+            self._sound.add(step)
+            metrics[step] = manifest.metrics
+        for step in folders.expendable(metrics, keep, self.trainer.best_metric):
             doomed = folders.partial_path(self.root, step)
             shutil.rmtree(doomed, ignore_errors=True)
             folders.final_path(self.root, step).rename(doomed)

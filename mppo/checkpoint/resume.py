@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,16 @@ from typing import Any
 import torch.distributed as dist
 
 from mppo.checkpoint import folder as folders
-from mppo.checkpoint.folder import Damaged, Manifest
+from mppo.checkpoint.folder import Manifest
 from mppo.config.errors import ConfigError, Fault
-from mppo.config.schema import TrainerConfig
+from mppo.config.schema import Recipe, TrainerConfig
+from mppo.disk import Damaged, Files, check_contents, check_sizes
 from mppo.weights.pickles import check_pickles
 
-_NOT_COMPARED = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
+_NOT_COMPARED = tuple(
+    f"trainer.{key}"
+    for key in ("default_local_dir", "resume_mode", "resume_from_path", "on_existing_run")
+)
 
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -36,22 +39,25 @@ def choose(
     roles: Mapping[str, Mapping[str, Any]],
     say: Callable[[str], None],
 ) -> Found | None:
-    """The checkpoint to go on from, the same on every rank. Collective.
+    """The checkpoint to go on from, the same on every rank. Collective; changes nothing.
 
     Args:
-        trainer: ``resume_mode`` is "auto" or "resume_path".
+        trainer: ``resume_mode`` and ``resume_from_path`` are read.
         root: the run's checkpoints.
         roles: ``describe_model`` of each trained role.
         say: shows a line.
 
     Returns:
-        None where there is none yet.
+        None where there is none yet, or none is wanted.
 
     Raises:
         ConfigError: the one asked for is damaged; all are; or it belongs to another model or a
             newer mppo.
     """
-    if resume_mode(trainer, root) == "resume_path":
+    mode = resume_mode(trainer, root)
+    if mode == "disable":
+        return None
+    if mode == "resume_path":
         key, value = "trainer.resume_from_path", trainer.resume_from_path
         candidates = [Path(value)] if value else []
         if not candidates or not candidates[0].is_dir():
@@ -59,8 +65,6 @@ def choose(
     else:
         key, value = "trainer.default_local_dir", str(root.parent)
         candidates = _agreed(folders.list_checkpoints(root))
-        if dist.get_rank() == 0:
-            _remove_partial(root)
     for candidate in candidates:
         try:
             manifest = folders.read_manifest(candidate)
@@ -69,8 +73,8 @@ def choose(
         except ValueError as error:
             raise _refusal(key, value, str(error), "or set trainer.resume_mode=disable") from error
         else:
-            _check_models(key, value, candidate, manifest, roles)
-            problem = _first_problem(candidate, manifest)
+            check_models(key, value, candidate, manifest, roles)
+            problem = first_problem(candidate, manifest.files)
             if problem is None and key == "trainer.resume_from_path":
                 _check_stranger(key, value, candidate, manifest)
         if problem is None:
@@ -86,40 +90,12 @@ def choose(
     return None
 
 
-def has_checkpoints(trainer: TrainerConfig, root: Path) -> bool:
-    """Whether a run under ``root`` will go on from a checkpoint of its own. Collective."""
-    return resume_mode(trainer, root) == "auto" and bool(_agreed(folders.list_checkpoints(root)))
-
-
 def resume_mode(trainer: TrainerConfig, root: Path) -> str:
     """``trainer.resume_mode``; a job its launcher restarts goes on from its own checkpoints."""
     restarts = [os.environ.get(name, "0") for name in _RESTART_COUNTS]
     restarted = any(count.isdigit() and int(count) > 0 for count in restarts)
     own = _agreed(folders.list_checkpoints(root)) if restarted else []
     return "auto" if own else trainer.resume_mode
-
-
-def set_aside_all(root: Path) -> Path | None:
-    """Move a run's checkpoints out of the way of a new start. Collective.
-
-    Returns:
-        Where they are now; None where there were none.
-
-    Raises:
-        ConfigError: they cannot be moved.
-    """
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0 and folders.list_checkpoints(root):
-        try:
-            outcome = [folders.set_aside(root), None]
-        except OSError as error:
-            outcome = [None, error.strerror]
-    dist.broadcast_object_list(outcome, src=0)
-    kept, problem = outcome
-    if problem is not None:
-        why = f"the checkpoints in {root} cannot be moved aside ({problem})"
-        raise _refusal("trainer.resume_mode", "disable", why, "use another folder")
-    return kept
 
 
 def _agreed(candidates: list[Path]) -> list[Path]:
@@ -129,18 +105,12 @@ def _agreed(candidates: list[Path]) -> list[Path]:
     return shared[0]
 
 
-def _remove_partial(root: Path) -> None:
-    """Leftovers of saves that were killed."""
-    for path in root.glob(".global_step_*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _first_problem(candidate: Path, manifest: Manifest) -> str | None:
-    """What is wrong with the files, every rank having read its share of them."""
+def first_problem(folder: Path, files: Files) -> str | None:
+    """What is wrong with the files of a folder, every rank having read its share. Collective."""
     mine = None
     try:
-        folders.check_sizes(candidate, manifest)
-        folders.check_contents(candidate, manifest, dist.get_rank(), dist.get_world_size())
+        check_sizes(folder, files)
+        check_contents(folder, files, dist.get_rank(), dist.get_world_size())
     except Damaged as error:
         mine = str(error)
     problems: list[str | None] = [None] * dist.get_world_size()
@@ -148,13 +118,18 @@ def _first_problem(candidate: Path, manifest: Manifest) -> str | None:
     return next((problem for problem in problems if problem), None)
 
 
-def _check_models(
+def check_models(
     key: str,
     value: Any,
     candidate: Path,
     manifest: Manifest,
     roles: Mapping[str, Mapping[str, Any]],
 ) -> None:
+    """The checkpoint is of the models of this run.
+
+    Raises:
+        ConfigError: it is not.
+    """
     cure = "use another trainer.default_local_dir, or set trainer.resume_mode=disable"
     for role, mine in roles.items():
         if role not in manifest.roles:
@@ -185,11 +160,16 @@ def _refusal(key: str, value: Any, why: str, cure: str) -> ConfigError:
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Recipe keys whose values differ, as ``key: old -> new``."""
+    """Recipe keys whose values differ, as ``key: old -> new``.
+
+    A key that an older version of mppo did not have had its default.
+    """
+    defaults = dict(_flat(Recipe().model_dump(mode="json")))
     old, new = dict(_flat(before)), dict(_flat(now))
     for key in sorted({*old, *new}):
-        if old.get(key) != new.get(key) and key not in _NOT_COMPARED:
-            yield f"{key}: {old.get(key)} -> {new.get(key)}"
+        was = old[key] if key in old else defaults.get(key)
+        if was != new.get(key) and key not in _NOT_COMPARED:
+            yield f"{key}: {was} -> {new.get(key)}"
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

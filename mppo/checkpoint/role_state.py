@@ -49,12 +49,21 @@ _SHAPE_KEYS = (
 )
 
 
-def describe_model(role: Role) -> dict[str, Any]:
-    """What must agree between a checkpoint and the model that takes it up."""
-    config = role.hf_config
-    shape = {key: getattr(config, key) for key in _SHAPE_KEYS if hasattr(config, key)}
-    dtype = str(role.spec.dtype).removeprefix("torch.")
-    return {**shape, "head": role.spec.head, "dtype": dtype}
+def describe_model(hf_config: Any, head: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What must agree between a checkpoint and the model that takes it up.
+
+    Args:
+        hf_config: transformers config of the role's model.
+        head: "policy" or "value".
+        dtype: of the role's parameters.
+    """
+    shape = {key: getattr(hf_config, key) for key in _SHAPE_KEYS if hasattr(hf_config, key)}
+    return {**shape, "head": head, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def describe_role(role: Role) -> dict[str, Any]:
+    """The same of a role that is built."""
+    return describe_model(role.hf_config, role.spec.head, role.spec.dtype)
 
 
 def sharded_state(role: Role) -> dict[str, Any]:

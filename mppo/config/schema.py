@@ -350,6 +350,8 @@ class TrainerConfig(Section):
     ``best_metric`` (``-name``: lowest). ``checkpoint_hf`` also exports the actor, as a Hugging Face
     folder ``hf/global_step_N``, with every checkpoint. ``resume_mode: auto`` goes on from the
     newest complete checkpoint of ``default_local_dir``; ``resume_path`` from ``resume_from_path``.
+    Results of another recipe in ``default_local_dir`` are left alone (``on_existing_run: refuse``),
+    or moved to a folder ``earlier-N`` in it (``set_aside``).
     After ``max_nonfinite_in_a_row`` skipped steps (``on_nonfinite: skip``) the run stops.
     ``heartbeat_timeout_s`` is how long a silent rank counts as alive, ``hang_timeout_s`` how long
     no rank may make progress (null: nine tenths of ``collective_timeout_s``). After SIGTERM or
@@ -383,6 +385,7 @@ class TrainerConfig(Section):
     checkpoint_hf: bool = False
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     resume_from_path: str | None = None
+    on_existing_run: Literal["refuse", "set_aside"] = "refuse"
     export_hf: bool = True
     critic_warmup: int = Field(default=0, ge=0)
     rollout_ahead: int = Field(default=0, ge=0, le=1)

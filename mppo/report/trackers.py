@@ -11,7 +11,6 @@ from mppo.config.errors import ConfigError, Fault
 from mppo.config.schema import TrainerConfig
 from mppo.report.history import Metrics
 
-
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 """By package, the module that is used."""
 

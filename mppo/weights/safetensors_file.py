@@ -50,7 +50,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
         if length > min(MAX_HEADER_BYTES, size):
-            raise ValueError(f"{file}: not a safetensors file, or cut short; put a good copy in its place")
+            raise ValueError(
+                f"{file}: not a safetensors file, or cut short; put a good copy in its place"
+            )
         try:
             header = json.loads(stream.read(length))
         except ValueError as error:
