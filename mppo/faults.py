@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import errno
+
 import torch
 
 from mppo.config.schema import Recipe
 from mppo.parallel import device
 
 _CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+
+_STORAGE = {
+    errno.ENOSPC: ("the disk is full", "free some space, or use another disk"),
+    errno.EDQUOT: ("your quota on this disk is used up", "free some space, or use another disk"),
+    errno.EROFS: ("the file system is read-only", "make it writable, or use another disk"),
+    errno.EFBIG: ("the file is longer than this process may write", "raise ulimit -f"),
+    errno.EIO: ("the disk failed to read or write", "see the system's log, or use another disk"),
+    errno.ESTALE: ("the network file system lost the file", "mount it again"),
+}
+
+
+def storage_message(error: BaseException) -> str | None:
+    """What is wrong with the disk and what to do; None for errors of another kind."""
+    if not isinstance(error, OSError) or error.errno not in _STORAGE:
+        return None
+    why, cure = _STORAGE[error.errno]
+    where = f": {error.filename}" if error.filename else ""
+    return (
+        f"{why}{where}; {cure} (trainer.default_local_dir). Started again, the run goes on from "
+        "its newest complete checkpoint"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

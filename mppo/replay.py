@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from mppo.batch import Batch, Experience, Measured
 from mppo.checkpoint.checkpointer import load_roles
 from mppo.config.schema import Recipe
 from mppo.data.builtin import read_model_config
+from mppo.disk import replace_text, set_aside, write_bytes
 from mppo.models.role import Role
 from mppo.parallel import device
 from mppo.parallel.groups import GroupRegistry
@@ -57,7 +58,8 @@ class Case:
 
 
 def keep_case(folder: Path, case: Case, experience: Experience) -> None:
-    """Write what a replay needs besides the models; the first rank writes.
+    """Write what a replay needs besides the models; the first rank writes. An earlier case of the
+    same step is renamed.
 
     Args:
         folder: of the case.
@@ -65,10 +67,12 @@ def keep_case(folder: Path, case: Case, experience: Experience) -> None:
         experience: the whole batch of the step.
     """
     if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            set_aside(folder)
+        folder.mkdir(parents=True)
         tensors = {name: tensor.clone() for name, tensor in _flatten(experience).items()}
-        save_file(tensors, folder / TENSORS)
-        (folder / CASE).write_text(json.dumps(asdict(case), indent=1) + "\n")
+        write_bytes(folder / TENSORS, save(tensors))
+        replace_text(folder / CASE, json.dumps(asdict(case), indent=1) + "\n")
 
 
 def load_case(folder: Path) -> tuple[Case, Experience]:

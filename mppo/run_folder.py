@@ -264,9 +264,11 @@ class RunFolder:
         self._say(f"nothing is left to do: {self.path} has finished {steps} steps")
         for line in changed:
             self._say(f"changed since, without effect: {line}")
+        if self._earlier.steps:
+            self._say("to train longer, raise trainer.total_training_steps")
         self._say(
-            "to go on, raise trainer.total_training_steps (with checkpoints); to start anew, set "
-            "trainer.resume_mode=disable, which keeps what is there, or name another folder"
+            "to start anew, set trainer.resume_mode=disable, which moves what is there to a folder "
+            "earlier-N, or name another run folder"
         )
 
 

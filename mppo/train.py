@@ -26,12 +26,18 @@ from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet, load_prompts
 from mppo.estimate import kl_controller
-from mppo.faults import is_out_of_memory, out_of_memory_message
+from mppo.faults import is_out_of_memory, out_of_memory_message, storage_message
 from mppo.models.overrides import override_faults
 from mppo.parallel import device
 from mppo.parallel.abandon import Abandoned, expect, meet
 from mppo.parallel.heartbeat import Told, watching
-from mppo.parallel.launch import LaunchInfo, discover, process_group
+from mppo.parallel.launch import (
+    LaunchInfo,
+    discover,
+    launcher_patience_s,
+    parents_command,
+    process_group,
+)
 from mppo.parallel.phase import current, phase
 from mppo.parallel.signals import StopRequest, listening
 from mppo.parallel.way_out import WayOut
@@ -122,8 +128,9 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     silence, hang = trainer.heartbeat_timeout_s, trainer.hang_timeout_s
     hang = hang or 0.9 * trainer.collective_timeout_s
     stacks, tell = _run_dir(recipe) / "stacks", partial(_report_failure, info=info, recipe=recipe)
+    patience = launcher_patience_s(info, os.environ, parents_command())
     with (
-        listening(trainer.stop_within_s) as stop,
+        listening(trainer.stop_within_s, patience) as stop,
         WayOut() as way_out,
         process_group(info, trainer.collective_timeout_s),
         watching(info, silence, hang, stacks, way_out, tell) as heartbeat,
@@ -192,12 +199,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     tokenizer = load_tokenizer(
         recipe.model.tokenizer_path or folder, recipe.model.trust_remote_code
     )
-    with phase("loading prompts"):
-        training = load_prompts(recipe.data, tokenizer, "train")
-        validation = load_prompts(recipe.data, tokenizer, "val")
-    prompts = PromptLoader(
-        training, recipe.data.train_batch_size, recipe.data.shuffle, recipe.data.seed
-    )
+    training, validation, prompts = _load_prompts(recipe, tokenizer)
     scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
     scorer.check([*training.prompts, *validation.prompts])
     total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
@@ -240,6 +242,19 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         reporter=reporter,
         folder=run_folder,
         total_steps=total_steps,
+    )
+
+
+def _load_prompts(recipe: Recipe, tokenizer) -> tuple[PromptSet, PromptSet, PromptLoader]:
+    """Training and validation prompts, and the batches of the former."""
+    data = recipe.data
+    with phase("loading prompts"):
+        training = load_prompts(data, tokenizer, "train")
+        validation = load_prompts(data, tokenizer, "val")
+    return (
+        training,
+        validation,
+        PromptLoader(training, data.train_batch_size, data.shuffle, data.seed),
     )
 
 
@@ -311,10 +326,12 @@ def _refuse(error: Exception, rank: int = 0) -> int:
 
 
 def _report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> None:
-    if not isinstance(error, RuntimeError) or "MPPO_TRACEBACK" in os.environ:
+    storage = storage_message(error)
+    if not (isinstance(error, RuntimeError) or storage) or "MPPO_TRACEBACK" in os.environ:
         traceback.print_exception(error)
     where = f"rank {info.rank} of {info.world_size}"
-    lines = [f"mppo: {where} failed while {current()}: {type(error).__name__}: {error}"]
+    what = storage or f"{type(error).__name__}: {error}"
+    lines = [f"mppo: {where} failed while {current()}: {what}"]
     if is_out_of_memory(error):
         lines.append(f"mppo: {where}: {out_of_memory_message(current(), recipe)}")
     print("\n".join(lines), file=sys.stderr, flush=True)

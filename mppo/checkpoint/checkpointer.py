@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,7 +20,13 @@ from mppo.checkpoint import responses
 from mppo.checkpoint.folder import Manifest
 from mppo.checkpoint.randomness import file_name, load_random_state, random_state
 from mppo.checkpoint.resume import Found, changed_keys
-from mppo.checkpoint.role_state import describe_role, load_role, role_counters, sharded_state
+from mppo.checkpoint.role_state import (
+    describe_role,
+    load_role,
+    role_bytes,
+    role_counters,
+    sharded_state,
+)
 from mppo.checkpoint.staging import HostBuffers
 from mppo.checkpoint.timing import SaveTiming
 from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_shards
@@ -30,7 +35,7 @@ from mppo.disk import FileEntry
 from mppo.models.role import Role
 from mppo.parallel import abandon, device
 from mppo.parallel.abandon import Abandoned
-from mppo.parallel.phase import step_done
+from mppo.parallel.phase import last_step, step_done
 from mppo.parallel.signals import StopRequest
 
 STATE = "run.json"
@@ -96,8 +101,10 @@ class Checkpointer:
         self._damaged: set[int] = set()
         self._thread = SaveThread()
         self._buffers = HostBuffers() if trainer.async_save else None
-        self._timing = SaveTiming(trainer)
+        self._timing = SaveTiming(trainer, checkpoint_bytes=sum(map(role_bytes, roles.values())))
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        if self._rank == 0:
+            abandon.on_ask(self._tell_what_stopping_takes)
 
     def resume(self, found: Found | None) -> int:
         """Take up a checkpoint.
@@ -122,7 +129,7 @@ class Checkpointer:
 
     def before_step(self) -> None:
         """Remember what the coming step changes, should it be abandoned."""
-        abandon.expect(self._timing.longest_step_s + 1.5 * self._timing.longest_save_s)
+        abandon.expect(self._timing.longest_step_s + 1.5 * self._timing.expected_save_s)
         if self.trainer.save_on_signal:
             parts = {name: part.state_dict() for name, part in self.parts.items()}
             self._before = _Before(json.dumps(parts), self._random_state(), dict(self.begun))
@@ -207,7 +214,6 @@ class Checkpointer:
             before: what was remembered when it had ended; None: what is now.
         """
         self._collect(self._thread.wait())
-        start = time.perf_counter()
         building = folders.partial_path(self.root, step)
         self._last_error = self._prepare(building)
         if self._last_error is not None:
@@ -218,7 +224,6 @@ class Checkpointer:
         self._thread.start(job)
         if not self.trainer.async_save:
             self._collect(self._thread.wait())
-        self._timing.longest_save_s = max(self._timing.longest_save_s, time.perf_counter() - start)
 
     def save_roles(self, final: Path) -> None:
         """Write the roles as they are now to a folder outside the run's checkpoints, and wait."""
@@ -245,6 +250,10 @@ class Checkpointer:
         if any(errors):
             first = next(error for error in errors if error)
             raise SaveError(f"the last checkpoint could not be written: {first}")
+        abandon.over()
+
+    def _tell_what_stopping_takes(self) -> None:
+        self._say(self._timing.what_stopping_takes(last_step(), abandon.patience_s()))
 
     def _agree(self) -> tuple[bool, bool]:
         """What the first rank's clock says and whether anyone is asked to stop, for all ranks."""
@@ -361,7 +370,9 @@ class Checkpointer:
         self._last_error = None if job.error is None else str(job.error)
         if self._last_error is not None:
             self._failed(job.final, self._last_error)
-        elif self._rank == 0:
+            return
+        self._timing.longest_save_s = max(self._timing.longest_save_s, job.seconds)
+        if self._rank == 0:
             self._say(f"saved {job.final} ({job.seconds:.1f} s)")
 
     def _failed(self, path: Path, why: str) -> None:

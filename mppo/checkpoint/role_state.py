@@ -66,6 +66,16 @@ def describe_role(role: Role) -> dict[str, Any]:
     return describe_model(role.hf_config, role.spec.head, role.spec.dtype)
 
 
+def role_bytes(role: Role) -> float:
+    """About how much a checkpoint holds of a role: weights and moments, float32 weights and moving
+    average where it has them. Experts that are spread over ranks are counted as one rank has them.
+    """
+    width = role.spec.dtype.itemsize
+    each = width + 8 + (4 if width < 4 else 0) + (width if role.average is not None else 0)
+    here = sum(p.numel() for stage in role.stages for p in stage.parameters())
+    return float(each * here * role.layout.tp * role.layout.pp)
+
+
 def sharded_state(role: Role) -> dict[str, Any]:
     """Megatron sharded state of a role, its tensors in place; the layout's groups must be active.
 

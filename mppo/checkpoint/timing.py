@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,10 @@ from dataclasses import dataclass, field
 from mppo.config.schema import TrainerConfig
 
 _MARGIN_S = 30.0
+_GRACE_S = 10.0
+"""Of the time after a signal, what is needed besides the save."""
+_BYTES_PER_S = 100e6
+"""A slow disk's, counted on until a save has been measured."""
 
 
 def parse_duration(text: str) -> float:
@@ -25,10 +30,12 @@ class SaveTiming:
     Args:
         trainer: the recipe's section.
         now: seconds, monotonic.
+        checkpoint_bytes: of a checkpoint, about.
     """
 
     trainer: TrainerConfig
     now: Callable[[], float] = time.monotonic
+    checkpoint_bytes: float = 0.0
     longest_step_s: float = 0.0
     longest_save_s: float = 0.0
     _began: float = field(init=False)
@@ -48,6 +55,35 @@ class SaveTiming:
         """A save began now."""
         self._last_save = self.now()
 
+    @property
+    def expected_save_s(self) -> float:
+        """How long a save takes: the longest so far, before the first by its bytes."""
+        return self.longest_save_s or self.checkpoint_bytes / _BYTES_PER_S
+
+    def what_stopping_takes(self, done: int, patience_s: float) -> str:
+        """For the user, at the moment the run is asked to stop.
+
+        Args:
+            done: the last PPO step that is done.
+            patience_s: seconds until the launcher kills the processes.
+        """
+        if not self.trainer.save_on_signal:
+            return "stopping without a checkpoint (trainer.save_on_signal=false)"
+        if not done:
+            return "stopping: unless the first step ends in time, there is nothing to save"
+        seconds = math.ceil(self.expected_save_s)
+        why = f"{self.checkpoint_bytes / 1e9:.1f} GB, none measured yet"
+        if self.longest_save_s:
+            why = "as long as the longest so far"
+        line = f"stopping: saving a checkpoint may take {seconds} s ({why})"
+        if self.expected_save_s + _GRACE_S < patience_s:
+            return line
+        return (
+            f"{line}, and this job may be killed {patience_s:.0f} s after its signal; the newest "
+            "complete checkpoint then stays. To give it time, start torchrun with "
+            f"--shutdown-timeout {max(300, 3 * seconds)} (under Slurm, KillWait counts)"
+        )
+
     def is_due_by_step(self, step: int, last: bool) -> bool:
         """Whether the schedule of steps asks for a save; the last step is saved wherever steps or
         minutes are scheduled."""
@@ -65,5 +101,5 @@ class SaveTiming:
         limit = self.trainer.checkpoint_must_save_by
         if limit is None:
             return False
-        needed = self.longest_step_s + 1.5 * self.longest_save_s + _MARGIN_S
+        needed = self.longest_step_s + 1.5 * self.expected_save_s + _MARGIN_S
         return self.now() - self._began + needed > parse_duration(limit)

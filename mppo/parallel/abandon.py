@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,10 @@ import torch.distributed as dist
 
 from mppo.parallel import device
 
-HARD_S = 28.0
-"""torchrun and Slurm send SIGKILL 30 s after SIGTERM; before that the process says where it was."""
+PATIENCE_S = 30.0
+"""torchrun and Slurm send SIGKILL so long after SIGTERM, unless told otherwise."""
+_LAST_WORDS_S = 2.0
+"""So long before it, the process says where it was."""
 
 
 class Abandoned(Exception):
@@ -38,7 +41,15 @@ class _Stop:
 
     asked_at: float | None = None
     within_s: float = math.inf
+    patience_s: float = PATIENCE_S
     expected_end: float = 0.0
+    over: bool = False
+    on_ask: Callable[[], None] | None = None
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after a request in which the run can stop by itself."""
+        return max(self.patience_s - _LAST_WORDS_S, self.within_s)
 
 
 _stop = _Stop()
@@ -48,6 +59,18 @@ def ask() -> None:
     """The run is to stop soon; callable from any thread."""
     if _stop.asked_at is None:
         _stop.asked_at = time.monotonic()
+        if _stop.on_ask is not None:
+            _stop.on_ask()
+
+
+def on_ask(tell: Callable[[], None]) -> None:
+    """Have something called, in any thread, as soon as the run is asked to stop soon."""
+    _stop.on_ask = tell
+
+
+def patience_s() -> float:
+    """Seconds after a request until the launcher kills the process."""
+    return _stop.patience_s
 
 
 def asked() -> bool:
@@ -55,15 +78,20 @@ def asked() -> bool:
     return _stop.asked_at is not None
 
 
-def reset(within_s: float | None = None) -> None:
+def reset(within_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
     """Forget a request.
 
     Args:
         within_s: seconds in which a step may still end after a request; None: any time.
+        patience_s: seconds after a request until the launcher kills this process.
     """
-    _stop.asked_at = None
-    _stop.within_s = math.inf if within_s is None else within_s
-    _stop.expected_end = 0.0
+    global _stop
+    _stop = _Stop(within_s=math.inf if within_s is None else within_s, patience_s=patience_s)
+
+
+def over() -> None:
+    """Training has ended, and what it had to save is saved: nothing is late any more."""
+    _stop.over = True
 
 
 def expect(seconds: float) -> None:
@@ -79,10 +107,10 @@ def due() -> bool:
 
 
 def overdue() -> bool:
-    """Whether the launcher is about to kill this process."""
-    if _stop.asked_at is None or math.isinf(_stop.within_s):
+    """Whether the launcher is about to kill this process while it trains."""
+    if _stop.asked_at is None or _stop.over or math.isinf(_stop.within_s):
         return False
-    return time.monotonic() - _stop.asked_at > max(HARD_S, _stop.within_s)
+    return time.monotonic() - _stop.asked_at > _stop.limit_s
 
 
 def check() -> None:
@@ -117,7 +145,7 @@ def meet_half_done(done: int, of: int, began: float) -> None:
     now = time.monotonic()
     late = False
     if _stop.asked_at is not None:
-        limit = _stop.asked_at + max(HARD_S, _stop.within_s)
+        limit = _stop.asked_at + _stop.limit_s
         late = now + (of - done) * (now - began) / done > limit
     _together(late, half_done=True)
 

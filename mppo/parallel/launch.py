@@ -10,22 +10,25 @@ that is what makes ``mpirun`` end the others at once.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch.distributed as dist
 
 from mppo.parallel import device
+from mppo.parallel.abandon import PATIENCE_S
 
 Launcher = Literal["torchrun", "mpi", "slurm", "python"]
 LAUNCHERS: tuple[Launcher, ...] = ("torchrun", "mpi", "slurm", "python")
@@ -103,6 +106,39 @@ def launcher(environ: Mapping[str, str]) -> Launcher:
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
         return "slurm"
     return "python"
+
+
+def launcher_patience_s(
+    info: LaunchInfo, environ: Mapping[str, str], command: Sequence[str]
+) -> float:
+    """Seconds that the launcher waits between the signal to stop and SIGKILL.
+
+    torchrun says it to nobody but on its own command line (torch/distributed/run.py). Under Slurm,
+    whose own patience (``KillWait``) is 30 s by default, more is not counted on.
+
+    Args:
+        info: this process's place.
+        environ: its environment.
+        command: command line of its parent.
+    """
+    if info.how != "torchrun" or "SLURM_JOB_ID" in environ:
+        return PATIENCE_S
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    default = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", PATIENCE_S)
+    names = ("--shutdown-timeout", "--shutdown_timeout")
+    parser.add_argument(*names, dest="seconds", type=float, default=default)
+    try:
+        return float(parser.parse_known_args(list(command))[0].seconds)
+    except (argparse.ArgumentError, ValueError):  # torchrun itself refuses such a value
+        return PATIENCE_S
+
+
+def parents_command() -> Sequence[str]:
+    """Command line of the process that started this one; empty where it cannot be read."""
+    try:
+        return psutil.Process(PARENT).cmdline()
+    except psutil.Error:
+        return ()
 
 
 @contextmanager

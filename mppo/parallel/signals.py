@@ -56,16 +56,19 @@ class StopRequest:
 
 
 @contextmanager
-def listening(within_s: float | None = None) -> Iterator[StopRequest]:
+def listening(
+    within_s: float | None = None, patience_s: float = abandon.PATIENCE_S
+) -> Iterator[StopRequest]:
     """Take stop signals inside; what was installed before is put back on leaving.
 
     Call from the main thread.
 
     Args:
         within_s: ``trainer.stop_within_s``.
+        patience_s: seconds until the launcher kills a process it has told to stop.
     """
     request = StopRequest()
-    abandon.reset(within_s)
+    abandon.reset(within_s, patience_s)
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 

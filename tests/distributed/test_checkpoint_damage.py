@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from deed import bring_a_deed
 from layout_case import Case, build_role, run_cases
-from test_checkpoint_layouts import checkpointer, train
+from test_checkpoint_layouts import checkpointer, resume, train
 
 SMALL_DISK_MB = 1
 
@@ -39,7 +39,7 @@ def told(role, root: Path, **trainer) -> Told:
     said: list[str] = []
     step, refusal = None, ""
     try:
-        step = checkpointer(role, root, said, **trainer).resume()
+        step = resume(role, root, said, **trainer)
     except ConfigError as error:
         refusal = str(error)
     folders = sorted(path.name for path in root.parent.glob("**/*global_step_*"))
@@ -114,7 +114,6 @@ def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
     outcomes["stranger"] = told(role, root, **stranger(root / "global_step_1"))
     flip(root / "global_step_1")
     outcomes["all"] = told(role, root)
-    outcomes["disable"] = told(role, root, resume_mode="disable")
     outcomes["none"] = told(role, folder / "empty/checkpoints")
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         restarted = folder / "missing manifest/checkpoints"
@@ -185,11 +184,11 @@ def test_the_checkpoint_before_a_damaged_one_is_taken_and_the_file_named(outcome
     assert outcome.folders == ["global_step_1", "global_step_2"], "the damaged one is left alone"
 
 
-def test_one_that_is_still_being_written_counts_for_nothing_and_goes(outcomes):
+def test_one_that_is_still_being_written_counts_for_nothing(outcomes):
     outcome = outcomes["being written"]
     assert outcome.step == 1
     assert not any("damaged" in line for line in outcome.said)
-    assert outcome.folders == ["global_step_1"]
+    assert outcome.folders == [".global_step_2.partial", "global_step_1"]
 
 
 @pytest.mark.parametrize(
@@ -214,12 +213,6 @@ def test_a_checkpoint_from_elsewhere_that_would_run_code_is_refused(outcomes):
     assert "actor/.metadata: more than a table of contents" in stranger.refusal
     assert "it names posix.mkdir" in stranger.refusal
     assert stranger.folders == ["global_step_1", "global_step_2"], "and nothing was run"
-
-
-def test_starting_anew_moves_checkpoints_aside(outcomes):
-    assert outcomes["disable"].step == 0
-    assert "checkpoints.old-1" in outcomes["disable"].said[0]
-    assert outcomes["disable"].folders == ["global_step_1", "global_step_2"]
 
 
 def test_without_checkpoints_it_starts_at_the_beginning(outcomes):
@@ -302,11 +295,10 @@ def full(case: Case, folder: Path, registry) -> dict[str, object]:
         except SaveError as error:
             ended = str(error)
         left = sorted(path.name for path in root.iterdir())
-        taken = checkpointer(role, root, []).resume()
+        taken = resume(role, root, [])
         subprocess.run(["mount", "-o", "remount,ro", folder / "disk"], check=True)
         read_only: list[str] = []
         checkpointer(role, root, read_only).save(99, {})
-        anew = told(role, root, resume_mode="disable")
         still = sorted(path.name for path in root.iterdir())
     return {
         "step": step,
@@ -315,7 +307,6 @@ def full(case: Case, folder: Path, registry) -> dict[str, object]:
         "left": left,
         "taken": taken,
         "read only": read_only,
-        "anew": anew.refusal,
         "still": still,
     }
 
@@ -330,8 +321,6 @@ def on_small_disk(tmp_path_factory) -> dict[str, object]:
 
 def test_a_read_only_disk_is_said_and_left_as_it_is(on_small_disk):
     assert "global_step_99 could not be written: Read-only" in on_small_disk["read only"][-1]
-    assert "cannot be moved aside (Read-only file system)" in on_small_disk["anew"]
-    assert "trainer.resume_mode" in on_small_disk["anew"]
     assert on_small_disk["still"] == on_small_disk["left"]
 
 
@@ -377,7 +366,7 @@ def background(case: Case, folder: Path, registry) -> dict[str, object]:
         changed.set()
     saver.finish()
     left = sorted(path.name for path in root.iterdir())
-    checkpointer(role, root, []).resume()
+    resume(role, root, [])
     everyone: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (drawn, draws(role)))
     now = [t.clone() for b in role.hf_weights(1 << 16) for _, t in b]

@@ -53,6 +53,16 @@ def checkpointer(role, root: Path, said: list[str], part=None, **trainer):
     return Checkpointer(settings, root, {"actor": role}, parts, {}, StopRequest(), said.append)
 
 
+def resume(role, root: Path, said: list[str], part=None, **trainer) -> int:
+    """Take up what a run of this role under ``root`` goes on from."""
+    from mppo.checkpoint.resume import choose
+    from mppo.checkpoint.role_state import describe_role
+
+    saver = checkpointer(role, root, said, part, **trainer)
+    models = {"actor": describe_role(role)}
+    return saver.resume(choose(saver.trainer, root, models, said.append))
+
+
 def train(role, steps: int) -> None:
     from mppo.parallel.schedule import update_schedule
 
@@ -69,7 +79,7 @@ def run_step(case: Step, folder: Path, registry) -> dict[str, torch.Tensor]:
     """The weights, under HF names, at the end of the case."""
     role, counter = build_role(case, folder, registry), _Counter()
     if case.resume:
-        done = checkpointer(role, folder / case.resume, [], counter).resume()
+        done = resume(role, folder / case.resume, [], counter)
         assert (done, counter.value) == (STEPS, STEPS)
         assert role.optimizer.schedule.num_steps == STEPS
     else:
