@@ -85,9 +85,11 @@ def start_under(
         )
 
 
-def _rank(rank: int, port: int, program: str, argv: Sequence[str], folder: Path) -> None:
+def _rank(
+    rank: int, world: int, port: int, program: str, argv: Sequence[str], folder: Path
+) -> None:
     """One rank, placed as a launcher would; ends with the program's exit code."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
     warnings.simplefilter("ignore")
@@ -103,13 +105,14 @@ def output(folder: Path, rank: int) -> Path:
 
 
 class LaunchedRun:
-    """Two ranks on this machine, started as a launcher would, without one that interferes.
+    """Ranks on this machine, started as a launcher would, without one that interferes.
 
     Args:
         run_dir: the run's folder.
         overrides: recipe keys beyond ``TINY``.
         program: the module whose ``main`` runs.
         argv: its command line; by default the recipe's keys.
+        world: number of ranks.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class LaunchedRun:
         overrides: Sequence[str] = (),
         program: str = "mppo.train",
         argv: Sequence[str] = (),
+        world: int = 2,
     ) -> None:
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -125,13 +129,14 @@ class LaunchedRun:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         argv = list(argv or keys(run_dir, overrides))
-        self.processes = begin_ranks(_rank, (port, program, argv, run_dir), 2).processes
+        arguments = (world, port, program, argv, run_dir)
+        self.processes = begin_ranks(_rank, arguments, world).processes
 
     def text(self, rank: int) -> str:
         return output(self.run_dir, rank).read_text()
 
     def texts(self) -> str:
-        return "\n".join(self.text(rank) for rank in range(2))
+        return "\n".join(self.text(rank) for rank in range(len(self.processes)))
 
     def until(self, condition: Callable[[], bool], patience_s: float = 500) -> None:
         """Wait for something to become true while the ranks run."""
@@ -157,9 +162,9 @@ class LaunchedRun:
         return self.processes[rank].exitcode
 
     def codes(self, patience_s: float = 500) -> list[int | None]:
-        """Exit codes of both ranks; those that do not end are killed."""
+        """Exit codes of all ranks; those that do not end are killed."""
         try:
-            return [self.code(rank, patience_s) for rank in range(2)]
+            return [self.code(rank, patience_s) for rank in range(len(self.processes))]
         finally:
             self.kill()
 

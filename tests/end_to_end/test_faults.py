@@ -154,6 +154,7 @@ def test_a_step_too_long_for_sigterm_is_abandoned_and_the_one_before_saved(tmp_p
     run.until_step(2)
     run.send(0, signal.SIGTERM)
     assert run.codes() == [0, 0], run.texts()
+    assert "stopping: saving a checkpoint may take" in run.text(0)
     done = steps_logged(tmp_path)
     assert 2 <= done < STEPS
     if f"abandoned step {done + 1}" not in run.texts():

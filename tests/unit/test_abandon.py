@@ -81,3 +81,30 @@ def test_before_the_launcher_kills_the_process_speaks(clock):
     assert not abandon.overdue()
     clock[0] += 2.0
     assert abandon.overdue()
+
+
+def test_a_launcher_that_waits_longer_gives_more_time(clock):
+    abandon.reset(20.0, patience_s=300.0)
+    abandon.ask()
+    clock[0] += 290.0
+    assert not abandon.overdue()
+    clock[0] += 9.0
+    assert abandon.overdue()
+
+
+def test_once_training_has_ended_nothing_is_late(clock):
+    abandon.reset(20.0)
+    abandon.ask()
+    abandon.over()
+    clock[0] += 1e6
+    assert not abandon.overdue()
+
+
+def test_whoever_wants_to_know_is_told_at_once_and_once(clock):
+    told = []
+    abandon.reset(20.0)
+    abandon.on_ask(lambda: told.append(clock[0]))
+    abandon.ask()
+    clock[0] += 1.0
+    abandon.ask()
+    assert told == [100.0]

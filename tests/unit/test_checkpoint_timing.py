@@ -62,3 +62,34 @@ def test_it_stops_while_there_is_time_for_one_more_step_and_a_save():
     assert not watch.must_stop(), "480 s gone, 60 + 30 + 30 needed"
     clock.time += 1
     assert watch.must_stop()
+
+
+def test_before_the_first_save_its_length_is_guessed_from_its_bytes():
+    watch, _ = timing()
+    watch.checkpoint_bytes = 3.2e9
+    assert watch.expected_save_s == 32.0
+    watch.longest_save_s = 5.0
+    assert watch.expected_save_s == 5.0
+
+
+STOPPING = [
+    (3, 5.0, 30, ["may take 5 s (as long as the longest so far)"], "killed"),
+    (3, 0.0, 300, ["may take 32 s (3.2 GB, none measured yet)"], "killed"),
+    (3, 41.0, 30, ["may be killed 30 s after", "--shutdown-timeout 300"], "nothing"),
+    (3, 400.0, 300, ["may be killed 300 s after", "--shutdown-timeout 1200"], "nothing"),
+    (0, 41.0, 30, ["unless the first step ends in time, there is nothing to save"], "killed"),
+]
+
+
+@pytest.mark.parametrize(("done", "longest", "patience", "said", "unsaid"), STOPPING)
+def test_what_stopping_takes_is_said(done, longest, patience, said, unsaid):
+    watch, _ = timing()
+    watch.checkpoint_bytes, watch.longest_save_s = 3.2e9, longest
+    line = watch.what_stopping_takes(done, patience)
+    assert all(text in line for text in said), line
+    assert unsaid not in line
+
+
+def test_stopping_without_a_checkpoint_is_said():
+    watch, _ = timing(save_on_signal=False)
+    assert "without a checkpoint (trainer.save_on_signal=false)" in watch.what_stopping_takes(3, 30)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import torch
 
@@ -50,6 +53,29 @@ def test_a_rank_without_memory_says_what_it_did_and_what_would_help(capsys, monk
     assert failed.startswith("mppo: rank 3 of 8 failed while weight sync: OutOfMemoryError: CUDA")
     assert advised.startswith("mppo: rank 3 of 8: out of memory in: weight sync; ")
     assert keys == ["  rollout.sync_bucket_mb (now 512): lower"]
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (errno.ENOSPC, "the disk is full: runs/x/metrics.jsonl; free some space"),
+        (errno.EROFS, "the file system is read-only: runs/x/metrics.jsonl; make it writable"),
+        (errno.EFBIG, "the file is longer than this process may write: runs/x/metrics.jsonl"),
+    ],
+)
+def test_a_disk_that_takes_no_more_is_told_without_a_traceback(capsys, number, why):
+    error = OSError(number, os.strerror(number), "runs/x/metrics.jsonl")
+    _report_failure(error, LaunchInfo(0, 2, 0, 2, "127.0.0.1", 1, "torchrun"), RECIPE)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mppo: rank 0 of 2 failed while ")
+    assert why in line
+    assert "started again, the run goes on" in line.lower()
+
+
+def test_a_file_of_the_users_that_is_missing_is_no_fault_of_the_disk(capsys):
+    error = FileNotFoundError(errno.ENOENT, "No such file", "answers.txt")
+    _report_failure(error, LaunchInfo(0, 2, 0, 2, "127.0.0.1", 1, "torchrun"), RECIPE)
+    assert "the disk" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

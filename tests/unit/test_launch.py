@@ -34,12 +34,13 @@ SRUN = {
 }
 PROBE = """
 import os, sys, time, torch, torch.distributed as dist
-from mppo.parallel.launch import discover, process_group
+from mppo.parallel.launch import discover, launcher_patience_s, parents_command, process_group
 info = discover()
+waits = launcher_patience_s(info, os.environ, parents_command())
 with process_group(info, 60):
     total = torch.tensor([float(info.rank + 1)])
     dist.all_reduce(total)
-    line = f"sum {total.item()} of {info.world_size} by {info.how}\\n"
+    line = f"sum {total.item()} of {info.world_size} by {info.how}, waits {waits:.0f} s\\n"
     os.write(1, line.encode())  # one write: lines of two ranks must not mix
     if "fail" in sys.argv and info.rank == 1:
         sys.exit(3)
@@ -146,10 +147,28 @@ def test_mpirun_ends_all_ranks_when_one_fails(tmp_path):
     assert result.returncode == 3, result.stderr
 
 
+PATIENCE = [
+    ([], {}, 30.0),
+    (["--shutdown-timeout", "300"], {}, 300.0),
+    (["--shutdown_timeout=45", "train.py"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 45.0),
+    ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "77"}, 77.0),
+    (["--shutdown-timeout", "300"], {"SLURM_JOB_ID": "1"}, 30.0),
+    (["--shutdown-timeout", "soon"], {}, 30.0),
+    (["--shutdown-timeout"], {}, 30.0),
+]
+
+
+@pytest.mark.parametrize(("options", "environ", "seconds"), PATIENCE)
+def test_how_long_torchrun_waits_before_it_kills_is_known(options, environ, seconds):
+    info, command = discover(TORCHRUN), ["python", "torchrun", "--nproc_per_node=2", *options]
+    assert launch.launcher_patience_s(info, environ, command) == seconds
+
+
 @pytest.mark.server
 def test_torchrun_ranks_meet(tmp_path):
-    result = probe(tmp_path, torchrun())
+    result = probe(tmp_path, [*torchrun(), "--shutdown-timeout=77"])
     assert result.returncode == 0, result.stderr
+    assert result.stdout.count("waits 77 s") == 2
     assert result.stdout.count("sum 3.0 of 2 by torchrun") == 2
 
 
