@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone
+TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --shutdown-timeout 300
 RECIPE ?= recipes/demo.yaml
 # Two test files at a time, in the order of tests/ (the cluster first): servers and clusters mostly wait.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder

@@ -168,7 +168,7 @@ def read_marker(folder: Path) -> Files | None:
         return {name: FileEntry(**entry) for name, entry in marker["files"].items()}
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise Damaged(f"{folder / MARKER}: cannot be read ({error})") from error
 
 

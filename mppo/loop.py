@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from mppo.batch import Batch, Experience, Trajectory
 from mppo.collection import collect, generate, settle
@@ -20,6 +21,7 @@ from mppo.rewards.judgement import Judgement
 from mppo.roles import NonFiniteStep
 from mppo.rollout.engine import WeightSource
 from mppo.run import Run
+from mppo.run_folder import on_first_rank
 from mppo.score_metrics import show_errors, validation_metrics
 from mppo.selection import resample
 from mppo.step_metrics import longest_prompts, mismatch, performance
@@ -30,7 +32,7 @@ def train(run: Run) -> None:
     trainer = run.recipe.trainer
     done = run.checkpoints.resume(run.folder.found)
     run.folder.begin()
-    run.reporter.start(done)
+    on_first_rank(partial(run.reporter.start, done))
     sync(run, version=done)
     if trainer.val_before_train and not done:
         with suppress(Abandoned):  # the first step will be left as well

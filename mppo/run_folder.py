@@ -52,6 +52,14 @@ _OF_A_RUN = (
     *_PAGES, STATUS, RECIPE,
 )  # fmt: skip
 """All that a run writes. The recipe goes last: until then the folder is seen to hold a run."""
+_TRAINING = frozenset(
+    {
+        "total_epochs", "total_training_steps", "warm_start_steps", "warm_start_batch_size",
+        "warm_start_lr", "critic_warmup", "rollout_ahead", "seed",
+    }
+)  # fmt: skip
+"""Keys of ``trainer`` that change what is trained; the others say where, how long and how often
+something is done beside it."""
 _SHOWN = 3
 _KEY = "trainer.default_local_dir"
 
@@ -79,7 +87,15 @@ Kind = Literal["finished", "goes on", "new", "over another"]
 
 
 def look(folder: Path) -> Earlier:
-    """What lies in a run's folder; reads small files and names only."""
+    """What lies in a run's folder; reads small files and names only.
+
+    Raises:
+        ConfigError: something else than a file lies where a run writes one.
+    """
+    for path in (folder / name for name in (*_NUMBERS, *_PAGES, STATUS, RECIPE)):
+        if path.exists() and not path.is_file():
+            fault = Fault(_KEY, str(folder), f"{path} is not a file", "remove or rename it")
+            raise ConfigError([fault], "run folder")
     checkpoints = folders.list_checkpoints(folder / CHECKPOINTS)
     numbers = [folder / name for name in _NUMBERS]
     return Earlier(
@@ -94,7 +110,7 @@ def look(folder: Path) -> Earlier:
 def _read_recipe(path: Path) -> dict[str, Any] | None:
     try:
         recipe = yaml.safe_load(path.read_bytes())
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return None
     return recipe if isinstance(recipe, dict) else None
 
@@ -110,7 +126,7 @@ def decide(
         start: "auto", "disable", "own" or "other": ``trainer.resume_mode``, with ``resume_path``
             told apart by whose checkpoint it names.
         total_steps: of the run.
-        changed: keys in which the recipe differs from the one that wrote what lies there.
+        changed: keys in which the training differs from the one that wrote what lies there.
 
     Raises:
         ConfigError: it holds results of another recipe, and is not to be touched.
@@ -221,7 +237,7 @@ class RunFolder:
                 shutil.copy2(self.path / name, aside / name)
             if moved:
                 self._say(f"set aside in {aside}: {', '.join(moved)}")
-            if read_status(self.path) is None:
+            if self._kind == "new" and read_status(self.path) is None:
                 self._keep_foreign()
             for partial in (self.path / CHECKPOINTS).glob(".global_step_*.partial"):
                 shutil.rmtree(partial, ignore_errors=True)  # of saves that were killed
@@ -360,7 +376,14 @@ def _is_below(path: Path, folder: Path) -> bool:
 def _changes(earlier: Earlier, now: dict[str, Any]) -> list[str]:
     if earlier.recipe is None:
         return [f"{RECIPE} is not there or cannot be read"]
-    return list(changed_keys(earlier.recipe, now))
+    changed = [line.partition(":") for line in changed_keys(earlier.recipe, now)]
+    return ["".join(line) for line in changed if _shapes_training(line[0])]
+
+
+def _shapes_training(key: str) -> bool:
+    """Whether two runs that differ in a key are different trainings."""
+    section, _, name = key.partition(".")
+    return key != "rollout.urls" and (section != "trainer" or name in _TRAINING)
 
 
 def _check_metrics(path: Path) -> None:

@@ -1,6 +1,6 @@
 """Entry point: recipe -> roles -> loop -> teardown.
 
-``torchrun mppo/train.py --config recipe.yaml [section.key=value ...]``
+``torchrun --shutdown-timeout 300 mppo/train.py --config recipe.yaml [section.key=value ...]``
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@
 #                        ranks found through mpi4py; needs an MPI that speaks PMI2, such as MPICH)
 #   MPPO_PREFLIGHT       0 skips the checks before the run
 #   MPPO_PREFLIGHT_S     seconds for each of the checks; default 60
+#   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds torchrun lets the ranks save after SIGTERM; default 300
 #   MPPO_MAX_REQUEUES    give up after so many restarts of the job; default 100
 
 mppo_die() { echo "mppo: $*" >&2; exit 1; }

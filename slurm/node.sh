@@ -2,6 +2,9 @@
 # One node of a job: torchrun for this node's ranks. Signal USR1 (save, then requeue) goes on to the
 # ranks; torchrun itself ignores it, for it would end them.
 set -u
+# torchrun's --shutdown-timeout by a name that versions without it pass over: after SIGTERM the ranks
+# have so long to save. Slurm itself kills them KillWait (30 s) after its own SIGTERM.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 command=("$MPPO_PYTHON" -m torch.distributed.run
   --nnodes "$SLURM_STEP_NUM_NODES" --node-rank "$SLURM_NODEID"
   --nproc-per-node "$MPPO_RANKS_PER_NODE"

@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
         written = int(values["format"])
     except FileNotFoundError:
         raise Damaged(f"{folder}: {MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise Damaged(f"{folder / MANIFEST}: cannot be read ({error})") from error
     if written > FORMAT:
         raise ValueError(

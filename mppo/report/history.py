@@ -89,14 +89,14 @@ def _row(line: bytes) -> tuple[int, dict[str, float]]:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError("is not UTF-8") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from error
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise ValueError("is not a JSON object with a step")
     step = row.pop("step")
     try:
         return step, {name: math.nan if v is None else float(v) for name, v in row.items()}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"holds something that is not a number ({error})") from error
 
 

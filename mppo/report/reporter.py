@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from mppo.config.errors import ConfigError, Fault
 from mppo.config.schema import TrainerConfig
 from mppo.disk import naming, replace_bytes, replace_text
 from mppo.report.console import SampleRow, StepConsole
@@ -74,15 +75,22 @@ class Reporter:
         later steps belongs to work that was lost.
 
         Raises:
+            ConfigError: the folder cannot be written.
             ValueError: metrics.jsonl holds something else.
         """
         if not self.is_main:
             return
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._history.start(step)
-        _keep_samples(self.run_dir / SAMPLES, step)
-        replace_text(self.run_dir / RECIPE, yaml.safe_dump(self._recipe, sort_keys=False))
-        write_status(self.run_dir, Status("running", step, self.total_steps))
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._history.start(step)
+            _keep_samples(self.run_dir / SAMPLES, step)
+            replace_text(self.run_dir / RECIPE, yaml.safe_dump(self._recipe, sort_keys=False))
+            write_status(self.run_dir, Status("running", step, self.total_steps))
+        except OSError as error:
+            why = f"{error.filename or self.run_dir} cannot be written ({error.strerror})"
+            cure = "free some space and make it writable, or name a folder on another disk"
+            fault = Fault("trainer.default_local_dir", str(self.run_dir), why, cure)
+            raise ConfigError([fault], "run folder") from error
         self._trackers = open_trackers(self.run_dir, self._trainer, self._recipe)
         self._started, self._done = True, step
         if self._console:

@@ -43,7 +43,7 @@ def read_status(folder: Path) -> Status | None:
     """What the last run said; None where nothing does that can be read."""
     try:
         return Status(**json.loads((folder / FILE).read_bytes()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

@@ -171,6 +171,8 @@ SETTINGS = [
      "no effect with trainer.resume_mode = auto"),
     ("a resume without checkpoint", "trainer.resume_mode=resume_path", "trainer.resume_from_path",
      "needs it"),
+    ("no such way with an earlier run", "trainer.on_existing_run=overwrite",
+     "trainer.on_existing_run", "choose one of: refuse, set_aside"),
     ("a best of nothing", "trainer.best_metric=val/reward", "trainer.best_metric", "save_freq"),
     ("a deadline that is no time", "trainer.checkpoint_must_save_by=soon",
      "trainer.checkpoint_must_save_by", "should match pattern"),

@@ -128,6 +128,22 @@ def test_what_a_start_makes_of_a_folder(earlier, start, changed, on_existing_run
         assert decide(earlier, trainer, start, total, changed) == expected
 
 
+def test_other_servers_and_schedules_make_no_other_training(tmp_path):
+    keys = ["rollout.name=sglang", "rollout.mode=disaggregated", "rollout.urls=[http://a:1]"]
+    run = ran(tmp_path / "run", *keys)
+    keys[2] = "rollout.urls=[http://b:2]"
+    assert opened(run, *keys, "trainer.save_freq=3", "trainer.experiment_name=x").finished
+    assert "trainer.seed: 0 -> 1" in refused(run, *keys, "trainer.seed=1")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "recipe.yaml"])
+def test_what_is_no_file_where_a_run_writes_one_is_refused(tmp_path, name):
+    run = ran(tmp_path / "run")
+    (run / name).unlink()
+    os.mkfifo(run / name)  # whoever opened it would wait for ever
+    assert f"{name} is not a file" in refused(run)
+
+
 def test_a_finished_run_whose_export_is_gone_goes_on_from_its_checkpoint():
     earlier = Earlier(steps=(4,), finished=STEPS, results=True, recipe={})
     assert decide(earlier, TrainerConfig(), "auto", STEPS, []) == "goes on"
@@ -260,6 +276,8 @@ def test_files_that_no_run_wrote_are_renamed(tmp_path):
 
 METRICS = {
     b"\xff\n": "line 2: is not UTF-8",
+    b"[" * 100_000 + b"\n": "line 2: is not JSON",
+    b'{"step": 2, "a": 1' + b"0" * 400 + b"}\n": "line 2: holds something that is not a number",
     b"3\n": "line 2: is not a JSON object with a step",
     b"{}\n": "line 2: is not a JSON object with a step",
     b'{"step": "2"}\n': "line 2: is not a JSON object with a step",
@@ -268,7 +286,7 @@ METRICS = {
 }
 
 
-@pytest.mark.parametrize("line", METRICS)
+@pytest.mark.parametrize("line", METRICS, ids=lambda line: repr(line[:20]))
 def test_damaged_numbers_are_refused_with_the_line(tmp_path, line):
     run = ran(tmp_path / "run", status="running", checkpoints=(2,))
     (run / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line)
