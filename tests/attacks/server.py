@@ -80,6 +80,7 @@ def attack_server(as_nobody: bool) -> Iterator[AttackServer]:
         "HOME": str(world / "home"),
         "TMPDIR": str(world / "tmp"),
         "MPPO_CACHE": str(place / "cache"),
+        "MPLCONFIGDIR": str(place / "cache"),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONWARNINGS": "ignore",
     }
