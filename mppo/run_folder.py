@@ -48,10 +48,10 @@ ACTOR, AVERAGE, WARM_START, HF, CHECKPOINTS = (
 _PAGES = (REPORT, PLOT, EXPERT_LOAD)
 _NUMBERS = (METRICS, SAMPLES)
 _OF_A_RUN = (
-    CHECKPOINTS, ACTOR, AVERAGE, WARM_START, HF, "nonfinite", "stacks", "tensorboard", *_NUMBERS,
-    *_PAGES, STATUS, RECIPE,
+    CHECKPOINTS, ACTOR, AVERAGE, WARM_START, HF, "nonfinite", "stacks", "tensorboard", *_PAGES,
+    STATUS, RECIPE, *_NUMBERS,
 )  # fmt: skip
-"""All that a run writes. The recipe goes last: until then the folder is seen to hold a run."""
+"""All that a run writes. Numbers go last: until then the folder is seen to hold results."""
 _TRAINING = frozenset(
     {
         "total_epochs", "total_training_steps", "warm_start_steps", "warm_start_batch_size",

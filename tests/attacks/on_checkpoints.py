@@ -8,7 +8,6 @@ from pathlib import Path
 from attacks.attack import Attack, Table
 from attacks.on_recipes import train
 
-
 TINY = (
     "model.path=builtin:tiny",
     "data.task=arithmetic",
