@@ -11,6 +11,7 @@ from mppo.collection import collect, generate, settle
 from mppo.estimate import current_kl, estimate, normalize_scores
 from mppo.experience_metrics import experience_metrics
 from mppo.parallel.abandon import Abandoned
+from mppo.parallel.first_rank import on_first_rank
 from mppo.parallel.phase import phase
 from mppo.replay import MODELS, Case, keep_case
 from mppo.report.console import SampleRow
@@ -21,7 +22,6 @@ from mppo.rewards.judgement import Judgement
 from mppo.roles import NonFiniteStep
 from mppo.rollout.engine import WeightSource
 from mppo.run import Run
-from mppo.run_folder import on_first_rank
 from mppo.score_metrics import show_errors, validation_metrics
 from mppo.selection import resample
 from mppo.step_metrics import longest_prompts, mismatch, performance

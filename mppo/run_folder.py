@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed as dist
 import yaml
 
 from mppo.checkpoint import folder as folders
@@ -36,6 +35,7 @@ from mppo.config.rule import roles_in_use
 from mppo.config.schema import Recipe, TrainerConfig
 from mppo.data.builtin import resolve_model
 from mppo.disk import MARKER, Damaged, Files, free_name, read_marker, set_aside
+from mppo.parallel.first_rank import on_first_rank
 from mppo.report.history import read_rows
 from mppo.report.redact import redact
 from mppo.report.reporter import EXPERT_LOAD, METRICS, PLOT, RECIPE, SAMPLES
@@ -286,24 +286,6 @@ class RunFolder:
             "to start anew, set trainer.resume_mode=disable, which moves what is there to a folder "
             "earlier-N, or name another run folder"
         )
-
-
-def on_first_rank(action: Callable[[], Any]) -> Any:
-    """What ``action`` returns on the first rank, on every rank. Collective.
-
-    Raises:
-        ConfigError: on every rank, where the first raises it.
-    """
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except ConfigError as error:
-            outcome[1] = (error.faults, error.source)
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise ConfigError(*outcome[1])
-    return outcome[0]
 
 
 def check_model_folders(recipe: Recipe) -> None:

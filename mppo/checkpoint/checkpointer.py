@@ -18,6 +18,7 @@ from mppo.batch import Begun
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint import responses
 from mppo.checkpoint.folder import Manifest
+from mppo.checkpoint.pruning import Pruner
 from mppo.checkpoint.randomness import file_name, load_random_state, random_state
 from mppo.checkpoint.resume import Found, changed_keys
 from mppo.checkpoint.role_state import (
@@ -96,9 +97,7 @@ class Checkpointer:
         self._say = say
         self._before: _Before | None = None
         self._metrics: Mapping[str, float] = {}
-        self._sound: set[int] = set()
-        """Steps of checkpoints that this process wrote, or has read and compared."""
-        self._damaged: set[int] = set()
+        self._pruner = Pruner(trainer, root, say)
         self._thread = SaveThread()
         self._buffers = HostBuffers() if trainer.async_save else None
         self._timing = SaveTiming(trainer, checkpoint_bytes=sum(map(role_bytes, roles.values())))
@@ -122,7 +121,7 @@ class Checkpointer:
             return 0
         self._load(found)
         if found.folder.parent.resolve() == self.root.resolve():
-            self._sound.add(found.manifest.step)
+            self._pruner.sound.add(found.manifest.step)
         step_done(found.manifest.step)
         self._timing.step_done()
         return found.manifest.step
@@ -332,37 +331,9 @@ class Checkpointer:
             shards=shards,
             contents=contents,
             write_manifest=partial(_write_manifest, building, manifest),
-            published=partial(self._prune, step),
+            published=partial(self._pruner.published, step),
             patience_s=self.trainer.collective_timeout_s,
         )
-
-    def _prune(self, written: int) -> None:
-        """Delete the checkpoints that are neither among the newest sound ones nor the best.
-
-        A damaged one counts for nothing and is left alone.
-
-        Args:
-            written: the step that has just been published.
-        """
-        self._sound.add(written)
-        keep, metrics = self.trainer.max_ckpt_to_keep, {}
-        for path in folders.list_checkpoints(self.root) if keep else []:
-            step = folders.step_of(path)
-            known = step in self._sound
-            try:
-                manifest = folders.read_manifest(path) if known else folders.read_sound(path)
-            except ValueError as error:
-                if step not in self._damaged:
-                    self._say(f"left alone: {error}")
-                self._damaged.add(step)
-                continue
-            self._sound.add(step)
-            metrics[step] = manifest.metrics
-        for step in folders.expendable(metrics, keep, self.trainer.best_metric):
-            doomed = folders.partial_path(self.root, step)
-            shutil.rmtree(doomed, ignore_errors=True)
-            folders.final_path(self.root, step).rename(doomed)
-            shutil.rmtree(doomed)
 
     def _collect(self, job: SaveJob | None) -> None:
         if job is None:

@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-import torch.distributed as dist
-
 from mppo.config.errors import ConfigError, Fault
+from mppo.parallel.first_rank import on_first_rank
 
 LOCK = ".lock"
 PATIENCE_S = 30.0
@@ -40,22 +39,21 @@ def only_job_in(
     Raises:
         ConfigError: another job holds it, or it cannot be written.
     """
-    stream, fault = None, [None]
-    if dist.get_rank() == 0:
+    held: list[IO[str]] = []
+
+    def hold() -> None:
         try:
-            stream = _open(folder, say, patience_s)
+            held.append(_open(folder, say, patience_s))
         except OSError as error:
             why = f"cannot be written ({error.strerror})"
-            fault = [Fault(_KEY, str(folder), why, "name a folder on a disk you may write to")]
-        except ConfigError as error:
-            fault = list(error.faults)
-    dist.broadcast_object_list(fault, src=0)
-    if fault[0] is not None:
-        raise ConfigError(fault, source="run folder")
+            cure = "name a folder on a disk you may write to, with some space left"
+            raise ConfigError([Fault(_KEY, str(folder), why, cure)], "run folder") from error
+
+    on_first_rank(hold)
     try:
         yield
     finally:
-        if stream is not None:
+        for stream in held:
             stream.close()
 
 

@@ -14,11 +14,10 @@ import yaml
 from test_checkpoint_folder import flip, make
 
 from mppo import disk
-from mppo.checkpoint.checkpointer import Checkpointer
+from mppo.checkpoint.pruning import Pruner
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.config.schema import TrainerConfig
-from mppo.parallel.signals import StopRequest
 from mppo.report.redact import redact
 from mppo.report.status import Status, write_status
 from mppo.run_folder import Earlier, RunFolder, check_written, decide
@@ -370,11 +369,11 @@ def test_only_sound_checkpoints_count_when_old_ones_go(tmp_path):
         make(tmp_path, step)
     flip(tmp_path / "global_step_5")
     trainer = TrainerConfig(max_ckpt_to_keep=1)
-    saver = Checkpointer(trainer, tmp_path, {}, {}, {}, StopRequest(), said.append)
-    saver._prune(written=3)
+    pruner = Pruner(trainer, tmp_path, said.append)
+    pruner.published(3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "global_step_5"]
     make(tmp_path, 4)
-    saver._prune(written=4)
+    pruner.published(4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_4", "global_step_5"]
     assert len([line for line in said if "left alone" in line]) == 1
 
