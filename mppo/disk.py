@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -173,13 +174,20 @@ def read_marker(folder: Path) -> Files | None:
 
 
 def is_as_written(folder: Path) -> bool:
-    """Whether mppo wrote a folder and nothing was added to it, removed or changed in size."""
+    """Whether mppo wrote a folder and nothing was added to it, removed or changed since: the marker
+    is the last file written, and gigabytes are not read for the answer."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     try:
         files = read_marker(folder)
     except Damaged:
         return False
-    found = {p.name: -1 if p.is_dir() else p.lstat().st_size for p in folder.iterdir()}
-    found.pop(MARKER, None)
-    return files is not None and found == {name: entry.size for name, entry in files.items()}
+    if files is None:
+        return False
+    found = {path.name: path.lstat() for path in folder.iterdir()}
+    written = found.pop(MARKER).st_mtime_ns
+    return found.keys() == files.keys() and all(
+        stat.S_ISREG(entry.st_mode)
+        and (entry.st_size, entry.st_mtime_ns <= written) == (files[name].size, True)
+        for name, entry in found.items()
+    )

@@ -395,4 +395,9 @@ def test_an_export_replaces_what_mppo_wrote_and_renames_anything_else(tmp_path):
     assert (tmp_path / "actor.old-1/notes.txt").read_text() == "of the user"
     (actor / "model.safetensors").write_bytes(b"merged by the user")
     assert publish_new(b"fourth") == tmp_path / "actor.old-2"
+    (actor / "model.safetensors").write_bytes(b"ofuser")  # of the same length
+    later = (actor / ".mppo.json").stat().st_mtime + 1
+    os.utime(actor / "model.safetensors", (later, later))  # clocks of file systems are coarse
+    assert publish_new(b"fifth!") == tmp_path / "actor.old-3"
+    assert (tmp_path / "actor.old-3/model.safetensors").read_bytes() == b"ofuser"
     assert json.loads((actor / ".mppo.json").read_text())["files"]["model.safetensors"]["size"] == 6
