@@ -25,7 +25,7 @@ from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.engine import WeightBucket, Wish
 from mppo.rollout.sglang_model import engine_faults
-from mppo.score_metrics import errors_of, mean_numbers, mean_scores
+from mppo.score_metrics import errors_of, mean_numbers, mean_scores, unscored
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.whole_tensors import whole_tensors
 
@@ -65,6 +65,7 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     Returns:
         ``reward/<data source>``, ``reward/<data source>/<number>`` of what came with the scores,
         ``reward/mean``, ``reward/errors`` (responses that could not be judged),
+        ``reward/timeouts`` and the like (responses without a score of their own),
         ``response_length/mean`` (tokens), ``response_length/clip_ratio`` (share that ended for
         length) and ``prompts``.
     """
@@ -93,6 +94,7 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     numbers = mean_numbers(trajectories, judged)
     result = {f"reward/{name}": mean for name, mean in mean_scores(trajectories, judged).items()}
     result |= {f"reward/{source}/{name}": mean for (source, name), mean in numbers.items()}
+    result |= {f"reward/{reason}": count for reason, count in unscored(judged).items()}
     return result | {
         "reward/mean": sum(judgement.score for judgement in judged) / len(judged),
         "reward/errors": float(len(errors_of(judged))),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mppo.batch import Trajectory
 from mppo.report.reporter import Reporter
-from mppo.rewards.judgement import Judgement
+from mppo.rewards.judgement import UNSCORED, Judgement
 
 
 def mean_scores(
@@ -38,7 +38,8 @@ def training_metrics(
     judgements: Sequence[Judgement],
     greedy: Sequence[Judgement],
 ) -> dict[str, float]:
-    """``reward/<source>/<name>/mean`` of the numbers that came with scores, and ``reward/errors``.
+    """``reward/<source>/<name>/mean`` of the numbers that came with scores, ``reward/errors``, and
+    ``reward/timeouts`` and the like of responses that have no score of their own.
 
     Args:
         trajectories: responses.
@@ -47,7 +48,9 @@ def training_metrics(
     """
     numbers = mean_numbers(trajectories, judgements)
     metrics = {f"reward/{source}/{name}/mean": mean for (source, name), mean in numbers.items()}
-    return metrics | {"reward/errors": float(len(errors_of([*judgements, *greedy])))}
+    everything = [*judgements, *greedy]
+    metrics |= {f"reward/{reason}": count for reason, count in unscored(everything).items()}
+    return metrics | {"reward/errors": float(len(errors_of(everything)))}
 
 
 def validation_metrics(
@@ -64,6 +67,7 @@ def validation_metrics(
         kind = "val-core" if name == "acc" else "val-aux"
         metrics[f"{kind}/{source}/{name}/mean"] = mean
     everything = [judgement.score for judgement in judgements]
+    metrics |= {f"val/reward_{reason}": count for reason, count in unscored(judgements).items()}
     return metrics | {
         "val/reward": sum(everything) / len(everything),
         "val/reward_errors": float(len(errors_of(judgements))),
@@ -75,8 +79,19 @@ def errors_of(judgements: Sequence[Judgement]) -> list[str]:
     return [each.error for each in judgements if each.error is not None]
 
 
+def unscored(judgements: Sequence[Judgement]) -> dict[str, float]:
+    """How many responses have no score of their own, by reason."""
+    found = [each.unscored for each in judgements]
+    return {reason: float(found.count(reason)) for reason in UNSCORED}
+
+
 def show_errors(reporter: Reporter, step: int, judgements: Sequence[Judgement]) -> None:
-    """A line where responses could not be judged: how many, and the first one's error."""
+    """A line where responses could not be judged, how many, and the first one's error; and one for
+    each reason why responses have no score of their own."""
+    for reason, count in unscored(judgements).items():
+        if count:
+            told = f"{count:.0f} of {len(judgements)} responses {UNSCORED[reason]} and score 0"
+            reporter.line(f"step {step}: {told}")
     errors = errors_of(judgements)
     if errors:
         told = f"{len(errors)} of {len(judgements)} responses could not be judged and score 0"

@@ -325,6 +325,10 @@ class RewardConfig(Section):
     ``missing_eos_penalty`` less. ``on_error``: a response that cannot be judged (the function
     raised, or returned no finite number) ends the run, the step before being saved (``raise``), or
     scores 0 and is counted in ``reward/errors`` (``zero``).
+    ``timeout_s`` bounds the answer of a server; and one response in a
+    function, or in a verifier that runs in processes of its own, which are killed then: score 0.
+    ``memory_mb`` is the address space of such a process (null: 4096 for a verifier, no limit for a
+    function).
     """
 
     name: Literal["rule", "function", "remote"] = "rule"
@@ -332,6 +336,7 @@ class RewardConfig(Section):
     function: str | None = None
     url: str | None = None
     timeout_s: float = Field(default=60.0, gt=0)
+    memory_mb: int | None = Field(default=None, gt=0)
     kwargs: dict[str, Any] = Field(default_factory=dict)
     on_error: OnError = "raise"
     clip: float | None = Field(default=None, gt=0)

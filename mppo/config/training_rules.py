@@ -198,6 +198,9 @@ def reward_source_is_complete(case: Case) -> Iterator[Fault]:
     if reward.verifier and reward.name != "rule":
         why = f"has no effect with reward.name = {reward.name}"
         yield Fault("reward.verifier", reward.verifier, why, "set reward.name to rule")
+    if reward.memory_mb and reward.name == "remote":
+        why = "has no effect with reward.name = remote"
+        yield Fault("reward.memory_mb", reward.memory_mb, why, "leave it out")
     if reward.name == "function" and reward.function and ":" not in reward.function:
         why = "names no function"
         cure = "write package.module:function or path/file.py:function"

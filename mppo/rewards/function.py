@@ -2,58 +2,72 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, Fault
-from mppo.rewards.judgement import JudgingError
+from mppo.rewards.judgement import JudgingError, no_score
 from mppo.rewards.response import Response, describe, shorten
+from mppo.rewards.user_function import import_function
+from mppo.rewards.worker import Task
+from mppo.rewards.worker_pool import Result, WorkerPool
+from mppo.rewards.worker_server import DIED, NO_SCORE, SCORE
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info)"
 
 
 @dataclass(frozen=True)
 class FunctionJudge:
-    """Calls a function once per response.
+    """Calls a function once per response, in one process beside the trainer.
 
     Args:
-        function: takes ``data_source``, ``solution_str`` (the response), ``ground_truth`` and
-            ``extra_info`` by name, and gives a number, or a dict with ``score`` and further
-            numbers: the signature of verl's ``compute_score``.
-        name: as the recipe names it, for messages.
+        name: ``module:function`` or ``path.py:function``. The function takes ``data_source``,
+            ``solution_str`` (the response), ``ground_truth`` and ``extra_info`` by name, and gives
+            a number, or a dict with ``score`` and further numbers: the signature of verl's
+            ``compute_score``.
         kwargs: passed along.
+        timeout_s: seconds for one response, which scores 0 after that.
+        memory_mb: address space of the process; a response that needs more scores 0.
     """
 
-    function: Callable[..., Any]
     name: str
     kwargs: Mapping[str, Any]
+    timeout_s: float = 60.0
+    memory_mb: int | None = None
 
     def __call__(self, responses: Sequence[Response]) -> list[Any]:
-        return [self._judge(response) for response in responses]
+        results = self._pool.run([_item(response) for response in responses])
+        return [self._read(*pair) for pair in zip(results, responses)]
 
-    def _judge(self, response: Response) -> Any:
-        prompt = response.prompt
-        try:
-            return self.function(
-                data_source=prompt.data_source,
-                solution_str=response.text,
-                ground_truth=prompt.ground_truth,
-                extra_info=extra_info(prompt),
-                **self.kwargs,
-            )
-        except Exception as error:
-            return JudgingError(
-                f"the reward function {self.name} failed on {describe(prompt)}, "
-                f"response {shorten(response.text)!r}: "
-                f"{type(error).__name__}: {error}{_place(error)}"
-            )
+    @cached_property
+    def _pool(self) -> WorkerPool:
+        """One worker: what the function keeps between two calls, it finds again."""
+        loader = f"{import_function.__module__}:load_in_worker"
+        task = Task(loader, (self.name, dict(self.kwargs)), memory_mb=self.memory_mb)
+        return WorkerPool(task, 1, self.timeout_s)
+
+    def _read(self, result: Result, response: Response) -> Any:
+        if result.happened == SCORE:
+            return {**json.loads(result.text), "score": result.score}
+        if result.happened == NO_SCORE:
+            return JudgingError(no_score(result.text, response))
+        if result.unscored is not None:
+            return result.unscored
+        how = "it ended its process: " if result.happened == DIED else ""
+        return JudgingError(
+            f"the reward function {self.name} failed on {describe(response.prompt)}, "
+            f"response {shorten(response.text)!r}: {how}{result.text}"
+        )
+
+
+def _item(response: Response) -> tuple[str, str, str, dict[str, Any]]:
+    prompt = response.prompt
+    return prompt.data_source, response.text, prompt.ground_truth, extra_info(prompt)
 
 
 def extra_info(prompt: Prompt) -> dict[str, Any]:
@@ -70,12 +84,15 @@ def extra_info(prompt: Prompt) -> dict[str, Any]:
     return {**prompt.extra, "prompt": prompt.text}
 
 
-def load_function(name: str, kwargs: Mapping[str, Any]) -> FunctionJudge:
-    """Import the function that ``reward.function`` names.
+def load_function(
+    name: str, kwargs: Mapping[str, Any], timeout_s: float = 60.0, memory_mb: int | None = None
+) -> FunctionJudge:
+    """Try the function that ``reward.function`` names, before any process is started for it.
 
     Args:
         name: ``module:function`` or ``path.py:function``.
         kwargs: what the function gets besides the response.
+        timeout_s, memory_mb: as ``FunctionJudge``.
 
     Raises:
         ConfigError: it cannot be imported, or does not take what it will be given.
@@ -84,11 +101,10 @@ def load_function(name: str, kwargs: Mapping[str, Any]) -> FunctionJudge:
     if not colon or not where or not attribute:
         raise _error(name, "not of this form", "module:function or path.py:function")
     try:
-        module = _import_file(where) if where.endswith(".py") else importlib.import_module(where)
+        function = import_function(name)
     except Exception as error:
         why = f"importing {where} failed: {type(error).__name__}: {error}"
         raise _error(name, why, "mend the module, or the path") from error
-    function = getattr(module, attribute, None)
     if not callable(function):
         raise _error(name, f"{where} has no function {attribute!r}", "the name of one it has")
     given = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
@@ -97,26 +113,7 @@ def load_function(name: str, kwargs: Mapping[str, Any]) -> FunctionJudge:
     except TypeError as error:
         extra = f" and reward.kwargs {', '.join(kwargs)}" if kwargs else ""
         raise _error(name, f"its parameters do not fit: {error}", SIGNATURE + extra) from error
-    return FunctionJudge(function, name, kwargs)
-
-
-def _place(error: Exception) -> str:
-    """Where in the function's own file it failed, however deep in a library that was."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call above
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f" ({own[-1].filename} line {own[-1].lineno})" if own else ""
-
-
-def _import_file(path: str) -> Any:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise FileNotFoundError(f"no such file: {file}")
-    spec = importlib.util.spec_from_file_location(f"mppo_reward_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return FunctionJudge(name, kwargs, timeout_s, memory_mb)
 
 
 def _error(name: str, why: str, cure: str) -> ConfigError:

@@ -19,11 +19,13 @@ class Judgement:
         score: the outcome reward.
         numbers: further numbers by name, as ``acc`` and ``format``; they are logged.
         error: why the response could not be judged, where its score is 0 for that reason.
+        unscored: the response has no score of its own for this reason, a key of ``UNSCORED``.
     """
 
     score: float
     numbers: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    unscored: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,25 @@ class JudgingError:
     message: str
 
 
+UNSCORED = {
+    "timeouts": "took longer than reward.timeout_s",
+    "failures": "made the verifier fail, need more than reward.memory_mb, or ended its process",
+    "bad_verdicts": "wrote something else where the verdict on a program belongs",
+}
+"""Reasons for which a response scores 0, and what it did."""
+
+
+@dataclass(frozen=True)
+class Unscored:
+    """Stands in place of a result where the response is to blame that there is none: it scores 0.
+
+    Args:
+        reason: a key of ``UNSCORED``.
+    """
+
+    reason: str
+
+
 def read_judgements(
     results: Sequence[Any], responses: Sequence[Response], on_error: OnError = "raise"
 ) -> list[Judgement]:
@@ -44,7 +65,7 @@ def read_judgements(
 
     Args:
         results: for each response a number, or a mapping with ``score`` and further numbers; a
-            ``JudgingError`` where there is none.
+            ``JudgingError`` or ``Unscored`` where there is none.
         responses: what was judged.
         on_error: ``zero`` scores a response that could not be judged 0.
 
@@ -58,14 +79,26 @@ def read_judgements(
 
 
 def _read(result: Any, response: Response, on_error: OnError) -> Judgement:
+    if isinstance(result, Unscored):
+        return Judgement(0.0, unscored=result.reason)
     if isinstance(result, JudgingError):
         error = result.message
     else:
         try:
             return Judgement(*read_result(result))
         except ValueError as why:
-            shown = shorten(response.text)
-            error = f"the score of {describe(response.prompt)} {why}; the response was {shown!r}"
+            error = no_score(str(why), response)
     if on_error == "raise":
         raise ValueError(error)
     return Judgement(0.0, error=error)
+
+
+def no_score(why: str, response: Response) -> str:
+    """The message where a response's result holds no score.
+
+    Args:
+        why: as ``read_result`` says it.
+        response: what was judged.
+    """
+    shown = shorten(response.text)
+    return f"the score of {describe(response.prompt)} {why}; the response was {shown!r}"

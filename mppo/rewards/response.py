@@ -18,7 +18,8 @@ class Response:
 
 
 Judge = Callable[[Sequence[Response]], Sequence[Any]]
-"""A result per response, as ``mppo.rewards.result`` reads it, or a ``JudgingError``."""
+"""A result per response, as ``mppo.rewards.result`` reads it, a ``JudgingError`` or
+``Unscored`` (``mppo.rewards.judgement``)."""
 
 
 def describe(prompt: Prompt) -> str:

@@ -21,11 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import ConfigError, Fault
+from mppo.rewards.judgement import Unscored
 
-CHILD = Path(__file__).with_name("sandbox_child.py")
+PACKAGES = str(Path(__file__).parents[2])
+START = (
+    "import sys; sys.path.append(sys.argv[1]); from mppo.rewards.sandbox_child import main; main()"
+)
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 GRACE_S = 30.0
 """Seconds for starting and ending an interpreter, on top of the program's own wall-clock limit."""
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+RAN = b"R"
+VERDICT = re.compile(rb"R(?:D(?P<passed>[01]*)|E(?P<error>.*))\.", re.DOTALL)
+"""What the child writes where the program came to its end."""
+MAX_VERDICT_BYTES = 1 << 16
 PROBE = """
 import os
 try:
@@ -41,16 +50,18 @@ class Outcome:
     """How a program ended.
 
     Args:
-        passed: one entry per test that was run.
+        passed: one entry per test; none where the program itself failed.
         finished: the program and its tests came to their end within the limits.
         output: what it wrote to standard output.
         error: traceback of the program itself, or None.
+        forged: its process wrote something that is no verdict; it did not finish.
     """
 
     passed: tuple[bool, ...]
     finished: bool
     output: str
     error: str | None
+    forged: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,8 @@ class Sandbox:
 
     Args:
         cpu_s: processor seconds a program may use, tests included.
-        memory_mb: address space.
+        memory_mb: address space. No memory can be had outside it: the system calls that give some
+            (shared memory, message queues, files in memory) are refused.
         output_mb: size of its output.
         modules: installed modules a program may import besides common ones of the standard library
             (numpy, for instance); they are loaded before the file system goes away.
@@ -103,49 +115,73 @@ class Sandbox:
         Raises:
             OSError: the kernel refused to isolate it; it was not run.
         """
-        with (
-            tempfile.TemporaryDirectory(prefix="mppo-sandbox-") as root,
-            tempfile.TemporaryFile() as output,
-            tempfile.TemporaryFile() as result,
-        ):
-            job = {
-                "program": program,
-                "tests": list(tests),
-                "stdin": stdin,
-                "root": root,
-                "result_fd": result.fileno(),
-                "cpu_s": self.cpu_s,
-                "wall_s": 5 * self.cpu_s,
-                "memory_mb": self.memory_mb,
-                "output_mb": self.output_mb,
-                "modules": list(self.modules),
-            }
-            self._start(job, output, result.fileno())
-            verdict, text = _read(result), _read(output)
-        if not verdict:
-            return Outcome((), finished=False, output=text, error=None)
-        parsed = json.loads(verdict)
-        if not parsed["isolated"]:
-            raise OSError(parsed["error"])
-        passed = tuple(map(bool, parsed["passed"]))
-        return Outcome(passed, finished=True, output=text, error=parsed["error"])
+        job = {
+            "program": program,
+            "tests": list(tests),
+            "stdin": stdin,
+            "parent": os.getpid(),
+            "cpu_s": self.cpu_s,
+            "wall_s": 5 * self.cpu_s,
+            "memory_mb": self.memory_mb,
+            "output_mb": self.output_mb,
+            "modules": list(self.modules),
+        }
+        with tempfile.TemporaryFile() as output:
+            in_order, verdict = self._start(job, output)
+            output.seek(0)
+            text = output.read(self.output_mb << 20).decode(errors="replace")
+        if verdict.startswith(b"!"):  # before the program runs, only our own code writes
+            raise OSError(verdict[1:].decode(errors="replace"))
+        return _judge(verdict, in_order, len(tests), text)
 
-    def _start(self, job: dict[str, Any], output: Any, result_fd: int) -> None:
+    def _start(self, job: dict[str, Any], output: Any) -> tuple[bool, bytes]:
+        """Whether the program's process ended by itself, in order, and what it said."""
         site = [] if self.modules else ["-S"]
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-B", *site, str(CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(result_fd,),
-            cwd="/",
-            env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
+        reading, writing = os.pipe()
+        for end in (reading, writing):
+            os.set_blocking(
+                end, False
+            )  # a program that fills the pipe gets an error, and none waits
         try:
-            process.communicate(json.dumps(job).encode(), timeout=job["wall_s"] + GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()  # the program goes with it: it asked the kernel to die with its parent
-            process.communicate()
+            with os.fdopen(writing, "wb"):
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-B", *site, "-c", START, PACKAGES],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(writing,),
+                    cwd="/",
+                    env=ENVIRONMENT,
+                    start_new_session=True,
+                )
+            text = json.dumps({**job, "verdict_fd": writing}).encode()
+            try:
+                process.communicate(text, timeout=job["wall_s"] + GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # the program goes with it: it asked the kernel to die with it
+                process.communicate()
+            try:
+                verdict = os.read(reading, MAX_VERDICT_BYTES)
+            except BlockingIOError:  # it is empty, and the program's end not complete
+                verdict = b""
+        finally:
+            os.close(reading)
+        return process.returncode == 0, verdict
+
+
+def _judge(verdict: bytes, in_order: bool, tests: int, output: str) -> Outcome:
+    """The outcome, from what the parent has seen itself."""
+    match = VERDICT.fullmatch(verdict)
+    if match is None or not in_order:
+        forged = match is None and verdict not in (b"", RAN)
+        return Outcome((), finished=False, output=output, error=None, forged=forged)
+    if match["error"] is not None:
+        error = match["error"].decode(errors="replace")
+        return Outcome((), finished=True, output=output, error=error)
+    if len(match["passed"]) != tests:
+        return Outcome((), finished=False, output=output, error=None, forged=True)
+    passed = tuple(mark == ord("1") for mark in match["passed"])
+    return Outcome(passed, finished=True, output=output, error=None)
 
 
 @dataclass(frozen=True)
@@ -160,7 +196,9 @@ class CodeVerifier:
     sandbox: Sandbox
     partial_credit: bool = False
 
-    def __call__(self, response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
+    def __call__(
+        self, response: str, ground_truth: str, extra: Mapping[str, Any]
+    ) -> float | Unscored:
         """Score of a response.
 
         Args:
@@ -175,16 +213,20 @@ class CodeVerifier:
         tests = parse_tests(ground_truth)
         program = extract_program(response)
         if isinstance(tests[0], str):
-            passed = self.sandbox.run(program, tests).passed
+            outcomes = [self.sandbox.run(program, tests)]
+            passed = sum(outcomes[0].passed)
         else:
-            passed = tuple(self._answers(program, test) for test in tests)
-        share = sum(passed) / len(tests)
+            outcomes = [self.sandbox.run(program, stdin=test["input"]) for test in tests]
+            passed = sum(map(_answers, outcomes, tests))
+        if any(outcome.forged for outcome in outcomes):
+            return Unscored("bad_verdicts")
+        share = passed / len(tests)
         return share if self.partial_credit else float(share == 1.0)
 
-    def _answers(self, program: str, test: Mapping[str, str]) -> bool:
-        outcome = self.sandbox.run(program, stdin=test["input"])
-        right = outcome.output.split() == test["output"].split()
-        return outcome.finished and outcome.error is None and right
+
+def _answers(outcome: Outcome, test: Mapping[str, str]) -> bool:
+    right = outcome.output.split() == test["output"].split()
+    return outcome.finished and outcome.error is None and right
 
 
 def extract_program(response: str) -> str:
@@ -213,8 +255,3 @@ def parse_tests(ground_truth: str) -> list[Any]:
         "the ground truth of a program must be a JSON list of test statements, or of objects "
         f"with 'input' and 'output'; it is {ground_truth[:80]!r}"
     )
-
-
-def _read(file: Any) -> str:
-    file.seek(0, os.SEEK_SET)
-    return file.read().decode(errors="replace")

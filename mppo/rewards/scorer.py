@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -144,9 +145,12 @@ def _build_judge(reward: RewardConfig) -> Judge:
         raise ConfigError([Fault(f"reward.{needed}", None, why, cure[needed])])
     if reward.name == "rule":
         keys = ("partial_credit", "sandbox")
-        return _with_kwargs(RuleJudge, reward.kwargs, keys, reward.verifier)
+        limits = {"timeout_s": reward.timeout_s, "memory_mb": reward.memory_mb}
+        make = partial(RuleJudge, reward.verifier, **limits)
+        return _with_kwargs(make, reward.kwargs, keys)
     if reward.name == "function":
-        return load_function(str(reward.function), reward.kwargs)
+        limits = (reward.timeout_s, reward.memory_mb)
+        return load_function(str(reward.function), reward.kwargs, *limits)
     keys = ("batch_size", "retries", "backoff_s", "api_key_env")
     return _with_kwargs(RemoteJudge, reward.kwargs, keys, str(reward.url), reward.timeout_s)
 

@@ -2,15 +2,18 @@
 
 A verifier gives 1 for a right answer and 0 for any other. Nothing in between, unless a recipe asks
 for partial credit: half a point for half an answer is what a policy learns to collect.
+
+The time of a verifier grows in proportion to the length of the response, whatever it says; those of
+``PACKAGES`` cannot promise that, and run in processes of their own.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import re
-import threading
+import unicodedata
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from typing import Any
 
 from mppo.config.errors import ConfigError, Fault
@@ -23,6 +26,7 @@ NUMBER = re.compile(_DECIMAL)
 GSM8K_ANSWER = re.compile(rf"####\s*({_DECIMAL})")
 CHOICE = re.compile(r"(?<![A-Za-z])\(?([A-J])\)?(?![A-Za-z])")
 BOXED = "\\boxed{"
+BRACES = re.compile(r"\\boxed\{|[{}]")
 
 
 def exact(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
@@ -68,7 +72,8 @@ def choice(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
 def math(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
     """Mathematically equal, as the package math-verify judges.
 
-    Where the response has a ``\\boxed{}``, only the last one counts.
+    Where the response has a ``\\boxed{}``, only the last one counts. Takes as long as sympy does:
+    forever for ``9^{9^{9^9}}``.
 
     Raises:
         ConfigError: math-verify is not installed.
@@ -77,23 +82,20 @@ def math(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
     boxed = last_boxed(response)
     given = f"${boxed}$" if boxed is not None else response
     wanted = last_boxed(ground_truth) or ground_truth.strip("$ ")
-    # math-verify's time limit is an alarm signal, which only the main thread can receive.
-    limit = 30 if threading.current_thread() is threading.main_thread() else None
-    parsed = [package.parse(text, parsing_timeout=limit) for text in (f"${wanted}$", given)]
+    parsed = [package.parse(text, parsing_timeout=None) for text in (f"${wanted}$", given)]
     if not all(parsed):
         return 0.0
-    return float(package.verify(*parsed, timeout_seconds=limit))
+    return float(package.verify(*parsed, timeout_seconds=None))
 
 
 def reasoning_gym(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
     """The task family's own scorer, a full score or nothing.
 
     The answer is what ``extract_final`` finds. Families give parts of a point to answers that
-    merely contain the right one, hence the threshold.
+    merely contain the right one, hence the threshold. Some give the answer to ``eval``: only for a
+    process that may do nothing.
     """
-    entry = extra.get("entry")
-    if entry is None:
-        raise ValueError("the row has no reasoning_gym entry: use data.task=reasoning_gym:NAME")
+    entry = gym_entry(extra)
     scorer = importlib.import_module("reasoning_gym").get_score_answer_fn(extra["reasoning_gym"])
     return float(scorer(answer=extract_final(response), entry=entry) >= 1.0)
 
@@ -107,6 +109,10 @@ VERIFIERS: dict[str, Verifier] = {
     "math": math,
     "reasoning_gym": reasoning_gym,
 }
+
+PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
+"""The verifiers that hand text of the model to a package which may take any time or memory for it,
+or even run it."""
 
 PARTIAL: dict[str, Verifier] = {"exact": exact_partial}
 """The verifiers that know partial credit, in that form."""
@@ -125,6 +131,18 @@ BY_DATA_SOURCE: tuple[tuple[str, str], ...] = (
 """Which verifier a data source gets (whole name, any case); the first match wins."""
 
 
+def load_in_worker(name: str) -> Callable[[tuple[str, str, Mapping[str, Any]]], float]:
+    """A verifier of ``PACKAGES`` for (response, ground truth, extra), its package loaded and warm:
+    what grows with the first call need not grow again in each process forked afterwards."""
+    verify = VERIFIERS[name]
+    importlib.import_module(PACKAGES[name])
+    if name == "math":
+        # it warns that nothing bounds its time; here something does
+        logging.getLogger(PACKAGES[name]).setLevel(logging.ERROR)
+        verify(r"\boxed{\frac{1}{2} x^2}", "0.5x^2", {})
+    return lambda item: verify(*item)
+
+
 def verifier_for(data_source: str) -> str:
     """Name of the verifier for a data source.
 
@@ -137,6 +155,17 @@ def verifier_for(data_source: str) -> str:
     why = f"no verifier is known for the data source {data_source!r}"
     cure = f"one of {', '.join([*VERIFIERS, CODE])}; or reward.name=function with reward.function"
     raise ConfigError([Fault("reward.verifier", None, why, cure)])
+
+
+def gym_entry(extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entry of reasoning_gym that a row was made of.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if extra.get("entry") is None:
+        raise ValueError("the row has no reasoning_gym entry: use data.task=reasoning_gym:NAME")
+    return extra["entry"]
 
 
 def import_math_verify() -> Any:
@@ -158,9 +187,9 @@ def extract_final(response: str) -> str:
     boxed = last_boxed(response)
     if boxed is not None:
         return boxed.strip()
-    tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
-    if tagged:
-        return tagged[-1].strip()
+    tagged = last_tagged(response)
+    if tagged is not None:
+        return tagged.strip()
     if "####" in response:
         response = response.rpartition("####")[2]
     lines = [line.strip() for line in response.splitlines() if line.strip()]
@@ -169,15 +198,29 @@ def extract_final(response: str) -> str:
 
 def last_boxed(text: str) -> str | None:
     """Content of the last complete ``\\boxed{...}``, nested braces kept; None without one."""
-    start = text.rfind(BOXED)
-    while start >= 0:
-        depth = 0
-        for index in range(start + len(BOXED) - 1, len(text)):
-            depth += (text[index] == "{") - (text[index] == "}")
-            if depth == 0:
-                return text[start + len(BOXED) : index]
-        start = text.rfind(BOXED, 0, start)
-    return None
+    opened: list[int] = []
+    last = -1
+    end = 0
+    for match in BRACES.finditer(text):
+        if match[0] != "}":
+            opened.append(match.end() if match[0] == BOXED else -1)
+        elif opened:
+            start = opened.pop()
+            if start > last:
+                last, end = start, match.start()
+    return text[last:end] if last >= 0 else None
+
+
+def last_tagged(text: str) -> str | None:
+    """Content of the last complete ``<answer></answer>``; None without one."""
+    found, end = None, 0
+    while (start := text.find("<answer>", end)) >= 0:
+        start += len("<answer>")
+        end = text.find("</answer>", start)
+        if end < 0:
+            break
+        found = text[start:end]
+    return found
 
 
 def _same_number(given: str, wanted: str) -> float:
@@ -187,10 +230,21 @@ def _same_number(given: str, wanted: str) -> float:
     return float(given_value == wanted_value)
 
 
-def parse_number(text: str) -> Fraction | None:
-    """Exact value of a decimal number with optional thousands commas and dollar sign."""
+def parse_number(text: str) -> tuple[bool, str, str] | None:
+    """A decimal number with optional thousands commas and dollar sign, in the one form that every
+    number has: whether it is negative, the digits before the point without leading zeros, those
+    after it without trailing zeros. None for another text.
+
+    Text, because turning a million digits into a number takes minutes.
+    """
     digits = text.strip().replace(",", "").replace("$", "")
-    return Fraction(digits) if re.fullmatch(r"-?(\d+(\.\d+)?|\.\d+)", digits) else None
+    if not re.fullmatch(r"-?(\d+(\.\d+)?|\.\d+)", digits):
+        return None
+    if not digits.isascii():  # \d matches the digits of every script
+        digits = "".join(str(unicodedata.decimal(sign, sign)) for sign in digits)
+    whole, _, part = digits.lstrip("-").partition(".")
+    whole, part = whole.lstrip("0"), part.rstrip("0")
+    return digits.startswith("-") and bool(whole or part), whole, part
 
 
 def _plain(text: str) -> str:

@@ -2,8 +2,143 @@
 
 from __future__ import annotations
 
-from attacks.attack import Table
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+from attacks.attack import Attack, Table
+
+SAYS = "scores 0.0 and 1.0; the heartbeat went on"
+TIMEOUT_S = 1.5
+HEARTBEAT_TIMEOUT_S = 20.0
+
+
+def _judged(verifier: str, response: str, honest: str, truth: str, says: str):
+    """Score the response and then an honest one, as a run does; a thread beside it must go on."""
+
+    def run(folder: Path) -> int:
+        from mppo.batch import Prompt
+        from mppo.rewards.judgement import read_judgements
+        from mppo.rewards.response import Response
+        from mppo.rewards.rules import RuleJudge
+
+        package, _, family = verifier.partition(":")
+        needed = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}.get(package)
+        if needed and find_spec(needed) is None:
+            print(f"{says}, since nothing is run: {needed} is not installed")
+            return 0
+        answer, extra = _entry(family) if family else (honest, {})
+        judge = RuleJudge(package, timeout_s=TIMEOUT_S)
+        prompt = Prompt(0, (1,), "attack", truth, "attack", extra)
+        text = response.replace("PARENT", "__import__('os').getppid()")
+        with _beating() as beats:
+            first, second = (
+                read_judgements(judge([response]), [response])[0]
+                for response in (
+                    Response(prompt, text.replace("FOLDER", str(folder))),
+                    Response(prompt, answer),
+                )
+            )
+        longest = max(b - a for a, b in pairwise(beats))
+        beating = "went on" if longest < HEARTBEAT_TIMEOUT_S else f"was {longest:.0f} s late"
+        scores = f"scores {first.score} and {second.score}"
+        print(f"{scores}; the heartbeat {beating}; {first.unscored}")
+        return 0
+
+    return run
+
+
+def _beating():
+    """A thread that appends the time to a list, as the heartbeat's thread shows signs of life."""
+    import threading
+    import time
+    from contextlib import contextmanager
+
+    @contextmanager
+    def beating():
+        beats, over = [time.monotonic()], threading.Event()
+
+        def beat() -> None:
+            while not over.wait(0.05):
+                beats.append(time.monotonic())
+
+        thread = threading.Thread(target=beat)
+        thread.start()
+        try:
+            yield beats
+        finally:
+            over.set()
+            thread.join()
+            beats.append(time.monotonic())
+
+    return beating()
+
+
+def _entry(family: str) -> tuple[str, dict]:
+    """An example of a family of reasoning_gym: its answer, and what its row carries."""
+    from mppo.data.tasks import task
+
+    example = task(f"reasoning_gym:{family}").example(0)
+    return f"<answer>{example.answer}</answer>", example.extra
+
+
+def _row(given: str, verifier: str, response: str, honest: str, truth: str = "17") -> Attack:
+    run = _judged(verifier, response, honest, truth, SAYS)
+    return Attack(given, run=run, says=SAYS, code=0)
+
+
+def _math(given: str, response: str) -> Attack:
+    return _row(f"{given}, `math`", "math", response, r"\boxed{17}")
+
+
+def _gym(given: str, family: str, response: str) -> Attack:
+    response = f"<answer>{response}</answer>"
+    return _row(f"{given}, `reasoning_gym:{family}`", f"reasoning_gym:{family}", response, "")
+
+
+def _final(given: str, response: str) -> Attack:
+    return _row(f"{given}, `final_answer`", "final_answer", response, "17")
+
+
+MILLION = 1_000_000
 
 TABLE = Table(
-    "Answers of the model", "Verifiers run in processes that are killed after reward.timeout_s.", ()
+    "Answers of the model",
+    "Verifiers whose time a response could stretch run in processes that may only read and "
+    "compute, and are killed after `reward.timeout_s`; the time of the others grows with the "
+    "length of the response alone. Each row is followed by a right answer, which must score 1.",
+    (
+        _math("a tower of powers", r"\boxed{9^{9^{9^9}}}"),
+        _math("the factorial of a billion", r"\boxed{(10^9)!}"),
+        _math("a sum of a billion terms", r"\boxed{\sum_{i=1}^{10^9} \frac{1}{i^2}}"),
+        _math("a product of 10^8 factors", r"\boxed{\prod_{i=1}^{100000000} i}"),
+        _math("a binomial coefficient of a billion", r"\boxed{\binom{10^9}{10^8}}"),
+        _math("the expansion of a power", r"\boxed{(x+1)^{100000} - x}"),
+        _math("5,000 brackets in each other", "\\boxed{" + "(" * 5000 + ")" * 5000 + "}"),
+        _math("a number of a million digits", "\\boxed{" + "9" * MILLION + "}"),
+        _math("100,000 additions", "1+" * 100_000),
+        _math("a million dollar signs", "$" * MILLION),
+        _gym("a power that never ends", "countdown", "9**9**9**9"),
+        _gym(
+            "a command",
+            "countdown",
+            "__import__('os').system('echo x > FOLDER/new')",
+        ),
+        _gym("a signal to the trainer", "n_queens", "__import__('os').kill(PARENT, 9)"),
+        _gym("an endless loop", "n_queens", "exec('while True: pass')"),
+        _gym("the end of the process", "spiral_matrix", "__import__('os')._exit(0)"),
+        _gym("a list of 80 GB", "string_insertion", "[0] * 10**10"),
+        _gym("a new file", "n_queens", "open('FOLDER/new', 'w')"),
+        _gym("a connection", "n_queens", "__import__('socket').create_connection(('::1', 80))"),
+        _final("a megabyte of `\\boxed{`", "\\boxed{" * (MILLION // 7)),
+        _final("a megabyte of `<answer>`", "<answer>" * (MILLION // 8)),
+        _final("a megabyte of empty lines", "\n" * MILLION),
+        _row("a million digits, `gsm8k`", "gsm8k", "#### " + "9" * MILLION, "#### 17"),
+        _row("a megabyte of `#### `, `gsm8k`", "gsm8k", "#### " * (MILLION // 5), "#### 17"),
+        _row("a million spaces, `gsm8k`", "gsm8k", "####" + " " * MILLION, "#### 17"),
+        _row("a million commas, `gsm8k_flexible`", "gsm8k_flexible", "1" + "," * MILLION, "17"),
+        _row("a million minus signs, `gsm8k_flexible`", "gsm8k_flexible", "-" * MILLION, "17"),
+        _row("a million brackets, `choice`", "choice", "(" * MILLION, "B", "B"),
+        _row("a megabyte, `exact`", "exact", "17 " * (MILLION // 3), "17"),
+    ),
 )

@@ -149,6 +149,13 @@ SETTINGS = [
     ("a remote reward without address", "reward.name=remote", "reward.url", "needs it"),
     ("a reward function without name", "reward.name=function", "reward.function", "needs it"),
     ("an unknown way out of errors", "reward.on_error=skip", "reward.on_error", "raise, zero"),
+    ("no memory for a function", "reward.memory_mb=0", "reward.memory_mb", "a value > 0"),
+    (
+        "a limit for a server's memory",
+        "reward.name=remote reward.url=http://h/x reward.memory_mb=9",
+        "reward.memory_mb",
+        "no effect",
+    ),
     ("a function nobody calls", "reward.function=a.b:c", "reward.function", "no effect"),
     ("a score replaced and lowered", "reward.missing_eos_score=-1 reward.missing_eos_penalty=1",
      "reward.missing_eos_penalty", "replaces the score"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mppo.batch import Prompt
-from mppo.rewards.function import FunctionJudge, load_function
+from mppo.rewards.function import extra_info, load_function
 from mppo.rewards.judgement import Judgement, JudgingError, read_judgements
 from mppo.rewards.response import Response
 
@@ -28,26 +28,24 @@ def judged(result, on_error="raise"):
 
 
 def test_a_verl_function_sees_its_rows_extra_info_itself():
-    seen = []
-
-    def score(data_source, solution_str, ground_truth, extra_info):
-        seen.append(dict(extra_info))
-        extra_info.clear()  # the row stays as it is
-        return 1.0
-
-    judge = FunctionJudge(score, "score", {})
-    judge([response(VERL_ROW), response(VERL_ROW), response({"extra_info": None})])
-    assert seen == [VERL_ROW["extra_info"], VERL_ROW["extra_info"], {}]
+    for _ in range(2):
+        found = extra_info(response(VERL_ROW).prompt)
+        assert found == VERL_ROW["extra_info"]
+        found.clear()  # the row stays as it is
+    assert extra_info(response({"extra_info": None}).prompt) == {}
 
 
-def test_without_such_a_column_a_function_sees_the_others_and_the_prompt():
-    def score(data_source, solution_str, ground_truth, extra_info):
-        return extra_info
-
-    judge = FunctionJudge(score, "score", {})
-    assert judge([response({"level": 3, "extra_info": "text"})]) == [
-        {"level": 3, "extra_info": "text", "prompt": "2+2?"}
-    ]
+def test_without_such_a_column_a_function_sees_the_others_and_the_prompt(tmp_path):
+    row = {"level": 3, "extra_info": "text"}
+    seen = {**row, "prompt": "2+2?"}
+    assert extra_info(response(row).prompt) == seen
+    body = (
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    return {{'score': 1, 'seen': extra_info == {seen!r}, 'text': 'x'}}\n"
+    )
+    (tmp_path / "sees.py").write_text(body)
+    judge = load_function(f"{tmp_path}/sees.py:score", {})
+    assert judge([response(row)]) == [{"score": 1.0, "seen": 1.0}]
 
 
 @pytest.mark.parametrize(

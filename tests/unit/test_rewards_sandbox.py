@@ -8,6 +8,7 @@ import pytest
 
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError
+from mppo.rewards.judgement import Unscored
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleJudge
 from mppo.rewards.sandbox import CodeVerifier, Sandbox, extract_program, parse_tests
@@ -77,9 +78,7 @@ def test_no_network_can_be_reached(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         outcome = subject.run(f"import socket\nsocket.socket().connect({address})")
-    assert "unreachable" in outcome.error or "refused" in outcome.error
-    interfaces = "import socket\nprint([name for _, name in socket.if_nameindex()])"
-    assert prints(subject, interfaces) == "['lo']"
+    assert "Operation not permitted" in outcome.error
 
 
 def test_no_privilege_other_process_or_environment_is_left(sandbox, monkeypatch):
@@ -88,13 +87,61 @@ def test_no_privilege_other_process_or_environment_is_left(sandbox, monkeypatch)
     assert prints(sandbox, program) == "(65534, 65534, 65534) [] 1 0"
     assert "sesame" not in prints(sandbox, "import os\nprint(dict(os.environ))")
     assert "Operation not permitted" in sandbox.run("import os\nos.setuid(0)").error
-    assert "No such process" in sandbox.run(f"import os\nos.kill({os.getpid()}, 9)").error
+    assert "Operation not permitted" in sandbox.run(f"import os\nos.kill({os.getpid()}, 9)").error
 
 
 @pytest.mark.parametrize("program", ["while True: pass", "import os\nos._exit(0)"])
 def test_a_program_that_does_not_come_to_its_end_passes_nothing(program, sandbox):
     outcome = sandbox.run(program, ["pass"])
     assert (outcome.passed, outcome.finished) == ((), False)
+
+
+FORGED = """
+import os
+for fd in range(3, 16):
+    try:
+        os.write(fd, {0})
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        """b'{"passed": [1000]}'""",
+        "b'{'",
+        "b'!'",
+        "b'D111.'",
+        "b'D.'",
+        "b'D1'",
+        "b'\\xff' * 100000",
+    ],
+)
+@pytest.mark.parametrize("ends", ["os._exit(0)", "pass"])
+def test_what_is_no_verdict_is_counted_and_passes_nothing(content, ends, sandbox):
+    outcome = sandbox.run(FORGED.format(content) + ends, ["pass"])
+    assert (outcome.passed, outcome.finished, outcome.forged) == ((), False, True)
+    score = CodeVerifier(sandbox)(FORGED.format(content) + ends, '["pass"]', {})
+    assert score == Unscored("bad_verdicts")
+
+
+def test_a_long_exception_is_an_error_like_another(sandbox):
+    outcome = sandbox.run("raise ValueError('x' * 10**7)", ["pass"])
+    assert outcome.finished
+    assert not outcome.forged
+    assert 1000 < len(outcome.error) <= 2000
+
+
+def test_no_memory_can_be_had_outside_the_limit(sandbox):
+    program = "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
+    assert prints(sandbox, program + "print(libc.shmget(0, 1 << 30, 0o1600))") == "-1"
+    assert prints(sandbox, program + "print(libc.msgget(0, 0o1600))") == "-1"
+    assert "not permitted" in sandbox.run("import os\nos.memfd_create('x')").error
+
+
+def test_a_program_has_a_session_of_its_own(sandbox):
+    assert prints(sandbox, "import os\nprint(os.getpgid(0), os.getsid(0))") == "1 1"
 
 
 @pytest.mark.parametrize(

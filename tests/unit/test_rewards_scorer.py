@@ -11,6 +11,7 @@ from mppo.data.builtin import load_tokenizer, resolve_model
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer
 from mppo.rewards.shaping import clip_score, overlong_penalty
+from mppo.score_metrics import training_metrics, validation_metrics
 
 EOS = 2
 
@@ -159,6 +160,24 @@ def test_data_that_no_rule_can_score_is_found_before_the_first_rollout(tokenizer
         scorer.check([*good, trajectory(tokenizer, "", source="poems").prompt])
     with pytest.raises(ValueError, match=r"prompt 7 .*no number"):
         scorer.check([trajectory(tokenizer, "", truth="x", source="gsm8k", uid=7).prompt])
+
+
+def test_a_response_without_a_score_of_its_own_is_a_metric(tokenizer, tmp_path):
+    body = (
+        "import time\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    time.sleep(3600 if solution_str == 'slow' else 0)\n"
+        "    return 1.0\n"
+    )
+    name = write_module(tmp_path / "slow.py", body) + ":score"
+    reward = RewardConfig(name="function", function=name, timeout_s=0.5)
+    scorer = build_scorer(reward, tokenizer)
+    answers = [trajectory(tokenizer, "slow"), trajectory(tokenizer, "quick")]
+    judged = scorer.score(answers)
+    assert [judgement.score for judgement in judged] == [0.0, 1.0]
+    none = {"reward/failures": 0.0, "reward/bad_verdicts": 0.0, "reward/errors": 0.0}
+    assert training_metrics(answers, judged, judged[:1]) == none | {"reward/timeouts": 2.0}
+    assert validation_metrics(answers, judged)["val/reward_timeouts"] == 1.0
 
 
 def test_every_score_is_finite(tokenizer):

@@ -7,7 +7,14 @@ import pytest
 from mppo.config.errors import ConfigError
 from mppo.data.tasks import task
 from mppo.rewards import verifiers
-from mppo.rewards.verifiers import VERIFIERS, extract_final, last_boxed, verifier_for
+from mppo.rewards.verifiers import (
+    VERIFIERS,
+    extract_final,
+    last_boxed,
+    last_tagged,
+    parse_number,
+    verifier_for,
+)
 
 NESTED = r"so \boxed{1} or \boxed{\frac{1}{2}}"
 
@@ -123,6 +130,45 @@ def test_boxed_and_final_answers():
     assert last_boxed("none") is None
     assert extract_final("") == ""
     assert extract_final("a\n\nb \n") == "b"
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{a \boxed{b} c}", "b"),
+        (r"\boxed{a} \boxed{b {c}", "a"),
+        (r"\boxed{a {\boxed{b", None),
+        (r"} \boxed{a}} {", "a"),
+        ("\\boxed{" * 200_000 + "x}", "x"),
+        ("\\boxed{" * 200_000, None),
+    ],
+)
+def test_the_last_box_that_closes_counts_however_many_open(text, content):
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<answer>a</answer> <answer>b</answer> <answer>c", "b"),
+        ("<answer>a<answer>b</answer></answer>", "a<answer>b"),
+        ("</answer><answer>", None),
+        ("<answer>" * 200_000, None),
+    ],
+)
+def test_the_last_tagged_answer_that_closes_counts(text, content):
+    assert last_tagged(text) == content
+
+
+def test_numbers_are_compared_exactly_however_long():
+    same = [("1,000", "1000.00"), ("$-0.50", "-.5"), ("-0", "0"), ("007", "7"), ("٣", "3")]
+    assert all(parse_number(a) == parse_number(b) for a, b in same)
+    nines = "9" * 1_000_000
+    assert parse_number(nines) == parse_number(f"0{nines}.0")
+    assert parse_number(nines) != parse_number(f"{nines}.1")
+    assert parse_number("5") != parse_number("-5")
+    assert parse_number("1.") is parse_number("x") is None
+    assert verifiers.gsm8k(f"#### {nines}", "17", {}) == 0
 
 
 def test_a_ground_truth_that_is_no_number_is_an_error():

@@ -1,0 +1,207 @@
+"""Scores from processes of their own: limits, failures, and their end."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mppo.batch import Prompt
+from mppo.rewards.function import FunctionJudge
+from mppo.rewards.judgement import Unscored, read_judgements
+from mppo.rewards.response import Response
+from mppo.rewards.rules import RuleJudge
+from mppo.rewards.worker import Task
+from mppo.rewards.worker_pool import WorkerPool
+
+ROOT = Path(__file__).parents[2]
+FUNCTION = """
+import os, sys, time
+calls = []
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    calls.append(solution_str)
+    if solution_str == "sleep":
+        time.sleep(3600)
+    if solution_str == "nap":
+        time.sleep(3)
+    if solution_str == "spawn":
+        os.system("sleep 3600")
+    if solution_str == "memory":
+        return len(bytearray(1 << 33)) * 0.0
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str == "leave":
+        sys.exit("enough")
+    if solution_str == "files":
+        return len(os.listdir("/proc/self/fd"))
+    if solution_str == "pid":
+        return os.getpid()
+    return len(calls)
+"""
+PROMPT = Prompt(5, (1,), "poems", "", "p")
+
+
+@pytest.fixture
+def judged(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTION)
+
+    def judge(*texts, **limits):
+        subject = FunctionJudge(f"{path}:score", {}, **limits)
+        responses = [Response(PROMPT, text) for text in texts]
+        judgements = read_judgements(subject(responses), responses)
+        return [each.score for each in judgements], [each.unscored for each in judgements]
+
+    return judge
+
+
+def test_a_function_runs_in_another_process_and_keeps_its_state(judged):
+    scores, _ = judged("a", "b", "pid", "c")
+    assert scores[:2] == [1, 2]
+    assert scores[3] == 4
+    assert scores[2] != os.getpid()
+
+
+def test_what_takes_too_long_has_score_0_and_is_counted_and_the_rest_is_scored(judged):
+    scores, unscored = judged("a", "sleep", "b", timeout_s=0.5)
+    assert scores == [1, 0, 1]
+    assert unscored == [None, "timeouts", None]
+
+
+def test_what_a_function_has_started_ends_with_it(judged):
+    scores, _ = judged("pid", "spawn", timeout_s=1.0)
+    gone = (psutil.NoSuchProcess, psutil.ZombieProcess)
+    group = int(scores[0])
+    members = []
+    for process in psutil.process_iter():
+        try:
+            members += [process] if os.getpgid(process.pid) == group else []
+        except (*gone, ProcessLookupError):
+            continue
+    psutil.wait_procs(members, timeout=60)
+    assert not [process for process in members if process.is_running()]
+
+
+def test_a_limit_of_memory_is_a_score_of_0_and_counted(judged):
+    scores, unscored = judged("a", "memory", "b", memory_mb=2048)
+    assert scores == [1, 0, 1]
+    assert unscored == [None, "failures", None]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("exit", "it ended its process: exit code 3"), ("leave", "SystemExit: enough")],
+)
+def test_a_function_that_ends_its_process_is_named_with_the_prompt(text, message, judged):
+    with pytest.raises(ValueError, match=rf"mine\.py:score failed on prompt 5 .*{message}"):
+        judged("a", text)
+
+
+def test_a_worker_has_no_file_or_socket_of_the_trainer(judged):
+    with socket.create_server(("127.0.0.1", 0)) as server, open(os.devnull) as file:
+        server.set_inheritable(True)
+        os.set_inheritable(file.fileno(), True)
+        (count,), _ = judged("files")
+    assert count == 6  # standard input, output and error, its two pipes, and the folder it lists
+
+
+def test_a_worker_that_cannot_start_says_why():
+    pool = WorkerPool(Task("mppo.no_such:load"), 1, 1.0)
+    with pytest.raises(RuntimeError, match=r"could not start: ModuleNotFoundError.*no_such"):
+        pool.run(["x"])
+
+
+def test_after_the_server_of_the_workers_has_ended_the_next_batch_has_another():
+    task = Task("operator:methodcaller", ("__len__",))
+    pool = WorkerPool(task, 1, 60.0)
+    assert [result.score for result in pool.run(["ab", "abc"])] == [2, 3]
+    os.kill(pool._server.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="has ended"):
+        pool.run(["ab"])
+    assert [result.score for result in pool.run(["ab"])] == [2]
+
+
+def test_where_one_has_taken_too_long_the_next_gets_half(judged):
+    assert judged("nap", timeout_s=5.0)[0] == [1]
+    scores, unscored = judged("sleep", "nap", timeout_s=5.0)
+    assert scores == [0, 0]
+    assert unscored == ["timeouts", "timeouts"]
+
+
+SLEEPER = """
+import sys
+from mppo.batch import Prompt
+from mppo.rewards.function import FunctionJudge
+from mppo.rewards.response import Response
+judge = FunctionJudge(sys.argv[1] + ":score", {})
+prompt = Prompt(5, (1,), "poems", "", "p")
+print(int(judge([Response(prompt, "pid")])[0]["score"]), flush=True)
+judge([Response(prompt, "sleep")])
+"""
+
+
+def test_workers_end_when_the_trainer_is_killed(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTION)
+    command = [sys.executable, "-c", SLEEPER, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as trainer:
+        worker = psutil.Process(int(trainer.stdout.readline()))
+        server = worker.parent()
+        trainer.kill()
+    _, alive = psutil.wait_procs([worker, server], timeout=60)
+    assert not alive
+
+
+def test_a_hostile_formula_stops_no_thread_and_scores_0():
+    pytest.importorskip("math_verify", reason="the optional package math-verify is missing")
+    judge = RuleJudge("math", timeout_s=2.0)
+    prompt = Prompt(0, (1,), "math", "17", "p")
+    beats, over = [], threading.Event()
+
+    def beat():
+        while not over.wait(0.05):
+            beats.append(time.monotonic())
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    answers = [r"\boxed{17}", r"\boxed{9^{9^{9^9}}}", r"\boxed{(10^9)!}", r"\boxed{17}"]
+    try:
+        results = judge([Response(prompt, answer) for answer in answers])
+    finally:
+        over.set()
+        thread.join()
+    assert results == [1, Unscored("timeouts"), Unscored("timeouts"), 1]
+    assert len(beats) > 10
+
+
+def test_an_answer_that_is_run_can_do_nothing_and_changes_no_later_score(tmp_path):
+    pytest.importorskip("reasoning_gym", reason="the optional package reasoning_gym is missing")
+    from mppo.data.tasks import task
+
+    example = task("reasoning_gym:spiral_matrix").example(0)
+    prompt = Prompt(0, (1,), "reasoning_gym:spiral_matrix", example.answer, "p", example.extra)
+    file = tmp_path / "new"
+    hostile = [
+        f"open({str(file)!r}, 'w')",
+        "__import__('os').kill(__import__('os').getppid(), 9)",
+        "setattr(__import__('mppo.rewards.verifiers').rewards.verifiers, 'extract_final', exit)",
+    ]
+    texts = [f"<answer>{text}</answer>" for text in [*hostile, example.answer]]
+    judge = RuleJudge(timeout_s=60.0)
+    for text, score in zip(texts, [0, 0, 0, 1]):
+        assert judge([Response(prompt, text)]) == [score]
+    assert not file.exists()
+
+
+def test_a_row_without_its_entry_is_found_before_the_first_rollout():
+    pytest.importorskip("reasoning_gym", reason="the optional package reasoning_gym is missing")
+    prompt = Prompt(7, (1,), "reasoning_gym:chain_sum", "1", "p", {})
+    with pytest.raises(ValueError, match=r"prompt 7 .*no reasoning_gym entry"):
+        RuleJudge().check([prompt])
