@@ -325,8 +325,8 @@ class RewardConfig(Section):
     ``missing_eos_penalty`` less. ``on_error``: a response that cannot be judged (the function
     raised, or returned no finite number) ends the run, the step before being saved (``raise``), or
     scores 0 and is counted in ``reward/errors`` (``zero``).
-    ``timeout_s`` bounds the answer of a server; and one response in a
-    function, or in a verifier that runs in processes of its own, which are killed then: score 0.
+    ``timeout_s`` is how long a server may take for an answer, and a function, or a verifier that
+    runs in processes of its own, for a response; they are killed then, and it scores 0.
     ``memory_mb`` is the address space of such a process (null: 4096 for a verifier, no limit for a
     function).
     """

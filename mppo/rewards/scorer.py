@@ -145,12 +145,14 @@ def _build_judge(reward: RewardConfig) -> Judge:
         raise ConfigError([Fault(f"reward.{needed}", None, why, cure[needed])])
     if reward.name == "rule":
         keys = ("partial_credit", "sandbox")
-        limits = {"timeout_s": reward.timeout_s, "memory_mb": reward.memory_mb}
-        make = partial(RuleJudge, reward.verifier, **limits)
+        make = partial(
+            RuleJudge, reward.verifier, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb
+        )
         return _with_kwargs(make, reward.kwargs, keys)
     if reward.name == "function":
-        limits = (reward.timeout_s, reward.memory_mb)
-        return load_function(str(reward.function), reward.kwargs, *limits)
+        return load_function(
+            str(reward.function), reward.kwargs, reward.timeout_s, reward.memory_mb
+        )
     keys = ("batch_size", "retries", "backoff_s", "api_key_env")
     return _with_kwargs(RemoteJudge, reward.kwargs, keys, str(reward.url), reward.timeout_s)
 
