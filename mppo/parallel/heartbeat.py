@@ -3,9 +3,10 @@
 A thread of each rank writes what the rank does into a key-value store of the job's own, hosted by
 the first rank. The first rank judges: a rank that was silent too long is dead; if no rank has made
 progress for too long, a collective hangs. The others watch for its verdict, and for its own signs
-of life; all watch their torchrun, for nobody else would end them when it is killed. On a verdict
-each rank writes the stacks of all its threads into the run's folder and exits with code 1, whatever
-its main thread waits for.
+of life; where its process or node stands still, the store does not answer, and that is the verdict
+on the first rank. All watch their torchrun, for nobody else would end them when it is killed. On a
+verdict each rank writes the stacks of all its threads into the run's folder and exits with code 1,
+whatever its main thread waits for.
 
 A rank that fails with an error tells it to the others, and leaves in order. A failure often befalls
 every rank: whoever fails as well, moments later, leaves in order, too, and repeats nothing that has
@@ -25,7 +26,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -33,6 +33,7 @@ import torch.distributed as dist
 from mppo.config.errors import ConfigError
 from mppo.parallel import abandon, phase
 from mppo.parallel.launch import PARENT, LaunchInfo
+from mppo.parallel.watched_store import WatchedStore
 from mppo.parallel.way_out import WayOut
 
 EXIT_CODE = 1
@@ -115,10 +116,14 @@ class Judge:
         for rank in sorted(self._seen):
             silence = now - self._seen[rank]
             if silence > self.silence_s:
-                return f"no sign of life for {silence:.0f} s from {self._describe(rank)}"
+                return self.silent(rank, silence)
         if self._progress_at is not None and now - self._progress_at > self.hang_s:
             return self._hang(now - self._progress_at)
         return None
+
+    def silent(self, rank: int, seconds: float) -> str:
+        """The verdict on a rank that was silent for so long."""
+        return f"no sign of life for {seconds:.0f} s from {self._describe(rank)}"
 
     def lost(self, rank: int) -> str:
         """The verdict on a rank whose connection broke."""
@@ -186,11 +191,13 @@ class Heartbeat:
         self._judge = Judge(info.world_size, silence_s, hang_s if hears_all else math.inf)
         self._judged_here = False
         self._heard: Failure | None = None
-        self._store = _connect(info)
+        self._untold: BaseException | None = None
+        self._leaving = threading.Lock()
         self._number = 0
         self._launcher = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._stopping = threading.Event()
         self._told_to_stop = False
+        self._store = WatchedStore(info, self._interval_s, silence_s, self._leave_frozen)
         self._beat()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -227,7 +234,9 @@ class Heartbeat:
         self._begin_way_out()
         where = f"{self._name()} failed in: {phase.current()}; {_last_step()}"
         mine = Failure(where, f"{type(error).__name__}: {error}")
+        self._untold = error
         first = self._first_failure(mine)
+        self._untold = None
         if first == mine or first.reason != mine.reason:
             self._tell(error)
         self._await_others()
@@ -251,6 +260,11 @@ class Heartbeat:
         limit_s = self._way_out.limit_s
         self._leave(f"{self._name()} has failed, and was not out {limit_s:.0f} s later")
 
+    def _leave_frozen(self, seconds: float) -> None:
+        """The first rank's store does not answer: nobody else can judge, or be told."""
+        self._judged_here, self._heard = True, None
+        self._leave(self._judge.silent(0, seconds))
+
     def _await_others(self) -> None:
         """Stay until every rank has failed, too, or has had time to hear and to leave: the first
         rank's store and every rank's connections must not go before."""
@@ -260,6 +274,7 @@ class Heartbeat:
             while failed < self._info.world_size and time.monotonic() < deadline:
                 time.sleep(0.05)
                 failed = self._store.add(_FAILED, 0)
+        self._store.close()
 
     def _name(self) -> str:
         return f"rank {self._info.rank} of {self._info.world_size}"
@@ -269,12 +284,14 @@ class Heartbeat:
         dist.barrier()
         self._stopping.set()
         self._thread.join()
-        self._store.add(_FAREWELL, 1)
+        here = self._store.add(_FAREWELL, 1)
         deadline = time.monotonic() + _FAREWELL_S
-        while self._info.rank == 0 and time.monotonic() < deadline:
-            if self._store.add(_FAREWELL, 0) >= self._info.world_size:
-                return
+        while self._info.rank == 0 and here < self._info.world_size:
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.01)
+            here = self._store.add(_FAREWELL, 0)
+        self._store.close()
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):
@@ -336,7 +353,7 @@ class Heartbeat:
             return None
         values = self._store.multi_get(list(keys))
         beats = {rank: Beat(**json.loads(v)) for rank, v in zip(keys.values(), values)}
-        now = time.monotonic()
+        now = self._store.clock.now()
         self._judge.hear(beats, now)
         why = self._judge.verdict(now)
         self._judged_here = why is not None
@@ -350,6 +367,9 @@ class Heartbeat:
         The first rank speaks for the job; where it has gone, one rank of each node does. The reason
         of a failure is in the output of the rank that failed already.
         """
+        self._leaving.acquire()  # for good: whoever comes second waits for the end of the process
+        if self._untold is not None:
+            self._tell(self._untold)
         lines = [f"{self._heard.where}; that rank says why" if self._heard else why]
         try:
             self._write_stacks(why)
@@ -398,39 +418,3 @@ def is_consequence(error: BaseException) -> bool:
 
 def _last_step() -> str:
     return f"last completed step: {phase.last_step()}"
-
-
-def _connect(info: LaunchInfo) -> dist.TCPStore:
-    """The store; the first rank hosts it on the interface the rendezvous uses."""
-    place: list[int | None] = [None]
-    listener = None
-    if info.rank == 0:
-        listener = _listen(info.master_addr)
-        place = [listener.getsockname()[1]]
-    dist.broadcast_object_list(place, src=0)
-    store = dist.TCPStore(
-        info.master_addr,
-        int(place[0] or 0),
-        is_master=info.rank == 0,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
-    dist.barrier()
-    return store
-
-
-def _listen(address: str) -> socket.socket:
-    """A socket on the interface of ``address``; on all of them where it is not this host's own
-    (behind a network address translation)."""
-    for host in (address, ""):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.bind((host, 0))
-        except OSError:
-            listener.close()
-            continue
-        listener.listen(socket.SOMAXCONN)
-        return listener
-    raise OSError(f"no free port on {address}")

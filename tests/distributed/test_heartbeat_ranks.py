@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,9 @@ from ranks import begin_ranks
 
 from mppo.parallel.launch import free_port
 
-PHASES = ("updating actor", "reward")
+PHASES = ("updating actor", "reward", "gen")
+PATIENCE_S = 120.0
+"""Far beyond every limit of a test's own; what has not ended by then does not end."""
 
 
 def _never_comes() -> None:
@@ -46,7 +51,12 @@ def _leaves_slowly() -> None:
 
 
 def _worker(
-    rank: int, folder: Path, deeds: Sequence[Callable[[], None]], ending: Callable[[], None]
+    rank: int,
+    folder: Path,
+    deeds: Sequence[Callable[[], None]],
+    ending: Callable[[], None],
+    silence_s: float,
+    hang_s: float,
 ) -> None:
     from mppo.parallel.heartbeat import watching
     from mppo.parallel.launch import LaunchInfo, process_group
@@ -59,16 +69,18 @@ def _worker(
 
     with (folder / f"stderr_{rank}").open("w") as stream:
         os.dup2(stream.fileno(), 2)
-    info = LaunchInfo(rank, 2, rank, 2, "127.0.0.1", int((folder / "port").read_text()), "python")
+    port, world = int((folder / "port").read_text()), len(deeds)
+    info = LaunchInfo(rank, world, rank, world, "127.0.0.1", port, "python")
     step_done(2)
     try:
         with (
             WayOut(limit_s=6) as way_out,
             process_group(info, 60),
-            watching(info, 60, 8, folder / "stacks", way_out, tell) as heartbeat,
+            watching(info, silence_s, hang_s, folder / "stacks", way_out, tell) as heartbeat,
         ):
             try:
                 with heartbeat.telling(), phase(PHASES[rank], 3):
+                    (folder / f"begun_{rank}").touch()
                     deeds[rank]()
             finally:
                 if rank == 1:
@@ -83,10 +95,40 @@ def _codes(
 ) -> list[int | None]:
     """Exit codes of two ranks that do these deeds; the second one ends with ``ending``."""
     (folder / "port").write_text(str(free_port()))
-    processes = begin_ranks(_worker, (folder, deeds, ending), 2).processes
+    processes = begin_ranks(_worker, (folder, deeds, ending, 60, 8), 2).processes
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
+
+
+def _codes_with_the_first_rank_stopped(
+    folder: Path, *deeds: Callable[[], None]
+) -> list[int | None]:
+    """Exit codes of the other ranks, after a SIGSTOP to the first; None where one has not ended."""
+    (folder / "port").write_text(str(free_port()))
+    arguments = (folder, deeds, _leaves, 4, 600)
+    processes = begin_ranks(_worker, arguments, len(deeds)).processes
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not all((folder / f"begun_{rank}").exists() for rank in range(len(deeds))):
+            assert time.monotonic() < deadline, "the ranks did not begin"
+            time.sleep(0.05)
+        time.sleep(2)  # the first rank's phase reaches the store with its next beat
+        os.kill(processes[0].pid, signal.SIGSTOP)
+        (folder / "stopped").touch()
+        for process in processes[1:]:
+            process.join(PATIENCE_S)
+        return [process.exitcode for process in processes[1:]]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _fails_once_the_first_has_stopped(folder: Path) -> None:
+    while not (folder / "stopped").exists():
+        time.sleep(0.05)
+    raise ValueError("no such answer")
 
 
 def _told(folder: Path) -> list[str]:
@@ -149,3 +191,26 @@ def test_a_failed_rank_that_does_not_get_out_ends_with_its_stacks(tmp_path):
     assert _left(tmp_path) == [0]
     assert _stacks(tmp_path, 1).startswith("rank 1 of 2 has failed, and was not out 6 s later\n")
     assert "in _never_comes" in _stacks(tmp_path, 1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_first_rank_that_stands_still_ends_the_others(tmp_path, world):
+    """It hosts the store that all watch; no collective fails, for its connections stay open."""
+    codes = _codes_with_the_first_rank_stopped(tmp_path, _never_comes, *[_waits] * (world - 1))
+    assert codes == [1] * (world - 1)
+    for rank in range(1, world):
+        verdict = _stacks(tmp_path, rank).split("\n\n")[0]
+        assert re.fullmatch(
+            rf"no sign of life for \d+ s from rank 0 of {world} \(pid \d+ on \S+\), which was in: "
+            r"updating actor, step 3; last completed step: 2",
+            verdict,
+        )
+        assert "in barrier" in _stacks(tmp_path, rank)
+    assert "mppo: no sign of life for" in (tmp_path / "stderr_1").read_text()
+
+
+def test_a_rank_that_fails_while_the_first_stands_still_tells_its_own_error(tmp_path):
+    fails = partial(_fails_once_the_first_has_stopped, tmp_path)
+    assert _codes_with_the_first_rank_stopped(tmp_path, _never_comes, fails) == [1]
+    assert _told(tmp_path) == ["rank 1: no such answer"]
+    assert _stacks(tmp_path, 1).startswith("no sign of life for ")

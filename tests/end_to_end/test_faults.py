@@ -98,9 +98,17 @@ def test_a_killed_rank_ends_the_job_and_the_next_start_goes_on(tmp_path, undistu
     finishes_like(undisturbed, tmp_path)
 
 
-def test_under_torchrun_a_job_whose_first_rank_is_killed_starts_again_and_goes_on(
-    tmp_path, undisturbed
+@pytest.mark.parametrize(
+    ("number", "verdict"),
+    [
+        (signal.SIGKILL, r"mppo: the connection broke to rank 0 of 2"),
+        (signal.SIGSTOP, r"mppo: no sign of life for \d+ s from rank 0 of 2 \(pid \d+ on"),
+    ],
+)
+def test_under_torchrun_a_job_whose_first_rank_is_killed_or_stopped_starts_again_and_goes_on(
+    tmp_path, undisturbed, number, verdict
 ):
+    """torchrun sends a stopped rank SIGKILL, 30 s after the SIGTERM that it does not take."""
     saved, log = tmp_path / "checkpoints/global_step_2", tmp_path / "output.txt"
     launcher = start_under(torchrun(restarts=1), tmp_path)
     try:
@@ -109,12 +117,12 @@ def test_under_torchrun_a_job_whose_first_rank_is_killed_starts_again_and_goes_o
             time.sleep(0.05)
         ranks = psutil.Process(launcher.pid).children()
         (first,) = [rank for rank in ranks if rank.environ().get("RANK") == "0"]
-        first.kill()
+        first.send_signal(number)
         assert launcher.wait(timeout=500) == 0, log.read_text()
     finally:
         launcher.terminate()
     text = log.read_text()
-    assert "mppo: the connection broke to rank 0 of 2" in text
+    assert re.search(verdict, text), text
     assert text.count("resumed from") == 1
     assert steps_logged(tmp_path) == STEPS
     assert same_weights(tmp_path, undisturbed)

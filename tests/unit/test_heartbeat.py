@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 from mppo.config.schema import TrainerConfig
 from mppo.parallel.heartbeat import Beat, Judge, is_consequence
 
@@ -64,3 +70,29 @@ def test_ranks_that_have_not_begun_are_not_missed():
 def test_which_errors_are_consequences():
     assert is_consequence(RuntimeError("[/x/third_party/gloo/gloo/pair.cc:1] Connection closed"))
     assert not is_consequence(RuntimeError("division by zero"))
+
+
+STOPPED = """
+import sys, time
+from mppo.parallel.watched_store import AwakeClock
+clock = AwakeClock(0.1)
+ended = time.monotonic() + 6
+print("ready", flush=True)
+while time.monotonic() < ended:
+    time.sleep(0.1)
+    seconds = clock.now()
+print(seconds)
+"""
+
+
+def test_the_time_in_which_a_process_is_stopped_is_nobodys_silence():
+    process = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4)
+        os.kill(process.pid, signal.SIGCONT)
+        assert float(process.stdout.readline()) < 4
+    finally:
+        process.kill()
+        process.wait()

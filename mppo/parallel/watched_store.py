@@ -1,0 +1,160 @@
+"""The heartbeat's key-value store, and a watch over the process that hosts it.
+
+The first rank hosts the store. When that process is stopped, or its node freezes, the connection
+stays open and a call waits without a limit: the timeout of ``TCPStore`` bounds connecting and
+waiting for a key, not the answer to ``check`` or ``add``. The call holds the store's lock as well,
+but not the interpreter's, so a thread that never calls the store can see how long it has waited.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from mppo.parallel.launch import LaunchInfo
+
+_LARGEST_GAP = 3
+"""Ticks. A longer gap between two ticks means that this process did not run."""
+
+
+class AwakeClock:
+    """Seconds in which this process ran; the time in which it was stopped does not count.
+
+    Without this, a process that is continued would take its own silence for that of the others.
+
+    Args:
+        tick_s: ``now`` is called at least this often while the process runs.
+    """
+
+    def __init__(self, tick_s: float) -> None:
+        self._gap_s = _LARGEST_GAP * tick_s
+        self._lock = threading.Lock()
+        self._seconds, self._last = 0.0, time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since the clock was made."""
+        with self._lock:
+            now = time.monotonic()
+            self._seconds += min(now - self._last, self._gap_s)
+            self._last = now
+            return self._seconds
+
+
+class WatchedStore:
+    """A ``TCPStore`` that the first rank hosts.
+
+    Construct collectively, in the default process group.
+
+    Args:
+        info: this process's place.
+        interval_s: seconds between two looks of the watch.
+        silence_s: a call may wait so long for its answer.
+        on_silence: called once, in the watch's thread, with the seconds that a call has waited.
+    """
+
+    def __init__(
+        self,
+        info: LaunchInfo,
+        interval_s: float,
+        silence_s: float,
+        on_silence: Callable[[float], None],
+    ) -> None:
+        self.clock = AwakeClock(interval_s)
+        self._interval_s, self._silence_s, self._on_silence = interval_s, silence_s, on_silence
+        self._begun: dict[int, float] = {}
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="store watch", daemon=True).start()
+        self._store = self._connect(info)
+
+    def set(self, key: str, value: str) -> None:
+        """Store a value."""
+        with self._calling():
+            self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+        with self._calling():
+            return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        with self._calling():
+            return self._store.check(keys)
+
+    def multi_get(self, keys: list[str]) -> Sequence[bytes]:
+        """The values of keys that are there."""
+        with self._calling():
+            return self._store.multi_get(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; its new value."""
+        with self._calling():
+            return self._store.add(key, amount)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Store a value where the present one is as expected; the value that is there then."""
+        with self._calling():
+            return self._store.compare_set(key, expected, value)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._closed.set()
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._begun[thread] = self.clock.now()
+        try:
+            yield
+        finally:
+            del self._begun[thread]
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            now = self.clock.now()
+            waited = now - min(list(self._begun.values()), default=now)
+            if waited > self._silence_s:
+                self._on_silence(waited)
+                return
+
+    def _connect(self, info: LaunchInfo) -> dist.TCPStore:
+        """The store; the first rank hosts it on the interface the rendezvous uses."""
+        place: list[int | None] = [None]
+        listener = None
+        if info.rank == 0:
+            listener = _listen(info.master_addr)
+            place = [listener.getsockname()[1]]
+        dist.broadcast_object_list(place, src=0)
+        with self._calling():
+            store = dist.TCPStore(
+                info.master_addr,
+                int(place[0] or 0),
+                is_master=info.rank == 0,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=60),
+                master_listen_fd=None if listener is None else listener.detach(),
+            )
+        dist.barrier()
+        return store
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket on the interface of ``address``; on all of them where it is not this host's own
+    (behind a network address translation)."""
+    for host in (address, ""):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind((host, 0))
+        except OSError:
+            listener.close()
+            continue
+        listener.listen(socket.SOMAXCONN)
+        return listener
+    raise OSError(f"no free port on {address}")
