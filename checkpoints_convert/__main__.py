@@ -21,11 +21,13 @@ import torch
 
 from checkpoints_convert.commands import hf_to_megatron, inspect, megatron_to_hf
 from checkpoints_convert.job import Ranks
+from mppo.safety.redact import redacted_output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BARRIER_TIMEOUT_S = 24 * 3600.0
 
 
+@redacted_output()
 def main(argv: list[str] | None = None) -> int:
     """Run the tool.
 

@@ -25,11 +25,13 @@ from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.engine import WeightBucket, Wish
 from mppo.rollout.sglang_model import engine_faults
+from mppo.safety.redact import redacted_output
 from mppo.score_metrics import errors_of, mean_numbers, mean_scores, unscored
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.whole_tensors import whole_tensors
 
 
+@redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate; exit code 0, 2 for a faulty recipe, 1 where responses cannot be judged."""
     parser = argparse.ArgumentParser(prog="mppo/evaluate.py", description=__doc__)

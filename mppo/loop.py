@@ -16,12 +16,12 @@ from mppo.parallel.phase import phase
 from mppo.replay import MODELS, Case, keep_case
 from mppo.report.console import SampleRow
 from mppo.report.history import Metrics
-from mppo.report.redact import redact
 from mppo.rewards.division import ScoringError
 from mppo.rewards.judgement import Judgement
 from mppo.roles import NonFiniteStep
 from mppo.rollout.engine import WeightSource
 from mppo.run import Run
+from mppo.safety.redact import redact
 from mppo.score_metrics import show_errors, validation_metrics
 from mppo.selection import resample
 from mppo.step_metrics import longest_prompts, mismatch, performance

@@ -29,6 +29,7 @@ import torch
 import mppo
 from mppo.config.errors import ConfigError, Fault
 from mppo.parallel import device
+from mppo.safety.redact import redacted_output
 
 MARK = "mppo-preflight "
 PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "transformer-engine")
@@ -132,6 +133,7 @@ def table(reports: Sequence[NodeReport]) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows)
 
 
+@redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 where all is well, 2 with the faults on stderr."""
     arguments = _parse(argv)

@@ -33,6 +33,7 @@ from mppo.parallel import device
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.launch import discover, process_group
 from mppo.roles import Roles
+from mppo.safety.redact import redacted_output
 from mppo.weights.pickles import METADATA, check_pickles
 
 CASE, TENSORS, MODELS = "case.json", "experience.safetensors", "models"
@@ -169,6 +170,7 @@ def replay(case: Case, experience: Experience, roles: Roles) -> list[str]:
     return found
 
 
+@redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay the case named on the command line; prints the findings of every rank. Exit code 2 for
     a folder that holds no case, or one that would run code."""

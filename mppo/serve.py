@@ -27,8 +27,10 @@ from mppo.rollout.checked_load import LOADER
 from mppo.rollout.fleet import API_KEY_VARIABLE
 from mppo.rollout.sglang_model import engine_faults
 from mppo.rollout.sglang_server import check_installed, server_environment, server_options
+from mppo.safety.redact import redacted_output
 
 
+@redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Become the server; exit code 2 where the recipe or the key is not right."""
     parser = argparse.ArgumentParser(prog="python -m mppo.serve", description=__doc__)

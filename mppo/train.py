@@ -41,8 +41,8 @@ from mppo.parallel.launch import (
 from mppo.parallel.phase import current, phase
 from mppo.parallel.signals import StopRequest, listening
 from mppo.parallel.way_out import WayOut
-from mppo.report.redact import redact
 from mppo.rollout.sglang_model import engine_faults
+from mppo.safety.redact import redact, redacted_output
 from mppo.weights.model_folder import companion_folder
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ FIRST_RANK_SPEAKS_S = 15.0
 """Within this time of a fault the first rank has told it, however late it started."""
 
 
+@redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; exit code 0, 2 for a faulty recipe, 1 for a failure while running."""
     arguments = _parse(argv)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mppo.safety.redact import HIDDEN, is_secret_name, redact, redact_text
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -14,7 +16,7 @@ class Fault:
 
     Args:
         key: dotted key, or the file or option at fault.
-        value: what was given.
+        value: what was given; shown without secrets.
         why: what is wrong with it.
         cure: what would be right.
     """
@@ -25,10 +27,16 @@ class Fault:
     cure: str
 
     def __str__(self) -> str:
-        shown = repr(self.value)
+        key, why, cure = map(redact_text, (self.key, self.why, self.cure))
+        if self.value and any(is_secret_name(part) for part in self.key.split(".")):
+            given = str(self.value)
+            why, cure = why.replace(given, HIDDEN), cure.replace(given, HIDDEN)
+            shown = repr(HIDDEN)
+        else:
+            shown = repr(redact(self.value))
         if len(shown) > 120:
             shown = shown[:117] + "..."
-        return f"{self.key} = {shown}\n     why:  {self.why}\n     cure: {self.cure}"
+        return f"{key} = {shown}\n     why:  {why}\n     cure: {cure}"
 
 
 class ConfigError(ValueError):

@@ -35,6 +35,7 @@ from mppo.parallel import abandon, phase
 from mppo.parallel.launch import PARENT, LaunchInfo
 from mppo.parallel.watched_store import WatchedStore
 from mppo.parallel.way_out import WayOut
+from mppo.safety.redact import redact_text
 
 EXIT_CODE = 1
 SAVING = "save_checkpoint"
@@ -386,7 +387,7 @@ class Heartbeat:
     def _write_stacks(self, why: str) -> None:
         self._stacks.mkdir(parents=True, exist_ok=True)
         with (self._stacks / f"rank_{self._info.rank:05d}.txt").open("w") as stream:
-            stream.write(f"{why}\n\nthis rank: {phase.current()}\n\n")
+            stream.write(f"{redact_text(why)}\n\nthis rank: {phase.current()}\n\n")
             stream.flush()
             faulthandler.dump_traceback(stream, all_threads=True)
 

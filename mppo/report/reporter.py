@@ -18,10 +18,10 @@ from mppo.report.console import SampleRow, StepConsole
 from mppo.report.expert_load import plot_expert_load
 from mppo.report.history import History, Metrics
 from mppo.report.plot import plot_run
-from mppo.report.redact import redact
 from mppo.report.status import REPORT, Status, Word, write_status
 from mppo.report.summary import run_report
 from mppo.report.trackers import Tracker, check_trackers, open_trackers
+from mppo.safety.redact import redact, redact_text
 
 RECIPE, METRICS, SAMPLES = "recipe.yaml", "metrics.jsonl", "samples.jsonl"
 PLOT, EXPERT_LOAD = "reward_kl.png", "expert_load.png"
@@ -57,7 +57,7 @@ class Reporter:
         self.run_dir = Path(run_dir)
         self.total_steps = total_steps
         self.is_main = is_main
-        self._name = f"{trainer.project_name}/{trainer.experiment_name}"
+        self._name = redact_text(f"{trainer.project_name}/{trainer.experiment_name}")
         self._samples: dict[int, Sequence[SampleRow]] = {}
         self._began = time.monotonic()
         self._started, self._done = False, 0
