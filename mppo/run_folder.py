@@ -37,10 +37,10 @@ from mppo.data.builtin import resolve_model
 from mppo.disk import MARKER, Damaged, Files, free_name, read_marker, set_aside
 from mppo.parallel.first_rank import on_first_rank
 from mppo.report.history import read_rows
-from mppo.report.redact import redact
 from mppo.report.reporter import EXPERT_LOAD, METRICS, PLOT, RECIPE, SAMPLES
 from mppo.report.status import FILE as STATUS
 from mppo.report.status import REPORT, finished_steps, read_status
+from mppo.safety.redact import redact
 
 ACTOR, AVERAGE, WARM_START, HF, CHECKPOINTS = (
     "actor", "actor_ema", "warm_start", "hf", "checkpoints",

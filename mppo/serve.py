@@ -11,12 +11,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import AutoConfig
 
 from mppo.config.errors import ConfigError, Fault
@@ -26,7 +24,13 @@ from mppo.parallel import device
 from mppo.rollout.checked_load import LOADER
 from mppo.rollout.fleet import API_KEY_VARIABLE
 from mppo.rollout.sglang_model import engine_faults
-from mppo.rollout.sglang_server import check_installed, server_environment, server_options
+from mppo.rollout.sglang_server import (
+    check_installed,
+    launch_command,
+    server_environment,
+    server_options,
+)
+from mppo.safety.private import PRIVATE
 from mppo.safety.redact import redacted_output
 
 
@@ -52,12 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, RuntimeError, ValueError) as error:
         print(f"mppo: {error}", file=sys.stderr)
         return 2
-    # the key is not to be seen in the process table: mkstemp's file is the user's alone
-    descriptor, file = tempfile.mkstemp(prefix="mppo_server_", suffix=".yaml")
-    with os.fdopen(descriptor, "w") as stream:
-        yaml.safe_dump({name.replace("_", "-"): v for name, v in content.items()}, stream)
-    command = [sys.executable, "-m", "sglang.launch_server", "--config", file]
-    os.execve(sys.executable, command, os.environ | environment)
+    os.umask(PRIVATE)
+    os.execve(sys.executable, launch_command(content), os.environ | environment)
 
 
 def server_start(

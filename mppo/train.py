@@ -42,7 +42,9 @@ from mppo.parallel.phase import current, phase
 from mppo.parallel.signals import StopRequest, listening
 from mppo.parallel.way_out import WayOut
 from mppo.rollout.sglang_model import engine_faults
+from mppo.safety.private import private_files
 from mppo.safety.redact import redact, redacted_output
+from mppo.safety.temporary import remove_leftovers
 from mppo.weights.model_folder import companion_folder
 
 if TYPE_CHECKING:
@@ -130,7 +132,10 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     hang = hang or 0.9 * trainer.collective_timeout_s
     stacks, tell = _run_dir(recipe) / "stacks", partial(_report_failure, info=info, recipe=recipe)
     patience = launcher_patience_s(info, os.environ, parents_command())
+    if info.local_rank == 0:
+        remove_leftovers()
     with (
+        private_files(_run_dir(recipe)),
         listening(trainer.stop_within_s, patience) as stop,
         WayOut() as way_out,
         process_group(info, trainer.collective_timeout_s),

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from mppo.config.errors import ConfigError, Fault, nearest
+from mppo.safety.temporary import unfinished_folder
 from mppo.weights.model_folder import companion_folder
 
 PREFIX = "builtin:"
@@ -222,21 +221,24 @@ def _write_builtin(name: str, cache_dir: Path) -> Path:
     if folder.is_dir():
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache_dir))
+    with unfinished_folder(cache_dir) as unfinished:
+        _save_builtin(name, unfinished)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            # Another process finished first; its folder holds the same bytes.
+            if not folder.is_dir():
+                raise
+    return folder
+
+
+def _save_builtin(name: str, folder: Path) -> None:
     fields = dict(MODELS[name])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(WEIGHTS_SEED)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     transformers_logging.disable_progress_bar()  # a bar of each rank, for a file of a few megabytes
-    model.save_pretrained(unfinished)
-    byte_tokenizer().save_pretrained(unfinished)
-    unfinished.chmod(0o755)
-    try:
-        unfinished.rename(folder)
-    except OSError:
-        # Another process finished first; its folder holds the same bytes.
-        shutil.rmtree(unfinished)
-        if not folder.is_dir():
-            raise
-    return folder
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    folder.chmod(0o755)

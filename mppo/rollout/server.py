@@ -9,9 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from mppo.parallel.launch import free_port
+from mppo.safety.temporary import SHARED_MEMORY, note
 
 _POLL_S = 0.1
 _TAIL_LINES = 25
@@ -39,6 +43,21 @@ def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
         if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
     }
     return {**kept, **extra}
+
+
+def _descendants(pid: int) -> list[int]:
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def _mapped(pid: int) -> set[Path]:
+    """Files in shared memory that a process has mapped; none where that cannot be seen."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        paths = {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED_MEMORY}/" in line}
+        return {path for path in paths if path.exists()}
+    return set()
 
 
 class ServerProcess:
@@ -109,6 +128,14 @@ class ServerProcess:
                     f"(rollout.start_timeout_s){self.last_output()}"
                 )
             time.sleep(_POLL_S)
+        self._note_shared_memory()
+
+    def _note_shared_memory(self) -> None:
+        """Have the shared memory of its processes removed: a killed server leaves it behind."""
+        assert self._process is not None
+        for process in (self._process.pid, *_descendants(self._process.pid)):
+            for path in _mapped(process):
+                note(path)
 
     @property
     def alive(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,8 +24,11 @@ from mppo.rollout.sglang_model import (
     OWN_CLASSES,
     sglang_settings,
 )
+from mppo.safety.temporary import own_folder, private_file
 
 HOST = "127.0.0.1"
+_LONGEST_SOCKET_FOLDER = 90
+"""Characters; the path of a Unix socket in it may have 107."""
 _CPU_OPTIONS: dict[str, Any] = {
     "attention_backend": CPU_BACKEND,
     "mem_fraction_static": 0.3,
@@ -104,6 +108,10 @@ def server_environment(tensor_parallel: int, on_cpu: bool, model_type: str) -> d
     variables = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
     if model_type in OWN_CLASSES:
         variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODEL_PACKAGE
+    if len(str(own_folder())) <= _LONGEST_SOCKET_FOLDER:
+        variables["TMPDIR"] = str(own_folder())  # SGLang leaves its sockets there
+        compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
     if on_cpu:
         threads = os.environ.get("MPPO_SGLANG_THREADS", "1")
         variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads}
@@ -116,6 +124,21 @@ def server_environment(tensor_parallel: int, on_cpu: bool, model_type: str) -> d
     return variables
 
 
+def launch_command(options: Mapping[str, Any]) -> list[str]:
+    """SGLang's command line.
+
+    The options go through a file that only this user can read, in this process's temporary folder:
+    the process table must not show the key.
+
+    Args:
+        options: SGLang's, with host, port and key.
+    """
+    config = own_folder() / f"server_{options['port']}.yaml"
+    content = {name.replace("_", "-"): value for name, value in options.items()}
+    private_file(config, yaml.safe_dump(content))
+    return [sys.executable, "-m", "sglang.launch_server", "--config", str(config)]
+
+
 def own_server(
     index: int,
     options: Mapping[str, Any],
@@ -126,29 +149,20 @@ def own_server(
 ) -> ServerProcess:
     """A server not yet started.
 
-    Its options go through a file only this user can read: the key is not to be seen in the process
-    table.
-
     Args:
         index: which of the run's servers.
         options: from ``server_options``.
         environment: from ``server_environment``.
         api_key: what clients must present.
-        folder: for its option file and log.
+        folder: for its log.
         start_timeout_s: how long it may take to come up.
     """
-    config = folder / f"server_{index}.yaml"
 
     def command(port: int) -> list[str]:
-        folder.mkdir(parents=True, exist_ok=True)
         # SGLang draws this one long before it listens, from where connections take theirs
         shown = {"nccl_port": free_port(), **options}
-        shown |= {"host": HOST, "port": port, "api_key": api_key}
-        content = {name.replace("_", "-"): value for name, value in shown.items()}
-        config.unlink(missing_ok=True)
-        config.touch(mode=0o600)
-        config.write_text(yaml.safe_dump(content))
-        return [sys.executable, "-m", "sglang.launch_server", "--config", str(config)]
+        content = {**shown, "host": HOST, "port": port, "api_key": api_key}
+        return launch_command(content)
 
     return ServerProcess(
         name=f"SGLang server {index}",

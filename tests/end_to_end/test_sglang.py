@@ -34,6 +34,7 @@ from mppo.rollout.engine import WeightSource, Wish
 from mppo.rollout.fleet import API_KEY_VARIABLE
 from mppo.rollout.http_client import JsonClient, RequestRefused
 from mppo.rollout.sglang import SGLangEngine
+from mppo.safety.temporary import own_folder
 
 pytestmark = [pytest.mark.server, needs_sglang]
 
@@ -58,7 +59,8 @@ def _server_process(case: Case) -> psutil.Process:
 
 
 def test_it_listens_where_it_was_told_and_answers_only_who_has_the_key(qwen2) -> None:
-    told = yaml.safe_load((qwen2.run_dir / "rollout" / "server_0.yaml").read_text())
+    port = qwen2.engine._fleet._processes[0].port
+    told = yaml.safe_load((own_folder() / f"server_{port}.yaml").read_text())
     assert "Failed to apply hooks" not in (qwen2.run_dir / "rollout" / "server_0.log").read_text()
     listening = {
         (connection.laddr.ip, connection.laddr.port)

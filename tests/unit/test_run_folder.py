@@ -18,9 +18,9 @@ from mppo.checkpoint.pruning import Pruner
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.config.schema import TrainerConfig
-from mppo.report.redact import redact
 from mppo.report.status import Status, write_status
 from mppo.run_folder import Earlier, RunFolder, check_written, decide
+from mppo.safety.redact import redact
 
 STEPS = 4
 NUMBERS = "".join(f'{{"step": {step}, "a": {step}.5}}\n' for step in range(1, STEPS + 1))

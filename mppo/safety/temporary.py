@@ -1,0 +1,181 @@
+"""Temporary folders and shared memory: one name for all, and their removal after a SIGKILL.
+
+Every process has one temporary folder, for its user alone, ``mppo-HOST-PID-START-RANDOM``: HOST is
+a hash of host name and boot, PID and START (in ticks since the boot) name the process for good.
+What a process makes elsewhere, such as shared memory, it notes in that folder. Where a process
+could not remove its folder, the next program does at its start: the folder must be this user's,
+made on this host since its last boot, its process gone, and its lock free (a forked child holds
+it).
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+_NAME = re.compile(r"mppo-([0-9a-f]{6})-(\d+)-(\d+)-\w+")
+_NOTES = "made_elsewhere"
+_own: dict[int, Path] = {}
+"""This process's folder by its id: a forked child makes its own."""
+_making = threading.Lock()
+
+
+def own_folder() -> Path:
+    """This process's temporary folder; made at the first call, removed when the process ends."""
+    pid = os.getpid()
+    with _making:
+        if pid not in _own:
+            remove_leftovers()
+            _own[pid], _ = _make(Path(tempfile.gettempdir()))
+            atexit.register(_remove_own, pid)
+        return _own[pid]
+
+
+@contextmanager
+def temporary_folder(kind: str) -> Iterator[Path]:
+    """A new empty folder in this process's own; removed with all in it on leaving.
+
+    Args:
+        kind: first word of its name.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=own_folder()))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def unfinished_folder(place: Path) -> Iterator[Path]:
+    """A new folder in ``place``, to be renamed when it is finished; otherwise removed on leaving.
+
+    Those that other processes left there unfinished are removed first.
+    """
+    remove_leftovers(place)
+    folder, lock = _make(place)
+    try:
+        yield folder
+    finally:
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def note(path: Path) -> None:
+    """Have something that this process or a server of it made elsewhere removed with its folder.
+
+    Args:
+        path: in shared memory or the folder for temporary files.
+    """
+    with (own_folder() / _NOTES).open("a") as stream:
+        stream.write(f"{path}\n")
+
+
+def private_file(path: Path, text: str) -> None:
+    """Write a new file that only this user can read; what is there already is replaced."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(text)
+
+
+def remove_leftovers(place: Path | None = None) -> list[Path]:
+    """Remove what processes that are gone have left.
+
+    Args:
+        place: where to look; the folder for temporary files by default.
+
+    Returns:
+        The folders removed.
+    """
+    place = place or Path(tempfile.gettempdir())
+    removed = []
+    with suppress(OSError):  # cannot be listed: then nothing in it can be removed
+        removed = [folder for folder in place.glob("mppo-*") if _remove_if_left(folder)]
+    return removed
+
+
+def _make(place: Path) -> tuple[Path, int]:
+    """A new folder of this process, and the descriptor that locks it."""
+    pid = os.getpid()
+    prefix = f"mppo-{_host()}-{pid}-{_started(pid) or 0}-"
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):  # a file system without locks: the process's number must do
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return folder, lock
+
+
+def _remove_own(pid: int) -> None:
+    if pid == os.getpid():
+        _remove(_own.pop(pid))
+
+
+def _remove_if_left(folder: Path) -> bool:
+    name = _NAME.fullmatch(folder.name)
+    if name is None or name[1] != _host() or _lives(int(name[2]), int(name[3])):
+        return False
+    try:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            return False
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # gone meanwhile
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(folder)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder and what its process noted as made elsewhere."""
+    notes = folder / _NOTES
+    lines = notes.read_text().splitlines() if notes.is_file() else []
+    for path in map(Path, lines):
+        if path.parent not in (SHARED_MEMORY, folder.parent):
+            continue
+        with suppress(OSError):  # gone, or another user's
+            if stat.S_ISDIR(path.lstat().st_mode):
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def _host() -> str:
+    """Short hash of this host's name and boot; a container with its own name is another host."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    text = socket.gethostname() + (boot.read_text() if boot.is_file() else "")
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+def _lives(pid: int, started: int) -> bool:
+    """Whether the process with this number that started then still runs (or that is unknown)."""
+    return not Path("/proc/self/stat").exists() or _started(pid) == started
+
+
+def _started(pid: int) -> int | None:
+    """When a process started, in ticks since the boot; None where it has ended or is unknown."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(fields[18])
