@@ -8,6 +8,7 @@ from typing import Any
 from mppo.config.errors import Fault
 from mppo.config.layout_rules import divisors
 from mppo.config.rule import Case, rule
+from mppo.safety.bounded_http import url_problem
 
 
 @rule("rollout")
@@ -43,8 +44,8 @@ def servers_are_named_where_they_run_apart(case: Case) -> Iterator[Fault]:
         why = "rollout.mode = disaggregated talks to servers that run elsewhere"
         yield Fault("rollout.urls", [], why, "name them: [http://host:30000, ...]")
     for url in rollout.urls:
-        if not url.startswith(("http://", "https://")):
-            yield Fault("rollout.urls", url, "is no HTTP address", "write http://host:port")
+        if problem := url_problem(url):
+            yield Fault("rollout.urls", url, problem, "write http://host:port")
 
 
 @rule("rollout.tensor_model_parallel_size", "rollout.mode", "model")

@@ -8,6 +8,7 @@ from mppo.config.errors import Fault
 from mppo.config.layout_rules import divisors
 from mppo.config.rule import Case, rule
 from mppo.config.schema import DrawingConfig
+from mppo.safety.bounded_http import url_problem
 
 GROUP_ESTIMATORS = frozenset(
     {"grpo", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg"}
@@ -205,8 +206,9 @@ def reward_source_is_complete(case: Case) -> Iterator[Fault]:
         why = "names no function"
         cure = "write package.module:function or path/file.py:function"
         yield Fault("reward.function", reward.function, why, cure)
-    if reward.url and not reward.url.startswith(("http://", "https://")):
-        yield Fault("reward.url", reward.url, "is no HTTP address", "write http://host:port/path")
+    if reward.url and (problem := url_problem(reward.url)):
+        cure = "write http://host:port/path; a key goes into reward.kwargs.api_key_env"
+        yield Fault("reward.url", reward.url, problem, cure)
     if reward.overlong_buffer_len > case.recipe.data.max_response_length:
         yield Fault(
             "reward.overlong_buffer_len",

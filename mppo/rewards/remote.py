@@ -10,17 +10,21 @@ import http.client
 import json
 import os
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.error import URLError
 from urllib.parse import urlsplit
 
 from mppo.config.errors import ConfigError, Fault
 from mppo.rewards.response import Response
+from mppo.safety.bounded_http import Answer, fetch, parse_json, url_problem
+from mppo.safety.foreign_text import quoted
+from mppo.safety.redact import query_secrets, remember
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+MAX_ANSWER_BYTES = 16 << 20
+"""Scores of a batch take kilobytes; servers may send more along, which is not read."""
 
 
 class _Retryable(Exception):
@@ -33,7 +37,7 @@ class RemoteJudge:
 
     Args:
         url: where to POST. A loopback address is reached directly, whatever proxy is set.
-        timeout_s: seconds to wait for one answer.
+        timeout_s: seconds that one request may take, from the first connection to the last byte.
         batch_size: responses per request.
         retries: further attempts after a failure that may pass.
         backoff_s: seconds before the first retry; doubled each time.
@@ -49,21 +53,29 @@ class RemoteJudge:
     api_key_env: str | None = None
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError([Fault("reward.url", self.url, "no URL", "http://host:port/path")])
-        if parts.username or parts.password:
-            fault = Fault(
-                "reward.url",
-                self.shown_url,
-                "a recipe must not hold a password",
-                "put the key into an environment variable and name it in reward.kwargs.api_key_env",
-            )
-            raise ConfigError([fault])
-        if self.api_key_env and self.api_key_env not in os.environ:
+        problem = url_problem(self.url)
+        if problem:
+            cure = "http://host:port/path; a key goes into reward.kwargs.api_key_env"
+            raise ConfigError([Fault("reward.url", self.url, problem, cure)])
+        limits = {"batch_size": (int, 1), "retries": (int, 0), "backoff_s": ((int, float), 0)}
+        for name, (kind, least) in limits.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool) or not value >= least:
+                why = f"is not a number from {least} on"
+                raise ConfigError([Fault(f"reward.kwargs.{name}", value, why, "correct it")])
+        if self.api_key_env is not None:
+            self._check_key(self.api_key_env)
+
+    def _check_key(self, variable: str) -> None:
+        key = os.environ.get(variable, "") if isinstance(variable, str) else ""
+        why = None
+        if not key:
             why = "no such environment variable is set"
-            fault = Fault("reward.kwargs.api_key_env", self.api_key_env, why, "set it")
-            raise ConfigError([fault])
+        elif not key.isascii() or not key.isprintable():
+            why = "its value holds line breaks or other characters that no HTTP header can hold"
+        if why:
+            raise ConfigError([Fault("reward.kwargs.api_key_env", variable, why, "set it")])
+        remember(key)
 
     @property
     def shown_url(self) -> str:
@@ -102,36 +114,59 @@ class RemoteJudge:
                     raise ValueError(
                         f"the reward server {self.shown_url} failed {attempt + 1} times, "
                         f"last: {error}"
-                    ) from error
+                    ) from None
                 time.sleep(self.backoff_s * 2**attempt)
         raise AssertionError("the loop ends by return or raise")
 
     def _post(self, body: bytes) -> Any:
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         if self.api_key_env:
-            request.add_unredirected_header(
-                "Authorization", f"Bearer {os.environ[self.api_key_env]}"
-            )
-        direct = urlsplit(self.url).hostname in LOOPBACK
-        handlers = [urllib.request.ProxyHandler({})] if direct else []
+            request.add_unredirected_header("Authorization", f"Bearer {self._key}")
         try:
-            opener = urllib.request.build_opener(*handlers)
-            with opener.open(request, timeout=self.timeout_s) as reply:
-                content = reply.read()
-        except urllib.error.HTTPError as error:
-            text = error.read(200).decode(errors="replace")
-            message = f"HTTP {error.code} {error.reason}: {text}"
-            if error.code == 429 or error.code >= 500:
-                raise _Retryable(message) from error
-            raise ValueError(f"the reward server {self.shown_url} answered {message}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise _Retryable(str(error)) from error
+            answer = fetch(request, self.timeout_s, MAX_ANSWER_BYTES)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise _Retryable(self._quoted(self._reason(error))) from None
+        self._check_status(answer)
         try:
-            return json.loads(content)
+            return parse_json(answer.body)
         except ValueError as error:
             raise ValueError(
-                f"the reward server {self.shown_url} sent no JSON: {content[:80]!r}"
-            ) from error
+                f"the reward server {self.shown_url} sent no JSON ({self._quoted(str(error))}): "
+                f"{self._quoted(answer.body)!r}"
+            ) from None
+
+    def _check_status(self, answer: Answer) -> None:
+        """Raises where the status is not 200."""
+        if answer.status == 200:
+            return
+        message = f"HTTP {answer.status} {self._quoted(answer.reason)}"
+        if 300 <= answer.status < 400:
+            raise ValueError(
+                f"the reward server {self.shown_url} answered {message}, a redirect to "
+                f"{self._quoted(answer.location) or 'nowhere'}; redirects are not followed, for "
+                "they would take responses and key to another address: set reward.url to the final "
+                "one"
+            )
+        message += f": {self._quoted(answer.body)}"
+        if answer.status == 429 or answer.status >= 500:
+            raise _Retryable(message)
+        raise ValueError(f"the reward server {self.shown_url} answered {message}")
+
+    def _reason(self, error: Exception) -> str:
+        cause = error.reason if isinstance(error, URLError) else error
+        if isinstance(cause, TimeoutError):
+            return f"timed out: no complete answer within {self.timeout_s:g} s (reward.timeout_s)"
+        return f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(cause)
+
+    @property
+    def _key(self) -> str:
+        return os.environ[self.api_key_env or ""]
+
+    def _quoted(self, text: bytes | str) -> str:
+        """What the server has sent, without control characters, the key and the URL's query."""
+        query = urlsplit(self.url).query
+        own = query_secrets(self.url) | ({query} if query else set())
+        return quoted(text, own | ({self._key} if self.api_key_env else set()))
 
 
 def _item(response: Response) -> dict[str, Any]:

@@ -9,6 +9,13 @@ from collections import deque
 from typing import Any
 from urllib.parse import urlsplit
 
+from mppo.safety.bounded_http import bounded, parse_json, read_body, url_problem
+from mppo.safety.foreign_text import quoted
+from mppo.safety.redact import redact_text
+
+MAX_ANSWER_BYTES = 2 << 30
+"""The routed experts of a long response take a hundred megabytes."""
+
 
 class RequestRefused(RuntimeError):
     """The server answered that the request itself is wrong; repeating it would not help.
@@ -45,16 +52,17 @@ class JsonClient:
     Args:
         url: ``http://host:port``.
         api_key: sent as a bearer token, unless None.
-        timeout_s: longest silence of the server.
+        timeout_s: for connecting, and from the request to the end of the answer.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+        if problem := url_problem(url):
+            raise ValueError(f"{redact_text(url)!r} {problem}: write http://host:port")
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no server address: write http://host:port")
         self.url = url.rstrip("/")
         self._parts, self._timeout_s = parts, timeout_s
         self._headers = {"Content-Type": "application/json"}
+        self._secrets = [api_key] if api_key else []
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._idle: deque[http.client.HTTPConnection] = deque()
@@ -79,12 +87,12 @@ class JsonClient:
             reused = connection is not None
             connection = connection or self._new()
             try:
-                connection.timeout = limit
+                bounded(connection, limit, MAX_ANSWER_BYTES).timeout = limit
                 if connection.sock is not None:
                     connection.sock.settimeout(limit)
                 connection.request(method, self._parts.path + path, body, self._headers)
                 answer = connection.getresponse()
-                text = answer.read()
+                text = read_body(answer, MAX_ANSWER_BYTES)
             except (http.client.RemoteDisconnected, BrokenPipeError) as error:
                 # a kept-alive connection the server has closed meanwhile is no failure yet
                 connection.close()
@@ -92,9 +100,8 @@ class JsonClient:
                     raise ServerLost(self.url, f"{path}: {error}") from error
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                why = (
-                    f"no answer within {limit:.0f} s" if isinstance(error, TimeoutError) else error
-                )
+                late = isinstance(error, TimeoutError)
+                why = f"no answer within {limit:.0f} s" if late else quoted(str(error))
                 raise ServerLost(self.url, f"{path}: {why}") from error
             else:
                 self._idle.append(connection)
@@ -122,9 +129,17 @@ class JsonClient:
         return kind(self._parts.hostname, self._parts.port)
 
     def _read(self, path: str, status: int, text: bytes) -> Any:
-        shown = text[:500].decode(errors="replace")
+        shown = quoted(text, self._secrets)
+        if 300 <= status < 400:
+            why = f"status {status}: redirects are not followed, give the final address"
+            raise RequestRefused(f"{self.url}{path}: {why}", status)
         if 400 <= status < 500 and status not in (408, 429):
             raise RequestRefused(f"{self.url}{path}: status {status}: {shown}", status)
         if status != 200:
             raise ServerLost(self.url, f"{path}: status {status}: {shown}")
-        return json.loads(text) if text[:1] in b'{["ntf-0123456789' and text else None
+        if not text or text[:1] not in b'{["ntf-0123456789':
+            return None
+        try:
+            return parse_json(text)
+        except ValueError as error:
+            raise ServerLost(self.url, f"{path}: sent no JSON ({error}): {shown}") from error

@@ -2,6 +2,284 @@
 
 from __future__ import annotations
 
-from attacks.attack import Table
+import gzip
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-TABLE = Table("Reward servers", "Size, time and content of an answer are bounded and checked.", ())
+from attacks.attack import Attack, Table
+from attacks.hostile_server import Answer, echoes, endless, hostile_server, raw, says
+from attacks.on_recipes import train
+
+KEY = "opensesame-0123456789"
+QUERY = "/score?user=alibaba99&sig=ses"
+SECRETS = ("opensesame", "alibaba99", "sig=ses", "\x1b", "\x07")
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+ESCAPES = b"\x1b]0;owned\x07\x1b[2J\x1b[1;31mred\r\n\x9b0m" * 50
+
+
+def judged(url: str, count: int = 2, **settings: Any) -> int:
+    """Exit code of a run whose responses are scored by a server: 0, 1 for a failure, 2 for settings
+    that are refused. Prints the scores or the error."""
+    from mppo.batch import Prompt
+    from mppo.config.errors import ConfigError
+    from mppo.config.schema import RewardConfig
+    from mppo.rewards.response import Response
+    from mppo.rewards.scorer import build_scorer, check_scores
+
+    os.environ["REWARD_KEY_OF_TEST"] = KEY
+    kwargs = {"retries": 0, "api_key_env": "REWARD_KEY_OF_TEST", **settings}
+    responses = [Response(Prompt(uid, (1,), "poems", "x", "p"), "r") for uid in range(count)]
+    code, shown = 0, ""
+    try:
+        reward = RewardConfig(name="remote", url=url, timeout_s=2.0, kwargs=kwargs)
+        judge = build_scorer(reward, tokenizer=None).judge
+        shown = f"scores: {check_scores(judge(responses), responses)}"
+    except ConfigError as error:
+        code, shown = 2, str(error)
+    except ValueError as error:
+        code, shown = 1, str(error)
+    found = [secret for secret in SECRETS if secret in shown]
+    print(f"shown: {found}" if found else shown)
+    return 99 if found else code
+
+
+def answered(answer: Answer, **settings: Any) -> Callable[[Path], int]:
+    """A run whose reward server answers so."""
+
+    def run(folder: Path) -> int:
+        with hostile_server(answer) as url:
+            return judged(url + QUERY, **settings)
+
+    return run
+
+
+def _redirected(folder: Path) -> int:
+    """A redirect to a server that would give scores; it must not be asked."""
+    asked = []
+
+    def scores(connection, request: bytes) -> None:
+        asked.append(request)
+        says(b'{"scores": [1, 1]}')(connection, request)
+
+    with hostile_server(scores) as elsewhere:
+        location = f"Location: {elsewhere}/?sig=ses&key={KEY}\r\n".encode()
+        code = answered(says(b"", b"307 Temporary Redirect", location))(folder)
+    if asked:
+        print("the other server was asked")
+    return 99 if asked else code
+
+
+def _through_a_proxy_of_files(folder: Path) -> int:
+    os.environ |= {"http_proxy": "file:///etc/passwd", "no_proxy": ""}
+    return judged("http://reward.invalid/score")
+
+
+def _with_a_key_of_two_lines(folder: Path) -> int:
+    os.environ["TWO_LINES"] = f"{KEY}\r\nX-Admin: yes"
+    return judged("http://127.0.0.1:9/", api_key_env="TWO_LINES")
+
+
+def _recipe(url: str) -> Callable[[Path], int]:
+    return lambda folder: train("--dry-run", "reward.name=remote", f"reward.url={url}")
+
+
+def _json(given: str, text: bytes, expected: str) -> Attack:
+    return Attack(f"the answer {given}", answered(says(text)), expected, code=1)
+
+
+TABLE = Table(
+    "Reward servers",
+    "An answer is bounded in time and size, header by header; redirects are not followed; what a "
+    "message quotes of it is cut and holds neither control characters nor the key nor the URL's "
+    "query (every row checks that). Scores are finite numbers, as many as responses.",
+    (
+        Attack(
+            "a redirect to another server",
+            _redirected,
+            "redirects are not followed",
+            code=1,
+        ),
+        Attack(
+            "a redirect to `file:///etc/passwd`",
+            answered(says(b"", b"302 Found", b"Location: file:///etc/passwd\r\n")),
+            "a redirect to file:///etc/passwd; redirects are not followed",
+            code=1,
+        ),
+        Attack(
+            "headers that come a byte at a time, for ever",
+            answered(endless(b"HTTP/1.1 200 OK\r\nX: ", b"y", 0.2)),
+            "no complete answer within 2 s",
+            code=1,
+        ),
+        Attack(
+            "a body that comes a byte at a time",
+            answered(endless(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b"[", 0.2)),
+            "no complete answer within 2 s",
+            code=1,
+        ),
+        Attack(
+            "`100 Continue` for ever",
+            answered(endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.01)),
+            "no complete answer within 2 s",
+            code=1,
+        ),
+        Attack(
+            "no answer at all",
+            answered(endless(b"", b"", 0.2)),
+            "no complete answer within 2 s",
+            code=1,
+        ),
+        Attack(
+            "an answer of 1 GB",
+            answered(
+                endless(b"HTTP/1.1 200 OK\r\nContent-Length: 1073741824\r\n\r\n", b"[" * 65536)
+            ),
+            "its answer is larger than 16 MiB",
+            code=1,
+        ),
+        Attack(
+            "a length of 31 digits",
+            answered(raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1%030d\r\n\r\n" % 0)),
+            "its answer is larger than 16 MiB",
+            code=1,
+        ),
+        Attack(
+            "an error whose body never ends",
+            answered(endless(b"HTTP/1.1 400 Bad\r\n\r\n", b"x" * 65536)),
+            "its answer is larger than 16 MiB",
+            code=1,
+        ),
+        Attack(
+            "chunks for ever",
+            answered(endless(CHUNKED, b"10000\r\n" + b" " * 65536 + b"\r\n")),
+            "its answer is larger than 16 MiB",
+            code=1,
+        ),
+        Attack(
+            "a chunk of length -1, and bytes for ever",
+            answered(endless(CHUNKED + b"-1\r\n", b" " * 65536)),
+            "its answer is larger than 16 MiB",
+            code=1,
+        ),
+        Attack(
+            "a chunk of 2^62 bytes",
+            answered(raw(CHUNKED + b"4000000000000000\r\n{}")),
+            "IncompleteRead",
+            code=1,
+        ),
+        Attack(
+            "trailers for ever",
+            answered(endless(CHUNKED + b"0\r\n", b"X: y\r\n" * 1000)),
+            "its answer is larger than 16 MiB",
+            code=1,
+        ),
+        Attack(
+            "a gzip bomb",
+            answered(says(gzip.compress(b" " * (64 << 20)), headers=b"Content-Encoding: gzip\r\n")),
+            "compressed, which was not asked for",
+            code=1,
+        ),
+        Attack(
+            "a header line of 1 MB",
+            answered(raw(b"HTTP/1.1 200 OK\r\nX: " + b"y" * (1 << 20) + b"\r\n\r\n")),
+            "LineTooLong",
+            code=1,
+        ),
+        Attack(
+            "a million headers",
+            answered(raw(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 1_000_000 + b"\r\n")),
+            "got more than 100 headers",
+            code=1,
+        ),
+        Attack(
+            "no HTTP but terminal escapes",
+            answered(raw(ESCAPES + b"\r\n")),
+            "BadStatusLine: ]0;owned[2J",
+            code=1,
+        ),
+        Attack(
+            "terminal escapes in an error's reason and body",
+            answered(raw(b"HTTP/1.1 503 " + ESCAPES[:20] + b"\r\n\r\n" + ESCAPES)),
+            "HTTP 503 ]0;owned[2J",
+            code=1,
+        ),
+        Attack(
+            "an error that echoes the request with its key",
+            answered(echoes(b"400")),
+            "HTTP 400 POST /score?***",
+            code=1,
+        ),
+        Attack(
+            "a passing error that echoes the request",
+            answered(echoes(b"500"), retries=1, backoff_s=0.0),
+            "failed 2 times, last: HTTP 500 POST /score?***",
+            code=1,
+        ),
+        Attack(
+            "an answer that is the key, a thousand times",
+            answered(says(KEY.encode() * 1000)),
+            "sent no JSON",
+            code=1,
+        ),
+        Attack(
+            "half an answer",
+            answered(raw(b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"scores": [1, 1]}')),
+            "IncompleteRead",
+            code=1,
+        ),
+        _json("is HTML", b"<html><body>hello", "sent no JSON"),
+        _json("is not UTF-8", b'{"scores": [1, 1], "x": "\xff"}', "sent no JSON (not UTF-8)"),
+        _json("is nested 100,000 deep", b"[" * 100_000, "sent no JSON (nested too deeply)"),
+        _json(
+            "gives the scores twice",
+            b'{"scores": [1, 1], "scores": [9, 9]}',
+            "the key 'scores' stands twice",
+        ),
+        _json("has a score of NaN", b'{"scores": [NaN, 1]}', "NaN is not JSON"),
+        _json("has a score of 1e999", b'{"scores": [1e999, 1]}', "is inf, not a finite number"),
+        _json(
+            "has a score of 10^400",
+            b'{"scores": [1%0400d, 1]}' % 0,
+            "a whole number too large for a float",
+        ),
+        _json("has a score of 5,000 digits", b'{"scores": [1%05000d, 1]}' % 0, "sent no JSON"),
+        _json("has one score for two", b'{"scores": [1]}', "it sent 1 of them"),
+        _json("nests the scores", b'{"scores": [[1], [1]]}', "it sent a list among them"),
+        _json("has scores as texts", b'{"scores": ["1", "1"]}', "it sent a text among them"),
+        _json("says true", b'{"scores": [true, 1]}', "it sent true or false among them"),
+        _json("has no scores", b'{"score": [1, 1]}', "it sent no such list"),
+        Attack(
+            "`reward.url: file:///etc/passwd`",
+            _recipe("file:///etc/passwd"),
+            "is not the URL of an HTTP server",
+        ),
+        Attack(
+            "a line break and a header in `reward.url`",
+            _recipe('"http://127.0.0.1:9/\\r\\nX-Admin: yes"'),
+            "holds blanks, control characters",
+        ),
+        Attack(
+            "port 99999 in `reward.url`",
+            _recipe("http://127.0.0.1:99999/"),
+            "Port out of range",
+        ),
+        Attack(
+            "a line break in the key",
+            _with_a_key_of_two_lines,
+            "its value holds line breaks",
+        ),
+        Attack(
+            "a proxy that is a file",
+            _through_a_proxy_of_files,
+            "unknown url type: file",
+            code=1,
+        ),
+        Attack(
+            "a batch size of 0",
+            answered(says(b'{"scores": []}'), batch_size=0),
+            "reward.kwargs.batch_size = 0",
+        ),
+    ),
+)

@@ -137,8 +137,8 @@ def test_numpy_and_integer_scores_are_numbers(tokenizer, tmp_path):
         ({"name": "function", "function": "math:nosuch"}, "has no function 'nosuch'"),
         ({"name": "function", "function": "os.path:join"}, "parameters do not fit"),
         ({"name": "remote"}, r"reward\.url"),
-        ({"name": "remote", "url": "localhost:80"}, "no URL"),
-        ({"name": "remote", "url": "http://me:sesame@h/x"}, "must not hold a password"),
+        ({"name": "remote", "url": "localhost:80"}, "is not the URL of an HTTP server"),
+        ({"name": "remote", "url": "http://me:sesame@h/x"}, "holds a user or a password"),
         (
             {"name": "remote", "url": "http://h/x", "kwargs": {"api_key_env": "NO_SUCH_VARIABLE"}},
             "no such environment variable",

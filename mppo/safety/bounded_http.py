@@ -1,0 +1,226 @@
+"""HTTP with servers that may be slow, wrong or hostile: each exchange is bounded in time and size.
+
+Timeouts of sockets bound a single read; a server that sends a byte a second passes them for ever.
+Here the bytes of an answer, headers and chunk marks included, are counted and read against one
+deadline. Redirects are not followed: they would take what is sent, and the key, to another address.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import ipaddress
+import json
+import queue
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+_PIECE = 1 << 16
+
+
+class AnswerRefused(http.client.HTTPException):
+    """An answer that is too large, or packed."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A complete answer.
+
+    Args:
+        status: of HTTP.
+        reason: the server's own words for it.
+        location: where a redirect leads to, empty where the server does not say.
+        body: as sent.
+    """
+
+    status: int
+    reason: str
+    location: str
+    body: bytes
+
+
+def url_problem(url: str) -> str | None:
+    """What is wrong with the URL of a server, None where nothing is."""
+    if not url.isascii() or any(not char.isprintable() or char == " " for char in url):
+        return "holds blanks, control characters or letters outside ASCII"
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        return f"is not a URL: {error}"
+    if not valid:
+        return "is not the URL of an HTTP server"
+    if "@" in parts.netloc:
+        return "holds a user or a password"
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this machine's own."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def parse_json(text: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON (but for NaN and infinities, which Python's own servers send),
+            repeats a key, or is nested too deeply.
+    """
+    try:
+        return json.loads(text.decode(), object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None
+
+
+def fetch(request: urllib.request.Request, timeout_s: float, max_bytes: int) -> Answer:
+    """One exchange with a server, through the proxy of the environment unless it is on loopback.
+
+    It runs in a thread of its own: looking up a name, connecting to several addresses and sending
+    through TLS are bounded by nothing else.
+
+    Args:
+        request: to an ``http`` or ``https`` URL.
+        timeout_s: for all of it.
+        max_bytes: of the answer, headers included.
+
+    Raises:
+        TimeoutError: it took longer.
+        OSError, http.client.HTTPException, ValueError: there is no usable answer.
+    """
+    outcome: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put(_fetch(request, timeout_s, max_bytes))
+        except Exception as error:  # handed to the waiting thread
+            outcome.put(error)
+
+    threading.Thread(target=run, name="HTTP exchange", daemon=True).start()
+    try:
+        found = outcome.get(timeout=timeout_s)
+    except queue.Empty:
+        raise TimeoutError("timed out") from None
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def bounded(
+    connection: http.client.HTTPConnection, timeout_s: float, max_bytes: int
+) -> http.client.HTTPConnection:
+    """Bound the next answer on a connection.
+
+    Args:
+        connection: to a server; may be open already.
+        timeout_s: from now to the end of the answer.
+        max_bytes: of the answer, headers included.
+    """
+    deadline = time.monotonic() + timeout_s
+    connection.response_class = partial(_BoundedResponse, deadline=deadline, max_bytes=max_bytes)  # type: ignore[assignment]
+    return connection
+
+
+def read_body(answer: http.client.HTTPResponse, max_bytes: int) -> bytes:
+    """The body of an answer on a bounded connection.
+
+    Raises:
+        http.client.HTTPException: it is too large, packed, cut short or malformed.
+    """
+    if answer.getheader("Content-Encoding", "identity").lower() != "identity":
+        raise AnswerRefused("its answer is compressed, which was not asked for")
+    if (answer.length or 0) > max_bytes:
+        raise AnswerRefused(f"its answer is larger than {max_bytes >> 20} MiB")
+    pieces = []
+    try:
+        while piece := answer.read(_PIECE):
+            pieces.append(piece)
+    except ValueError as error:  # the length of a chunk
+        raise http.client.HTTPException(f"malformed answer: {error}") from error
+    if answer.length:
+        raise http.client.IncompleteRead(b"".join(pieces), answer.length)
+    return b"".join(pieces)
+
+
+def _fetch(request: urllib.request.Request, timeout_s: float, max_bytes: int) -> Answer:
+    opener = urllib.request.OpenerDirector()
+    direct = is_loopback(urlsplit(request.full_url).hostname or "")
+    opener.add_handler(urllib.request.ProxyHandler({} if direct else None))
+    opener.add_handler(_Handler(timeout_s, max_bytes))
+    opener.add_handler(urllib.request.UnknownHandler())
+    with opener.open(request, timeout=timeout_s) as answer:
+        location = answer.getheader("Location", "")
+        return Answer(answer.status, answer.msg, location, read_body(answer, max_bytes))
+
+
+class _Handler(urllib.request.AbstractHTTPHandler):
+    """Opens http and https, and follows no redirect."""
+
+    def __init__(self, timeout_s: float, max_bytes: int) -> None:
+        super().__init__()
+        self._bounds = timeout_s, max_bytes
+
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(self._making(http.client.HTTPConnection), request)
+
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(self._making(http.client.HTTPSConnection), request)
+
+    http_request = urllib.request.AbstractHTTPHandler.do_request_
+    https_request = urllib.request.AbstractHTTPHandler.do_request_
+
+    def _making(self, kind: type[http.client.HTTPConnection]) -> Callable[..., Any]:
+        return lambda host, **options: bounded(kind(host, **options), *self._bounds)
+
+
+class _BoundedResponse(http.client.HTTPResponse):
+    def __init__(self, sock: Any, *args: Any, deadline: float, max_bytes: int, **options: Any):
+        super().__init__(sock, *args, **options)
+        self.fp.close()
+        self.fp = io.BufferedReader(_BoundedReader(sock, deadline, max_bytes))
+
+
+class _BoundedReader(io.RawIOBase):
+    """What a socket receives, up to a deadline and a number of bytes."""
+
+    def __init__(self, sock: Any, deadline: float, max_bytes: int) -> None:
+        self._socket, self._raw = sock, sock.makefile("rb", buffering=0)
+        self._deadline, self._max_bytes, self._received = deadline, max_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._socket.settimeout(left)
+        count = self._raw.readinto(buffer)
+        self._received += count or 0
+        if self._received > self._max_bytes:
+            raise AnswerRefused(f"its answer is larger than {self._max_bytes >> 20} MiB")
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name[:40]!r} stands twice")
+        found[name] = value
+    return found
