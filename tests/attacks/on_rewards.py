@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from attacks.attack import Attack, Table
-from attacks.hostile_server import Answer, echoes, endless, hostile_server, raw, says
 from attacks.on_recipes import train
+from hostile_server import Answer, echoes, endless, hostile_server, raw, says
 
 KEY = "opensesame-0123456789"
 QUERY = "/score?user=alibaba99&sig=ses"
 SECRETS = ("opensesame", "alibaba99", "sig=ses", "\x1b", "\x07")
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+ONE_GB = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (1 << 30)
 ESCAPES = b"\x1b]0;owned\x07\x1b[2J\x1b[1;31mred\r\n\x9b0m" * 50
 
 
@@ -133,9 +134,7 @@ TABLE = Table(
         ),
         Attack(
             "an answer of 1 GB",
-            answered(
-                endless(b"HTTP/1.1 200 OK\r\nContent-Length: 1073741824\r\n\r\n", b"[" * 65536)
-            ),
+            answered(endless(ONE_GB, b"[" * 65536)),
             "its answer is larger than 16 MiB",
             code=1,
         ),

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from hostile_server import echoes, endless, hostile_server, raw, says
 
 from mppo.config.schema import RolloutConfig
 from mppo.rollout.fleet import API_KEY_VARIABLE, Fleet
@@ -192,6 +193,29 @@ def test_the_client_tells_refusals_from_lost_servers(url: str) -> None:
         client.post("/slow", timeout_s=0.2)
     with pytest.raises(ServerLost):
         JsonClient("http://127.0.0.1:9", None, 5.0).get("/")
+
+
+CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (endless(b"HTTP/1.1 200 OK\r\nX: ", b"y", 0.1), ServerLost, "no answer within 1 s"),
+        (endless(CHUNKS, b"1\r\n[\r\n", 0.1), ServerLost, "no answer within 1 s"),
+        (raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9999999999\r\n\r\n"), ServerLost, "2048 MiB"),
+        (raw(CHUNKS + b"-5\r\n"), ServerLost, "malformed answer"),
+        (says(b'{"a": 1, "a": 2}'), ServerLost, "the key 'a' stands twice"),
+        (says(b"[" * 100_000), ServerLost, "nested too deeply"),
+        (says(b"", b"307 Found", b"Location: http://x/\r\n"), RequestRefused, "not followed"),
+        (echoes(b"401"), RequestRefused, r"status 401: .*Authorization: \*\*\*"),
+        (says(b"\x1b[2Jsesame-sesame\r\n", b"500 No"), ServerLost, r"status 500: \[2J\*\*\*  $"),
+    ],
+)
+def test_a_hostile_server_is_bounded_and_its_words_are_cleaned(answer, error, message) -> None:
+    with hostile_server(answer) as url, pytest.raises(error, match=message) as caught:
+        JsonClient(url, "sesame-sesame", timeout_s=1.0).post("/generate", {})
+    assert "sesame" not in str(caught.value)
 
 
 def test_a_kept_alive_connection_that_was_closed_is_opened_again(url: str) -> None:

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 
 Answer = Callable[[socket.socket, bytes], None]
 """Sends an answer to a request."""
-GIB = 1 << 30
 
 
 @contextmanager
