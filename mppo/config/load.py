@@ -23,6 +23,7 @@ from mppo.config.errors import ConfigError, Fault, nearest
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
 from mppo.config.verl_names import ADVICE
+from mppo.safety.redact import redact
 
 PATH_KEYS = frozenset(
     {
@@ -109,8 +110,10 @@ def recipe_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str
 
 
 def resolved_yaml(recipe: Recipe) -> str:
-    """The whole recipe with every default, as YAML that loads back to the same recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The whole recipe with every default, as YAML; it loads back to the same recipe but for
+    secrets."""
+    plain = redact(recipe.model_dump(mode="json"))
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def json_schema() -> dict[str, Any]:

@@ -18,12 +18,10 @@ from mppo.safety.foreign_text import SHOWN, quoted
         ("ses\x00ame1 and sesame1", "*** and ***"),
         ("x" * 500, "x" * (SHOWN - 3) + "..."),
         (("x" * (SHOWN - 5)) + "sesame1", "x" * (SHOWN - 5) + "***"),
-        ("\x00" * 4093 + "sesame1", ""),
-        ("y" + "\x00" * 4091 + "sesame1", "y"),
     ],
 )
 def test_text_is_cleaned_before_secrets_are_looked_for_and_then_cut(text, shown):
-    assert quoted(text, ["sesame1"]).rstrip() in (shown, shown + "ses")
+    assert quoted(text, ["sesame1"]) == shown
 
 
 def test_a_secret_that_the_search_cuts_in_two_is_not_shown_in_part():
@@ -31,11 +29,9 @@ def test_a_secret_that_the_search_cuts_in_two_is_not_shown_in_part():
     assert quoted("\x00" * 4090 + "sesame-sesame", ["sesame-sesame"]) == ""
 
 
-@pytest.mark.parametrize(
-    "text", [b'{"a": [1, -2.5e3, "x", null, true]}', "\u00e4".encode().join([b'"'] * 2)]
-)
-def test_json_is_read(text):
-    assert parse_json(text) is not None
+def test_json_is_read():
+    read = parse_json(b'{"a": [1, -2.5e3, "\xc3\xa4", null]}')
+    assert read == {"a": [1, -2500.0, "\u00e4", None]}
 
 
 @pytest.mark.parametrize(
