@@ -26,8 +26,9 @@ def judged(url: str, count: int = 2, **settings: Any) -> int:
     from mppo.batch import Prompt
     from mppo.config.errors import ConfigError
     from mppo.config.schema import RewardConfig
+    from mppo.rewards.judgement import read_judgements
     from mppo.rewards.response import Response
-    from mppo.rewards.scorer import build_scorer, check_scores
+    from mppo.rewards.scorer import build_scorer
 
     os.environ["REWARD_KEY_OF_TEST"] = KEY
     kwargs = {"retries": 0, "api_key_env": "REWARD_KEY_OF_TEST", **settings}
@@ -36,7 +37,8 @@ def judged(url: str, count: int = 2, **settings: Any) -> int:
     try:
         reward = RewardConfig(name="remote", url=url, timeout_s=2.0, kwargs=kwargs)
         judge = build_scorer(reward, tokenizer=None).judge
-        shown = f"scores: {check_scores(judge(responses), responses)}"
+        found = read_judgements(judge(responses), responses)
+        shown = f"scores: {[judgement.score for judgement in found]}"
     except ConfigError as error:
         code, shown = 2, str(error)
     except ValueError as error:
@@ -236,18 +238,19 @@ TABLE = Table(
             b'{"scores": [1, 1], "scores": [9, 9]}',
             "the key 'scores' stands twice",
         ),
-        _json("has a score of NaN", b'{"scores": [NaN, 1]}', "NaN is not JSON"),
+        _json("has a score of NaN", b'{"scores": [NaN, 1]}', "is nan, not a finite number"),
         _json("has a score of 1e999", b'{"scores": [1e999, 1]}', "is inf, not a finite number"),
         _json(
             "has a score of 10^400",
             b'{"scores": [1%0400d, 1]}' % 0,
-            "a whole number too large for a float",
+            "..., not a finite number",
         ),
         _json("has a score of 5,000 digits", b'{"scores": [1%05000d, 1]}' % 0, "sent no JSON"),
         _json("has one score for two", b'{"scores": [1]}', "it sent 1 of them"),
-        _json("nests the scores", b'{"scores": [[1], [1]]}', "it sent a list among them"),
-        _json("has scores as texts", b'{"scores": ["1", "1"]}', "it sent a text among them"),
-        _json("says true", b'{"scores": [true, 1]}', "it sent true or false among them"),
+        _json("nests the scores", b'{"scores": [[1], [1]]}', "is [1], not a finite number"),
+        _json("has scores as texts", b'{"scores": ["1", "1"]}', "is '1', not a finite number"),
+        _json("has a score of null", b'{"scores": [null, 1]}', "is None, not a finite number"),
+        _json("has an object without a score", b'{"scores": [{"acc": 1}, 1]}', "is missing"),
         _json("has no scores", b'{"score": [1, 1]}', "it sent no such list"),
         Attack(
             "`reward.url: file:///etc/passwd`",
