@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from mppo.safety.bounded_http import bounded, parse_json, read_body, url_problem
 from mppo.safety.foreign_text import quoted
-from mppo.safety.redact import redact_text
+from mppo.safety.redact import redact_text, remember
 
 MAX_ANSWER_BYTES = 2 << 30
 """The routed experts of a long response take a hundred megabytes."""
@@ -64,6 +64,7 @@ class JsonClient:
         self._headers = {"Content-Type": "application/json"}
         self._secrets = [api_key] if api_key else []
         if api_key:
+            remember(api_key)
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._idle: deque[http.client.HTTPConnection] = deque()
 

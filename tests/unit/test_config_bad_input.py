@@ -210,7 +210,7 @@ SETTINGS = [
     ("experts' groups for a local engine", "rollout.expert_parallel_size=2",
      "rollout.expert_parallel_size", "no effect with rollout.name = local"),
     ("an address that is none", "rollout.name=sglang rollout.mode=disaggregated rollout.urls=[h:1]",
-     "rollout.urls", "no HTTP address"),
+     "rollout.urls", "is not the URL of an HTTP server"),
 ]  # fmt: skip
 
 # layouts on four ranks: name, overrides, key, message

@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from mppo.rollout.requests import ATTEMPTS, Requests
 from mppo.rollout.server import ServerError, ServerProcess, clean_environment
 from mppo.rollout.sglang_api import SGLangApi
 from mppo.rollout.sglang_server import is_ours, own_server, server_environment, server_options
+from mppo.safety.temporary import SHARED_MEMORY, remove_leftovers
 
 CONFIG = SimpleNamespace(model_type="qwen2")
 SLEEPER = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['sleep', '600'])"]
@@ -139,6 +141,53 @@ time.sleep(600)
         for process in family:
             if _running(process.pid):
                 process.kill()
+
+
+def test_shared_memory_of_a_server_is_removed_though_its_owner_was_killed(tmp_path) -> None:
+    """SGLang names its segments itself, and a killed server leaves them behind."""
+    shared = SHARED_MEMORY / f"server-test-{secrets.token_hex(8)}"
+    maps = f"""
+import mmap, time
+with open({str(shared)!r}, "w+b") as file:
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+open({str(tmp_path / "up")!r}, "w").close()
+time.sleep(600)
+"""
+    program = f"""
+import time
+from pathlib import Path
+from mppo.rollout.server import ServerProcess
+from mppo.safety.temporary import SHARED_MEMORY, remove_leftovers
+server = ServerProcess("x", lambda port: {[sys.executable, "-c", maps]!r}, {{}},
+                       Path({str(tmp_path / "log")!r}),
+                       lambda port: Path({str(tmp_path / "up")!r}).exists(), 60.0)
+server.start()
+server.wait_until_up()
+print(server._process.pid, flush=True)
+time.sleep(600)
+"""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(place)},
+    )
+    try:
+        assert owner.stdout.readline().startswith("mppo: waiting")
+        guard = int(owner.stdout.readline())
+        owner.kill()
+        owner.wait()
+        assert _wait(lambda: not _running(guard))
+        assert shared.exists()
+        assert len(remove_leftovers(place)) == 1
+        assert not shared.exists()
+    finally:
+        owner.kill()
+        owner.wait()
+        shared.unlink(missing_ok=True)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
