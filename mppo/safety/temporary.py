@@ -45,20 +45,6 @@ def own_folder() -> Path:
 
 
 @contextmanager
-def temporary_folder(kind: str) -> Iterator[Path]:
-    """A new empty folder in this process's own; removed with all in it on leaving.
-
-    Args:
-        kind: first word of its name.
-    """
-    folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=own_folder()))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
 def unfinished_folder(place: Path) -> Iterator[Path]:
     """A new folder in ``place``, to be renamed when it is finished; otherwise removed on leaving.
 
