@@ -156,6 +156,8 @@ def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> Pr
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # whatever transformers makes of a value it does not expect
+        if trust_remote_code:
+            raise  # the folder's own code fails, with its own traceback
         raise ValueError(f"{folder / CONFIG}: {_one_line(error)}") from error
 
 
