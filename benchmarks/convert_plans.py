@@ -25,12 +25,13 @@ import torch
 from transformers import AutoConfig
 
 from checkpoints_convert.common_state import common_state
+from mppo.weights.contents import read_checkpoint
 from mppo.weights.conversion import plan_hf, plan_megatron
 from mppo.weights.hf_folder import HFFolder
 from mppo.weights.output_folder import create_files, open_for_offsets, plan_places, write_all
 from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
-from mppo.weights.torch_dist import read_checkpoint, write_index
+from mppo.weights.torch_dist import write_index
 
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512,

@@ -21,6 +21,7 @@ import torch
 
 from checkpoints_convert.commands import hf_to_megatron, inspect, megatron_to_hf
 from checkpoints_convert.job import Ranks
+from mppo.config.errors import printable
 from mppo.safety.redact import redacted_output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             ranks = Ranks(info.rank, info.world_size, torch.distributed.barrier)
             return _run(arguments, ranks)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 2
 
 

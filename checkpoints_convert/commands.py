@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from checkpoints_convert.common_state import common_state
 from checkpoints_convert.job import Ranks, clear_journal, fingerprint_of, run_plan
+from mppo.config.input_files import read_json
+from mppo.data.builtin import read_model_config
+from mppo.weights.contents import read_checkpoint
 from mppo.weights.conversion import EXTRA_FILE, plan_hf, plan_megatron
-from mppo.weights.hf_folder import HFFolder, read_json
+from mppo.weights.hf_folder import HFFolder
 from mppo.weights.model_folder import (
     COMPANIONS,
     LATEST,
@@ -22,13 +24,13 @@ from mppo.weights.model_folder import (
 )
 from mppo.weights.output_folder import (
     check_free,
+    companion_files,
     copy_companions,
     partial_path,
     publish,
     write_index,
 )
 from mppo.weights.shape import ModelShape, model_shape
-from mppo.weights.torch_dist import read_checkpoint
 from mppo.weights.torch_dist import write_index as write_checkpoint_index
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
@@ -68,6 +70,7 @@ def hf_to_megatron(
         raise ValueError(
             f"{hf}: no tokenizer ({', '.join(TOKENIZERS)}); add it, or pass --no-tokenizer"
         )
+    companion_files(hf)
     source = HFFolder(hf)
     building = partial_path(megatron)
     plan, index = plan_megatron(
@@ -120,6 +123,7 @@ def megatron_to_hf(
     folder, companions = find_checkpoint(megatron, config)
     shape = read_shape(companions)
     checkpoint = read_checkpoint(folder)
+    companion_files(companions)
     building = partial_path(hf)
     extra = folder / EXTRA_FILE
     plan, places = plan_hf(
@@ -182,21 +186,6 @@ def find_checkpoint(megatron: Path, config: Path | None) -> tuple[Path, Path]:
         raise ValueError(f"{error}, or name the model's Hugging Face folder: --config") from error
 
 
-def read_config(folder: Path) -> Any:
-    """The transformers config of a folder.
-
-    Raises:
-        ValueError: absent, unreadable, or of no known kind.
-    """
-    from transformers import AutoConfig
-
-    read_json(folder / "config.json")
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        raise ValueError(f"{folder}/config.json: {error}") from error
-
-
 def read_shape(folder: Path) -> ModelShape:
     """Sizes of the model a folder's config describes, refused where Megatron cannot have it.
 
@@ -205,7 +194,7 @@ def read_shape(folder: Path) -> ModelShape:
     """
     from mppo.models.families import family_config
 
-    config = read_config(folder)
+    config = read_model_config(folder)
     family_config(config)
     return model_shape(config)
 

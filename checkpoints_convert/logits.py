@@ -12,6 +12,7 @@ from torch import Tensor
 
 from checkpoints_convert.job import Ranks
 from mppo.config.schema import MegatronConfig
+from mppo.data.builtin import read_model_config
 from mppo.models.configuration import transformer_config
 from mppo.models.families import FamilyConfig, family_config
 from mppo.models.packing import pack
@@ -30,7 +31,7 @@ TIMEOUT_S = 600.0
 def compare_logits(hf: Path, megatron: Path, ranks: Ranks) -> tuple[bool, str]:
     """Load both in float32 on the CPU and compare logits of a few random sequences.
 
-    The checkpoint goes through Megatron's own loader, so this also shows that it loads.
+    The checkpoint goes through Megatron's loader, so this also shows that its keys are Megatron's.
 
     Args:
         hf: the Hugging Face folder.
@@ -41,11 +42,9 @@ def compare_logits(hf: Path, megatron: Path, ranks: Ranks) -> tuple[bool, str]:
         Whether they agree within ``allowed_difference`` of the largest logit, and a line that says
         so.
     """
-    from transformers import AutoConfig
-
     from mppo.models.transformers_model import load_model
 
-    config = AutoConfig.from_pretrained(hf, trust_remote_code=False)
+    config = read_model_config(hf)
     family = family_config(config)
     generator = torch.Generator().manual_seed(0)
     sequences = [

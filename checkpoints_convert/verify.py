@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from checkpoints_convert.commands import find_checkpoint, read_shape
 from checkpoints_convert.job import Ranks
+from mppo.weights.contents import read_checkpoint
 from mppo.weights.conversion import CheckpointReader, Share, whole_stretch
 from mppo.weights.hf_folder import HFFolder
 from mppo.weights.load import known_extras
 from mppo.weights.safetensors_file import StoredTensor
 from mppo.weights.table import parameter_table
-from mppo.weights.torch_dist import read_checkpoint
 from mppo.weights.transfer import Copier, Task
 
 HOLE = 0xFF  # a NaN in every float type

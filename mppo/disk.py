@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mppo.config.input_files import inside, open_file, read_json
+
 MARKER = ".mppo.json"
 _FORMAT = 1
 _BLOCK = 16 << 20
@@ -108,7 +110,7 @@ def set_aside(path: Path) -> Path:
 def checksum(file: Path) -> FileEntry:
     """Size and CRC-32 of a file."""
     crc, size = 0, 0
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         while block := stream.read(_BLOCK):
             crc = zlib.crc32(block, crc)
             size += len(block)
@@ -123,9 +125,11 @@ def check_sizes(folder: Path, files: Files) -> None:
     """
     for name, entry in files.items():
         try:
-            size = (folder / name).stat().st_size
+            size = inside(folder, name).stat().st_size
         except OSError:
             raise Damaged(f"{folder / name}: is missing") from None
+        except ValueError as error:
+            raise Damaged(str(error)) from error
         if size != entry.size:
             raise Damaged(f"{folder / name}: has {size} bytes, {entry.size} were written")
 
@@ -147,6 +151,8 @@ def check_contents(folder: Path, files: Files, share: int = 0, shares: int = 1) 
             entry = checksum(folder / name)
         except OSError as error:
             raise Damaged(f"{folder / name}: cannot be read ({error.strerror})") from error
+        except ValueError as error:  # not a file
+            raise Damaged(str(error)) from error
         if entry != files[name]:
             raise Damaged(f"{folder / name}: its checksum is not the one that was written")
 
@@ -165,11 +171,11 @@ def read_marker(folder: Path) -> Files | None:
         Damaged: the marker cannot be read.
     """
     try:
-        marker = json.loads((folder / MARKER).read_bytes())
+        if not (folder / MARKER).exists():
+            return None
+        marker = read_json(folder / MARKER)
         return {name: FileEntry(**entry) for name, entry in marker["files"].items()}
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise Damaged(f"{folder / MARKER}: cannot be read ({error})") from error
 
 

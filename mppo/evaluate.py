@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mppo.config.checks import load_checked
-from mppo.config.errors import ConfigError
+from mppo.config.errors import ConfigError, Fault
+from mppo.config.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.source import load_prompts
@@ -27,6 +28,7 @@ from mppo.rollout.engine import WeightBucket, Wish
 from mppo.rollout.sglang_model import engine_faults
 from mppo.safety.redact import redacted_output
 from mppo.score_metrics import errors_of, mean_numbers, mean_scores, unscored
+from mppo.weights.check import check_weights
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.whole_tensors import whole_tensors
 
@@ -42,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     info = discover()
     try:
         recipe = load_checked(arguments.config, arguments.overrides, info.world_size)
+        _check_model(recipe)
         result = evaluate(recipe, info)
     except ConfigError as error:
         if info.rank == 0:
@@ -55,6 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.out is not None:
             arguments.out.write_text(json.dumps(result) + "\n")
     return 0
+
+
+def _check_model(recipe: Recipe) -> None:
+    """Raises ConfigError where the model that is to be evaluated cannot be loaded."""
+    actor = roles_in_use(recipe)[0]
+    try:
+        folder = resolve_model(actor.path)
+        check_weights(actor, read_model_config(folder, recipe.model.trust_remote_code))
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        why, cure = str(error), "give a model folder of a known family"
+        raise ConfigError([Fault(actor.path_key, actor.path, why, cure)]) from error
 
 
 def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:

@@ -210,6 +210,7 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
     from mppo.data.builtin import read_model_config, resolve_model
     from mppo.models.overrides import override_faults
     from mppo.rollout.sglang_model import engine_faults
+    from mppo.weights.check import check_weights
 
     def read(path: str):
         return read_model_config(resolve_model(path))
@@ -219,7 +220,7 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
         overrides,
         world_size,
         read,
-        judge_role=override_faults,
+        judges=(override_faults, check_weights),
         judge_engine=partial(engine_faults, on_cpu=False),  # maybe not on a node of the job
     )
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mppo.batch import Batch, Experience, Measured
 from mppo.checkpoint.checkpointer import load_roles
+from mppo.config.input_files import read_json
 from mppo.config.schema import Recipe
 from mppo.data.builtin import read_model_config
 from mppo.disk import replace_text, set_aside, write_bytes
@@ -34,9 +35,12 @@ from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.launch import discover, process_group
 from mppo.roles import Roles
 from mppo.safety.redact import redacted_output
-from mppo.weights.pickles import METADATA, check_pickles
+from mppo.weights.contents import METADATA, read_checkpoint
+from mppo.weights.safetensors_file import read_header
 
 CASE, TENSORS, MODELS = "case.json", "experience.safetensors", "models"
+_NO_CASE = (ValueError, KeyError, TypeError, OSError)
+"""What reading a folder raises that holds no case, or one of other models."""
 _SHOWN = 5
 """Findings of one kind shown per role; those that follow are consequences."""
 
@@ -77,8 +81,13 @@ def keep_case(folder: Path, case: Case, experience: Experience) -> None:
 
 
 def load_case(folder: Path) -> tuple[Case, Experience]:
-    """What ``keep_case`` wrote."""
-    case = Case(**json.loads((folder / CASE).read_text()))
+    """What ``keep_case`` wrote.
+
+    Raises:
+        ValueError, KeyError, TypeError, OSError: the folder holds no such case.
+    """
+    case = Case(**read_json(folder / CASE, nan=True))
+    read_header(folder / TENSORS)
     tensors = load_file(folder / TENSORS)
     batch = Batch(**{f.name: tensors[f"batch.{f.name}"] for f in fields(Batch)})
     own = [f.name for f in fields(Measured) if f.name != "batch"]
@@ -179,19 +188,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(argv).folder
     if not (folder / CASE).is_file():
         parser.error(f"{folder}: has no {CASE}; name a folder RUN/nonfinite/step_N")
+    info = discover()
     try:
         for table in sorted((folder / MODELS).glob(f"*/{METADATA}")):
-            check_pickles(table.parent)
-    except ValueError as error:
-        parser.error(str(error))
-    case, experience = load_case(folder)
-    recipe = Recipe.model_validate(case.recipe)
-    info = discover()
+            read_checkpoint(table.parent)
+        case, experience = load_case(folder)
+        recipe = Recipe.model_validate(case.recipe)
+    except _NO_CASE as error:
+        return _refuse(folder, error)
     device.prepare_megatron()
     with process_group(info, recipe.trainer.collective_timeout_s):
         registry = GroupRegistry(recipe.trainer.seed)
-        roles = Roles(recipe, Path(case.model), read_model_config, registry, total_steps=1)
-        load_roles(folder / MODELS, roles.trained)
+        try:
+            roles = Roles(recipe, Path(case.model), read_model_config, registry, total_steps=1)
+            load_roles(folder / MODELS, roles.trained)
+        except _NO_CASE as error:
+            return _refuse(folder, error)
         everyone: list[list[str]] = [[] for _ in range(info.world_size)]
         dist.all_gather_object(everyone, replay(case, experience, roles))
     if info.rank == 0:
@@ -199,6 +211,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in lines or ["everything is finite"]:
                 print(f"rank {rank}: {line}")
     return 0
+
+
+def _refuse(folder: Path, error: Exception) -> int:
+    print(f"mppo: {folder}: cannot be replayed: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -15,11 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from mppo.config.errors import ConfigError, Fault
 from mppo.config.load import load_recipe
-from mppo.data.builtin import resolve_model
+from mppo.data.builtin import read_model_config, resolve_model
 from mppo.parallel import device
 from mppo.rollout.checked_load import LOADER
 from mppo.rollout.fleet import API_KEY_VARIABLE
@@ -75,9 +73,7 @@ def server_start(
     recipe = load_recipe(config, overrides)
     rollout = recipe.rollout
     folder = resolve_model(recipe.model.path)
-    hf_config = AutoConfig.from_pretrained(
-        folder, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
-    )
+    hf_config = read_model_config(folder, recipe.model.trust_remote_code)
     faults = list(engine_faults(recipe, hf_config, on_cpu))
     if faults:
         raise ConfigError(faults, source=str(config))

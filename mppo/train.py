@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from mppo.algos.reward_normalization import RunningMoments
 from mppo.config.checks import load_checked
-from mppo.config.errors import ConfigError
+from mppo.config.errors import ConfigError, printable
+from mppo.config.file_rules import run_folder_of
 from mppo.config.rule import roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
@@ -45,6 +46,7 @@ from mppo.rollout.sglang_model import engine_faults
 from mppo.safety.private import private_files
 from mppo.safety.redact import redact, redacted_output
 from mppo.safety.temporary import remove_leftovers
+from mppo.weights.check import check_weights
 from mppo.weights.model_folder import companion_folder
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             world,
             _read_config,
             files=not planned,
-            judge_role=override_faults,
+            judges=(override_faults,) if planned else (override_faults, check_weights),
             judge_engine=partial(engine_faults, on_cpu=not planned and not device.is_cuda()),
         )
         if arguments.dry_run:
@@ -130,17 +132,17 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     trainer = recipe.trainer
     silence, hang = trainer.heartbeat_timeout_s, trainer.hang_timeout_s
     hang = hang or 0.9 * trainer.collective_timeout_s
-    stacks, tell = _run_dir(recipe) / "stacks", partial(_report_failure, info=info, recipe=recipe)
+    run_dir, tell = run_folder_of(trainer), partial(_report_failure, info=info, recipe=recipe)
     patience = launcher_patience_s(info, os.environ, parents_command())
     if info.local_rank == 0:
         remove_leftovers()
     with (
-        private_files(_run_dir(recipe)),
+        private_files(run_dir),
         listening(trainer.stop_within_s, patience) as stop,
         WayOut() as way_out,
         process_group(info, trainer.collective_timeout_s),
-        watching(info, silence, hang, stacks, way_out, tell) as heartbeat,
-        only_job_in(_run_dir(recipe), _say),
+        watching(info, silence, hang, run_dir / "stacks", way_out, tell) as heartbeat,
+        only_job_in(run_dir, _say),
     ):
         try:
             run = build_run(recipe, info, stop)
@@ -175,11 +177,6 @@ def _train(run: Run) -> None:
                 run.reporter.line(f"kept {path}")
 
 
-def _run_dir(recipe: Recipe) -> Path:
-    trainer = recipe.trainer
-    return Path(trainer.default_local_dir or Path("runs") / trainer.experiment_name)
-
-
 def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None:
     """Prompts, models, engine, scorer, reporter and checkpoints of a run. Collective.
 
@@ -209,7 +206,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
     scorer.check([*training.prompts, *validation.prompts])
     total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
-    plain, run_dir = recipe.model_dump(mode="json"), _run_dir(recipe)
+    plain, run_dir = recipe.model_dump(mode="json"), run_folder_of(trainer)
     reporter = Reporter(run_dir, trainer, plain, total_steps, is_main)
     announce = partial(_announce, reporter, trainer.logger)
     with phase("looking at the run folder"):
@@ -327,7 +324,7 @@ def _refuse(error: Exception, rank: int = 0) -> int:
     """
     if rank:
         time.sleep(FIRST_RANK_SPEAKS_S)
-    print(f"mppo: {error}", file=sys.stderr)
+    print(f"mppo: {printable(str(error))}", file=sys.stderr)
     return 2
 
 

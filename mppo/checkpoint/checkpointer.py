@@ -20,7 +20,7 @@ from mppo.checkpoint import responses
 from mppo.checkpoint.folder import Manifest
 from mppo.checkpoint.pruning import Pruner
 from mppo.checkpoint.randomness import file_name, load_random_state, random_state
-from mppo.checkpoint.resume import Found, changed_keys
+from mppo.checkpoint.resume import Found, changed_keys, not_usable
 from mppo.checkpoint.role_state import (
     describe_role,
     load_role,
@@ -31,6 +31,7 @@ from mppo.checkpoint.role_state import (
 from mppo.checkpoint.staging import HostBuffers
 from mppo.checkpoint.timing import SaveTiming
 from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_shards
+from mppo.config.input_files import read_json
 from mppo.config.schema import TrainerConfig
 from mppo.disk import FileEntry
 from mppo.models.role import Role
@@ -119,7 +120,10 @@ class Checkpointer:
         """
         if found is None:
             return 0
-        self._load(found)
+        try:
+            self._load(found)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise not_usable(self.trainer, found.folder, error) from error
         if found.folder.parent.resolve() == self.root.resolve():
             self._pruner.sound.add(found.manifest.step)
         step_done(found.manifest.step)
@@ -352,7 +356,7 @@ class Checkpointer:
         self._say(f"the checkpoint {path} could not be written: {why}")
 
     def _load(self, found: Found) -> None:
-        state = json.loads((found.folder / STATE).read_text())
+        state = read_json(found.folder / STATE, nan=True)
         load_roles(found.folder, self.roles)
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
@@ -372,10 +376,14 @@ class Checkpointer:
 
 
 def load_roles(folder: Path, roles: Mapping[str, Role]) -> None:
-    """Take up the models and optimizers of a checkpoint. Collective."""
-    counters = json.loads((folder / STATE).read_text())["roles"]
+    """Take up the models and optimizers of a checkpoint. Collective.
+
+    Raises:
+        ValueError, KeyError, TypeError, OSError: it is not one, is damaged, or is of other models.
+    """
+    counters = read_json(folder / STATE, nan=True)["roles"]
     for name, role in roles.items():
-        load_role(role, str(folder / name), counters[name])
+        load_role(role, folder / name, counters[name])
 
 
 def _write_manifest(building: Path, manifest: Manifest, files: dict[str, FileEntry]) -> None:

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from mppo import disk
+from mppo.config.input_files import read_json
 from mppo.disk import Damaged, FileEntry, flush, set_aside, write_bytes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"global_step_(\d+)")
+MAX_NUMBER = 1 << 60
+"""Of steps, ranks and bytes."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,13 @@ def read_manifest(folder: Path) -> Manifest:
         ValueError: a newer version of mppo wrote it.
     """
     try:
-        values = json.loads((folder / MANIFEST).read_text())
-        written = int(values["format"])
-    except FileNotFoundError:
-        raise Damaged(f"{folder}: {MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        values = read_json(folder / MANIFEST, nan=True)
+        written = values["format"]
+        if type(written) is not int:
+            raise TypeError(f"format is {written!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        if not (folder / MANIFEST).exists():
+            raise Damaged(f"{folder}: {MANIFEST} is missing") from None
         raise Damaged(f"{folder / MANIFEST}: cannot be read ({error})") from error
     if written > FORMAT:
         raise ValueError(
@@ -96,9 +101,26 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
-        return Manifest(**{**values, "files": files})
+        manifest = Manifest(**{**values, "files": files})
     except (KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{folder / MANIFEST}: entries are missing ({error})") from error
+    if odd := _wrong_entry(manifest):
+        raise Damaged(f"{folder / MANIFEST}: {odd} is not what a checkpoint says there")
+    return manifest
+
+
+def _wrong_entry(manifest: Manifest) -> str | None:
+    """The first entry of another type or range than this module writes; None: all are right."""
+    numbers = (manifest.step, manifest.world_size, *(e.size for e in manifest.files.values()))
+    if not all(type(number) is int and 0 <= number < MAX_NUMBER for number in numbers):
+        return "a number"
+    if not isinstance(manifest.roles, dict) or not all(
+        isinstance(role, dict) and isinstance(role.get("model"), dict) and "layout" in role
+        for role in manifest.roles.values()
+    ):
+        return "roles"
+    values = manifest.metrics.values() if isinstance(manifest.metrics, dict) else [None]
+    return None if all(isinstance(value, int | float) for value in values) else "metrics"
 
 
 def read_sound(folder: Path) -> Manifest:

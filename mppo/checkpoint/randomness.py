@@ -13,8 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from mppo.config.input_files import parse_json
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
+from mppo.weights.safetensors_file import read_header
 
 
 def file_name(rank: int) -> str:
@@ -42,13 +44,20 @@ def random_state(layouts: Mapping[str, LayoutGroups]) -> bytes:
 
 
 def load_random_state(folder: Path, rank: int, layouts: Mapping[str, LayoutGroups]) -> None:
-    """Take up the state that the same rank of the same layouts has saved."""
+    """Take up the state that the same rank of the same layouts has saved.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not such a state.
+    """
+    read_header(folder / file_name(rank))
     with safe_open(folder / file_name(rank), framework="pt") as file:
         header = file.metadata()
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    version, words, gauss = json.loads(header["python"])
+    if tensors["torch"].shape != torch.get_rng_state().shape:
+        raise ValueError(f"{folder / file_name(rank)}: torch's state is not one")
+    version, words, gauss = parse_json(header["python"])
     random.setstate((version, tuple(words), gauss))
-    numpy_kind, *numpy_rest = json.loads(header["numpy"])
+    numpy_kind, *numpy_rest = parse_json(header["numpy"])
     np.random.set_state((numpy_kind, tensors["numpy"].numpy(), *numpy_rest))
     torch.set_rng_state(tensors["torch"])
     if "device" in tensors:

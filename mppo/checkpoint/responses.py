@@ -11,6 +11,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from mppo.batch import Begun, Prompt, Trajectory
+from mppo.config.input_files import parse_json
+from mppo.weights.safetensors_file import read_header
 
 FILE = "responses.safetensors"
 _TABLE = "responses"
@@ -47,13 +49,17 @@ def load(folder: Path) -> Begun:
     """The responses of a checkpoint; none where it has no such file.
 
     Their prompts have uid and tokens only: ``Wish.known`` puts the run's own in place.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not such a file.
     """
     if not (folder / FILE).exists():
         return {}
     begun: Begun = {}
+    read_header(folder / FILE)
     with safe_open(folder / FILE, framework="pt") as file:
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        table = json.loads(file.metadata()[_TABLE])
+        table = parse_json(file.metadata()[_TABLE])
     for row, entry in enumerate(table):
         uid, sample = entry.pop("uid"), entry.pop("sample")
         prompt_ids = tuple(tensors[f"{row}/prompt_ids"].tolist())

@@ -15,7 +15,7 @@ from mppo.checkpoint.folder import Manifest
 from mppo.config.errors import ConfigError, Fault
 from mppo.config.schema import Recipe, TrainerConfig
 from mppo.disk import Damaged, Files, check_contents, check_sizes
-from mppo.weights.pickles import check_pickles
+from mppo.weights.contents import read_checkpoint
 
 _NOT_COMPARED = tuple(
     f"trainer.{key}"
@@ -76,7 +76,7 @@ def choose(
             check_models(key, value, candidate, manifest, roles)
             problem = first_problem(candidate, manifest.files)
             if problem is None and key == "trainer.resume_from_path":
-                _check_stranger(key, value, candidate, manifest)
+                _check_stranger(trainer, candidate, manifest)
         if problem is None:
             return Found(candidate, manifest)
         say(f"damaged checkpoint passed over: {problem}")
@@ -145,14 +145,24 @@ def check_models(
             raise _refusal(key, value, why, cure)
 
 
-def _check_stranger(key: str, value: Any, candidate: Path, manifest: Manifest) -> None:
-    """A folder outside the run's own may hold what runs when it is loaded."""
+def _check_stranger(trainer: TrainerConfig, candidate: Path, manifest: Manifest) -> None:
+    """What is wrong with a foreign checkpoint is told before anything in the run's folder moves."""
     try:
         for role in manifest.roles:
-            check_pickles(candidate / role)
-    except ValueError as error:
-        cure = "use a checkpoint you trust, from the run's own folder (resume_mode=auto)"
-        raise _refusal(key, value, str(error).partition("; ")[0], cure) from error
+            read_checkpoint(candidate / role)
+    except (ValueError, OSError) as error:
+        raise not_usable(trainer, candidate, error) from error
+
+
+def not_usable(trainer: TrainerConfig, folder: Path, error: Exception) -> ConfigError:
+    """What to say of a checkpoint that was chosen and cannot be taken up."""
+    if trainer.resume_from_path and Path(trainer.resume_from_path) == folder:
+        key, value = "trainer.resume_from_path", trainer.resume_from_path
+    else:
+        key, value = "trainer.default_local_dir", str(folder)
+    lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+    why, _, cure = lacks.partition("; ")
+    return _refusal(key, value, why, cure or "use another checkpoint, or the recipe that wrote it")
 
 
 def _refusal(key: str, value: Any, why: str, cure: str) -> ConfigError:

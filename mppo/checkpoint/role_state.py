@@ -17,20 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from mppo.checkpoint.rectangles import Rectangle, rectangles
 from mppo.models.role import Role
 from mppo.parallel import device
+from mppo.weights.contents import read_checkpoint
+from mppo.weights.sharded_load import load_sharded
 
 _METADATA = {"singleton_local_shards": False}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -79,7 +80,7 @@ def role_bytes(role: Role) -> float:
 def sharded_state(role: Role) -> dict[str, Any]:
     """Megatron sharded state of a role, its tensors in place; the layout's groups must be active.
 
-    To load, hand it to ``dist_checkpointing.load``, which fills optimizer tensors in place.
+    To load, hand it to ``load_sharded``, which fills optimizer tensors in place.
     """
     model: dict[str, Any] = {}
     for i, stage in enumerate(role.stages):
@@ -200,7 +201,7 @@ def _is_sharded(entry: Any) -> bool:
     return isinstance(entry, ShardedTensor | ShardedTensorFactory)
 
 
-def load_role(role: Role, folder: str, counters: dict[str, int]) -> None:
+def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
     """Take up a role's weights and optimizer from its part of a checkpoint. Collective.
 
     Args:
@@ -209,7 +210,7 @@ def load_role(role: Role, folder: str, counters: dict[str, int]) -> None:
         counters: ``role_counters`` of the run that saved it.
 
     Raises:
-        ValueError: the checkpoint lacks tensors of this role.
+        ValueError: the checkpoint is damaged, or lacks tensors of this role.
     """
     with role.groups.active(), torch.no_grad():
         state = sharded_state(role)
@@ -217,12 +218,10 @@ def load_role(role: Role, folder: str, counters: dict[str, int]) -> None:
             chunk: {name: entry.data for name, entry in entries.items()}
             for chunk, entries in state.get("average", {}).items()
         }
-        # Megatron's names: "missing" was not asked for, "unexpected" is not in the checkpoint
-        loaded, _, absent = dist_checkpointing.load(state, folder, strict=StrictHandling.RETURN_ALL)
-        absent = sorted(key for key in absent if not key.endswith("_extra_state"))
+        loaded, absent = load_sharded(folder, read_checkpoint(folder), state)
         if absent:
             raise ValueError(
-                f"{folder}: lacks {len(absent)} tensors of {role.name}, such as {absent[0]}"
+                f"{folder}: lacks {len(absent)} tensors of {role.name}, such as {min(absent)}"
             )
         for i, stage in enumerate(role.stages):
             _load_stage(stage, loaded["model"][f"chunk{i}"], folder)
@@ -236,7 +235,7 @@ def load_role(role: Role, folder: str, counters: dict[str, int]) -> None:
             role.optimizer.resume_schedule(counters["schedule_step"])
 
 
-def _load_stage(stage, tensors: dict[str, Any], folder: str) -> None:
+def _load_stage(stage, tensors: dict[str, Any], folder: Path) -> None:
     missing, unexpected = stage.load_state_dict(tensors, strict=False)
     wrong = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
     if wrong:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mppo.config import algorithm_rules, engine_rules, layout_rules, training_rules
 from mppo.config.errors import ConfigError, Fault
-from mppo.config.file_rules import check_files
+from mppo.config.file_rules import check_files, check_run_folder
 from mppo.config.load import read_recipe, source_name
 from mppo.config.rule import RULES, Case, RoleCase, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
@@ -70,7 +70,7 @@ def load_checked(
     world_size: int | None,
     read_hf_config: ReadConfig | None = None,
     files: bool = True,
-    judge_role: JudgeRole | None = None,
+    judges: Sequence[JudgeRole] = (),
     judge_engine: JudgeEngine | None = None,
 ) -> Recipe:
     """Load a recipe and judge all of it: form, rules, models, files.
@@ -81,7 +81,7 @@ def load_checked(
         world_size: number of ranks; None: as many as the recipe asks for (``world_size_of``).
         read_hf_config: opens the config of a model path; None leaves models unjudged.
         files: whether the files must be there (a dry run does without weights and data).
-        judge_role: judges a role whose model is known; None leaves it out.
+        judges: judge every role whose model is known, one after the other.
         judge_engine: judges the rollout engine where the actor's model is known; None leaves it
             out.
 
@@ -94,7 +94,7 @@ def load_checked(
     recipe, faults = read_recipe(path, overrides)
     if recipe is not None:
         known = {fault.key for fault in faults}
-        found = check_files(recipe) if files else []
+        found = check_run_folder(recipe) + (check_files(recipe) if files else [])
         configs: dict[str, Any] = {}
         if read_hf_config is not None:
             unread = known | {fault.key for fault in found}
@@ -103,9 +103,9 @@ def load_checked(
         known_faults = known | {fault.key for fault in found}
         world_size = world_size or world_size_of(recipe)
         found += check_recipe(recipe, world_size, configs, known_faults)
+        for judge in judges:
+            found += _judge_roles(recipe, configs, judge, known | {fault.key for fault in found})
         faulty = {fault.key for fault in found}
-        if judge_role is not None:
-            found += _judge_roles(recipe, configs, judge_role, faulty)
         if judge_engine is not None and "actor" in configs and "model.path" not in faulty:
             found += _judge_engine(recipe, configs["actor"], judge_engine)
         faults = faults + _told_once(fault for fault in found if fault.key not in known)
@@ -133,15 +133,15 @@ def _read_configs(
 
 
 def _judge_roles(
-    recipe: Recipe, configs: Mapping[str, Any], judge_role: JudgeRole, faulty: Collection[str]
+    recipe: Recipe, configs: Mapping[str, Any], judge: JudgeRole, faulty: Collection[str]
 ) -> list[Fault]:
-    """What ``judge_role`` finds in the roles whose model is known and has no fault."""
+    """What a judge finds in the roles whose model is known and has no fault."""
     faults: list[Fault] = []
     for role in roles_in_use(recipe):
         if role.name in configs and role.path_key not in faulty:
             try:
-                faults += judge_role(role, configs[role.name])
-            except ValueError as error:
+                faults += judge(role, configs[role.name])
+            except (ValueError, OSError) as error:
                 faults.append(_model_fault(role.path_key, role.path, error))
     return _told_once(faults)
 

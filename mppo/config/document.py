@@ -6,6 +6,7 @@ date stays text. A key given twice is a fault.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,28 +15,99 @@ from typing import Any
 import yaml
 
 from mppo.config.errors import Fault
+from mppo.config.input_files import MAX_DEPTH, read_text
 from mppo.config.verl_names import MOVED
 
+MAX_BYTES, MAX_NODES, MAX_DIGITS, MAX_BASES = 1 << 20, 100_000, 30, 20
+"""Of a recipe: bytes of a file, values with all aliases written out, digits of a whole number, and
+files that build on each other."""
+_TAGS = frozenset(
+    f"tag:yaml.org,2002:{kind}"
+    for kind in ("str", "int", "float", "bool", "null", "merge", "seq", "map")
+)
+_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 BASE_KEY = "base"
 """Top-level key naming a recipe (or several) to start from, relative to the file it stands in."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with the scalar rules of YAML 1.2 and no repeated keys."""
+    """Safe YAML with the scalar rules of YAML 1.2, without repeated keys, bounded in size."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own attribute)
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self._depth == MAX_DEPTH:
+            raise _bad_node(self.peek_event(), _TOO_DEEP)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _measure(node, {}, set())
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[str] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _bad_node(key_node, f"a {key_node.id} is no key")
             if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key_node.value!r} stands twice", key_node.start_mark
-                )
+                raise _bad_node(key_node, f"key {key_node.value!r} stands twice")
             seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
+
+
+def _measure(
+    node: yaml.Node, known: dict[int, tuple[int, int]], above: set[int]
+) -> tuple[int, int]:
+    """Nodes and levels below a node, every alias written out.
+
+    Args:
+        node: to be measured; its scalars are checked, too.
+        known: what was measured before, by identity.
+        above: nodes that led here.
+    """
+    if id(node) in above:
+        raise _bad_node(node, "it refers to itself")
+    if id(node) in known:
+        return known[id(node)]
+    if isinstance(node, yaml.ScalarNode):
+        _check_scalar(node)
+        return 1, 1
+    if len(above) == MAX_DEPTH:
+        raise _bad_node(node, _TOO_DEEP)
+    if node.tag not in _TAGS:
+        raise _bad_node(node, f"the tag {node.tag} is not known here")
+    pairs = isinstance(node, yaml.MappingNode)
+    inner = [child for pair in node.value for child in pair] if pairs else node.value
+    above.add(id(node))
+    found = [_measure(child, known, above) for child in inner]
+    above.remove(id(node))
+    size = 1 + sum(nodes for nodes, _ in found)
+    depth = 1 + max((levels for _, levels in found), default=0)
+    if depth > MAX_DEPTH or size > MAX_NODES:
+        raise _bad_node(node, _TOO_DEEP if depth > MAX_DEPTH else f"it has over {MAX_NODES} values")
+    known[id(node)] = size, depth
+    return size, depth
+
+
+def _check_scalar(node: yaml.ScalarNode) -> None:
+    if node.tag not in _TAGS:
+        raise _bad_node(node, f"the tag {node.tag} is not known here")
+    if node.tag.endswith(":int") and len(node.value) > MAX_DIGITS:
+        raise _bad_node(node, f"a whole number of {len(node.value)} digits")
+    if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in node.value):
+        raise _bad_node(node, "a character that no text has (NUL, or half a surrogate pair)")
+
+
+def _bad_node(node: Any, why: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, why, node.start_mark)
 
 
 for _tag, _pattern, _first in (
@@ -56,8 +128,11 @@ for _tag, _pattern, _first in (
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML text. Raises ``yaml.YAMLError``."""
-    return yaml.load(text, Loader=_Loader)
+    """Parse YAML text in bounded time and memory. Raises ``yaml.YAMLError``."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (ValueError, KeyError, AttributeError) as error:  # of a value that its tag does not fit
+        raise yaml.YAMLError(f"a value is not what its tag says ({error})") from error
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,23 +145,50 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def read_document(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[Fault]]:
+def read_document(path: Path) -> tuple[dict[str, Any], list[Fault]]:
     """Read a recipe file with everything it builds on.
 
     Args:
         path: the YAML file.
-        above: files that led here through ``base``.
 
     Returns:
         The merged mapping (empty where the file cannot be read) and the faults.
     """
-    where = path.resolve()
-    if where in above:
-        chain = " -> ".join(str(p) for p in (*above, where))
+    return _read_document(path, (), {})
+
+
+def _read_document(
+    path: Path, above: tuple[Path, ...], known: dict[Path, dict[str, Any]]
+) -> tuple[dict[str, Any], list[Fault]]:
+    """``above``: files that led here through ``base``; ``known``: what was read before, and its
+    faults told."""
+    where = Path(os.path.realpath(path))
+    if where in above or len(above) == MAX_BASES:
+        chain = " -> ".join(str(p) for p in (*above, where)[-4:])
         return {}, [Fault(BASE_KEY, str(path), f"recipes build on each other: {chain}", "cut it")]
+    if where in known:
+        return known[where], []
+    document, faults = _parse_document(path)
+    bases = document.pop(BASE_KEY, None) or []
+    names = [bases] if isinstance(bases, str) else bases
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return document, [
+            Fault(BASE_KEY, bases, "is no file name", "name one YAML file, or a list")
+        ]
+    merged: dict[str, Any] = {}
+    for name in names:
+        part, part_faults = _read_document(path.parent / name, (*above, where), known)
+        merged = merge(merged, part)
+        faults += part_faults
+    known[where] = merge(merged, rename_keys(document, faults))
+    return known[where], faults
+
+
+def _parse_document(path: Path) -> tuple[dict[str, Any], list[Fault]]:
+    """The mapping in one file; empty, and a fault, where there is none."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, MAX_BYTES)
+    except (OSError, ValueError) as error:
         return {}, [Fault("--config", str(path), f"cannot be read: {error}", "give a YAML file")]
     try:
         document = parse_yaml(text)
@@ -97,19 +199,7 @@ def read_document(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, A
     if not isinstance(document, dict):
         why = f"holds a {type(document).__name__}, not a mapping of sections"
         return {}, [Fault("--config", str(path), why, "write sections such as 'model:', 'data:'")]
-    bases = document.pop(BASE_KEY, None) or []
-    names = [bases] if isinstance(bases, str) else bases
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return document, [
-            Fault(BASE_KEY, bases, "is no file name", "name one YAML file, or a list")
-        ]
-    merged: dict[str, Any] = {}
-    faults: list[Fault] = []
-    for name in names:
-        part, part_faults = read_document(path.parent / name, (*above, where))
-        merged = merge(merged, part)
-        faults += part_faults
-    return merge(merged, rename_keys(document, faults)), faults
+    return document, []
 
 
 def apply_overrides(
@@ -128,7 +218,7 @@ def apply_overrides(
     for override in overrides:
         key, equals, text = override.lstrip("+").partition("=")
         parts = key.strip().split(".")
-        if not equals or not all(parts):
+        if not equals or not all(parts) or len(parts) > MAX_DEPTH:
             cure = "write section.key=value, such as actor.optim.lr=1e-6"
             faults.append(Fault("command line", override, "is no setting", cure))
             continue

@@ -53,7 +53,15 @@ class ConfigError(ValueError):
         self.source = source
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         lines = [f"  {number}. {fault}" for number, fault in enumerate(faults, start=1)]
-        super().__init__("\n".join([f"{source}: {count}", *lines]))
+        super().__init__(printable("\n".join([f"{source}: {count}", *lines])))
+
+
+def printable(text: str) -> str:
+    """A text of which parts come from files, without what a terminal would obey."""
+    return text.translate(_CONTROLS)
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 10}
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:

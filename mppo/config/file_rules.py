@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mppo.config.errors import Fault
-from mppo.config.schema import Recipe
+from mppo.config.schema import Recipe, TrainerConfig
+from mppo.weights.contents import read_checkpoint
 from mppo.weights.model_folder import (
     checkpoint_folder,
     companion_folder,
     is_megatron_checkpoint,
 )
-from mppo.weights.pickles import read_metadata
 
+SHARED_FOLDERS = frozenset(
+    {
+        "/", "/dev", "/dev/shm", "/home", "/media", "/mnt", "/opt", "/root", "/run", "/srv", "/tmp",
+        "/usr", "/usr/local", "/usr/share", "/var", "/var/tmp",
+    }
+)  # fmt: skip
+"""Others write there, too: a run needs a folder of its own below."""
+SYSTEM_FOLDERS = (
+    "/bin", "/boot", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/sbin", "/sys", "/usr/bin",
+    "/usr/lib", "/usr/lib64", "/usr/sbin",
+)  # fmt: skip
+"""Nothing of a run belongs there, nor below."""
 BUILTIN_PREFIX = "builtin:"
 DATA_ENDINGS = (".jsonl", ".ndjson", ".parquet")
 WEIGHT_ENDINGS = (".safetensors",)
@@ -23,21 +36,52 @@ def check_files(recipe: Recipe) -> list[Fault]:
     """Every missing, empty or unreadable file of a recipe. Reads names and sizes, and of Megatron
     checkpoints the table of contents."""
     faults: list[Fault] = []
-    faults += _model_folder("model.path", recipe.model.path)
+    faults += _told("model.path", recipe.model.path, _model_folder)
     if recipe.critic.path and recipe.algorithm.uses_critic:
-        faults += _model_folder("critic.path", recipe.critic.path)
+        faults += _told("critic.path", recipe.critic.path, _model_folder)
     if recipe.ref.path and recipe.uses_reference:
-        faults += _model_folder("ref.path", recipe.ref.path)
+        faults += _told("ref.path", recipe.ref.path, _model_folder)
     for key, names in (
         ("data.train_files", recipe.data.train_files),
         ("data.val_files", recipe.data.val_files),
         ("data.ptx_files", recipe.data.ptx_files),
     ):
         for name in names:
-            faults += _data_file(key, name)
+            faults += _told(key, name, _data_file)
     faults += _reward_file(recipe)
-    faults += _run_folder(recipe)
     return faults
+
+
+def run_folder_of(trainer: TrainerConfig) -> Path:
+    """Where a run writes."""
+    return Path(trainer.default_local_dir or Path("runs") / trainer.experiment_name)
+
+
+def check_run_folder(recipe: Recipe) -> list[Fault]:
+    """A run must not write among the system's files, nor into a file."""
+    trainer = recipe.trainer
+    key = "trainer.default_local_dir" if trainer.default_local_dir else "trainer.experiment_name"
+    value = trainer.default_local_dir or trainer.experiment_name
+
+    def judge(key: str, name: str) -> Iterator[Fault]:
+        folder = run_folder_of(trainer)
+        real = Path(os.path.realpath(folder))
+        if str(real) in SHARED_FOLDERS or any(real.is_relative_to(p) for p in SYSTEM_FOLDERS):
+            why = f"a run would write into the system's folder {real}"
+            yield Fault(key, value, why, "name a folder of the run's own")
+        elif folder.exists() and not folder.is_dir():
+            yield Fault(key, value, "is a file", "give a folder")
+
+    return _told(key, value, judge)
+
+
+def _told(key: str, name: str, judge: Callable[[str, str], Iterator[Fault]]) -> list[Fault]:
+    """What a judge finds; that it may not look, or that no path is written so, is a fault, too."""
+    try:
+        return list(judge(key, name))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        return [Fault(key, name, why, "give a path that can be read")]
 
 
 def _model_folder(key: str, name: str) -> Iterator[Fault]:
@@ -61,7 +105,7 @@ def _model_folder(key: str, name: str) -> Iterator[Fault]:
 def _checkpoint(key: str, folder: Path) -> Iterator[Fault]:
     try:
         companion_folder(folder)
-        read_metadata(checkpoint_folder(folder))
+        read_checkpoint(checkpoint_folder(folder))
     except ValueError as error:
         why, _, cure = str(error).removeprefix(f"{folder}: ").partition("; ")
         yield Fault(key, str(folder), why, cure or "name a folder Megatron saved")
@@ -86,9 +130,3 @@ def _reward_file(recipe: Recipe) -> Iterator[Fault]:
         yield Fault(
             "reward.function", recipe.reward.function, f"no such file {source}", "correct it"
         )
-
-
-def _run_folder(recipe: Recipe) -> Iterator[Fault]:
-    name = recipe.trainer.default_local_dir
-    if name and Path(name).exists() and not Path(name).is_dir():
-        yield Fault("trainer.default_local_dir", name, "is a file", "give a folder")

@@ -27,7 +27,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from mppo.config.errors import ConfigError, Fault, nearest
+from mppo.config.input_files import check_regular_files, read_json
 from mppo.safety.temporary import unfinished_folder
+from mppo.weights.config_file import CONFIG, read_config_file
 from mppo.weights.model_folder import companion_folder
 
 PREFIX = "builtin:"
@@ -140,10 +142,22 @@ def resolve_model(path: str, cache_dir: str | Path | None = None) -> Path:
 
 
 def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The transformers config of a folder that ``resolve_model`` returned."""
-    return AutoConfig.from_pretrained(
-        companion_folder(folder), trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    """The transformers config of a Hugging Face folder, or of the one beside a Megatron checkpoint.
+
+    Raises:
+        ValueError: ``config.json`` is absent, unreadable, of no known family, or holds a value that
+            no model has.
+    """
+    folder = companion_folder(folder)
+    read_config_file(folder)
+    try:
+        return AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # whatever transformers makes of a value it does not expect
+        if trust_remote_code:
+            raise  # the folder's own code fails, with its own traceback
+        raise ValueError(f"{folder / CONFIG}: {_one_line(error)}") from error
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -161,22 +175,36 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTr
         ConfigError: the folder holds no tokenizer, or it knows no end-of-sequence token.
     """
     folder = companion_folder(folder)
-    if not any(Path(folder).glob("tokenizer*")) and not any(Path(folder).glob("*vocab*")):
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("*vocab*")):
         why = "no tokenizer.json, tokenizer.model or vocab.json in it"
         raise _tokenizer_error(folder, why, "a folder that holds a tokenizer")
     try:
+        _check_tokenizer_files(folder)
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever transformers makes of a value it does not expect
         cure = "a folder with tokenizer.json and tokenizer_config.json"
-        raise _tokenizer_error(folder, f"unreadable: {error}", cure) from error
+        raise _tokenizer_error(folder, f"unreadable: {_one_line(error)}", cure) from error
     if tokenizer.eos_token_id is None:
         why = "the tokenizer names no eos_token, so that no response could end"
         raise _tokenizer_error(folder, why, "name one in its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """None of the files that transformers opens makes it wait, or is no JSON where it should be.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    for place in (folder, folder / "additional_chat_templates"):
+        if place.is_dir():
+            check_regular_files(place)
+    for file in folder.glob("*token*.json"):
+        read_json(file)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -200,6 +228,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=_TRUNK["max_position_embeddings"],
         padding_side="left",
     )
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 1000 else text[:997] + "..."
 
 
 def _tokenizer_error(folder: str | Path, why: str, cure: str) -> ConfigError:

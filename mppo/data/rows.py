@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import ConfigError, Fault
+from mppo.config.input_files import open_file, parse_json
 
+MAX_LINE_BYTES = 64 << 20
+MAX_ROWS, ROWS_AT_ONCE = 100_000_000, 1024
+"""Of a parquet file: a small one can say that a row stands in it a billion times."""
 MAX_FAULTS = 10
 """Faulty rows told at once."""
 
@@ -32,6 +37,14 @@ class Row:
     data_source: str
     extra: dict[str, Any] = field(default_factory=dict)
     where: str = ""
+
+
+@dataclass(frozen=True)
+class _Unreadable:
+    """A line that could not be parsed, and why."""
+
+    line: bytes
+    why: str
 
 
 class _BadRow(ValueError):
@@ -68,7 +81,9 @@ def read_rows(
                     faults.append(Fault(where, _excerpt(content), str(error), _cure(key)))
                 if len(faults) >= MAX_FAULTS:
                     raise ConfigError(faults, source="data")
-        except OSError as error:
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:
             why = "no such file" if isinstance(error, FileNotFoundError) else str(error)
             faults.append(Fault(key, name, why, "give the path of a readable file"))
             continue
@@ -81,7 +96,7 @@ def read_rows(
 
 
 def _records(path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    """Place and content of each record; a content of type bytes could not be parsed."""
+    """Place and content of each record."""
     if path.suffix in (".jsonl", ".ndjson"):
         yield from _jsonl(path)
     elif path.suffix == ".parquet":
@@ -92,16 +107,21 @@ def _records(path: Path, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with open_file(path) as stream:
+        for number in itertools.count(1):
+            line = stream.readline(MAX_LINE_BYTES)
+            if not line:
+                break
+            if len(line) == MAX_LINE_BYTES:
+                raise ValueError(f"line {number} has {MAX_LINE_BYTES} bytes or more")
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():
                 continue
             try:
-                content = json.loads(line)
-            except ValueError:
-                content = line
+                content = parse_json(line)
+            except ValueError as error:
+                content = _Unreadable(line, str(error).removeprefix("the text: "))
             yield f"{path} line {number}", content
 
 
@@ -116,20 +136,23 @@ def _parquet(path: Path, key: str) -> Iterable[tuple[str, Any]]:
             'pip install "mppo[parquet]", or convert the file to jsonl',
         )
         raise ConfigError([fault], source="data") from error
-    path.stat()  # a missing file is an OSError, as for jsonl
-    try:
-        batches = parquet.ParquetFile(path).iter_batches()
-        contents = (content for batch in batches for content in batch.to_pylist())
-        for number, content in enumerate(contents, start=1):
-            yield f"{path} row {number}", content
-    except ValueError as error:
-        fault = Fault(key, str(path), f"no readable parquet file: {error}", "write it anew")
-        raise ConfigError([fault], source="data") from error
+    with open_file(path) as stream:
+        try:
+            table = parquet.ParquetFile(stream)
+            if table.metadata.num_rows > MAX_ROWS:
+                raise ValueError(f"it says that it has {table.metadata.num_rows} rows")
+            batches = table.iter_batches(ROWS_AT_ONCE)
+            contents = (content for batch in batches for content in batch.to_pylist())
+            for number, content in enumerate(contents, start=1):
+                yield f"{path} row {number}", content
+        except Exception as error:  # whatever pyarrow makes of a damaged file
+            why = f"no readable parquet file: {error}"
+            raise ConfigError([Fault(key, str(path), why, "write it anew")], "data") from error
 
 
 def _row(content: Any, path: Path, where: str, prompt_key: str, answer_key: str) -> Row:
-    if isinstance(content, bytes):
-        raise _BadRow(f"not valid JSON: {_json_error(content)}")
+    if isinstance(content, _Unreadable):
+        raise _BadRow(f"not valid JSON: {content.why}")
     if not isinstance(content, dict):
         raise _BadRow(f"a JSON {type(content).__name__}, not an object")
     prompt = _lookup(content, prompt_key)
@@ -173,18 +196,9 @@ def _check_prompt(prompt: Any, key: str) -> None:
             raise _BadRow(f"a message under {key!r} lacks 'role' or 'content'")
 
 
-def _json_error(line: bytes) -> str:
-    try:
-        json.loads(line)
-    except UnicodeDecodeError as error:
-        return f"not UTF-8 at byte {error.start + 1}"
-    except json.JSONDecodeError as error:
-        return f"{error.msg} at column {error.colno}"
-    raise AssertionError("a line that parses was reported as unparsable")
-
-
 def _excerpt(content: Any) -> str:
-    text = content.decode(errors="replace") if isinstance(content, bytes) else str(content)
+    unread = isinstance(content, _Unreadable)
+    text = content.line[:1000].decode(errors="replace") if unread else str(content)
     text = text.strip()
     return text if len(text) <= 60 else text[:57] + "..."
 

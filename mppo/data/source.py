@@ -12,6 +12,8 @@ from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, Fault
 from mppo.config.schema import DataConfig
 from mppo.data import tasks
+from mppo.data.builtin import CHAT_TEMPLATE
+from mppo.data.chat_template import render
 from mppo.data.rows import Row, read_rows
 
 TASK_TRAIN_SIZE = 4096
@@ -57,7 +59,8 @@ def load_prompts(
         The prompts in file or task order; ``PromptLoader`` shuffles.
 
     Raises:
-        ConfigError: no or two sources, a bad file or row, or no prompt short enough.
+        ConfigError: no or two sources, a bad file or row, a chat template that fails or does not
+            end, or no prompt short enough.
     """
     if bool(data.task) == bool(data.train_files):
         found = "both" if data.task else "neither"
@@ -115,7 +118,16 @@ def _render(data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence
         raise ConfigError([fault])
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     conversations = [system + _messages(row.prompt) for row in rows]
-    return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False)  # type: ignore[return-value]
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:
+        cure = "name one of them default in its tokenizer_config.json"
+        raise ConfigError([Fault("data.apply_chat_template", True, str(error), cure)]) from error
+    if template == CHAT_TEMPLATE:  # the embedded models' own does end
+        return tokenizer.apply_chat_template(  # type: ignore[return-value]
+            conversations, add_generation_prompt=True, tokenize=False
+        )
+    return render(template, tokenizer.special_tokens_map, conversations)
 
 
 def _render_plain(data: DataConfig, rows: Sequence[Row]) -> list[str]:

@@ -47,7 +47,10 @@ def load_model(
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=False, **_arguments(config, dtype, attention)
+        folder,
+        trust_remote_code=False,
+        use_safetensors=True,
+        **_arguments(config, dtype, attention),
     )
     return _corrected(model).eval()
 

@@ -6,7 +6,6 @@ the oracle the other engines are compared with.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from mppo.batch import Trajectory
+from mppo.config.input_files import read_json
 from mppo.models.families import family_config
 from mppo.models.transformers_model import empty_model
 from mppo.parallel import onednn
@@ -29,6 +29,7 @@ from mppo.rollout.exchange import gather_flat, pack_rows, shares, unpack_rows
 from mppo.rollout.parameters import ParameterSink
 from mppo.rollout.row_attention import ATTENTION, set_windows
 from mppo.rollout.sampling import row_keys
+from mppo.weights.config_file import GENERATION
 
 _LOGPROB_TOKENS = 4096
 
@@ -61,9 +62,9 @@ def stop_tokens(hf_folder: str | Path, hf_config: PretrainedConfig) -> tuple[int
     """Tokens that end a response: ``eos_token_id`` of config.json and generation_config.json."""
     found: set[int] = set()
     sources = [getattr(hf_config, "eos_token_id", None)]
-    generation = Path(hf_folder) / "generation_config.json"
+    generation = Path(hf_folder) / GENERATION
     if generation.is_file():
-        sources.append(json.loads(generation.read_text()).get("eos_token_id"))
+        sources.append(read_json(generation).get("eos_token_id"))
     for source in sources:
         if source is not None:
             found.update([source] if isinstance(source, int) else source)

@@ -1,7 +1,7 @@
 """Built stages to and from Megatron ``torch_dist`` checkpoints, in any layout.
 
-Megatron's own distributed checkpointing does the work: a checkpoint saved in one layout loads in
-any other. The layout's groups must be active.
+Megatron's distributed checkpointing maps parameters to chunks: one saved in one layout loads in any
+other. The layout's groups must be active.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.utils import (
-    add_prefix_for_sharding,
-    extract_sharded_tensors_and_factories,
-)
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from mppo.parallel.layout import Coordinates, Layout
+from mppo.weights.contents import read_checkpoint
 from mppo.weights.conversion import model_prefix
 from mppo.weights.load import load_hf_weights
 from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
 from mppo.weights.output_folder import check_free, partial_path, publish
-from mppo.weights.torch_dist import read_checkpoint
+from mppo.weights.sharded_load import load_sharded
 
 VALUE_HEAD = "value_head.weight"
 
@@ -70,14 +67,10 @@ def load_megatron(path: str | Path, chunks: Sequence[Any]) -> tuple[str, ...]:
         ValueError: no such checkpoint, it lacks parameters, or its table would run code.
     """
     folder = checkpoint_folder(path)
-    prefix = model_prefix(read_checkpoint(folder))
-    # what is no tensor is a pickle: extra states, which no module of ours reads
-    wanted, _ = extract_sharded_tensors_and_factories(_sharded(chunks))
+    checkpoint = read_checkpoint(folder)
+    prefix, wanted = model_prefix(checkpoint), _sharded(chunks)
     add_prefix_for_sharding(wanted, prefix)
-    # Megatron calls "unexpected" what is asked for and not in the checkpoint.
-    loaded, _, absent_keys = dist_checkpointing.load(
-        wanted, str(folder), strict=StrictHandling.RETURN_ALL
-    )
+    loaded, absent_keys = load_sharded(folder, checkpoint, wanted)
     lost = sorted(k.removeprefix(prefix) for k in absent_keys if "_extra_state" not in k)
     fresh = tuple(key for key in lost if key == VALUE_HEAD)
     if len(lost) > len(fresh):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from mppo.weights.contents import Chunk, GlobalTensor
 from mppo.weights.hf_folder import FLOAT8, HFFolder
 from mppo.weights.load import is_extra_layer, known_extras
 from mppo.weights.megatron_keys import extra_states, is_homogeneous, place
@@ -19,14 +20,7 @@ from mppo.weights.output_folder import MAX_SHARD_BYTES, plan_places
 from mppo.weights.safetensors_file import StoredTensor, make_header, read_header
 from mppo.weights.shape import ModelShape
 from mppo.weights.table import Entry, Table, parameter_table
-from mppo.weights.torch_dist import (
-    Chunk,
-    ChunkFiles,
-    GlobalTensor,
-    archive_frame,
-    file_bytes,
-    locate,
-)
+from mppo.weights.torch_dist import ChunkFiles, archive_frame, file_bytes, locate
 from mppo.weights.transfer import Scales, Stretch, Task
 
 EXTRA_FILE = "extra.safetensors"

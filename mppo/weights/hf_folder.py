@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mppo.config.input_files import inside, read_json
 from mppo.weights.safetensors_file import StoredTensor, read_header
 
 INDEX = "model.safetensors.index.json"
@@ -61,26 +60,29 @@ class HFFolder:
         file = self.path / INDEX
         if not file.exists():
             return None
-        try:
-            return json.loads(file.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{file}: unreadable index ({error})") from error
+        places = read_json(file).get("weight_map")
+        names = places.values() if isinstance(places, dict) else [None]
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                f"{file}: unreadable index (no weight_map of tensors to files); download it again"
+            )
+        return places
 
     def _files(self) -> list[Path]:
         index = self._index()
         if index is None:
-            files = sorted(self.path.glob("*.safetensors"))
-            if not files:
+            names = sorted(file.name for file in self.path.glob("*.safetensors"))
+            if not names:
                 raise ValueError(
                     f"{self.path}: no *.safetensors file; a folder with only *.bin must first be "
                     "saved again with save_pretrained(..., safe_serialization=True)"
                 )
-            return files
-        files = [self.path / name for name in sorted(set(index.values()))]
-        missing = [file.name for file in files if not file.exists()]
+            return [inside(self.path, name) for name in names]
+        files = [inside(self.path, name) for name in set(index.values())]
+        missing = sorted(file.name for file in files if not file.exists())
         if missing:
             raise ValueError(f"{self.path}: {INDEX} names {', '.join(missing)}, not in the folder")
-        return files
+        return sorted(files)
 
     def _check_index(self, stored: dict[str, StoredTensor]) -> None:
         lost = [name for name in self._index() or {} if name not in stored]
@@ -109,6 +111,8 @@ class HFFolder:
                 "its scales, or an unquantised one"
             )
         rows, columns = self._quantisation_block()
+        if len(stored.shape) != 2:
+            raise ValueError(f"{name}: stored as {stored.dtype}, but is not a matrix")
         expected = (-(-stored.shape[0] // rows), -(-stored.shape[1] // columns))
         if scale.shape != expected:
             raise ValueError(
@@ -221,24 +225,14 @@ class HFFolder:
 
     def _quantisation_block(self) -> tuple[int, int]:
         if self._block_size is None:
-            settings = read_json(self.path / "config.json").get("quantization_config") or {}
-            rows, columns = settings.get("weight_block_size") or (128, 128)
-            self._block_size = (int(rows), int(columns))
+            file = self.path / "config.json"
+            settings = read_json(file).get("quantization_config") or {}
+            block = settings.get("weight_block_size") or [128, 128]
+            sizes = isinstance(block, list) and [n for n in block if type(n) is int and n > 0]
+            if not sizes or len(sizes) != 2 or len(block) != 2:
+                raise ValueError(f"{file}: weight_block_size {block}; give rows and columns")
+            self._block_size = (sizes[0], sizes[1])
         return self._block_size
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file's object.
-
-    Raises:
-        ValueError: absent or unreadable.
-    """
-    try:
-        return json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"{file}: no such file") from error
-    except ValueError as error:
-        raise ValueError(f"{file}: unreadable JSON ({error})") from error
 
 
 def _takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:

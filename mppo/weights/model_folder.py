@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mppo.config.input_files import inside, read_text
+
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 COMPANIONS = "hf"
+LATEST_BYTES = 1 << 10
+"""It holds a number or a word."""
 
 
 def is_megatron_checkpoint(path: str | Path) -> bool:
@@ -31,11 +35,11 @@ def checkpoint_folder(path: str | Path) -> Path:
     if (path / ".metadata").exists():
         return path
     if (path / LATEST).exists():
-        latest = (path / LATEST).read_text().strip()
-        inside = path / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
-        if (inside / ".metadata").exists():
-            return inside
-        raise ValueError(f"{path}: {LATEST} names {inside.name}, which is not a checkpoint")
+        latest = read_text(path / LATEST, LATEST_BYTES).strip()
+        found = inside(path, f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
+        if (found / ".metadata").exists():
+            return found
+        raise ValueError(f"{path}: {LATEST} names {found.name}, which is not a checkpoint")
     raise ValueError(
         f"{path}: no torch_dist checkpoint (no .metadata and no {LATEST}); name the folder that "
         "Megatron saved with --ckpt-format torch_dist"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mppo.config.input_files import inside, read_json
 from mppo.disk import flush, is_as_written, naming, set_aside
 from mppo.weights.hf_folder import INDEX
 from mppo.weights.safetensors_file import StoredTensor, make_header
@@ -154,6 +155,19 @@ def write_index(folder: Path, places: Mapping[str, StoredTensor]) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def companion_files(source: Path) -> list[str]:
+    """Names of a Hugging Face folder's files that are not weights.
+
+    Raises:
+        ValueError: a link among them leads out of the folder: a copy would hold what lies there.
+    """
+    return [
+        inside(source, file.name).name
+        for file in sorted(source.iterdir())
+        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and file.name[0] != "."
+    ]
+
+
 def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
     """Copy configuration, tokenizer, chat template and code of a Hugging Face folder.
 
@@ -165,14 +179,15 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None
 
     Returns:
         Names of the copied files.
+
+    Raises:
+        ValueError: as ``companion_files``.
     """
-    copied = []
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and file.name[0] != ".":
-            shutil.copyfile(file, folder / file.name)
-            copied.append(file.name)
+    copied = companion_files(source)
+    for name in copied:
+        shutil.copyfile(source / name, folder / name)
     if dtype is not None and "config.json" in copied:
-        config = json.loads((folder / "config.json").read_text())
+        config = read_json(folder / "config.json")
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtype).removeprefix("torch.")
         config.pop("quantization_config", None)

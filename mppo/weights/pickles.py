@@ -1,31 +1,27 @@
-"""Pickles of a checkpoint from elsewhere, read or looked at without running what they name.
+"""Pickles of checkpoints, read without running what they name.
 
-A ``torch_dist`` checkpoint keeps its table of contents, ``.metadata``, as a pickle, and what is no
-tensor as well. Loading one runs whatever it names. Here they are read by unpicklers that know the
-table's own types only, and plain values.
+A ``torch_dist`` checkpoint keeps its table of contents, ``.metadata``, as a pickle, and a pickle is
+a program: it names functions, calls them, and sets attributes of what they return. The reader here
+makes nothing of what a pickle names but a record of the name, the arguments and the state, so no
+foreign class is ever built, called or changed. What the records say is for the caller to check.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
-import re
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
-METADATA = ".metadata"
-_DISTRIBUTED = "torch.distributed.checkpoint"
-_TABLES = f"{_DISTRIBUTED}.metadata"
-_TYPES: dict[str, tuple[str, ...]] = {
-    _TABLES: (
+TYPES: dict[str, tuple[str, ...]] = {
+    "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
         "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     ),
-    f"{_DISTRIBUTED}.filesystem": ("_StorageInfo",),
-    f"{_DISTRIBUTED}.planner": (
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.planner": (
         "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
     ),
     "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING", "TensorProperties"),
@@ -33,83 +29,148 @@ _TYPES: dict[str, tuple[str, ...]] = {
     "torch": ("Size",),
     "collections": ("OrderedDict",),
     "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+    # Megatron-Core's own subclasses, gone since 0.16
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
 }  # fmt: skip
-_ALLOWED = {
-    (module, name): (module, name) for module, names in _TYPES.items() for name in names
-} | {
-    ("pathlib._local", "PosixPath"): ("pathlib", "PosixPath"),
-    # Megatron-Core's own subclasses, gone since 0.16, say nothing that is read here
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): (_TABLES, "Metadata"),
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): (
-        f"{_DISTRIBUTED}.planner",
-        "SavePlan",
-    ),
-}
-"""What a table may name, and what it stands for here."""
+"""What a table of contents may name."""
 
 
-class _Contents(pickle.Unpickler):
-    """Reads a table of contents, and refuses to run anything else."""
+OUTSIDE = "an object outside the pickle"
+"""Name of the record of one: in ``torch.save``'s archives, the data of a tensor."""
+
+
+class Name:
+    """A class or function that a pickle names.
+
+    Args:
+        name: without its module.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Record:
+    """What a pickle would have built.
+
+    Args:
+        name: the class or function, without its module.
+        arguments: what it would have been called with.
+    """
+
+    __slots__ = ("arguments", "name", "state")
+
+    def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self.name, self.arguments = name, arguments
+        self.state: Any = None
+        """What would have been set on the result."""
+
+
+def read_pickle(data: bytes, types: Mapping[str, Collection[str]] = TYPES) -> Any:
+    """The value of a pickle: plain values, ``torch.dtype``, and records of everything else.
+
+    Args:
+        data: the pickle, of protocol 2 or later.
+        types: what it may name, by module.
+
+    Raises:
+        pickle.UnpicklingError: it names something else, uses an operation that neither a table of
+            contents nor a tensor needs, or is cut short.
+    """
+    try:
+        return _Reader(data, types).load()
+    except pickle.UnpicklingError:
+        raise
+    except EOFError as error:
+        raise pickle.UnpicklingError("it is cut short") from error
+    except Exception as error:  # whatever an operation makes of operands it is not meant for
+        raise pickle.UnpicklingError(f"it is damaged ({type(error).__name__}: {error})") from error
+
+
+class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
+    """Python's own reader in Python (the one in C cannot be told what to do) with the operations
+    that call or change something replaced, and all that no table uses taken out."""
+
+    dispatch: dict[int, Any] = {}  # noqa: RUF012 (the base class's own attribute)
+
+    def __init__(self, data: bytes, types: Mapping[str, Collection[str]]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._types = types
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            module, name = _ALLOWED[module, name]
-            return getattr(importlib.import_module(module), name)
+        if name in self._types.get(module, ()):
+            return Name(name)
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
             return value
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
+    def persistent_load(self, pid: Any) -> Record:
+        return Record(OUTSIDE, (pid,))
 
-def read_metadata(folder: Path) -> Any:
-    """The table of contents of a ``torch_dist`` folder; nothing it names is run.
+    def _call(self) -> None:
+        arguments, called = self.stack.pop(), self.stack.pop()
+        if type(called) is not Name or type(arguments) is not tuple:
+            raise pickle.UnpicklingError(f"it calls a {type(called).__name__}")
+        if called.name == "Size":
+            (sizes,) = arguments
+            self.append(sizes)
+        elif called.name == "OrderedDict":
+            self.append({})
+        else:
+            self.append(Record(called.name, arguments))
 
-    Args:
-        folder: a checkpoint, or one role's part of one.
+    def _set_state(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) is not Record or target.state is not None:
+            raise pickle.UnpicklingError(f"it sets attributes of a {type(target).__name__}")
+        target.state = state
 
-    Returns:
-        torch's ``Metadata``.
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._update([key, value])
 
-    Raises:
-        ValueError: naming the file, what it holds instead, and the cure.
-    """
-    where = folder / METADATA
-    try:
-        contents = _Contents(io.BytesIO(where.read_bytes())).load()
-        tables = (getattr(contents, name, None) for name in ("state_dict_metadata", "storage_data"))
-        if not all(isinstance(table, dict) for table in tables):
-            raise pickle.UnpicklingError(f"it holds a {type(contents).__name__}")
-    except Exception as error:  # what a file of strangers makes of its reader
-        raise _refusal(where, error) from error
-    return contents
+    def _set_items(self) -> None:
+        self._update(self.pop_mark())
 
+    def _update(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            # hashing what is nested deeply ends the process
+            if type(target) is not dict or type(key) not in (str, int, Record):
+                raise pickle.UnpicklingError(f"its {type(target).__name__} has no plain keys")
+            target[key] = value
 
-def check_pickles(folder: Path) -> None:
-    """Make sure that loading a ``torch_dist`` folder runs no code it brings along.
+    def _append(self) -> None:
+        value = self.stack.pop()
+        self._extend([value])
 
-    Args:
-        folder: a checkpoint, or one role's part of one; the table of contents and every object that
-            is no tensor are looked at.
+    def _appends(self) -> None:
+        self._extend(self.pop_mark())
 
-    Raises:
-        ValueError: naming the file, and what it would run.
-    """
-    contents = read_metadata(folder)
-    for index, place in contents.storage_data.items():
-        if not hasattr(contents.state_dict_metadata.get(index.fqn), "chunks"):
-            where = folder / place.relative_path
-            try:
-                with where.open("rb") as stream:
-                    stream.seek(place.offset)
-                    torch.load(io.BytesIO(stream.read(place.length)), weights_only=True)
-            except Exception as error:  # as above
-                raise _refusal(where, error) from error
+    def _extend(self, values: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise pickle.UnpicklingError(f"it extends a {type(self.stack[-1]).__name__}")
+        self.stack[-1].extend(values)
 
 
-def _refusal(where: Path, error: Exception) -> ValueError:
-    named = re.search(r"GLOBAL (\S+)", str(error))
-    lines = str(error).splitlines() or [repr(error)]
-    told = f"it names {named[1]}" if named else lines[0]
-    return ValueError(
-        f"{where}: more than a table of contents and plain values: {told}; "
-        "take a checkpoint from whom you trust, or safetensors"
-    )
+_PLAIN = (
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.DUP,
+    pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2,
+    pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8,
+    pickle.BINSTRING, pickle.SHORT_BINSTRING, pickle.BINBYTES, pickle.SHORT_BINBYTES,
+    pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3,
+    pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE,
+    pickle.BINGET, pickle.LONG_BINGET, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID,
+)  # fmt: skip
+_Reader.dispatch = {op[0]: pickle._Unpickler.dispatch[op[0]] for op in _PLAIN} | {  # type: ignore[attr-defined]
+    pickle.REDUCE[0]: _Reader._call,
+    pickle.NEWOBJ[0]: _Reader._call,
+    pickle.BUILD[0]: _Reader._set_state,
+    pickle.SETITEM[0]: _Reader._set_item,
+    pickle.SETITEMS[0]: _Reader._set_items,
+    pickle.APPEND[0]: _Reader._append,
+    pickle.APPENDS[0]: _Reader._appends,
+}

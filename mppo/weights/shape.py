@@ -60,7 +60,9 @@ class ModelShape:
 
 def refuse(key: str, value: Any, why: str, cure: str) -> ValueError:
     """The error for a config that cannot be represented: key, value, why, cure."""
-    return ValueError(f"config.json: {key} = {value!r}: {why}; {cure}")
+    shown = repr(value)
+    shown = shown if len(shown) <= 120 else shown[:117] + "..."
+    return ValueError(f"config.json: {key} = {shown}: {why}; {cure}")
 
 
 def required(hf_config: Any, key: str) -> Any:
@@ -81,7 +83,11 @@ def check_family(hf_config: Any) -> str:
     Raises:
         ValueError: no such family here.
     """
-    model_type = getattr(hf_config, "model_type", None)
+    return check_model_type(getattr(hf_config, "model_type", None))
+
+
+def check_model_type(model_type: Any) -> str:
+    """``model_type`` itself. Raises as ``check_family``."""
     if model_type not in FAMILIES:
         raise refuse(
             "model_type", model_type, "no such family here",

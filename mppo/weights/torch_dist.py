@@ -13,10 +13,9 @@ import pickle
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -29,8 +28,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mppo.weights.pickles import METADATA, read_metadata
-from mppo.weights.safetensors_file import StoredTensor
+from mppo.config.input_files import open_file
+from mppo.weights.contents import METADATA, Chunk, GlobalTensor
+from mppo.weights.pickles import OUTSIDE, Name, Record, read_pickle
+from mppo.weights.safetensors_file import StoredTensor, are_sizes
 
 STORAGES = {
     "DoubleStorage": torch.float64,
@@ -44,123 +45,77 @@ STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
+_SAVED_TENSOR = {
+    "torch._utils": ("_rebuild_tensor_v2",),
+    "torch": tuple(STORAGES),
+    "collections": ("OrderedDict",),
+}
+"""What the pickle of a tensor names."""
 BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+MAX_PICKLE_BYTES = 1 << 16
+"""Of a chunk's archive: shape, strides and dtype of one tensor."""
 FILES, MIN_FILE_BYTES, MAX_FILE_BYTES = 16, 64 << 20, 5 * 10**9
-
-
-class Chunk(NamedTuple):
-    """A box of a global tensor: where it starts, how large it is, and where its archive lies."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: Path
-    archive_offset: int
-    archive_bytes: int
-
-
-@dataclass(frozen=True)
-class GlobalTensor:
-    """A key of the checkpoint: global shape and the chunks that cover it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
-
-
-def read_checkpoint(folder: Path) -> dict[str, GlobalTensor]:
-    """Every tensor key of a checkpoint.
-
-    Raises:
-        ValueError: the index is no table of contents, or would run code; or a data file is missing.
-    """
-    metadata = read_metadata(folder)
-    places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
-    missing = {i.relative_path for i in places.values() if not (folder / i.relative_path).exists()}
-    if missing:
-        raise ValueError(f"{folder}: data file {sorted(missing)[0]} is missing")
-    tensors = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            continue
-        chunks = []
-        for chunk in entry.chunks:
-            place = places[key, chunk.offsets]
-            chunks.append(
-                Chunk(
-                    tuple(chunk.offsets),
-                    tuple(chunk.sizes),
-                    folder / place.relative_path,
-                    place.offset,
-                    place.length,
-                )
-            )
-        tensors[key] = GlobalTensor(tuple(entry.size), entry.properties.dtype, tuple(chunks))
-    return tensors
 
 
 def locate(chunk: Chunk) -> StoredTensor:
     """Where a chunk's data lies inside its archive.
 
     Raises:
-        ValueError: the archive is cut short, or its tensor is not contiguous.
+        ValueError: the archive is cut short, packed, or holds no contiguous tensor of the chunk's
+            shape.
     """
     try:
-        with chunk.file.open("rb") as stream:
+        with open_file(chunk.file) as stream:
             with zipfile.ZipFile(_Slice(stream, chunk)) as archive:
                 names = {name.partition("/")[2]: name for name in archive.namelist()}
-                tensor = _TensorReader(archive.open(names["data.pkl"])).load()
-                header = archive.getinfo(names["data/0"]).header_offset
-            stream.seek(chunk.archive_offset + header + 26)
+                pickled, data = archive.getinfo(names["data.pkl"]), archive.getinfo(names["data/0"])
+                if data.compress_type or pickled.compress_type:
+                    raise ValueError("it is compressed")
+                if pickled.file_size > MAX_PICKLE_BYTES:
+                    raise ValueError(f"its pickle has {pickled.file_size} bytes")
+                saved = read_pickle(archive.read(pickled), _SAVED_TENSOR)
+            stream.seek(chunk.archive_offset + data.header_offset + 26)
             lengths = stream.read(4)
-    except (zipfile.BadZipFile, KeyError, EOFError, pickle.UnpicklingError) as error:
+        dtype, first, shape = _contiguous(saved)
+    except Exception as error:  # whatever a reader makes of a damaged archive
         raise ValueError(
             f"{chunk.file}: unreadable chunk at byte {chunk.archive_offset} ({error})"
         ) from error
+    if shape != chunk.sizes:
+        raise ValueError(f"{chunk.file}: a chunk of shape {chunk.sizes} is stored as {shape}")
     name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
-    begin = chunk.archive_offset + header + 30 + name + extra
-    if tuple(tensor.shape) != chunk.sizes or not tensor.contiguous:
-        raise ValueError(f"{chunk.file}: a chunk of shape {chunk.sizes} is stored as {tensor}")
-    itemsize = tensor.dtype.itemsize
-    return StoredTensor(chunk.file, begin + tensor.offset * itemsize, tensor.dtype, chunk.sizes)
+    begin = data.header_offset + 30 + name + extra + first * dtype.itemsize
+    stored = StoredTensor(chunk.file, chunk.archive_offset + begin, dtype, shape)
+    if begin + stored.nbytes > chunk.archive_bytes:
+        raise ValueError(f"{chunk.file}: the chunk at byte {chunk.archive_offset} is cut short")
+    return stored
 
 
-class _SavedTensor(NamedTuple):
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
+    """Dtype, first element and shape of a tensor that was pickled.
 
-    @property
-    def contiguous(self) -> bool:
-        expected, stride = 1, list(self.stride)
-        for size, step in zip(reversed(self.shape), reversed(stride)):
-            if size != 1 and step != expected:
-                return False
-            expected *= size
-        return True
-
-
-class _TensorReader(pickle.Unpickler):
-    """Reads an archive's pickle of one tensor without its data."""
-
-    def persistent_load(self, saved_id: tuple) -> torch.dtype:
-        return saved_id[1]
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name == "_rebuild_tensor_v2":
-            return lambda dtype, offset, size, stride, *rest: _SavedTensor(
-                dtype, offset, tuple(size), tuple(stride)
-            )
-        if module == "torch" and name in STORAGES:
-            return STORAGES[name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        raise pickle.UnpicklingError(f"{module}.{name} in a tensor chunk")
+    Raises:
+        ValueError: it is not one, or not contiguous.
+    """
+    known = type(saved) is Record and saved.name == "_rebuild_tensor_v2"
+    storage, first, shape, stride = saved.arguments[:4] if known else (None,) * 4
+    outside = storage.arguments[0] if type(storage) is Record else None
+    kind = outside[1] if type(outside) is tuple and storage.name == OUTSIDE else None
+    dtype = STORAGES.get(kind.name) if type(kind) is Name else None
+    sizes = type(shape) is type(stride) is tuple and are_sizes([first, *shape, *stride])
+    if dtype is None or not sizes or len(shape) != len(stride):
+        raise ValueError("it holds no tensor")
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride)):
+        if size != 1 and step != expected:
+            raise ValueError(f"its tensor of shape {shape} is not contiguous: {stride}")
+        expected *= size
+    return dtype, first, shape
 
 
 class _Slice(io.RawIOBase):

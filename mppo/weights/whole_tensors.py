@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mppo.weights.contents import read_checkpoint
 from mppo.weights.conversion import CheckpointReader
 from mppo.weights.hf_folder import HFFolder
 from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
 from mppo.weights.safetensors_file import StoredTensor
 from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
-from mppo.weights.torch_dist import read_checkpoint
 from mppo.weights.transfer import Copier, Task
 
 

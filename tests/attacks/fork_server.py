@@ -56,7 +56,8 @@ def main() -> None:
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     replies = os.dup(1)
     os.dup2(2, 1)  # what an import prints is no reply
-    importlib.import_module("mppo.train")
+    for program in ("mppo.train", "mppo.evaluate"):
+        importlib.import_module(program)
     from attacks.tables import TABLES
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

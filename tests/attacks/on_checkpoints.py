@@ -2,60 +2,328 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import pickle
+import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from attacks.attack import Attack, Table
-from attacks.on_recipes import train
-
-TINY = (
-    "model.path=builtin:tiny",
-    "data.task=arithmetic",
-    "data.train_size=8",
-    "data.train_batch_size=4",
-    "actor.ppo_mini_batch_size=4",
-    "data.max_prompt_length=16",
-    "data.max_response_length=8",
+from attacks.inputs import (
+    DEEP,
+    LONG,
+    TASK,
+    Prepare,
+    convert,
+    fifo,
+    instead,
+    model,
+    to_megatron,
+    train,
+    write,
+    zeros,
 )
+
+RUN = (
+    "model.path=builtin:tiny", *TASK, "data.max_prompt_length=16", "data.max_response_length=2",
+    "data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "algorithm.adv_estimator=grpo",
+    "rollout.n=2", "trainer.save_freq=1", "trainer.val_before_train=false",
+    "trainer.export_hf=false", "trainer.logger=[jsonl]",
+)  # fmt: skip
+STEP = Path("first/checkpoints/global_step_1")
+MADE = ("second*", "recipe.yaml")
+
+
+class Done:
+    """Unpickled, it makes a file outside the folder."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("../outside/done",)
+
+
+def _change(file: Path, change: Callable[[Any], Any]) -> None:
+    """Let a table of contents be another."""
+    contents = pickle.loads(file.read_bytes())
+    contents = change(contents) or contents
+    file.write_bytes(pickle.dumps(contents))
+
+
+def _checkpoint(spoil: Callable[[Path], None]) -> Prepare:
+    """A checkpoint ``out`` of a model, in its folder ``release``, and what is done to it."""
+
+    def prepare(folder: Path) -> None:
+        model()(folder)
+        assert to_megatron(folder) == 0
+        spoil(folder / "out")
+
+    return prepare
+
+
+def _inspect(folder: Path) -> int:
+    return convert("inspect", "out")
+
+
+def _to_hf(folder: Path) -> int:
+    return convert("megatron-to-hf", "--megatron", "out", "--hf", "back")
+
+
+def _as_model(folder: Path) -> int:
+    return train(*TASK, "model.path=out")
+
+
+def _table(given: str, change: Callable[[Any], Any], says: str) -> Attack:
+    prepare = _checkpoint(lambda out: _change(out / "release/.metadata", change))
+    return Attack(given, _inspect, says, prepare=prepare)
+
+
+def _file(
+    given: str, name: str, make: Callable[[Path], None], says: str, run: Callable = _inspect
+) -> Attack:
+    return Attack(given, run, says, prepare=_checkpoint(instead(name, make)))
+
+
+def _text(given: str, name: str, text: str | bytes, says: str, run: Callable = _inspect) -> Attack:
+    return Attack(given, run, says, prepare=_checkpoint(lambda out: write(out / name, text)))
+
+
+def _run_and(spoil: Callable[[Path], None]) -> Prepare:
+    """The run ``first`` after one step, and what is done to its checkpoint; checksums are right."""
+
+    def prepare(folder: Path) -> None:
+        kept = Path(os.environ["MPPO_CACHE"]) / "attacked-run"
+        if not kept.exists():
+            assert train(*RUN, f"trainer.default_local_dir={kept}.new", *_steps(1)) == 0
+            Path(f"{kept}.new").rename(kept)
+        shutil.copytree(kept, folder / "first")
+        step = folder / STEP
+        spoil(step)
+        manifest = json.loads((step / "manifest.json").read_text())
+        for file in step.rglob("*"):
+            name = str(file.relative_to(step))
+            if name in manifest["files"]:
+                data = file.read_bytes() if file.is_file() else b""
+                manifest["files"][name] = {"size": len(data), "crc32": zlib.crc32(data)}
+        (step / "manifest.json").write_text(json.dumps(manifest))
+
+    return prepare
+
+
+def _steps(count: int) -> tuple[str, ...]:
+    return (f"trainer.total_training_steps={count}",)
+
+
+def _resume(folder: Path) -> int:
+    where = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder / STEP}")
+    return train(*RUN, "trainer.default_local_dir=second", *_steps(1), *where)
+
+
+def _resumed(given: str, spoil: Callable[[Path], None], says: str, code: int = 2) -> Attack:
+    return Attack(
+        given, _resume, says, code=code, within_s=60.0, prepare=_run_and(spoil), writes=MADE
+    )
 
 
 def _start(folder: Path) -> int:
     """A start of a tiny run in the folder ``run``."""
-    return train(*TINY, f"trainer.default_local_dir={folder}/run")
-
-
-def _pipe(folder: Path) -> None:
-    (folder / "run").mkdir()
-    os.mkfifo(folder / "run/metrics.jsonl")
+    return train(*RUN, f"trainer.default_local_dir={folder}/run")
 
 
 def _nested(folder: Path) -> None:
-    (folder / "run").mkdir()
-    (folder / "run/recipe.yaml").write_text("[" * 100_000)
-    (folder / "run/status.json").write_text("[" * 100_000)
-    (folder / "run/metrics.jsonl").write_text('{"step": 1}\n')
+    write(folder / "run/recipe.yaml", "[" * 100_000)
+    write(folder / "run/status.json", "[" * 100_000)
+    write(folder / "run/metrics.jsonl", '{"step": 1}\n')
 
+
+def _replay(folder: Path) -> int:
+    from mppo.replay import main
+
+    return main(["case"])
+
+
+def _replayed(given: str, spoil: Callable[[Path], None], says: str) -> Attack:
+    def prepare(folder: Path) -> None:
+        (folder / "case").mkdir()
+        spoil(folder / "case")
+
+    return Attack(given, _replay, says, prepare=prepare)
+
+
+def _first(contents: Any) -> Any:
+    """The place of the first chunk."""
+    return next(iter(contents.storage_data.values()))
+
+
+def _tensor(contents: Any) -> Any:
+    """The entry of the first tensor."""
+    return next(e for e in contents.state_dict_metadata.values() if hasattr(e, "chunks"))
+
+
+def _an_object(contents: Any) -> tuple[str, Any]:
+    """Key and entry of an object that is no tensor."""
+    entries = contents.state_dict_metadata.items()
+    return next((key, entry) for key, entry in entries if not hasattr(entry, "chunks"))
+
+
+def _bring(step: Path, forge: bool) -> None:
+    """Let an object of the actor be code; ``forge`` calls it a tensor besides."""
+    stream = io.BytesIO()
+    import torch
+
+    torch.save([Done()], stream)
+
+    def change(contents: Any) -> None:
+        key, entry = _an_object(contents)
+        if forge:
+            entry.chunks = []
+        place = next(p for i, p in contents.storage_data.items() if i.fqn == key)
+        file = step / "actor" / place.relative_path
+        place.offset, place.length = file.stat().st_size, len(stream.getvalue())
+        with file.open("ab") as data:
+            data.write(stream.getvalue())
+
+    _change(step / "actor/.metadata", change)
+
+
+def _set(**values: Any) -> Callable[[Any], None]:
+    """Set attributes of the first chunk's place."""
+    return lambda contents: vars(_first(contents)).update(values)
+
+
+def _class_attribute(file: Path) -> None:
+    """A pickle that gives a class of torch's an attribute."""
+    named = b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n"
+    file.write_bytes(b"\x80\x02" + named + b"N}X\x06\x00\x00\x00chunksNs\x86b.")
+
+
+def _common(out: Path) -> None:
+    import torch
+
+    torch.save(Done(), out / "release/common.pt")
+    write(out / "release/metadata.json", '{"sharded_backend": "zarr"}')
+
+
+def _manifest(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    file = step / "manifest.json"
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    file.write_text(json.dumps(manifest))
+
+
+def _lose_parts(step: Path) -> None:
+    file = step / "run.json"
+    state = json.loads(file.read_text())
+    del state["parts"]
+    file.write_text(json.dumps(state))
+
+
+def _case_with_code(case: Path) -> None:
+    write(case / "case.json", "{}")
+    write(case / "models/actor/.metadata", pickle.dumps(Done()))
+
+
+TABLES = (
+    Attack(
+        "code as table of contents of a model",
+        _as_model,
+        "it names posix.mkdir",
+        prepare=_checkpoint(lambda out: _change(out / "release/.metadata", lambda _: Done())),
+    ),
+    _table("an attribute that is code", lambda c: vars(c).update(version=Done()), "posix.mkdir"),
+    _table("an object with chunks", lambda c: vars(_an_object(c)[1]).update(chunks=[]), "'chunks'"),
+    _table("a list as table of contents", lambda c: [1], "it holds a list"),
+    _table("a key that is a number", lambda c: c.state_dict_metadata.update({1: 2}), "not a text"),
+    _table("a size below 0", lambda c: vars(_tensor(c)).update(size=(-1, 2)), "no shape and"),
+    _table("an offset below 0", _set(offset=-1), "does not lie in a stretch"),
+    _table("a length beyond the file", _set(length=1 << 40), "cut short"),
+    _table("a data file with ..", _set(relative_path="../../x"), "leads out of the folder"),
+    _table("/etc/passwd as data file", _set(relative_path="/etc/passwd"), "leads out of the"),
+    _table("a chunk that has to be unpacked", _set(transform_descriptors=["x"]), "is compressed"),
+    _file("a change of a class of torch's", "release/.metadata", _class_attribute, "it sets"),
+    _file("a FIFO as table of contents", "release/.metadata", fifo, "is a FIFO"),
+    _file("/dev/zero as table of contents", "release/.metadata", zeros, "is a device"),
+    _text("an empty table of contents", "release/.metadata", b"", "it is cut short"),
+    _text(
+        "a tuple nested 300,000 times as key of a table",
+        "release/.metadata",
+        b"\x80\x02})" + b"\x85" * 300_000 + b"Ns.",
+        "no plain keys",
+    ),
+    _text("an iteration with ..", "latest_checkpointed_iteration.txt", "../x", "leads out of"),
+    _text("an iteration of 5000 digits", "latest_checkpointed_iteration.txt", LONG, "more than"),
+    _file("a FIFO as iteration", "latest_checkpointed_iteration.txt", fifo, "is a FIFO"),
+    _text("10^9 layers beside a checkpoint", "hf/config.json",
+          '{"model_type": "qwen2", "num_hidden_layers": 1000000000}', "num_hidden_layers", _to_hf),
+    Attack(
+        "chunks that are no archives",
+        _to_hf,
+        "unreadable chunk",
+        prepare=_checkpoint(
+            lambda out: [
+                file.write_bytes(bytes(file.stat().st_size))
+                for file in (out / "release").glob("*.distcp")
+            ] and None
+        ),
+    ),
+    Attack(
+        "another backend, and code in common.pt",
+        lambda folder: convert("verify", "--hf", "model", "--megatron", "out", "--logits"),
+        "not of a torch_dist checkpoint",
+        prepare=_checkpoint(_common),
+    ),
+)  # fmt: skip
+
+RUNS = (
+    _resumed("code in an object that is called a tensor", lambda s: _bring(s, True), "'chunks'"),
+    _resumed("code in an object, which nothing reads", lambda s: _bring(s, False), "resumed from",
+             code=0),
+    _resumed("a checkpoint without its parts", _lose_parts, "it lacks 'parts'"),
+    _resumed("500 levels in run.json", lambda s: write(s / "run.json", f'{{"x": {DEEP}}}'),
+             "levels deep"),
+    _resumed("a FIFO in a checkpoint", instead("run.json", fifo), "is a FIFO"),
+    _resumed(
+        "a manifest that lists a file outside",
+        lambda s: _manifest(s, lambda m: m["files"].update({"../x": {"size": 1, "crc32": 1}})),
+        "leads out of the folder",
+    ),
+    _resumed(
+        "a step that is a text",
+        lambda s: _manifest(s, lambda m: m.update(step="1")),
+        "a number is not what a checkpoint says there",
+    ),
+    _replayed("code in a case to replay", _case_with_code, "it names posix.mkdir"),
+    _replayed("a case that is a list", lambda c: write(c / "case.json", "[]"), "not an object"),
+    _replayed("500 levels in a case", lambda c: write(c / "case.json", f'{{"x": {DEEP}}}'),
+              "levels deep"),
+    _replayed("a case without a recipe", lambda c: write(c / "case.json", "{}"), "cannot be"),
+)  # fmt: skip
+
+RUN_FOLDERS = (
+    Attack(
+        "a pipe where a run writes its numbers",
+        prepare=instead("run/metrics.jsonl", fifo),
+        run=_start,
+        says="run/metrics.jsonl is not a file",
+        within_s=60.0,
+        writes=("run/.lock",),
+    ),
+    Attack(
+        "results beside a recipe and a status that are nested 100,000 deep",
+        prepare=_nested,
+        run=_start,
+        says="recipe.yaml is not there or cannot be read",
+        within_s=60.0,
+        writes=("run/.lock",),
+    ),
+)
 
 TABLE = Table(
     "Checkpoints and run folders",
-    "Nothing of a checkpoint is unpickled outside the restricted unpickler. A start looks at its "
-    "whole run folder before it writes, and leaves it as it was where it is refused.",
-    (
-        Attack(
-            "a pipe where a run writes its numbers",
-            prepare=_pipe,
-            run=_start,
-            says="run/metrics.jsonl is not a file",
-            within_s=60.0,
-            writes=("run/.lock",),
-        ),
-        Attack(
-            "results beside a recipe and a status that are nested 100,000 deep",
-            prepare=_nested,
-            run=_start,
-            says="recipe.yaml is not there or cannot be read",
-            within_s=60.0,
-            writes=("run/.lock",),
-        ),
-    ),
+    "Nothing of a checkpoint is unpickled: its table of contents is read as data, checked entry by "
+    "entry, and handed on. A start looks at its whole run folder before it writes, and leaves it "
+    "as it was where it is refused.",
+    (*TABLES, *RUNS, *RUN_FOLDERS),
 )

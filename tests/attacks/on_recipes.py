@@ -2,38 +2,129 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from attacks.attack import Attack, Table
+from attacks.inputs import (
+    DEEP,
+    LONG,
+    TASK,
+    fifo,
+    folder_there,
+    instead,
+    link,
+    sparse,
+    train,
+    write,
+    zeros,
+)
 
-
-def train(*arguments: str) -> int:
-    """The exit code of the trainer with a command line."""
-    from mppo.train import main
-
-    return main(arguments)
-
-
-def _recipe(text: str):
-    def prepare(folder: Path) -> None:
-        (folder / "recipe.yaml").write_text(text)
-
-    return prepare
+TINY = ("model.path=builtin:tiny", *TASK)
+LAUGHS = "\n".join(
+    f"{name}: &{name} [{', '.join([f'*{below}'] * 10)}]"
+    for below, name in zip("abcdefghi", "bcdefghij")
+)
+CHAIN = "\n".join(f"x{n}: &x{n} [*x{n - 1}]" for n in range(1, 600))
 
 
 def _dry_run(folder: Path) -> int:
     return train("--config", "recipe.yaml", "--dry-run")
 
 
+def _recipe(given: str, text: str | bytes, says: str) -> Attack:
+    def prepare(folder: Path) -> None:
+        write(folder / "recipe.yaml", text)
+
+    return Attack(given, prepare=prepare, run=_dry_run, says=says)
+
+
+def _no_file(given: str, make: Callable[[Path], None], says: str) -> Attack:
+    return Attack(given, prepare=instead("recipe.yaml", make), run=_dry_run, says=says)
+
+
+def _settings(given: str, says: str, *settings: str) -> Attack:
+    def run(folder: Path) -> int:
+        return train("--dry-run", *TINY, *settings)
+
+    return Attack(given, run=run, says=says)
+
+
+def _bases(folder: Path) -> None:
+    """Files of which each builds on the next one twice."""
+    for n in range(18):
+        write(folder / f"{n or 'recipe'}.yaml", f"base: [{n + 1}.yaml, {n + 1}.yaml]\n")
+    write(folder / "18.yaml", "modle: 1\n")
+
+
+def _linked_run_folder(folder: Path) -> None:
+    (folder / "runs").mkdir()
+    (folder / "runs/mine").symlink_to("/etc")
+
+
+def _run_in_a_file(folder: Path) -> None:
+    write(folder / "results", "mine")
+
+
 TABLE = Table(
     "Recipes",
-    "Everything wrong with a recipe is one message.",
+    "Everything wrong with a recipe is one message: keys, values, and text that was made to loop, "
+    "to grow or to run.",
     (
+        _recipe("a key that does not exist", "modle: 1\n", "modle"),
+        _recipe("a list that holds itself", "data: &a [*a]\n", "it refers to itself"),
+        _recipe("a billion values out of aliases of aliases", f"a: &a [1]\n{LAUGHS}", "values"),
+        _recipe("600 aliases, each inside the next", f"x0: &x0 []\n{CHAIN}", "levels deep"),
+        _recipe("500 lists inside each other", f"data: {DEEP}\n", "nested more than 100 levels"),
+        _recipe("a number of 5000 digits", f"data: {{seed: {LONG}}}\n", "5000 digits"),
+        _recipe("a list as key", "? [a, b]\n: 1\n", "a sequence is no key"),
+        _recipe("a map as key", "{a: 1}: 2\n", "a mapping is no key"),
+        _recipe("a NUL in a path", 'model: {path: "a\\0b"}\n', "a character that no text has"),
+        _recipe("half a surrogate pair", 'model: {path: "\\ud800"}\n', "half a surrogate pair"),
+        _recipe("bytes that are no UTF-8", b"model: \xff\xfe\n", "not UTF-8"),
+        _recipe(
+            "a tag that runs a command",
+            "model: !!python/object/apply:os.system ['touch ../outside/done']\n",
+            "is not known here",
+        ),
+        _recipe("a tag that the value does not fit", "data: {seed: !!int x}\n", "its tag says"),
+        _recipe("a merge of a number", "data:\n  <<: 5\n", "is no valid YAML"),
+        _recipe("what a terminal would obey", 'a: {"\\e]0;x\\a": 1}\n', "no such key"),
+        _recipe("a recipe that builds on itself", "base: ./recipe.yaml\n", "build on each other"),
         Attack(
-            "a key that does not exist",
-            prepare=_recipe("modle: 1\n"),
+            "18 recipes, each building on the next one twice",
+            prepare=_bases,
             run=_dry_run,
             says="modle",
+        ),
+        _no_file("a FIFO as recipe", fifo, "is a FIFO"),
+        _no_file("a folder as recipe", folder_there, "is a folder"),
+        _no_file("a link to /dev/zero as recipe", zeros, "is a device"),
+        _no_file("a recipe of a terabyte", sparse, "more than 1048576"),
+        _no_file("a recipe that is a link to itself", link("recipe.yaml"), "cannot be read"),
+        _settings("500 brackets on the command line", "levels deep", f"data.task_kwargs={DEEP}"),
+        _settings("a key of 10,000 parts", "is no setting", ".".join(["a"] * 10_000) + "=1"),
+        _settings("a learning rate that is no number", "finite", "actor.optim.lr=.nan"),
+        _settings("a negative batch", "train_batch_size", "data.train_batch_size=-8"),
+        _settings("a path of 5000 characters", "File name too long", f"model.path={'x' * 5000}"),
+        _settings("/ as run folder", "system's folder /", "trainer.default_local_dir=/"),
+        _settings("/ as name of the run", "system's folder /", "trainer.experiment_name=/"),
+        _settings(
+            "a run folder in /etc, written with dots",
+            "system's folder /etc/runs",
+            "trainer.default_local_dir=/tmp/../etc/runs",
+        ),
+        Attack(
+            "a run folder that is a link to /etc",
+            prepare=_linked_run_folder,
+            run=lambda folder: train("--dry-run", *TINY, "trainer.experiment_name=mine"),
+            says="system's folder /etc",
+        ),
+        Attack(
+            "a file as run folder",
+            prepare=_run_in_a_file,
+            run=lambda folder: train("--dry-run", *TINY, "trainer.default_local_dir=results"),
+            says="is a file",
         ),
     ),
 )

@@ -134,7 +134,7 @@ def _keep_and_resume(actor, folder: Path, registry) -> dict[str, Any]:
     counters = role_counters(actor)
     layout = {PP: min(dist.get_world_size(), 2)}
     other = build_role(Case("qwen2", layout, role=POLICY), folder.parent, registry)
-    load_role(other, str(checkpoint), counters)
+    load_role(other, checkpoint, counters)
     return {
         "resumed": _average(other),
         "exported": load_file(exported / "model.safetensors"),

@@ -25,7 +25,8 @@ PURE = frozenset(
     {
         "mppo.parallel.layout", "mppo.parallel.balance", "mppo.parallel.schedule",
         "mppo.weights.blocks", "mppo.weights.shape", "mppo.weights.table",
-        "mppo.weights.model_folder", "mppo.weights.pickles", "mppo.batch",
+        "mppo.weights.model_folder", "mppo.weights.config_file", "mppo.weights.contents",
+        "mppo.weights.pickles", "mppo.weights.safetensors_file", "mppo.batch",
     }
 )  # fmt: skip
 """Modules in other rooms that know neither process group, device nor engine, as all of ``algos``
@@ -33,14 +34,14 @@ and ``config`` do."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     "batch": set(),
-    "disk": set(),
+    "disk": {"config.input_files"},
     "algos": {"batch"},
     "safety": set(),
     "config": {
         "safety", "parallel.layout", "parallel.balance", "weights.shape", "weights.table",
-        "weights.blocks", "weights.model_folder", "weights.pickles",
+        "weights.blocks", "weights.model_folder", "weights.contents",
     },
-    "data": {"safety", "config", "batch", "weights.model_folder"},
+    "data": {"safety", "config", "batch", "weights.model_folder", "weights.config_file"},
     "rewards": {"safety", "config", "batch", "data", "parallel", "models", "weights", "algos"},
     "report": {"safety", "config", "batch", "disk", "parallel.device", "parallel.phase"},
     "parallel": {"safety", "algos", "batch", "config.schema", "config.errors"},

@@ -17,13 +17,14 @@ from twin_modules import twin
 
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import padded_vocab_size
+from mppo.weights.contents import read_checkpoint
 from mppo.weights.conversion import Share, plan_hf, plan_megatron
 from mppo.weights.hf_folder import HFFolder
 from mppo.weights.load import load_hf_weights
 from mppo.weights.output_folder import create_files, plan_places
 from mppo.weights.shape import model_shape
 from mppo.weights.table import LAYER, Entry, parameter_table
-from mppo.weights.torch_dist import read_checkpoint, write_index
+from mppo.weights.torch_dist import write_index
 from mppo.weights.transfer import Copier
 
 DENSE = {"qwen2": hf.Qwen2Config, "qwen3": hf.Qwen3Config, "gemma2": hf.Gemma2Config}

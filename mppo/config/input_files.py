@@ -1,0 +1,224 @@
+"""Files that others wrote: opened and parsed in bounded time and memory.
+
+Opening a FIFO waits for its writer, a device may never end, and a link or a name with ``..`` leads
+out of its folder. Every file of a model, a checkpoint, a data set or a recipe is opened here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+MAX_FILE_BYTES = 512 << 20
+"""Files that are read in one piece; the largest tokenizers have 40 MB."""
+MAX_DEPTH = 100
+"""Lists and objects inside each other, in JSON and YAML."""
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file to read; never waits, as opening a FIFO would.
+
+    Raises:
+        OSError: no such file, or not readable.
+        ValueError: a folder, FIFO, device or socket.
+    """
+    _check_regular(path, os.stat(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_regular(path, os.fstat(descriptor))  # another file may bear the name by now
+    except ValueError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: no such file, or not readable.
+        ValueError: a folder, FIFO, device or socket, or larger than ``limit``.
+    """
+    with open_file(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        data = b"" if size > limit else stream.read(limit + 1)
+    if max(size, len(data)) > limit:
+        raise ValueError(
+            f"{path}: has {max(size, len(data))} bytes, more than {limit}; give the right file"
+        )
+    return data
+
+
+def read_text(path: Path, limit: int = MAX_FILE_BYTES) -> str:
+    """The text of a regular file in UTF-8. Raises as ``read_file``."""
+    return _decoded(read_file(path, limit), str(path))
+
+
+def read_json(path: Path, limit: int = MAX_FILE_BYTES, nan: bool = False) -> dict[str, Any]:
+    """The JSON object in a regular file.
+
+    Args:
+        path: the file.
+        limit: most bytes of it.
+        nan: take ``NaN`` and ``Infinity`` for numbers, as Python writes them.
+
+    Raises:
+        ValueError: absent, not readable, no JSON object, or a key stands in it twice.
+    """
+    try:
+        text = read_text(path, limit)
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise ValueError(f"{path}: {'no such file' if missing else error.strerror}") from error
+    try:
+        content = parse_json(text, unique=True, nan=nan)
+    except ValueError as error:
+        raise ValueError(f"{path}: unreadable JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def parse_json(text: str | bytes, unique: bool = False, nan: bool = False) -> Any:
+    """What a JSON text means.
+
+    Args:
+        text: the text; bytes are UTF-8.
+        unique: refuse an object that holds a key twice.
+        nan: take ``NaN`` and ``Infinity`` for numbers, as Python writes them.
+
+    Raises:
+        ValueError: not JSON, nested deeper than ``MAX_DEPTH``, a number of
+            thousands of digits, or half a surrogate pair.
+    """
+    text = _decoded(text, "the text") if isinstance(text, bytes) else text
+    hook, constant = _unique_keys if unique else None, None if nan else _refuse_constant
+    try:
+        content = json.loads(text, parse_constant=constant, object_pairs_hook=hook)
+    except RecursionError as error:
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep") from error
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno} " if error.lineno > 1 else ""
+        raise ValueError(f"{error.msg} at {line}column {error.colno}") from error
+    except ValueError as error:
+        if "integer string conversion" in str(error):
+            raise ValueError("a whole number of more than 4300 digits") from error
+        raise
+    if text.count("[") + text.count("{") > MAX_DEPTH and _deeper_than(content, MAX_DEPTH):
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    if "\\ud" in text or "\\uD" in text:
+        _check_pairs(json.dumps(content, ensure_ascii=False))
+    return content
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """The path of a file that a folder's own index names.
+
+    A link may lead to another place of the folder, or from a snapshot of Hugging Face's cache to
+    its ``blobs``.
+
+    Args:
+        folder: the folder.
+        name: relative path.
+
+    Raises:
+        ValueError: no relative path, or it leads out of the folder.
+    """
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ValueError(f"{folder}: {name!r} is not a file name")
+    parts = PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts:
+        raise ValueError(f"{folder}: {name!r} leads out of the folder; name files inside it")
+    real = Path(os.path.realpath(folder / name))
+    if not any(real.is_relative_to(root) for root in _roots(folder)):
+        raise ValueError(
+            f"{folder}: {name!r} is a link to {real}, outside the folder; copy the file into it"
+        )
+    return folder / name
+
+
+def _roots(folder: Path) -> Iterator[Path]:
+    real = Path(os.path.realpath(folder))
+    yield real
+    if real.parent.name == "snapshots":  # models--NAME/snapshots/REVISION
+        yield real.parents[1] / "blobs"
+
+
+def check_regular_files(folder: Path) -> None:
+    """A library will open files of this folder by itself: none may make it wait or fill memory.
+
+    Raises:
+        ValueError: a FIFO, device or socket in it, or a text file larger than ``MAX_FILE_BYTES``.
+    """
+    for entry in sorted(folder.iterdir()):
+        try:
+            found = entry.stat()
+        except OSError:  # a broken link: whoever wants the file says that it is missing
+            continue
+        if stat.S_ISDIR(found.st_mode):
+            continue
+        _check_regular(entry, found)
+        text = entry.suffix in (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
+        if text and found.st_size > MAX_FILE_BYTES:
+            raise ValueError(
+                f"{entry}: has {found.st_size} bytes, more than {MAX_FILE_BYTES}; "
+                "give the right file"
+            )
+
+
+def _check_regular(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "special")
+        raise ValueError(f"{path}: is {kind}, not a file; put the file in its place")
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: not UTF-8 at byte {error.start + 1}") from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"{twice!r} stands in it twice")
+    return content
+
+
+def _check_pairs(text: str) -> None:
+    """No encoding and no tokenizer takes half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a surrogate pair ({error.object[error.start]!r})") from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _deeper_than(content: Any, limit: int) -> bool:
+    level = [content] if isinstance(content, dict | list) else []
+    for _ in range(limit):
+        inner = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        level = [item for item in inner if isinstance(item, dict | list)]
+    return bool(level)
