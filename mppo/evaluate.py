@@ -39,7 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     info = discover()
     try:
-        recipe = load_checked(arguments.config, arguments.overrides, info.world_size)
+        remarks: list[str] = []
+        settings = arguments.overrides
+        recipe = load_checked(arguments.config, settings, info.world_size, remarks=remarks)
+        for remark in remarks if info.rank == 0 else ():
+            print(f"mppo: {remark}", file=sys.stderr)
         result = evaluate(recipe, info)
     except ConfigError as error:
         if info.rank == 0:

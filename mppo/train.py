@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         started = info.world_size > 1 or not arguments.dry_run
         world = arguments.world_size or (info.world_size if started else None)
         planned = arguments.dry_run  # maybe on another machine than the run
+        remarks: list[str] = []
         recipe = load_checked(
             arguments.config,
             arguments.overrides,
@@ -74,7 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             files=not planned,
             judge_role=override_faults,
             judge_engine=partial(engine_faults, on_cpu=not planned and not device.is_cuda()),
+            remarks=remarks,
         )
+        for remark in remarks if info.rank == 0 else ():
+            _say(remark)
         if arguments.dry_run:
             return _dry_run(recipe, world or world_size_of(recipe), info)
     except (ConfigError, ValueError) as error:

@@ -72,6 +72,7 @@ def load_checked(
     files: bool = True,
     judge_role: JudgeRole | None = None,
     judge_engine: JudgeEngine | None = None,
+    remarks: list[str] | None = None,
 ) -> Recipe:
     """Load a recipe and judge all of it: form, rules, models, files.
 
@@ -84,6 +85,7 @@ def load_checked(
         judge_role: judges a role whose model is known; None leaves it out.
         judge_engine: judges the rollout engine where the actor's model is known; None leaves it
             out.
+        remarks: gets what the log should say about keys that are taken otherwise than written.
 
     Returns:
         The recipe.
@@ -91,7 +93,7 @@ def load_checked(
     Raises:
         ConfigError: names every fault at once.
     """
-    recipe, faults = read_recipe(path, overrides)
+    recipe, faults = read_recipe(path, overrides, remarks)
     if recipe is not None:
         known = {fault.key for fault in faults}
         found = check_files(recipe) if files else []

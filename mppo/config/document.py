@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from mppo.config.errors import Fault
-from mppo.config.verl_names import MOVED
+from mppo.config.verl_names import RENAMED
 
 BASE_KEY = "base"
 """Top-level key naming a recipe (or several) to start from, relative to the file it stands in."""
@@ -155,7 +155,7 @@ def rename_keys(document: Mapping[str, Any], faults: list[Fault]) -> dict[str, A
         A new mapping with our names only.
     """
     renamed = merge({}, document)
-    for old, new in MOVED.items():
+    for old, new in RENAMED.items():
         found, value = _pop(renamed, old.split("."))
         if not found:
             continue
