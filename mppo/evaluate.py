@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mppo.config.checks import load_checked
-from mppo.config.errors import ConfigError
+from mppo.config.errors import ConfigError, Fault
 from mppo.config.schema import Recipe
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.source import load_prompts
@@ -71,7 +72,7 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
         ``reward/mean``, ``reward/errors`` (responses that could not be judged),
         ``reward/timeouts`` and the like (responses without a score of their own),
         ``response_length/mean`` (tokens), ``response_length/clip_ratio`` (share that ended for
-        length) and ``prompts``.
+        length), ``prompts`` and ``prompts/<data source>``.
     """
     folder = resolve_model(recipe.model.path)
     trust = recipe.model.trust_remote_code
@@ -80,7 +81,13 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     if faults:
         raise ConfigError(faults)
     tokenizer = load_tokenizer(recipe.model.tokenizer_path or folder, trust)
-    prompts = load_prompts(recipe.data, tokenizer, "val").prompts
+    validation = load_prompts(recipe.data, tokenizer, "val")
+    if info.rank == 0:
+        print(f"mppo: validation: {validation.summary()}", file=sys.stderr, flush=True)
+    prompts = validation.prompts
+    if not prompts:
+        cure = "set data.val_files, or a data.task and a data.val_size above 0"
+        raise ConfigError([Fault("data.val_files", [], "nothing to evaluate", cure)])
     scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
     scorer.check(prompts)
     with process_group(info, recipe.trainer.collective_timeout_s):
@@ -99,6 +106,8 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     result = {f"reward/{name}": mean for name, mean in mean_scores(trajectories, judged).items()}
     result |= {f"reward/{source}/{name}": mean for (source, name), mean in numbers.items()}
     result |= {f"reward/{reason}": count for reason, count in unscored(judged).items()}
+    counts = Counter(prompt.data_source for prompt in prompts)
+    result |= {f"prompts/{name}": float(count) for name, count in counts.items()}
     return result | {
         "reward/mean": sum(judgement.score for judgement in judged) / len(judged),
         "reward/errors": float(len(errors_of(judged))),

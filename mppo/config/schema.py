@@ -32,6 +32,9 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Prompts: built-in procedural tasks, jsonl or parquet files.
 
+    ``train_size`` and ``val_size`` bound the prompts of a split; null takes files whole, and makes
+    4096 and 64 prompts of a task. Several files share a bound evenly. ``val_size: 0``: no
+    validation.
     ``ptx_files`` hold plain text under ``ptx_key``, for ``actor.ptx_coef``; every optimizer step of
     the actor takes ``ptx_batch_size`` documents (null: as many as its mini-batch has sequences).
     """
@@ -41,7 +44,7 @@ class DataConfig(Section):
     task: str | None = None
     task_kwargs: dict[str, Any] = Field(default_factory=dict)
     train_size: int | None = Field(default=None, gt=0)
-    val_size: int = Field(default=64, ge=0)
+    val_size: int | None = Field(default=None, ge=0)
     prompt_key: str = "prompt"
     answer_key: str = "answer"
     max_prompt_length: int = Field(default=512, gt=0)

@@ -57,7 +57,7 @@ def test_samples_are_shown_at_the_start_in_the_middle_and_at_the_end(undisturbed
     rows = [json.loads(line) for line in (undisturbed / "samples.jsonl").open()]
     assert [row["step"] for row in rows] == [step for step in (1, 3, 6) for _ in range(4)]
     shown = (undisturbed / "output_0.txt").read_text()
-    assert "prompts: 64; validation: 4\n" in shown
+    assert "prompts: 64 (arithmetic 64); validation: 4 (arithmetic 4)\n" in shown
     assert re.findall(r"step (\d+): samples", shown) == ["1", "3", "6"]
     assert not re.search(r"step \d+: samples", (undisturbed / "output_1.txt").read_text())
 

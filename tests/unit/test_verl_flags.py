@@ -99,9 +99,8 @@ def test_the_page_has_the_tables_of_today():
 
 def test_the_log_names_what_has_no_effect_and_what_is_taken_otherwise(tmp_path, capsys):
     path = tmp_path / "recipe.yaml"
-    path.write_text(
-        "data: {task: arithmetic, max_prompt_length: 64, max_response_length: 64}\nmodel: {use_remove_padding: true}\n"
-    )
+    data = "data: {task: arithmetic, max_prompt_length: 64, max_response_length: 64}\n"
+    path.write_text(data + "model: {use_remove_padding: true}\n")
     settings = ["actor.megatron.param_offload=False", "critic.megatron.param_offload=False"]
     settings += ["actor_rollout_ref.model.enable_gradient_checkpointing=True"]
     assert main(["--config", str(path), "--dry-run", *settings]) == 0
