@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, Fault
 from mppo.config.schema import Recipe
+from mppo.config.variables import unknown_variables
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.source import load_prompts
 from mppo.parallel import device
@@ -38,9 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
-    info = discover()
     try:
-        remarks: list[str] = []
+        info = discover()
+        device.check()
+    except ValueError as error:
+        print(f"mppo: {error}", file=sys.stderr)
+        return 2
+    try:
+        remarks = unknown_variables(os.environ)
         settings = arguments.overrides
         recipe = load_checked(arguments.config, settings, info.world_size, remarks=remarks)
         for remark in remarks if info.rank == 0 else ():

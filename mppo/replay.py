@@ -180,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for table in sorted((folder / MODELS).glob(f"*/{METADATA}")):
             check_pickles(table.parent)
+        device.check()
     except ValueError as error:
         parser.error(str(error))
     case, experience = load_case(folder)

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from mppo.config.errors import ConfigError, Fault
 from mppo.config.load import load_recipe
+from mppo.config.variables import unknown_variables
 from mppo.data.builtin import resolve_model
 from mppo.parallel import device
 from mppo.rollout.checked_load import LOADER
@@ -37,9 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
-    on_cpu = not device.is_cuda()
     key = os.environ.get(API_KEY_VARIABLE, "")
+    for remark in unknown_variables(os.environ):
+        print(f"mppo: {remark}", file=sys.stderr)
     try:
+        device.check()
+        on_cpu = not device.is_cuda()
         if not key:
             cure = f"export {API_KEY_VARIABLE}=$(openssl rand -hex 16), here and for the run"
             raise ConfigError([Fault(API_KEY_VARIABLE, "", "is not set", cure)], source="serve")

@@ -22,12 +22,14 @@ from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.rule import roles_in_use, world_size_of
 from mppo.config.schema import Recipe
+from mppo.config.variables import unknown_variables
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet, load_prompts
 from mppo.estimate import kl_controller
 from mppo.faults import is_out_of_memory, out_of_memory_message, storage_message
 from mppo.models.overrides import override_faults
+from mppo.opening import opening_lines
 from mppo.parallel import device
 from mppo.parallel.abandon import Abandoned, expect, meet
 from mppo.parallel.heartbeat import Told, watching
@@ -60,13 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
     try:
         info = discover()
+        if not arguments.dry_run:
+            device.check()
     except ValueError as error:
         return _refuse(error)
     try:
         started = info.world_size > 1 or not arguments.dry_run
         world = arguments.world_size or (info.world_size if started else None)
         planned = arguments.dry_run  # maybe on another machine than the run
-        remarks: list[str] = []
+        remarks = unknown_variables(os.environ)
         recipe = load_checked(
             arguments.config,
             arguments.overrides,
@@ -140,6 +144,9 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
         watching(info, silence, hang, stacks, way_out, tell) as heartbeat,
         only_job_in(_run_dir(recipe), _say),
     ):
+        run_dir = _run_dir(recipe)
+        if info.rank == 0 and "console" in recipe.trainer.logger:
+            print("\n".join(opening_lines(recipe, info, run_dir)), flush=True)
         try:
             run = build_run(recipe, info, stop)
         except Abandoned:

@@ -23,6 +23,7 @@ from mppo.config.errors import ConfigError, Fault, nearest
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
 from mppo.config.verl_keys import Settled
+from mppo.config.verl_names import ours
 
 PATH_KEYS = frozenset(
     {
@@ -81,7 +82,7 @@ def read_recipe(
     settled = Settled(document)
     faults += settled.faults
     if remarks is not None:
-        remarks += settled.remarks
+        remarks += [*given_twice(overrides), *settled.remarks]
     document = _normalise(apply_preset(settled.document), Recipe, "", faults)
     try:
         return Recipe.model_validate(document), faults
@@ -93,6 +94,19 @@ def read_recipe(
         return Recipe.model_validate(document), faults
     except ValidationError:
         return None, faults
+
+
+def given_twice(overrides: Sequence[str]) -> list[str]:
+    """A line for every key that the command line gives two values."""
+    given: dict[str, str] = {}
+    lines = []
+    for override in overrides:
+        written, _, value = override.lstrip("+").partition("=")
+        key = ours(written.strip())
+        if given.setdefault(key, value) != value:
+            lines.append(f"{key} is given twice: {given[key]}, then {value}; the last counts")
+            given[key] = value
+    return lines
 
 
 def translate(error: ValidationError) -> list[Fault]:

@@ -91,3 +91,11 @@ RENAMED: dict[str, str] = {
     },
 }
 """verl's dotted name (a section or a key) to ours; applied in this order."""
+
+
+def ours(key: str) -> str:
+    """A key under our name."""
+    for old, new in RENAMED.items():
+        if f"{key}.".startswith(f"{old}."):
+            key = new + key.removeprefix(old)
+    return key

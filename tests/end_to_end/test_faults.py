@@ -57,6 +57,8 @@ def test_samples_are_shown_at_the_start_in_the_middle_and_at_the_end(undisturbed
     rows = [json.loads(line) for line in (undisturbed / "samples.jsonl").open()]
     assert [row["step"] for row in rows] == [step for step in (1, 3, 6) for _ in range(4)]
     shown = (undisturbed / "output_0.txt").read_text()
+    opening = "mppo ", "device: ", "model: ", "layout: ", "engine: ", "data: ", "run folder: "
+    assert [line.startswith(word) for line, word in zip(shown.splitlines(), opening)] == [True] * 7
     assert "prompts: 64 (arithmetic 64); validation: 4 (arithmetic 4)\n" in shown
     assert re.findall(r"step (\d+): samples", shown) == ["1", "3", "6"]
     assert not re.search(r"step \d+: samples", (undisturbed / "output_1.txt").read_text())
