@@ -20,6 +20,7 @@ from mppo.config.errors import ConfigError, Fault
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
+from mppo.data.hub import fetch_model
 from mppo.data.source import load_prompts
 from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo, discover, process_group
@@ -49,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         remarks = unknown_variables(os.environ)
         settings = arguments.overrides
-        recipe = load_checked(arguments.config, settings, info.world_size, remarks=remarks)
+        recipe = load_checked(
+            arguments.config, settings, info.world_size, remarks=remarks, fetch_model=fetch_model
+        )
         for remark in remarks if info.rank == 0 else ():
             print(f"mppo: {remark}", file=sys.stderr)
         result = evaluate(recipe, info)

@@ -206,6 +206,7 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
     # imported here, for `collect` runs on every node and has no use for them
     from mppo.config.checks import load_checked
     from mppo.data.builtin import read_model_config, resolve_model
+    from mppo.data.hub import fetch_model
     from mppo.models.overrides import override_faults
     from mppo.rollout.sglang_model import engine_faults
 
@@ -219,6 +220,7 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
         read,
         judge_role=override_faults,
         judge_engine=partial(engine_faults, on_cpu=False),  # maybe not on a node of the job
+        fetch_model=fetch_model,
     )
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)
 

@@ -24,6 +24,7 @@ from mppo.config.rule import roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
+from mppo.data.hub import fetch_model
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet, load_prompts
 from mppo.estimate import kl_controller
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             judge_role=override_faults,
             judge_engine=partial(engine_faults, on_cpu=not planned and not device.is_cuda()),
             remarks=remarks,
+            fetch_model=fetch_model,
         )
         for remark in remarks if info.rank == 0 else ():
             _say(remark)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mppo.config import algorithm_rules, engine_rules, layout_rules, training_rules
 from mppo.config.errors import ConfigError, Fault
-from mppo.config.file_rules import check_files
+from mppo.config.file_rules import check_files, is_hub_name
 from mppo.config.load import read_recipe, source_name
 from mppo.config.rule import RULES, Case, RoleCase, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
@@ -20,6 +20,10 @@ RULE_MODULES = (layout_rules, training_rules, algorithm_rules, engine_rules)
 
 ReadConfig = Callable[[str], Any]
 """Model path to its Hugging Face config object; raises ValueError or ConfigError."""
+
+FetchModel = Callable[[str, bool, bool], Path]
+"""Hub's name, whether weights are needed and whether its code may run, to the model's folder;
+raises ConfigError."""
 
 JudgeRole = Callable[[RoleCase, Any], Iterable[Fault]]
 """Role and config object of its model to what only Megatron can tell to be wrong; raises ValueError
@@ -73,6 +77,7 @@ def load_checked(
     judge_role: JudgeRole | None = None,
     judge_engine: JudgeEngine | None = None,
     remarks: list[str] | None = None,
+    fetch_model: FetchModel | None = None,
 ) -> Recipe:
     """Load a recipe and judge all of it: form, rules, models, files.
 
@@ -87,14 +92,18 @@ def load_checked(
             out.
         remarks: gets what the log should say about keys that are taken otherwise than written.
 
+        fetch_model: downloads a model of the Hub, where ``model.hub`` asks for it.
+
     Returns:
-        The recipe.
+        The recipe; models of the Hub are replaced by the folders they are in.
 
     Raises:
         ConfigError: names every fault at once.
     """
     recipe, faults = read_recipe(path, overrides, remarks)
     if recipe is not None:
+        if fetch_model is not None and recipe.model.hub and not faults:
+            recipe, faults = _fetched(recipe, fetch_model, files)
         known = {fault.key for fault in faults}
         found = check_files(recipe) if files else []
         configs: dict[str, Any] = {}
@@ -114,6 +123,27 @@ def load_checked(
     if recipe is None or faults:
         raise ConfigError(faults, source=source_name(path))
     return recipe
+
+
+def _fetched(recipe: Recipe, fetch: FetchModel, weights: bool) -> tuple[Recipe, list[Fault]]:
+    """A recipe whose models of the Hub are folders, and those that could not be had."""
+    faults: list[Fault] = []
+    trust = recipe.model.trust_remote_code
+    for section, used in (
+        ("model", True),
+        ("critic", recipe.algorithm.uses_critic),
+        ("ref", recipe.uses_reference),
+    ):
+        part = getattr(recipe, section)
+        if not used or not part.path or not is_hub_name(part.path):
+            continue
+        try:
+            folder = str(fetch(part.path, weights, trust))
+        except ConfigError as error:
+            faults += [replace(fault, key=f"{section}.path") for fault in error.faults]
+            continue
+        recipe = recipe.model_copy(update={section: part.model_copy(update={"path": folder})})
+    return recipe, faults
 
 
 def _read_configs(

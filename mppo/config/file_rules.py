@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mppo.weights.pickles import read_metadata
 BUILTIN_PREFIX = "builtin:"
 DATA_ENDINGS = (".jsonl", ".ndjson", ".parquet")
 WEIGHT_ENDINGS = (".safetensors",)
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]*\w")
 
 
 def check_files(recipe: Recipe) -> list[Fault]:
@@ -45,9 +47,7 @@ def _model_folder(key: str, name: str) -> Iterator[Fault]:
         return
     folder = Path(name)
     if not folder.is_dir():
-        why = "is a file, not a folder" if folder.exists() else "no such folder"
-        cure = "give a Hugging Face folder (config.json, tokenizer, safetensors) or builtin:tiny"
-        yield Fault(key, name, why, cure)
+        yield no_model_folder(key, name)
     elif is_megatron_checkpoint(folder):
         yield from _checkpoint(key, folder)
     elif not (folder / "config.json").is_file():
@@ -56,6 +56,25 @@ def _model_folder(key: str, name: str) -> Iterator[Fault]:
     elif not any(f.suffix in WEIGHT_ENDINGS for f in folder.iterdir()):
         cure = "download the weights"
         yield Fault(key, name, "holds no *.safetensors", cure)
+
+
+def no_model_folder(key: str, name: str) -> Fault:
+    """What is wrong with a model that is no folder."""
+    if is_hub_name(name):
+        why = "no such folder; a model of the Hugging Face Hub is not downloaded by itself"
+        cure = (
+            f"set model.hub: true, or run `hf download {name} --local-dir models/{name}` and name "
+            f"that folder"
+        )
+        return Fault(key, name, why, cure)
+    why = "is a file, not a folder" if Path(name).exists() else "no such folder"
+    cure = "give a Hugging Face folder (config.json, tokenizer, safetensors) or builtin:tiny"
+    return Fault(key, name, why, cure)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a model's name has the Hub's form ``owner/model`` and is nothing on this disk."""
+    return bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
 
 
 def _checkpoint(key: str, folder: Path) -> Iterator[Fault]:

@@ -20,12 +20,14 @@ class ModelConfig(Section):
 
     ``path`` is a Hugging Face folder (config.json, tokenizer, safetensors), a Megatron
     ``torch_dist`` checkpoint with those beside it in ``hf/``, or ``builtin:tiny`` for the embedded
-    byte-sized model and tokenizer.
+    byte-sized model and tokenizer. With ``hub`` a path ``owner/model`` that is no folder is
+    downloaded from the Hugging Face Hub into its cache; without, nothing is ever downloaded.
     """
 
     path: str = "builtin:tiny"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     tokenizer_path: str | None = None
+    hub: bool = False
     trust_remote_code: bool = False
 
 

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from mppo.config.errors import ConfigError, Fault, nearest
+from mppo.config.file_rules import no_model_folder
 from mppo.weights.model_folder import companion_folder
 
 PREFIX = "builtin:"
@@ -127,8 +128,7 @@ def resolve_model(path: str, cache_dir: str | Path | None = None) -> Path:
         return _write_builtin(path.removeprefix(PREFIX), Path(cache_dir or cache_folder()))
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        cure = f"a folder in Hugging Face form, or one of {_builtin_names()}"
-        raise ConfigError([Fault("model.path", path, "no such folder", cure)])
+        raise ConfigError([no_model_folder("model.path", path)])
     try:
         companions = companion_folder(folder)
     except ValueError as error:
