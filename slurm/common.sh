@@ -84,7 +84,7 @@ mppo_serve() {
     address=$(mppo_address "$node")
     urls+="${urls:+, }http://$address:$port"
     "${MPPO_SRUN[@]}" --het-group=1 --nodes=1 --ntasks=1 --nodelist="$node" "${MPPO_INSIDE[@]}" \
-      "$MPPO_PYTHON" -m mppo.serve --host "$address" --port "$port" --config "$@" &
+      "$MPPO_PYTHON" -m mppo.serve --empty --host "$address" --port "$port" --config "$@" &
   done
   MPPO_SERVED=(rollout.name=sglang rollout.mode=disaggregated rollout.sync=distributed
     "rollout.urls=[$urls]")

@@ -25,11 +25,11 @@ def check_files(recipe: Recipe) -> list[Fault]:
     """Every missing, empty or unreadable file of a recipe. Reads names and sizes, and of Megatron
     checkpoints the table of contents."""
     faults: list[Fault] = []
-    faults += _model_folder("model.path", recipe.model.path)
+    faults += check_model_folder("model.path", recipe.model.path)
     if recipe.critic.path and recipe.algorithm.uses_critic:
-        faults += _model_folder("critic.path", recipe.critic.path)
+        faults += check_model_folder("critic.path", recipe.critic.path)
     if recipe.ref.path and recipe.uses_reference:
-        faults += _model_folder("ref.path", recipe.ref.path)
+        faults += check_model_folder("ref.path", recipe.ref.path)
     for key, names in (
         ("data.train_files", recipe.data.train_files),
         ("data.val_files", recipe.data.val_files),
@@ -42,7 +42,12 @@ def check_files(recipe: Recipe) -> list[Fault]:
     return faults
 
 
-def _model_folder(key: str, name: str) -> Iterator[Fault]:
+def check_model_folder(key: str, name: str) -> list[Fault]:
+    """What is wrong with a model's folder, its weights included."""
+    return list(_model_faults(key, name))
+
+
+def _model_faults(key: str, name: str) -> Iterator[Fault]:
     if name.startswith(BUILTIN_PREFIX):
         return
     folder = Path(name)
