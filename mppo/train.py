@@ -126,7 +126,17 @@ def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:
     if info.rank == 0:
         configs = {role.name: _read_config(role.path) for role in roles_in_use(recipe)}
         print(describe_plan(recipe, world, configs))
+        print(f"# checkpoints\n{_checkpoints(recipe, world, recipe.trainer.total_training_steps)}")
     return 0
+
+
+def _checkpoints(recipe: Recipe, world: int, steps: int | None) -> str:
+    """When checkpoints are written, and the disk space they take."""
+    from mppo.config.disk import describe_checkpoints
+    from mppo.config.plan import plan_roles
+
+    configs = {role.name: _read_config(role.path) for role in roles_in_use(recipe)}
+    return describe_checkpoints(recipe, plan_roles(recipe, world, configs), steps)
 
 
 def _run(recipe: Recipe, info: LaunchInfo) -> int:
@@ -225,6 +235,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         if run_folder.finished:
             return None
         check_model_folders(recipe)
+    reporter.line(f"checkpoints: {_checkpoints(recipe, info.world_size, total_steps)}")
     reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
     registry = GroupRegistry(trainer.seed)
     folder = _starting_model(recipe, folder, training, tokenizer, registry, reporter, run_folder)

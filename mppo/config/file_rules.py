@@ -1,13 +1,16 @@
-"""Rules about what must be on the disk before a run: models, data, the place for results."""
+"""Rules about what must be on this machine before a run: models, data, the place for results,
+trackers."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from mppo.config.errors import Fault
 from mppo.config.schema import Recipe
+from mppo.config.trackers import tracker_faults
 from mppo.weights.model_folder import (
     checkpoint_folder,
     companion_folder,
@@ -39,6 +42,7 @@ def check_files(recipe: Recipe) -> list[Fault]:
             faults += _data_file(key, name)
     faults += _reward_file(recipe)
     faults += _run_folder(recipe)
+    faults += tracker_faults(recipe.trainer.logger, os.environ)
     return faults
 
 
