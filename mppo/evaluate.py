@@ -22,7 +22,9 @@ from mppo.config.variables import unknown_variables
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.data.hub import fetch_model
 from mppo.data.source import load_prompts
+from mppo.faults import is_bad_input
 from mppo.parallel import device
+from mppo.parallel.last_words import refuse
 from mppo.parallel.launch import LaunchInfo, discover, process_group
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer
@@ -45,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         info = discover()
         device.check()
     except ValueError as error:
-        print(f"mppo: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     try:
         remarks = unknown_variables(os.environ)
         settings = arguments.overrides
@@ -57,9 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"mppo: {remark}", file=sys.stderr)
         result = evaluate(recipe, info)
     except ConfigError as error:
-        if info.rank == 0:
-            print(f"mppo: {error}", file=sys.stderr)
-        return 2
+        return refuse(error, info.rank)
+    except ValueError as error:
+        if not is_bad_input(error):
+            raise
+        return refuse(error, info.rank)
     except ScoringError as error:
         print(f"mppo: {error}", file=sys.stderr)
         return 1

@@ -9,7 +9,6 @@ import argparse
 import math
 import os
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -28,10 +27,16 @@ from mppo.data.hub import fetch_model
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet, load_prompts
 from mppo.estimate import kl_controller
-from mppo.faults import is_out_of_memory, out_of_memory_message, storage_message
+from mppo.faults import (
+    is_bad_input,
+    is_out_of_memory,
+    is_told,
+    out_of_memory_message,
+    storage_message,
+)
 from mppo.models.overrides import override_faults
 from mppo.opening import opening_lines
-from mppo.parallel import device
+from mppo.parallel import device, last_words
 from mppo.parallel.abandon import Abandoned, expect, meet
 from mppo.parallel.heartbeat import Told, watching
 from mppo.parallel.launch import (
@@ -51,9 +56,6 @@ from mppo.weights.model_folder import companion_folder
 if TYPE_CHECKING:
     from mppo.run import Run
 
-FIRST_RANK_SPEAKS_S = 15.0
-"""Within this time of a fault the first rank has told it, however late it started."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; exit code 0, 2 for a faulty recipe, 1 for a failure while running."""
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.dry_run:
             device.check()
     except ValueError as error:
-        return _refuse(error)
+        return last_words.refuse(error)
     try:
         started = info.world_size > 1 or not arguments.dry_run
         world = arguments.world_size or (info.world_size if started else None)
@@ -88,18 +90,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.dry_run:
             return _dry_run(recipe, world or world_size_of(recipe), info)
     except (ConfigError, ValueError) as error:
-        return _refuse(error, info.rank)
+        return last_words.refuse(error, info.rank)
     try:
         return _run(recipe, info)
     except ConfigError as error:
-        return _refuse(error, info.rank)
-    except Told:
-        return 1
+        return last_words.refuse(error, info.rank)
+    except Told as told:
+        return _exit_code(told.__cause__)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:  # a user function's SystemExit too has a rank and a phase
         _report_failure(error, info, recipe)
-        return 1
+        return _exit_code(error)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -337,28 +339,23 @@ def _say(text: str) -> None:
     print(f"mppo: {text}", file=sys.stderr, flush=True)
 
 
-def _refuse(error: Exception, rank: int = 0) -> int:
-    """A faulty recipe: one message, exit code 2.
-
-    The first rank tells it and ends the job. Were another to exit first, launchers would kill the
-    first before it spoke; the others wait, and speak only where the first had nothing to refuse.
-    """
-    if rank:
-        time.sleep(FIRST_RANK_SPEAKS_S)
-    print(f"mppo: {error}", file=sys.stderr)
-    return 2
-
-
 def _report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> None:
-    storage = storage_message(error)
-    if not (isinstance(error, RuntimeError) or storage) or "MPPO_TRACEBACK" in os.environ:
+    if not is_told(error) or "MPPO_TRACEBACK" in os.environ:
         traceback.print_exception(error)
     where = f"rank {info.rank} of {info.world_size}"
-    what = storage or f"{type(error).__name__}: {error}"
+    kind = "" if is_bad_input(error) else f"{type(error).__name__}: "
+    what = storage_message(error) or f"{kind}{error}"
     lines = [f"mppo: {where} failed while {current()}: {what}"]
     if is_out_of_memory(error):
         lines.append(f"mppo: {where}: {out_of_memory_message(current(), recipe)}")
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    text = "\n".join(lines)
+    print(text, file=sys.stderr, flush=True)
+    last_words.leave(text)
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """2 where the run was given something it cannot use, else 1."""
+    return 2 if error is not None and is_bad_input(error) else 1
 
 
 if __name__ == "__main__":

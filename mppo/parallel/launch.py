@@ -169,13 +169,21 @@ def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
     if info.how == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _check_agent(info)
         place = {"store": _store_of_this_start(info, timeout_s)}
-    dist.init_process_group(
-        device.backend(),
-        rank=info.rank,
-        world_size=info.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        **place,
-    )
+    try:
+        dist.init_process_group(
+            device.backend(),
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            **place,
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ValueError(
+            f"the port {info.master_port} of the rendezvous is in use on this machine: set "
+            f"MASTER_PORT to a free one, or end the program that has it"
+        ) from error
 
 
 def _store_of_this_start(info: LaunchInfo, timeout_s: float) -> dist.Store:
