@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mppo import __version__
 from mppo.config.rule import roles_in_use
 from mppo.config.schema import DataConfig, Recipe, RolloutConfig
@@ -12,13 +10,12 @@ from mppo.parallel.launch import LaunchInfo
 from mppo.report.redact import redact_text
 
 
-def opening_lines(recipe: Recipe, info: LaunchInfo, run_dir: Path) -> list[str]:
+def opening_lines(recipe: Recipe, info: LaunchInfo) -> list[str]:
     """Device, ranks, models, layouts, engine, data and run folder, a line each.
 
     Args:
         recipe: the recipe.
         info: this process's place; its device has been chosen.
-        run_dir: the run's folder.
     """
     world = info.world_size
     ranks = "1 rank" if world == 1 else f"{world} ranks"
@@ -33,7 +30,7 @@ def opening_lines(recipe: Recipe, info: LaunchInfo, run_dir: Path) -> list[str]:
         "layout": ", ".join(f"{name} {layout}" for name, layout in layouts.items()),
         "engine": _engine(recipe.rollout),
         "data": _data(recipe.data),
-        "run folder": str(run_dir.resolve()),
+        "run folder": str(recipe.trainer.run_dir.resolve()),
     }
     return [redact_text(f"{name}: {text}") for name, text in lines.items()]
 

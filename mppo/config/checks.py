@@ -79,7 +79,7 @@ def load_checked(
     remarks: list[str] | None = None,
     fetch_model: FetchModel | None = None,
 ) -> Recipe:
-    """Load a recipe and judge all of it: form, rules, models, files.
+    """Load a recipe and judge all of it: form, files and rules first, then what takes its models.
 
     Args:
         path: YAML file; None starts from the defaults.
@@ -98,31 +98,39 @@ def load_checked(
         The recipe; models of the Hub are replaced by the folders they are in.
 
     Raises:
-        ConfigError: names every fault at once.
+        ConfigError: names every fault at once; those that only a model's config.json tells, where
+            there is no other.
     """
     recipe, faults = read_recipe(path, overrides, remarks)
-    if recipe is not None:
-        if fetch_model is not None and recipe.model.hub and not faults:
-            recipe, faults = _fetched(recipe, fetch_model, files)
-        known = {fault.key for fault in faults}
-        found = check_files(recipe) if files else []
-        configs: dict[str, Any] = {}
-        if read_hf_config is not None:
-            unread = known | {fault.key for fault in found}
-            configs, unreadable = _read_configs(recipe, read_hf_config, unread)
-            found += unreadable
-        known_faults = known | {fault.key for fault in found}
-        world_size = world_size or world_size_of(recipe)
-        found += check_recipe(recipe, world_size, configs, known_faults)
-        faulty = {fault.key for fault in found}
-        if judge_role is not None:
-            found += _judge_roles(recipe, configs, judge_role, faulty)
-        if judge_engine is not None and "actor" in configs and "model.path" not in faulty:
-            found += _judge_engine(recipe, configs["actor"], judge_engine)
-        faults = faults + _told_once(fault for fault in found if fault.key not in known)
-    if recipe is None or faults:
+    if recipe is None:
         raise ConfigError(faults, source=source_name(path))
+    world_size = world_size or world_size_of(recipe)
+    faults += _unless_known(check_recipe(recipe, world_size, {}, _keys(faults)), faults)
+    if fetch_model is not None and recipe.model.hub and not faults:
+        recipe, faults = _fetched(recipe, fetch_model, files)
+    if files:
+        faults += _unless_known(check_files(recipe), faults)
+    if not faults and read_hf_config is not None:  # that takes seconds; all before it, a moment
+        configs, faults = _read_configs(recipe, read_hf_config)
+        faults += check_recipe(recipe, world_size, configs, _keys(faults))
+        faulty = _keys(faults)
+        if judge_role is not None:
+            faults += _judge_roles(recipe, configs, judge_role, faulty)
+        if judge_engine is not None and "actor" in configs and "model.path" not in faulty:
+            faults += _judge_engine(recipe, configs["actor"], judge_engine)
+    if faults:
+        raise ConfigError(_told_once(faults), source=source_name(path))
     return recipe
+
+
+def _keys(faults: Iterable[Fault]) -> set[str]:
+    return {fault.key for fault in faults}
+
+
+def _unless_known(found: Iterable[Fault], faults: Iterable[Fault]) -> list[Fault]:
+    """Without those of keys that are known to be wrong."""
+    known = _keys(faults)
+    return [fault for fault in found if fault.key not in known]
 
 
 def _fetched(recipe: Recipe, fetch: FetchModel, weights: bool) -> tuple[Recipe, list[Fault]]:
@@ -146,15 +154,11 @@ def _fetched(recipe: Recipe, fetch: FetchModel, weights: bool) -> tuple[Recipe, 
     return recipe, faults
 
 
-def _read_configs(
-    recipe: Recipe, read_hf_config: ReadConfig, unread: Collection[str]
-) -> tuple[dict[str, Any], list[Fault]]:
+def _read_configs(recipe: Recipe, read_hf_config: ReadConfig) -> tuple[dict[str, Any], list[Fault]]:
     """The config object of every role's own model, and what is wrong with models not readable."""
     configs: dict[str, Any] = {}
     faults: list[Fault] = []
     for role in roles_in_use(recipe):
-        if role.path_key in unread:
-            continue
         try:
             configs[role.name] = read_hf_config(role.path)
         except ConfigError as error:

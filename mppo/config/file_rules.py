@@ -16,7 +16,6 @@ from mppo.weights.model_folder import (
     companion_folder,
     is_megatron_checkpoint,
 )
-from mppo.weights.pickles import read_metadata
 
 BUILTIN_PREFIX = "builtin:"
 DATA_ENDINGS = (".jsonl", ".ndjson", ".parquet")
@@ -87,6 +86,8 @@ def is_hub_name(name: str) -> bool:
 
 
 def _checkpoint(key: str, folder: Path) -> Iterator[Fault]:
+    from mppo.weights.pickles import read_metadata  # imports torch
+
     try:
         companion_folder(folder)
         read_metadata(checkpoint_folder(folder))

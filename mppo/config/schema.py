@@ -6,6 +6,7 @@ key live in ``mppo.config.checks``.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
@@ -410,6 +411,11 @@ class TrainerConfig(Section):
     max_nonfinite_in_a_row: int = Field(default=3, gt=0)
     peak_tflops_per_rank: float | None = Field(default=None, gt=0)
     seed: int = 0
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.default_local_dir or Path("runs") / self.experiment_name)
 
 
 class Recipe(Section):

@@ -12,25 +12,19 @@ import json
 import os
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging as transformers_logging
 
 from mppo.config.errors import ConfigError, Fault, nearest
 from mppo.config.file_rules import no_model_folder
 from mppo.weights.model_folder import companion_folder
+
+if TYPE_CHECKING:  # imported where they are used: a recipe is judged in a second without them
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PREFIX = "builtin:"
 WEIGHTS_SEED = 0
@@ -142,9 +136,17 @@ def resolve_model(path: str, cache_dir: str | Path | None = None) -> Path:
 
 def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """The transformers config of a folder that ``resolve_model`` returned."""
+    from transformers import AutoConfig
+
     return AutoConfig.from_pretrained(
         companion_folder(folder), trust_remote_code=trust_remote_code, local_files_only=True
     )
+
+
+@cache
+def load_config(path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The config of a model as a recipe names it; read once."""
+    return read_model_config(resolve_model(str(path)), trust_remote_code)
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -161,6 +163,8 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTr
     Raises:
         ConfigError: the folder holds no tokenizer, or it knows no end-of-sequence token.
     """
+    from transformers import AutoTokenizer
+
     folder = companion_folder(folder)
     if not any(Path(folder).glob("tokenizer*")) and not any(Path(folder).glob("*vocab*")):
         why = "no tokenizer.json, tokenizer.model or vocab.json in it"
@@ -186,6 +190,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     It is a byte-level BPE without merges, the one form that every family's tokenizer class in
     transformers keeps unchanged on load.
     """
+    from transformers import PreTrainedTokenizerFast
+
     backend = Tokenizer(BPE({token: index for index, token in enumerate(VOCAB)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -221,6 +227,10 @@ def _write_builtin(name: str, cache_dir: Path) -> Path:
     folder = cache_dir / f"{name}-{digest}"
     if folder.is_dir():
         return folder
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
     cache_dir.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache_dir))
     fields = dict(MODELS[name])

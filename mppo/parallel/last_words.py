@@ -18,6 +18,11 @@ FIRST_RANK_SPEAKS_S = 15.0
 """Within this time of a fault the first rank has told it, however late it started."""
 
 
+def say(text: str) -> None:
+    """A line of mppo's for the user, beside what a run reports."""
+    print(f"mppo: {text}", file=sys.stderr, flush=True)
+
+
 def refuse(error: Exception, rank: int = 0) -> int:
     """Tell, once, what every rank finds wrong with what it was given.
 

@@ -16,10 +16,11 @@ def test_a_run_says_what_trains_where_and_on_what(tmp_path):
             "critic.megatron.pipeline_model_parallel_size=2",
             "rollout.name=sglang", "rollout.mode=disaggregated",
             "rollout.urls=['http://me:hidden@host:30000']", "trainer.experiment_name=first",
+            f"trainer.default_local_dir={tmp_path}",
         ],
     )  # fmt: skip
     info = LaunchInfo(0, 4, 0, 2, "127.0.0.1", 1, "torchrun")
-    lines = dict(line.split(": ", 1) for line in opening_lines(recipe, info, tmp_path))
+    lines = dict(line.split(": ", 1) for line in opening_lines(recipe, info))
     assert lines.pop("device").endswith("; 4 ranks, 2 on this node, by torchrun")
     assert next(iter(lines)).startswith("mppo ")
     assert lines.pop(next(iter(lines))) == "PPO with gae, mppo/first"

@@ -61,6 +61,7 @@ def test_a_device_that_is_not_there_is_refused(asked, message, tmp_path, capsys,
         pytest.skip("this machine has a GPU")
     monkeypatch.setenv("MPPO_DEVICE", asked)
     monkeypatch.chdir(tmp_path)
-    assert main(["data.task=arithmetic"]) == 2
+    lengths = ["data.max_prompt_length=32", "data.max_response_length=16"]
+    assert main(["data.task=arithmetic", *lengths]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
