@@ -70,10 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_device()
     except (ConfigError, ValueError) as error:
         return last_words.refuse(error, info.rank)
+    from mppo.parallel.early_exit import no_early_success
     from mppo.parallel.heartbeat import Told
 
     try:
-        return _run(recipe, info)
+        with no_early_success():
+            return _run(recipe, info)
     except ConfigError as error:
         return last_words.refuse(error, info.rank)
     except Told as told:
