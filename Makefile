@@ -12,7 +12,7 @@ TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 SGLANG_COMPAT := extras/sglang_cpu
 
-.PHONY: help demo test lint format schema attacks sglang-cpu slurm soak trl clean
+.PHONY: help demo test lint format schema attacks verl-flags sglang-cpu slurm soak trl clean
 
 help:
 	@echo "make demo        train a small model by PPO on 2 processes, live (about 5 minutes)"
@@ -21,6 +21,7 @@ help:
 	@echo "make format      rewrite by ruff"
 	@echo "make schema      write docs/recipe.schema.json from mppo/config/schema.py"
 	@echo "make attacks     print docs/attacks.md from the rows of tests/attacks"
+	@echo "make verl-flags  write verl's flags into docs/migrating.md from tests/verl_flags"
 	@echo "make soak        kill and resume at random for ten minutes"
 	@echo "make trl         an environment with TRL, for benchmarks/ppo_step.py"
 	@echo "make clean       remove the environments"
@@ -44,6 +45,9 @@ schema: $(VENV)/.mppo
 
 attacks: $(VENV)/.test
 	@PYTHONPATH=tests $(BIN)/python -m attacks.document
+
+verl-flags: $(VENV)/.test
+	PYTHONPATH=tests $(BIN)/python -m verl_flags.document
 
 soak: $(VENV)/.mppo
 	$(BIN)/python benchmarks/soak.py

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,9 +19,13 @@ from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, Fault
 from mppo.config.rule import roles_in_use
 from mppo.config.schema import Recipe
+from mppo.config.variables import unknown_variables
 from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
+from mppo.data.hub import fetch_model
 from mppo.data.source import load_prompts
+from mppo.faults import is_bad_input
 from mppo.parallel import device
+from mppo.parallel.last_words import refuse
 from mppo.parallel.launch import LaunchInfo, discover, process_group
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer
@@ -41,15 +47,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
-    info = discover()
     try:
-        recipe = load_checked(arguments.config, arguments.overrides, info.world_size)
+        info = discover()
+        device.check()
+    except ValueError as error:
+        return refuse(error)
+    try:
+        remarks = unknown_variables(os.environ)
+        settings = arguments.overrides
+        recipe = load_checked(
+            arguments.config, settings, info.world_size, remarks=remarks, fetch_model=fetch_model
+        )
         _check_model(recipe)
+        for remark in remarks if info.rank == 0 else ():
+            print(f"mppo: {remark}", file=sys.stderr)
         result = evaluate(recipe, info)
     except ConfigError as error:
-        if info.rank == 0:
-            print(f"mppo: {error}", file=sys.stderr)
-        return 2
+        return refuse(error, info.rank)
+    except ValueError as error:
+        if not is_bad_input(error):
+            raise
+        return refuse(error, info.rank)
     except ScoringError as error:
         print(f"mppo: {error}", file=sys.stderr)
         return 1
@@ -85,7 +103,7 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
         ``reward/mean``, ``reward/errors`` (responses that could not be judged),
         ``reward/timeouts`` and the like (responses without a score of their own),
         ``response_length/mean`` (tokens), ``response_length/clip_ratio`` (share that ended for
-        length) and ``prompts``.
+        length), ``prompts`` and ``prompts/<data source>``.
     """
     folder = resolve_model(recipe.model.path)
     trust = recipe.model.trust_remote_code
@@ -94,7 +112,13 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     if faults:
         raise ConfigError(faults)
     tokenizer = load_tokenizer(recipe.model.tokenizer_path or folder, trust)
-    prompts = load_prompts(recipe.data, tokenizer, "val").prompts
+    validation = load_prompts(recipe.data, tokenizer, "val")
+    if info.rank == 0:
+        print(f"mppo: validation: {validation.summary()}", file=sys.stderr, flush=True)
+    prompts = validation.prompts
+    if not prompts:
+        cure = "set data.val_files, or a data.task and a data.val_size above 0"
+        raise ConfigError([Fault("data.val_files", [], "nothing to evaluate", cure)])
     scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
     scorer.check(prompts)
     with process_group(info, recipe.trainer.collective_timeout_s):
@@ -113,6 +137,8 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     result = {f"reward/{name}": mean for name, mean in mean_scores(trajectories, judged).items()}
     result |= {f"reward/{source}/{name}": mean for (source, name), mean in numbers.items()}
     result |= {f"reward/{reason}": count for reason, count in unscored(judged).items()}
+    counts = Counter(prompt.data_source for prompt in prompts)
+    result |= {f"prompts/{name}": float(count) for name, count in counts.items()}
     return result | {
         "reward/mean": sum(judgement.score for judgement in judged) / len(judged),
         "reward/errors": float(len(errors_of(judged))),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+from dis import opmap
+from pathlib import Path
 
 import torch
 
 from mppo.config.schema import Recipe
 from mppo.parallel import device
 
+_PACKAGE = Path(__file__).parent
 _CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 _STORAGE = {
@@ -38,6 +41,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU_ALLOCATOR)
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether an error's own text says all there is to say, so that a traceback adds nothing."""
+    known = isinstance(error, RuntimeError) or storage_message(error) is not None
+    return known or is_bad_input(error)
+
+
+def is_bad_input(error: BaseException) -> bool:
+    """Whether an error is mppo's own word on something it was given: a ``ValueError`` that a
+    ``raise`` in this package made. Others come from calls that nobody expected to fail."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not isinstance(error, ValueError):
+        return False
+    code = last.tb_frame.f_code
+    raised = code.co_code[last.tb_lasti] == opmap["RAISE_VARARGS"]
+    return raised and Path(code.co_filename).is_relative_to(_PACKAGE)
 
 
 def advice(phase: str, recipe: Recipe) -> list[str]:

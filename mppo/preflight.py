@@ -208,6 +208,7 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
     # imported here, for `collect` runs on every node and has no use for them
     from mppo.config.checks import load_checked
     from mppo.data.builtin import read_model_config, resolve_model
+    from mppo.data.hub import fetch_model
     from mppo.models.overrides import override_faults
     from mppo.rollout.sglang_model import engine_faults
     from mppo.weights.check import check_weights
@@ -222,6 +223,7 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
         read,
         judges=(override_faults, check_weights),
         judge_engine=partial(engine_faults, on_cpu=False),  # maybe not on a node of the job
+        fetch_model=fetch_model,
     )
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)
 

@@ -192,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for table in sorted((folder / MODELS).glob(f"*/{METADATA}")):
             read_checkpoint(table.parent)
+        device.check()
         case, experience = load_case(folder)
         recipe = Recipe.model_validate(case.recipe)
     except _NO_CASE as error:

@@ -1,23 +1,32 @@
-"""An SGLang server on a node of its own, for a run with ``rollout.mode: disaggregated``.
+"""An SGLang server of a model: to chat with, or on a node of its own for a run.
 
-    MPPO_ROLLOUT_API_KEY=... python -m mppo.serve --config recipe.yaml --host 10.0.0.7 --port 30000
+    export MPPO_ROLLOUT_API_KEY=$(openssl rand -hex 16)
+    python -m mppo.serve --config RUN/recipe.yaml --host 127.0.0.1 --port 30000 model.path=RUN/actor
 
-It is started as the run would start its own: empty, with the options of the recipe; the run sends
-the weights. ``slurm/ppo.sbatch`` starts one per node of a heterogeneous job's second part.
+It serves the weights of ``model.path``, with SGLang's OpenAI-style endpoints
+(/v1/chat/completions).
+``--empty`` starts it as a run with ``rollout.mode: disaggregated`` would start its own: with no
+weights read, for the run sends them. ``slurm/ppo.sbatch`` starts one such server per node of a
+heterogeneous job's second part.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import ConfigError, Fault
-from mppo.config.load import load_recipe
-from mppo.data.builtin import read_model_config, resolve_model
+from mppo.config.file_rules import check_model_folder, is_hub_name
+from mppo.config.load import read_recipe, source_name
+from mppo.config.schema import Recipe
+from mppo.config.variables import unknown_variables
+from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
+from mppo.data.hub import fetch_model
 from mppo.parallel import device
 from mppo.rollout.checked_load import LOADER
 from mppo.rollout.fleet import API_KEY_VARIABLE
@@ -30,53 +39,81 @@ from mppo.rollout.sglang_server import (
 )
 from mppo.safety.private import PRIVATE
 from mppo.safety.redact import redacted_output
+from mppo.weights.model_folder import companion_folder, is_megatron_checkpoint
 
 
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Become the server; exit code 2 where the recipe or the key is not right."""
-    parser = argparse.ArgumentParser(prog="python -m mppo.serve", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="the run's recipe")
-    parser.add_argument("--host", required=True, help="address to listen on")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    arguments = parser.parse_intermixed_args(argv)
-    on_cpu = not device.is_cuda()
+    """Become the server; exit code 2 where recipe, model, address or key are not right."""
+    arguments = _parser().parse_intermixed_args(argv)
     key = os.environ.get(API_KEY_VARIABLE, "")
+    for remark in unknown_variables(os.environ):
+        print(f"mppo: {remark}", file=sys.stderr)
     try:
+        device.check()
+        on_cpu = not device.is_cuda()
         if not key:
-            cure = f"export {API_KEY_VARIABLE}=$(openssl rand -hex 16), here and for the run"
+            cure = f"export {API_KEY_VARIABLE}=$(openssl rand -hex 16), here and for clients"
             raise ConfigError([Fault(API_KEY_VARIABLE, "", "is not set", cure)], source="serve")
         check_installed(on_cpu)
         content, environment = server_start(
-            arguments.config, arguments.overrides, arguments.host, arguments.port, key, on_cpu
+            arguments.config, arguments.overrides, arguments.empty, on_cpu
         )
+        _check_address(arguments.host, arguments.port)
     except (ConfigError, RuntimeError, ValueError) as error:
         print(f"mppo: {error}", file=sys.stderr)
         return 2
+    what = "random weights until a run sends its own" if arguments.empty else "its own weights"
+    print(f"mppo: serving {content['model_path']} with {what}", file=sys.stderr, flush=True)
+    content |= {"host": arguments.host, "port": arguments.port, "api_key": key}
     os.umask(PRIVATE)
     os.execve(sys.executable, launch_command(content), os.environ | environment)
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mppo.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, required=True, help="recipe (YAML)")
+    parser.add_argument("--host", required=True, help="address to listen on")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--empty", action="store_true", help="read no weights: a run sends them")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser
+
+
 def server_start(
-    config: Path, overrides: Sequence[str], host: str, port: int, api_key: str, on_cpu: bool
+    config: Path, overrides: Sequence[str], empty: bool, on_cpu: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """SGLang's options for the server of a recipe, and the variables it needs.
+    """SGLang's options for the server of a recipe, but for its address and key, and the variables
+    it needs.
 
     Args:
         config: the recipe.
         overrides: to it.
-        host, port: where to listen.
-        api_key: what clients must present.
+        empty: start it without weights.
         on_cpu: whether it runs on a CPU.
+
+    Raises:
+        ConfigError: a fault of the recipe, or a model that cannot be served.
     """
-    recipe = load_recipe(config, overrides)
-    rollout = recipe.rollout
-    folder = resolve_model(recipe.model.path)
-    hf_config = read_model_config(folder, recipe.model.trust_remote_code)
-    faults = list(engine_faults(recipe, hf_config, on_cpu))
+    remarks: list[str] = []
+    recipe, faults = read_recipe(config, overrides, remarks)
+    if recipe is None or faults:
+        raise ConfigError(faults, source=source_name(config))
+    folder = _empty_folder(recipe) if empty else _model_folder(recipe)
+    if not empty:
+        remarks += _chat_remarks(recipe, folder)
+    for remark in remarks:
+        print(f"mppo: {remark}", file=sys.stderr)
+    rollout, trust = recipe.rollout, recipe.model.trust_remote_code
+    hf_config = read_model_config(folder, trust)
+    served = recipe.model_copy(update={"rollout": rollout.model_copy(update={"name": "sglang"})})
+    faults = list(engine_faults(served, hf_config, on_cpu))
     if faults:
-        raise ConfigError(faults, source=str(config))
+        raise ConfigError(faults, source=source_name(config))
     options = server_options(
         str(folder),
         rollout.dtype or recipe.model.dtype,
@@ -86,10 +123,62 @@ def server_start(
         rollout.server_args,
         hf_config,
         rollout.expert_parallel_size,
+        with_weights=not empty,
     )
     options["custom_weight_loader"] = [LOADER]
-    options |= {"host": host, "port": port, "api_key": api_key}
+    if not empty and trust:
+        options["trust_remote_code"] = True
+    if not empty and recipe.model.tokenizer_path:
+        options["tokenizer_path"] = recipe.model.tokenizer_path
     return options, server_environment(options["tp_size"], on_cpu, hf_config.model_type)
+
+
+def _empty_folder(recipe: Recipe) -> Path:
+    """Where the configuration of a server without weights is."""
+    return companion_folder(resolve_model(recipe.model.path))
+
+
+def _model_folder(recipe: Recipe) -> Path:
+    """The folder with the weights that are served.
+
+    Raises:
+        ConfigError: SGLang cannot read it.
+    """
+    name, model = recipe.model.path, recipe.model
+    if model.hub and is_hub_name(name):
+        name = str(fetch_model(name, True, model.trust_remote_code))
+    faults = check_model_folder("model.path", name)
+    folder = resolve_model(name) if not faults else Path(name)
+    if not faults and is_megatron_checkpoint(folder):
+        cure = "python -m checkpoints_convert export writes a Hugging Face folder of it; serve that"
+        faults = [
+            Fault("model.path", name, "is a Megatron checkpoint, which SGLang cannot read", cure)
+        ]
+    if faults:
+        raise ConfigError(faults, source="serve")
+    return folder
+
+
+def _chat_remarks(recipe: Recipe, folder: Path) -> list[str]:
+    """What a server of this model cannot do."""
+    model = recipe.model
+    tokenizer = load_tokenizer(model.tokenizer_path or folder, model.trust_remote_code)
+    if tokenizer.chat_template:
+        return []
+    return ["the tokenizer has no chat template: /v1/completions answers, /v1/chat/completions not"]
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises ``ConfigError`` where a server could not listen there."""
+    try:
+        family, kind, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+    except (OSError, OverflowError) as error:
+        cure = "choose a free port (--port), and an address of this machine (--host)"
+        why = f"cannot listen there: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError([Fault("--port", f"{host}:{port}", why, cure)], source="serve") from error
 
 
 if __name__ == "__main__":

@@ -6,32 +6,22 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mppo.algos.reward_normalization import RunningMoments
 from mppo.config.checks import load_checked
-from mppo.config.errors import ConfigError, printable
-from mppo.config.file_rules import run_folder_of
-from mppo.config.rule import roles_in_use, world_size_of
+from mppo.config.errors import ConfigError, Fault
+from mppo.config.rule import RoleCase, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
-from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
-from mppo.data.loader import PromptLoader
-from mppo.data.source import PromptSet, load_prompts
-from mppo.estimate import kl_controller
-from mppo.faults import is_out_of_memory, out_of_memory_message, storage_message
-from mppo.models.overrides import override_faults
-from mppo.parallel import device
-from mppo.parallel.abandon import Abandoned, expect, meet
-from mppo.parallel.heartbeat import Told, watching
+from mppo.config.variables import unknown_variables
+from mppo.data.hub import fetch_model
+from mppo.parallel import last_words
 from mppo.parallel.launch import (
     LaunchInfo,
     discover,
@@ -39,21 +29,13 @@ from mppo.parallel.launch import (
     parents_command,
     process_group,
 )
-from mppo.parallel.phase import current, phase
-from mppo.parallel.signals import StopRequest, listening
-from mppo.parallel.way_out import WayOut
-from mppo.rollout.sglang_model import engine_faults
-from mppo.safety.private import private_files
-from mppo.safety.redact import redact, redacted_output
-from mppo.safety.temporary import remove_leftovers
-from mppo.weights.check import check_weights
-from mppo.weights.model_folder import companion_folder
+from mppo.safety.redact import redacted_output
+
+# what imports torch, transformers or Megatron is imported where it is used: help and the form of a
+# recipe need none of them
 
 if TYPE_CHECKING:
     from mppo.run import Run
-
-FIRST_RANK_SPEAKS_S = 15.0
-"""Within this time of a fault the first rank has told it, however late it started."""
 
 
 @redacted_output()
@@ -66,35 +48,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         info = discover()
     except ValueError as error:
-        return _refuse(error)
+        return last_words.refuse(error)
     try:
         started = info.world_size > 1 or not arguments.dry_run
         world = arguments.world_size or (info.world_size if started else None)
         planned = arguments.dry_run  # maybe on another machine than the run
+        remarks = unknown_variables(os.environ)
         recipe = load_checked(
             arguments.config,
             arguments.overrides,
             world,
             _read_config,
             files=not planned,
-            judges=(override_faults,) if planned else (override_faults, check_weights),
-            judge_engine=partial(engine_faults, on_cpu=not planned and not device.is_cuda()),
+            judges=(partial(_judge_role, planned=planned),),
+            judge_engine=partial(_judge_engine, planned=planned),
+            remarks=remarks,
+            fetch_model=fetch_model,
         )
+        for remark in remarks if info.rank == 0 else ():
+            last_words.say(remark)
         if arguments.dry_run:
             return _dry_run(recipe, world or world_size_of(recipe), info)
+        _check_device()
     except (ConfigError, ValueError) as error:
-        return _refuse(error, info.rank)
+        return last_words.refuse(error, info.rank)
+    from mppo.parallel.early_exit import no_early_success
+    from mppo.parallel.heartbeat import Told
+
     try:
-        return _run(recipe, info)
+        with no_early_success():
+            return _run(recipe, info)
     except ConfigError as error:
-        return _refuse(error, info.rank)
-    except Told:
-        return 1
+        return last_words.refuse(error, info.rank)
+    except Told as told:
+        return _exit_code(told.__cause__)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:  # a user function's SystemExit too has a rank and a phase
         _report_failure(error, info, recipe)
-        return 1
+        return _exit_code(error)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -110,45 +102,83 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-@cache
 def _read_config(path: str | Path, trust_remote_code: bool = False):
-    return read_model_config(resolve_model(str(path)), trust_remote_code)
+    from mppo.data.builtin import load_config
+
+    return load_config(path, trust_remote_code)
+
+
+def _judge_role(role: RoleCase, config, planned: bool) -> Iterator[Fault]:
+    from mppo.models.overrides import override_faults
+    from mppo.weights.check import check_weights
+
+    yield from override_faults(role, config)
+    if not planned:
+        yield from check_weights(role, config)
+
+
+def _judge_engine(recipe: Recipe, config, planned: bool) -> Iterator[Fault]:
+    from mppo.parallel import device
+    from mppo.rollout.sglang_model import engine_faults
+
+    return engine_faults(recipe, config, on_cpu=not planned and not device.is_cuda())
+
+
+def _check_device() -> None:
+    from mppo.parallel import device
+
+    device.check()
 
 
 def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:
-    from mppo.config.plan import describe_plan
+    from mppo.config.disk import describe_checkpoints
+    from mppo.config.plan import describe_plan, plan_roles
 
     if info.rank == 0:
         configs = {role.name: _read_config(role.path) for role in roles_in_use(recipe)}
         print(describe_plan(recipe, world, configs))
+        steps, plans = recipe.trainer.total_training_steps, plan_roles(recipe, world, configs)
+        print(f"# checkpoints\n{describe_checkpoints(recipe, plans, steps)}")
     return 0
 
 
 def _run(recipe: Recipe, info: LaunchInfo) -> int:
     """Everything with a process group; the group is destroyed on every way out."""
     from mppo.checkpoint.lock import only_job_in
+    from mppo.opening import opening_lines
+    from mppo.parallel import device
+    from mppo.parallel.abandon import Abandoned
+    from mppo.parallel.heartbeat import watching
+    from mppo.parallel.signals import listening
+    from mppo.parallel.way_out import WayOut
+    from mppo.safety.private import private_files
+    from mppo.safety.temporary import remove_leftovers
 
     device.prepare_megatron()
+    from mppo.run_setup import build_run  # imports Megatron
+
     trainer = recipe.trainer
     silence, hang = trainer.heartbeat_timeout_s, trainer.hang_timeout_s
     hang = hang or 0.9 * trainer.collective_timeout_s
-    run_dir, tell = run_folder_of(trainer), partial(_report_failure, info=info, recipe=recipe)
+    stacks, tell = trainer.run_dir / "stacks", partial(_report_failure, info=info, recipe=recipe)
     patience = launcher_patience_s(info, os.environ, parents_command())
     if info.local_rank == 0:
         remove_leftovers()
     with (
-        private_files(run_dir),
+        private_files(trainer.run_dir),
         listening(trainer.stop_within_s, patience) as stop,
         WayOut() as way_out,
         process_group(info, trainer.collective_timeout_s),
-        watching(info, silence, hang, run_dir / "stacks", way_out, tell) as heartbeat,
-        only_job_in(run_dir, _say),
+        watching(info, silence, hang, stacks, way_out, tell) as heartbeat,
+        only_job_in(trainer.run_dir, last_words.say),
     ):
+        if info.rank == 0 and "console" in trainer.logger:
+            print("\n".join(opening_lines(recipe, info)), flush=True)
         try:
             run = build_run(recipe, info, stop)
         except Abandoned:
             if info.rank == 0:
-                _say("stopped before the first step: there is nothing to save")
+                last_words.say("stopped before the first step: there is nothing to save")
             return 0
         if run is None:
             return 0
@@ -163,6 +193,7 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
 def _train(run: Run) -> None:
     """All steps, then the actor as a Hugging Face folder."""
     from mppo.loop import train
+    from mppo.parallel.phase import phase
     from mppo.run_folder import ACTOR, AVERAGE
 
     train(run)
@@ -177,167 +208,28 @@ def _train(run: Run) -> None:
                 run.reporter.line(f"kept {path}")
 
 
-def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None:
-    """Prompts, models, engine, scorer, reporter and checkpoints of a run. Collective.
-
-    Returns:
-        None where the run has finished already.
-
-    Raises:
-        Abandoned: the run is asked to stop.
-    """
-    from mppo.checkpoint.checkpointer import Checkpointer
-    from mppo.parallel.groups import GroupRegistry
-    from mppo.report.reporter import Reporter
-    from mppo.rewards.scorer import build_scorer
-    from mppo.roles import Roles, trained_models
-    from mppo.rollout.build import build_engine
-    from mppo.run import Run
-    from mppo.run_folder import CHECKPOINTS, RunFolder, check_model_folders
-
-    expect(math.inf)
-    trainer, is_main = recipe.trainer, info.rank == 0
-    folder = resolve_model(recipe.model.path)
-    read_config = partial(_read_config, trust_remote_code=recipe.model.trust_remote_code)
-    tokenizer = load_tokenizer(
-        recipe.model.tokenizer_path or folder, recipe.model.trust_remote_code
-    )
-    training, validation, prompts = _load_prompts(recipe, tokenizer)
-    scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
-    scorer.check([*training.prompts, *validation.prompts])
-    total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
-    plain, run_dir = recipe.model_dump(mode="json"), run_folder_of(trainer)
-    reporter = Reporter(run_dir, trainer, plain, total_steps, is_main)
-    announce = partial(_announce, reporter, trainer.logger)
-    with phase("looking at the run folder"):
-        models = trained_models(recipe, folder, read_config)
-        run_folder = RunFolder(run_dir, recipe, total_steps, models, announce)
-        if run_folder.finished:
-            return None
-        check_model_folders(recipe)
-    reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
-    registry = GroupRegistry(trainer.seed)
-    folder = _starting_model(recipe, folder, training, tokenizer, registry, reporter, run_folder)
-    text = _plain_text(recipe, tokenizer) if recipe.actor.ptx_coef else None
-    meet()
-    roles = Roles(recipe, folder, read_config, registry, total_steps, text)
-    if roles.critic is not None and roles.critic.fresh:
-        reporter.line(f"the critic begins with a fresh value head ({roles.critic.spec.folder})")
-    meet()
-    with phase("starting the rollout engine"):
-        engine = build_engine(recipe, companion_folder(folder), read_config(folder), run_dir)
-    kl, moments = kl_controller(recipe.algorithm.kl_ctrl), RunningMoments()
-    parts = {"prompts": prompts, "kl": kl, "moments": moments, "roles": roles}
-    saver = Checkpointer(
-        trainer, run_dir / CHECKPOINTS, roles.trained, parts, redact(plain), stop, announce
-    )
-    return Run(
-        recipe=recipe,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        validation=validation,
-        engine=engine,
-        scorer=scorer,
-        roles=roles,
-        kl=kl,
-        moments=moments,
-        checkpoints=saver,
-        reporter=reporter,
-        folder=run_folder,
-        total_steps=total_steps,
-    )
-
-
-def _load_prompts(recipe: Recipe, tokenizer) -> tuple[PromptSet, PromptSet, PromptLoader]:
-    """Training and validation prompts, and the batches of the former."""
-    data = recipe.data
-    with phase("loading prompts"):
-        training = load_prompts(data, tokenizer, "train")
-        validation = load_prompts(data, tokenizer, "val")
-    return (
-        training,
-        validation,
-        PromptLoader(training, data.train_batch_size, data.shuffle, data.seed),
-    )
-
-
-def _starting_model(
-    recipe: Recipe, folder: Path, prompts: PromptSet, tokenizer, registry, reporter, run_folder
-) -> Path:
-    """The folder that the actor starts from, and what has no folder of its own: that of
-    ``model.path``, or of a warm start from it. Collective."""
-    from mppo.run_folder import WARM_START
-    from mppo.warm_start import warm_start
-
-    steps = recipe.trainer.warm_start_steps
-    if not steps:
-        return folder
-    started = run_folder.warm_start()
-    if started is not None:
-        return started
-    if run_folder.found is not None:
-        reporter.line(f"{run_folder.path / WARM_START} is not there any more: it is made again")
-    run_folder.begin()
-    out, show = run_folder.path / WARM_START, partial(_show_warm_start, reporter, steps)
-    config = _read_config(folder, trust_remote_code=recipe.model.trust_remote_code)
-    kept = warm_start(recipe, folder, config, prompts, tokenizer, registry, out, on_step=show)
-    if kept is not None:
-        reporter.line(f"kept {kept}")
-    return out
-
-
-def _plain_text(recipe: Recipe, tokenizer):
-    """The documents of ``data.ptx_files``."""
-    from mppo.data.documents import load_documents
-    from mppo.plain_text import PlainText
-
-    data, actor = recipe.data, recipe.actor
-    size = data.ptx_batch_size or actor.ppo_mini_batch_size * recipe.rollout.n
-    with phase("loading plain text"):
-        documents = load_documents(data, tokenizer)
-    return PlainText(PromptLoader(documents, size, data.shuffle, data.seed), actor.ptx_coef)
-
-
-def _show_warm_start(reporter, total: int, step: int, loss: float) -> None:
-    """A line for every tenth of the warm start."""
-    if step == total or step % max(total // 10, 1) == 0:
-        reporter.line(f"warm start {step}/{total}: loss {loss:.3f}")
-
-
-def _announce(reporter, loggers: Sequence[str], text: str) -> None:
-    """A line that must be seen, with or without the console logger."""
-    if "console" in loggers:
-        reporter.line(text)
-    elif reporter.is_main:
-        _say(text)
-
-
-def _say(text: str) -> None:
-    print(f"mppo: {text}", file=sys.stderr, flush=True)
-
-
-def _refuse(error: Exception, rank: int = 0) -> int:
-    """A faulty recipe: one message, exit code 2.
-
-    The first rank tells it and ends the job. Were another to exit first, launchers would kill the
-    first before it spoke; the others wait, and speak only where the first had nothing to refuse.
-    """
-    if rank:
-        time.sleep(FIRST_RANK_SPEAKS_S)
-    print(f"mppo: {printable(str(error))}", file=sys.stderr)
-    return 2
-
-
 def _report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> None:
-    storage = storage_message(error)
-    if not (isinstance(error, RuntimeError) or storage) or "MPPO_TRACEBACK" in os.environ:
+    from mppo import faults
+    from mppo.parallel.phase import current
+
+    if not faults.is_told(error) or "MPPO_TRACEBACK" in os.environ:
         traceback.print_exception(error)
     where = f"rank {info.rank} of {info.world_size}"
-    what = storage or f"{type(error).__name__}: {error}"
+    kind = "" if faults.is_bad_input(error) else f"{type(error).__name__}: "
+    what = faults.storage_message(error) or f"{kind}{error}"
     lines = [f"mppo: {where} failed while {current()}: {what}"]
-    if is_out_of_memory(error):
-        lines.append(f"mppo: {where}: {out_of_memory_message(current(), recipe)}")
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    if faults.is_out_of_memory(error):
+        lines.append(f"mppo: {where}: {faults.out_of_memory_message(current(), recipe)}")
+    text = "\n".join(lines)
+    print(text, file=sys.stderr, flush=True)
+    last_words.leave(text)
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """2 where the run was given something it cannot use, else 1."""
+    from mppo.faults import is_bad_input
+
+    return 2 if error is not None and is_bad_input(error) else 1
 
 
 if __name__ == "__main__":

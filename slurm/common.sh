@@ -45,6 +45,21 @@ mppo_setup() {
     *) MPPO_SRUN+=(--container-image="$MPPO_CONTAINER"
                    --container-mounts="$MPPO_ROOT:$MPPO_ROOT" --container-workdir="$MPPO_ROOT") ;;
   esac
+  # once, on this node: a container of pyxis is entered by srun only
+  MPPO_HERE=("${MPPO_INSIDE[@]}")
+  [[ "${MPPO_SRUN[*]}" != *--container-image=* ]] ||
+    MPPO_HERE=("${MPPO_SRUN[@]}" --overlap --nodes=1 --ntasks=1)
+}
+
+# What each node gives the job. Slurm's defaults are a CPU a task and a share of the memory.
+mppo_resources() {
+  local cpus=${SLURM_CPUS_ON_NODE:-$(nproc)} memory=${SLURM_MEM_PER_NODE:-}
+  [ -n "$memory" ] || [ -z "${SLURM_MEM_PER_CPU:-}" ] || memory=$((SLURM_MEM_PER_CPU * cpus))
+  [ "${memory:-0}" = 0 ] && memory="all or the partition's default" || memory="$memory MB"
+  echo "mppo: a node gives $cpus CPUs, ${SLURM_GPUS_ON_NODE:-0} GPUs, memory: $memory"
+  [ "${SLURM_GPUS_ON_NODE:-0}" = 0 ] || [ "$cpus" -ge $((2 * MPPO_RANKS_PER_NODE)) ] ||
+    echo "mppo: $cpus CPUs for $MPPO_RANKS_PER_NODE ranks and their SGLang servers: ranks will wait" \
+      "for each other; add --cpus-per-task=$((8 * MPPO_RANKS_PER_NODE)) to sbatch" >&2
 }
 
 # Set MPPO_COMMAND to run a command once per node, ...
@@ -84,7 +99,7 @@ mppo_serve() {
     address=$(mppo_address "$node")
     urls+="${urls:+, }http://$address:$port"
     "${MPPO_SRUN[@]}" --het-group=1 --nodes=1 --ntasks=1 --nodelist="$node" "${MPPO_INSIDE[@]}" \
-      "$MPPO_PYTHON" -m mppo.serve --host "$address" --port "$port" --config "$@" &
+      "$MPPO_PYTHON" -m mppo.serve --empty --host "$address" --port "$port" --config "$@" &
   done
   MPPO_SERVED=(rollout.name=sglang rollout.mode=disaggregated rollout.sync=distributed
     "rollout.urls=[$urls]")
@@ -94,12 +109,12 @@ mppo_serve() {
 mppo_preflight() {
   [ "${MPPO_PREFLIGHT:-1}" = 0 ] && return 0
   local seconds=${MPPO_PREFLIGHT_S:-60}
-  "${MPPO_INSIDE[@]}" "$MPPO_PYTHON" -m mppo.preflight recipe --world-size "$MPPO_WORLD" \
+  "${MPPO_HERE[@]}" "$MPPO_PYTHON" -m mppo.preflight recipe --world-size "$MPPO_WORLD" \
     --config "$@" || return $?
   mppo_per_node timeout "$seconds" "$MPPO_PYTHON" -m mppo.preflight collect \
     --ranks "$MPPO_RANKS_PER_NODE" --port "$MASTER_PORT"
   "${MPPO_COMMAND[@]}" |
-    "${MPPO_INSIDE[@]}" "$MPPO_PYTHON" -m mppo.preflight judge --nodes "$MPPO_NODES" || return $?
+    "${MPPO_HERE[@]}" "$MPPO_PYTHON" -m mppo.preflight judge --nodes "$MPPO_NODES" || return $?
   [ "$MPPO_WORLD" -gt 1 ] || return 0
   mppo_per_launcher slurm/allreduce.py
   timeout "$seconds" "${MPPO_COMMAND[@]}" || {

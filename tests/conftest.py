@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import transformers  # noqa: F401  (its log takes the stderr of its first import, which a test may replace)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

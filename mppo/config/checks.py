@@ -9,7 +9,7 @@ from typing import Any
 
 from mppo.config import algorithm_rules, engine_rules, layout_rules, training_rules
 from mppo.config.errors import ConfigError, Fault
-from mppo.config.file_rules import check_files, check_run_folder
+from mppo.config.file_rules import check_files, check_run_folder, is_hub_name
 from mppo.config.load import read_recipe, source_name
 from mppo.config.rule import RULES, Case, RoleCase, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
@@ -20,6 +20,10 @@ RULE_MODULES = (layout_rules, training_rules, algorithm_rules, engine_rules)
 
 ReadConfig = Callable[[str], Any]
 """Model path to its Hugging Face config object; raises ValueError or ConfigError."""
+
+FetchModel = Callable[[str, bool, bool], Path]
+"""Hub's name, whether weights are needed and whether its code may run, to the model's folder;
+raises ConfigError."""
 
 JudgeRole = Callable[[RoleCase, Any], Iterable[Fault]]
 """Role and config object of its model to what only Megatron can tell to be wrong; raises ValueError
@@ -72,8 +76,10 @@ def load_checked(
     files: bool = True,
     judges: Sequence[JudgeRole] = (),
     judge_engine: JudgeEngine | None = None,
+    remarks: list[str] | None = None,
+    fetch_model: FetchModel | None = None,
 ) -> Recipe:
-    """Load a recipe and judge all of it: form, rules, models, files.
+    """Load a recipe and judge all of it: form, files and rules first, then what takes its models.
 
     Args:
         path: YAML file; None starts from the defaults.
@@ -84,45 +90,75 @@ def load_checked(
         judges: judge every role whose model is known, one after the other.
         judge_engine: judges the rollout engine where the actor's model is known; None leaves it
             out.
+        remarks: gets what the log should say about keys that are taken otherwise than written.
+        fetch_model: downloads a model of the Hub, where ``model.hub`` asks for it.
 
     Returns:
-        The recipe.
+        The recipe; models of the Hub are replaced by the folders they are in.
 
     Raises:
-        ConfigError: names every fault at once.
+        ConfigError: names every fault at once; those that only a model's config.json tells, where
+            there is no other.
     """
-    recipe, faults = read_recipe(path, overrides)
-    if recipe is not None:
-        known = {fault.key for fault in faults}
-        found = check_run_folder(recipe) + (check_files(recipe) if files else [])
-        configs: dict[str, Any] = {}
-        if read_hf_config is not None:
-            unread = known | {fault.key for fault in found}
-            configs, unreadable = _read_configs(recipe, read_hf_config, unread)
-            found += unreadable
-        known_faults = known | {fault.key for fault in found}
-        world_size = world_size or world_size_of(recipe)
-        found += check_recipe(recipe, world_size, configs, known_faults)
-        for judge in judges:
-            found += _judge_roles(recipe, configs, judge, known | {fault.key for fault in found})
-        faulty = {fault.key for fault in found}
-        if judge_engine is not None and "actor" in configs and "model.path" not in faulty:
-            found += _judge_engine(recipe, configs["actor"], judge_engine)
-        faults = faults + _told_once(fault for fault in found if fault.key not in known)
-    if recipe is None or faults:
+    recipe, faults = read_recipe(path, overrides, remarks)
+    if recipe is None:
         raise ConfigError(faults, source=source_name(path))
+    world_size = world_size or world_size_of(recipe)
+    faults += _unless_known(check_recipe(recipe, world_size, {}, _keys(faults)), faults)
+    if fetch_model is not None and recipe.model.hub and not faults:
+        recipe, faults = _fetched(recipe, fetch_model, files)
+    faults += _unless_known(check_run_folder(recipe), faults)
+    if files:
+        faults += _unless_known(check_files(recipe), faults)
+    if not faults and read_hf_config is not None:  # that takes seconds; all before it, a moment
+        configs, faults = _read_configs(recipe, read_hf_config)
+        faults += check_recipe(recipe, world_size, configs, _keys(faults))
+        for judge in judges:
+            faults += _judge_roles(recipe, configs, judge, _keys(faults))
+        faulty = _keys(faults)
+        if judge_engine is not None and "actor" in configs and "model.path" not in faulty:
+            faults += _judge_engine(recipe, configs["actor"], judge_engine)
+    if faults:
+        raise ConfigError(_told_once(faults), source=source_name(path))
     return recipe
 
 
-def _read_configs(
-    recipe: Recipe, read_hf_config: ReadConfig, unread: Collection[str]
-) -> tuple[dict[str, Any], list[Fault]]:
+def _keys(faults: Iterable[Fault]) -> set[str]:
+    return {fault.key for fault in faults}
+
+
+def _unless_known(found: Iterable[Fault], faults: Iterable[Fault]) -> list[Fault]:
+    """Without those of keys that are known to be wrong."""
+    known = _keys(faults)
+    return [fault for fault in found if fault.key not in known]
+
+
+def _fetched(recipe: Recipe, fetch: FetchModel, weights: bool) -> tuple[Recipe, list[Fault]]:
+    """A recipe whose models of the Hub are folders, and those that could not be had."""
+    faults: list[Fault] = []
+    trust = recipe.model.trust_remote_code
+    for section, used in (
+        ("model", True),
+        ("critic", recipe.algorithm.uses_critic),
+        ("ref", recipe.uses_reference),
+    ):
+        part = getattr(recipe, section)
+        if not used or not part.path or not is_hub_name(part.path):
+            continue
+        try:
+            folder = str(fetch(part.path, weights, trust))
+        except ConfigError as error:
+            faults += [replace(fault, key=f"{section}.path") for fault in error.faults]
+            continue
+        recipe = recipe.model_copy(update={section: part.model_copy(update={"path": folder})})
+    return recipe, faults
+
+
+def _read_configs(recipe: Recipe, read_hf_config: ReadConfig) -> tuple[dict[str, Any], list[Fault]]:
     """The config object of every role's own model, and what is wrong with models not readable."""
     configs: dict[str, Any] = {}
     faults: list[Fault] = []
     for role in roles_in_use(recipe):
-        if role.path_key in unread:
-            continue
         try:
             configs[role.name] = read_hf_config(role.path)
         except ConfigError as error:

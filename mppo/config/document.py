@@ -16,7 +16,7 @@ import yaml
 
 from mppo.config.errors import Fault
 from mppo.config.input_files import MAX_DEPTH, read_text
-from mppo.config.verl_names import MOVED
+from mppo.config.verl_names import RENAMED
 
 MAX_BYTES, MAX_NODES, MAX_DIGITS, MAX_BASES = 1 << 20, 100_000, 30, 20
 """Of a recipe: bytes of a file, values with all aliases written out, digits of a whole number, and
@@ -245,7 +245,7 @@ def rename_keys(document: Mapping[str, Any], faults: list[Fault]) -> dict[str, A
         A new mapping with our names only.
     """
     renamed = merge({}, document)
-    for old, new in MOVED.items():
+    for old, new in RENAMED.items():
         found, value = _pop(renamed, old.split("."))
         if not found:
             continue

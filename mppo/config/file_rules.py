@@ -1,14 +1,16 @@
-"""Rules about what must be on the disk before a run: models, data, the place for results."""
+"""Rules about what must be on this machine before a run: models, data, the place for results,
+trackers."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mppo.config.errors import Fault
-from mppo.config.schema import Recipe, TrainerConfig
-from mppo.weights.contents import read_checkpoint
+from mppo.config.schema import Recipe
+from mppo.config.trackers import tracker_faults
 from mppo.weights.model_folder import (
     checkpoint_folder,
     companion_folder,
@@ -30,17 +32,18 @@ SYSTEM_FOLDERS = (
 BUILTIN_PREFIX = "builtin:"
 DATA_ENDINGS = (".jsonl", ".ndjson", ".parquet")
 WEIGHT_ENDINGS = (".safetensors",)
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]*\w")
 
 
 def check_files(recipe: Recipe) -> list[Fault]:
     """Every missing, empty or unreadable file of a recipe. Reads names and sizes, and of Megatron
     checkpoints the table of contents."""
     faults: list[Fault] = []
-    faults += _told("model.path", recipe.model.path, _model_folder)
+    faults += check_model_folder("model.path", recipe.model.path)
     if recipe.critic.path and recipe.algorithm.uses_critic:
-        faults += _told("critic.path", recipe.critic.path, _model_folder)
+        faults += check_model_folder("critic.path", recipe.critic.path)
     if recipe.ref.path and recipe.uses_reference:
-        faults += _told("ref.path", recipe.ref.path, _model_folder)
+        faults += check_model_folder("ref.path", recipe.ref.path)
     for key, names in (
         ("data.train_files", recipe.data.train_files),
         ("data.val_files", recipe.data.val_files),
@@ -49,12 +52,8 @@ def check_files(recipe: Recipe) -> list[Fault]:
         for name in names:
             faults += _told(key, name, _data_file)
     faults += _reward_file(recipe)
+    faults += tracker_faults(recipe.trainer.logger, os.environ)
     return faults
-
-
-def run_folder_of(trainer: TrainerConfig) -> Path:
-    """Where a run writes."""
-    return Path(trainer.default_local_dir or Path("runs") / trainer.experiment_name)
 
 
 def check_run_folder(recipe: Recipe) -> list[Fault]:
@@ -64,7 +63,7 @@ def check_run_folder(recipe: Recipe) -> list[Fault]:
     value = trainer.default_local_dir or trainer.experiment_name
 
     def judge(key: str, name: str) -> Iterator[Fault]:
-        folder = run_folder_of(trainer)
+        folder = trainer.run_dir
         real = Path(os.path.realpath(folder))
         if str(real) in SHARED_FOLDERS or any(real.is_relative_to(p) for p in SYSTEM_FOLDERS):
             why = f"a run would write into the system's folder {real}"
@@ -84,14 +83,17 @@ def _told(key: str, name: str, judge: Callable[[str, str], Iterator[Fault]]) -> 
         return [Fault(key, name, why, "give a path that can be read")]
 
 
-def _model_folder(key: str, name: str) -> Iterator[Fault]:
+def check_model_folder(key: str, name: str) -> list[Fault]:
+    """What is wrong with a model's folder, its weights included."""
+    return _told(key, name, _model_faults)
+
+
+def _model_faults(key: str, name: str) -> Iterator[Fault]:
     if name.startswith(BUILTIN_PREFIX):
         return
     folder = Path(name)
     if not folder.is_dir():
-        why = "is a file, not a folder" if folder.exists() else "no such folder"
-        cure = "give a Hugging Face folder (config.json, tokenizer, safetensors) or builtin:tiny"
-        yield Fault(key, name, why, cure)
+        yield no_model_folder(key, name)
     elif is_megatron_checkpoint(folder):
         yield from _checkpoint(key, folder)
     elif not (folder / "config.json").is_file():
@@ -102,7 +104,28 @@ def _model_folder(key: str, name: str) -> Iterator[Fault]:
         yield Fault(key, name, "holds no *.safetensors", cure)
 
 
+def no_model_folder(key: str, name: str) -> Fault:
+    """What is wrong with a model that is no folder."""
+    if is_hub_name(name):
+        why = "no such folder; a model of the Hugging Face Hub is not downloaded by itself"
+        cure = (
+            f"set model.hub: true, or run `hf download {name} --local-dir models/{name}` and name "
+            f"that folder"
+        )
+        return Fault(key, name, why, cure)
+    why = "is a file, not a folder" if Path(name).exists() else "no such folder"
+    cure = "give a Hugging Face folder (config.json, tokenizer, safetensors) or builtin:tiny"
+    return Fault(key, name, why, cure)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a model's name has the Hub's form ``owner/model`` and is nothing on this disk."""
+    return bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
+
+
 def _checkpoint(key: str, folder: Path) -> Iterator[Fault]:
+    from mppo.weights.contents import read_checkpoint  # imports torch
+
     try:
         companion_folder(folder)
         read_checkpoint(checkpoint_folder(folder))

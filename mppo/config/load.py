@@ -22,7 +22,8 @@ from mppo.config.document import BASE_KEY, apply_overrides, merge, read_document
 from mppo.config.errors import ConfigError, Fault, nearest
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
-from mppo.config.verl_names import ADVICE
+from mppo.config.verl_keys import Settled
+from mppo.config.verl_names import ours
 from mppo.safety.redact import redact
 
 PATH_KEYS = frozenset(
@@ -59,9 +60,13 @@ def source_name(path: str | Path | None) -> str:
 
 
 def read_recipe(
-    path: str | Path | None, overrides: Sequence[str] = ()
+    path: str | Path | None, overrides: Sequence[str] = (), remarks: list[str] | None = None
 ) -> tuple[Recipe | None, list[Fault]]:
     """As ``load_recipe``, with the faults as values.
+
+    Args:
+        path, overrides: as there.
+        remarks: gets what the log should say about keys that are taken otherwise than written.
 
     Returns:
         The recipe with faulty keys at their defaults (None where no recipe can be made of it) and
@@ -75,7 +80,11 @@ def read_recipe(
             return None, faults
     document, override_faults = apply_overrides(document, overrides)
     faults += override_faults
-    document = _normalise(apply_preset(document), Recipe, "", faults)
+    settled = Settled(document)
+    faults += settled.faults
+    if remarks is not None:
+        remarks += [*given_twice(overrides), *settled.remarks]
+    document = _normalise(apply_preset(settled.document), Recipe, "", faults)
     try:
         return Recipe.model_validate(document), faults
     except ValidationError as error:
@@ -86,6 +95,19 @@ def read_recipe(
         return Recipe.model_validate(document), faults
     except ValidationError:
         return None, faults
+
+
+def given_twice(overrides: Sequence[str]) -> list[str]:
+    """A line for every key that the command line gives two values."""
+    given: dict[str, str] = {}
+    lines = []
+    for override in overrides:
+        written, _, value = override.lstrip("+").partition("=")
+        key = ours(written.strip())
+        if given.setdefault(key, value) != value:
+            lines.append(f"{key} is given twice: {given[key]}, then {value}; the last counts")
+            given[key] = value
+    return lines
 
 
 def translate(error: ValidationError) -> list[Fault]:
@@ -230,9 +252,6 @@ def _cure_unknown(parts: Sequence[str | int]) -> str:
     """What to do about a key that does not exist."""
     name = str(parts[-1])
     key = ".".join(str(part) for part in parts)
-    for part in map(str, parts):
-        if part in ADVICE:
-            return ADVICE[part]
     known = recipe_keys()
     section = key.rpartition(".")[0]
     sections = {k.rpartition(".")[0] for k in known} - {""}

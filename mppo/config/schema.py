@@ -6,6 +6,7 @@ key live in ``mppo.config.checks``.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
@@ -20,18 +21,23 @@ class ModelConfig(Section):
 
     ``path`` is a Hugging Face folder (config.json, tokenizer, safetensors), a Megatron
     ``torch_dist`` checkpoint with those beside it in ``hf/``, or ``builtin:tiny`` for the embedded
-    byte-sized model and tokenizer.
+    byte-sized model and tokenizer. With ``hub`` a path ``owner/model`` that is no folder is
+    downloaded from the Hugging Face Hub into its cache; without, nothing is ever downloaded.
     """
 
     path: str = "builtin:tiny"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     tokenizer_path: str | None = None
+    hub: bool = False
     trust_remote_code: bool = False
 
 
 class DataConfig(Section):
     """Prompts: built-in procedural tasks, jsonl or parquet files.
 
+    ``train_size`` and ``val_size`` bound the prompts of a split; null takes files whole, and makes
+    4096 and 64 prompts of a task. Several files share a bound evenly. ``val_size: 0``: no
+    validation.
     ``ptx_files`` hold plain text under ``ptx_key``, for ``actor.ptx_coef``; every optimizer step of
     the actor takes ``ptx_batch_size`` documents (null: as many as its mini-batch has sequences).
     """
@@ -41,7 +47,7 @@ class DataConfig(Section):
     task: str | None = None
     task_kwargs: dict[str, Any] = Field(default_factory=dict)
     train_size: int | None = Field(default=None, gt=0)
-    val_size: int = Field(default=64, ge=0)
+    val_size: int | None = Field(default=None, ge=0)
     prompt_key: str = "prompt"
     answer_key: str = "answer"
     max_prompt_length: int = Field(default=512, gt=0)
@@ -405,6 +411,11 @@ class TrainerConfig(Section):
     max_nonfinite_in_a_row: int = Field(default=3, gt=0)
     peak_tflops_per_rank: float | None = Field(default=None, gt=0)
     seed: int = 0
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.default_local_dir or Path("runs") / self.experiment_name)
 
 
 class Recipe(Section):

@@ -10,27 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging as transformers_logging
 
 from mppo.config.errors import ConfigError, Fault, nearest
+from mppo.config.file_rules import no_model_folder
 from mppo.config.input_files import check_regular_files, read_json
 from mppo.safety.temporary import unfinished_folder
-from mppo.weights.config_file import CONFIG, read_config_file
 from mppo.weights.model_folder import companion_folder
+
+if TYPE_CHECKING:  # imported where they are used: a recipe is judged in a second without them
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PREFIX = "builtin:"
 WEIGHTS_SEED = 0
@@ -128,8 +122,7 @@ def resolve_model(path: str, cache_dir: str | Path | None = None) -> Path:
         return _write_builtin(path.removeprefix(PREFIX), Path(cache_dir or cache_folder()))
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        cure = f"a folder in Hugging Face form, or one of {_builtin_names()}"
-        raise ConfigError([Fault("model.path", path, "no such folder", cure)])
+        raise ConfigError([no_model_folder("model.path", path)])
     try:
         companions = companion_folder(folder)
     except ValueError as error:
@@ -148,6 +141,10 @@ def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> Pr
         ValueError: ``config.json`` is absent, unreadable, of no known family, or holds a value that
             no model has.
     """
+    from transformers import AutoConfig
+
+    from mppo.weights.config_file import CONFIG, read_config_file
+
     folder = companion_folder(folder)
     read_config_file(folder)
     try:
@@ -158,6 +155,12 @@ def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> Pr
         if trust_remote_code:
             raise  # the folder's own code fails, with its own traceback
         raise ValueError(f"{folder / CONFIG}: {_one_line(error)}") from error
+
+
+@cache
+def load_config(path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The config of a model as a recipe names it; read once."""
+    return read_model_config(resolve_model(str(path)), trust_remote_code)
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -174,6 +177,8 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTr
     Raises:
         ConfigError: the folder holds no tokenizer, or it knows no end-of-sequence token.
     """
+    from transformers import AutoTokenizer
+
     folder = companion_folder(folder)
     if not any(folder.glob("tokenizer*")) and not any(folder.glob("*vocab*")):
         why = "no tokenizer.json, tokenizer.model or vocab.json in it"
@@ -213,6 +218,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     It is a byte-level BPE without merges, the one form that every family's tokenizer class in
     transformers keeps unchanged on load.
     """
+    from transformers import PreTrainedTokenizerFast
+
     backend = Tokenizer(BPE({token: index for index, token in enumerate(VOCAB)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -253,6 +260,7 @@ def _write_builtin(name: str, cache_dir: Path) -> Path:
     folder = cache_dir / f"{name}-{digest}"
     if folder.is_dir():
         return folder
+
     cache_dir.mkdir(parents=True, exist_ok=True)
     with unfinished_folder(cache_dir) as unfinished:
         _save_builtin(name, unfinished)
@@ -266,6 +274,10 @@ def _write_builtin(name: str, cache_dir: Path) -> Path:
 
 
 def _save_builtin(name: str, folder: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
     fields = dict(MODELS[name])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.random.fork_rng(devices=[]):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from mppo.config.input_files import open_file, parse_json
 MAX_LINE_BYTES = 64 << 20
 MAX_ROWS, ROWS_AT_ONCE = 100_000_000, 1024
 """Of a parquet file: a small one can say that a row stands in it a billion times."""
-MAX_FAULTS = 10
-"""Faulty rows told at once."""
+MAX_FAULTS, MAX_PLACES = 10, 5
+"""Causes told at once, and rows named for each."""
+
+DEFAULT_ANSWER, VERL_ANSWER = "answer", "reward_model.ground_truth"
+"""The column of the answer, and where verl's rows have it instead."""
 
 
 @dataclass(frozen=True)
@@ -54,45 +58,91 @@ class _BadRow(ValueError):
 def read_rows(
     files: Sequence[str], key: str, prompt_key: str, answer_key: str, limit: int | None = None
 ) -> list[Row]:
-    """Read files one after the other.
+    """The rows of files, one file after the other.
 
     Args:
         files: paths ending in .jsonl or .parquet.
         key: the recipe's key that names them, for messages.
         prompt_key, answer_key: columns; dots reach into nested objects
-            (``reward_model.ground_truth``).
-        limit: rows to read at most; None reads all.
+            (``reward_model.ground_truth``, where verl's rows have the answer: it is found there
+            without being named).
+        limit: rows to read at most, as evenly of each file as can be; None reads all.
 
     Raises:
-        ConfigError: missing, empty or unreadable files and faulty rows, up to ``MAX_FAULTS``.
+        ConfigError: missing, empty or unreadable files and faulty rows, one fault for each file
+            and cause, up to ``MAX_FAULTS``.
     """
-    rows: list[Row] = []
-    faults: list[Fault] = []
-    for name in files:
-        path = Path(name).expanduser()
-        before, faults_before = len(rows), len(faults)
+    sources = [_Source(Path(name).expanduser(), key) for name in files]
+    turns = deque(sources)
+    taken = 0
+    while turns and (limit is None or taken < limit):
+        source = turns.popleft()
+        if source.read_row(prompt_key, answer_key):
+            taken += 1
+            turns.append(source)
+        if sum(len(source.causes) for source in sources) >= MAX_FAULTS:
+            break
+    faults = [fault for source in sources for fault in source.faults()]
+    if faults:
+        raise ConfigError(faults, source="data")
+    return [row for source in sources for row in source.rows]
+
+
+class _Source:
+    """A file that is being read.
+
+    Args:
+        path: the file.
+        key: the recipe's key that names it.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path, self.key = path, key
+        self.rows: list[Row] = []
+        self.causes: dict[str, list[tuple[str, Any]]] = {}
+        """Why rows cannot be used, to their places and contents."""
+        self._records = _records(path, key)
+        self._ended = False
+
+    def read_row(self, prompt_key: str, answer_key: str) -> bool:
+        """Add the next usable row to ``rows``; whether there was one."""
         try:
-            for where, content in _records(path, key):
-                if limit is not None and len(rows) >= limit:
-                    break
+            for where, content in self._records:
                 try:
-                    rows.append(_row(content, path, where, prompt_key, answer_key))
+                    self.rows.append(_row(content, self.path, where, prompt_key, answer_key))
+                    return True
                 except _BadRow as error:
-                    faults.append(Fault(where, _excerpt(content), str(error), _cure(key)))
-                if len(faults) >= MAX_FAULTS:
-                    raise ConfigError(faults, source="data")
+                    self.causes.setdefault(str(error), []).append((where, content))
+                if len(self.causes) >= MAX_FAULTS:
+                    return False
+        except FileNotFoundError:
+            self.causes["no such file"] = []
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
-            why = "no such file" if isinstance(error, FileNotFoundError) else str(error)
-            faults.append(Fault(key, name, why, "give the path of a readable file"))
-            continue
-        full = limit is not None and len(rows) >= limit
-        if len(rows) == before and len(faults) == faults_before and not full:
-            faults.append(Fault(key, name, "the file holds no row", "give a file with rows"))
-    if faults:
-        raise ConfigError(faults, source="data")
-    return rows
+            self.causes[str(error)] = []
+        self._ended = True
+        return False
+
+    def faults(self) -> Iterator[Fault]:
+        """What is wrong with the file, and with its rows by cause."""
+        for why, places in self.causes.items():
+            if not places:
+                yield Fault(self.key, str(self.path), why, "give the path of a readable file")
+                continue
+            where, content = places[0]
+            yield Fault(where, _excerpt(content), why + self._further(places), _cure(self.key))
+        if self._ended and not self.rows and not self.causes:
+            why = "the file holds no row"
+            yield Fault(self.key, str(self.path), why, "give a file with rows")
+
+    def _further(self, places: Sequence[tuple[str, Any]]) -> str:
+        """The rows that have the fault of the first, some of them by name."""
+        if len(places) == 1:
+            return ""
+        named = [where.removeprefix(f"{self.path} ") for where, _ in places[1:MAX_PLACES]]
+        rest = len(places) - 1 - len(named)
+        return f" (as in {', '.join(named)}{f' and {rest} further rows' if rest else ''})"
 
 
 def _records(path: Path, key: str) -> Iterator[tuple[str, Any]]:
@@ -125,7 +175,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path} line {number}", content
 
 
-def _parquet(path: Path, key: str) -> Iterable[tuple[str, Any]]:
+def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
@@ -155,6 +205,8 @@ def _row(content: Any, path: Path, where: str, prompt_key: str, answer_key: str)
         raise _BadRow(f"not valid JSON: {content.why}")
     if not isinstance(content, dict):
         raise _BadRow(f"a JSON {type(content).__name__}, not an object")
+    if answer_key == DEFAULT_ANSWER and answer_key not in content and _is_verls(content):
+        answer_key = VERL_ANSWER
     prompt = _lookup(content, prompt_key)
     answer = _lookup(content, answer_key)
     _check_prompt(prompt, prompt_key)
@@ -179,9 +231,25 @@ def _lookup(content: dict[str, Any], key: str) -> Any:
     value: Any = content
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise _BadRow(f"no key {key!r}; the row has {', '.join(map(repr, content)) or 'none'}")
+            named = ", ".join(map(repr, _names(content))) or "none"
+            raise _BadRow(f"no key {key!r}; the row has {named}")
         value = value[part]
     return value
+
+
+def _is_verls(content: dict[str, Any]) -> bool:
+    """Whether a row has its answer where verl's data preparation puts it."""
+    outer, _, inner = VERL_ANSWER.partition(".")
+    return isinstance(content.get(outer), dict) and inner in content[outer]
+
+
+def _names(content: dict[str, Any]) -> list[str]:
+    """A row's columns, those within an object too, as ``data.answer_key`` would name them."""
+    return [
+        name if inner is None else f"{name}.{inner}"
+        for name, value in content.items()
+        for inner in (value if isinstance(value, dict) and value else (None,))
+    ]
 
 
 def _check_prompt(prompt: Any, key: str) -> None:

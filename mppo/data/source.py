@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,8 @@ from mppo.data.builtin import CHAT_TEMPLATE
 from mppo.data.chat_template import render
 from mppo.data.rows import Row, read_rows
 
-TASK_TRAIN_SIZE = 4096
-"""Training prompts made from a task where ``data.train_size`` is null."""
+TASK_SIZES: dict[tasks.Split, int] = {"train": 4096, "val": 64}
+"""Prompts made from a task where ``data.train_size`` or ``data.val_size`` is null."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,12 @@ class PromptSet:
         return len(self.prompts)
 
     def summary(self) -> str:
-        """How many there are, and what ``data.max_prompt_length`` did to others."""
+        """How many of each source there are, and what ``data.max_prompt_length`` did to others."""
+        sources = Counter(prompt.data_source for prompt in self.prompts)
+        named = ", ".join(f"{name} {count}" for name, count in sources.items())
         changed = {"left out as too long": self.filtered, "truncated": self.truncated}
         told = [f"{count} {how}" for how, count in changed.items() if count]
-        return ", ".join([str(len(self)), *told])
+        return ", ".join([f"{len(self)} ({named})" if named else "0", *told])
 
 
 def load_prompts(
@@ -83,7 +86,8 @@ def _task_rows(data: DataConfig, split: tasks.Split) -> list[Row]:
         cure = "a text that contains {question}"
         raise ConfigError([Fault("data.task_kwargs.template", template, "no place to fill", cure)])
     source = tasks.task(data.task, **{"seed": data.seed, **kwargs})
-    count = data.val_size if split == "val" else data.train_size or TASK_TRAIN_SIZE
+    asked = data.val_size if split == "val" else data.train_size
+    count = TASK_SIZES[split] if asked is None else asked
     return [
         Row(
             prompt=template.replace("{question}", example.prompt),

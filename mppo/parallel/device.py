@@ -15,6 +15,22 @@ from importlib.util import find_spec
 import torch
 
 
+def check() -> None:
+    """The device that ``MPPO_DEVICE`` asks for must be there.
+
+    Raises:
+        ValueError: it is not, or the variable names no device.
+    """
+    asked = os.environ.get("MPPO_DEVICE", "")
+    if asked not in ("", "cpu", "cuda"):
+        raise ValueError(f"MPPO_DEVICE={asked}: choose cpu or cuda, or leave it unset")
+    if asked == "cuda" and not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = "torch sees no GPU" if built else "this torch is built for the CPU"
+        cure = "start it where there is one (nvidia-smi)" if built else "install torch for CUDA"
+        raise ValueError(f"MPPO_DEVICE=cuda, but {why}: {cure}, or unset the variable")
+
+
 def is_cuda() -> bool:
     """Whether training runs on CUDA. ``MPPO_DEVICE=cpu`` forces the CPU."""
     return os.environ.get("MPPO_DEVICE", "") != "cpu" and torch.cuda.is_available()
@@ -45,7 +61,11 @@ def select(local_rank: int, ranks_on_node: int) -> None:
             than the node has, it counts around those.
         ranks_on_node: ranks on that node; the CPU's cores are divided among them unless
             ``OMP_NUM_THREADS`` was set by the user to something other than torchrun's 1.
+
+    Raises:
+        ValueError: ``check``.
     """
+    check()
     if is_cuda():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     elif os.environ.get("OMP_NUM_THREADS", "1") == "1":

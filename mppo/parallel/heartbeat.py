@@ -31,7 +31,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mppo.config.errors import ConfigError
-from mppo.parallel import abandon, phase
+from mppo.parallel import abandon, last_words, phase
 from mppo.parallel.launch import PARENT, LaunchInfo
 from mppo.parallel.watched_store import WatchedStore
 from mppo.parallel.way_out import WayOut
@@ -378,8 +378,10 @@ class Heartbeat:
         except OSError as error:
             lines.append(f"{self._name()} could not write its stacks: {error}")
         if self._info.rank == 0 or (self._judged_here and self._info.local_rank <= 1):
-            sys.stderr.write("".join(f"mppo: {line}\n" for line in lines))
+            text = "".join(f"mppo: {line}\n" for line in lines)
+            sys.stderr.write(text)
             sys.stderr.flush()
+            last_words.leave(text)
         if self._info.rank == 0:
             time.sleep(_LINGER_BEATS * self._interval_s)
         self._end(EXIT_CODE)

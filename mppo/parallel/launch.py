@@ -22,13 +22,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
-import torch.distributed as dist
 
-from mppo.parallel import device
-from mppo.parallel.abandon import PATIENCE_S
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 Launcher = Literal["torchrun", "mpi", "slurm", "python"]
 LAUNCHERS: tuple[Launcher, ...] = ("torchrun", "mpi", "slurm", "python")
@@ -121,6 +120,8 @@ def launcher_patience_s(
         environ: its environment.
         command: command line of its parent.
     """
+    from mppo.parallel.abandon import PATIENCE_S
+
     if info.how != "torchrun" or "SLURM_JOB_ID" in environ:
         return PATIENCE_S
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -149,6 +150,8 @@ def process_group(info: LaunchInfo, timeout_s: float) -> Iterator[None]:
         info: this process's place.
         timeout_s: seconds after which a collective that misses a rank fails.
     """
+    import torch.distributed as dist  # where a rank stands is known without torch
+
     init_process_group(info, timeout_s)
     try:
         yield
@@ -163,19 +166,35 @@ def process_group(info: LaunchInfo, timeout_s: float) -> Iterator[None]:
 
 
 def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
-    """Take this rank's device and join the default process group. Collective."""
+    """Take this rank's device and join the default process group. Collective.
+
+    Raises:
+        ValueError: the port of the rendezvous is in use, or the device asked for is not there.
+    """
+    import torch.distributed as dist
+
+    from mppo.parallel import device
+
     device.select(info.local_rank, info.local_world_size)
     place: dict[str, Any] = {"init_method": f"tcp://{info.master_addr}:{info.master_port}"}
     if info.how == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _check_agent(info)
         place = {"store": _store_of_this_start(info, timeout_s)}
-    dist.init_process_group(
-        device.backend(),
-        rank=info.rank,
-        world_size=info.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        **place,
-    )
+    try:
+        dist.init_process_group(
+            device.backend(),
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            **place,
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ValueError(
+            f"the port {info.master_port} of the rendezvous is in use on this machine: set "
+            f"MASTER_PORT to a free one, or end the program that has it"
+        ) from error
 
 
 def _store_of_this_start(info: LaunchInfo, timeout_s: float) -> dist.Store:
@@ -189,6 +208,8 @@ def _store_of_this_start(info: LaunchInfo, timeout_s: float) -> dist.Store:
     Raises:
         RuntimeError: some rank did not come within ``timeout_s``.
     """
+    import torch.distributed as dist
+
     patience = timedelta(seconds=timeout_s)
     store = dist.TCPStore(
         info.master_addr, info.master_port, timeout=patience, wait_for_workers=False

@@ -42,12 +42,18 @@ class WandB:
     """A Weights & Biases run; the key comes from the environment, never from the recipe."""
 
     def __init__(self, run_dir: Path, trainer: TrainerConfig, recipe: dict[str, Any]) -> None:
-        self._run = _import(_MODULES["wandb"], "wandb").init(
-            project=trainer.project_name,
-            name=trainer.experiment_name,
-            dir=str(run_dir),
-            config=recipe,
-        )
+        wandb = _import(_MODULES["wandb"], "wandb")
+        try:
+            self._run = wandb.init(
+                project=trainer.project_name,
+                name=trainer.experiment_name,
+                dir=str(run_dir),
+                config=recipe,
+            )
+        except wandb.errors.Error as error:
+            why = " ".join(str(error).split())
+            cure = "mend that, set WANDB_MODE=offline, or take wandb out of trainer.logger"
+            raise ConfigError([Fault("trainer.logger", "wandb", why, cure)]) from error
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)

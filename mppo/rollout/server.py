@@ -24,6 +24,8 @@ _STARTS = 3
 
 _EXITED = re.compile(r"mppo: .* ended with code \d+")
 """Last words of the guard of a server that ended by itself."""
+_BAD_OPTION = re.compile(r"\S.*?: error: (.*)")
+"""How argparse ends a program that got options it cannot take."""
 _LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "WORLD_SIZE",
     "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
@@ -120,7 +122,9 @@ class ServerProcess:
                 self.start()
                 starts, deadline = starts + 1, time.monotonic() + self._start_timeout_s
             if not self.alive:
-                raise ServerError(f"{self.name} ended while starting{self.last_output()}")
+                refused = self._refused_options()
+                why = f"{refused} (rollout.server_args)" if refused else self.last_output()
+                raise ServerError(f"{self.name} ended while starting{why}")
             if time.monotonic() > deadline:
                 self.stop()
                 raise ServerError(
@@ -146,6 +150,12 @@ class ServerProcess:
         """Whether a signal ended it, or its guard: it might come up another time."""
         lines = self.log.read_text(errors="replace").splitlines()
         return not (lines and _EXITED.fullmatch(lines[-1]))
+
+    def _refused_options(self) -> str:
+        """What it said of options it does not know, without the list of those it knows."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        said = [match[1] for line in lines if (match := _BAD_OPTION.match(line))]
+        return f": {said[-1]}" if said else ""
 
     def last_output(self) -> str:
         """The end of its log, for messages."""

@@ -64,11 +64,12 @@ def server_options(
     server_args: Mapping[str, Any],
     hf_config: Any,
     expert_parallel: int = 1,
+    with_weights: bool = False,
 ) -> dict[str, Any]:
-    """SGLang's options for a server whose weights come by sync.
+    """SGLang's options for a server.
 
     Args:
-        model_path: Hugging Face folder; only configuration is read, weights start as dummies.
+        model_path: Hugging Face folder.
         dtype: ``float32`` or ``bfloat16``.
         tensor_parallel: its ranks.
         base_device: first GPU.
@@ -76,6 +77,8 @@ def server_options(
         server_args: ``rollout.server_args``; wins over every default here.
         hf_config: the folder's configuration.
         expert_parallel: groups of its ranks that share the experts out.
+        with_weights: read the folder's weights and tokenizer; else only its configuration: weights
+            start as dummies and come by sync.
 
     Returns:
         Options without host, port and key.
@@ -86,8 +89,8 @@ def server_options(
         "dtype": dtype,
         "tp_size": tensor_parallel,
         "ep_size": expert_parallel,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
+        "load_format": "auto" if with_weights else "dummy",
+        "skip_tokenizer_init": not with_weights,
         "log_level": "warning",
         "random_seed": 0,
     }

@@ -97,7 +97,7 @@ def _iterate(rank: int, world: int, cases: list[list[str]], out: str) -> None:
     from mppo.loop import train
     from mppo.parallel.launch import LaunchInfo
     from mppo.parallel.signals import listening
-    from mppo.train import build_run
+    from mppo.run_setup import build_run
 
     store = f"file://{out}/store{world}"
     dist.init_process_group("gloo", store, rank=rank, world_size=world)

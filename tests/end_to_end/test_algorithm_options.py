@@ -134,7 +134,7 @@ def _train_rows(rank: int, rows: list[dict[str, str]], out: str) -> None:
     from mppo.loop import iterate, sync
     from mppo.parallel.launch import LaunchInfo
     from mppo.parallel.signals import listening
-    from mppo.train import build_run
+    from mppo.run_setup import build_run
 
     dist.init_process_group("gloo", f"file://{out}/store", rank=rank, world_size=2)
     info = LaunchInfo(rank, 2, rank, 2, "127.0.0.1", 1, "python")

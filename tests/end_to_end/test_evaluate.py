@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mppo.evaluate import main
+
+TEMPERATURE = "rollout.val_kwargs.temperature=1.0"
 ROOT = Path(__file__).parents[2]
 
 
@@ -82,3 +85,25 @@ def test_a_missing_model_is_told_in_one_message(tmp_path):
     assert result.returncode == 2
     assert "no such folder" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_validation_files_are_used_whole_and_counted_by_source(tmp_path, capfd):
+    rows = [{"prompt": "1+2=", "answer": "3"}]
+    for name, count in (("gsm8k", 70), ("math", 3)):
+        text = "".join(json.dumps(row) + "\n" for row in rows * count)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {path: 'builtin:tiny', dtype: float32}\n"
+        f"data: {{train_files: [{tmp_path}/gsm8k.jsonl], max_prompt_length: 16, "
+        f"max_response_length: 2, val_files: [{tmp_path}/gsm8k.jsonl, {tmp_path}/math.jsonl]}}\n"
+        "reward: {verifier: exact}\n"
+    )
+    assert main(["--config", str(recipe), "rollout.val_kwargs.n=2", TEMPERATURE]) == 0
+    shown = capfd.readouterr()
+    assert "mppo: validation: 73 (gsm8k 70, math 3)\n" in shown.err
+    scores = json.loads(shown.out.splitlines()[-1])
+    counted = {name: scores[name] for name in ("prompts", "prompts/gsm8k", "prompts/math")}
+    assert counted == {"prompts": 73, "prompts/gsm8k": 70, "prompts/math": 3}
+    assert main(["--config", str(recipe), "data.val_size=0"]) == 2
+    assert "nothing to evaluate" in capfd.readouterr().err

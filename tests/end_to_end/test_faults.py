@@ -57,9 +57,19 @@ def test_samples_are_shown_at_the_start_in_the_middle_and_at_the_end(undisturbed
     rows = [json.loads(line) for line in (undisturbed / "samples.jsonl").open()]
     assert [row["step"] for row in rows] == [step for step in (1, 3, 6) for _ in range(4)]
     shown = (undisturbed / "output_0.txt").read_text()
-    assert "prompts: 64; validation: 4\n" in shown
+    opening = "mppo ", "device: ", "model: ", "layout: ", "engine: ", "data: ", "run folder: "
+    assert [line.startswith(word) for line, word in zip(shown.splitlines(), opening)] == [True] * 7
+    assert "prompts: 64 (arithmetic 64); validation: 4 (arithmetic 4)\n" in shown
     assert re.findall(r"step (\d+): samples", shown) == ["1", "3", "6"]
     assert not re.search(r"step \d+: samples", (undisturbed / "output_1.txt").read_text())
+
+
+def test_a_checkpoint_is_as_large_as_was_told(undisturbed):
+    shown = (undisturbed / "output_0.txt").read_text()
+    told = re.search(r"^checkpoints: every 1 steps, ([\d.]+) MB each; all 6 stay: ", shown, re.M)
+    (checkpoint,) = (undisturbed / "checkpoints").glob("global_step_6")
+    written = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    assert float(told[1]) * 1e6 == pytest.approx(written, rel=0.05)
 
 
 def test_the_exported_actor_is_a_model_that_transformers_loads_and_generates_with(undisturbed):

@@ -74,7 +74,7 @@ def _run(info, overrides: list[str], run_dir: Path) -> None:
     from mppo.config.load import load_recipe
     from mppo.loop import train
     from mppo.parallel.signals import listening
-    from mppo.train import build_run
+    from mppo.run_setup import build_run
 
     overrides = [*COMMON, *overrides, f"trainer.default_local_dir={run_dir}"]
     with listening() as stop:

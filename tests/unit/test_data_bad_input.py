@@ -26,6 +26,8 @@ DATA = [
      r"line 1.*lacks 'role' or 'content'"),
     ("a nested answer that is missing", '{"prompt": "a", "reward_model": {}}',
      "data.answer_key=reward_model.ground_truth", r"no key 'reward_model.ground_truth'"),
+    ("a missing column in every row", '{"prompt": "1+1=", "solution": {"final": "2"}}\n' * 30, "",
+     r"line 1.*the row has 'prompt', 'solution.final' \(as in line 2.*25 further rows"),
     ("bytes that are no text", b'{"prompt": "\xff", "answer": "2"}', "", r"not UTF-8 at byte 13"),
     ("only blank lines", "\n\n\n", "", r"the file holds no row"),
     ("prompts too long", json.dumps({"prompt": "x" * 90, "answer": "2"}), "",

@@ -55,7 +55,8 @@ def test_rows_in_the_form_of_verl_are_read(tokenizer, tmp_path):
         "reward_model": {"style": "rule", "ground_truth": "3"},
     }
     path = write(tmp_path / "a.jsonl", [row])
-    (prompt,) = load(tokenizer, path, answer_key="reward_model.ground_truth").prompts
+    (prompt,) = load(tokenizer, path).prompts
+    assert prompt == load(tokenizer, path, answer_key="reward_model.ground_truth").prompts[0]
     assert (prompt.text, prompt.ground_truth) == ("<bos>1+2=\n", "3")
     assert prompt.data_source == "openai/gsm8k"
 
@@ -71,7 +72,7 @@ def test_system_prompt_goes_first_and_plain_text_has_no_template(tokenizer, tmp_
 def test_overlong_prompts_are_counted_out(tokenizer, tmp_path):
     found = load(tokenizer, write(tmp_path / "a.jsonl", ROWS), max_prompt_length=6)
     assert [prompt.ground_truth for prompt in found.prompts] == ["3"]
-    assert found.summary() == "1, 1 left out as too long"
+    assert found.summary() == "1 (a 1), 1 left out as too long"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_overlong_prompts_are_cut_where_asked(side, text, tokenizer, tmp_path):
     found = load(
         tokenizer, path, max_prompt_length=limit, filter_overlong_prompts=False, truncation=side
     )
-    assert found.summary() == f"{len(found)}, 1 truncated"
+    assert found.summary() == "1 (a 1), 1 truncated"
     assert tokenizer.decode(list(found.prompts[0].token_ids)) == text
     assert len(found.prompts[0].token_ids) == limit
 
@@ -93,9 +94,31 @@ def test_sizes_and_splits(tokenizer, tmp_path):
     assert len(load(tokenizer, path, train_size=1)) == 1
     assert len(load(tokenizer, path, split="val")) == 0
     assert len(load(tokenizer, path, split="val", val_files=(path,), val_size=1)) == 1
+    many = write(tmp_path / "many.jsonl", ROWS * 50)
+    assert len(load(tokenizer, path, split="val", val_files=(many,))) == 100
+    assert len(load(tokenizer, path, split="val", val_files=(many,), val_size=0)) == 0
     task = DataConfig(task="sort_digits", train_size=50, val_size=7)
     assert len(load_prompts(task, tokenizer, "train")) == 50
     assert len(load_prompts(task, tokenizer, "val")) == 7
+
+
+def test_a_task_makes_as_many_prompts_as_are_usual(tokenizer):
+    task = DataConfig(task="arithmetic", task_kwargs={"max_operand": 99})
+    assert len(load_prompts(task, tokenizer, "train")) == 4096
+    assert load_prompts(task, tokenizer, "val").summary() == "64 (arithmetic 64)"
+
+
+def test_every_source_is_taken_evenly_and_named_with_its_count(tokenizer, tmp_path):
+    files = [
+        write(tmp_path / "short.jsonl", ROWS[:1]),
+        write(tmp_path / "gsm8k.jsonl", [{**ROWS[0], "data_source": "openai/gsm8k"}] * 40),
+        write(tmp_path / "math.jsonl", ROWS * 20),
+    ]
+    whole = load(tokenizer, *files)
+    assert whole.summary() == "81 (short 1, openai/gsm8k 40, math 40)"
+    cut = load(tokenizer, *files, train_size=21)
+    assert cut.summary() == "21 (short 1, openai/gsm8k 10, math 10)"
+    assert [prompt.data_source for prompt in cut.prompts[:12]][-1] == "math"
 
 
 def test_a_template_wraps_a_tasks_question(tokenizer):
@@ -138,11 +161,15 @@ def test_several_bad_rows_are_told_at_once_but_not_thousands(tokenizer, tmp_path
     missing = str(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError) as error:
         load(tokenizer, str(path), missing)
-    assert [fault.key for fault in error.value.faults] == [
-        *(f"{path} line {number}" for number in (1, 2, 3)),
-        "data.train_files",
-    ]
+    rows, no_file = error.value.faults
+    assert (rows.key, no_file.key) == (f"{path} line 1", "data.train_files")
+    assert rows.why.endswith(" (as in line 2, line 3)")
     path.write_text("oops\n" * 1000)
+    with pytest.raises(
+        ConfigError, match="as in line 2, line 3, line 4, line 5 and 995 further rows"
+    ):
+        load(tokenizer, str(path))
+    path.write_text("".join(f"{' ' * column}oops\n" for column in range(100)))
     with pytest.raises(ConfigError) as error:
         load(tokenizer, str(path))
     assert len(error.value.faults) == MAX_FAULTS

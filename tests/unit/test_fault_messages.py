@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from mppo.config.load import load_recipe
-from mppo.faults import advice, is_out_of_memory, out_of_memory_message
-from mppo.parallel.launch import LaunchInfo
+from mppo.faults import (
+    advice,
+    is_bad_input,
+    is_out_of_memory,
+    is_told,
+    out_of_memory_message,
+)
+from mppo.parallel.launch import LaunchInfo, tasks_on_node
 from mppo.parallel.phase import phase
 from mppo.train import _report_failure
 
@@ -91,3 +97,17 @@ def test_a_file_of_the_users_that_is_missing_is_no_fault_of_the_disk(capsys):
 )
 def test_every_phase_has_its_keys(where, key):
     assert any(line.startswith(f"{key} (now ") for line in advice(where, RECIPE))
+
+
+def raised(function, *arguments) -> Exception:
+    with pytest.raises(Exception) as caught:
+        function(*arguments)
+    return caught.value
+
+
+def test_bad_input_is_what_mppo_itself_says_about_a_value():
+    assert is_bad_input(raised(tasks_on_node, "two", 0))
+    assert not is_bad_input(raised(int, "two"))  # of a call that was to succeed
+    assert not is_bad_input(raised(tasks_on_node, None, 0))
+    assert is_told(RuntimeError("gone"))
+    assert not is_told(raised(tasks_on_node, None, 0))

@@ -70,6 +70,18 @@ def test_stop_kills_the_whole_tree(tmp_path) -> None:
     assert _wait(lambda: not any(_running(p.pid) for p in family))
 
 
+def test_an_option_that_a_server_does_not_know_is_told_without_those_it_knows(tmp_path) -> None:
+    code = "import argparse; p = argparse.ArgumentParser('server')\nfor i in range(99):"
+    code += " p.add_argument(f'--known-{i}')\np.parse_args(['--unknown', '3'])"
+    server = _server(tmp_path, [sys.executable, "-c", code], up=lambda port: False)
+    server.start()
+    with pytest.raises(ServerError) as caught:
+        server.wait_until_up()
+    assert str(caught.value) == (
+        "test ended while starting: unrecognized arguments: --unknown 3 (rollout.server_args)"
+    )
+
+
 def test_a_server_that_ends_or_stays_silent_is_told_with_its_last_words(tmp_path, capsys) -> None:
     talker = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
     server = _server(tmp_path, talker, up=lambda port: False)

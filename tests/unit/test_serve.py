@@ -1,10 +1,15 @@
-"""A server on a node of its own starts with the recipe's options, and only with a key."""
+"""A server starts with the recipe's options and the model's weights, and only with a key."""
 
 from __future__ import annotations
+
+import json
+import socket
 
 import pytest
 import transformers
 
+from mppo.config.errors import ConfigError
+from mppo.data.builtin import resolve_model
 from mppo.rollout.fleet import API_KEY_VARIABLE
 from mppo.serve import main, server_start
 
@@ -25,34 +30,77 @@ def recipe(tmp_path):
     return path
 
 
+def arguments(recipe, port: int = 1):
+    return ["--config", str(recipe), "--host", "127.0.0.1", "--port", str(port)]
+
+
 def test_without_a_key_it_does_not_start(recipe, monkeypatch, capsys):
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
-    arguments = ["--config", str(recipe), "--host", "127.0.0.1", "--port", "1"]
-    assert main(arguments) == 2
+    assert main(arguments(recipe)) == 2
     assert f"export {API_KEY_VARIABLE}=" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_told_before_anything_starts(recipe, monkeypatch, capsys):
+    monkeypatch.setenv(API_KEY_VARIABLE, "secret")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(arguments(recipe, port)) == 2
+    shown = capsys.readouterr().err
+    assert f"--port = '127.0.0.1:{port}'" in shown
+    assert "cannot listen there: Address already in use" in shown
 
 
 def test_it_takes_the_options_of_the_recipe(recipe):
     overrides = ["rollout.dtype=bfloat16"]
-    content, environment = server_start(recipe, overrides, "10.0.0.7", 30000, "secret", True)
+    content, environment = server_start(recipe, overrides, empty=True, on_cpu=True)
     assert content["max_total_tokens"] == 4096
     assert content["dtype"] == "bfloat16"
-    assert content["load_format"] == "dummy"
-    assert (content["host"], content["port"]) == ("10.0.0.7", 30000)
-    assert content["api_key"] == "secret"
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
 def test_it_serves_no_other_model_than_the_actors(recipe, tmp_path, monkeypatch, capsys):
     transformers.MistralConfig(**SIZES, sliding_window=16).save_pretrained(tmp_path / "mistral")
     monkeypatch.setenv(API_KEY_VARIABLE, "secret")
-    arguments = ["--config", str(recipe), "--host", "127.0.0.1", "--port", "1"]
-    assert main([*arguments, f"model.path={tmp_path}/mistral"]) == 2
+    assert main(["--empty", *arguments(recipe), f"model.path={tmp_path}/mistral"]) == 2
     assert "sliding_window = 16" in capsys.readouterr().err
 
 
 def test_a_server_of_latent_attention_takes_the_class_with_the_actors_norms(recipe, tmp_path):
     transformers.DeepseekV3Config(**SIZES).save_pretrained(tmp_path / "moonlight")
     overrides = [f"model.path={tmp_path}/moonlight"]
-    _, environment = server_start(recipe, overrides, "10.0.0.7", 30000, "secret", True)
+    _, environment = server_start(recipe, overrides, empty=True, on_cpu=True)
     assert environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "mppo.rollout.sglang_models"
+
+
+@pytest.mark.parametrize("engine", ["sglang", "local"])
+def test_it_serves_the_models_own_weights_unless_a_run_sends_them(engine, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: {{path: 'builtin:tiny'}}\nrollout: {{name: {engine}}}\n")
+    own, _ = server_start(path, [], empty=False, on_cpu=True)
+    assert (own["load_format"], own["skip_tokenizer_init"]) == ("auto", False)
+    empty, _ = server_start(path, [], empty=True, on_cpu=True)
+    assert (empty["load_format"], empty["skip_tokenizer_init"]) == ("dummy", True)
+    assert own["model_path"] == empty["model_path"] == str(resolve_model("builtin:tiny"))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "holds no config.json"),
+        (["config.json"], "holds no *.safetensors"),
+        (None, "not downloaded by itself"),
+    ],
+)
+def test_a_model_without_weights_is_refused(files, message, recipe, tmp_path):
+    folder = "owner/model"
+    if files is not None:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        for name in files:
+            (folder / name).write_text(json.dumps({"model_type": "qwen2"}))
+    with pytest.raises(ConfigError) as caught:
+        server_start(recipe, [f"model.path={folder}"], empty=False, on_cpu=True)
+    assert [fault.key for fault in caught.value.faults] == ["model.path"]
+    assert message in str(caught.value)

@@ -1,0 +1,52 @@
+"""Whether the trackers that a recipe names are installed and set up."""
+
+from __future__ import annotations
+
+import netrc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mppo.config.errors import Fault
+
+PACKAGES = ("tensorboard", "wandb")
+KEY = "trainer.logger"
+_WANDB_URL = "https://api.wandb.ai"
+
+
+def tracker_faults(
+    loggers: Sequence[str],
+    environ: Mapping[str, str],
+    is_installed: Callable[[str], object] = find_spec,
+) -> Iterator[Fault]:
+    """What would keep a tracker from working.
+
+    Args:
+        loggers: ``trainer.logger``.
+        environ: the environment.
+        is_installed: whether there is a package of a name.
+    """
+    for name in PACKAGES:
+        if name in loggers and not is_installed(name):
+            cure = f'pip install "mppo[{name}]", or take it out of trainer.logger'
+            yield Fault(KEY, name, f"the package {name} is not installed", cure)
+        elif name == "wandb" and name in loggers and not _has_key(environ):
+            why = "Weights & Biases has no key on this machine"
+            cure = (
+                "export WANDB_API_KEY, run `wandb login`, set WANDB_MODE=offline, or take wandb "
+                "out of trainer.logger"
+            )
+            yield Fault(KEY, name, why, cure)
+
+
+def _has_key(environ: Mapping[str, str]) -> bool:
+    """Whether wandb finds a key, or needs none: where its documentation says that it looks."""
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_MODE") in ("offline", "disabled"):
+        return True
+    host = urlsplit(environ.get("WANDB_BASE_URL", _WANDB_URL)).hostname
+    file = Path(environ.get("NETRC") or Path(environ.get("HOME", "~")).expanduser() / ".netrc")
+    try:
+        return bool(host) and netrc.netrc(str(file)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

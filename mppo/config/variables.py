@@ -1,0 +1,45 @@
+"""Environment variables of mppo and of its batch scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mppo.config.errors import nearest
+
+PREFIX = "MPPO_"
+
+PROGRAM_VARIABLES: dict[str, str] = {
+    "MPPO_DEVICE": "`cpu` or `cuda`: the device of the ranks; default: a GPU where torch sees one",
+    "MPPO_LAUNCHER": "`torchrun`, `slurm`, `mpi` or `python`: what started the ranks; default: "
+    "found out",
+    "MPPO_CACHE": "folder of the embedded models; default: `~/.cache/mppo`",
+    "MPPO_ROLLOUT_API_KEY": "key of the servers in `rollout.urls`, and of `mppo.serve`",
+    "MPPO_SGLANG_THREADS": "CPU threads of an SGLang server; default: 1",
+    "MPPO_TRACEBACK": "set: every failure comes with its traceback",
+}
+"""What a program reads, to what it means."""
+
+SCRIPT_VARIABLES = frozenset(
+    {
+        "MPPO_COMMAND", "MPPO_CONTAINER", "MPPO_ENTRY", "MPPO_HERE", "MPPO_INSIDE", "MPPO_LAUNCH",
+        "MPPO_MAX_REQUEUES", "MPPO_NODES", "MPPO_PREFLIGHT", "MPPO_PREFLIGHT_S", "MPPO_PYTHON",
+        "MPPO_RANKS_PER_NODE", "MPPO_ROOT", "MPPO_SERVED", "MPPO_SRUN", "MPPO_WORLD",
+    }
+)  # fmt: skip
+"""What ``slurm/`` reads or sets; ``slurm/common.sh`` says what they mean."""
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A line for every variable that looks like one of mppo's and is none."""
+    known = {*PROGRAM_VARIABLES, *SCRIPT_VARIABLES}
+    lines = []
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in known:
+            guess = nearest(name[len(PREFIX) :], [each[len(PREFIX) :] for each in known])
+            hint = (
+                f"did you mean {PREFIX}{guess}?"
+                if guess
+                else f"there are {', '.join(sorted(known))}"
+            )
+            lines.append(f"the environment variable {name} is not read: {hint}")
+    return lines

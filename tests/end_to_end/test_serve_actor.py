@@ -1,0 +1,108 @@
+"""An actor that a run exported is served with its own weights, and answers a chat."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from sglang_case import TOLERANCE, needs_sglang
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mppo.config.schema import SamplingConfig
+from mppo.data.builtin import resolve_model
+from mppo.parallel.launch import free_port
+from mppo.rollout.http_client import JsonClient
+from mppo.rollout.sglang_api import SGLangApi, sampling_parameters
+from mppo.train import main as train
+
+pytestmark = [pytest.mark.server, needs_sglang]
+KEY = "a-key-of-this-test"
+START_S = 900.0
+RECIPE = """
+model: {path: "builtin:tiny", dtype: float32}
+data:
+  task: arithmetic
+  train_batch_size: 8
+  val_size: 0
+  max_prompt_length: 16
+  max_response_length: 4
+actor: {ppo_mini_batch_size: 8, optim: {lr: 1e-2}}
+algorithm: {adv_estimator: reinforce_plus_plus}
+trainer: {total_training_steps: 1, warm_start_steps: 5, val_before_train: false, logger: [jsonl]}
+"""
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory) -> Path:
+    """A run's exported actor; its weights are not those it began with."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "small.yaml").write_text(RECIPE)
+    run = folder / "run"
+    assert train(["--config", str(folder / "small.yaml"), f"trainer.default_local_dir={run}"]) == 0
+    return run / "actor"
+
+
+@pytest.fixture(scope="module")
+def port(actor):
+    """Where ``mppo.serve`` serves it."""
+    port = free_port()
+    recipe = ["--config", str(actor.parent / "recipe.yaml"), f"model.path={actor}"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mppo.serve", "--host", "127.0.0.1", "--port", str(port), *recipe],
+        env={**os.environ, "MPPO_ROLLOUT_API_KEY": KEY, "MPPO_DEVICE": "cpu"},
+        start_new_session=True,
+    )
+    api, deadline = SGLangApi(f"http://127.0.0.1:{port}", KEY, 60.0), time.monotonic() + START_S
+    try:
+        while not api.is_up():
+            assert server.poll() is None, "it ended while starting"
+            assert time.monotonic() < deadline, "it does not come up"
+            time.sleep(0.5)
+        yield port
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@torch.no_grad()
+def logprobs(folder: Path, tokens: list[int]) -> list[float]:
+    """What a model folder says of every token but the first."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    scores = model(torch.tensor([tokens])).logits[0].log_softmax(-1)[:-1]
+    return scores.gather(-1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
+
+
+def test_a_served_actor_has_the_log_probabilities_of_its_own_weights(actor, port):
+    tokens = AutoTokenizer.from_pretrained(actor)("12+7=19, 3+4=7")["input_ids"]
+    (served,) = SGLangApi(f"http://127.0.0.1:{port}", KEY, 60.0).score([tokens])
+    assert served == pytest.approx(logprobs(actor, tokens), abs=TOLERANCE)
+    start = logprobs(resolve_model("builtin:tiny"), tokens)
+    assert max(abs(a - b) for a, b in zip(served, start)) > 100 * TOLERANCE
+
+
+def test_a_run_may_ask_it_as_it_asks_an_empty_server(port):
+    asked = sampling_parameters(SamplingConfig(), 4, [])
+    (answer,) = SGLangApi(f"http://127.0.0.1:{port}", KEY, 60.0).generate([[5, 6, 7]], asked)
+    assert 0 < len(answer.tokens) == len(answer.logprobs) <= 4
+
+
+def test_a_served_actor_answers_a_chat_as_it_would_itself(actor, port):
+    tokenizer = AutoTokenizer.from_pretrained(actor)
+    model = AutoModelForCausalLM.from_pretrained(actor, dtype=torch.float32)
+    messages = [{"role": "user", "content": "12+7="}]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0]
+    expected = tokenizer.decode(answer[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    reply = JsonClient(f"http://127.0.0.1:{port}", KEY, 60.0).post(
+        "/v1/chat/completions",
+        {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 6},
+    )
+    assert reply["choices"][0]["message"]["content"] == expected

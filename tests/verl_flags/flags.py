@@ -1,0 +1,54 @@
+"""Reads ``flags.txt`` and ``scripts.txt``: verl's flags, and what becomes of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+ACCEPTED, CONVERTED, IGNORED, REFUSED = "accepted", "converted", "ignored", "refused"
+
+
+class Flag(NamedTuple):
+    """A row of ``flags.txt``.
+
+    Args:
+        fate: one of the four words above.
+        setting: as verl's user writes it.
+        words: our key, our key and value, or words of the reason.
+    """
+
+    fate: str
+    setting: str
+    words: str
+
+    @property
+    def name(self) -> str:
+        return self.setting.partition("=")[0]
+
+
+def read_flags() -> tuple[list[Flag], list[Flag]]:
+    """The flags of the sixteen scripts, and the other ones."""
+    found: list[list[Flag]] = []
+    for line in (HERE / "flags.txt").read_text().splitlines():
+        if line.startswith("# flags"):
+            found.append([])
+        elif line and not line.startswith("#"):
+            fate, rest = line.split(maxsplit=1)
+            found[-1].append(Flag(fate, *map(str.strip, rest.split("  |  "))))
+    scripts, others = found
+    return scripts, others
+
+
+def read_scripts() -> dict[str, list[str]]:
+    """What each script passes, by its name."""
+    found: dict[str, list[str]] = {}
+    for line in (HERE / "scripts.txt").read_text().splitlines():
+        if line.startswith("run_"):
+            settings = found[line] = []
+        elif line.startswith(" "):
+            settings.append(line.strip())
+    return found
+
+
+SCRIPT_FLAGS, OTHER_FLAGS = read_flags()
