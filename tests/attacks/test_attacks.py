@@ -76,3 +76,7 @@ def test_a_hostile_input_is_refused_in_time_and_changes_nothing(server, table, r
 
 def test_the_page_is_what_the_tables_say():
     assert (ROOT / "docs/attacks.md").read_text() == document(), "run: make attacks"
+
+
+def test_the_tables_hold_a_hundred_attacks():
+    assert len(ROWS) >= 100
