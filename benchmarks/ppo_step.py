@@ -125,6 +125,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from mppo.parallel.groups import GroupRegistry
     from mppo.parallel.launch import discover, process_group
     from mppo.parallel.signals import StopRequest
+    from mppo.rewards.judgement import Judgement
     from mppo.roles import Roles
     from mppo.rollout.build import build_engine
     from mppo.run import Run
@@ -138,7 +139,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
         """The part of ``mppo.rewards.scorer.Scorer`` that a step asks for."""
 
         def judged(self, trajectories):
-            return [sum(t.response_ids) % 7 / 7 for t in trajectories]
+            return [Judgement(sum(t.response_ids) % 7 / 7) for t in trajectories]
 
         score = judged_by_all = judged
 
