@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from mppo.safety.redact import redact_text
+
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 FIRST_RANK_SPEAKS_S = 15.0
@@ -45,6 +47,7 @@ def leave(reason: str) -> None:
     name = os.environ.get(VARIABLE)
     if not name:
         return
+    reason = redact_text(reason)
     extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
     content = {"message": {"message": reason, "extraInfo": extra}}
     try:

@@ -57,7 +57,7 @@ def of_another_size(folder: Path) -> None:
     [
         (without_a_shard, "not in the folder"),
         (with_half_a_shard, "cut short"),
-        (with_a_broken_index, "unreadable index"),
+        (with_a_broken_index, "Expecting property name"),
         (of_another_size, "they do not belong together"),
     ],
 )
