@@ -56,7 +56,8 @@ def build(folder: Path, registry, megatron: dict):
     from transformers import AutoConfig
 
     from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
-    from mppo.models.role import Role, RoleSpec
+    from mppo.models.role import Role
+    from mppo.models.role_spec import RoleSpec
 
     section = MegatronConfig(**megatron)
     spec = RoleSpec(
@@ -74,12 +75,15 @@ def build(folder: Path, registry, megatron: dict):
 
 
 def checkpointer(role, root: Path, background: bool):
+    from mppo.batch import PartialResponses
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.schema import TrainerConfig
-    from mppo.parallel.signals import StopRequest
+    from mppo.supervision.signals import StopRequest
 
     trainer = TrainerConfig(async_save=background)
-    return Checkpointer(trainer, root, {"actor": role}, {}, {}, StopRequest(), lambda text: None)
+    return Checkpointer(
+        trainer, root, {"actor": role}, {}, PartialResponses(), {}, StopRequest(), lambda text: None
+    )
 
 
 def timed(action) -> float:
@@ -126,10 +130,10 @@ def worker(rank: int, root: Path, repeat: int, tokens: int) -> None:
         background.finish()
         found["copy of the same bytes"] = copy_time(target / "sync", target / "copy")
         counters = {"optimizer_step": 0, "schedule_step": 0}
-        folder = str(target / "sync/global_step_1/actor")
+        folder = target / "sync/global_step_1/actor"
         for name, layout in by_turns([("same", TP2), ("other", PP2)], turn):
             fresh = build(root / "model", registry, layout)
-            read_files(Path(folder))
+            read_files(folder)
             load = partial(load_role, fresh, folder, counters)
             found[f"load, {name} layout"], busy = timed_and_busy(load)
             found[f"processor in a load, {name} layout"] = busy
@@ -161,7 +165,7 @@ def read_files(folder: Path) -> None:
 def measuring(role, tokens: int) -> Callable[[], object]:
     """A pass of the role over some sequences of 128 random tokens."""
     from mppo.batch import Prompt, Trajectory, pack_trajectories
-    from mppo.parallel.schedule import measure_schedule
+    from mppo.pipeline.schedule import forward_schedule
 
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(
@@ -172,8 +176,8 @@ def measuring(role, tokens: int) -> Callable[[], object]:
         for i, row in enumerate(rows)
     ]
     batch = pack_trajectories(trajectories, [0.0] * len(rows))
-    (action,) = measure_schedule(batch.lengths_B.tolist(), [role.shape(measuring=True)])
-    return lambda: role.measure(batch, action.microbatches)
+    (action,) = forward_schedule(batch.lengths_B.tolist(), [role.micro_batch_spec(training=False)])
+    return lambda: role.forward(batch, action.microbatches)
 
 
 def copy_time(source: Path, target: Path) -> float:

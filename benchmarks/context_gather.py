@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 
 GROUPS = 8
 WIDTHS = {"grouped": (128, 128), "latent": (192, 128)}
-"""Of a key and of a value: grouped-query heads, and latent attention of Moonlight's sizes."""
+"""Of a key and of a value: grouped-query heads, and MLA of Moonlight's sizes."""
 
 
 EXCHANGES = ("all_gather", "p2p")
@@ -48,9 +48,9 @@ def build_attention(world: int, exchange: str):
     from transformers import Qwen2Config
 
     from mppo.config.schema import MegatronConfig
-    from mppo.models.attention import PackedAttention
+    from mppo.models.attention.core import PackedAttention
     from mppo.models.configuration import transformer_config
-    from mppo.models.families import family_config
+    from mppo.models.families.architectures import family_config
 
     megatron = MegatronConfig(context_parallel_size=world)
     family = family_config(Qwen2Config())
@@ -61,8 +61,8 @@ def build_attention(world: int, exchange: str):
 
 def make_pass(rank: int, world: int, name: str, exchange: str, length: int):
     """A forward and backward pass of this rank's part of a sequence."""
-    from mppo.models.context import ContextPlace, split_context
-    from mppo.models.packing import pack_context
+    from mppo.models.attention.context import ContextPlace, split_context
+    from mppo.models.attention.packing import pack_context
 
     key, value = WIDTHS[name]
     attention = build_attention(world, exchange)

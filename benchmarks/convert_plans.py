@@ -25,13 +25,13 @@ import torch
 from transformers import AutoConfig
 
 from checkpoints_convert.common_state import common_state
-from mppo.weights.contents import read_checkpoint
-from mppo.weights.conversion import plan_hf, plan_megatron
-from mppo.weights.hf_folder import HFFolder
-from mppo.weights.output_folder import create_files, open_for_offsets, plan_places, write_all
+from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.output_folder import create_files, open_for_offsets, plan_places, write_all
 from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
-from mppo.weights.torch_dist import write_index
+from mppo.weights.torch_dist.contents import read_checkpoint
+from mppo.weights.torch_dist.conversion import plan_hf, plan_megatron
+from mppo.weights.torch_dist.format import write_metadata
 
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512,
@@ -97,7 +97,7 @@ def measure(name: str, folder: Path) -> dict[str, object]:
             write_all(descriptor, task.head, task.target.offset - len(task.head))
             write_all(descriptor, task.tail, task.target.offset + task.target.nbytes)
     started = time.process_time()
-    write_index(megatron, index.tensors, index.objects, common_state(shape))
+    write_metadata(megatron, index.tensors, index.objects, common_state(shape))
     index_s = spent(started)
     started = time.process_time()
     back, _ = plan_hf(read_checkpoint(megatron), shape, folder / "back")

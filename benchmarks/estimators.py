@@ -29,10 +29,10 @@ from torch import Tensor
 
 from mppo.algos.advantages import gae
 from mppo.algos.masked import masked_whiten
-from mppo.batch import Batch, Measured
+from mppo.batch import Batch, ModelOutputs
 from mppo.config.algorithm import AlgorithmConfig
-from mppo.estimate import estimate
 from mppo.parallel import device
+from mppo.trainer.advantages import estimate
 
 GAMMA, LAM = 1.0, 0.95
 ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
@@ -61,7 +61,7 @@ def loop_gae(rewards_BR: Tensor, values_BR: Tensor) -> Tensor:
     return torch.stack(columns[::-1], dim=1)
 
 
-def measured_batch(sequences: int, tokens: int) -> Measured:
+def outputs_of(sequences: int, tokens: int) -> ModelOutputs:
     """A batch of equally long responses with prompts of an eighth of the tokens."""
     generator = torch.Generator().manual_seed(0)
     total = sequences * tokens
@@ -82,7 +82,7 @@ def measured_batch(sequences: int, tokens: int) -> Measured:
         truncated_B=torch.zeros(sequences, dtype=torch.bool),
         weight_version_T=torch.zeros(total, dtype=torch.int64),
     )
-    return Measured(batch, -random().abs(), -random().abs(), random())
+    return ModelOutputs(batch, -random().abs(), -random().abs(), random())
 
 
 def run(sequences: int, tokens: int, repeat: int) -> dict[str, object]:
@@ -108,12 +108,12 @@ def run(sequences: int, tokens: int, repeat: int) -> dict[str, object]:
         "time_loop_gae": fastest(lambda: loop_gae(rewards_BR, values_BR), 1),
         "largest_difference_to_time_loop": difference,
     }
-    measured = measured_batch(sequences, tokens)
+    outputs = outputs_of(sequences, tokens)
     baseline_B = torch.zeros(sequences)
 
     def estimation(name: str) -> Callable[[], object]:
         algorithm = AlgorithmConfig(adv_estimator=name, use_kl_in_reward=True)
-        return lambda: estimate(measured, algorithm, 0.1, baseline_scores_B=baseline_B)
+        return lambda: estimate(outputs, algorithm, 0.1, baseline_scores_B=baseline_B)
 
     for name in ESTIMATORS:
         results[f"estimate {name}"] = fastest(estimation(name), 2)

@@ -87,7 +87,8 @@ def make_batch(lengths: list[int]):
 def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp: int = 1):
     """An actor on the running process group."""
     from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
-    from mppo.models.role import Role, RoleSpec
+    from mppo.models.role import Role
+    from mppo.models.role_spec import RoleSpec
 
     megatron = MegatronConfig(context_parallel_size=cp)
     spec = RoleSpec(
@@ -106,17 +107,22 @@ def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp:
 
 def make_update(role, batch) -> Callable[[], object]:
     """A forward and backward pass of the role over the whole batch."""
-    from mppo.parallel.schedule import measure_schedule, update_schedule
+    from mppo.models.role_spec import MiniBatch
+    from mppo.pipeline.schedule import forward_schedule, update_schedule
 
     lengths = batch.lengths_B.tolist()
-    role.measure(batch, measure_schedule(lengths, [role.shape(measuring=True)])[0].microbatches)
-    action = update_schedule(lengths, role.shape(measuring=False), [range(len(lengths))])[0]
+    role.forward(
+        batch, forward_schedule(lengths, [role.micro_batch_spec(training=False)])[0].microbatches
+    )
+    action = update_schedule(lengths, role.micro_batch_spec(training=True), [range(len(lengths))])[
+        0
+    ]
 
     def objective(outputs, indices):
-        loss = -outputs[0].sum() / float(batch.response_mask_T.sum())
+        loss = -outputs.logprobs_T.sum() / float(batch.response_mask_T.sum())
         return loss, {"loss": loss.detach()}
 
-    return lambda: role.forward_backward(batch, action.microbatches, objective)
+    return lambda: role.forward_backward(MiniBatch(batch, action.microbatches, objective))
 
 
 def as_chosen(role, batch):
@@ -186,11 +192,17 @@ def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
     role = make_role(folder / "dense", registry, 1, cp=world)
     make_update(role, make_batch([256]))()
     before = peak_bytes()
-    from mppo.parallel.schedule import update_schedule
+    from mppo.models.role_spec import MiniBatch
+    from mppo.pipeline.schedule import update_schedule
 
     batch = make_batch([length])
-    plan = update_schedule([length], role.shape(measuring=False), [[0]])[0].microbatches
-    role.forward_backward(batch, plan, lambda o, i: (-o[0].mean(), {"loss": o[0].mean().detach()}))
+    plan = update_schedule([length], role.micro_batch_spec(training=True), [[0]])[0].microbatches
+
+    def objective(outputs, indices):
+        loss = -outputs.logprobs_T.mean()
+        return loss, {"loss": loss.detach()}
+
+    role.forward_backward(MiniBatch(batch, plan, objective))
     (folder / f"memory_{world}_{rank}").write_text(str(peak_bytes() - before))
     dist.destroy_process_group()
 

@@ -114,42 +114,31 @@ def mppo_worker(folder: str, dtype: str) -> None:
     device.prepare_megatron()
     from transformers import AutoConfig
 
-    from mppo.algos.reward_normalization import RunningMoments
-    from mppo.batch import Prompt
+    from mppo.algos.reward_normalization import RewardStats
+    from mppo.batch import PartialResponses, Prompt
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.load import load_recipe
     from mppo.data.loader import PromptLoader
     from mppo.data.source import PromptSet
-    from mppo.estimate import kl_controller
-    from mppo.loop import iterate, sync
     from mppo.parallel.groups import GroupRegistry
     from mppo.parallel.launch import discover, process_group
-    from mppo.parallel.signals import StopRequest
-    from mppo.rewards.judgement import Judgement
-    from mppo.roles import Roles
     from mppo.rollout.build import build_engine
-    from mppo.run import Run
+    from mppo.supervision.signals import StopRequest
+    from mppo.trainer.advantages import kl_controller
+    from mppo.trainer.loop import iterate, sync_weights
+    from mppo.trainer.roles import Roles
+    from mppo.trainer.run import Run
 
     recipe = load_recipe(None, mppo_settings(folder, dtype))
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB - 2, (PROMPTS * 64, PROMPT_LENGTH), generator=generator).tolist()
     prompts = PromptSet(tuple(Prompt(i, tuple(row), "bench", "", "") for i, row in enumerate(ids)))
 
-    class CountScorer:
-        """The part of ``mppo.rewards.scorer.Scorer`` that a step asks for."""
-
-        def judged(self, trajectories):
-            return [Judgement(sum(t.response_ids) % 7 / 7) for t in trajectories]
-
-        score = judged_by_all = judged
-
-        def shaped(self, scores, trajectories):
-            return scores
-
     info = discover()
     with process_group(info, timeout_s=600):
         config = AutoConfig.from_pretrained(folder)
         engine = build_engine(recipe, Path(folder), config, Path(folder))
+        partial = PartialResponses()
         run = Run(
             recipe=recipe,
             tokenizer=None,
@@ -159,15 +148,23 @@ def mppo_worker(folder: str, dtype: str) -> None:
             scorer=CountScorer(),
             roles=Roles(recipe, Path(folder), lambda path: config, GroupRegistry(), 100),
             kl=kl_controller(recipe.algorithm.kl_ctrl),
-            moments=RunningMoments(),
+            reward_stats=RewardStats(),
             checkpoints=Checkpointer(
-                recipe.trainer, Path(folder) / "checkpoints", {}, {}, {}, StopRequest(), print
+                recipe.trainer,
+                Path(folder) / "checkpoints",
+                {},
+                {},
+                partial,
+                {},
+                StopRequest(),
+                print,
             ),
             reporter=None,
+            partial_responses=partial,
             folder=None,
             total_steps=1 << 30,
         )
-        sync(run, version=0)
+        sync_weights(run, version=0)
         say(ready=True)
         step = 1  # the sample tables of steps 1 and total are not asked for
         for _ in sys.stdin:
@@ -175,6 +172,20 @@ def mppo_worker(folder: str, dtype: str) -> None:
             run.seconds.clear()
             iterate(run, step)
             say(phases=run.seconds)
+
+
+class CountScorer:
+    """The part of ``mppo.rewards.scorer.Scorer`` that a step asks for."""
+
+    def judged(self, trajectories):
+        from mppo.rewards.judgement import Judgement
+
+        return [Judgement(sum(t.response_ids) % 7 / 7) for t in trajectories]
+
+    score = judged_by_all = judged
+
+    def shaped(self, scores, trajectories):
+        return scores
 
 
 def trl_settings() -> dict:
@@ -261,13 +272,13 @@ def trl_worker(folder: str, dtype: str) -> None:
 
 
 def matmul_peak(dtype: str, cores: int) -> float:
-    """Measured GFLOP/s of a 2048-cubed matrix multiply on ``cores`` threads, best of ten.
+    """ModelOutputs GFLOP/s of a 2048-cubed matrix multiply on ``cores`` threads, best of ten.
 
     In float32 where the processor has no instructions for ``dtype``.
     """
     import torch
 
-    from mppo.rollout.local import compute_dtype
+    from mppo.rollout.local.engine import compute_dtype
 
     torch.set_num_threads(cores)
     kind = compute_dtype(getattr(torch, dtype), torch.device("cpu"))

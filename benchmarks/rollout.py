@@ -26,8 +26,8 @@ from record import alternate, parser, record
 
 from mppo.batch import Prompt
 from mppo.config.schema import RolloutConfig, SamplingConfig
-from mppo.rollout.engine import Wish
-from mppo.rollout.local import LocalEngine
+from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.local.engine import LocalEngine
 
 MODEL = {
     "vocab_size": 1024,
@@ -76,7 +76,10 @@ def local(arguments: argparse.Namespace) -> dict[str, object]:
     even = make_prompts([arguments.prompt_length] * count)
     mixed = make_prompts(mixed_lengths(count, arguments.prompt_length))
     ending = SamplingConfig(temperature=ALL_BUT_GREEDY, stop_token_ids=frequent_ends(length))
-    whole, early = Wish(even, SamplingConfig(), length, seed=0), Wish(mixed, ending, length, seed=0)
+    whole, early = (
+        GenerationRequest(even, SamplingConfig(), length, seed=0),
+        GenerationRequest(mixed, ending, length, seed=0),
+    )
     return {
         **beside_transformers(engine, model, whole, arguments.repeat),
         "mixed_prompts_ending_early": beside_transformers(engine, model, early, arguments.repeat),
@@ -84,42 +87,45 @@ def local(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def beside_transformers(
-    engine: LocalEngine, model: transformers.PreTrainedModel, wish: Wish, repeat: int
+    engine: LocalEngine,
+    model: transformers.PreTrainedModel,
+    request: GenerationRequest,
+    repeat: int,
 ) -> dict[str, object]:
     """One batch by the engine and by ``transformers.generate``.
 
     Ratios are of seconds per generated token; where the draws leave a choice, rows that end early
     may end elsewhere in the other.
     """
-    ids, mask = _padded(wish.prompts)
+    ids, mask = _padded(request.prompts)
 
     def plain(**options: object) -> torch.Tensor:
-        torch.manual_seed(wish.seed)
+        torch.manual_seed(request.seed)
         output = model.generate(
             input_ids=ids,
             attention_mask=mask,
             do_sample=True,
-            temperature=wish.sampling.temperature,
+            temperature=request.sampling.temperature,
             top_k=0,
-            max_new_tokens=wish.max_tokens,
+            max_new_tokens=request.max_tokens,
             pad_token_id=PADDING,
-            eos_token_id=list(wish.sampling.stop_token_ids) or None,
+            eos_token_id=list(request.sampling.stop_token_ids) or None,
             **options,
         )
         return getattr(output, "sequences", output)[:, ids.shape[1] :]
 
     works = {
-        "mppo": lambda: engine.generate(wish),
+        "mppo": lambda: engine.generate(request),
         "transformers": plain,
         "transformers_with_logits": lambda: plain(output_logits=True, return_dict_in_generate=True),
     }
-    theirs = _generated(plain(), wish.sampling.stop_token_ids)
+    theirs = _generated(plain(), request.sampling.stop_token_ids)
     tokens = dict.fromkeys(works, theirs)
-    tokens["mppo"] = sum(len(t.response_ids) for t in engine.generate(wish))
+    tokens["mppo"] = sum(len(t.response_ids) for t in engine.generate(request))
     times = alternate(works, repeat)
     share = tokens["mppo"] / theirs
     return {
-        "prompt_tokens": [len(p.token_ids) for p in wish.prompts],
+        "prompt_tokens": [len(p.token_ids) for p in request.prompts],
         "generated_tokens": tokens,
         "seconds": {name: t.wall for name, t in times.items()},
         "processor_seconds": {name: t.processor for name, t in times.items()},
@@ -150,8 +156,8 @@ def _generated(responses: torch.Tensor, stops: Sequence[int]) -> int:
 
 def sglang(arguments: argparse.Namespace) -> dict[str, object]:
     """mppo's engine beside plain requests to the same server: one for each prompt, one for all."""
-    from mppo.rollout.sglang import SGLangEngine
-    from mppo.rollout.sglang_api import sampling_parameters
+    from mppo.rollout.sglang.api import sampling_parameters
+    from mppo.rollout.sglang.engine import SGLangEngine
 
     config = transformers.Qwen2Config(**MODEL)
     torch.manual_seed(0)
@@ -169,7 +175,9 @@ def sglang(arguments: argparse.Namespace) -> dict[str, object]:
             (api,) = engine._fleet.apis.values()
             parameters = sampling_parameters(SamplingConfig(), length, [])
             works = {
-                "mppo": lambda: engine.generate(Wish(prompts, SamplingConfig(), length, seed=0)),
+                "mppo": lambda: engine.generate(
+                    GenerationRequest(prompts, SamplingConfig(), length, seed=0)
+                ),
                 "plain_requests": lambda: list(
                     pool.map(lambda p: api.generate([p.token_ids], parameters), prompts)
                 ),

@@ -24,10 +24,10 @@ from record import alternate, parser, record
 from mppo.config.schema import RolloutConfig
 from mppo.parallel.layout import Layout
 from mppo.rollout.engine import WeightSource
-from mppo.rollout.fleet import API_KEY_VARIABLE
-from mppo.rollout.sglang import SGLangEngine
-from mppo.weights.reshard import plan_reshard
+from mppo.rollout.sglang.engine import SGLangEngine
+from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 from mppo.weights.shape import model_shape
+from mppo.weights.slices.reshard import plan_reshard
 from mppo.weights.table import parameter_table
 
 CONFIGS = Path(__file__).resolve().parents[1] / "recipes/configs"

@@ -26,10 +26,10 @@ import torch
 import torch.multiprocessing
 from record import Seconds, parser, record
 
-from mppo.rollout.buckets import SharedBuffer
-from mppo.rollout.checked_load import BYTES, TABLE
 from mppo.rollout.engine import WeightBucket
-from mppo.rollout.sync import DiskRoute
+from mppo.rollout.transport.buckets import SharedBuffer
+from mppo.rollout.transport.checked_load import BYTES, TABLE
+from mppo.rollout.transport.sync import DiskTransport
 
 ALIGN = 16
 T = TypeVar("T")
@@ -159,7 +159,7 @@ def by_tensor(buckets: list[WeightBucket], repeat: int) -> Iterator[Update]:
 def by_disk(buckets: list[WeightBucket], repeat: int) -> Iterator[Update]:
     """Updates written as a folder."""
     with tempfile.TemporaryDirectory() as folder:
-        route = DiskRoute(Path(folder) / "weights", Path(folder), writes=True)
+        route = DiskTransport(Path(folder) / "weights", Path(folder), writes=True)
 
         def write(version: int) -> None:
             route.open({}, version)

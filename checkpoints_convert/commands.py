@@ -10,19 +10,10 @@ import torch
 
 from checkpoints_convert.common_state import common_state
 from checkpoints_convert.job import Ranks, clear_journal, fingerprint_of, run_plan
-from mppo.config.input_files import read_json
-from mppo.data.builtin import read_model_config
-from mppo.weights.contents import read_checkpoint
-from mppo.weights.conversion import EXTRA_FILE, plan_hf, plan_megatron
-from mppo.weights.hf_folder import HFFolder
-from mppo.weights.model_folder import (
-    COMPANIONS,
-    LATEST,
-    RELEASE,
-    checkpoint_folder,
-    companion_folder,
-)
-from mppo.weights.output_folder import (
+from mppo.hub.builtin import read_model_config
+from mppo.safety.input_files import read_json
+from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.output_folder import (
     check_free,
     companion_files,
     copy_companions,
@@ -30,8 +21,17 @@ from mppo.weights.output_folder import (
     publish,
     write_index,
 )
+from mppo.weights.model_folder import (
+    COMPANIONS,
+    LATEST,
+    RELEASE,
+    checkpoint_folder,
+    companion_folder,
+)
 from mppo.weights.shape import ModelShape, model_shape
-from mppo.weights.torch_dist import write_index as write_checkpoint_index
+from mppo.weights.torch_dist.contents import read_checkpoint
+from mppo.weights.torch_dist.conversion import EXTRA_FILE, plan_hf, plan_megatron
+from mppo.weights.torch_dist.format import write_metadata as write_checkpoint_index
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
               "tiktoken.model")  # fmt: skip
@@ -190,9 +190,9 @@ def read_shape(folder: Path) -> ModelShape:
     """Sizes of the model a folder's config describes, refused where Megatron cannot have it.
 
     Raises:
-        ValueError: see ``mppo.models.families``.
+        ValueError: see ``mppo.models.families.architectures``.
     """
-    from mppo.models.families import family_config
+    from mppo.models.families.architectures import family_config
 
     config = read_model_config(folder)
     family_config(config)

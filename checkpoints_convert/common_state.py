@@ -36,7 +36,7 @@ def common_state(shape: ModelShape) -> dict[str, object]:
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
-        multi_latent_attention=shape.latent is not None,
+        multi_latent_attention=shape.mla is not None,
         normalization="RMSNorm",
         position_embedding_type="rope",
         tensor_model_parallel_size=1,

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mppo.weights.conversion import Plan, Share
-from mppo.weights.output_folder import create_files
-from mppo.weights.transfer import Copier
+from mppo.weights.hf.output_folder import create_files
+from mppo.weights.hf.transfer import Copier
+from mppo.weights.torch_dist.conversion import Plan, Share
 
 FINGERPRINT = "plan.sha256"
 JOURNAL = "done.{rank}.log"

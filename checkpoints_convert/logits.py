@@ -12,16 +12,16 @@ from torch import Tensor
 
 from checkpoints_convert.job import Ranks
 from mppo.config.schema import MegatronConfig
-from mppo.data.builtin import read_model_config
+from mppo.hub.builtin import read_model_config
+from mppo.models.attention.packing import pack_sequences
 from mppo.models.configuration import transformer_config
-from mppo.models.families import FamilyConfig, family_config
-from mppo.models.packing import pack
+from mppo.models.families.architectures import FamilyConfig, family_config
 from mppo.models.stage import Stage, build_stages
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
 from mppo.parallel.launch import discover, process_group
 from mppo.parallel.layout import Layout
-from mppo.weights.checkpoint import load_megatron
+from mppo.weights.torch_dist.checkpoint import load_megatron
 
 TOLERANCE, TESTED_LAYERS = 2e-6, 4
 LENGTHS = (5, 17, 33)
@@ -94,7 +94,7 @@ def megatron_logits(family: FamilyConfig, megatron: Path, sequences: list[Tensor
 def stage_logits(stage: Stage, sequences: list[Tensor]) -> Tensor:
     """Logits ``[T, vocab]`` of a whole model in one stage."""
     cu_seqlens = torch.tensor([0, *(len(s) for s in sequences)]).cumsum(0)
-    hidden = stage.forward_packed(torch.cat(sequences), pack(cu_seqlens, device.device()))
+    hidden = stage.forward_packed(torch.cat(sequences), pack_sequences(cu_seqlens, device.device()))
     logits = hidden[:, 0] @ stage.output_weight().t()
     cap = stage.final_logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from checkpoints_convert.commands import find_checkpoint, read_shape
 from checkpoints_convert.job import Ranks
-from mppo.weights.contents import read_checkpoint
-from mppo.weights.conversion import CheckpointReader, Share, whole_stretch
-from mppo.weights.hf_folder import HFFolder
+from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.safetensors_file import StoredTensor
+from mppo.weights.hf.transfer import Copier, CopyTask
 from mppo.weights.load import known_extras
-from mppo.weights.safetensors_file import StoredTensor
 from mppo.weights.table import parameter_table
-from mppo.weights.transfer import Copier, Task
+from mppo.weights.torch_dist.contents import read_checkpoint
+from mppo.weights.torch_dist.conversion import CheckpointReader, Share, whole_stretch
 
 HOLE = 0xFF  # a NaN in every float type
 
@@ -103,8 +103,8 @@ def _compare(
         if share.takes(done, total):
             shape = entry.row.shapes[number]
             target = StoredTensor(Path(), 0, reader.dtype(entry), shape)
-            mine = Task(name, target, reader.stretches(entry, number))
-            whole = Task(name, target, (whole_stretch(source, name),))
+            mine = CopyTask(name, target, reader.stretches(entry, number))
+            whole = CopyTask(name, target, (whole_stretch(source, name),))
             out.append(Compared(name, _checksum(ours, mine), _checksum(theirs, whole)))
         done += source.tensors[name].nbytes
     ours.close()
@@ -112,7 +112,7 @@ def _compare(
     return out
 
 
-def _checksum(copier: Copier, task: Task) -> int:
+def _checksum(copier: Copier, task: CopyTask) -> int:
     value = 0
     for _, window in copier.windows(task, HOLE):
         value = zlib.crc32(memoryview(window), value)

@@ -1,6 +1,6 @@
 """The values a PPO iteration hands from stage to stage.
 
-Prompt -> Trajectory -> Batch -> Measured -> Experience. Each type holds the one before it; no
+Prompt -> Trajectory -> Batch -> ModelOutputs -> Experience. Each type holds the one before it; no
 stage adds a field to its argument.
 
 Shapes: ``T`` tokens of all sequences laid end to end (no padding), ``B`` sequences.
@@ -73,10 +73,22 @@ class Trajectory:
         return before + [self.weight_version] * (len(self.response_ids) - len(before))
 
 
-Begun = dict[tuple[int, int], Trajectory]
-"""Responses to prompts that no step has trained on yet, by the prompt's uid and the sample: broken
-off when a batch was full, waiting for other samples of their prompt, or generated ahead. The same
-on every rank."""
+ResponsesBySample = dict[tuple[int, int], Trajectory]
+"""Responses by the prompt's uid and the number of the sample."""
+
+
+@dataclass
+class PartialResponses:
+    """Responses to prompts that no step has trained on yet; the same on every rank.
+
+    They were aborted when a batch was full, wait for other samples of their prompt, or were
+    generated ahead. The run owns them: engines read them and return what is left over.
+
+    Args:
+        responses: by prompt and sample.
+    """
+
+    responses: ResponsesBySample = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -132,17 +144,18 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A batch with what the models say of it, before any update.
+class ModelOutputs:
+    """A batch with what the models compute for it, before any update.
 
     Args:
         batch: the batch.
-        logprobs_T: actor's log-probabilities, float32 ``[T]``; the engine's where they are taken
-            for the actor's.
+        logprobs_T: the policy's log-probabilities, float32 ``[T]``: the actor's, or the engine's
+            where the recipe takes them instead.
         ref_logprobs_T: reference's log-probabilities, float32 ``[T]``; equal to ``logprobs_T``
             where no reference model is in use.
         values_T: critic's value of the state before token t, float32 ``[T]``; zeros where no
             critic is in use.
+        has_actor_logprobs: whether ``logprobs_T`` are the actor's.
         full_kl_T: KL of actor against reference over the vocabulary, float32 ``[T]`` (nats);
             zeros where no term of the recipe asks for it.
         ref_hidden_T: the reference's hidden states that predict token t, ``[T, hidden]`` in the
@@ -153,6 +166,7 @@ class Measured:
     logprobs_T: Tensor
     ref_logprobs_T: Tensor
     values_T: Tensor
+    has_actor_logprobs: bool = True
     full_kl_T: Tensor | None = None
     ref_hidden_T: Tensor | None = None
 
@@ -168,14 +182,14 @@ class Experience:
     """What the update stage trains on.
 
     Args:
-        measured: the measured batch.
+        old: the batch with the models' outputs before the update.
         rewards_T: per-token rewards, KL penalty included where asked for, float32 ``[T]``.
         advantages_T: float32 ``[T]``.
         returns_T: the critic's regression target, float32 ``[T]``.
         loss_weight_T: float32 ``[T]``; response mask times any importance weight or rejection.
     """
 
-    measured: Measured
+    old: ModelOutputs
     rewards_T: Tensor
     advantages_T: Tensor
     returns_T: Tensor

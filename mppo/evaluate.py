@@ -16,27 +16,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mppo.config.checks import load_checked
-from mppo.config.errors import ConfigError, Fault
-from mppo.config.rule import roles_in_use
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
-from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
-from mppo.data.hub import fetch_model
 from mppo.data.source import load_prompts
-from mppo.faults import is_bad_input
+from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
+from mppo.hub.check_weights import check_weights
+from mppo.hub.download import fetch_model
 from mppo.parallel import device
-from mppo.parallel.last_words import refuse
 from mppo.parallel.launch import LaunchInfo, discover, process_group
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine
-from mppo.rollout.engine import WeightBucket, Wish
-from mppo.rollout.sglang_model import engine_faults
+from mppo.rollout.engine import GenerationRequest, WeightBucket
+from mppo.rollout.sglang.model_support import engine_issues
 from mppo.safety.redact import redacted_output
-from mppo.score_metrics import errors_of, mean_numbers, mean_scores, unscored
-from mppo.weights.check import check_weights
+from mppo.supervision.last_words import refuse_recipe
+from mppo.trainer.failures import is_bad_input
+from mppo.trainer.metrics import errors_of, mean_numbers, mean_scores, unscored
+from mppo.weights.hf.whole_tensors import whole_tensors
 from mppo.weights.model_folder import companion_folder
-from mppo.weights.whole_tensors import whole_tensors
 
 
 @redacted_output()
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         info = discover()
         device.check()
     except ValueError as error:
-        return refuse(error)
+        return refuse_recipe(error)
     try:
         remarks = unknown_variables(os.environ)
         settings = arguments.overrides
@@ -63,11 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"mppo: {remark}", file=sys.stderr)
         result = evaluate(recipe, info)
     except ConfigError as error:
-        return refuse(error, info.rank)
+        return refuse_recipe(error, info.rank)
     except ValueError as error:
         if not is_bad_input(error):
             raise
-        return refuse(error, info.rank)
+        return refuse_recipe(error, info.rank)
     except ScoringError as error:
         print(f"mppo: {error}", file=sys.stderr)
         return 1
@@ -87,8 +87,8 @@ def _check_model(recipe: Recipe) -> None:
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
-        why, cure = str(error), "give a model folder of a known family"
-        raise ConfigError([Fault(actor.path_key, actor.path, why, cure)]) from error
+        why, fix = str(error), "give a model folder of a known family"
+        raise ConfigError([ConfigIssue(actor.path_key, actor.path, why, fix)]) from error
 
 
 def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
@@ -108,17 +108,17 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     folder = resolve_model(recipe.model.path)
     trust = recipe.model.trust_remote_code
     config = read_model_config(folder, trust)
-    faults = list(engine_faults(recipe, config, not device.is_cuda()))
-    if faults:
-        raise ConfigError(faults)
+    issues = list(engine_issues(recipe, config, not device.is_cuda()))
+    if issues:
+        raise ConfigError(issues)
     tokenizer = load_tokenizer(recipe.model.tokenizer_path or folder, trust)
     validation = load_prompts(recipe.data, tokenizer, "val")
     if info.rank == 0:
         print(f"mppo: validation: {validation.summary()}", file=sys.stderr, flush=True)
     prompts = validation.prompts
     if not prompts:
-        cure = "set data.val_files, or a data.task and a data.val_size above 0"
-        raise ConfigError([Fault("data.val_files", [], "nothing to evaluate", cure)])
+        fix = "set data.val_files, or a data.task and a data.val_size above 0"
+        raise ConfigError([ConfigIssue("data.val_files", [], "nothing to evaluate", fix)])
     scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
     scorer.check(prompts)
     with process_group(info, recipe.trainer.collective_timeout_s):
@@ -127,7 +127,9 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
             buckets = model_buckets(folder, config, recipe.rollout.sync_bucket_mb << 20)
             engine.update_weights(buckets, 0)
             limit = recipe.data.max_response_length
-            trajectories = engine.generate(Wish(prompts, recipe.rollout.validation, limit, seed=0))
+            trajectories = engine.generate(
+                GenerationRequest(prompts, recipe.rollout.validation, limit, seed=0)
+            )
         finally:
             engine.stop()
     judged = scorer.score(trajectories)

@@ -5,7 +5,7 @@
         python -m mppo.preflight judge --nodes 2
 
 ``collect`` prints one line of JSON per node, ``judge`` reads them and prints a table of what is
-wrong. Exit code 0, or 2 with every fault named.
+wrong. Exit code 0, or 2 with every issue named.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 import mppo
-from mppo.config.errors import ConfigError, Fault
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.parallel import device
 from mppo.safety.redact import redacted_output
 
@@ -68,7 +68,7 @@ class NodeReport:
     clock_s: float
 
 
-def collect(ranks: int, port: int, folder: Path) -> NodeReport:
+def collect_facts(ranks: int, port: int, folder: Path) -> NodeReport:
     """Look at this node."""
     return NodeReport(
         host=socket.gethostname() + _node_suffix(),
@@ -85,7 +85,7 @@ def collect(ranks: int, port: int, folder: Path) -> NodeReport:
     )
 
 
-def judge(reports: Sequence[NodeReport], nodes: int, now_s: float) -> list[Fault]:
+def judge(reports: Sequence[NodeReport], nodes: int, now_s: float) -> list[ConfigIssue]:
     """What is wrong with a set of nodes.
 
     Args:
@@ -94,27 +94,27 @@ def judge(reports: Sequence[NodeReport], nodes: int, now_s: float) -> list[Fault
         now_s: the judge's clock.
 
     Returns:
-        Faults, none where all is well; the key is the node.
+        Issues, none where all is well; the key is the node.
     """
-    faults = []
+    issues = []
     if len(reports) < nodes:
         names = ", ".join(report.host for report in reports) or "none"
         why = f"only {len(reports)} of {nodes} nodes answered: {names}"
-        faults.append(Fault("nodes", nodes, why, "look at the others' errors above"))
+        issues.append(ConfigIssue("nodes", nodes, why, "look at the others' errors above"))
     for report in reports:
-        faults += _judge_node(report, now_s)
+        issues += _judge_node(report, now_s)
     for name in ("python", "mppo", "packages", "device"):
         answers: dict[str, list[str]] = {}
         for report in reports:
             answers.setdefault(str(getattr(report, name)), []).append(report.host)
         if len(answers) > 1:
             told = "; ".join(f"{', '.join(hosts)}: {value}" for value, hosts in answers.items())
-            cure = "use one environment on a shared disk, or one container, for all nodes"
-            faults.append(Fault(name, "differs", told, cure))
-    return faults
+            fix = "use one environment on a shared disk, or one container, for all nodes"
+            issues.append(ConfigIssue(name, "differs", told, fix))
+    return issues
 
 
-def table(reports: Sequence[NodeReport]) -> str:
+def facts_table(reports: Sequence[NodeReport]) -> str:
     """The nodes side by side."""
     head = ("node", "device", "GPUs", "ranks", "python", "torch", "free disk")
     rows = [head] + [
@@ -135,20 +135,20 @@ def table(reports: Sequence[NodeReport]) -> str:
 
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 where all is well, 2 with the faults on stderr."""
+    """Exit code 0 where all is well, 2 with the issues on stderr."""
     arguments = _parse(argv)
     try:
         if arguments.action == "recipe":
             _check_recipe(arguments.config, arguments.overrides, arguments.world_size)
         elif arguments.action == "collect":
-            report = collect(arguments.ranks, arguments.port, Path.cwd())
+            report = collect_facts(arguments.ranks, arguments.port, Path.cwd())
             print(MARK + json.dumps(asdict(report)), flush=True)
         else:
             reports = _read_reports(sys.stdin.read())
-            print(table(reports), flush=True)
-            faults = judge(reports, arguments.nodes, time.time())
-            if faults:
-                raise ConfigError(faults, source="preflight")
+            print(facts_table(reports), flush=True)
+            issues = judge(reports, arguments.nodes, time.time())
+            if issues:
+                raise ConfigError(issues, source="preflight")
     except ConfigError as error:
         print(f"mppo: {error}", file=sys.stderr)
         return 2
@@ -170,24 +170,26 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _judge_node(report: NodeReport, now_s: float) -> list[Fault]:
-    faults = []
+def _judge_node(report: NodeReport, now_s: float) -> list[ConfigIssue]:
+    issues = []
     if report.devices and report.devices < report.ranks:
         why = f"{report.ranks} ranks, but {report.devices} GPUs"
-        faults.append(Fault(report.host, report.devices, why, "ask for more with --gpus-per-node"))
+        issues.append(
+            ConfigIssue(report.host, report.devices, why, "ask for more with --gpus-per-node")
+        )
     if report.free_disk_gb < FREE_DISK_GB:
         why = f"{report.free_disk_gb:.1f} GB left on the working disk"
-        faults.append(Fault(report.host, "disk", why, f"free at least {FREE_DISK_GB:.0f} GB"))
+        issues.append(ConfigIssue(report.host, "disk", why, f"free at least {FREE_DISK_GB:.0f} GB"))
     if not report.writable:
-        why, cure = "the working folder cannot be written", "submit from a folder you own"
-        faults.append(Fault(report.host, "disk", why, cure))
+        why, fix = "the working folder cannot be written", "submit from a folder you own"
+        issues.append(ConfigIssue(report.host, "disk", why, fix))
     if not report.port_free:
-        cure = "submit anew: the port follows from the job's number"
-        faults.append(Fault(report.host, "port", "the rendezvous port is taken", cure))
+        fix = "submit anew: the port follows from the job's number"
+        issues.append(ConfigIssue(report.host, "port", "the rendezvous port is taken", fix))
     if abs(report.clock_s - now_s) > CLOCK_SKEW_S:
         why = f"its clock is {report.clock_s - now_s:+.0f} s off"
-        faults.append(Fault(report.host, "clock", why, "synchronise the node's clock"))
-    return faults
+        issues.append(ConfigIssue(report.host, "clock", why, "synchronise the node's clock"))
+    return issues
 
 
 def _read_reports(text: str) -> list[NodeReport]:
@@ -207,11 +209,11 @@ def _read_reports(text: str) -> list[NodeReport]:
 def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> None:
     # imported here, for `collect` runs on every node and has no use for them
     from mppo.config.checks import load_checked
-    from mppo.data.builtin import read_model_config, resolve_model
-    from mppo.data.hub import fetch_model
-    from mppo.models.overrides import override_faults
-    from mppo.rollout.sglang_model import engine_faults
-    from mppo.weights.check import check_weights
+    from mppo.hub.builtin import read_model_config, resolve_model
+    from mppo.hub.check_weights import check_weights
+    from mppo.hub.download import fetch_model
+    from mppo.models.overrides import override_issues
+    from mppo.rollout.sglang.model_support import engine_issues
 
     def read(path: str):
         return read_model_config(resolve_model(path))
@@ -221,8 +223,8 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
         overrides,
         world_size,
         read,
-        judges=(override_faults, check_weights),
-        judge_engine=partial(engine_faults, on_cpu=False),  # maybe not on a node of the job
+        judges=(override_issues, check_weights),
+        judge_engine=partial(engine_issues, on_cpu=False),  # maybe not on a node of the job
         fetch_model=fetch_model,
     )
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)

@@ -8,110 +8,41 @@ appear: in the batch, in a layer's output, in the loss of a sequence, in a param
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save
 from torch import Tensor
 
-from mppo.batch import Batch, Experience, Measured
+from mppo.batch import Experience
 from mppo.checkpoint.checkpointer import load_roles
-from mppo.config.input_files import read_json
 from mppo.config.schema import Recipe
-from mppo.data.builtin import read_model_config
-from mppo.disk import replace_text, set_aside, write_bytes
+from mppo.hub.builtin import read_model_config
 from mppo.models.role import Role
 from mppo.parallel import device
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.launch import discover, process_group
-from mppo.roles import Roles
 from mppo.safety.redact import redacted_output
-from mppo.weights.contents import METADATA, read_checkpoint
-from mppo.weights.safetensors_file import read_header
+from mppo.trainer.replay_case import CASE, MODELS, ReplayCase, load_case, named_tensors
+from mppo.trainer.roles import Roles
+from mppo.trainer.update_phase import UpdatePhase
+from mppo.weights.torch_dist.contents import METADATA, read_checkpoint
 
-CASE, TENSORS, MODELS = "case.json", "experience.safetensors", "models"
 _NO_CASE = (ValueError, KeyError, TypeError, OSError)
 """What reading a folder raises that holds no case, or one of other models."""
 _SHOWN = 5
 """Findings of one kind shown per role; those that follow are consequences."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A mini-batch and where it comes from.
-
-    Args:
-        step: PPO step.
-        mini_batch: indices of the offending sequences.
-        model: Hugging Face folder the roles were built from.
-        recipe: of the run, as plain values without secrets.
-    """
-
-    step: int
-    mini_batch: tuple[int, ...]
-    model: str
-    recipe: dict[str, Any]
-
-
-def keep_case(folder: Path, case: Case, experience: Experience) -> None:
-    """Write what a replay needs besides the models; the first rank writes. An earlier case of the
-    same step is renamed.
-
-    Args:
-        folder: of the case.
-        case: the mini-batch.
-        experience: the whole batch of the step.
-    """
-    if dist.get_rank() == 0:
-        if folder.exists():
-            set_aside(folder)
-        folder.mkdir(parents=True)
-        tensors = {name: tensor.clone() for name, tensor in _flatten(experience).items()}
-        write_bytes(folder / TENSORS, save(tensors))
-        replace_text(folder / CASE, json.dumps(asdict(case), indent=1) + "\n")
-
-
-def load_case(folder: Path) -> tuple[Case, Experience]:
-    """What ``keep_case`` wrote.
-
-    Raises:
-        ValueError, KeyError, TypeError, OSError: the folder holds no such case.
-    """
-    case = Case(**read_json(folder / CASE, nan=True))
-    read_header(folder / TENSORS)
-    tensors = load_file(folder / TENSORS)
-    batch = Batch(**{f.name: tensors[f"batch.{f.name}"] for f in fields(Batch)})
-    own = [f.name for f in fields(Measured) if f.name != "batch"]
-    measured = Measured(batch=batch, **{name: tensors[f"measured.{name}"] for name in own})
-    own = [f.name for f in fields(Experience) if f.name != "measured"]
-    experience = Experience(measured=measured, **{name: tensors[name] for name in own})
-    return case, experience
-
-
-def _flatten(experience: Experience) -> dict[str, Tensor]:
-    measured, batch = experience.measured, experience.measured.batch
-    parts = {"batch.": batch, "measured.": measured, "": experience}
-    return {
-        f"{prefix}{f.name}": getattr(part, f.name).contiguous()
-        for prefix, part in parts.items()
-        for f in fields(part)
-        if isinstance(getattr(part, f.name), Tensor)
-    }
-
-
 def not_finite(experience: Experience) -> list[str]:
     """Which tensors of the batch hold numbers that are not finite, where, and how many."""
     found = []
-    for name, tensor in _flatten(experience).items():
+    for name, tensor in named_tensors(experience).items():
         bad = ~torch.isfinite(tensor) if tensor.is_floating_point() else torch.zeros(0)
         if bad.any():
             first = int(bad.flatten().nonzero()[0])
@@ -158,24 +89,24 @@ def gradients_not_finite(role: Role) -> list[str]:
     return found
 
 
-def replay(case: Case, experience: Experience, roles: Roles) -> list[str]:
+def replay(case: ReplayCase, experience: Experience, roles: Roles) -> list[str]:
     """Run a kept case again, on roles as they were at that moment. Collective.
 
     Returns:
         This rank's findings, in the order in which numbers ceased to be finite.
     """
     found = not_finite(experience)
-    for learner in roles.learners(experience, case.step, actor_frozen=False):
+    for update in UpdatePhase(roles, experience, case.step, actor_frozen=False).updates:
         outputs: list[str] = []
-        with watching_layers(learner.role, outputs):
-            learner.run_once(experience.measured.batch, tuple(case.mini_batch))
+        with watching_layers(update.role, outputs):
+            update.run_once(experience.old.batch, tuple(case.mini_batch))
         found += outputs[:_SHOWN]
-        found += gradients_not_finite(learner.role)[:_SHOWN]
-        if not math.isfinite(learner.role.loss):
-            found.append(f"{learner.role.name}: loss {learner.role.loss}")
-        statistics = learner.stats[-1]
+        found += gradients_not_finite(update.role)[:_SHOWN]
+        if not math.isfinite(update.role.loss):
+            found.append(f"{update.role.name}: loss {update.role.loss}")
+        statistics = update.stats[-1]
         bad = sorted(name for name, value in statistics.items() if not math.isfinite(value))
-        found += [f"{learner.role.name}: statistics {', '.join(bad)}"] if bad else []
+        found += [f"{update.role.name}: statistics {', '.join(bad)}"] if bad else []
     return found
 
 

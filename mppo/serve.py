@@ -20,23 +20,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError, Fault
-from mppo.config.file_rules import check_model_folder, is_hub_name
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.load import read_recipe, source_name
+from mppo.config.rules.files import check_model_folder, is_hub_name
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
-from mppo.data.builtin import load_tokenizer, read_model_config, resolve_model
-from mppo.data.hub import fetch_model
+from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
+from mppo.hub.download import fetch_model
 from mppo.parallel import device
-from mppo.rollout.checked_load import LOADER
-from mppo.rollout.fleet import API_KEY_VARIABLE
-from mppo.rollout.sglang_model import engine_faults
-from mppo.rollout.sglang_server import (
+from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
+from mppo.rollout.sglang.model_support import engine_issues
+from mppo.rollout.sglang.server_options import (
     check_installed,
     launch_command,
     server_environment,
     server_options,
 )
+from mppo.rollout.transport.checked_load import LOADER
 from mppo.safety.private import PRIVATE
 from mppo.safety.redact import redacted_output
 from mppo.weights.model_folder import companion_folder, is_megatron_checkpoint
@@ -53,8 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         device.check()
         on_cpu = not device.is_cuda()
         if not key:
-            cure = f"export {API_KEY_VARIABLE}=$(openssl rand -hex 16), here and for clients"
-            raise ConfigError([Fault(API_KEY_VARIABLE, "", "is not set", cure)], source="serve")
+            fix = f"export {API_KEY_VARIABLE}=$(openssl rand -hex 16), here and for clients"
+            raise ConfigError(
+                [ConfigIssue(API_KEY_VARIABLE, "", "is not set", fix)], source="serve"
+            )
         check_installed(on_cpu)
         content, environment = server_start(
             arguments.config, arguments.overrides, arguments.empty, on_cpu
@@ -97,12 +99,12 @@ def server_start(
         on_cpu: whether it runs on a CPU.
 
     Raises:
-        ConfigError: a fault of the recipe, or a model that cannot be served.
+        ConfigError: a issue of the recipe, or a model that cannot be served.
     """
     remarks: list[str] = []
-    recipe, faults = read_recipe(config, overrides, remarks)
-    if recipe is None or faults:
-        raise ConfigError(faults, source=source_name(config))
+    recipe, issues = read_recipe(config, overrides, remarks)
+    if recipe is None or issues:
+        raise ConfigError(issues, source=source_name(config))
     folder = _empty_folder(recipe) if empty else _model_folder(recipe)
     if not empty:
         remarks += _chat_remarks(recipe, folder)
@@ -111,9 +113,9 @@ def server_start(
     rollout, trust = recipe.rollout, recipe.model.trust_remote_code
     hf_config = read_model_config(folder, trust)
     served = recipe.model_copy(update={"rollout": rollout.model_copy(update={"name": "sglang"})})
-    faults = list(engine_faults(served, hf_config, on_cpu))
-    if faults:
-        raise ConfigError(faults, source=source_name(config))
+    issues = list(engine_issues(served, hf_config, on_cpu))
+    if issues:
+        raise ConfigError(issues, source=source_name(config))
     options = server_options(
         str(folder),
         rollout.dtype or recipe.model.dtype,
@@ -147,15 +149,17 @@ def _model_folder(recipe: Recipe) -> Path:
     name, model = recipe.model.path, recipe.model
     if model.hub and is_hub_name(name):
         name = str(fetch_model(name, True, model.trust_remote_code))
-    faults = check_model_folder("model.path", name)
-    folder = resolve_model(name) if not faults else Path(name)
-    if not faults and is_megatron_checkpoint(folder):
-        cure = "python -m checkpoints_convert export writes a Hugging Face folder of it; serve that"
-        faults = [
-            Fault("model.path", name, "is a Megatron checkpoint, which SGLang cannot read", cure)
+    issues = check_model_folder("model.path", name)
+    folder = resolve_model(name) if not issues else Path(name)
+    if not issues and is_megatron_checkpoint(folder):
+        fix = "python -m checkpoints_convert export writes a Hugging Face folder of it; serve that"
+        issues = [
+            ConfigIssue(
+                "model.path", name, "is a Megatron checkpoint, which SGLang cannot read", fix
+            )
         ]
-    if faults:
-        raise ConfigError(faults, source="serve")
+    if issues:
+        raise ConfigError(issues, source="serve")
     return folder
 
 
@@ -176,9 +180,11 @@ def _check_address(host: str, port: int) -> None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(place)
     except (OSError, OverflowError) as error:
-        cure = "choose a free port (--port), and an address of this machine (--host)"
+        fix = "choose a free port (--port), and an address of this machine (--host)"
         why = f"cannot listen there: {getattr(error, 'strerror', None) or error}"
-        raise ConfigError([Fault("--port", f"{host}:{port}", why, cure)], source="serve") from error
+        raise ConfigError(
+            [ConfigIssue("--port", f"{host}:{port}", why, fix)], source="serve"
+        ) from error
 
 
 if __name__ == "__main__":

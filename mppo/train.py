@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mppo.config.checks import load_checked
-from mppo.config.errors import ConfigError, Fault
-from mppo.config.rule import RoleCase, roles_in_use, world_size_of
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.rules.rule import RoleCase, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
-from mppo.data.hub import fetch_model
-from mppo.parallel import last_words
+from mppo.hub.download import fetch_model
 from mppo.parallel.launch import (
     LaunchInfo,
     discover,
@@ -30,12 +29,13 @@ from mppo.parallel.launch import (
     process_group,
 )
 from mppo.safety.redact import redacted_output
+from mppo.supervision import last_words
 
 # what imports torch, transformers or Megatron is imported where it is used: help and the form of a
 # recipe need none of them
 
 if TYPE_CHECKING:
-    from mppo.run import Run
+    from mppo.trainer.run import Run
 
 
 @redacted_output()
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         info = discover()
     except ValueError as error:
-        return last_words.refuse(error)
+        return last_words.refuse_recipe(error)
     try:
         started = info.world_size > 1 or not arguments.dry_run
         world = arguments.world_size or (info.world_size if started else None)
@@ -71,16 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _dry_run(recipe, world or world_size_of(recipe), info)
         _check_device()
     except (ConfigError, ValueError) as error:
-        return last_words.refuse(error, info.rank)
-    from mppo.parallel.early_exit import no_early_success
-    from mppo.parallel.heartbeat import Told
+        return last_words.refuse_recipe(error, info.rank)
+    from mppo.supervision.early_exit import no_early_success
+    from mppo.supervision.heartbeat import AlreadyReported
 
     try:
         with no_early_success():
             return _run(recipe, info)
     except ConfigError as error:
-        return last_words.refuse(error, info.rank)
-    except Told as told:
+        return last_words.refuse_recipe(error, info.rank)
+    except AlreadyReported as told:
         return _exit_code(told.__cause__)
     except KeyboardInterrupt:
         return 130
@@ -103,25 +103,25 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _read_config(path: str | Path, trust_remote_code: bool = False):
-    from mppo.data.builtin import load_config
+    from mppo.hub.builtin import load_config
 
     return load_config(path, trust_remote_code)
 
 
-def _judge_role(role: RoleCase, config, planned: bool) -> Iterator[Fault]:
-    from mppo.models.overrides import override_faults
-    from mppo.weights.check import check_weights
+def _judge_role(role: RoleCase, config, planned: bool) -> Iterator[ConfigIssue]:
+    from mppo.hub.check_weights import check_weights
+    from mppo.models.overrides import override_issues
 
-    yield from override_faults(role, config)
+    yield from override_issues(role, config)
     if not planned:
         yield from check_weights(role, config)
 
 
-def _judge_engine(recipe: Recipe, config, planned: bool) -> Iterator[Fault]:
+def _judge_engine(recipe: Recipe, config, planned: bool) -> Iterator[ConfigIssue]:
     from mppo.parallel import device
-    from mppo.rollout.sglang_model import engine_faults
+    from mppo.rollout.sglang.model_support import engine_issues
 
-    return engine_faults(recipe, config, on_cpu=not planned and not device.is_cuda())
+    return engine_issues(recipe, config, on_cpu=not planned and not device.is_cuda())
 
 
 def _check_device() -> None:
@@ -131,8 +131,8 @@ def _check_device() -> None:
 
 
 def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:
-    from mppo.config.disk import describe_checkpoints
-    from mppo.config.plan import describe_plan, plan_roles
+    from mppo.planning.disk import describe_checkpoints
+    from mppo.planning.plan import describe_plan, plan_roles
 
     if info.rank == 0:
         configs = {role.name: _read_config(role.path) for role in roles_in_use(recipe)}
@@ -144,18 +144,19 @@ def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:
 
 def _run(recipe: Recipe, info: LaunchInfo) -> int:
     """Everything with a process group; the group is destroyed on every way out."""
-    from mppo.checkpoint.lock import only_job_in
-    from mppo.opening import opening_lines
+    from mppo.checkpoint.lock import run_folder_lock
     from mppo.parallel import device
-    from mppo.parallel.abandon import Abandoned
-    from mppo.parallel.heartbeat import watching
-    from mppo.parallel.signals import listening
-    from mppo.parallel.way_out import WayOut
+    from mppo.report.opening import opening_lines
     from mppo.safety.private import private_files
     from mppo.safety.temporary import remove_leftovers
+    from mppo.supervision.cleanup_deadline import CleanupDeadline
+    from mppo.supervision.heartbeat import watching
+    from mppo.supervision.signals import listening
+    from mppo.supervision.stop_request import StepInterrupted
 
     device.prepare_megatron()
-    from mppo.run_setup import build_run  # imports Megatron
+    from mppo.trainer.loop import train
+    from mppo.trainer.run_setup import build_run
 
     trainer = recipe.trainer
     silence, hang = trainer.heartbeat_timeout_s, trainer.hang_timeout_s
@@ -167,59 +168,58 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     with (
         private_files(trainer.run_dir),
         listening(trainer.stop_within_s, patience) as stop,
-        WayOut() as way_out,
+        CleanupDeadline() as way_out,
         process_group(info, trainer.collective_timeout_s),
         watching(info, silence, hang, stacks, way_out, tell) as heartbeat,
-        only_job_in(trainer.run_dir, last_words.say),
+        run_folder_lock(trainer.run_dir, last_words.say),
     ):
         if info.rank == 0 and "console" in trainer.logger:
             print("\n".join(opening_lines(recipe, info)), flush=True)
         try:
             run = build_run(recipe, info, stop)
-        except Abandoned:
+        except StepInterrupted:
             if info.rank == 0:
                 last_words.say("stopped before the first step: there is nothing to save")
             return 0
         if run is None:
             return 0
         try:
-            with heartbeat.telling():  # not only after stopping, which may take long
-                _train(run)
+            with heartbeat.report_failures():  # not only after stopping, which may take long
+                train(run)
+                _export(run)
         finally:
             run.stop()
     return 0
 
 
-def _train(run: Run) -> None:
-    """All steps, then the actor as a Hugging Face folder."""
-    from mppo.loop import train
-    from mppo.parallel.phase import phase
-    from mppo.run_folder import ACTOR, AVERAGE
+def _export(run: Run) -> None:
+    """The actor as a Hugging Face folder, once all steps are done."""
+    from mppo.supervision.phase import phase
+    from mppo.trainer.run_folder import ACTOR, AVERAGE
 
-    train(run)
     if run.recipe.trainer.export_hf and not run.checkpoints.stopped_early:
         with phase("export"):
-            actor, folder = run.roles.actor, run.folder.path
-            kept = [actor.save(folder / ACTOR)]
-            if actor.average is not None:
-                kept.append(actor.save_average(folder / AVERAGE))
+            weights, folder = run.roles.actor.weights, run.folder.path
+            kept = [weights.save(folder / ACTOR)]
+            if weights.average is not None:
+                kept.append(weights.save_average(folder / AVERAGE))
         for path in kept:
             if path is not None:
                 run.reporter.line(f"kept {path}")
 
 
 def _report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> None:
-    from mppo import faults
-    from mppo.parallel.phase import current
+    from mppo.supervision.phase import current
+    from mppo.trainer import failures
 
-    if not faults.is_told(error) or "MPPO_TRACEBACK" in os.environ:
+    if not failures.is_told(error) or "MPPO_TRACEBACK" in os.environ:
         traceback.print_exception(error)
     where = f"rank {info.rank} of {info.world_size}"
-    kind = "" if faults.is_bad_input(error) else f"{type(error).__name__}: "
-    what = faults.storage_message(error) or f"{kind}{error}"
+    kind = "" if failures.is_bad_input(error) else f"{type(error).__name__}: "
+    what = failures.storage_message(error) or f"{kind}{error}"
     lines = [f"mppo: {where} failed while {current()}: {what}"]
-    if faults.is_out_of_memory(error):
-        lines.append(f"mppo: {where}: {faults.out_of_memory_message(current(), recipe)}")
+    if failures.is_out_of_memory(error):
+        lines.append(f"mppo: {where}: {failures.out_of_memory_message(current(), recipe)}")
     text = "\n".join(lines)
     print(text, file=sys.stderr, flush=True)
     last_words.leave(text)
@@ -227,7 +227,7 @@ def _report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> N
 
 def _exit_code(error: BaseException | None) -> int:
     """2 where the run was given something it cannot use, else 1."""
-    from mppo.faults import is_bad_input
+    from mppo.trainer.failures import is_bad_input
 
     return 2 if error is not None and is_bad_input(error) else 1
 

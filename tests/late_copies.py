@@ -15,7 +15,8 @@ from torch import Tensor
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.checkpoint.staging import HostBuffers
 from mppo.checkpoint.writer import SaveJob, SaveThread
-from mppo.run import Run
+from mppo.trainer.run import Run
+from mppo.trainer.update_phase import UpdatePhase
 
 
 class _LateBuffers(HostBuffers):
@@ -56,12 +57,12 @@ def late(saver: Checkpointer) -> threading.Event:
 
 
 def late_in_loop(run: Run) -> None:
-    """The same for a whole run: its updates change the models."""
-    changed, update = late(run.checkpoints), run.roles.update
+    """The same for the run of this process: its updates change the models."""
+    changed, metrics = late(run.checkpoints), UpdatePhase.metrics
 
-    def update_and_tell(*arguments) -> dict[str, float]:
-        metrics = update(*arguments)
+    def metrics_once_changed(phase: UpdatePhase) -> dict[str, float]:
+        found = metrics(phase)
         changed.set()
-        return metrics
+        return found
 
-    run.roles.update = update_and_tell
+    UpdatePhase.metrics = metrics_once_changed

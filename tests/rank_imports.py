@@ -9,8 +9,3 @@ with warnings.catch_warnings():
     from mppo.parallel import device
 
     device.prepare_megatron()
-
-    import mppo.data.builtin
-    import mppo.parallel.groups
-    import mppo.roles
-    import mppo.rollout.local  # noqa: F401

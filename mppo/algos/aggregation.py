@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mppo.algos.masked import sequence_sum, spread
+from mppo.algos.masked import expand_to_tokens, sequence_sum
 
 
 def aggregation_weights_T(
@@ -48,7 +48,7 @@ def aggregation_weights_T(
     if mode == "seq-mean-token-sum":
         return mask_T / num_sequences
     if mode == "seq-mean-token-mean":
-        return mask_T / (num_sequences * spread(count_B.clamp(min=1.0), cu_seqlens))
+        return mask_T / (num_sequences * expand_to_tokens(count_B.clamp(min=1.0), cu_seqlens))
     if mode == "seq-mean-token-sum-norm":
         return mask_T / (num_sequences * scale_factor)
     raise ValueError(

@@ -115,7 +115,7 @@ def masked_whiten_by_group(
         centred and not scaled. Sums are taken in float64.
     """
     labels, index_B = torch.unique(group_B, return_inverse=True)
-    index_T, inside_T = spread(index_B, cu_seqlens), mask_T.double()
+    index_T, inside_T = expand_to_tokens(index_B, cu_seqlens), mask_T.double()
 
     def over_group(y_T: Tensor) -> Tensor:
         return y_T.new_zeros(len(labels)).index_add(0, index_T, y_T)
@@ -140,7 +140,7 @@ def sequence_mean(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     return sequence_sum(x_T * mask_T, cu_seqlens) / count_B.clamp(min=1.0)
 
 
-def spread(x_B: Tensor, cu_seqlens: Tensor) -> Tensor:
+def expand_to_tokens(x_B: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Give every token its sequence's number: ``[B] -> [T]``."""
     return torch.repeat_interleave(x_B, cu_seqlens.diff())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mppo.algos.masked import sequence_mean, spread
+from mppo.algos.masked import expand_to_tokens, sequence_mean
 
 LOG_RATIO_LIMIT = 20.0
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
@@ -18,14 +18,14 @@ Loss = tuple[Tensor, Tensor, Tensor]
 
 
 def _with_indicators(
-    loss_T: Tensor, clipped_T: Tensor | None = None, bounded_T: Tensor | None = None
+    loss_T: Tensor, clipped_T: Tensor | None = None, dual_clipped_T: Tensor | None = None
 ) -> Loss:
     """A loss with its two indicators; zeros for one that it does not have."""
     none_T = torch.zeros_like(loss_T)
     return (
         loss_T,
         none_T if clipped_T is None else clipped_T.to(loss_T.dtype),
-        none_T if bounded_T is None else bounded_T.to(loss_T.dtype),
+        none_T if dual_clipped_T is None else dual_clipped_T.to(loss_T.dtype),
     )
 
 
@@ -56,8 +56,8 @@ def clipped_surrogate(
         return _with_indicators(loss_T, clipped_T > plain_T)
     bound_T = -advantages_T * dual_clip
     was_bounded_T = (advantages_T < 0) & (loss_T > bound_T)
-    bounded_T = torch.where(was_bounded_T, bound_T, loss_T)
-    return _with_indicators(bounded_T, clipped_T > plain_T, was_bounded_T)
+    dual_clipped_T = torch.where(was_bounded_T, bound_T, loss_T)
+    return _with_indicators(dual_clipped_T, clipped_T > plain_T, was_bounded_T)
 
 
 def plain_surrogate(ratio_T: Tensor, advantages_T: Tensor) -> Loss:
@@ -95,7 +95,7 @@ def gspo(
     Source: https://arxiv.org/abs/2507.18071; verl ``compute_policy_loss_gspo``.
     """
     mean_B = sequence_mean(logprobs_T - old_logprobs_T, mask_T, cu_seqlens).detach()
-    log_ratio_T = logprobs_T - logprobs_T.detach() + spread(mean_B, cu_seqlens)
+    log_ratio_T = logprobs_T - logprobs_T.detach() + expand_to_tokens(mean_B, cu_seqlens)
     ratio_T = log_ratio_T.clamp(-LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT).exp()
     return clipped_surrogate(ratio_T, advantages_T, low, high, None)
 
@@ -124,7 +124,7 @@ def gmpo(
     clipped_T = log_ratio_T.clamp(-low, high)
     pessimistic_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * clipped_T)
     mean_B = sequence_mean(pessimistic_T, mask_T, cu_seqlens)
-    ratio_T = spread(mean_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), cu_seqlens)
+    ratio_T = expand_to_tokens(mean_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), cu_seqlens)
     was_clipped_T = clipped_T != log_ratio_T
     return _with_indicators(
         -advantages_T * ratio_T,

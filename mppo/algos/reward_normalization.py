@@ -1,7 +1,7 @@
 """Outcome scores brought to a common scale: by batch, by group, by a running or a given mean.
 
 Source: OpenRLHF ``normalize_reward`` (mean and deviation of the reward model's training data, from
-its config); ROLL ``RunningMoments`` and ``reward_norm`` (batch, group, running); running variance
+its config); ROLL ``RewardStats`` and ``reward_norm`` (batch, group, running); running variance
 by Chan's parallel update.
 """
 
@@ -54,7 +54,7 @@ def group_scale(scores_B: Tensor, group_B: Tensor) -> ScoreScale:
     return ScoreScale(group_mean(scores_B, group_B), torch.where(std_B > 0, std_B + _EPS, 1.0))
 
 
-class RunningMoments:
+class RewardStats:
     """Mean and variance of every score seen so far.
 
     ``merge`` of a batch of n scores of mean m and squared deviation S into N, M, Q:

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from mppo.algos.masked import masked_mean, sequence_mean, sequence_sum, spread
+from mppo.algos.masked import expand_to_tokens, masked_mean, sequence_mean, sequence_sum
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -39,7 +39,7 @@ def importance_weights(
     if level == "token":
         exponent_T = log_ratio_T
     elif level == "sequence":
-        exponent_T = spread(sequence_sum(log_ratio_T * mask_T, cu_seqlens), cu_seqlens)
+        exponent_T = expand_to_tokens(sequence_sum(log_ratio_T * mask_T, cu_seqlens), cu_seqlens)
     else:
         raise ValueError(f"rollout_is: unknown level {level!r}; use token or sequence")
     weight_T = exponent_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -69,10 +69,10 @@ def sequence_geometric_mean(weight_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor
     Source: verl ``compute_policy_loss_geo_mean``.
     """
     log_T = torch.where(mask_T > 0, weight_T, 1.0).log()
-    return spread(sequence_mean(log_T, mask_T, cu_seqlens).exp(), cu_seqlens) * mask_T
+    return expand_to_tokens(sequence_mean(log_T, mask_T, cu_seqlens).exp(), cu_seqlens) * mask_T
 
 
-def mask_weights(weight_T: Tensor, upper: float, lower: float) -> Tensor:
+def icepop(weight_T: Tensor, upper: float, lower: float) -> Tensor:
     """IcePop: ``w`` within ``[lower, upper]``, 0 outside it."""
     return torch.where((weight_T >= lower) & (weight_T <= upper), weight_T, 0.0)
 
@@ -139,7 +139,7 @@ def rejection_mask(
         kept_T = (stat_T >= low) & (stat_T <= high)
     else:
         top_B, bottom_B = _over_sequences(stat_T, mask_T, cu_seqlens, level)
-        kept_T = spread((bottom_B >= low) & (top_B <= high), cu_seqlens)
+        kept_T = expand_to_tokens((bottom_B >= low) & (top_B <= high), cu_seqlens)
     return mask_T * kept_T
 
 
@@ -175,10 +175,10 @@ def veto_mask(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, threshold
     """
     catastrophic_T = (log_ratio_T < math.log(threshold)) & (mask_T > 0)
     vetoed_B = sequence_sum(catastrophic_T.to(mask_T.dtype), cu_seqlens) > 0
-    return mask_T * (~spread(vetoed_B, cu_seqlens))
+    return mask_T * (~expand_to_tokens(vetoed_B, cu_seqlens))
 
 
-def mismatch_metrics(
+def correction_metrics(
     logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor
 ) -> dict[str, float]:
     """How far the engine's probabilities lie from the actor's: verl's ``rollout_corr/*``.

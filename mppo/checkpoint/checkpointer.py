@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import mppo
-from mppo.batch import Begun
+from mppo.batch import PartialResponses, ResponsesBySample
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint import responses
 from mppo.checkpoint.folder import Manifest
@@ -31,14 +31,15 @@ from mppo.checkpoint.role_state import (
 from mppo.checkpoint.staging import HostBuffers
 from mppo.checkpoint.timing import SaveTiming
 from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_shards
-from mppo.config.input_files import read_json
 from mppo.config.schema import TrainerConfig
-from mppo.disk import FileEntry
 from mppo.models.role import Role
-from mppo.parallel import abandon, device
-from mppo.parallel.abandon import Abandoned
-from mppo.parallel.phase import last_step, step_done
-from mppo.parallel.signals import StopRequest
+from mppo.parallel import device
+from mppo.safety.disk import FileEntry
+from mppo.safety.input_files import read_json
+from mppo.supervision import stop_request
+from mppo.supervision.phase import last_step, step_done
+from mppo.supervision.signals import StopRequest
+from mppo.supervision.stop_request import StepInterrupted
 
 STATE = "run.json"
 
@@ -54,11 +55,11 @@ class Stateful(Protocol):
 @dataclass(frozen=True)
 class _Before:
     """What a step changes before its first update: the parts' states as JSON, random states, and
-    responses that have begun."""
+    partial responses."""
 
     parts: str
     random: bytes
-    begun: Begun
+    partial: ResponsesBySample
 
 
 class Checkpointer:
@@ -69,6 +70,7 @@ class Checkpointer:
         root: folder of the checkpoints, the same on every rank.
         roles: trained roles by name.
         parts: everything else with a state, by name.
+        partial_responses: of the run.
         recipe: the resolved recipe as plain values, without secrets.
         stop: stop requests of this process.
         say: shows a line to the user (on the first rank).
@@ -80,6 +82,7 @@ class Checkpointer:
         root: Path,
         roles: Mapping[str, Role],
         parts: Mapping[str, Stateful],
+        partial_responses: PartialResponses,
         recipe: dict[str, Any],
         stop: StopRequest,
         say: Callable[[str], None],
@@ -88,8 +91,7 @@ class Checkpointer:
         self.root = root
         self.roles = roles
         self.parts = parts
-        self.begun: Begun = {}
-        """Of the run, like its parts: engines take from it and leave there (``Wish.begun``)."""
+        self.partial_responses = partial_responses
         self.stopped_early = False
         self.failed_saves = 0
         self._last_error: str | None = None
@@ -104,7 +106,7 @@ class Checkpointer:
         self._timing = SaveTiming(trainer, checkpoint_bytes=sum(map(role_bytes, roles.values())))
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         if self._rank == 0:
-            abandon.on_ask(self._tell_what_stopping_takes)
+            stop_request.on_ask(self._tell_what_stopping_takes)
 
     def resume(self, found: Found | None) -> int:
         """Take up a checkpoint.
@@ -132,16 +134,18 @@ class Checkpointer:
 
     def before_step(self) -> None:
         """Remember what the coming step changes, should it be abandoned."""
-        abandon.expect(self._timing.longest_step_s + 1.5 * self._timing.expected_save_s)
+        stop_request.expect(self._timing.longest_step_s + 1.5 * self._timing.expected_save_s)
         if self.trainer.save_on_signal:
             parts = {name: part.state_dict() for name, part in self.parts.items()}
-            self._before = _Before(json.dumps(parts), self._random_state(), dict(self.begun))
+            self._before = _Before(
+                json.dumps(parts), self._random_state(), self.partial_responses.responses
+            )
 
     def before_update(self) -> None:
         """Wait until a save under way needs the models no more, which are about to change."""
         self._thread.wait_copied()
 
-    def leave(self, step: int, reason: Abandoned) -> None:
+    def leave(self, step: int, reason: StepInterrupted) -> None:
         """End the run within a step that was abandoned, with a checkpoint of the one before.
 
         Args:
@@ -200,7 +204,9 @@ class Checkpointer:
         if due or (stop and self.trainer.save_on_signal):
             self.save(step, metrics)
             if self.trainer.checkpoint_hf:
-                kept = self.roles["actor"].save(self.root.parent / "hf" / f"global_step_{step}")
+                kept = self.roles["actor"].weights.save(
+                    self.root.parent / "hf" / f"global_step_{step}"
+                )
                 if kept is not None:
                     self._say(f"kept {kept}")
         if last or stop:
@@ -217,7 +223,7 @@ class Checkpointer:
             before: what was remembered when it had ended; None: what is now.
         """
         self._collect(self._thread.wait())
-        building = folders.partial_path(self.root, step)
+        building = folders.partial_checkpoint(self.root, step)
         self._last_error = self._prepare(building)
         if self._last_error is not None:
             self._failed(folders.final_path(self.root, step), self._last_error)
@@ -253,10 +259,10 @@ class Checkpointer:
         if any(errors):
             first = next(error for error in errors if error)
             raise SaveError(f"the last checkpoint could not be written: {first}")
-        abandon.over()
+        stop_request.over()
 
     def _tell_what_stopping_takes(self) -> None:
-        self._say(self._timing.what_stopping_takes(last_step(), abandon.patience_s()))
+        self._say(self._timing.what_stopping_takes(last_step(), stop_request.patience_s()))
 
     def _agree(self) -> tuple[bool, bool]:
         """What the first rank's clock says and whether anyone is asked to stop, for all ranks."""
@@ -314,8 +320,9 @@ class Checkpointer:
                 "recipe": self._recipe,
             }
             contents[STATE] = f"{json.dumps(state, indent=1)}\n".encode()
-            if begun := before.begun if before else self.begun:
-                contents[responses.FILE] = responses.to_bytes(begun)
+            left = before.partial if before else self.partial_responses.responses
+            if left:
+                contents[responses.FILE] = responses.to_bytes(left)
         manifest = Manifest(
             step=step,
             world_size=self._world,
@@ -360,7 +367,7 @@ class Checkpointer:
         load_roles(found.folder, self.roles)
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
-        self.begun.update(responses.load(found.folder))
+        self.partial_responses.responses = responses.load_responses(found.folder)
         layouts = {name: role.groups for name, role in self.roles.items()}
         same = found.manifest.world_size == self._world and all(
             found.manifest.roles[name]["layout"] == asdict(role.layout)

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mppo import disk
-from mppo.config.input_files import read_json
-from mppo.disk import Damaged, FileEntry, flush, set_aside, write_bytes
+from mppo.safety import disk
+from mppo.safety.disk import Damaged, FileEntry, flush, set_aside, write_bytes
+from mppo.safety.input_files import read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -54,7 +54,7 @@ def final_path(root: Path, step: int) -> Path:
     return root / f"global_step_{step}"
 
 
-def partial_path(root: Path, step: int) -> Path:
+def partial_checkpoint(root: Path, step: int) -> Path:
     """Where it is built."""
     return root / f".global_step_{step}.partial"
 
@@ -136,7 +136,7 @@ def read_sound(folder: Path) -> Manifest:
     return manifest
 
 
-def publish(building: Path, final: Path) -> None:
+def publish_checkpoint(building: Path, final: Path) -> None:
     """Give a finished folder its name. What bears the name already is kept beside it."""
     if final.exists():
         set_aside(final)

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from mppo.config.errors import ConfigError, Fault
-from mppo.parallel.first_rank import on_first_rank
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.supervision.first_rank import on_first_rank
 
 LOCK = ".lock"
 PATIENCE_S = 30.0
@@ -23,7 +23,7 @@ _POLL_S = 0.2
 
 
 @contextmanager
-def only_job_in(
+def run_folder_lock(
     folder: Path, say: Callable[[str], None], patience_s: float = PATIENCE_S
 ) -> Iterator[None]:
     """Hold a run's folder; made where missing. Collective, the first rank holds it.
@@ -46,8 +46,8 @@ def only_job_in(
             held.append(_open(folder, say, patience_s))
         except OSError as error:
             why = f"cannot be written ({error.strerror})"
-            cure = "name a folder on a disk you may write to, with some space left"
-            raise ConfigError([Fault(_KEY, str(folder), why, cure)], "run folder") from error
+            fix = "name a folder on a disk you may write to, with some space left"
+            raise ConfigError([ConfigIssue(_KEY, str(folder), why, fix)], "run folder") from error
 
     on_first_rank(hold)
     try:
@@ -78,9 +78,9 @@ def _take(stream: IO[str], folder: Path, say: Callable[[str], None], patience_s:
             holder = _holder(stream)
             if time.monotonic() >= deadline:
                 why = f"another job runs there: {holder}"
-                cure = "stop that job, or use another folder (trainer.experiment_name)"
-                fault = Fault(_KEY, str(folder), why, cure)
-                raise ConfigError([fault], source="run folder") from None
+                fix = "stop that job, or use another folder (trainer.experiment_name)"
+                issue = ConfigIssue(_KEY, str(folder), why, fix)
+                raise ConfigError([issue], source="run folder") from None
             if not told:
                 say(f"{folder}: waiting for another job to end: {holder}")
             told = True

@@ -44,7 +44,7 @@ class Pruner:
                     self._say(f"left alone: {error}")
                 self._damaged.add(number)
         for number in folders.expendable(metrics, keep, self._trainer.best_metric):
-            doomed = folders.partial_path(self._root, number)
+            doomed = folders.partial_checkpoint(self._root, number)
             shutil.rmtree(doomed, ignore_errors=True)
             folders.final_path(self._root, number).rename(doomed)
             shutil.rmtree(doomed)

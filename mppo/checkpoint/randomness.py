@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from mppo.config.input_files import parse_json
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
-from mppo.weights.safetensors_file import read_header
+from mppo.safety.input_files import parse_json
+from mppo.weights.hf.safetensors_file import read_header
 
 
 def file_name(rank: int) -> str:
@@ -32,7 +32,7 @@ def random_state(layouts: Mapping[str, LayoutGroups]) -> bytes:
     """
     numpy_kind, numpy_keys, *numpy_rest = np.random.get_state()
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_keys.copy())}
-    if (state := device.random_state()) is not None:
+    if (state := device.device_random_state()) is not None:
         tensors["device"] = state
     for role, groups in layouts.items():
         tensors |= {f"{role}/{name}": s for name, s in groups.random_states().items()}

@@ -10,15 +10,15 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from mppo.batch import Begun, Prompt, Trajectory
-from mppo.config.input_files import parse_json
-from mppo.weights.safetensors_file import read_header
+from mppo.batch import Prompt, ResponsesBySample, Trajectory
+from mppo.safety.input_files import parse_json
+from mppo.weights.hf.safetensors_file import read_header
 
 FILE = "responses.safetensors"
 _TABLE = "responses"
 
 
-def to_bytes(begun: Begun) -> bytes:
+def to_bytes(partial: ResponsesBySample) -> bytes:
     """The contents of the file.
 
     For response r there are ``r/prompt_ids`` and ``r/response_ids`` (int64), ``r/logprobs``
@@ -27,7 +27,7 @@ def to_bytes(begun: Begun) -> bytes:
     """
     tensors: dict[str, Tensor] = {}
     table = []
-    for row, ((uid, sample), response) in enumerate(begun.items()):
+    for row, ((uid, sample), response) in enumerate(partial.items()):
         tensors[f"{row}/prompt_ids"] = torch.tensor(response.prompt.token_ids)
         tensors[f"{row}/response_ids"] = torch.tensor(response.response_ids)
         tensors[f"{row}/logprobs"] = torch.tensor(response.logprobs, dtype=torch.float32)
@@ -45,17 +45,17 @@ def to_bytes(begun: Begun) -> bytes:
     return save(tensors, metadata={_TABLE: json.dumps(table)})
 
 
-def load(folder: Path) -> Begun:
+def load_responses(folder: Path) -> ResponsesBySample:
     """The responses of a checkpoint; none where it has no such file.
 
-    Their prompts have uid and tokens only: ``Wish.known`` puts the run's own in place.
+    Their prompts have uid and tokens only; ``GenerationRequest.resumed`` puts the own ones there.
 
     Raises:
         ValueError, KeyError, TypeError: it is not such a file.
     """
     if not (folder / FILE).exists():
         return {}
-    begun: Begun = {}
+    partial: ResponsesBySample = {}
     read_header(folder / FILE)
     with safe_open(folder / FILE, framework="pt") as file:
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -63,7 +63,7 @@ def load(folder: Path) -> Begun:
     for row, entry in enumerate(table):
         uid, sample = entry.pop("uid"), entry.pop("sample")
         prompt_ids = tuple(tensors[f"{row}/prompt_ids"].tolist())
-        begun[uid, sample] = Trajectory(
+        partial[uid, sample] = Trajectory(
             prompt=Prompt(uid, prompt_ids, data_source="", ground_truth="", text=""),
             response_ids=tuple(tensors[f"{row}/response_ids"].tolist()),
             logprobs=tuple(tensors[f"{row}/logprobs"].tolist()),
@@ -71,4 +71,4 @@ def load(folder: Path) -> Begun:
             earlier=tuple(map(tuple, entry.pop("earlier"))),
             **entry,
         )
-    return begun
+    return partial

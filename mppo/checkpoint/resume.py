@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint.folder import Manifest
-from mppo.config.errors import ConfigError, Fault
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import Recipe, TrainerConfig
-from mppo.disk import Damaged, Files, check_contents, check_sizes
-from mppo.weights.contents import read_checkpoint
+from mppo.safety.disk import Damaged, Files, check_contents, check_sizes
+from mppo.weights.torch_dist.contents import read_checkpoint
 
 _NOT_COMPARED = tuple(
     f"trainer.{key}"
@@ -130,10 +130,10 @@ def check_models(
     Raises:
         ConfigError: it is not.
     """
-    cure = "use another trainer.default_local_dir, or set trainer.resume_mode=disable"
+    fix = "use another trainer.default_local_dir, or set trainer.resume_mode=disable"
     for role, mine in roles.items():
         if role not in manifest.roles:
-            raise _refusal(key, value, f"{candidate} has no {role}, this recipe trains one", cure)
+            raise _refusal(key, value, f"{candidate} has no {role}, this recipe trains one", fix)
         theirs = manifest.roles[role]["model"]
         different = [
             f"{name} {theirs.get(name)} there, {mine.get(name)} here"
@@ -142,7 +142,7 @@ def check_models(
         ]
         if different:
             why = f"{candidate} holds another model as {role}: {'; '.join(different)}"
-            raise _refusal(key, value, why, cure)
+            raise _refusal(key, value, why, fix)
 
 
 def _check_stranger(trainer: TrainerConfig, candidate: Path, manifest: Manifest) -> None:
@@ -161,12 +161,12 @@ def not_usable(trainer: TrainerConfig, folder: Path, error: Exception) -> Config
     else:
         key, value = "trainer.default_local_dir", str(folder)
     lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-    why, _, cure = lacks.partition("; ")
-    return _refusal(key, value, why, cure or "use another checkpoint, or the recipe that wrote it")
+    why, _, fix = lacks.partition("; ")
+    return _refusal(key, value, why, fix or "use another checkpoint, or the recipe that wrote it")
 
 
-def _refusal(key: str, value: Any, why: str, cure: str) -> ConfigError:
-    return ConfigError([Fault(key, value, why, cure)], source="resume")
+def _refusal(key: str, value: Any, why: str, fix: str) -> ConfigError:
+    return ConfigError([ConfigIssue(key, value, why, fix)], source="resume")
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

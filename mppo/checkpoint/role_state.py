@@ -30,8 +30,8 @@ from torch import Tensor
 from mppo.checkpoint.rectangles import Rectangle, rectangles
 from mppo.models.role import Role
 from mppo.parallel import device
-from mppo.weights.contents import read_checkpoint
-from mppo.weights.sharded_load import load_sharded
+from mppo.weights.torch_dist.contents import read_checkpoint
+from mppo.weights.torch_dist.sharded_load import load_sharded
 
 _METADATA = {"singleton_local_shards": False}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -72,7 +72,7 @@ def role_bytes(role: Role) -> float:
     average where it has them. Experts that are spread over ranks are counted as one rank has them.
     """
     width = role.spec.dtype.itemsize
-    each = width + 8 + (4 if width < 4 else 0) + (width if role.average is not None else 0)
+    each = width + 8 + (4 if width < 4 else 0) + (width if role.weights.average is not None else 0)
     here = sum(p.numel() for stage in role.stages for p in stage.parameters())
     return float(each * here * role.layout.tp * role.layout.pp)
 
@@ -94,8 +94,8 @@ def sharded_state(role: Role) -> dict[str, Any]:
             for share in _shares(part):
                 pieces += _pieces(share, entries[id(share.parameter)], part.optimizer.state)
         state["optimizer"] = dict(enumerate(pieces))
-    if role.average is not None:
-        state["average"] = _averages(model, role.average.of_parameters())
+    if role.weights.average is not None:
+        state["average"] = _averages(model, role.weights.average.of_parameters())
     return state
 
 

@@ -41,10 +41,10 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from mppo.checkpoint.folder import publish
+from mppo.checkpoint.folder import publish_checkpoint
 from mppo.checkpoint.staging import HostBuffers, stand_alone
-from mppo.disk import FileEntry, checksum, write_bytes
 from mppo.parallel import device
+from mppo.safety.disk import FileEntry, file_checksum, write_bytes
 
 NOTES = ".notes"
 _POLL_S = 0.05
@@ -263,12 +263,12 @@ class SaveJob:
         for role, planned in self.shards.items():
             results = [[_unpack(r) for r in note["results"][role]] for note in notes]
             planned.writer.finish(planned.metadata, results)
-            files[f"{role}/.metadata"] = checksum(planned.folder / ".metadata")
+            files[f"{role}/.metadata"] = file_checksum(planned.folder / ".metadata")
             for name, content in _companions(planned.common).items():
                 files[f"{role}/{name}"] = write_bytes(planned.folder / name, content)
         shutil.rmtree(self.building / NOTES)
         self.write_manifest(files)
-        publish(self.building, self.final)
+        publish_checkpoint(self.building, self.final)
         self.published()
 
     def _wait_for_notes(self) -> list[dict]:

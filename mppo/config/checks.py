@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mppo.config import algorithm_rules, engine_rules, layout_rules, training_rules
-from mppo.config.errors import ConfigError, Fault
-from mppo.config.file_rules import check_files, check_run_folder, is_hub_name
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.load import read_recipe, source_name
-from mppo.config.rule import RULES, Case, RoleCase, roles_in_use, world_size_of
+from mppo.config.rules import algorithm, engine, layout, training
+from mppo.config.rules.files import check_files, check_run_folder, is_hub_name
+from mppo.config.rules.rule import RULES, RoleCase, RuleContext, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.weights.shape import model_shape, rope_parameters
 
-RULE_MODULES = (layout_rules, training_rules, algorithm_rules, engine_rules)
+RULE_MODULES = (layout, training, algorithm, engine)
 """Importing them fills ``RULES``."""
 
 ReadConfig = Callable[[str], Any]
@@ -25,11 +25,11 @@ FetchModel = Callable[[str, bool, bool], Path]
 """Hub's name, whether weights are needed and whether its code may run, to the model's folder;
 raises ConfigError."""
 
-JudgeRole = Callable[[RoleCase, Any], Iterable[Fault]]
+JudgeRole = Callable[[RoleCase, Any], Iterable[ConfigIssue]]
 """Role and config object of its model to what only Megatron can tell to be wrong; raises ValueError
 for a model it cannot represent."""
 
-JudgeEngine = Callable[[Recipe, Any], Iterable[Fault]]
+JudgeEngine = Callable[[Recipe, Any], Iterable[ConfigIssue]]
 """Recipe and config object of the actor's model to where the rollout engine would compute another
 model; raises as ``JudgeRole``."""
 
@@ -38,8 +38,8 @@ def check_recipe(
     recipe: Recipe,
     world_size: int,
     hf_configs: Mapping[str, Any],
-    known_faults: Collection[str] = (),
-) -> list[Fault]:
+    known_issues: Collection[str] = (),
+) -> list[ConfigIssue]:
     """Apply every rule between keys, layouts and models. Touches no file.
 
     Args:
@@ -47,25 +47,25 @@ def check_recipe(
         world_size: number of ranks.
         hf_configs: Hugging Face config object of every role's own model; rules that need one that
             is absent are skipped for that role.
-        known_faults: keys already found wrong; rules that read one of them stay silent.
+        known_issues: keys already found wrong; rules that read one of them stay silent.
 
     Returns:
-        Every fault, none where all is well.
+        Every issue, none where all is well.
     """
-    faults: list[Fault] = []
+    issues: list[ConfigIssue] = []
     shapes = {}
     for role in roles_in_use(recipe):
         if role.name in hf_configs:
             try:
                 shapes[role.name] = model_shape(hf_configs[role.name])
             except ValueError as error:
-                faults.append(_model_fault(role.path_key, role.path, error))
+                issues.append(_model_fault(role.path_key, role.path, error))
     positions = _positions(hf_configs["actor"]) if "actor" in shapes else None
-    case = Case(recipe, world_size, shapes, positions)
+    case = RuleContext(recipe, world_size, shapes, positions)
     for keys, function in RULES:
-        if not _touches(keys, known_faults):
-            faults += function(case)
-    return _told_once(faults)
+        if not _touches(keys, known_issues):
+            issues += function(case)
+    return _told_once(issues)
 
 
 def load_checked(
@@ -97,45 +97,45 @@ def load_checked(
         The recipe; models of the Hub are replaced by the folders they are in.
 
     Raises:
-        ConfigError: names every fault at once; those that only a model's config.json tells, where
+        ConfigError: names every issue at once; those that only a model's config.json tells, where
             there is no other.
     """
-    recipe, faults = read_recipe(path, overrides, remarks)
+    recipe, issues = read_recipe(path, overrides, remarks)
     if recipe is None:
-        raise ConfigError(faults, source=source_name(path))
+        raise ConfigError(issues, source=source_name(path))
     world_size = world_size or world_size_of(recipe)
-    faults += _unless_known(check_recipe(recipe, world_size, {}, _keys(faults)), faults)
-    if fetch_model is not None and recipe.model.hub and not faults:
-        recipe, faults = _fetched(recipe, fetch_model, files)
-    faults += _unless_known(check_run_folder(recipe), faults)
+    issues += _unless_known(check_recipe(recipe, world_size, {}, _keys(issues)), issues)
+    if fetch_model is not None and recipe.model.hub and not issues:
+        recipe, issues = _fetched(recipe, fetch_model, files)
+    issues += _unless_known(check_run_folder(recipe), issues)
     if files:
-        faults += _unless_known(check_files(recipe), faults)
-    if not faults and read_hf_config is not None:  # that takes seconds; all before it, a moment
-        configs, faults = _read_configs(recipe, read_hf_config)
-        faults += check_recipe(recipe, world_size, configs, _keys(faults))
+        issues += _unless_known(check_files(recipe), issues)
+    if not issues and read_hf_config is not None:  # that takes seconds; all before it, a moment
+        configs, issues = _read_configs(recipe, read_hf_config)
+        issues += check_recipe(recipe, world_size, configs, _keys(issues))
         for judge in judges:
-            faults += _judge_roles(recipe, configs, judge, _keys(faults))
-        faulty = _keys(faults)
+            issues += _judge_roles(recipe, configs, judge, _keys(issues))
+        faulty = _keys(issues)
         if judge_engine is not None and "actor" in configs and "model.path" not in faulty:
-            faults += _judge_engine(recipe, configs["actor"], judge_engine)
-    if faults:
-        raise ConfigError(_told_once(faults), source=source_name(path))
+            issues += _judge_engine(recipe, configs["actor"], judge_engine)
+    if issues:
+        raise ConfigError(_told_once(issues), source=source_name(path))
     return recipe
 
 
-def _keys(faults: Iterable[Fault]) -> set[str]:
-    return {fault.key for fault in faults}
+def _keys(issues: Iterable[ConfigIssue]) -> set[str]:
+    return {issue.key for issue in issues}
 
 
-def _unless_known(found: Iterable[Fault], faults: Iterable[Fault]) -> list[Fault]:
+def _unless_known(found: Iterable[ConfigIssue], issues: Iterable[ConfigIssue]) -> list[ConfigIssue]:
     """Without those of keys that are known to be wrong."""
-    known = _keys(faults)
-    return [fault for fault in found if fault.key not in known]
+    known = _keys(issues)
+    return [issue for issue in found if issue.key not in known]
 
 
-def _fetched(recipe: Recipe, fetch: FetchModel, weights: bool) -> tuple[Recipe, list[Fault]]:
+def _fetched(recipe: Recipe, fetch: FetchModel, weights: bool) -> tuple[Recipe, list[ConfigIssue]]:
     """A recipe whose models of the Hub are folders, and those that could not be had."""
-    faults: list[Fault] = []
+    issues: list[ConfigIssue] = []
     trust = recipe.model.trust_remote_code
     for section, used in (
         ("model", True),
@@ -148,41 +148,43 @@ def _fetched(recipe: Recipe, fetch: FetchModel, weights: bool) -> tuple[Recipe, 
         try:
             folder = str(fetch(part.path, weights, trust))
         except ConfigError as error:
-            faults += [replace(fault, key=f"{section}.path") for fault in error.faults]
+            issues += [replace(issue, key=f"{section}.path") for issue in error.issues]
             continue
         recipe = recipe.model_copy(update={section: part.model_copy(update={"path": folder})})
-    return recipe, faults
+    return recipe, issues
 
 
-def _read_configs(recipe: Recipe, read_hf_config: ReadConfig) -> tuple[dict[str, Any], list[Fault]]:
+def _read_configs(
+    recipe: Recipe, read_hf_config: ReadConfig
+) -> tuple[dict[str, Any], list[ConfigIssue]]:
     """The config object of every role's own model, and what is wrong with models not readable."""
     configs: dict[str, Any] = {}
-    faults: list[Fault] = []
+    issues: list[ConfigIssue] = []
     for role in roles_in_use(recipe):
         try:
             configs[role.name] = read_hf_config(role.path)
         except ConfigError as error:
-            faults += [replace(fault, key=role.path_key) for fault in error.faults]
+            issues += [replace(issue, key=role.path_key) for issue in error.issues]
         except (ValueError, OSError) as error:
-            faults.append(_model_fault(role.path_key, role.path, error))
-    return configs, _told_once(faults)
+            issues.append(_model_fault(role.path_key, role.path, error))
+    return configs, _told_once(issues)
 
 
 def _judge_roles(
     recipe: Recipe, configs: Mapping[str, Any], judge: JudgeRole, faulty: Collection[str]
-) -> list[Fault]:
-    """What a judge finds in the roles whose model is known and has no fault."""
-    faults: list[Fault] = []
+) -> list[ConfigIssue]:
+    """What a judge finds in the roles whose model is known and has no issue."""
+    issues: list[ConfigIssue] = []
     for role in roles_in_use(recipe):
         if role.name in configs and role.path_key not in faulty:
             try:
-                faults += judge(role, configs[role.name])
+                issues += judge(role, configs[role.name])
             except (ValueError, OSError) as error:
-                faults.append(_model_fault(role.path_key, role.path, error))
-    return _told_once(faults)
+                issues.append(_model_fault(role.path_key, role.path, error))
+    return _told_once(issues)
 
 
-def _judge_engine(recipe: Recipe, hf_config: Any, judge_engine: JudgeEngine) -> list[Fault]:
+def _judge_engine(recipe: Recipe, hf_config: Any, judge_engine: JudgeEngine) -> list[ConfigIssue]:
     """What ``judge_engine`` finds, or that the actor's model cannot be represented."""
     try:
         return list(judge_engine(recipe, hf_config))
@@ -190,13 +192,15 @@ def _judge_engine(recipe: Recipe, hf_config: Any, judge_engine: JudgeEngine) -> 
         return [_model_fault("model.path", recipe.model.path, error)]
 
 
-def _model_fault(key: str, name: str, error: Exception) -> Fault:
-    return Fault(key, name, " ".join(str(error).split()), "give a model folder of a known family")
+def _model_fault(key: str, name: str, error: Exception) -> ConfigIssue:
+    return ConfigIssue(
+        key, name, " ".join(str(error).split()), "give a model folder of a known family"
+    )
 
 
-def _told_once(faults: Iterable[Fault]) -> list[Fault]:
+def _told_once(issues: Iterable[ConfigIssue]) -> list[ConfigIssue]:
     """Without what is wrong with several roles in the same way."""
-    return list({(fault.key, fault.why): fault for fault in faults}.values())
+    return list({(issue.key, issue.why): issue for issue in issues}.values())
 
 
 def _positions(hf_config: Any) -> int | None:
@@ -205,11 +209,11 @@ def _positions(hf_config: Any) -> int | None:
     return limit if rope_parameters(hf_config)["rope_type"] == "default" else None
 
 
-def _touches(keys: Collection[str], known_faults: Collection[str]) -> bool:
+def _touches(keys: Collection[str], known_issues: Collection[str]) -> bool:
     """Whether a rule reads a key that is already known to be wrong."""
-    return any(_reads(pattern, fault) for pattern in keys for fault in known_faults)
+    return any(_reads(pattern, issue) for pattern in keys for issue in known_issues)
 
 
-def _reads(pattern: str, fault: str) -> bool:
-    parts, found = pattern.split("."), fault.split(".")
+def _reads(pattern: str, issue: str) -> bool:
+    parts, found = pattern.split("."), issue.split(".")
     return all(p in ("*", f) for p, f in zip(parts, found))

@@ -1,7 +1,7 @@
 """A recipe as read: YAML text and ``key=value`` overrides to one nested mapping.
 
 YAML here follows version 1.2 for scalars: ``off`` and ``no`` are words, ``1e-6`` is a number, a
-date stays text. A key given twice is a fault.
+date stays text. A key given twice is a issue.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from mppo.config.errors import Fault
-from mppo.config.input_files import MAX_DEPTH, read_text
-from mppo.config.verl_names import RENAMED
+from mppo.config.errors import ConfigIssue
+from mppo.config.verl.names import RENAMED
+from mppo.safety.input_files import MAX_DEPTH, read_text
 
 MAX_BYTES, MAX_NODES, MAX_DIGITS, MAX_BASES = 1 << 20, 100_000, 30, 20
 """Of a recipe: bytes of a file, values with all aliases written out, digits of a whole number, and
@@ -135,116 +135,124 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError(f"a value is not what its tag says ({error})") from error
 
 
-def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_documents(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """``over`` laid on ``under``, mapping by mapping; neither is changed."""
     merged = dict(under)
     for key, value in over.items():
         below = merged.get(key)
         both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged[key] = merge(below, value) if both else value
+        merged[key] = merge_documents(below, value) if both else value
     return merged
 
 
-def read_document(path: Path) -> tuple[dict[str, Any], list[Fault]]:
+def read_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
     """Read a recipe file with everything it builds on.
 
     Args:
         path: the YAML file.
 
     Returns:
-        The merged mapping (empty where the file cannot be read) and the faults.
+        The merged mapping (empty where the file cannot be read) and the issues.
     """
     return _read_document(path, (), {})
 
 
 def _read_document(
     path: Path, above: tuple[Path, ...], known: dict[Path, dict[str, Any]]
-) -> tuple[dict[str, Any], list[Fault]]:
+) -> tuple[dict[str, Any], list[ConfigIssue]]:
     """``above``: files that led here through ``base``; ``known``: what was read before, and its
-    faults told."""
+    issues told."""
     where = Path(os.path.realpath(path))
     if where in above or len(above) == MAX_BASES:
         chain = " -> ".join(str(p) for p in (*above, where)[-4:])
-        return {}, [Fault(BASE_KEY, str(path), f"recipes build on each other: {chain}", "cut it")]
+        return {}, [
+            ConfigIssue(BASE_KEY, str(path), f"recipes build on each other: {chain}", "cut it")
+        ]
     if where in known:
         return known[where], []
-    document, faults = _parse_document(path)
+    document, issues = _parse_document(path)
     bases = document.pop(BASE_KEY, None) or []
     names = [bases] if isinstance(bases, str) else bases
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return document, [
-            Fault(BASE_KEY, bases, "is no file name", "name one YAML file, or a list")
+            ConfigIssue(BASE_KEY, bases, "is no file name", "name one YAML file, or a list")
         ]
     merged: dict[str, Any] = {}
     for name in names:
-        part, part_faults = _read_document(path.parent / name, (*above, where), known)
-        merged = merge(merged, part)
-        faults += part_faults
-    known[where] = merge(merged, rename_keys(document, faults))
-    return known[where], faults
+        part, part_issues = _read_document(path.parent / name, (*above, where), known)
+        merged = merge_documents(merged, part)
+        issues += part_issues
+    known[where] = merge_documents(merged, rename_keys(document, issues))
+    return known[where], issues
 
 
-def _parse_document(path: Path) -> tuple[dict[str, Any], list[Fault]]:
-    """The mapping in one file; empty, and a fault, where there is none."""
+def _parse_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
+    """The mapping in one file; empty, and a issue, where there is none."""
     try:
         text = read_text(path, MAX_BYTES)
     except (OSError, ValueError) as error:
-        return {}, [Fault("--config", str(path), f"cannot be read: {error}", "give a YAML file")]
+        return {}, [
+            ConfigIssue("--config", str(path), f"cannot be read: {error}", "give a YAML file")
+        ]
     try:
         document = parse_yaml(text)
     except yaml.YAMLError as error:
-        return {}, [Fault("--config", str(path), f"is no valid YAML: {_one_line(error)}", "fix it")]
+        return {}, [
+            ConfigIssue("--config", str(path), f"is no valid YAML: {_one_line(error)}", "fix it")
+        ]
     if document is None:
         document = {}
     if not isinstance(document, dict):
         why = f"holds a {type(document).__name__}, not a mapping of sections"
-        return {}, [Fault("--config", str(path), why, "write sections such as 'model:', 'data:'")]
+        return {}, [
+            ConfigIssue("--config", str(path), why, "write sections such as 'model:', 'data:'")
+        ]
     return document, []
 
 
 def apply_overrides(
     document: Mapping[str, Any], overrides: Sequence[str]
-) -> tuple[dict[str, Any], list[Fault]]:
+) -> tuple[dict[str, Any], list[ConfigIssue]]:
     """Lay ``section.key=value`` settings on a document, later ones winning.
 
     Values are YAML: ``actor.optim.lr=1e-6``, ``data.train_files=[a.jsonl, b.jsonl]``. Hydra's
     leading ``+`` is accepted.
 
     Returns:
-        The new mapping and the faults.
+        The new mapping and the issues.
     """
     merged = dict(document)
-    faults: list[Fault] = []
+    issues: list[ConfigIssue] = []
     for override in overrides:
         key, equals, text = override.lstrip("+").partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts) or len(parts) > MAX_DEPTH:
-            cure = "write section.key=value, such as actor.optim.lr=1e-6"
-            faults.append(Fault("command line", override, "is no setting", cure))
+            fix = "write section.key=value, such as actor.optim.lr=1e-6"
+            issues.append(ConfigIssue("command line", override, "is no setting", fix))
             continue
         try:
             value = parse_yaml(text)
         except yaml.YAMLError as error:
             why = f"its value is no valid YAML: {_one_line(error)}"
-            faults.append(Fault(key, text, why, "quote the value, or close its brackets"))
+            issues.append(ConfigIssue(key, text, why, "quote the value, or close its brackets"))
             continue
         for part in reversed(parts):
             value = {part: value}
-        merged = merge(merged, rename_keys(value, faults))
-    return merged, faults
+        merged = merge_documents(merged, rename_keys(value, issues))
+    return merged, issues
 
 
-def rename_keys(document: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
+def rename_keys(document: Mapping[str, Any], issues: list[ConfigIssue]) -> dict[str, Any]:
     """Bring verl's long names to ours.
 
     Args:
         document: nested mapping; not changed.
-        faults: gets one fault for every key given under both names with different values.
+        issues: gets one issue for every key given under both names with different values.
 
     Returns:
         A new mapping with our names only.
     """
-    renamed = merge({}, document)
+    renamed = merge_documents({}, document)
     for old, new in RENAMED.items():
         found, value = _pop(renamed, old.split("."))
         if not found:
@@ -252,11 +260,11 @@ def rename_keys(document: Mapping[str, Any], faults: list[Fault]) -> dict[str, A
         there, present = _get(renamed, new.split("."))
         if there and not isinstance(present, Mapping) and present != value:
             why = f"also given as {new} = {present!r}"
-            faults.append(Fault(old, value, why, f"keep {new} only"))
+            issues.append(ConfigIssue(old, value, why, f"keep {new} only"))
             continue
         for part in reversed(new.split(".")):
             value = {part: value}
-        renamed = merge(renamed, value)
+        renamed = merge_documents(renamed, value)
     return renamed
 
 

@@ -1,4 +1,4 @@
-"""Faults of a recipe, told to a person."""
+"""Issues of a recipe, told to a person."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from mppo.safety.redact import HIDDEN, is_secret_name, redact, redact_text
 
 
 @dataclass(frozen=True)
-class Fault:
+class ConfigIssue:
     """One thing wrong with a recipe.
 
     Args:
-        key: dotted key, or the file or option at fault.
+        key: dotted key, or the file or option at issue.
         value: what was given; shown without secrets.
         why: what is wrong with it.
-        cure: what would be right.
+        fix: what would be right.
     """
 
     key: str
     value: Any
     why: str
-    cure: str
+    fix: str
 
     def __str__(self) -> str:
-        key, why, cure = map(redact_text, (self.key, self.why, self.cure))
+        key, why, fix = map(redact_text, (self.key, self.why, self.fix))
         if self.value and any(is_secret_name(part) for part in self.key.split(".")):
             given = str(self.value)
-            why, cure = why.replace(given, HIDDEN), cure.replace(given, HIDDEN)
+            why, fix = why.replace(given, HIDDEN), fix.replace(given, HIDDEN)
             shown = repr(HIDDEN)
         else:
             shown = repr(redact(self.value))
         if len(shown) > 120:
             shown = shown[:117] + "..."
-        return f"{key} = {shown}\n     why:  {why}\n     cure: {cure}"
+        return f"{key} = {shown}\n     why:  {why}\n     fix: {fix}"
 
 
 class ConfigError(ValueError):
-    """Every fault of one recipe.
+    """Every issue of one recipe.
 
     Args:
-        faults: at least one.
+        issues: at least one.
         source: the recipe file, or how the recipe was given.
     """
 
-    def __init__(self, faults: Sequence[Fault], source: str = "recipe") -> None:
-        assert faults, "a ConfigError without a fault"
-        self.faults = tuple(faults)
+    def __init__(self, issues: Sequence[ConfigIssue], source: str = "recipe") -> None:
+        assert issues, "a ConfigError without a issue"
+        self.issues = tuple(issues)
         self.source = source
-        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-        lines = [f"  {number}. {fault}" for number, fault in enumerate(faults, start=1)]
+        count = "1 issue" if len(issues) == 1 else f"{len(issues)} issues"
+        lines = [f"  {number}. {issue}" for number, issue in enumerate(issues, start=1)]
         super().__init__(printable("\n".join([f"{source}: {count}", *lines])))
 
 

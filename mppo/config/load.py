@@ -18,12 +18,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from mppo.config.document import BASE_KEY, apply_overrides, merge, read_document
-from mppo.config.errors import ConfigError, Fault, nearest
+from mppo.config.document import BASE_KEY, apply_overrides, merge_documents, read_document
+from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
-from mppo.config.verl_keys import Settled
-from mppo.config.verl_names import ours
+from mppo.config.verl.keys import Settled
+from mppo.config.verl.names import ours
 from mppo.safety.redact import redact
 
 PATH_KEYS = frozenset(
@@ -46,11 +46,11 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
         The recipe.
 
     Raises:
-        ConfigError: names every fault at once.
+        ConfigError: names every issue at once.
     """
-    recipe, faults = read_recipe(path, overrides)
-    if recipe is None or faults:
-        raise ConfigError(faults, source=source_name(path))
+    recipe, issues = read_recipe(path, overrides)
+    if recipe is None or issues:
+        raise ConfigError(issues, source=source_name(path))
     return recipe
 
 
@@ -61,8 +61,8 @@ def source_name(path: str | Path | None) -> str:
 
 def read_recipe(
     path: str | Path | None, overrides: Sequence[str] = (), remarks: list[str] | None = None
-) -> tuple[Recipe | None, list[Fault]]:
-    """As ``load_recipe``, with the faults as values.
+) -> tuple[Recipe | None, list[ConfigIssue]]:
+    """As ``load_recipe``, with the issues as values.
 
     Args:
         path, overrides: as there.
@@ -70,31 +70,31 @@ def read_recipe(
 
     Returns:
         The recipe with faulty keys at their defaults (None where no recipe can be made of it) and
-        the faults, none where all is well.
+        the issues, none where all is well.
     """
-    faults: list[Fault] = []
+    issues: list[ConfigIssue] = []
     document: dict[str, Any] = {}
     if path is not None:
-        document, faults = read_document(Path(path))
-        if not document and faults:
-            return None, faults
-    document, override_faults = apply_overrides(document, overrides)
-    faults += override_faults
+        document, issues = read_document(Path(path))
+        if not document and issues:
+            return None, issues
+    document, override_issues = apply_overrides(document, overrides)
+    issues += override_issues
     settled = Settled(document)
-    faults += settled.faults
+    issues += settled.issues
     if remarks is not None:
         remarks += [*given_twice(overrides), *settled.remarks]
-    document = _normalise(apply_preset(settled.document), Recipe, "", faults)
+    document = _normalise(apply_preset(settled.document), Recipe, "", issues)
     try:
-        return Recipe.model_validate(document), faults
+        return Recipe.model_validate(document), issues
     except ValidationError as error:
-        faults += translate(error)
+        issues += translate(error)
         for entry in error.errors():
             _drop(document, entry["loc"])
     try:
-        return Recipe.model_validate(document), faults
+        return Recipe.model_validate(document), issues
     except ValidationError:
-        return None, faults
+        return None, issues
 
 
 def given_twice(overrides: Sequence[str]) -> list[str]:
@@ -110,16 +110,16 @@ def given_twice(overrides: Sequence[str]) -> list[str]:
     return lines
 
 
-def translate(error: ValidationError) -> list[Fault]:
-    """pydantic's findings in the words of a recipe, one fault per key."""
-    faults: dict[str, Fault] = {}
+def translate(error: ValidationError) -> list[ConfigIssue]:
+    """pydantic's findings in the words of a recipe, one issue per key."""
+    issues: dict[str, ConfigIssue] = {}
     for entry in error.errors():
         parts = [part for part in entry["loc"] if not _is_branch(part)]
         key = ".".join(str(part) for part in parts)
-        if key not in faults:
-            why, cure = _explain(entry, parts)
-            faults[key] = Fault(key, entry["input"], why, cure)
-    return list(faults.values())
+        if key not in issues:
+            why, fix = _explain(entry, parts)
+            issues[key] = ConfigIssue(key, entry["input"], why, fix)
+    return list(issues.values())
 
 
 def recipe_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
@@ -163,7 +163,7 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 
 def _normalise(
-    document: Mapping[str, Any], section: type[BaseModel], prefix: str, faults: list[Fault]
+    document: Mapping[str, Any], section: type[BaseModel], prefix: str, issues: list[ConfigIssue]
 ) -> dict[str, Any]:
     """Wrap a lone word where a list is meant, expand paths, and refuse true/false as a number."""
     result: dict[str, Any] = {}
@@ -171,7 +171,7 @@ def _normalise(
         key = f"{prefix}{name}"
         field = section.model_fields.get(name) if isinstance(name, str) else None
         if not isinstance(name, str):
-            faults.append(Fault(key, value, "a key must be a word", "quote it or correct it"))
+            issues.append(ConfigIssue(key, value, "a key must be a word", "quote it or correct it"))
             continue
         if field is None:
             result[name] = value
@@ -180,11 +180,13 @@ def _normalise(
         if inner is not None and isinstance(value, Mapping):
             # a section set in part keeps the rest of its own default, not of its class's
             under = field.default.model_dump(exclude_unset=True) if field.default else {}
-            result[name] = _normalise(merge(under, value), inner, f"{key}.", faults)
+            result[name] = _normalise(merge_documents(under, value), inner, f"{key}.", issues)
             continue
         number = bool not in options and any(o in (int, float) for o in options)
         if isinstance(value, bool) and number:
-            faults.append(Fault(key, value, "is true or false, not a number", "give a number"))
+            issues.append(
+                ConfigIssue(key, value, "is true or false, not a number", "give a number")
+            )
             continue
         if isinstance(value, str) and any(typing.get_origin(o) is tuple for o in options):
             value = [value]
@@ -229,10 +231,10 @@ _TYPE_CURES = {
 
 
 def _explain(entry: Mapping[str, Any], parts: Sequence[str | int]) -> tuple[str, str]:
-    """Why and cure for one finding of pydantic."""
+    """Why and fix for one finding of pydantic."""
     kind, context = entry["type"], entry.get("ctx", {})
     if kind == "extra_forbidden":
-        return "no such key", _cure_unknown(parts)
+        return "no such key", _fix_unknown(parts)
     if kind == "literal_error":
         options = context["expected"].replace("'", "").replace(" or ", ", ")
         close = nearest(str(entry["input"]), options.split(", "))
@@ -248,7 +250,7 @@ def _explain(entry: Mapping[str, Any], parts: Sequence[str | int]) -> tuple[str,
     return entry["msg"][0].lower() + entry["msg"][1:], _TYPE_CURES.get(stem, "correct the value")
 
 
-def _cure_unknown(parts: Sequence[str | int]) -> str:
+def _fix_unknown(parts: Sequence[str | int]) -> str:
     """What to do about a key that does not exist."""
     name = str(parts[-1])
     key = ".".join(str(part) for part in parts)

@@ -90,7 +90,7 @@ class MegatronConfig(Section):
     them (PP x VPP numbers); null shares them evenly. ``cp_comm_type`` (Megatron-Core's key): over
     ``context_parallel_size`` ranks keys and values are gathered (``all_gather``) or travel from
     rank to rank while attention works on the last ones (``p2p``, a ring: less memory); null: p2p
-    for latent attention, else all_gather, and with Transformer Engine its own choice.
+    for MLA, else all_gather, and with Transformer Engine its own choice.
     ``offload_activations`` keeps what the backward pass needs in host memory meanwhile.
     ``moe_expert_capacity_factor``: an expert takes that many times its even share of a
     micro-batch's choices on a rank, the rest is dropped; null drops none.
@@ -122,7 +122,7 @@ class MegatronConfig(Section):
     override_transformer_config: dict[str, Any] = Field(default_factory=dict)
 
     def key_exchange(self, latent: bool) -> Literal["all_gather", "p2p"]:
-        """``cp_comm_type``, or the choice for the model; ``latent``: it has latent attention."""
+        """``cp_comm_type``, or the choice for the model; ``latent``: it has MLA."""
         return self.cp_comm_type or ("p2p" if latent else "all_gather")
 
     def layout(self, world: int) -> Layout:
@@ -437,14 +437,14 @@ class Recipe(Section):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
-    def measures_actor(self) -> bool:
+    def needs_actor_logprobs(self) -> bool:
         """Whether the actor's log-probabilities are measured, or the engine's taken for them."""
         correction = self.algorithm.rollout_correction
         rejects = correction.rollout_rs != "off" or correction.rollout_token_veto_threshold
-        return bool(not correction.bypass_mode or rejects or self.measures_full_kl)
+        return bool(not correction.bypass_mode or rejects or self.needs_full_kl)
 
     @property
-    def measures_full_kl(self) -> bool:
+    def needs_full_kl(self) -> bool:
         """Whether a KL term is taken over the whole vocabulary."""
         penalty = self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty.startswith("full")
         return penalty or self.actor.learns_full_kl

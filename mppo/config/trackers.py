@@ -8,18 +8,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mppo.config.errors import Fault
+from mppo.config.errors import ConfigIssue
 
 PACKAGES = ("tensorboard", "wandb")
 KEY = "trainer.logger"
 _WANDB_URL = "https://api.wandb.ai"
 
 
-def tracker_faults(
+def tracker_issues(
     loggers: Sequence[str],
     environ: Mapping[str, str],
     is_installed: Callable[[str], object] = find_spec,
-) -> Iterator[Fault]:
+) -> Iterator[ConfigIssue]:
     """What would keep a tracker from working.
 
     Args:
@@ -29,15 +29,15 @@ def tracker_faults(
     """
     for name in PACKAGES:
         if name in loggers and not is_installed(name):
-            cure = f'pip install "mppo[{name}]", or take it out of trainer.logger'
-            yield Fault(KEY, name, f"the package {name} is not installed", cure)
+            fix = f'pip install "mppo[{name}]", or take it out of trainer.logger'
+            yield ConfigIssue(KEY, name, f"the package {name} is not installed", fix)
         elif name == "wandb" and name in loggers and not _has_key(environ):
             why = "Weights & Biases has no key on this machine"
-            cure = (
+            fix = (
                 "export WANDB_API_KEY, run `wandb login`, set WANDB_MODE=offline, or take wandb "
                 "out of trainer.logger"
             )
-            yield Fault(KEY, name, why, cure)
+            yield ConfigIssue(KEY, name, why, fix)
 
 
 def _has_key(environ: Mapping[str, str]) -> bool:

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError, Fault
-from mppo.config.input_files import parse_json
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.safety.input_files import parse_json
 
 CPU_S, CPU_S_PER_PROMPT, WALL_S = 3.0, 0.01, 60.0
 """Limits of a whole data set; the last is waited for beyond the first two, times ten."""
@@ -88,6 +88,8 @@ def _texts(lines) -> list[str]:
 
 
 def _fault(why: str) -> ConfigError:
-    cure = "set data.apply_chat_template=false, or use a tokenizer with another template"
-    fault = Fault("data.apply_chat_template", True, f"the tokenizer's chat template {why}", cure)
-    return ConfigError([fault], source="data")
+    fix = "set data.apply_chat_template=false, or use a tokenizer with another template"
+    issue = ConfigIssue(
+        "data.apply_chat_template", True, f"the tokenizer's chat template {why}", fix
+    )
+    return ConfigError([issue], source="data")

@@ -16,7 +16,7 @@ import sys
 import time
 
 
-def limit(cpu_s, memory_mb):
+def limit_process(cpu_s, memory_mb):
     """Bound processor time and address space from here on."""
     with open("/proc/self/statm") as stream:
         pages = int(stream.read().split()[0])
@@ -36,7 +36,7 @@ def main():
     sys.path[:] = job["path"]
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    limit(job["cpu_s"], job["memory_mb"])
+    limit_process(job["cpu_s"], job["memory_mb"])
     for number, conversation in enumerate(job["conversations"], start=1):
         try:
             rendered, _ = render_jinja_template(

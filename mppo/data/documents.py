@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch import Prompt
-from mppo.config.errors import ConfigError, Fault
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import DataConfig
 from mppo.data.rows import read_rows
 from mppo.data.source import PromptSet
@@ -30,8 +30,8 @@ def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
     rows = read_rows(data.ptx_files, "data.ptx_files", data.ptx_key, data.ptx_key)
     odd = next((row for row in rows if not isinstance(row.prompt, str)), None)
     if odd is not None:
-        why, cure = f"{odd.where} holds no text there", "name the column that holds the text"
-        raise ConfigError([Fault("data.ptx_key", data.ptx_key, why, cure)])
+        why, fix = f"{odd.where} holds no text there", "name the column that holds the text"
+        raise ConfigError([ConfigIssue("data.ptx_key", data.ptx_key, why, fix)])
     limit = data.max_prompt_length + data.max_response_length
     encoded = tokenizer([str(row.prompt) for row in rows])["input_ids"]
     kept = []
@@ -40,7 +40,7 @@ def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
         if len(whole) > 1:
             kept.append(Prompt(len(kept), whole[:limit], row.data_source, "", ""))
     if not kept:
-        why, cure = "no document has two tokens", "give files with text"
-        raise ConfigError([Fault("data.ptx_files", list(data.ptx_files), why, cure)])
+        why, fix = "no document has two tokens", "give files with text"
+        raise ConfigError([ConfigIssue("data.ptx_files", list(data.ptx_files), why, fix)])
     truncated = sum(len(ids) + 1 > limit for ids in encoded)
     return PromptSet(tuple(kept), len(rows) - len(kept), truncated)

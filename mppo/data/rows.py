@@ -1,4 +1,4 @@
-"""Rows of jsonl and parquet files, with the place of every fault."""
+"""Rows of jsonl and parquet files, with the place of every issue."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError, Fault
-from mppo.config.input_files import open_file, parse_json
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.safety.input_files import open_file, parse_json
 
 MAX_LINE_BYTES = 64 << 20
 MAX_ROWS, ROWS_AT_ONCE = 100_000_000, 1024
@@ -25,7 +25,7 @@ DEFAULT_ANSWER, VERL_ANSWER = "answer", "reward_model.ground_truth"
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """One data row.
 
     Args:
@@ -57,7 +57,7 @@ class _BadRow(ValueError):
 
 def read_rows(
     files: Sequence[str], key: str, prompt_key: str, answer_key: str, limit: int | None = None
-) -> list[Row]:
+) -> list[DataRow]:
     """The rows of files, one file after the other.
 
     Args:
@@ -69,7 +69,7 @@ def read_rows(
         limit: rows to read at most, as evenly of each file as can be; None reads all.
 
     Raises:
-        ConfigError: missing, empty or unreadable files and faulty rows, one fault for each file
+        ConfigError: missing, empty or unreadable files and faulty rows, one issue for each file
             and cause, up to ``MAX_FAULTS``.
     """
     sources = [_Source(Path(name).expanduser(), key) for name in files]
@@ -82,9 +82,9 @@ def read_rows(
             turns.append(source)
         if sum(len(source.causes) for source in sources) >= MAX_FAULTS:
             break
-    faults = [fault for source in sources for fault in source.faults()]
-    if faults:
-        raise ConfigError(faults, source="data")
+    issues = [issue for source in sources for issue in source.issues()]
+    if issues:
+        raise ConfigError(issues, source="data")
     return [row for source in sources for row in source.rows]
 
 
@@ -98,7 +98,7 @@ class _Source:
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
-        self.rows: list[Row] = []
+        self.rows: list[DataRow] = []
         self.causes: dict[str, list[tuple[str, Any]]] = {}
         """Why rows cannot be used, to their places and contents."""
         self._records = _records(path, key)
@@ -124,20 +124,20 @@ class _Source:
         self._ended = True
         return False
 
-    def faults(self) -> Iterator[Fault]:
+    def issues(self) -> Iterator[ConfigIssue]:
         """What is wrong with the file, and with its rows by cause."""
         for why, places in self.causes.items():
             if not places:
-                yield Fault(self.key, str(self.path), why, "give the path of a readable file")
+                yield ConfigIssue(self.key, str(self.path), why, "give the path of a readable file")
                 continue
             where, content = places[0]
-            yield Fault(where, _excerpt(content), why + self._further(places), _cure(self.key))
+            yield ConfigIssue(where, _excerpt(content), why + self._further(places), _fix(self.key))
         if self._ended and not self.rows and not self.causes:
             why = "the file holds no row"
-            yield Fault(self.key, str(self.path), why, "give a file with rows")
+            yield ConfigIssue(self.key, str(self.path), why, "give a file with rows")
 
     def _further(self, places: Sequence[tuple[str, Any]]) -> str:
-        """The rows that have the fault of the first, some of them by name."""
+        """The rows that have the issue of the first, some of them by name."""
         if len(places) == 1:
             return ""
         named = [where.removeprefix(f"{self.path} ") for where, _ in places[1:MAX_PLACES]]
@@ -152,8 +152,8 @@ def _records(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     elif path.suffix == ".parquet":
         yield from _parquet(path, key)
     else:
-        cure = "use .jsonl (one JSON object per line) or .parquet"
-        raise ConfigError([Fault(key, str(path), "unknown kind of file", cure)], source="data")
+        fix = "use .jsonl (one JSON object per line) or .parquet"
+        raise ConfigError([ConfigIssue(key, str(path), "unknown kind of file", fix)], source="data")
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -179,13 +179,13 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
-        fault = Fault(
+        issue = ConfigIssue(
             key,
             str(path),
             "reading parquet needs the package pyarrow, which is not installed",
             'pip install "mppo[parquet]", or convert the file to jsonl',
         )
-        raise ConfigError([fault], source="data") from error
+        raise ConfigError([issue], source="data") from error
     with open_file(path) as stream:
         try:
             table = parquet.ParquetFile(stream)
@@ -197,10 +197,12 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
                 yield f"{path} row {number}", content
         except Exception as error:  # whatever pyarrow makes of a damaged file
             why = f"no readable parquet file: {error}"
-            raise ConfigError([Fault(key, str(path), why, "write it anew")], "data") from error
+            raise ConfigError(
+                [ConfigIssue(key, str(path), why, "write it anew")], "data"
+            ) from error
 
 
-def _row(content: Any, path: Path, where: str, prompt_key: str, answer_key: str) -> Row:
+def _row(content: Any, path: Path, where: str, prompt_key: str, answer_key: str) -> DataRow:
     if isinstance(content, _Unreadable):
         raise _BadRow(f"not valid JSON: {content.why}")
     if not isinstance(content, dict):
@@ -215,7 +217,7 @@ def _row(content: Any, path: Path, where: str, prompt_key: str, answer_key: str)
     used = {prompt_key.partition(".")[0], answer_key.partition(".")[0], "data_source"}
     if "." in answer_key:
         used.discard(answer_key.partition(".")[0])
-    return Row(
+    return DataRow(
         prompt=prompt,
         answer=answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False),
         data_source=str(content.get("data_source") or path.stem),
@@ -271,5 +273,5 @@ def _excerpt(content: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _cure(key: str) -> str:
+def _fix(key: str) -> str:
     return f"mend the row, or set data.prompt_key and data.answer_key to what {key} hold"

@@ -10,12 +10,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch import Prompt
-from mppo.config.errors import ConfigError, Fault
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import DataConfig
 from mppo.data import tasks
-from mppo.data.builtin import CHAT_TEMPLATE
 from mppo.data.chat_template import render
-from mppo.data.rows import Row, read_rows
+from mppo.data.rows import DataRow, read_rows
+from mppo.hub.builtin import CHAT_TEMPLATE
 
 TASK_SIZES: dict[tasks.Split, int] = {"train": 4096, "val": 64}
 """Prompts made from a task where ``data.train_size`` or ``data.val_size`` is null."""
@@ -67,8 +67,8 @@ def load_prompts(
     """
     if bool(data.task) == bool(data.train_files):
         found = "both" if data.task else "neither"
-        cure = "set exactly one of data.task and data.train_files"
-        raise ConfigError([Fault("data.task", data.task, f"{found} given", cure)])
+        fix = "set exactly one of data.task and data.train_files"
+        raise ConfigError([ConfigIssue("data.task", data.task, f"{found} given", fix)])
     rows = _task_rows(data, split) if data.task else _file_rows(data, split)
     if not rows:
         return PromptSet(())
@@ -78,18 +78,20 @@ def load_prompts(
     return _fit(data, rows, texts, token_ids)
 
 
-def _task_rows(data: DataConfig, split: tasks.Split) -> list[Row]:
+def _task_rows(data: DataConfig, split: tasks.Split) -> list[DataRow]:
     assert data.task
     kwargs = dict(data.task_kwargs)
     template = kwargs.pop("template", "{question}")
     if not isinstance(template, str) or "{question}" not in template:
-        cure = "a text that contains {question}"
-        raise ConfigError([Fault("data.task_kwargs.template", template, "no place to fill", cure)])
+        fix = "a text that contains {question}"
+        raise ConfigError(
+            [ConfigIssue("data.task_kwargs.template", template, "no place to fill", fix)]
+        )
     source = tasks.task(data.task, **{"seed": data.seed, **kwargs})
     asked = data.val_size if split == "val" else data.train_size
     count = TASK_SIZES[split] if asked is None else asked
     return [
-        Row(
+        DataRow(
             prompt=template.replace("{question}", example.prompt),
             answer=example.answer,
             data_source=data.task,
@@ -100,7 +102,7 @@ def _task_rows(data: DataConfig, split: tasks.Split) -> list[Row]:
     ]
 
 
-def _file_rows(data: DataConfig, split: tasks.Split) -> list[Row]:
+def _file_rows(data: DataConfig, split: tasks.Split) -> list[DataRow]:
     files, limit = data.train_files, data.train_size
     if split == "val":
         files, limit = data.val_files, data.val_size
@@ -108,25 +110,29 @@ def _file_rows(data: DataConfig, split: tasks.Split) -> list[Row]:
     return read_rows(files, key, data.prompt_key, data.answer_key, limit)
 
 
-def _render(data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[str]:
+def _render(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[DataRow]
+) -> list[str]:
     """Text of each row, as the model will see it."""
     if not data.apply_chat_template:
         return _render_plain(data, rows)
     if not tokenizer.chat_template:
-        fault = Fault(
+        issue = ConfigIssue(
             "data.apply_chat_template",
             True,
             "the tokenizer has no chat template",
             "set data.apply_chat_template=false, or use a tokenizer with one",
         )
-        raise ConfigError([fault])
+        raise ConfigError([issue])
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     conversations = [system + _messages(row.prompt) for row in rows]
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:
-        cure = "name one of them default in its tokenizer_config.json"
-        raise ConfigError([Fault("data.apply_chat_template", True, str(error), cure)]) from error
+        fix = "name one of them default in its tokenizer_config.json"
+        raise ConfigError(
+            [ConfigIssue("data.apply_chat_template", True, str(error), fix)]
+        ) from error
     if template == CHAT_TEMPLATE:  # the embedded models' own does end
         return tokenizer.apply_chat_template(  # type: ignore[return-value]
             conversations, add_generation_prompt=True, tokenize=False
@@ -134,18 +140,18 @@ def _render(data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence
     return render(template, tokenizer.special_tokens_map, conversations)
 
 
-def _render_plain(data: DataConfig, rows: Sequence[Row]) -> list[str]:
-    faults = []
+def _render_plain(data: DataConfig, rows: Sequence[DataRow]) -> list[str]:
+    issues = []
     if data.system_prompt:
         why = "there is no place for it without a chat template"
-        cure = "drop it, or set data.apply_chat_template=true"
-        faults.append(Fault("data.system_prompt", data.system_prompt, why, cure))
+        fix = "drop it, or set data.apply_chat_template=true"
+        issues.append(ConfigIssue("data.system_prompt", data.system_prompt, why, fix))
     conversation = next((row for row in rows if not isinstance(row.prompt, str)), None)
     if conversation is not None:
         why = f"{conversation.where} holds a list of messages"
-        faults.append(Fault("data.apply_chat_template", False, why, "set it to true"))
-    if faults:
-        raise ConfigError(faults)
+        issues.append(ConfigIssue("data.apply_chat_template", False, why, "set it to true"))
+    if issues:
+        raise ConfigError(issues)
     return [str(row.prompt) for row in rows]
 
 
@@ -154,7 +160,7 @@ def _messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _fit(
-    data: DataConfig, rows: Sequence[Row], texts: Sequence[str], token_ids: Sequence[list[int]]
+    data: DataConfig, rows: Sequence[DataRow], texts: Sequence[str], token_ids: Sequence[list[int]]
 ) -> PromptSet:
     """Leave out or cut what is longer than ``data.max_prompt_length``."""
     limit = data.max_prompt_length
@@ -180,22 +186,22 @@ def _fit(
     if not kept:
         shortest = min(len(ids) for ids in token_ids)
         why = f"all {len(rows)} prompts are longer; the shortest has {shortest} tokens"
-        cure = f"raise it to at least {shortest}, or set data.filter_overlong_prompts=false"
-        raise ConfigError([Fault("data.max_prompt_length", limit, why, cure)])
+        fix = f"raise it to at least {shortest}, or set data.filter_overlong_prompts=false"
+        raise ConfigError([ConfigIssue("data.max_prompt_length", limit, why, fix)])
     return PromptSet(tuple(kept), filtered, truncated)
 
 
 def _truncate(ids: list[int], limit: int, side: str, where: str) -> list[int]:
     """``limit`` of the tokens: ``left`` cuts the beginning, ``right`` the end."""
     if side == "error":
-        fault = Fault(
+        issue = ConfigIssue(
             "data.max_prompt_length",
             limit,
             f"{where} has {len(ids)} tokens",
             "raise it, set data.filter_overlong_prompts=true, or set data.truncation to "
             "left, right or middle",
         )
-        raise ConfigError([fault])
+        raise ConfigError([issue])
     if side == "left":
         return ids[len(ids) - limit :]
     if side == "right":

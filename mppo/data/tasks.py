@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal, Protocol
 
-from mppo.config.errors import ConfigError, Fault, nearest
+from mppo.config.errors import ConfigError, ConfigIssue, nearest
 
 Split = Literal["train", "val"]
 VAL_FRACTION = 0.1
@@ -176,13 +176,13 @@ class ReasoningGym:
         try:
             self._dataset = gym.create_dataset(name, seed=seed, size=self.SIZE, **parameters)
         except (TypeError, AssertionError, ValueError) as error:
-            fault = Fault(
+            issue = ConfigIssue(
                 "data.task_kwargs",
                 parameters,
                 f"reasoning_gym refuses them for {name}: {error}",
                 f"see the configuration of {name} in the documentation of reasoning_gym",
             )
-            raise ConfigError([fault]) from error
+            raise ConfigError([issue]) from error
 
     def example(self, index: int) -> Example:
         entry = self._dataset[index % self.SIZE]
@@ -213,19 +213,19 @@ def task(name: str, **kwargs: Any) -> Task:
     if name not in TASKS:
         raise _unknown_name(name, [*TASKS, f"{REASONING_GYM}NAME"])
     known = {parameter.name: parameter for parameter in dataclasses.fields(TASKS[name])}  # type: ignore[arg-type]
-    faults = []
+    issues = []
     for key, value in kwargs.items():
         where = f"data.task_kwargs.{key}"
         if key not in known:
             guess = nearest(key, known)
             hint = f"did you mean {guess!r}? " if guess else ""
-            cure = f"{hint}{name} takes {', '.join(known)}"
-            faults.append(Fault(where, value, f"the task {name} has no such parameter", cure))
+            fix = f"{hint}{name} takes {', '.join(known)}"
+            issues.append(ConfigIssue(where, value, f"the task {name} has no such parameter", fix))
         elif type(value) is not type(known[key].default):
             wanted = type(known[key].default).__name__
-            faults.append(Fault(where, value, "wrong type", f"give a value of type {wanted}"))
-    if faults:
-        raise ConfigError(faults)
+            issues.append(ConfigIssue(where, value, "wrong type", f"give a value of type {wanted}"))
+    if issues:
+        raise ConfigError(issues)
     return TASKS[name](**kwargs)
 
 
@@ -251,13 +251,13 @@ def split_examples(source: Task, split: Split, count: int) -> Iterator[Example]:
         found, last = found + 1, index
         yield example
     if count and not found:
-        fault = Fault(
+        issue = ConfigIssue(
             "data.task",
             type(source).__name__,
             f"none of the first {_PATIENCE} examples falls into the {split} split",
             "make the task larger through data.task_kwargs, or set data.val_size=0",
         )
-        raise ConfigError([fault])
+        raise ConfigError([issue])
 
 
 def import_reasoning_gym() -> Any:
@@ -265,13 +265,13 @@ def import_reasoning_gym() -> Any:
     try:
         return importlib.import_module("reasoning_gym")
     except ModuleNotFoundError as error:
-        fault = Fault(
+        issue = ConfigIssue(
             "data.task",
             REASONING_GYM + "...",
             f"the package {error.name} is not installed",
             'pip install "mppo[rewards]"',
         )
-        raise ConfigError([fault]) from error
+        raise ConfigError([issue]) from error
 
 
 def _split_of(prompt: str) -> Split:
@@ -307,12 +307,12 @@ def _require(source: Any, key: str, holds: bool, wanted: str) -> None:
     if not holds:
         name = type(source).__name__
         value = getattr(source, key)
-        fault = Fault(f"data.task_kwargs.{key}", value, f"out of range for {name}", wanted)
-        raise ConfigError([fault])
+        issue = ConfigIssue(f"data.task_kwargs.{key}", value, f"out of range for {name}", wanted)
+        raise ConfigError([issue])
 
 
 def _unknown_name(name: str, known: list[str]) -> ConfigError:
     guess = nearest(name, known)
     listing = ", ".join(known) if len(known) < 10 else f"{len(known)} of them"
-    cure = (f"did you mean {guess!r}? " if guess else "") + f"there are {listing}"
-    return ConfigError([Fault("data.task", name, "no such task", cure)])
+    fix = (f"did you mean {guess!r}? " if guess else "") + f"there are {listing}"
+    return ConfigError([ConfigIssue("data.task", name, "no such task", fix)])

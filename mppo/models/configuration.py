@@ -11,9 +11,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_model_config
 
-from mppo.config.errors import ConfigError, Fault
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import MegatronConfig
-from mppo.models.families import FamilyConfig
+from mppo.models.families.architectures import FamilyConfig
 from mppo.parallel import device
 from mppo.parallel.layout import Layout
 
@@ -98,7 +98,7 @@ def fields_set(
         finalize_model_grads_func=_finalize,
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
-        # auxiliary losses are mppo.models.router's: Megatron's depend on the micro-batches
+        # auxiliary losses are mppo.models.moe.router's: Megatron's depend on the micro-batches
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_bias_update_rate=megatron.moe_router_bias_update_rate,
@@ -126,9 +126,9 @@ def fields_set(
 def _override_error(megatron: MegatronConfig, error: Exception) -> ConfigError:
     """That Megatron does not take the fields overridden."""
     why = f"Megatron-Core's TransformerConfig refuses it: {error}"
-    cure = "correct or leave out what it names"
+    fix = "correct or leave out what it names"
     key = "megatron.override_transformer_config"
-    return ConfigError([Fault(key, megatron.override_transformer_config, why, cure)])
+    return ConfigError([ConfigIssue(key, megatron.override_transformer_config, why, fix)])
 
 
 def _pipeline_chunks(layers: tuple[int, ...] | None) -> list[list[str]] | None:

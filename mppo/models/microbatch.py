@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mppo.algos.packing import select_sequences, sequence_token_indices
 from mppo.batch import Batch
-from mppo.models.context import ContextPlace, split_context
-from mppo.models.packing import Packing, pack, pack_context
+from mppo.models.attention.context import ContextPlace, split_context
+from mppo.models.attention.packing import Packing, pack_context, pack_sequences
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class MicroBatch:
     Args:
         tokens_t: int64 ``[t]`` on the model's device.
         packing: where the sequences lie, padding as a sequence of its own, and which of the ``t``
-            predict each of the response tokens (``read``, ``[N]``).
+            predict each of the response tokens (``logits_to_keep``, ``[N]``).
         target_N: int64 ``[N]``, the response tokens.
         index_N: int64 ``[N]`` (device), position of each in the ``T`` of this micro-batch.
         num_tokens: T.
@@ -39,7 +39,7 @@ class MicroBatch:
     num_tokens: int
     indices: tuple[int, ...]
 
-    def spread(self, x_N: Tensor) -> Tensor:
+    def scatter(self, x_N: Tensor) -> Tensor:
         """Response-token quantities on the micro-batch's token axis, zero elsewhere: ``[T]``."""
         x_T = torch.zeros(self.num_tokens, dtype=x_N.dtype, device=x_N.device)
         if len(self.index_N) == 0:
@@ -60,9 +60,9 @@ def cut(
     indices: Sequence[int],
     multiple: int,
     device: torch.device,
+    mask_T: Tensor,
     context: ContextPlace | None = None,
     merge_rows: bool = True,
-    mask_T: Tensor | None = None,
 ) -> MicroBatch:
     """Cut sequences out of a batch.
 
@@ -71,9 +71,9 @@ def cut(
         indices: which sequences; none gives a dummy of one padding sequence and N = 0.
         multiple: the model's token count is a multiple of this (sequence parallelism).
         device: the model's device.
+        mask_T: float ``[T]`` of the batch, 1 on the tokens to predict.
         context: this rank's place, where sequences are split over context-parallel ranks.
         merge_rows: see ``split_context``.
-        mask_T: float ``[T]`` of the batch, 1 on the tokens to predict; None: response tokens.
 
     Returns:
         The micro-batch.
@@ -81,10 +81,9 @@ def cut(
     chosen = torch.tensor(list(indices), dtype=torch.int64)
     lengths = batch.lengths_B[chosen]
     tokens_T = select_sequences(batch.tokens_T, batch.cu_seqlens, chosen)
-    wanted_T = batch.response_mask_T if mask_T is None else mask_T
-    mask_T = select_sequences(wanted_T, batch.cu_seqlens, chosen)
+    mask_T = select_sequences(mask_T, batch.cu_seqlens, chosen)
     if context is None:
-        packing = _whole(lengths, multiple, device)
+        packing = _pack_sequences(lengths, multiple, device)
     else:
         split = split_context(lengths.tolist(), context, multiple, merge_rows)
         packing = pack_context(split, device)
@@ -94,7 +93,7 @@ def cut(
     slot_T[origin_t] = torch.arange(len(origin_t))
     index_N = mask_T.nonzero()[:, 0]
     index_N = index_N[slot_T[index_N - 1] >= 0]
-    packing.read = slot_T[index_N - 1].to(device)
+    packing.logits_to_keep = slot_T[index_N - 1].to(device)
     return MicroBatch(
         tokens_t=tokens_t.to(device),
         packing=packing,
@@ -105,9 +104,9 @@ def cut(
     )
 
 
-def _whole(lengths: Tensor, multiple: int, device: torch.device) -> Packing:
+def _pack_sequences(lengths: Tensor, multiple: int, device: torch.device) -> Packing:
     """The packing of whole sequences, with padding as a sequence of its own."""
     total = int(lengths.sum())
     padding = -total % multiple if total else multiple
     padded = [*lengths.tolist(), padding] if padding else lengths.tolist()
-    return pack(torch.tensor([0, *padded]).cumsum(0), device, padding)
+    return pack_sequences(torch.tensor([0, *padded]).cumsum(0), device, padding)

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from mppo.config.errors import Fault, nearest
-from mppo.config.rule import RoleCase
+from mppo.config.errors import ConfigIssue, nearest
+from mppo.config.rules.rule import RoleCase
 from mppo.config.schema import MegatronConfig
-from mppo.models.families import family_config
+from mppo.models.families.architectures import family_config
 
 OTHER_NAMES = {
     **dict.fromkeys(
@@ -76,7 +76,7 @@ ARCHITECTURE = frozenset(
 """Fields that say which function a model is, besides those its family sets."""
 
 
-def override_faults(role: RoleCase, hf_config: Any) -> Iterator[Fault]:
+def override_issues(role: RoleCase, hf_config: Any) -> Iterator[ConfigIssue]:
     """What is wrong with a role's ``override_transformer_config``.
 
     Args:
@@ -96,22 +96,24 @@ def override_faults(role: RoleCase, hf_config: Any) -> Iterator[Fault]:
         key = f"{role.key}.override_transformer_config.{name}"
         recipe_key = _recipe_key(role, name)
         if recipe_key is not None:
-            yield Fault(key, value, "the recipe has a key for it", f"set {recipe_key}")
+            yield ConfigIssue(key, value, "the recipe has a key for it", f"set {recipe_key}")
         elif name in DECIDED:
-            yield Fault(key, value, DECIDED[name], "leave it out")
+            yield ConfigIssue(key, value, DECIDED[name], "leave it out")
         elif name in architecture:
-            cure = f"leave it out, or give {role.path_key} a model whose config.json says so"
-            yield Fault(key, value, "is part of the model, and the rollout engine's too", cure)
+            fix = f"leave it out, or give {role.path_key} a model whose config.json says so"
+            yield ConfigIssue(key, value, "is part of the model, and the rollout engine's too", fix)
         elif name not in known:
             guess = nearest(name, known - architecture - DECIDED.keys())
-            cure = f"did you mean {guess}?" if guess else "leave it out"
-            yield Fault(key, value, "Megatron-Core's TransformerConfig has no such field", cure)
+            fix = f"did you mean {guess}?" if guess else "leave it out"
+            yield ConfigIssue(
+                key, value, "Megatron-Core's TransformerConfig has no such field", fix
+            )
     modules = overrides.get("recompute_modules")
     apart = isinstance(modules, list) and "moe" in modules and "num_moe_experts" in architecture
     if apart and role.megatron.recompute_granularity == "selective":
         key = f"{role.key}.override_transformer_config.recompute_modules"
-        cure = f"set {role.key}.recompute_granularity to full, or leave 'moe' out"
-        yield Fault(key, modules, "'moe' recomputes the router apart from its layer", cure)
+        fix = f"set {role.key}.recompute_granularity to full, or leave 'moe' out"
+        yield ConfigIssue(key, modules, "'moe' recomputes the router apart from its layer", fix)
 
 
 def transformer_fields(latent: bool) -> frozenset[str]:

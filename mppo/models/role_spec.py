@@ -9,15 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mppo.batch import Batch
 from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+from mppo.models.heads.outputs import Head, Outputs
 from mppo.models.microbatch import MicroBatch
-from mppo.models.routing import Replay
-from mppo.models.stage import Head
-
-Outputs = tuple[Tensor, ...]
-"""What a head gives per token of a micro-batch, float32 ``[T]`` each: (log-probs, entropies) for a
-policy, with the KL over the vocabulary as a third where a reference's hidden states are given;
-(values,) for a value model."""
+from mppo.models.moe.routing import Replay
+from mppo.pipeline.microbatches import MicroBatchPlan
 
 Objective = Callable[[Outputs, tuple[int, ...]], tuple[Tensor, dict[str, Tensor]]]
 """From outputs and the micro-batch's sequence indices to (summed loss, summed statistics)."""
@@ -37,7 +34,7 @@ class RoleSpec:
         temperature: log-probabilities are of softmax(logits / temperature).
         optim: None for a frozen role.
         total_steps: PPO steps of the run.
-        router_replay: whose choice of experts the update takes (``mppo.models.routing``).
+        router_replay: whose choice of experts the update takes (``mppo.models.moe.routing``).
         ema_decay: of the moving average of the weights; None keeps none.
     """
 
@@ -55,12 +52,11 @@ class RoleSpec:
 
 
 @dataclass(frozen=True)
-class Extras:
-    """What a policy's pass over a batch is given besides tokens.
+class PassInputs:
+    """What a policy's pass over a batch reads besides tokens.
 
     Args:
-        ref_hidden_T: the reference's hidden states (``Role.measure_states``), for the KL over the
-            vocabulary.
+        ref_hidden_T: the reference's hidden states, for the KL over the vocabulary.
         text_from: sequences from this one on are plain text, read at temperature 1.
     """
 
@@ -73,5 +69,22 @@ class Extras:
         return self.text_from is not None and first >= self.text_from
 
 
-PLAIN = Extras()
-"""Tokens alone."""
+TOKENS_ONLY = PassInputs()
+"""A pass that reads tokens alone."""
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """What a gradient is taken of.
+
+    Args:
+        batch: the global batch, and documents behind it where there are some.
+        plan: the mini-batch's micro-batches for every data-parallel rank.
+        objective: loss and statistics of a micro-batch; both add up over the mini-batch.
+        inputs: what the passes read besides tokens.
+    """
+
+    batch: Batch
+    plan: MicroBatchPlan
+    objective: Objective
+    inputs: PassInputs = TOKENS_ONLY

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from contextlib import nullcontext
-from typing import Literal
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -26,30 +25,29 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
-from mppo.models.attention import PackedAttention
-from mppo.models.experts import SortedExperts
-from mppo.models.families import FamilyConfig
-from mppo.models.head import ValueHead
-from mppo.models.last_layer import LastLayer, ending_where_read
-from mppo.models.latent import LatentAttention, LocalLatentAttention
-from mppo.models.moe import hand_packing_to_routers, reduce_over_expert_data_parallel
+from mppo.models.attention.core import PackedAttention
+from mppo.models.attention.mla import LatentAttention, LocalLatentAttention
+from mppo.models.attention.packing import Packing
+from mppo.models.attention.rotary import PackedRotary
+from mppo.models.families.architectures import FamilyConfig
+from mppo.models.families.gemma2_layer import Gemma2Layer
+from mppo.models.heads.last_layer import LastLayer, with_early_select
+from mppo.models.heads.outputs import Head
+from mppo.models.heads.vocabulary import ValueHead
+from mppo.models.moe.construction import hand_packing_to_routers, reduce_over_expert_data_parallel
+from mppo.models.moe.experts import SortedExperts
+from mppo.models.moe.router import Router
 from mppo.models.norm import RMSNorm
 from mppo.models.offload import offloaded_activations
-from mppo.models.packing import Packing
-from mppo.models.rotary import PackedRotary
-from mppo.models.router import Router
-from mppo.models.sandwich import SandwichLayer
 from mppo.parallel import device
 from mppo.parallel.layout import Layout
-
-Head = Literal["policy", "value"]
 
 
 class Stage(GPTModel):
     """A chunk of the model; the last one ends in normalised hidden states, not in logits.
 
     ``output_layer`` (policy) or ``value_head`` (value) is held on the last chunk and applied by
-    ``mppo.models.head`` chunk by chunk.
+    ``mppo.models.heads.vocabulary`` chunk by chunk.
     """
 
     def __init__(self, *args, head: Head, family: FamilyConfig, **kwargs) -> None:
@@ -73,8 +71,8 @@ class Stage(GPTModel):
         return hidden_states
 
     @property
-    def ends_where_read(self) -> bool:
-        """Whether the output is ``[N, 1, hidden]``, of the tokens the head reads; last stage."""
+    def selects_early(self) -> bool:
+        """Whether the output, ``[N, 1, hidden]``, holds only the tokens the head uses."""
         return isinstance(self.decoder.layers[-1], LastLayer)
 
     def output_weight(self) -> Tensor:
@@ -99,7 +97,7 @@ class Stage(GPTModel):
 
         Returns:
             Hidden states ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism; of
-            the last chunk ``[N, 1, hidden]`` where it ``ends_where_read``.
+            the last chunk ``[N, 1, hidden]`` where it ``selects_early``.
         """
         params = _as_thd(packing) if self.uses_transformer_engine else packing
         offload = self.config.offload_activations and torch.is_grad_enabled()
@@ -181,10 +179,10 @@ def layer_specs(
         specs = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
     specs = _with_parts(specs, _PARTS if use_te else _LOCAL_PARTS)
     if family.sandwich_norms:
-        layers = [dataclasses.replace(layer, module=SandwichLayer) for layer in specs.layer_specs]
+        layers = [dataclasses.replace(layer, module=Gemma2Layer) for layer in specs.layer_specs]
         specs = dataclasses.replace(specs, layer_specs=layers)
     if last:
-        layers = ending_where_read(specs.layer_specs, config)
+        layers = with_early_select(specs.layer_specs, config)
         specs = dataclasses.replace(specs, layer_specs=layers)
     return specs
 

@@ -8,8 +8,8 @@ of ``verify_sync``, ``verify --logits`` and the tests.
 - Gemma takes ``hidden_act: gelu`` at its word (see ``families.activation_name``).
 - ``head_dim: null``, which means hidden size over heads, fails in some families' rotary angles.
 
-Of latent attention's inner norms it has the published epsilon already
-(``families.LATENT_NORM_EPSILON``).
+Of MLA's inner norms it has the published epsilon already
+(``families.MLA_NORM_EPSILON``).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from mppo.models.families import activation_name
-from mppo.models.families_rope import latent_scale_factor
+from mppo.models.families.architectures import activation_name
+from mppo.models.families.rope import mla_scale_factor
 from mppo.weights.shape import check_family, model_shape
 
 WIDE_BUFFER = "e_score_correction_bias"
@@ -93,7 +93,7 @@ def _has_grouped_product(config: PretrainedConfig, dtype: torch.dtype) -> bool:
 
 def _corrected(model: PreTrainedModel) -> PreTrainedModel:
     if model.config.model_type == "deepseek_v2":
-        factor = latent_scale_factor(model.config)
+        factor = mla_scale_factor(model.config)
         for layer in model.get_decoder().layers:
             layer.self_attn.scaling *= factor
     return model

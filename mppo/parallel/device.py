@@ -1,7 +1,7 @@
 """The device seam: the only place that decides between CUDA with NCCL and the CPU with gloo.
 
 Everything else asks ``device()``. On a machine without a GPU, ``prepare_megatron`` makes
-Megatron-Core run on the CPU (see ``mppo.parallel.megatron_on_cpu``); with one it changes nothing.
+Megatron-Core run on the CPU (see ``mppo.cpu.megatron_stand_ins``); with one it changes nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def check() -> None:
     if asked == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda
         why = "torch sees no GPU" if built else "this torch is built for the CPU"
-        cure = "start it where there is one (nvidia-smi)" if built else "install torch for CUDA"
-        raise ValueError(f"MPPO_DEVICE=cuda, but {why}: {cure}, or unset the variable")
+        fix = "start it where there is one (nvidia-smi)" if built else "install torch for CUDA"
+        raise ValueError(f"MPPO_DEVICE=cuda, but {why}: {fix}, or unset the variable")
 
 
 def is_cuda() -> bool:
@@ -92,6 +92,11 @@ def peak_reserved_bytes() -> int:
     return torch.cuda.max_memory_reserved() if is_cuda() else peak_memory_bytes()
 
 
+def is_transport_error(error: BaseException) -> bool:
+    """Whether gloo's transport raised an error: the other side of a connection has gone."""
+    return "gloo/" in str(error)
+
+
 def memory_summary() -> str:
     """Memory of this rank in a few words: in use, at its peak, and what the device has."""
     peak = peak_memory_bytes() / 2**30
@@ -104,7 +109,7 @@ def memory_summary() -> str:
     )
 
 
-def random_state() -> torch.Tensor | None:
+def device_random_state() -> torch.Tensor | None:
     """The GPU's random state; None on the CPU, whose state is torch's own."""
     return torch.cuda.get_rng_state() if is_cuda() else None
 
@@ -127,7 +132,7 @@ def has_transformer_engine() -> bool:
 def accumulates_weight_gradients() -> bool:
     """Whether linear layers can add their weight's gradient to its buffer in one kernel.
 
-    On CUDA that is Apex's extension; the CPU has ``mppo.parallel.fused_on_cpu``.
+    On CUDA that is Apex's extension; the CPU has ``mppo.cpu.fused``.
     """
     return not is_cuda() or find_spec("fused_weight_gradient_mlp_cuda") is not None
 
@@ -152,16 +157,16 @@ def prepare_megatron() -> None:
     if is_cuda():
         return
     keep_freed_memory()
-    from mppo.parallel import fused_on_cpu, megatron_on_cpu, products_on_cpu
+    from mppo.cpu import fused, megatron_stand_ins, products
 
-    megatron_on_cpu.install()
-    fused_on_cpu.install()
-    products_on_cpu.install()
+    megatron_stand_ins.install()
+    fused.install()
+    products.install()
 
 
 def prepare_dtype(dtype: torch.dtype) -> None:
     """Make what is slow in ``dtype`` on this machine faster; nothing to do on CUDA."""
     if dtype is torch.bfloat16 and not is_cuda():
-        from mppo.parallel import bfloat16_on_cpu
+        from mppo.cpu import bfloat16
 
-        bfloat16_on_cpu.install()
+        bfloat16.install()

@@ -101,7 +101,7 @@ class LayoutGroups:
         return self.coordinates.pp == self.layout.pp - 1
 
     @property
-    def speaks(self) -> bool:
+    def is_reporting_rank(self) -> bool:
         """Whether this rank reports for its data-parallel replica: last stage, first of TP, CP."""
         return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
 

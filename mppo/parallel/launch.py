@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 Launcher = Literal["torchrun", "mpi", "slurm", "python"]
 LAUNCHERS: tuple[Launcher, ...] = ("torchrun", "mpi", "slurm", "python")
 MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID")
+PATIENCE_S = 30.0
+"""Seconds that torchrun waits by default between the signal to stop and SIGKILL."""
 LOOPBACK = "127.0.0.1"
 PARENT = os.getppid()
 """The launcher, unless it had gone before this process came so far."""
@@ -120,8 +122,6 @@ def launcher_patience_s(
         environ: its environment.
         command: command line of its parent.
     """
-    from mppo.parallel.abandon import PATIENCE_S
-
     if info.how != "torchrun" or "SLURM_JOB_ID" in environ:
         return PATIENCE_S
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

@@ -8,8 +8,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from mppo.disk import replacing
 from mppo.report.history import History
+from mppo.safety.disk import replacing
 
 _METRIC = re.compile(r"(\w+)/moe/layer_(\d+)/max_vio")
 

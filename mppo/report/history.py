@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from mppo.disk import naming, replace_text
+from mppo.safety.disk import naming, replace_text
 
 Metrics = Mapping[str, float]
 
@@ -40,12 +40,12 @@ class History:
         """Take up the lines of the first ``done`` steps.
 
         Raises:
-            ValueError: the file holds something else (``read_rows``).
+            ValueError: the file holds something else (``read_history``).
         """
         self._started = True
         if self.path is None or not self.path.exists():
             return
-        self.rows = [(step, row) for step, row in read_rows(self.path) if step <= done]
+        self.rows = [(step, row) for step, row in read_history(self.path) if step <= done]
         replace_text(self.path, "".join(_line(step, row) for step, row in self.rows))
 
     def append(self, step: int, metrics: Metrics) -> None:
@@ -66,7 +66,7 @@ class History:
         return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def read_rows(path: Path) -> list[tuple[int, dict[str, float]]]:
+def read_history(path: Path) -> list[tuple[int, dict[str, float]]]:
     """Step and numbers of each line. A last line that was cut off while it was written is left out.
 
     Raises:

@@ -7,9 +7,9 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from mppo.disk import replacing
 from mppo.report import history
 from mppo.report.history import History
+from mppo.safety.disk import replacing
 
 
 def plot_run(runs: History, path: Path, title: str) -> None:

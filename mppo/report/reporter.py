@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-from mppo.config.errors import ConfigError, Fault
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import TrainerConfig
-from mppo.disk import naming, replace_bytes, replace_text
 from mppo.report.console import SampleRow, StepConsole
 from mppo.report.expert_load import plot_expert_load
 from mppo.report.history import History, Metrics
@@ -21,6 +20,7 @@ from mppo.report.plot import plot_run
 from mppo.report.status import REPORT, Status, Word, write_status
 from mppo.report.summary import run_report
 from mppo.report.trackers import Tracker, check_trackers, open_trackers
+from mppo.safety.disk import naming, replace_bytes, replace_text
 from mppo.safety.redact import redact, redact_text
 
 RECIPE, METRICS, SAMPLES = "recipe.yaml", "metrics.jsonl", "samples.jsonl"
@@ -88,9 +88,9 @@ class Reporter:
             write_status(self.run_dir, Status("running", step, self.total_steps))
         except OSError as error:
             why = f"{error.filename or self.run_dir} cannot be written ({error.strerror})"
-            cure = "free some space and make it writable, or name a folder on another disk"
-            fault = Fault("trainer.default_local_dir", str(self.run_dir), why, cure)
-            raise ConfigError([fault], "run folder") from error
+            fix = "free some space and make it writable, or name a folder on another disk"
+            issue = ConfigIssue("trainer.default_local_dir", str(self.run_dir), why, fix)
+            raise ConfigError([issue], "run folder") from error
         self._trackers = open_trackers(self.run_dir, self._trainer, self._recipe)
         self._started, self._done = True, step
         if self._console:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import mppo
-from mppo.disk import replace_text
+from mppo.safety.disk import replace_text
 
 FILE = "status.json"
 REPORT = "report.md"

@@ -17,7 +17,7 @@ PACKAGES = ("mppo", "torch", "megatron-core", "transformers", "sglang")
 SHARE = 10
 """First and last figures are means over a tenth of the run."""
 PARTS = {
-    "measure": ("old_log_prob", "ref", "values"),
+    "log_probs": ("old_log_prob", "ref", "values"),
     "update": ("update_actor", "update_critic"),
 }
 """Timed phases that other timed phases lie in."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from mppo.config.errors import ConfigError, Fault
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import TrainerConfig
 from mppo.report.history import Metrics
 
@@ -52,8 +52,8 @@ class WandB:
             )
         except wandb.errors.Error as error:
             why = " ".join(str(error).split())
-            cure = "mend that, set WANDB_MODE=offline, or take wandb out of trainer.logger"
-            raise ConfigError([Fault("trainer.logger", "wandb", why, cure)]) from error
+            fix = "mend that, set WANDB_MODE=offline, or take wandb out of trainer.logger"
+            raise ConfigError([ConfigIssue("trainer.logger", "wandb", why, fix)]) from error
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)
@@ -96,5 +96,5 @@ def _import(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         why = f"the package {package} is not installed"
-        cure = f'pip install "mppo[{package}]", or take it out of trainer.logger'
-        raise ConfigError([Fault("trainer.logger", package, why, cure)]) from error
+        fix = f'pip install "mppo[{package}]", or take it out of trainer.logger'
+        raise ConfigError([ConfigIssue("trainer.logger", package, why, fix)]) from error

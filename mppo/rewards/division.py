@@ -17,7 +17,7 @@ class ScoringError(RuntimeError):
     """Responses could not be judged. Raised on every rank, at the same place."""
 
 
-def judge_divided(
+def score_divided(
     judge: Callable[[Sequence[Response]], list[Judgement]], responses: Sequence[Response]
 ) -> list[Judgement]:
     """Each rank judges every W-th response; all ranks get all judgements.
@@ -43,11 +43,11 @@ def judge_divided(
         judgements = judge(mine) if mine else []
     except Exception as error:  # told to the other ranks first, or they would wait for this one
         failure = error
-    everyone = exchange(judgements, failure)
+    everyone = exchange_results(judgements, failure)
     return [everyone[index % world][index // world] for index in range(len(responses))]
 
 
-def exchange(mine: T, failure: Exception | None) -> list[T]:
+def exchange_results(mine: T, failure: Exception | None) -> list[T]:
     """Every rank's result, or every rank's failure. Collective where a process group is there.
 
     Args:

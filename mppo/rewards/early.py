@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from mppo.batch import Trajectory
-from mppo.rewards.division import exchange
+from mppo.rewards.division import exchange_results
 from mppo.rewards.judgement import Judgement
 from mppo.rewards.scorer import Scorer
 
@@ -57,7 +57,9 @@ class EarlyScores:
         except Exception as error:  # told to the other ranks first, or they would wait for this one
             failure = error
         self.drop()
-        known = {key: each for part in exchange(mine, failure) for key, each in part.items()}
+        known = {
+            key: each for part in exchange_results(mine, failure) for key, each in part.items()
+        }
         late = {key: t for key, t in zip(keys, trajectories, strict=True) if key not in known}
         known.update(zip(late, self._scorer.judged_by_all(list(late.values()))))
         return self._scorer.shaped([known[key] for key in keys], trajectories)

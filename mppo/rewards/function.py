@@ -10,13 +10,13 @@ from functools import cached_property
 from typing import Any
 
 from mppo.batch import Prompt
-from mppo.config.errors import ConfigError, Fault
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.rewards.judgement import JudgingError, no_score
 from mppo.rewards.response import Response, describe, shorten
-from mppo.rewards.user_function import import_function
-from mppo.rewards.worker import Task
-from mppo.rewards.worker_pool import Result, WorkerPool
-from mppo.rewards.worker_server import DIED, NO_SCORE, SCORE
+from mppo.rewards.workers.pool import Result, WorkerPool
+from mppo.rewards.workers.server import DIED, NO_SCORE, SCORE
+from mppo.rewards.workers.user_function import import_function
+from mppo.rewards.workers.worker import ScoringTask
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info)"
 
@@ -48,7 +48,7 @@ class FunctionJudge:
     def _pool(self) -> WorkerPool:
         """One worker: what the function keeps between two calls, it finds again."""
         loader = f"{import_function.__module__}:load_in_worker"
-        task = Task(loader, (self.name, dict(self.kwargs)), memory_mb=self.memory_mb)
+        task = ScoringTask(loader, (self.name, dict(self.kwargs)), memory_mb=self.memory_mb)
         return WorkerPool(task, 1, self.timeout_s)
 
     def _read(self, result: Result, response: Response) -> Any:
@@ -116,5 +116,5 @@ def load_function(
     return FunctionJudge(name, kwargs, timeout_s, memory_mb)
 
 
-def _error(name: str, why: str, cure: str) -> ConfigError:
-    return ConfigError([Fault("reward.function", name, why, cure)])
+def _error(name: str, why: str, fix: str) -> ConfigError:
+    return ConfigError([ConfigIssue("reward.function", name, why, fix)])

@@ -17,9 +17,9 @@ from typing import Any
 from urllib.error import URLError
 from urllib.parse import urlsplit
 
-from mppo.config.errors import ConfigError, Fault
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.rewards.response import Response
-from mppo.safety.bounded_http import Answer, fetch, parse_json, url_problem
+from mppo.safety.bounded_http import Answer, fetch, parse_answer, url_problem
 from mppo.safety.foreign_text import quoted
 from mppo.safety.redact import query_secrets, remember
 
@@ -32,7 +32,7 @@ class _Retryable(Exception):
 
 
 @dataclass(frozen=True)
-class RemoteJudge:
+class RemoteReward:
     """Sends responses to a reward server, batch by batch.
 
     Args:
@@ -55,14 +55,14 @@ class RemoteJudge:
     def __post_init__(self) -> None:
         problem = url_problem(self.url)
         if problem:
-            cure = "http://host:port/path; a key goes into reward.kwargs.api_key_env"
-            raise ConfigError([Fault("reward.url", self.url, problem, cure)])
+            fix = "http://host:port/path; a key goes into reward.kwargs.api_key_env"
+            raise ConfigError([ConfigIssue("reward.url", self.url, problem, fix)])
         limits = {"batch_size": (int, 1), "retries": (int, 0), "backoff_s": ((int, float), 0)}
         for name, (kind, least) in limits.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool) or not value >= least:
                 why = f"is not a number from {least} on"
-                raise ConfigError([Fault(f"reward.kwargs.{name}", value, why, "correct it")])
+                raise ConfigError([ConfigIssue(f"reward.kwargs.{name}", value, why, "correct it")])
         if self.api_key_env is not None:
             self._check_key(self.api_key_env)
 
@@ -74,7 +74,7 @@ class RemoteJudge:
         elif not key.isascii() or not key.isprintable():
             why = "its value holds line breaks or other characters that no HTTP header can hold"
         if why:
-            raise ConfigError([Fault("reward.kwargs.api_key_env", variable, why, "set it")])
+            raise ConfigError([ConfigIssue("reward.kwargs.api_key_env", variable, why, "set it")])
         remember(key)
 
     @property
@@ -128,7 +128,7 @@ class RemoteJudge:
             raise _Retryable(self._quoted(self._reason(error))) from None
         self._check_status(answer)
         try:
-            return parse_json(answer.body)
+            return parse_answer(answer.body)
         except ValueError as error:
             raise ValueError(
                 f"the reward server {self.shown_url} sent no JSON ({self._quoted(str(error))}): "

@@ -17,7 +17,7 @@ class Response:
     text: str
 
 
-Judge = Callable[[Sequence[Response]], Sequence[Any]]
+RewardFunction = Callable[[Sequence[Response]], Sequence[Any]]
 """A result per response, as ``mppo.rewards.result`` reads it, a ``JudgingError`` or
 ``Unscored`` (``mppo.rewards.judgement``)."""
 

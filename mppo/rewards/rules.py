@@ -10,15 +10,15 @@ from functools import cached_property
 from typing import Any
 
 from mppo.batch import Prompt
-from mppo.config.errors import ConfigError, Fault, nearest
-from mppo.parallel.phase import tick
+from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.rewards import verifiers
 from mppo.rewards.judgement import Unscored
 from mppo.rewards.response import Response, describe
-from mppo.rewards.sandbox import CodeVerifier, Sandbox
-from mppo.rewards.worker import Task
-from mppo.rewards.worker_pool import Result, WorkerPool, cores
-from mppo.rewards.worker_server import SCORE
+from mppo.rewards.workers.pool import Result, WorkerPool, cores
+from mppo.rewards.workers.sandbox import CodeVerifier, Sandbox
+from mppo.rewards.workers.server import SCORE
+from mppo.rewards.workers.worker import ScoringTask
+from mppo.supervision.phase import tick
 
 MEMORY_MB = 4096
 """Address space of a process that runs a verifier."""
@@ -28,7 +28,7 @@ an answer gives it the process."""
 
 
 @dataclass(frozen=True)
-class RuleJudge:
+class RuleReward:
     """Scores by the verifier that each prompt's data source gets, or by one for all.
 
     Args:
@@ -87,7 +87,9 @@ class RuleJudge:
         if name not in self._pools:
             loader = f"{verifiers.__name__}:load_in_worker"
             memory = self.memory_mb or MEMORY_MB
-            task = Task(loader, (name,), confined=True, memory_mb=memory, serves=SERVES[name])
+            task = ScoringTask(
+                loader, (name,), confined=True, memory_mb=memory, serves=SERVES[name]
+            )
             self._pools[name] = WorkerPool(task, cores(), self.timeout_s)
         return self._pools[name]
 
@@ -114,8 +116,8 @@ class RuleJudge:
         known = Sandbox.__dataclass_fields__
         for key in self.sandbox.keys() - known.keys():
             where = f"reward.kwargs.sandbox.{key}"
-            cure = f"there are {', '.join(known)}"
-            raise ConfigError([Fault(where, self.sandbox[key], "no such limit", cure)])
+            fix = f"there are {', '.join(known)}"
+            raise ConfigError([ConfigIssue(where, self.sandbox[key], "no such limit", fix)])
         sandbox = Sandbox(**self.sandbox)
         sandbox.check()
         return CodeVerifier(sandbox, self.partial_credit)
@@ -140,11 +142,11 @@ class RuleJudge:
         known = [*plain, verifiers.CODE]
         if name in verifiers.VERIFIERS:
             why = f"the verifier {name} knows no partial credit"
-            cure = f"drop it, or use reward.verifier out of {', '.join(known)}"
-            raise ConfigError([Fault("reward.kwargs.partial_credit", True, why, cure)])
+            fix = f"drop it, or use reward.verifier out of {', '.join(known)}"
+            raise ConfigError([ConfigIssue("reward.kwargs.partial_credit", True, why, fix)])
         guess = nearest(name, known)
-        cure = (f"did you mean {guess!r}? " if guess else "") + f"there are {', '.join(known)}"
-        raise ConfigError([Fault("reward.verifier", name, "no such verifier", cure)])
+        fix = (f"did you mean {guess!r}? " if guess else "") + f"there are {', '.join(known)}"
+        raise ConfigError([ConfigIssue("reward.verifier", name, "no such verifier", fix)])
 
 
 def _bounded(result: Result) -> float | Unscored:

@@ -10,14 +10,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch import Prompt, Trajectory
-from mppo.config.errors import ConfigError, Fault, nearest
+from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.schema import RewardConfig
-from mppo.rewards.division import judge_divided
+from mppo.rewards.division import score_divided
 from mppo.rewards.function import load_function
 from mppo.rewards.judgement import Judgement, read_judgements
-from mppo.rewards.remote import RemoteJudge
-from mppo.rewards.response import Judge, Response
-from mppo.rewards.rules import RuleJudge
+from mppo.rewards.remote import RemoteReward
+from mppo.rewards.response import Response, RewardFunction
+from mppo.rewards.rules import RuleReward
 from mppo.rewards.shaping import clip_score, overlong_penalty
 
 
@@ -32,7 +32,7 @@ class Scorer:
         max_response_length: in tokens; where the overlong penalty ends.
     """
 
-    judge: Judge
+    judge: RewardFunction
     tokenizer: PreTrainedTokenizerBase
     reward: RewardConfig
     max_response_length: int | None = None
@@ -43,7 +43,7 @@ class Scorer:
         Raises:
             ConfigError, ValueError: they could not be scored.
         """
-        if isinstance(self.judge, RuleJudge):
+        if isinstance(self.judge, RuleReward):
             first = {prompt.data_source: prompt for prompt in reversed(prompts)}
             self.judge.check(first.values())
 
@@ -73,7 +73,7 @@ class Scorer:
     def judged_by_all(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
         """The same, the judging shared by the ranks; collective. As ``score`` otherwise."""
         responses = self._responses(trajectories)
-        return judge_divided(self._judge, responses) if responses else []
+        return score_divided(self._judge, responses) if responses else []
 
     def shaped(
         self, judgements: Sequence[Judgement], trajectories: Sequence[Trajectory]
@@ -132,21 +132,23 @@ def build_scorer(
         limit = max_response_length or 0
         if reward.overlong_buffer_len > limit:
             why = f"longer than data.max_response_length = {limit}"
-            fault = Fault("reward.overlong_buffer_len", reward.overlong_buffer_len, why, "less")
-            raise ConfigError([fault])
+            issue = ConfigIssue(
+                "reward.overlong_buffer_len", reward.overlong_buffer_len, why, "less"
+            )
+            raise ConfigError([issue])
     return Scorer(_build_judge(reward), tokenizer, reward, max_response_length)
 
 
-def _build_judge(reward: RewardConfig) -> Judge:
+def _build_judge(reward: RewardConfig) -> RewardFunction:
     needed = {"rule": None, "function": "function", "remote": "url"}[reward.name]
     if needed and not getattr(reward, needed):
         why = f"reward.name={reward.name} needs it"
-        cure = {"function": "module:function or path.py:function", "url": "http://host:port/path"}
-        raise ConfigError([Fault(f"reward.{needed}", None, why, cure[needed])])
+        fix = {"function": "module:function or path.py:function", "url": "http://host:port/path"}
+        raise ConfigError([ConfigIssue(f"reward.{needed}", None, why, fix[needed])])
     if reward.name == "rule":
         keys = ("partial_credit", "sandbox")
         make = partial(
-            RuleJudge, reward.verifier, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb
+            RuleReward, reward.verifier, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb
         )
         return _with_kwargs(make, reward.kwargs, keys)
     if reward.name == "function":
@@ -154,17 +156,17 @@ def _build_judge(reward: RewardConfig) -> Judge:
             str(reward.function), reward.kwargs, reward.timeout_s, reward.memory_mb
         )
     keys = ("batch_size", "retries", "backoff_s", "api_key_env")
-    return _with_kwargs(RemoteJudge, reward.kwargs, keys, str(reward.url), reward.timeout_s)
+    return _with_kwargs(RemoteReward, reward.kwargs, keys, str(reward.url), reward.timeout_s)
 
 
 def _with_kwargs(
-    make: Callable[..., Judge], kwargs: dict[str, Any], known: Sequence[str], *args: Any
-) -> Judge:
-    faults = []
+    make: Callable[..., RewardFunction], kwargs: dict[str, Any], known: Sequence[str], *args: Any
+) -> RewardFunction:
+    issues = []
     for key in kwargs.keys() - set(known):
         guess = nearest(key, known)
-        cure = (f"did you mean {guess!r}? " if guess else "") + f"there are {', '.join(known)}"
-        faults.append(Fault(f"reward.kwargs.{key}", kwargs[key], "no such parameter", cure))
-    if faults:
-        raise ConfigError(faults)
+        fix = (f"did you mean {guess!r}? " if guess else "") + f"there are {', '.join(known)}"
+        issues.append(ConfigIssue(f"reward.kwargs.{key}", kwargs[key], "no such parameter", fix))
+    if issues:
+        raise ConfigError(issues)
     return make(*args, **kwargs)

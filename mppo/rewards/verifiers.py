@@ -16,7 +16,7 @@ import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mppo.config.errors import ConfigError, Fault
+from mppo.config.errors import ConfigError, ConfigIssue
 
 Verifier = Callable[[str, str, Mapping[str, Any]], float]
 """(response, ground truth, the prompt's ``extra``) -> score."""
@@ -118,7 +118,7 @@ PARTIAL: dict[str, Verifier] = {"exact": exact_partial}
 """The verifiers that know partial credit, in that form."""
 
 CODE = "code"
-"""The verifier that runs programs; it lives in ``mppo.rewards.sandbox``."""
+"""The verifier that runs programs; it lives in ``mppo.rewards.workers.sandbox``."""
 
 BY_DATA_SOURCE: tuple[tuple[str, str], ...] = (
     (r"arithmetic|reverse|sort_digits|count_letters", "exact"),
@@ -153,8 +153,8 @@ def verifier_for(data_source: str) -> str:
         if re.fullmatch(pattern, data_source, re.IGNORECASE):
             return name
     why = f"no verifier is known for the data source {data_source!r}"
-    cure = f"one of {', '.join([*VERIFIERS, CODE])}; or reward.name=function with reward.function"
-    raise ConfigError([Fault("reward.verifier", None, why, cure)])
+    fix = f"one of {', '.join([*VERIFIERS, CODE])}; or reward.name=function with reward.function"
+    raise ConfigError([ConfigIssue("reward.verifier", None, why, fix)])
 
 
 def gym_entry(extra: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -174,8 +174,8 @@ def import_math_verify() -> Any:
         return importlib.import_module("math_verify")
     except ModuleNotFoundError as error:
         why = f"it needs the package {error.name}, which is not installed"
-        fault = Fault("reward.verifier", "math", why, 'pip install "mppo[rewards]"')
-        raise ConfigError([fault]) from error
+        issue = ConfigIssue("reward.verifier", "math", why, 'pip install "mppo[rewards]"')
+        raise ConfigError([issue]) from error
 
 
 def extract_final(response: str) -> str:

@@ -29,8 +29,8 @@ def build_engine(recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path) ->
     dtype = DTYPES[rollout.dtype or recipe.model.dtype]
     rank, world = dist.get_rank(), dist.get_world_size()
     if rollout.name == "sglang":
-        from mppo.rollout.routed_experts import routing_shape
-        from mppo.rollout.sglang import SGLangEngine
+        from mppo.rollout.sglang.engine import SGLangEngine
+        from mppo.rollout.sglang.routed_experts import routing_shape
 
         replays = recipe.actor.router_replay == "R3"
 
@@ -45,7 +45,7 @@ def build_engine(recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path) ->
             run_dir=run_dir,
             routing=routing_shape(hf_config) if replays else None,
         )
-    from mppo.rollout.local import LocalEngine
+    from mppo.rollout.local.engine import LocalEngine
 
     return LocalEngine(
         folder,

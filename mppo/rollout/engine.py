@@ -8,58 +8,57 @@ from typing import Protocol
 
 from torch import Tensor
 
-from mppo.batch import Begun, Prompt, Trajectory
+from mppo.batch import Prompt, ResponsesBySample, Trajectory
 from mppo.config.schema import SamplingConfig
-from mppo.weights.slices import SliceRequest, SliceStream
+from mppo.weights.slices.source import SliceRequest, SliceStream
 
 WeightBucket = list[tuple[str, Tensor]]
 """Hugging Face names with whole tensors, on the training device."""
 
 
-Finished = Callable[[Sequence[int], Sequence[Trajectory]], None]
-"""Told of finished responses while others are still being generated: their places in the result
+OnResponse = Callable[[Sequence[int], Sequence[Trajectory]], None]
+"""Called with finished responses while others are still being generated: their places in the result
 (``prompt * n + sample``) and the responses, on the rank that received them, from any thread."""
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What an engine is asked for: ``sampling.n`` responses to each prompt.
+class GenerationRequest:
+    """``sampling.n`` responses to each of some prompts.
 
     Args:
         prompts: P prompts, the same on every rank.
         sampling: how to draw; ``temperature`` 0 is greedy.
         max_tokens: length stop, in generated tokens.
         seed: same prompts, seed and weights give the same tokens (local engine).
-        finished: told of some or all responses early, of none twice; never waits for others.
-        wanted: this many prompts with all their samples are enough; what is not answered by then
-            is aborted. None: all.
-        begun: what is known of the responses and so not generated again. The engine leaves there
-            what it knows and has not handed out. By default nothing.
+        on_response: called with some or all responses early, with none twice; must not block.
+        num_prompts_needed: this many prompts with all their samples are enough; the rest is
+            aborted then. None: all.
+        resumable: responses, whole or in part, that need not be generated again.
     """
 
     prompts: Sequence[Prompt]
     sampling: SamplingConfig
     max_tokens: int
     seed: int
-    finished: Finished | None = None
-    wanted: int | None = None
-    begun: Begun = field(default_factory=dict)
+    on_response: OnResponse | None = None
+    num_prompts_needed: int | None = None
+    resumable: Mapping[tuple[int, int], Trajectory] = field(default_factory=dict)
 
     def sample_at(self, place: int) -> tuple[Prompt, int]:
         """The prompt, and which of its samples, that has a place in the result."""
         index, sample = divmod(place, self.sampling.n)
         return self.prompts[index], sample
 
-    def known(self) -> dict[int, Trajectory]:
-        """What has begun of the result, by place.
+    def resumed(self) -> dict[int, Trajectory]:
+        """The resumable responses by their place in the result.
 
-        A resumed run may have other prompts than the one before, or wish for shorter responses:
-        what does not fit does not count.
+        A resumed run may have other prompts than the run before, or a shorter limit: entries that
+        no longer match are ignored.
         """
         found = {}
         for place in range(len(self.prompts) * self.sampling.n):
             prompt, sample = self.sample_at(place)
-            response = self.begun.get((prompt.uid, sample))
+            response = self.resumable.get((prompt.uid, sample))
             if response is None or response.prompt.token_ids != prompt.token_ids:
                 continue
             least = len(response.response_ids) + (response.finish_reason == "abort")
@@ -67,14 +66,21 @@ class Wish:
                 found[place] = replace(response, prompt=prompt)
         return found
 
-    def keep(self, found: Mapping[int, Trajectory], taken: Collection[int] = ()) -> None:
-        """Leave in ``begun`` what was found, by place, of prompts that are not ``taken``, and
-        nothing else."""
-        self.begun.clear()
+    def left_over(
+        self, found: Mapping[int, Trajectory], taken: Collection[int] = ()
+    ) -> ResponsesBySample:
+        """Responses that are there and not part of the result.
+
+        Args:
+            found: by place; an empty response is not worth keeping.
+            taken: prompts (by index) whose responses are the result.
+        """
+        left = {}
         for place, response in found.items():
             index, sample = divmod(place, self.sampling.n)
             if index not in taken and response.response_ids:
-                self.begun[self.prompts[index].uid, sample] = response
+                left[self.prompts[index].uid, sample] = response
+        return left
 
 
 class WeightSource:
@@ -100,24 +106,33 @@ class WeightSource:
 
 
 class Generation(Protocol):
-    """Responses on their way."""
+    """Responses that are being generated."""
 
     @property
     def seconds(self) -> float:
-        """How long this rank's requests were under way."""
+        """How long this rank's requests took."""
         ...
 
-    def settle(self) -> None:
-        """Wait until no request is under way: new weights may come. Collective.
+    @property
+    def left_over(self) -> ResponsesBySample:
+        """Responses that are there and were not collected, for a later request to resume.
+
+        Valid once ``wait`` or ``collect`` has returned.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Return when no request is under way: new weights may come. Collective.
 
         Nothing is raised for a run that is asked to stop; its requests are aborted.
         """
         ...
 
-    def result(self) -> list[Trajectory]:
+    def collect(self) -> list[Trajectory]:
         """See ``RolloutEngine.generate``. Collective, once.
 
-        What servers lost before ``settle`` is generated now, with the weights they then have.
+        Responses that servers lost before ``wait`` are generated now, with the weights the servers
+        then have.
         """
         ...
 
@@ -128,19 +143,19 @@ class RolloutEngine(Protocol):
     Every method is collective: all ranks call it, with the same arguments.
     """
 
-    def begin(self, wish: Wish) -> Generation:
-        """Start to do what ``generate`` does.
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Start to generate.
 
-        Whatever else the engine is then asked, new weights above all, first settles what is under
-        way, so that no response is drawn from two models unawares.
+        Any later call, ``update_weights`` in particular, first waits for this one, so no response
+        mixes two weight versions without saying so.
         """
         ...
 
-    def generate(self, wish: Wish) -> list[Trajectory]:
-        """Sample the responses that are wished for.
+    def generate(self, request: GenerationRequest) -> list[Trajectory]:
+        """Generate and wait for the result.
 
         Returns:
-            P * n trajectories on every rank (or ``wanted * n``), prompt by prompt.
+            P * n trajectories on every rank (or ``num_prompts_needed * n``), prompt by prompt.
         """
         ...
 

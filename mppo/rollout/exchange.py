@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch import Trajectory
-from mppo.rollout.engine import Wish
+from mppo.rollout.engine import GenerationRequest
 
 T = TypeVar("T")
 FINISH = ("length", "stop", "abort")
 """What ends a response, by the number it has on its way between ranks."""
 
 
-def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
+def snake_partition(lengths: Sequence[int], world: int) -> list[list[int]]:
     """Indices each rank works on: longest first, dealt to and fro.
 
     Args:
@@ -35,7 +35,9 @@ def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
     return dealt
 
 
-def gather_flat(mine: Tensor, world: int, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+def all_gather_varlen(
+    mine: Tensor, world: int, group: dist.ProcessGroup | None = None
+) -> list[Tensor]:
     """Every rank's one-dimensional tensor, whatever its length, on every rank.
 
     Args:
@@ -79,7 +81,7 @@ def pack_rows(
     return torch.cat([count, head, tokens.int(), logprobs.float().view(torch.int32)])
 
 
-def unpack_rows(packed: Tensor, wish: Wish, version: int) -> dict[int, Trajectory]:
+def unpack_rows(packed: Tensor, request: GenerationRequest, version: int) -> dict[int, Trajectory]:
     """Trajectories by ``prompt index * n + sample``; the inverse of ``pack_rows``.
 
     Raises:
@@ -91,12 +93,12 @@ def unpack_rows(packed: Tensor, wish: Wish, version: int) -> dict[int, Trajector
     body = packed[1 + 3 * rows :]
     half = len(body) // 2
     values = body[half:].view(torch.float32)
-    _check_finite(values, keys, lengths, wish, version)
+    _check_finite(values, keys, lengths, request, version)
     tokens, logprobs = body[:half].tolist(), values.tolist()
     found, at = {}, 0
     for key, length, reason in zip(keys, lengths, finish, strict=True):
         found[key] = Trajectory(
-            prompt=wish.sample_at(key)[0],
+            prompt=request.sample_at(key)[0],
             response_ids=tuple(tokens[at : at + length]),
             logprobs=tuple(logprobs[at : at + length]),
             finish_reason=FINISH[reason],
@@ -107,13 +109,17 @@ def unpack_rows(packed: Tensor, wish: Wish, version: int) -> dict[int, Trajector
 
 
 def _check_finite(
-    values: Tensor, keys: Sequence[int], lengths: Sequence[int], wish: Wish, version: int
+    values: Tensor,
+    keys: Sequence[int],
+    lengths: Sequence[int],
+    request: GenerationRequest,
+    version: int,
 ) -> None:
     if bool(values.isfinite().all()):
         return
     bad = int((~values.isfinite()).nonzero()[0])
     row = int(torch.searchsorted(torch.tensor(lengths).cumsum(0), bad, right=True))
-    prompt, _ = wish.sample_at(keys[row])
+    prompt, _ = request.sample_at(keys[row])
     raise ValueError(
         f"rollout: log-probability {values[bad].item()} in the response to prompt "
         f"{prompt.uid}: the weights of version {version} hold NaN or overflow "
@@ -122,7 +128,9 @@ def _check_finite(
     )
 
 
-def agree(error: str | None, world: int, group: dist.ProcessGroup | None = None) -> None:
+def raise_on_any_rank(
+    error: str | None, world: int, group: dist.ProcessGroup | None = None
+) -> None:
     """Raise on every rank what went wrong on any.
 
     Raises:

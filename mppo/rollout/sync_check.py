@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mppo.rollout.local import LocalEngine
+from mppo.rollout.local.engine import LocalEngine
 
 _TOKENS = 48
 _SEQUENCES_PER_SERVER = 2

@@ -69,7 +69,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def parse_json(text: bytes) -> Any:
+def parse_answer(text: bytes) -> Any:
     """The value of a JSON text.
 
     Raises:

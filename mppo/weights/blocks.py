@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-Kind = Literal["copy", "qkv", "gated", "vocab"]
+BlockKind = Literal["copy", "qkv", "gated", "vocab"]
 ZERO = -1
 
 
@@ -30,7 +30,12 @@ def padded_vocab_size(vocab: int, tp: int) -> int:
 
 @lru_cache(maxsize=4096)
 def shard_blocks(
-    kind: Kind, lengths: tuple[int, ...], rank: int, size: int, groups: int = 1, padded: int = 0
+    kind: BlockKind,
+    lengths: tuple[int, ...],
+    rank: int,
+    size: int,
+    groups: int = 1,
+    padded: int = 0,
 ) -> tuple[Block, ...]:
     """The blocks of one shard, in the order they lie in it.
 

@@ -12,7 +12,7 @@ import torch
 
 from mppo.parallel.layout import Coordinates, Layout
 from mppo.weights.blocks import ZERO
-from mppo.weights.hf_folder import HFFolder
+from mppo.weights.hf.folder import HFFolder
 from mppo.weights.shape import ModelShape, model_shape
 from mppo.weights.slots import Slot, assert_partition, find_slots
 from mppo.weights.table import parameter_table

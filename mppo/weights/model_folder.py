@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mppo.config.input_files import inside, read_text
+from mppo.safety.input_files import inside, read_text
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

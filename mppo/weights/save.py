@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mppo.disk import FileEntry, checksum, write_marker
-from mppo.parallel.layout import Coordinates, Layout
-from mppo.weights.output_folder import (
+from mppo.safety.disk import FileEntry, file_checksum, write_marker
+from mppo.weights.hf.output_folder import (
     MAX_SHARD_BYTES,
     copy_companions,
     create_files,
@@ -29,8 +28,6 @@ def save_hf(
     folder: str | Path,
     chunks: Sequence[Any],
     hf_config: Any,
-    layout: Layout,
-    coordinates: Coordinates,
     groups: Groups,
     source: str | Path | None = None,
     dtype: torch.dtype | None = None,
@@ -47,9 +44,7 @@ def save_hf(
         folder: the output, on a file system all ranks see.
         chunks: this rank's ``GPTModel`` chunks.
         hf_config: the model's transformers config, written where ``source`` is None.
-        layout: the role's layout.
-        coordinates: this rank's place in it.
-        groups: the layout's process groups.
+        groups: the role's layout and its process groups.
         source: Hugging Face folder whose config, tokenizer and generation config are copied.
         dtype: cast weights to this; None: as stored.
         bucket_bytes: size of the streamed buckets.
@@ -64,7 +59,7 @@ def save_hf(
     folder = Path(folder).absolute()
     building = partial_path(folder)
     rank = dist.get_rank()
-    stream = WeightStream(chunks, hf_config, layout, coordinates, groups, bucket_bytes, dtype)
+    stream = WeightStream(chunks, hf_config, groups, bucket_bytes, dtype)
     tensors = stream.tensors()
     headers, places = plan_places(building, tensors, max_shard_bytes)
     if rank == 0:
@@ -87,7 +82,7 @@ def save_hf(
         _write_companions(building, hf_config, source, weights_dtype)
         write_index(building, places)
         others = [file for file in building.iterdir() if file not in headers]
-        files |= {file.name: checksum(file) for file in others}
+        files |= {file.name: file_checksum(file) for file in others}
         write_marker(building, files)
         kept = publish(folder)
     dist.barrier()
@@ -96,7 +91,9 @@ def save_hf(
 
 def _checksums(files: Sequence[Path]) -> dict[str, FileEntry]:
     """Of files of one folder, by name; every rank reads its share. Collective."""
-    mine = {file.name: checksum(file) for file in files[dist.get_rank() :: dist.get_world_size()]}
+    mine = {
+        file.name: file_checksum(file) for file in files[dist.get_rank() :: dist.get_world_size()]
+    }
     everyone: list[dict[str, FileEntry]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     return {name: entry for part in everyone for name, entry in part.items()}

@@ -16,8 +16,8 @@ FAMILIES = GQA_FAMILIES + MLA_FAMILIES
 
 
 @dataclass(frozen=True)
-class LatentShape:
-    """Sizes of multi-latent attention; ``q_lora_rank`` None means a plain query projection."""
+class MLAShape:
+    """Sizes of multi-MLA; ``q_lora_rank`` None means a plain query projection."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -55,14 +55,14 @@ class ModelShape:
     shared_gate: bool = False
     expert_bias: bool = False
     extra_layers: int = 0
-    latent: LatentShape | None = None
+    mla: MLAShape | None = None
 
 
-def refuse(key: str, value: Any, why: str, cure: str) -> ValueError:
-    """The error for a config that cannot be represented: key, value, why, cure."""
+def refuse(key: str, value: Any, why: str, fix: str) -> ValueError:
+    """The error for a config that cannot be represented: key, value, why, fix."""
     shown = repr(value)
     shown = shown if len(shown) <= 120 else shown[:117] + "..."
-    return ValueError(f"config.json: {key} = {shown}: {why}; {cure}")
+    return ValueError(f"config.json: {key} = {shown}: {why}; {fix}")
 
 
 def required(hf_config: Any, key: str) -> Any:
@@ -185,13 +185,13 @@ def model_shape(hf_config: Any) -> ModelShape:
         sandwich_norms=model_type == "gemma2",
         sparse_layers=sparse,
         extra_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,
-        latent=latent,
+        mla=latent,
         **(_expert_sizes(hf_config) if any(sparse) else {}),
     )
 
 
-def _latent_shape(hf_config: Any) -> LatentShape:
-    return LatentShape(
+def _latent_shape(hf_config: Any) -> MLAShape:
+    return MLAShape(
         q_lora_rank=getattr(hf_config, "q_lora_rank", None),
         kv_lora_rank=required(hf_config, "kv_lora_rank"),
         qk_nope_head_dim=required(hf_config, "qk_nope_head_dim"),

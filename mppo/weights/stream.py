@@ -27,8 +27,13 @@ NamedTensors = list[tuple[str, Tensor]]
 
 
 class Groups(Protocol):
-    """Process groups of a layout; None stands for a group of one."""
+    """A layout, this rank's place in it, and its process groups; None stands for a group of one.
 
+    ``mppo.parallel.groups.LayoutGroups`` is one.
+    """
+
+    layout: Layout
+    coordinates: Coordinates
     tp: dist.ProcessGroup | None
     pp: dist.ProcessGroup | None
     ep: dist.ProcessGroup | None
@@ -68,9 +73,7 @@ class WeightStream:
     Args:
         chunks: this rank's ``GPTModel`` chunks.
         hf_config: the model's transformers config.
-        layout: the role's layout.
-        coordinates: this rank's place in it.
-        groups: the layout's process groups.
+        groups: the role's layout and its process groups.
         bucket_bytes: most bytes of a bucket; a larger unit makes a bucket of its own.
         dtype: cast to this, except what keeps its own (a router's float32 bias); None: as stored.
     """
@@ -79,20 +82,18 @@ class WeightStream:
         self,
         chunks: Sequence[Any],
         hf_config: Any,
-        layout: Layout,
-        coordinates: Coordinates,
         groups: Groups,
         bucket_bytes: int,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.table = parameter_table(model_shape(hf_config))
-        self.layout, self.coordinates, self.groups = layout, coordinates, groups
-        slots = find_slots(chunks, self.table, layout, coordinates)
+        self.groups, self.layout, self.coordinates = groups, groups.layout, groups.coordinates
+        slots = find_slots(chunks, self.table, self.layout, self.coordinates)
         self.slots: dict[str, Slot] = {slot.entry.name: slot for slot in slots}
         self.device = slots[0].tensor.device
         self.dtype = dtype
         held = [(s.entry.row.where, s.entry.layer, s.entry.row.name, s.tensor.dtype) for s in slots]
-        stages = _gather_objects(held, groups.pp, layout.pp)
+        stages = _gather_objects(held, groups.pp, self.layout.pp)
         self._dtypes = {(layer, row): stored for stage in stages for _, layer, row, stored in stage}
         self._buckets = self._plan(stages, bucket_bytes)
 
@@ -125,7 +126,7 @@ class WeightStream:
 
     def _export_dtype(self, entry: Entry) -> torch.dtype:
         stored = self._dtypes[entry.layer, entry.row.name]
-        return stored if self.dtype is None or entry.row.keeps_dtype else self.dtype
+        return stored if self.dtype is None or entry.row.keep_fp32 else self.dtype
 
     def _plan(self, stages: list[list[tuple]], bucket_bytes: int) -> tuple[Bucket, ...]:
         buckets: list[Bucket] = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from mppo.weights.blocks import Block, Kind, shard_blocks
+from mppo.weights.blocks import Block, BlockKind, shard_blocks
 from mppo.weights.shape import ModelShape
 
 Where = Literal["embedding", "layer", "dense", "sparse", "expert", "final", "output", "value"]
@@ -38,7 +38,7 @@ class Row:
         group: group over which ``dim`` is cut.
         atomic: tensors of a layer with the same mark travel together to an engine that fuses them.
         aliases: the same parameter's names in other layer specs.
-        keeps_dtype: stays float32 whatever the model's dtype.
+        keep_fp32: stays float32 whatever the model's dtype.
         duplicate: a second copy of another row's tensors: loaded, never exported.
         optional: may be absent from the Hugging Face folder.
     """
@@ -46,13 +46,13 @@ class Row:
     name: str
     hf: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    kind: Kind = "copy"
+    kind: BlockKind = "copy"
     dim: int | None = None
     where: Where = "layer"
     group: Group = "tp"
     atomic: str | None = None
     aliases: tuple[str, ...] = ()
-    keeps_dtype: bool = False
+    keep_fp32: bool = False
     duplicate: bool = False
     optional: bool = False
 
@@ -195,7 +195,7 @@ def parameter_table(shape: ModelShape) -> Table:
         shape: its sizes, from ``mppo.weights.shape.model_shape``.
     """
     rows = _ends(shape) + _norms(shape)
-    rows += _latent_attention(shape) if shape.latent else _attention(shape)
+    rows += _latent_attention(shape) if shape.mla else _attention(shape)
     rows += _feed_forward("mlp.", "mlp.", shape.ffn, shape, "dense")
     if any(shape.sparse_layers):
         rows += _experts(shape)
@@ -229,7 +229,7 @@ def _norms(shape: ModelShape) -> list[Row]:
             aliases=tuple(f"{alias}weight" for alias in aliases),
         )  # fmt: skip
 
-    fused = () if shape.latent else ("self_attention.linear_qkv.layer_norm_",)
+    fused = () if shape.mla else ("self_attention.linear_qkv.layer_norm_",)
     before_mlp = "pre_feedforward_layernorm" if shape.sandwich_norms else "post_attention_layernorm"
     rows = [
         norm("input_layernorm", "input_layernorm", *fused),
@@ -276,7 +276,7 @@ def _attention(shape: ModelShape) -> list[Row]:
 
 
 def _latent_attention(shape: ModelShape) -> list[Row]:
-    latent, own, hf = shape.latent, "self_attention.", f"{HF_LAYER}self_attn."
+    latent, own, hf = shape.mla, "self_attention.", f"{HF_LAYER}self_attn."
     assert latent is not None
     queries = shape.heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
     key_values = shape.heads * (latent.qk_nope_head_dim + latent.v_head_dim)
@@ -350,11 +350,11 @@ def _experts(shape: ModelShape) -> list[Row]:
         rows.append(
             Row(
                 "mlp.router.expert_bias", (f"{HF_LAYER}mlp.gate.e_score_correction_bias",),
-                ((count,),), where="sparse", keeps_dtype=True,
+                ((count,),), where="sparse", keep_fp32=True,
             )
         )  # fmt: skip
     if shape.shared_ffn:
-        of = "mlp.shared_experts." if shape.latent else "mlp.shared_expert."
+        of = "mlp.shared_experts." if shape.mla else "mlp.shared_expert."
         rows += _feed_forward("mlp.shared_experts.", of, shape.shared_ffn, shape, "sparse")
     if shape.shared_gate:
         rows.append(

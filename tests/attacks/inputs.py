@@ -92,7 +92,7 @@ def speaks(spoil: Callable[[Path], None] | None = None) -> Prepare:
     """A folder ``model``, an embedded model's, with its tokenizer, and what is done to it."""
 
     def prepare(folder: Path) -> None:
-        from mppo.data.builtin import resolve_model
+        from mppo.hub.builtin import resolve_model
 
         shutil.copytree(resolve_model("builtin:tiny"), folder / "model")
         if spoil is not None:

@@ -123,7 +123,7 @@ def _serve(folder: Path) -> int:
 
     os.environ["MPPO_ROLLOUT_API_KEY"] = "key"
     write(folder / "recipe.yaml", "")
-    address = ("--host", "127.0.0.1", "--port", "1")
+    address = ("--empty", "--host", "127.0.0.1", "--port", "1")
     return main(["--config", "recipe.yaml", *address, "model.path=model", "model.dtype=float32"])
 
 

@@ -42,11 +42,11 @@ def _scored(program: str, tests: tuple[str, ...], says: str):
         from mppo.config.errors import ConfigError
         from mppo.rewards.judgement import read_judgements
         from mppo.rewards.response import Response
-        from mppo.rewards.rules import RuleJudge
+        from mppo.rewards.rules import RuleReward
 
         before = os.getpriority(os.PRIO_PROCESS, 0), len(os.listdir("/proc/self/fd"))
         limits = {"cpu_s": 1, "memory_mb": 256, "output_mb": 1}
-        judge = RuleJudge("code", sandbox=limits, partial_credit=True)
+        judge = RuleReward("code", sandbox=limits, partial_credit=True)
         prompt = Prompt(0, (1,), "code", json.dumps(tests), "attack")
         try:
             judge.check([prompt])

@@ -113,7 +113,7 @@ def _find_fonts(folder: Path) -> None:
 
 def _server_file(folder: Path) -> int:
     """The file that hands an SGLang server its key, and the command that anyone sees."""
-    from mppo.rollout.sglang_server import launch_command
+    from mppo.rollout.sglang.server_options import launch_command
 
     command = launch_command({"host": "127.0.0.1", "port": 1, "api_key": PLAIN})
     file = Path(command[-1])
@@ -185,7 +185,7 @@ TABLE = Table(
             "a hub's token under a key that does not exist",
             "no such key",
             *_DRY,
-            f"model.hub={HUB}",
+            f"model.hub_key={HUB}",
         ),
         _row(
             "a token where a number belongs",
@@ -237,6 +237,7 @@ TABLE = Table(
             "the value of `GITLAB_PAT` in a path",
             "model.path",
             "--dry-run",
+            "data.task=arithmetic",
             f"model.path=/models/{PLAIN}/x",
             environment={"GITLAB_PAT": PLAIN},
         ),

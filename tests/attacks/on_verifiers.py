@@ -20,7 +20,7 @@ def _judged(verifier: str, response: str, honest: str, truth: str, says: str):
         from mppo.batch import Prompt
         from mppo.rewards.judgement import read_judgements
         from mppo.rewards.response import Response
-        from mppo.rewards.rules import RuleJudge
+        from mppo.rewards.rules import RuleReward
 
         package, _, family = verifier.partition(":")
         needed = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}.get(package)
@@ -28,7 +28,7 @@ def _judged(verifier: str, response: str, honest: str, truth: str, says: str):
             print(f"{says}, since nothing is run: {needed} is not installed")
             return 0
         answer, extra = _entry(family) if family else (honest, {})
-        judge = RuleJudge(package, timeout_s=TIMEOUT_S)
+        judge = RuleReward(package, timeout_s=TIMEOUT_S)
         prompt = Prompt(0, (1,), "attack", truth, "attack", extra)
         text = response.replace("PARENT", "__import__('os').getppid()")
         with _beating() as beats:

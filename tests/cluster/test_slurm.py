@@ -213,7 +213,7 @@ def test_a_node_that_cannot_is_told_and_usr1_meanwhile_brings_the_job_back(
     for start in (first, second):
         assert start.count("the rendezvous port is taken") == 2, text
     assert "told to save and requeue" not in second
-    assert "cure: submit anew" in text
+    assert "fix: submit anew" in text
     assert "Traceback" not in text
     assert "joined" not in text, "no rank was started"
 

@@ -16,6 +16,7 @@ from ranks import start_ranks
 
 from mppo.algos.packing import select_sequences
 from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
+from mppo.models.heads.outputs import tensors_of
 
 VOCABULARY = 101
 
@@ -53,10 +54,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out: measured values ``[T]``, one loss and norm per step, routing metrics, weights
+    """Outputs of the forward pass ``[T]``, one loss and norm per step, routing metrics, weights
     before and after; the same of the role beside."""
 
-    measured: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
     losses: list[float]
     norms: list[float]
     weights: dict[str, torch.Tensor]
@@ -98,19 +99,20 @@ def objective(batch: Batch):
 
     def loss(outputs, indices):
         chosen = select_sequences(weights_T, batch.cu_seqlens, list(indices))
-        total = (chosen * outputs[0]).sum() + 0.1 * (chosen * outputs[-1].square()).sum()
+        tensors = tensors_of(outputs)
+        total = (chosen * tensors[0]).sum() + 0.1 * (chosen * tensors[-1].square()).sum()
         return total, {"loss": total.detach()}
 
     return loss
 
 
-def starting_from(measured: tuple[torch.Tensor, ...], batch: Batch, loss_of):
-    """``loss_of``, asserting that a pass in training gives what was measured: a ratio of 1."""
+def starting_from(before: tuple[torch.Tensor, ...], batch: Batch, loss_of):
+    """``loss_of``, asserting that training gives the forward pass's outputs: a ratio of 1."""
 
     def loss(outputs, indices):
-        for output, whole in zip(outputs, measured, strict=True):
-            before = select_sequences(whole, batch.cu_seqlens, list(indices))
-            torch.testing.assert_close(output.detach().float(), before, atol=1e-6, rtol=0)
+        for output, whole in zip(tensors_of(outputs), before, strict=True):
+            expected = select_sequences(whole, batch.cu_seqlens, list(indices))
+            torch.testing.assert_close(output.detach().float(), expected, atol=1e-6, rtol=0)
         return loss_of(outputs, indices)
 
     return loss
@@ -119,8 +121,9 @@ def starting_from(measured: tuple[torch.Tensor, ...], batch: Batch, loss_of):
 def build_role(case: Case, folder: Path, registry):
     """The role of a case on the running process group."""
     from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
-    from mppo.data.builtin import read_model_config
-    from mppo.models.role import Role, RoleSpec
+    from mppo.hub.builtin import read_model_config
+    from mppo.models.role import Role
+    from mppo.models.role_spec import RoleSpec
 
     megatron = MegatronConfig(**case.megatron)
     batching = BatchingConfig(
@@ -157,7 +160,8 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
 
 def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
     """A role's passes over the batch, None after each, and what came out."""
-    from mppo.parallel.schedule import measure_schedule, update_schedule
+    from mppo.models.role_spec import MiniBatch
+    from mppo.pipeline.schedule import forward_schedule, update_schedule
 
     batch = batch_of()
     role = build_role(case, folder, registry)
@@ -165,32 +169,37 @@ def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
         sizes = role.config.num_layers, role.config.num_moe_experts, role.config.moe_router_topk
         batch = replace(batch, routed_experts_T=engine_choices(len(batch.tokens_T), *sizes))
     lengths = batch.lengths_B.tolist()
-    plan = measure_schedule(lengths, [role.shape(measuring=True)])[0].microbatches
-    measured = role.measure(batch, plan)
+    plan = forward_schedule(lengths, [role.micro_batch_spec(training=False)])[0].microbatches
+    outputs = tuple(tensors_of(role.forward(batch, plan)))
     yield None
     initial = _weights(role)
-    action = update_schedule(lengths, role.shape(measuring=False), [range(len(lengths))])[0]
+    action = update_schedule(lengths, role.micro_batch_spec(training=True), [range(len(lengths))])[
+        0
+    ]
     role.optimizer.advance()
     stats, norms, loss_of = [], [], objective(batch)
-    first = starting_from(measured, batch, loss_of) if case.dtype == "float32" else loss_of
+    first = starting_from(outputs, batch, loss_of) if case.dtype == "float32" else loss_of
     for step in range(case.steps):
         losses = loss_of if step else first
-        stats.append(role.forward_backward(batch, action.microbatches, losses))
+        mini_batch = MiniBatch(batch, action.microbatches, losses)
+        stats.append(role.forward_backward(mini_batch))
         norms.append(role.optimizer_step().grad_norm)
         yield None
     losses = [s["loss"] for s in stats]
     metrics = role.routing_metrics()
-    yield Outcome(measured, losses, norms, _weights(role), stats, metrics, initial)
+    yield Outcome(outputs, losses, norms, _weights(role), stats, metrics, initial)
 
 
 def _weights(role) -> dict[str, torch.Tensor]:
     """The role's weights under their Hugging Face names."""
-    return {name: tensor.clone() for bucket in role.hf_weights(1 << 16) for name, tensor in bucket}
+    return {
+        name: tensor.clone() for bucket in role.weights.stream(1 << 16) for name, tensor in bucket
+    }
 
 
 def compare(here: Outcome, there: Outcome) -> None:
-    """Assert that two runs measured, lost, routed and learned the same."""
-    for mine, other in zip(here.measured, there.measured, strict=True):
+    """Assert that two runs computed, lost, routed and learned the same."""
+    for mine, other in zip(here.outputs, there.outputs, strict=True):
         torch.testing.assert_close(mine, other, atol=5e-6, rtol=1e-5)
     torch.testing.assert_close(here.losses, there.losses, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(here.norms, there.norms, atol=5e-6, rtol=1e-5)

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mppo.rollout.checked_load import BYTES, TABLE, checksum
-from mppo.rollout.slice_load import load, slice_table
-from mppo.rollout.slice_sync import message_row
+from mppo.rollout.transport.checked_load import BYTES, TABLE, tensor_checksum
+from mppo.rollout.transport.slice_load import load, slice_table
+from mppo.rollout.transport.slice_sync import message_row
 from mppo.weights.blocks import ZERO
-from mppo.weights.engine_tensors import engine_tensor
-from mppo.weights.reshard import engine_blocks
 from mppo.weights.shape import ModelShape, model_shape
-from mppo.weights.slices import SliceRequest, SliceStream
+from mppo.weights.slices.engine_tensors import engine_tensor
+from mppo.weights.slices.reshard import engine_blocks
+from mppo.weights.slices.source import SliceRequest, SliceStream
 from mppo.weights.stream import WeightStream
 from mppo.weights.table import parameter_table
 
@@ -80,14 +80,12 @@ def _check_slices(stages, config, layout, groups, folder: Path, experts: int) ->
         for place, host in enumerate(hosts)
         if host == rank
     }
-    request = SliceRequest(HOSTS, torch.float32, 20_000, True, checksum, experts)
+    request = SliceRequest(HOSTS, torch.float32, 20_000, True, tensor_checksum, experts)
     stream = SliceStream(stages, config, layout, request)
     for version, since in ((1, None), (2, 1), (3, 1)):
         _load_all(stream.update(version, since), servers, folder / f"refused_{rank}")
         whole = dict(
-            pair
-            for bucket in WeightStream(stages, config, layout, groups.coordinates, groups, 40_000)
-            for pair in bucket
+            pair for bucket in WeightStream(stages, config, groups, 40_000) for pair in bucket
         )
         for slot, server in servers.items():
             for name, tensor in expected(config, whole, slot % SIZE, experts).items():

@@ -86,14 +86,14 @@ HARM = {
 
 def stranger(folder: Path) -> dict[str, str]:
     """A copy with code in its table of contents, whose checksums are right; keys to resume it."""
-    from mppo.disk import checksum
+    from mppo.safety.disk import file_checksum
 
     copy = folder.parents[2] / "elsewhere" / folder.name
     shutil.copytree(folder, copy)
     table = copy / "actor/.metadata"
     bring_a_deed(table, folder.with_name("global_step_9"))
     manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["files"]["actor/.metadata"] = asdict(checksum(table))
+    manifest["files"]["actor/.metadata"] = asdict(file_checksum(table))
     (copy / "manifest.json").write_text(json.dumps(manifest))
     return {"resume_mode": "resume_path", "resume_from_path": str(copy)}
 
@@ -149,12 +149,12 @@ def after_step(role, run_dir: Path, asked: bool = False, **trainer) -> Told:
 @contextmanager
 def locked(run_dir: Path) -> Iterator[Told]:
     """What a job is told that wants a run's folder."""
-    from mppo.checkpoint.lock import only_job_in
+    from mppo.checkpoint.lock import run_folder_lock
     from mppo.config.errors import ConfigError
 
     said: list[str] = []
     try:
-        with only_job_in(run_dir, said.append, patience_s=0.0):
+        with run_folder_lock(run_dir, said.append, patience_s=0.0):
             yield Told(0, "", said, [])
     except ConfigError as error:
         yield Told(None, str(error), said, [])
@@ -357,7 +357,7 @@ def background(case: Case, folder: Path, registry) -> dict[str, object]:
         seed(dist.get_rank())
     for step in range(1, 6):
         train(role, 1)
-        before[step] = [t.clone() for b in role.hf_weights(1 << 16) for _, t in b]
+        before[step] = [t.clone() for b in role.weights.stream(1 << 16) for _, t in b]
         saver.save(step, {"reward": 1.0 if step == 2 else 0.0})
         meanwhile.append(saver._thread.busy)
         drawn = draws(role)
@@ -369,7 +369,7 @@ def background(case: Case, folder: Path, registry) -> dict[str, object]:
     resume(role, root, [])
     everyone: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (drawn, draws(role)))
-    now = [t.clone() for b in role.hf_weights(1 << 16) for _, t in b]
+    now = [t.clone() for b in role.weights.stream(1 << 16) for _, t in b]
     same = all((a == b).all() for a, b in zip(now, before[5]))
     return {"left": left, "same": same, "said": said, "meanwhile": meanwhile, "draws": everyone}
 

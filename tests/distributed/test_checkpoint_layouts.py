@@ -44,13 +44,16 @@ class _Counter:
 
 
 def checkpointer(role, root: Path, said: list[str], part=None, **trainer):
+    from mppo.batch import PartialResponses
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.schema import TrainerConfig
-    from mppo.parallel.signals import StopRequest
+    from mppo.supervision.signals import StopRequest
 
     parts = {"counter": part or _Counter()}
     settings = TrainerConfig(**{"async_save": False, **trainer})
-    return Checkpointer(settings, root, {"actor": role}, parts, {}, StopRequest(), said.append)
+    return Checkpointer(
+        settings, root, {"actor": role}, parts, PartialResponses(), {}, StopRequest(), said.append
+    )
 
 
 def resume(role, root: Path, said: list[str], part=None, **trainer) -> int:
@@ -64,14 +67,15 @@ def resume(role, root: Path, said: list[str], part=None, **trainer) -> int:
 
 
 def train(role, steps: int) -> None:
-    from mppo.parallel.schedule import update_schedule
+    from mppo.models.role_spec import MiniBatch
+    from mppo.pipeline.schedule import update_schedule
 
     batch = batch_of()
     lengths = batch.lengths_B.tolist()
-    plan = update_schedule(lengths, role.shape(measuring=False), [range(len(lengths))])[0]
+    plan = update_schedule(lengths, role.micro_batch_spec(training=True), [range(len(lengths))])[0]
     for _ in range(steps):
         role.optimizer.advance()
-        role.forward_backward(batch, plan.microbatches, objective(batch))
+        role.forward_backward(MiniBatch(batch, plan.microbatches, objective(batch)))
         role.optimizer_step()
 
 
@@ -87,7 +91,9 @@ def run_step(case: Step, folder: Path, registry) -> dict[str, torch.Tensor]:
         counter.value = STEPS
         checkpointer(role, folder / case.save, [], counter).save(STEPS, {})
     train(role, STEPS)
-    return {name: tensor.clone() for bucket in role.hf_weights(1 << 16) for name, tensor in bucket}
+    return {
+        name: tensor.clone() for bucket in role.weights.stream(1 << 16) for name, tensor in bucket
+    }
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -33,21 +33,22 @@ class LargestTensor(TorchDispatchMode):
 
 def largest(case: Case, folder: Path, registry) -> dict[str, int]:
     """Bytes of the largest tensor in the forward and backward passes over one micro-batch."""
-    from mppo.parallel.schedule import measure_schedule, update_schedule
+    from mppo.models.role_spec import MiniBatch
+    from mppo.pipeline.schedule import forward_schedule, update_schedule
 
     role = build_role(case, folder, registry)
     batch = batch_of(SEQUENCES, LONGEST)
     lengths = batch.lengths_B.tolist()
-    measuring = measure_schedule(lengths, [role.shape(measuring=True)])[0]
-    training = update_schedule(lengths, role.shape(measuring=False), [range(SEQUENCES)])[0]
+    measuring = forward_schedule(lengths, [role.micro_batch_spec(training=False)])[0]
+    training = update_schedule(lengths, role.micro_batch_spec(training=True), [range(SEQUENCES)])[0]
     assert len(measuring.microbatches) == len(training.microbatches) == 1
     found = {}
     with LargestTensor() as seen:
-        role.measure(batch, measuring.microbatches)
+        role.forward(batch, measuring.microbatches)
     found["measuring"] = seen.bytes
     role.optimizer.advance()
     with LargestTensor() as seen:
-        role.forward_backward(batch, training.microbatches, objective(batch))
+        role.forward_backward(MiniBatch(batch, training.microbatches, objective(batch)))
     found["training"] = seen.bytes
     return found
 

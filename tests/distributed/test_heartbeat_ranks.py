@@ -58,10 +58,10 @@ def _worker(
     silence_s: float,
     hang_s: float,
 ) -> None:
-    from mppo.parallel.heartbeat import watching
     from mppo.parallel.launch import LaunchInfo, process_group
-    from mppo.parallel.phase import phase, step_done
-    from mppo.parallel.way_out import WayOut
+    from mppo.supervision.cleanup_deadline import CleanupDeadline
+    from mppo.supervision.heartbeat import watching
+    from mppo.supervision.phase import phase, step_done
 
     def tell(error: BaseException) -> None:
         with (folder / "told").open("a") as stream:
@@ -74,12 +74,12 @@ def _worker(
     step_done(2)
     try:
         with (
-            WayOut(limit_s=6) as way_out,
+            CleanupDeadline(limit_s=6) as way_out,
             process_group(info, 60),
             watching(info, silence_s, hang_s, folder / "stacks", way_out, tell) as heartbeat,
         ):
             try:
-                with heartbeat.telling(), phase(PHASES[rank], 3):
+                with heartbeat.report_failures(), phase(PHASES[rank], 3):
                     (folder / f"begun_{rank}").touch()
                     deeds[rank]()
             finally:

@@ -94,10 +94,10 @@ def _iterate(rank: int, world: int, cases: list[list[str]], out: str) -> None:
 
     device.prepare_megatron()
     from mppo.config.load import load_recipe
-    from mppo.loop import train
     from mppo.parallel.launch import LaunchInfo
-    from mppo.parallel.signals import listening
-    from mppo.run_setup import build_run
+    from mppo.supervision.signals import listening
+    from mppo.trainer.loop import train
+    from mppo.trainer.run_setup import build_run
 
     store = f"file://{out}/store{world}"
     dist.init_process_group("gloo", store, rank=rank, world_size=world)
@@ -109,7 +109,7 @@ def _iterate(rank: int, world: int, cases: list[list[str]], out: str) -> None:
         with listening() as stop:
             run = build_run(load_recipe(None, overrides), info, stop)
             train(run)
-        buckets = run.roles.actor.hf_weights(1 << 20)
+        buckets = run.roles.actor.weights.stream(1 << 20)
         weights = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
         run.reporter.close()
         if rank == 0:

@@ -7,7 +7,8 @@ import torch
 from layout_case import Case, batch_of, compare, objective, run_case, run_cases
 from transformers import AutoModelForCausalLM
 
-from mppo.parallel import onednn, products_on_cpu
+from mppo.cpu import onednn, products
+from mppo.models.heads.outputs import PolicyOutputs
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
@@ -65,8 +66,8 @@ def test_every_layout_gives_the_numbers_of_one_process(outcomes, index):
     alone, variants, _ = outcomes
     case, got = VARIANTS[index], variants[index]
     want = alone[case.model, case.head]
-    for measured, reference in zip(got.measured, want.measured):
-        torch.testing.assert_close(measured, reference, rtol=1e-5, atol=1e-5)
+    for output, reference in zip(got.outputs, want.outputs):
+        torch.testing.assert_close(output, reference, rtol=1e-5, atol=1e-5)
     assert got.losses == pytest.approx(want.losses, rel=1e-5, abs=1e-6)
     assert got.norms == pytest.approx(want.norms, rel=1e-5)
     assert got.weights.keys() == want.weights.keys()
@@ -92,7 +93,7 @@ def test_one_process_takes_the_steps_of_plain_transformers_and_torch(outcomes, m
             logp = (network(tokens[None]).logits[0, :-1] / 0.9).log_softmax(-1)
             outputs[0][start + 1 : stop] = logp.gather(1, tokens[1:, None])[:, 0]
             outputs[1][start + 1 : stop] = -(logp.exp() * logp).sum(-1)
-        loss, _ = loss_of(outputs, range(batch.num_sequences))
+        loss, _ = loss_of(PolicyOutputs(*outputs), range(batch.num_sequences))
         assert loss.item() == pytest.approx(want.losses[step], rel=1e-4, abs=1e-6)
         loss.backward()
         clipped = torch.nn.utils.clip_grad_norm_(network.parameters(), max_norm=1.0)
@@ -127,14 +128,14 @@ def by_onednn(case, folder, registry):
         count += 1
         return linear(*args)
 
-    products_on_cpu._SMALLEST, onednn.linear = 0, counted
+    products._SMALLEST, onednn.linear = 0, counted
     outcome = run_case(case, folder, registry)
-    assert count >= 3 * 2 * case.steps, "outputs and gradients, measured and trained"
+    assert count >= 3 * 2 * case.steps, "outputs and gradients, forward and trained"
     return outcome
 
 
 @pytest.mark.skipif(
-    not products_on_cpu.is_faster(), reason="MKL is as fast on this CPU: oneDNN is not used"
+    not products.is_faster(), reason="MKL is as fast on this CPU: oneDNN is not used"
 )
 def test_products_by_onednn_change_no_number(outcomes):
     alone, _, folder = outcomes

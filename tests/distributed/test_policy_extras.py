@@ -58,8 +58,8 @@ def kl_loss(batch):
 
     def loss(outputs, indices):
         chosen = select_sequences(weights_T, batch.cu_seqlens, list(indices))
-        kl = (chosen * outputs[2]).sum() / batch.num_sequences
-        total = (chosen * outputs[0]).sum() / batch.num_sequences + kl
+        kl = (chosen * outputs.full_kl_T).sum() / batch.num_sequences
+        total = (chosen * outputs.logprobs_T).sum() / batch.num_sequences + kl
         return total, {"loss": total.detach(), "kl": kl.detach()}
 
     return loss
@@ -68,10 +68,11 @@ def kl_loss(batch):
 def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     """Measure against a reference of another family and layout, then train beside text."""
     from mppo.config.schema import MegatronConfig
+    from mppo.models.heads.outputs import tensors_of
     from mppo.models.role import Role
-    from mppo.models.role_spec import Extras
-    from mppo.parallel.schedule import measure_schedule, update_schedule
-    from mppo.plain_text import PlainText
+    from mppo.models.role_spec import MiniBatch, PassInputs
+    from mppo.pipeline.schedule import forward_schedule, update_schedule
+    from mppo.trainer.pretraining_mix import PretrainingMix
 
     world = dist.get_world_size()
     name = case.role.get("name", "")
@@ -88,25 +89,28 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     )
     layout = spec.megatron.layout(world)
     reference = Role(spec, AutoConfig.from_pretrained(spec.folder), registry.of(layout))
-    actor.compare_with(reference, 1 << 14)
+    actor.head.load_reference(reference.head, reference.weights, 1 << 14)
     batch = batch_of()
     lengths = batch.lengths_B.tolist()
-    plans = measure_schedule(lengths, [r.shape(measuring=True) for r in (reference, actor)])
-    (ref_logprobs_T, _), hidden_T = reference.measure_states(batch, plans[0].microbatches)
-    measured = actor.measure(batch, plans[1].microbatches, Extras(hidden_T))
-    shape = actor.shape(measuring=False)
+    plans = forward_schedule(
+        lengths, [r.micro_batch_spec(training=False) for r in (reference, actor)]
+    )
+    ref_outputs, hidden_T = reference.forward_with_states(batch, plans[0].microbatches)
+    outputs = actor.forward(batch, plans[1].microbatches, PassInputs(hidden_T))
+    shape = actor.micro_batch_spec(training=True)
     plan = update_schedule(lengths, shape, [range(len(lengths))])[0].microbatches
-    text = PlainText(PromptLoader(PromptSet(tuple(documents())), 5, False, 0), COEF)
-    extras = Extras(hidden_T, text_from=len(lengths))
+    text = PretrainingMix(PromptLoader(PromptSet(tuple(documents())), 5, False, 0), COEF)
+    inputs = PassInputs(hidden_T, text_from=len(lengths))
     stats, norms, weights = [], [], [_weights(actor)]
     actor.optimizer.advance()
     for _ in range(case.steps):
         longer, longer_plan, objective = text.join(batch, plan, shape, kl_loss(batch))
-        stats.append(actor.forward_backward(longer, longer_plan, objective, extras))
+        mini_batch = MiniBatch(longer, longer_plan, objective, inputs)
+        stats.append(actor.forward_backward(mini_batch))
         norms.append(actor.optimizer_step().grad_norm)
         weights.append(_weights(actor))
     outcome = {
-        "measured": (*measured, ref_logprobs_T),
+        "outputs": (*tensors_of(outputs), ref_outputs.logprobs_T),
         "stats": stats,
         "norms": norms,
         "weights": weights,
@@ -125,7 +129,7 @@ def _keep_and_resume(actor, folder: Path, registry) -> dict[str, Any]:
     from mppo.checkpoint.role_state import load_role, role_counters, sharded_state
 
     exported, checkpoint = folder.with_suffix(".average"), folder.with_suffix(".checkpoint")
-    actor.save_average(exported)
+    actor.weights.save_average(exported)
     if dist.get_rank() == 0:
         checkpoint.mkdir()
     dist.barrier()
@@ -147,7 +151,8 @@ def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]
     from layout_case import objective
 
     from mppo.models.role import step_together
-    from mppo.parallel.schedule import update_schedule
+    from mppo.models.role_spec import MiniBatch
+    from mppo.pipeline.schedule import update_schedule
 
     actor = build_role(case, folder, registry)
     critic = build_role(dataclasses.replace(case, head="value", role={}), folder, registry)
@@ -157,7 +162,7 @@ def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]
     seen = [[_weights(role) for role in roles]]
     for factor, lost in ((torch.inf, 0.0), (1.0, torch.inf), (1.0, 0.0)):
         for role in roles:
-            shape = role.shape(measuring=False)
+            shape = role.micro_batch_spec(training=True)
             plan = update_schedule(lengths, shape, [range(len(lengths))])[0].microbatches
             role.optimizer.advance()
             scale, added = (factor, lost) if role is critic else (1.0, 0.0)
@@ -166,7 +171,7 @@ def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]
                 total, stats = objective(batch)(outputs, indices)
                 return scale * total + (added if 0 in indices else 0.0), stats
 
-            role.forward_backward(batch, plan, loss)
+            role.forward_backward(MiniBatch(batch, plan, loss))
         results = step_together(roles)
         assert {result.applied for result in results.values()} == {factor == 1.0 and lost == 0.0}
         assert isfinite(results["critic"].grad_norm) == (factor == 1.0)
@@ -176,11 +181,13 @@ def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]
 
 
 def _weights(role) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for bucket in role.hf_weights(1 << 16) for name, tensor in bucket}
+    return {
+        name: tensor.clone() for bucket in role.weights.stream(1 << 16) for name, tensor in bucket
+    }
 
 
 def _average(role) -> dict[str, torch.Tensor]:
-    with role.average.in_place():
+    with role.weights.average.in_place():
         return _weights(role)
 
 
@@ -230,7 +237,7 @@ def test_kl_over_the_vocabulary_is_that_of_whole_logits(outcomes):
             _logits(folder / name, ids) / TEMPERATURE for name in ("qwen2", "gemma2")
         )
         want = full_kl(policy, reference) * batch.response_mask_T[first + 1 : last]
-        got = alone["measured"][2][first + 1 : last]
+        got = alone["outputs"][2][first + 1 : last]
         assert want.max() > 0.01
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -259,8 +266,8 @@ def test_the_average_follows_every_step(outcomes):
 def test_every_layout_gives_the_numbers_of_one_process(outcomes, name):
     alone, variants, _ = outcomes
     got = variants[name]
-    for measured, want in zip(got["measured"], alone["measured"], strict=True):
-        torch.testing.assert_close(measured, want, rtol=1e-4, atol=1e-5)
+    for output, want in zip(got["outputs"], alone["outputs"], strict=True):
+        torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-5)
     for stats, want in zip(got["stats"], alone["stats"], strict=True):
         assert stats == pytest.approx(want, rel=1e-4, abs=1e-5)
     assert got["norms"] == pytest.approx(alone["norms"], rel=1e-4)

@@ -124,7 +124,7 @@ def test_a_critic_from_a_reward_model_says_what_transformers_says(name, folder, 
     assert expected_T.abs().max() > 0.3
     for form in ("reward", "reward_megatron"):
         for layout in REWARD_LAYOUTS:
-            (values_T,) = together[name, form, layout].measured
+            (values_T,) = together[name, form, layout].outputs
             torch.testing.assert_close(values_T, expected_T, atol=5e-6, rtol=1e-5)
 
 

@@ -8,9 +8,9 @@ from ranks import start_ranks
 
 from mppo.batch import Prompt
 from mppo.config.schema import SamplingConfig
-from mppo.rollout.engine import Wish
-from mppo.rollout.exchange import gather_flat, shares
-from mppo.rollout.local import LocalEngine
+from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.exchange import all_gather_varlen, snake_partition
+from mppo.rollout.local.engine import LocalEngine
 
 CONFIG = {
     "vocab_size": 97,
@@ -33,7 +33,7 @@ def _generate(rank: int, world: int, prompts: list[Prompt]) -> tuple[list, list]
     engine = LocalEngine("none", config, torch.float32, rank=rank, world=world)
     engine.update_weights([list(source.state_dict().items())], 3)
     sampling = SamplingConfig(n=2, stop_token_ids=(5, 6, 7, 8))
-    trajectories = engine.generate(Wish(prompts, sampling, 10, seed=11))
+    trajectories = engine.generate(GenerationRequest(prompts, sampling, 10, seed=11))
     return trajectories, engine.logprobs([list(t.response_ids) for t in trajectories])
 
 
@@ -55,7 +55,7 @@ def _worker(rank: int, world: int, store: str, count: int) -> None:
             assert here.logprobs == pytest.approx(there.logprobs, abs=1e-5)
         for here, there in zip(mine[1], alone[1], strict=True):
             assert here == pytest.approx(there, abs=1e-5)
-        lengths = [len(t) for t in gather_flat(torch.arange(rank), world)]
+        lengths = [len(t) for t in all_gather_varlen(torch.arange(rank), world)]
         assert lengths == list(range(world))
     finally:
         dist.destroy_process_group()
@@ -70,7 +70,7 @@ def test_any_number_of_ranks_generates_the_same(tmp_path, world: int, count: int
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_shares_are_disjoint_complete_and_balanced(world: int) -> None:
     lengths = [(i * 37) % 101 for i in range(50)]
-    dealt = shares(lengths, world)
+    dealt = snake_partition(lengths, world)
     assert sorted(i for share in dealt for i in share) == list(range(50))
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
     loads = [sum(lengths[i] for i in share) for share in dealt]

@@ -50,9 +50,9 @@ class Routed:
 
 def _route(case: Case, folder, registry) -> Routed:
     """Call the first router of a role, outside its model."""
-    from mppo.models.moe import moe_layers
-    from mppo.models.packing import Packing
-    from mppo.models.router import MicroRouting
+    from mppo.models.attention.packing import Packing
+    from mppo.models.moe.construction import moe_layers
+    from mppo.models.moe.router import MicroRouting
 
     role = build_role(case, folder, registry)
     router = next(moe_layers(role.stages)).router

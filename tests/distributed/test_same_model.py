@@ -3,7 +3,7 @@
 The yardstick is transformers with its explicit ("eager") attention and its own masks. Where
 transformers departs from the code that a family was published with, the yardstick is that code
 (``mppo.models.transformers_model``), and a test below shows what was put right: DeepSeek-V2's YaRN
-factor on scores, Gemma's ``hidden_act: gelu``. The epsilon of latent attention's inner norms is
+factor on scores, Gemma's ``hidden_act: gelu``. The epsilon of MLA's inner norms is
 1e-6 in the published code and in transformers, whatever ``rms_norm_eps`` says.
 """
 
@@ -21,8 +21,8 @@ from weights_worker import LENGTHS, Case, sequences, worker
 from mppo.batch import Prompt
 from mppo.config.schema import SamplingConfig
 from mppo.models.transformers_model import empty_model, load_model
-from mppo.rollout.engine import Wish
-from mppo.rollout.local import LocalEngine
+from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.local.engine import LocalEngine
 from mppo.weights.shape import FAMILIES
 
 TOLERANCE = 1e-5
@@ -103,8 +103,8 @@ def test_the_local_engine_computes_transformers_model(models, name):
     given = [sequence.tolist() for sequence in sequences(engine.vocab_size)]
     starts = (given[0][:3], given[1][: WINDOW + 5], given[2][:1])
     prompts = [Prompt(uid, tuple(start), "", "", "") for uid, start in enumerate(starts)]
-    wish = Wish(prompts, SamplingConfig(n=2, temperature=0.8), RESPONSE, seed=0)
-    drawn = engine.generate(wish)
+    request = GenerationRequest(prompts, SamplingConfig(n=2, temperature=0.8), RESPONSE, seed=0)
+    drawn = engine.generate(request)
     assert max(len(t.response_ids) for t in drawn) > WINDOW
     for t in drawn:
         tokens = [*t.prompt.token_ids, *t.response_ids]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import start_ranks
 
-from mppo.parallel.shared_memory import shared_memory_of
+from mppo.cpu.shared_memory import shared_memory_of
 
 
 def _compare(memory, group, mine: torch.Tensor) -> None:

@@ -81,7 +81,7 @@ CONFIGS = {
     "moonlight": lambda: hf.DeepseekV3Config(**_LATENT),
 }
 """A config for each name; "qwen2_wide" has a vocabulary of many times its width, "llama_of_9_heads"
-the heads of SmolLM2-135M; "moonlight" has Moonlight's shape: latent attention, a dense first layer,
+the heads of SmolLM2-135M; "moonlight" has Moonlight's shape: MLA, a dense first layer,
 shared experts, sigmoid router with an expert bias."""
 
 

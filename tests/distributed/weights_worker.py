@@ -76,13 +76,13 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
 
     from mppo.config.schema import MegatronConfig
     from mppo.models.configuration import transformer_config
-    from mppo.models.families import family_config
+    from mppo.models.families.architectures import family_config
     from mppo.models.stage import build_stages
     from mppo.parallel.layout import Layout
     from mppo.weights.blocks import padded_vocab_size
-    from mppo.weights.checkpoint import load_weights, save_megatron
     from mppo.weights.save import save_hf
     from mppo.weights.stream import WeightStream
+    from mppo.weights.torch_dist.checkpoint import load_weights, save_megatron
 
     layout = Layout(world=world, **case.layout)
     groups = registry.of(layout)
@@ -98,8 +98,8 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
         for parameter in stage.parameters():
             parameter.data.fill_(torch.nan)
     with groups.active():
-        fresh = load_weights(source, stages, config, layout, here)
-    stream = WeightStream(stages, config, layout, here, groups, 40_000)
+        fresh = load_weights(source, stages, config, groups)
+    stream = WeightStream(stages, config, groups, 40_000)
     for _ in range(2):  # planned once: names and shapes do not travel again
         with pytest.MonkeyPatch.context() as missing:
             missing.delattr(dist, "all_gather_object")
@@ -112,7 +112,7 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
             save_megatron(case.save, stages)
     if case.export:
         save_hf(
-            case.export, stages, config, layout, here, groups, folder / case.family,
+            case.export, stages, config, groups, folder / case.family,
             bucket_bytes=40_000, max_shard_bytes=100_000,
         )  # fmt: skip
     logits = apart = None
@@ -130,10 +130,10 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
 
 def whole_logits(stages, layout, groups, config, packed: list[torch.Tensor]) -> torch.Tensor:
     """Logits ``[T, vocab]`` on every rank: chunks run in order, hidden states handed on."""
-    from mppo.models.packing import pack
+    from mppo.models.attention.packing import pack_sequences
 
     tokens = torch.cat(packed)
-    packing = pack(torch.tensor([0, *map(len, packed)]).cumsum(0), torch.device("cpu"))
+    packing = pack_sequences(torch.tensor([0, *map(len, packed)]).cumsum(0), torch.device("cpu"))
     hidden = None
     for virtual in range(layout.pp * layout.vpp):
         chunk, owner = divmod(virtual, layout.pp)

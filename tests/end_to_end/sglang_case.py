@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import RolloutConfig, SamplingConfig
-from mppo.rollout.engine import WeightSource, Wish
-from mppo.rollout.local import LocalEngine
-from mppo.rollout.sglang import SGLangEngine
+from mppo.rollout.engine import GenerationRequest, WeightSource
+from mppo.rollout.local.engine import LocalEngine
+from mppo.rollout.sglang.engine import SGLangEngine
 
 needs_sglang = pytest.mark.skipif(
     find_spec("sglang") is None or find_spec("sglang_cpu_compat") is None,
@@ -110,7 +110,9 @@ class Case:
     def check(self, engine: SGLangEngine | None = None, max_tokens: int = 8) -> list[Trajectory]:
         engine = engine or self.engine
         trajectories = engine.generate(
-            Wish(prompts(6), SamplingConfig(temperature=0.7, top_p=0.9, n=2), max_tokens, seed=0)
+            GenerationRequest(
+                prompts(6), SamplingConfig(temperature=0.7, top_p=0.9, n=2), max_tokens, seed=0
+            )
         )
         self.check_logprobs(trajectories, 0.7)
         sequences = [[*t.prompt.token_ids, *t.response_ids] for t in trajectories]

@@ -102,10 +102,10 @@ def overrides_of(row: dict[str, str]) -> list[str]:
 def _warm_up(run, critic) -> dict[str, object]:
     """A step with the actor frozen and the one after: who moved, and what was logged."""
     from mppo.config.load import load_recipe
-    from mppo.loop import iterate
+    from mppo.trainer.loop import iterate
 
     def weights():
-        named = (pair for bucket in run.roles.actor.hf_weights(1 << 20) for pair in bucket)
+        named = (pair for bucket in run.roles.actor.weights.stream(1 << 20) for pair in bucket)
         return {name: tensor.clone() for name, tensor in named}
 
     last = 10**6
@@ -131,10 +131,10 @@ def _train_rows(rank: int, rows: list[dict[str, str]], out: str) -> None:
 
     device.prepare_megatron()
     from mppo.config.load import load_recipe
-    from mppo.loop import iterate, sync
     from mppo.parallel.launch import LaunchInfo
-    from mppo.parallel.signals import listening
-    from mppo.run_setup import build_run
+    from mppo.supervision.signals import listening
+    from mppo.trainer.loop import iterate, sync_weights
+    from mppo.trainer.run_setup import build_run
 
     dist.init_process_group("gloo", f"file://{out}/store", rank=rank, world_size=2)
     info = LaunchInfo(rank, 2, rank, 2, "127.0.0.1", 1, "python")
@@ -147,7 +147,7 @@ def _train_rows(rank: int, rows: list[dict[str, str]], out: str) -> None:
             return build_run(load_recipe(None, [*COMMON, *overrides, folder]), info, stop)
 
         run = build("run", full_kl)
-        sync(run, version=0)
+        sync_weights(run, version=0)
         critic, ref = run.roles.critic, run.roles.ref
         for i, row in enumerate(rows):
             recipe = load_recipe(None, [*COMMON, *overrides_of(row)])
@@ -162,7 +162,7 @@ def _train_rows(rank: int, rows: list[dict[str, str]], out: str) -> None:
         for name in (*PRESETS, "no critic"):
             chosen = f"algorithm.preset={name}" if name in PRESETS else NO_CRITIC
             other = build(name, [chosen, f"trainer.total_training_steps={LONG}"])
-            sync(other, version=0)
+            sync_weights(other, version=0)
             iterate(other, 1)
             presets[name] = iterate(other, 2)
             roles = {"critic": other.roles.critic, "ref": other.roles.ref}

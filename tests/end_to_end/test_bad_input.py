@@ -31,7 +31,7 @@ def test_a_faulty_recipe_from_plain_python(tmp_path):
     result = run([sys.executable], tmp_path, "actor.ppo_mini_batch=3", "rollout.temperature=0")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
-    assert ": 2 faults" in result.stderr
+    assert ": 2 issues" in result.stderr
     assert "did you mean actor.ppo_mini_batch_size?" in result.stderr
 
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 import checkpoints_convert.job as job
 from checkpoints_convert.__main__ import main
-from mppo.weights.contents import read_checkpoint
-from mppo.weights.torch_dist import locate
-from mppo.weights.transfer import Copier
+from mppo.weights.hf.transfer import Copier
+from mppo.weights.torch_dist.contents import read_checkpoint
+from mppo.weights.torch_dist.format import locate
 
 ROOT = Path(__file__).parents[2]
 

@@ -72,18 +72,18 @@ def _run(info, overrides: list[str], run_dir: Path) -> None:
     from late_copies import late_in_loop
 
     from mppo.config.load import load_recipe
-    from mppo.loop import train
-    from mppo.parallel.signals import listening
-    from mppo.run_setup import build_run
+    from mppo.supervision.signals import listening
+    from mppo.trainer.loop import train
+    from mppo.trainer.run_setup import build_run
 
     overrides = [*COMMON, *overrides, f"trainer.default_local_dir={run_dir}"]
     with listening() as stop:
         run = build_run(load_recipe(None, overrides), info, stop)
         late_in_loop(run)  # a loop that does not wait for a save's copies saves the next step's
         train(run)
-    run.roles.actor.save(run_dir / "actor")
-    if run.roles.actor.average is not None:
-        run.roles.actor.save_average(run_dir / "actor_ema")
+    run.roles.actor.weights.save(run_dir / "actor")
+    if run.roles.actor.weights.average is not None:
+        run.roles.actor.weights.save_average(run_dir / "actor_ema")
     run.reporter.close()
 
 

@@ -22,7 +22,7 @@ def _save_near_ties(folder: Path) -> None:
     """A model whose routers hardly tell the experts of a triple apart; each token takes two."""
     import transformers
 
-    from mppo.data.builtin import VOCAB
+    from mppo.hub.builtin import VOCAB
 
     config = transformers.Qwen2MoeConfig(
         vocab_size=len(VOCAB),
@@ -54,7 +54,8 @@ def _role(folder: Path, replay: str, registry):
     from transformers import AutoConfig
 
     from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
-    from mppo.models.role import Role, RoleSpec
+    from mppo.models.role import Role
+    from mppo.models.role_spec import RoleSpec
 
     spec = RoleSpec(
         name="actor",
@@ -70,12 +71,14 @@ def _role(folder: Path, replay: str, registry):
     return Role(spec, AutoConfig.from_pretrained(folder), registry.of(spec.megatron.layout(1)))
 
 
-def _measured(role, batch) -> torch.Tensor:
+def _logprobs(role, batch) -> torch.Tensor:
     """The role's log-probabilities of the response tokens."""
-    from mppo.parallel.schedule import measure_schedule
+    from mppo.pipeline.schedule import forward_schedule
 
-    plan = measure_schedule(batch.lengths_B.tolist(), [role.shape(measuring=True)])[0].microbatches
-    return role.measure(batch, plan)[0][batch.response_mask_T > 0]
+    plan = forward_schedule(batch.lengths_B.tolist(), [role.micro_batch_spec(training=False)])[
+        0
+    ].microbatches
+    return role.forward(batch, plan).logprobs_T[batch.response_mask_T > 0]
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,12 @@ class Server:
 def server(tmp_path_factory):
     from transformers import AutoConfig
 
-    from mppo.rollout.sglang_server import HOST, own_server, server_environment, server_options
+    from mppo.rollout.sglang.server_options import (
+        HOST,
+        own_server,
+        server_environment,
+        server_options,
+    )
 
     folder = tmp_path_factory.mktemp("near_ties")
     model = folder / "model"
@@ -122,10 +130,10 @@ def _run(rank: int, server: Server, folder: Path) -> None:
     from mppo.batch import Prompt, pack_trajectories
     from mppo.config.schema import RolloutConfig, SamplingConfig
     from mppo.parallel.groups import GroupRegistry
-    from mppo.rollout.engine import Wish
-    from mppo.rollout.fleet import API_KEY_VARIABLE
-    from mppo.rollout.routed_experts import routing_shape
-    from mppo.rollout.sglang import SGLangEngine
+    from mppo.rollout.engine import GenerationRequest
+    from mppo.rollout.sglang.engine import SGLangEngine
+    from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
+    from mppo.rollout.sglang.routed_experts import routing_shape
 
     dist.init_process_group("gloo", f"file://{folder / 'store'}", rank=0, world_size=1)
     os.environ[API_KEY_VARIABLE] = KEY
@@ -137,7 +145,7 @@ def _run(rank: int, server: Server, folder: Path) -> None:
     try:
         registry = GroupRegistry()
         replaying, free = (_role(model, replay, registry) for replay in ("R3", "off"))
-        engine.update_weights(replaying.hf_weights(1 << 20), 0)
+        engine.update_weights(replaying.weights.stream(1 << 20), 0)
         generator = torch.Generator().manual_seed(1)
         prompts = [
             Prompt(
@@ -146,14 +154,14 @@ def _run(rank: int, server: Server, folder: Path) -> None:
             for i in range(8)
         ]
         sampling = SamplingConfig(temperature=TEMPERATURE, n=4)
-        trajectories = engine.generate(Wish(prompts, sampling, 24, seed=0))
+        trajectories = engine.generate(GenerationRequest(prompts, sampling, 24, seed=0))
         batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
         torch.save(
             {
                 "experts": batch.routed_experts_T,
                 "engine": batch.rollout_logprobs_T[batch.response_mask_T > 0],
-                "replayed": _measured(replaying, batch),
-                "free": _measured(free, batch),
+                "replayed": _logprobs(replaying, batch),
+                "free": _logprobs(free, batch),
                 "metrics": replaying.routing_metrics(),
             },
             folder / "result.pt",
@@ -188,8 +196,8 @@ def test_the_engine_names_two_experts_for_all_but_last_tokens(result) -> None:
 
 
 def test_the_recipe_of_a_mixture_trains_on_the_engines_choices(server, tmp_path) -> None:
-    from mppo.data.builtin import resolve_model
-    from mppo.rollout.fleet import API_KEY_VARIABLE
+    from mppo.hub.builtin import resolve_model
+    from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 
     rows = run_recipe(
         "tiny_cpu_qwen_moe.yaml",

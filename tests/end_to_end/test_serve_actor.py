@@ -15,10 +15,10 @@ from sglang_case import TOLERANCE, needs_sglang
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mppo.config.schema import SamplingConfig
-from mppo.data.builtin import resolve_model
+from mppo.hub.builtin import resolve_model
 from mppo.parallel.launch import free_port
-from mppo.rollout.http_client import JsonClient
-from mppo.rollout.sglang_api import SGLangApi, sampling_parameters
+from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
+from mppo.rollout.sglang.http_client import JsonClient
 from mppo.train import main as train
 
 pytestmark = [pytest.mark.server, needs_sglang]

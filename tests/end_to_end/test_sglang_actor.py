@@ -79,7 +79,7 @@ def _engine(
     """An engine of this rank for a case's servers."""
     from transformers import AutoConfig
 
-    from mppo.rollout.sglang import SGLangEngine
+    from mppo.rollout.sglang.engine import SGLangEngine
 
     return SGLangEngine(
         folder / case.family,
@@ -122,8 +122,8 @@ def _update(engine, role, mode: str, version: int) -> dict[str, float]:
     from mppo.rollout.engine import WeightSource
 
     scale(role, 1.1 if version % 2 else 0.9, "self_attention" if mode == "delta" else "")
-    pieces = role.slices if mode in ("sliced", "delta") else None
-    engine.update_weights(WeightSource(lambda: role.hf_weights(1 << 17), pieces), version)
+    pieces = role.weights.slices if mode in ("sliced", "delta") else None
+    engine.update_weights(WeightSource(lambda: role.weights.stream(1 << 17), pieces), version)
     return {} if pieces is None else engine.sync_metrics()
 
 
@@ -138,7 +138,7 @@ def scale(role, factor: float, only: str = "") -> None:
 
 def _again(engine, role, versions: Iterator[int], connect) -> Iterator[tuple]:
     """Nine more updates of what changed; then the other routes, to the same servers by address."""
-    from mppo.rollout.fleet import API_KEY_VARIABLE
+    from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 
     for _ in range(9):
         moved = _update(engine, role, "delta", next(versions))
@@ -168,7 +168,7 @@ def _after_a_kill(engine, role, version: int) -> dict[str, float]:
         server.wait()
     dist.barrier()
     scale(role, 1.1, "layernorm")
-    pieces = WeightSource(lambda: role.hf_weights(1 << 17), role.slices)
+    pieces = WeightSource(lambda: role.weights.stream(1 << 17), role.weights.slices)
     engine.update_weights(pieces, version)
     return engine.sync_metrics()
 
@@ -182,16 +182,16 @@ def _gap(engine, role) -> tuple[float, int]:
     """Largest difference over response tokens, and how many there are."""
     from mppo.batch import pack_trajectories
     from mppo.config.schema import SamplingConfig
-    from mppo.parallel.schedule import measure_schedule
-    from mppo.rollout.engine import Wish
+    from mppo.pipeline.schedule import forward_schedule
+    from mppo.rollout.engine import GenerationRequest
 
     sampling = SamplingConfig(temperature=TEMPERATURE, n=2)
-    trajectories = engine.generate(Wish(prompts(6), sampling, 8, seed=0))
+    trajectories = engine.generate(GenerationRequest(prompts(6), sampling, 8, seed=0))
     batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
-    shapes = [role.shape(measuring=True)]
-    (plan,) = (s.microbatches for s in measure_schedule(batch.lengths_B.tolist(), shapes))
+    shapes = [role.micro_batch_spec(training=False)]
+    (plan,) = (s.microbatches for s in forward_schedule(batch.lengths_B.tolist(), shapes))
     inside = batch.response_mask_T > 0
-    gap = (role.measure(batch, plan)[0] - batch.rollout_logprobs_T)[inside].abs()
+    gap = (role.forward(batch, plan).logprobs_T - batch.rollout_logprobs_T)[inside].abs()
     return gap.max().item(), len(gap)
 
 
@@ -200,7 +200,8 @@ def _role(folder: Path, family: str, layout: dict[str, int], registry, world: in
     from transformers import AutoConfig
 
     from mppo.config.schema import BatchingConfig, MegatronConfig
-    from mppo.models.role import Role, RoleSpec
+    from mppo.models.role import Role
+    from mppo.models.role_spec import RoleSpec
 
     megatron = MegatronConfig(**layout)
     spec = RoleSpec(

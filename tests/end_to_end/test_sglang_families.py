@@ -27,10 +27,10 @@ from sglang_case import START_S, TOLERANCE, needs_sglang, own
 from mppo.config.load import load_recipe
 from mppo.models.transformers_model import load_model
 from mppo.rollout.engine import WeightSource
-from mppo.rollout.fleet import API_KEY_VARIABLE
-from mppo.rollout.sglang import SGLangEngine
-from mppo.rollout.sglang_model import engine_faults
-from mppo.rollout.sglang_server import HOST, own_server, server_environment, server_options
+from mppo.rollout.sglang.engine import SGLangEngine
+from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
+from mppo.rollout.sglang.model_support import engine_issues
+from mppo.rollout.sglang.server_options import HOST, own_server, server_environment, server_options
 
 pytestmark = [pytest.mark.server, needs_sglang]
 
@@ -96,9 +96,9 @@ def _gap(engine: SGLangEngine, folder: Path) -> float:
     return (torch.tensor(engine.logprobs(tokens.tolist())) - expected).abs().max().item()
 
 
-def _faults(config: Any) -> list:
+def _issues(config: Any) -> list:
     recipe = load_recipe(None, ["data.task=arithmetic", "rollout.name=sglang"])
-    return list(engine_faults(recipe, config, on_cpu=True))
+    return list(engine_issues(recipe, config, on_cpu=True))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def served(tmp_path_factory) -> Iterator[Callable[[str], tuple[SGLangEngine, Pat
 @pytest.mark.parametrize("name", SAME)
 def test_the_server_computes_the_actors_model(served, name: str) -> None:
     engine, folder, config = served(name)
-    assert _faults(config) == []
+    assert _issues(config) == []
     assert _gap(engine, folder) < TOLERANCE
     engine.stop()
 
@@ -137,7 +137,7 @@ def test_the_server_computes_the_actors_model(served, name: str) -> None:
 @pytest.mark.parametrize("key", OTHER)
 def test_what_is_refused_differs(served, key: str) -> None:
     engine, folder, config = served(key)
-    (fault,) = _faults(config)
+    (fault,) = _issues(config)
     assert key in fault.why
     assert _gap(engine, folder) > 1000 * TOLERANCE
     engine.stop()

@@ -79,9 +79,14 @@ def test_training_with_a_colocated_server(colocated) -> None:
 def test_training_with_a_server_apart(tmp_path, colocated) -> None:
     from transformers import AutoConfig
 
-    from mppo.data.builtin import resolve_model
-    from mppo.rollout.fleet import API_KEY_VARIABLE
-    from mppo.rollout.sglang_server import HOST, own_server, server_environment, server_options
+    from mppo.hub.builtin import resolve_model
+    from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
+    from mppo.rollout.sglang.server_options import (
+        HOST,
+        own_server,
+        server_environment,
+        server_options,
+    )
 
     folder = resolve_model("builtin:tiny", os.environ["MPPO_CACHE"])
     limits = {"max_total_tokens": 8192}
@@ -145,10 +150,10 @@ def _check_taken_up(root: Path, model: Path, rows: list[dict], resumed: list[dic
     prompts asked make a batch: at least a third of them is in both.
     """
     from mppo.checkpoint import responses
-    from mppo.data.builtin import load_tokenizer
+    from mppo.hub.builtin import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    begun = responses.load(root / "killed/checkpoints/global_step_1")
+    begun = responses.load_responses(root / "killed/checkpoints/global_step_1")
     assert begun
     whole, later = (_texts(root / name, step=2) for name in ("run", "killed"))
     both = whole.keys() & later.keys()

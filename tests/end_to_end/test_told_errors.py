@@ -15,7 +15,7 @@ import pytest
 from launched_run import ROOT, TRAIN, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mppo.data.builtin import resolve_model
+from mppo.hub.builtin import resolve_model
 from mppo.train import main
 
 TINY = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mppo.models.block_attention import BlockAttention
+from mppo.models.attention.block import BlockAttention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

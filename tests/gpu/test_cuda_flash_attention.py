@@ -14,9 +14,9 @@ def test_flash_attention_equals_sdpa(monkeypatch, lengths, window):
     pytest.importorskip("flash_attn", reason="needs the package flash-attn")
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mppo.models import flash
-    from mppo.models.attention import PackedAttention
-    from mppo.models.packing import pack
+    from mppo.models.attention import flash
+    from mppo.models.attention.core import PackedAttention
+    from mppo.models.attention.packing import pack_sequences
 
     config = TransformerConfig(
         num_layers=1,
@@ -26,7 +26,7 @@ def test_flash_attention_equals_sdpa(monkeypatch, lengths, window):
         window_size=None if window is None else (window - 1, 0),
     )
     attention = PackedAttention(config, layer_number=1)
-    packing = pack(torch.tensor([0, *lengths]).cumsum(0), torch.device("cuda"))
+    packing = pack_sequences(torch.tensor([0, *lengths]).cumsum(0), torch.device("cuda"))
     torch.manual_seed(0)
     shapes = [(sum(lengths), 1, heads, 32) for heads in (4, 2, 2)]
     found = {}

@@ -15,10 +15,11 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
 
     from mppo.batch import Prompt, Trajectory, pack_trajectories
     from mppo.config.schema import BatchingConfig, MegatronConfig
-    from mppo.models.role import Role, RoleSpec
+    from mppo.models.role import Role
+    from mppo.models.role_spec import RoleSpec
     from mppo.parallel import device
     from mppo.parallel.groups import GroupRegistry
-    from mppo.parallel.schedule import measure_schedule
+    from mppo.pipeline.schedule import forward_schedule
 
     config = Qwen2Config(
         vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -44,8 +45,8 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
             ],
             [0.0] * 3,
         )
-        plan = measure_schedule(batch.lengths_B.tolist(), [role.shape(measuring=True)])
-        logprobs_T, _ = role.measure(batch, plan[0].microbatches)
+        plan = forward_schedule(batch.lengths_B.tolist(), [role.micro_batch_spec(training=False)])
+        logprobs_T = role.forward(batch, plan[0].microbatches).logprobs_T
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype).cuda()
         tokens = torch.tensor(ids, device="cuda")
         with torch.no_grad():

@@ -4,107 +4,107 @@ from __future__ import annotations
 
 import pytest
 
-from mppo.parallel import abandon
-from mppo.parallel.abandon import Abandoned
+from mppo.supervision import stop_request
+from mppo.supervision.stop_request import StepInterrupted
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds that a test sets."""
     now = [100.0]
-    monkeypatch.setattr(abandon.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stop_request.time, "monotonic", lambda: now[0])
     yield now
-    abandon.reset()
+    stop_request.reset()
 
 
 def test_nothing_is_left_unasked(clock):
-    abandon.reset(20.0)
-    abandon.expect(1e6)
+    stop_request.reset(20.0)
+    stop_request.expect(1e6)
     clock[0] += 1e6
-    abandon.check()
-    abandon.meet()
-    abandon.meet_half_done(1, 1000, began=0.0)
-    assert not abandon.overdue()
+    stop_request.raise_if_due()
+    stop_request.sync()
+    stop_request.sync_between_updates(1, 1000, began=0.0)
+    assert not stop_request.overdue()
 
 
 def test_a_step_expected_to_end_in_time_is_finished(clock):
-    abandon.reset(20.0)
-    abandon.expect(60.0)
+    stop_request.reset(20.0)
+    stop_request.expect(60.0)
     clock[0] += 45.0
-    abandon.ask()
-    abandon.check()
+    stop_request.request()
+    stop_request.raise_if_due()
     clock[0] += 19.0
-    abandon.meet()
+    stop_request.sync()
 
 
 def test_a_step_expected_to_end_too_late_is_left_at_once(clock):
-    abandon.reset(20.0)
-    abandon.expect(60.0)
+    stop_request.reset(20.0)
+    stop_request.expect(60.0)
     clock[0] += 30.0
-    abandon.ask()
-    with pytest.raises(Abandoned) as left:
-        abandon.meet()
+    stop_request.request()
+    with pytest.raises(StepInterrupted) as left:
+        stop_request.sync()
     assert not left.value.half_done
 
 
 def test_a_step_that_takes_longer_than_expected_is_left_in_the_end(clock):
-    abandon.reset(20.0)
-    abandon.ask()
-    abandon.check()
+    stop_request.reset(20.0)
+    stop_request.request()
+    stop_request.raise_if_due()
     clock[0] += 21.0
-    with pytest.raises(Abandoned):
-        abandon.check()
+    with pytest.raises(StepInterrupted):
+        stop_request.raise_if_due()
 
 
 def test_updates_are_finished_where_the_rest_fits(clock):
-    abandon.reset(20.0)
-    abandon.ask()
+    stop_request.reset(20.0)
+    stop_request.request()
     clock[0] += 10.0
-    abandon.meet_half_done(5, 10, began=100.0)
-    with pytest.raises(Abandoned) as left:
-        abandon.meet_half_done(1, 10, began=100.0)
+    stop_request.sync_between_updates(5, 10, began=100.0)
+    with pytest.raises(StepInterrupted) as left:
+        stop_request.sync_between_updates(1, 10, began=100.0)
     assert left.value.half_done
 
 
 def test_null_never_leaves_a_step(clock):
-    abandon.reset(None)
-    abandon.ask()
+    stop_request.reset(None)
+    stop_request.request()
     clock[0] += 1e6
-    abandon.check()
-    assert not abandon.overdue()
+    stop_request.raise_if_due()
+    assert not stop_request.overdue()
 
 
 def test_before_the_launcher_kills_the_process_speaks(clock):
-    abandon.reset(20.0)
-    abandon.ask()
+    stop_request.reset(20.0)
+    stop_request.request()
     clock[0] += 27.0
-    assert not abandon.overdue()
+    assert not stop_request.overdue()
     clock[0] += 2.0
-    assert abandon.overdue()
+    assert stop_request.overdue()
 
 
 def test_a_launcher_that_waits_longer_gives_more_time(clock):
-    abandon.reset(20.0, patience_s=300.0)
-    abandon.ask()
+    stop_request.reset(20.0, patience_s=300.0)
+    stop_request.request()
     clock[0] += 290.0
-    assert not abandon.overdue()
+    assert not stop_request.overdue()
     clock[0] += 9.0
-    assert abandon.overdue()
+    assert stop_request.overdue()
 
 
 def test_once_training_has_ended_nothing_is_late(clock):
-    abandon.reset(20.0)
-    abandon.ask()
-    abandon.over()
+    stop_request.reset(20.0)
+    stop_request.request()
+    stop_request.over()
     clock[0] += 1e6
-    assert not abandon.overdue()
+    assert not stop_request.overdue()
 
 
 def test_whoever_wants_to_know_is_told_at_once_and_once(clock):
     told = []
-    abandon.reset(20.0)
-    abandon.on_ask(lambda: told.append(clock[0]))
-    abandon.ask()
+    stop_request.reset(20.0)
+    stop_request.on_ask(lambda: told.append(clock[0]))
+    stop_request.request()
     clock[0] += 1.0
-    abandon.ask()
+    stop_request.request()
     assert told == [100.0]

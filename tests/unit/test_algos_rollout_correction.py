@@ -24,7 +24,7 @@ def test_truncation_and_icepop_by_hand():
     weights = rc.importance_weights(D, MASK, CU, "token")
     assert rc.truncate_weights(weights, 2.0).tolist() == [2.0, 0.5, 0.0, 2.0, 2.0]
     assert rc.truncate_weights(weights, 2.0, 1.0).tolist() == [2.0, 1.0, 0.0, 2.0, 2.0]
-    masked = rc.mask_weights(weights, 3.0, 1.0)
+    masked = rc.icepop(weights, 3.0, 1.0)
     torch.testing.assert_close(masked, torch.tensor([2.0, 0.0, 0.0, 0.0, 2.0]))
 
 
@@ -82,10 +82,10 @@ def test_huge_gaps_and_empty_batches_stay_finite():
         for level in ("token", "sequence"):
             weights = rc.importance_weights(log_ratio, MASK, CU, level)
             assert torch.isfinite(weights).all()
-        metrics = rc.mismatch_metrics(log_ratio - 1, torch.full((5,), -1.0), MASK, CU)
+        metrics = rc.correction_metrics(log_ratio - 1, torch.full((5,), -1.0), MASK, CU)
         assert all(math.isfinite(value) for value in metrics.values()), metrics
     nothing = torch.zeros(0)
-    metrics = rc.mismatch_metrics(nothing, nothing, nothing, torch.tensor([0, 0]))
+    metrics = rc.correction_metrics(nothing, nothing, nothing, torch.tensor([0, 0]))
     metrics |= rc.weight_metrics(nothing, nothing)
     assert all(math.isfinite(value) for value in metrics.values())
     for kind in ("token_k1", "seq_max_k3", "geometric"):
@@ -94,7 +94,7 @@ def test_huge_gaps_and_empty_batches_stay_finite():
 
 def test_metrics_by_hand():
     logprobs = torch.log(torch.tensor([0.5, 0.5, 1.0, 0.8, 0.4]))
-    metrics = rc.mismatch_metrics(logprobs, logprobs - D, MASK, CU)
+    metrics = rc.correction_metrics(logprobs, logprobs - D, MASK, CU)
     mean_d = math.log(2 * 0.5 * 4 * 2) / 4
     assert metrics["rollout_corr/kl"] == pytest.approx(-mean_d, abs=1e-6)
     k3 = sum(w - 1 - math.log(w) for w in (2, 0.5, 4, 2)) / 4

@@ -1,16 +1,16 @@
-"""Combinations of algorithm options that make no sense are refused, with key and cure."""
+"""Combinations of algorithm options that make no sense are refused, with key and fix."""
 
 import pytest
 
-from mppo.config import algorithm_rules
-from mppo.config.rule import RULES, Case
+from mppo.config.rules import algorithm
+from mppo.config.rules.rule import RULES, RuleContext
 from mppo.config.schema import Recipe
 
-OWN = [function for _, function in RULES if function.__module__ == algorithm_rules.__name__]
+OWN = [function for _, function in RULES if function.__module__ == algorithm.__name__]
 
 
 def faults_of(**sections):
-    case = Case(recipe=Recipe.model_validate(sections), world_size=1, shapes={})
+    case = RuleContext(recipe=Recipe.model_validate(sections), world_size=1, shapes={})
     return {fault.key for function in OWN for fault in function(case)}
 
 

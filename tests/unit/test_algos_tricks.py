@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mppo.algos import pf_ppo
 from mppo.algos.moving_average import update_moving_average_
 from mppo.algos.reward_normalization import (
-    RunningMoments,
+    RewardStats,
     ScoreScale,
     batch_scale,
     group_scale,
@@ -62,7 +62,7 @@ def test_normalisation_by_hand():
 
 def test_equal_scores_set_no_scale_for_what_differs_from_them():
     scores, other = torch.full((6,), 0.1), torch.full((6,), 1.1)
-    moments = RunningMoments()
+    moments = RewardStats()
     moments.merge(scores)
     moments.merge(scores)
     scales = (batch_scale(scores), group_scale(scores, torch.zeros(6)), moments.scale())
@@ -74,7 +74,7 @@ def test_equal_scores_set_no_scale_for_what_differs_from_them():
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), max_size=6), min_size=1, max_size=6))
 def test_running_moments_equal_those_of_all_scores_together(batches):
-    moments = RunningMoments()
+    moments = RewardStats()
     for batch in batches:
         moments.merge(torch.tensor(batch))
     everything = torch.tensor([x for batch in batches for x in batch], dtype=torch.float32).double()
@@ -87,7 +87,7 @@ def test_running_moments_equal_those_of_all_scores_together(batches):
 
 
 def test_running_moments_resume_exactly():
-    straight, first, second = RunningMoments(), RunningMoments(), RunningMoments()
+    straight, first, second = RewardStats(), RewardStats(), RewardStats()
     batches = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     for batch in batches:
         straight.merge(batch)

@@ -4,21 +4,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mppo.parallel import bfloat16_on_cpu, onednn
-from mppo.rollout.local import compute_dtype
+from mppo.cpu import bfloat16, onednn
+from mppo.rollout.local.engine import compute_dtype
 
 products = pytest.mark.skipif(
-    "mm" not in bfloat16_on_cpu.slow_operators(),
+    "mm" not in bfloat16.slow_operators(),
     reason="this CPU has bfloat16 instructions: its products are not replaced",
 )
 gradient = pytest.mark.skipif(
-    not bfloat16_on_cpu.slow_operators(), reason="this CPU is fast in bfloat16: nothing is replaced"
+    not bfloat16.slow_operators(), reason="this CPU is fast in bfloat16: nothing is replaced"
 )
 
 
 @pytest.fixture(autouse=True)
 def _installed():
-    bfloat16_on_cpu.install()
+    bfloat16.install()
 
 
 def rounded(*shape: int) -> torch.Tensor:
@@ -96,6 +96,6 @@ def test_training_and_generation_widen_on_the_same_processors(monkeypatch, unit,
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, unit: True})
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert onednn.multiplies_bfloat16() is multiplies
-    assert ("mm" in bfloat16_on_cpu.slow_operators()) is not multiplies
+    assert ("mm" in bfloat16.slow_operators()) is not multiplies
     wide = compute_dtype(torch.bfloat16, torch.device("cpu")) is torch.float32
     assert wide is not multiplies

@@ -7,10 +7,10 @@ import zlib
 
 import pytest
 
-from mppo import disk
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint.folder import Manifest
-from mppo.disk import Damaged, FileEntry
+from mppo.safety import disk
+from mppo.safety.disk import Damaged, FileEntry
 
 
 def make(root, step: int, metrics=None):
@@ -97,10 +97,10 @@ def test_only_final_names_are_listed_newest_first(tmp_path):
 
 def test_publishing_never_overwrites(tmp_path):
     old = make(tmp_path, 7)
-    building = folders.partial_path(tmp_path, 7)
+    building = folders.partial_checkpoint(tmp_path, 7)
     building.mkdir()
     (building / "new").write_text("new")
-    folders.publish(building, folders.final_path(tmp_path, 7))
+    folders.publish_checkpoint(building, folders.final_path(tmp_path, 7))
     assert (old / "new").exists()
     folders.read_sound(tmp_path / "global_step_7.old-1")
 

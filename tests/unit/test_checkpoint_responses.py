@@ -6,30 +6,32 @@ from dataclasses import replace
 
 import torch
 
-from mppo.batch import Begun, Prompt, Trajectory
+from mppo.batch import Prompt, ResponsesBySample, Trajectory
 from mppo.checkpoint import responses
 from mppo.config.schema import SamplingConfig
-from mppo.rollout.engine import Wish
+from mppo.rollout.engine import GenerationRequest
 
 PROMPTS = [Prompt(uid, (5, 6, uid), "task", "4", "2 + 2?", {"level": uid}) for uid in (7, 8, 9)]
 EXPERTS = torch.arange(5 * 2 * 2, dtype=torch.int16).view(5, 2, 2)
 BROKEN_OFF = Trajectory(PROMPTS[0], (11, 12, 13), (-0.5, -0.25, -2.0), "abort", 4, None, ((2, 1),))
 STOPPED = Trajectory(PROMPTS[0], (14, 15), (-1.0, -3.5), "stop", 4, EXPERTS[1:5])
 FULL = Trajectory(PROMPTS[2], (16, 17, 18, 19), (-1.0,) * 4, "length", 3)
-BEGUN: Begun = {(7, 0): BROKEN_OFF, (7, 1): STOPPED, (9, 1): FULL}
+PARTIAL: ResponsesBySample = {(7, 0): BROKEN_OFF, (7, 1): STOPPED, (9, 1): FULL}
 
 
-def through_a_file(begun: Begun, folder) -> Begun:
-    (folder / responses.FILE).write_bytes(responses.to_bytes(begun))
-    return responses.load(folder)
+def through_a_file(partial: ResponsesBySample, folder) -> ResponsesBySample:
+    (folder / responses.FILE).write_bytes(responses.to_bytes(partial))
+    return responses.load_responses(folder)
 
 
-def wish(begun: Begun, max_tokens: int = 4, prompts=PROMPTS) -> Wish:
-    return Wish(prompts, SamplingConfig(n=2), max_tokens, seed=0, begun=begun)
+def request(
+    resumable: ResponsesBySample, max_tokens: int = 4, prompts=PROMPTS
+) -> GenerationRequest:
+    return GenerationRequest(prompts, SamplingConfig(n=2), max_tokens, seed=0, resumable=resumable)
 
 
 def test_a_checkpoint_gives_back_what_it_was_given(tmp_path):
-    known = wish(through_a_file(BEGUN, tmp_path)).known()
+    known = request(through_a_file(PARTIAL, tmp_path)).resumed()
     assert list(known) == [0, 1, 5]
     assert torch.equal(known[1].routed_experts, EXPERTS[1:5])
     assert known[1].routed_experts.dtype == torch.int16
@@ -40,17 +42,18 @@ def test_a_checkpoint_gives_back_what_it_was_given(tmp_path):
 
 
 def test_a_checkpoint_without_such_a_file_has_none(tmp_path):
-    assert responses.load(tmp_path) == {}
+    assert responses.load_responses(tmp_path) == {}
 
 
 def test_what_does_not_fit_the_wish_does_not_count():
-    assert list(wish(BEGUN, max_tokens=3).known()) == [1], "too long, or no token left to draw"
+    assert list(request(PARTIAL, max_tokens=3).resumed()) == [1], (
+        "too long, or no token left to draw"
+    )
     changed = [replace(PROMPTS[0], token_ids=(5, 6)), *PROMPTS[1:]]
-    assert list(wish(BEGUN, prompts=changed).known()) == [5], "the prompt is another one now"
+    assert list(request(PARTIAL, prompts=changed).resumed()) == [5], "the prompt is another one now"
 
 
 def test_what_is_left_is_kept_and_what_was_handed_out_is_not():
-    begun: Begun = {(3, 0): FULL}
     nothing_yet = replace(BROKEN_OFF, response_ids=(), logprobs=())
-    wish(begun).keep({0: nothing_yet, 1: STOPPED, 5: FULL}, taken=[2])
-    assert begun == {(7, 1): STOPPED}
+    left = request({(3, 0): FULL}).left_over({0: nothing_yet, 1: STOPPED, 5: FULL}, taken=[2])
+    assert left == {(7, 1): STOPPED}

@@ -121,7 +121,7 @@ SETTINGS = [
     ("an unknown kind of file", "data.val_files=[{text}]", "data.val_files", "unknown kind"),
     ("no such model", "model.path=nowhere/model", "model.path", "no such folder"),
     ("a name of the Hub", "model.path=Qwen/Qwen2.5-0.5B-Instruct", "model.path",
-     "not downloaded by itself cure: set model.hub: true, or run `hf download Qwen/"),
+     "not downloaded by itself fix: set model.hub: true, or run `hf download Qwen/"),
     ("a switch that is none", "model.hub=always", "model.hub", "valid boolean"),
     ("a file for a model", "model.path={file}", "model.path", "is a file, not a folder"),
     ("a folder without config.json", "model.path={folder}", "model.path", "no config.json"),
@@ -240,7 +240,7 @@ LAYOUTS = [
      "or give ref.megatron a layout of its own"),
     ("a field Megatron does not have", f"{OVERRIDE}.recompute_module=[mlp]",
      f"{OVERRIDE}.recompute_module", "did you mean recompute_modules?"),
-    ("a field of latent attention in another model", f"{OVERRIDE}.kv_lora_rank=8",
+    ("a field of MLA in another model", f"{OVERRIDE}.kv_lora_rank=8",
      f"{OVERRIDE}.kv_lora_rank", "has no such field"),
     ("dropout", f"{OVERRIDE}.attention_dropout=0.1", f"{OVERRIDE}.attention_dropout",
      "other log-probabilities each time"),
@@ -398,10 +398,10 @@ def refusal(tmp_path: Path, capsys, text: str, settings: str, *options: str) -> 
 
 
 def assert_one_fault(message: str, key: str, wanted: str) -> None:
-    assert ": 1 fault\n" in message, message
+    assert ": 1 issue\n" in message, message
     assert re.search(rf"^  1\. {re.escape(key)} = ", message, re.MULTILINE), message
     assert wanted in " ".join(message.split()), message
-    assert re.search(r"^ +cure: \S", message, re.MULTILINE), message
+    assert re.search(r"^ +fix: \S", message, re.MULTILINE), message
 
 
 @pytest.mark.parametrize(("text", "key", "wanted"), [row[1:] for row in DOCUMENTS],
@@ -447,4 +447,4 @@ def test_a_recipe_that_is_not_there(tmp_path, capsys):
 def test_many_faults_are_told_together(tmp_path, capsys):
     settings = "actor.ppo_mini_batch_size=3 rollout.temperature=0 actor.lr=1 data.seed=x"
     message = refusal(tmp_path, capsys, GOOD, settings)
-    assert ": 4 faults" in message
+    assert ": 4 issues" in message

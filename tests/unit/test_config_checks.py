@@ -9,10 +9,16 @@ import pytest
 from mppo.config.checks import check_recipe, load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
-from mppo.config.memory import Count, count_parameters, experts_per_token, role_memory, stage_layers
-from mppo.config.plan import describe_plan, plan_roles
-from mppo.config.rule import RULES, roles_in_use, world_size_of
+from mppo.config.rules.rule import RULES, roles_in_use, world_size_of
 from mppo.parallel.layout import Layout
+from mppo.planning.memory import (
+    Count,
+    count_parameters,
+    experts_per_token,
+    role_memory,
+    stage_layers,
+)
+from mppo.planning.plan import describe_plan, plan_roles
 from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
 
@@ -41,8 +47,8 @@ def models(config, **own):
     return {**dict.fromkeys(("actor", "critic", "ref"), config), **own}
 
 
-def keys(faults) -> list[str]:
-    return [fault.key for fault in faults]
+def keys(issues) -> list[str]:
+    return [issue.key for issue in issues]
 
 
 def test_the_defaults_with_a_task_break_no_rule():
@@ -68,8 +74,8 @@ def test_uneven_stages(first, last, pp, fine):
     for name, value in (("first", first), ("last", last)):
         if value is not None:
             overrides.append(f"actor.megatron.num_layers_in_{name}_pipeline_stage={value}")
-    faults = check_recipe(recipe(*overrides), pp, models(DENSE))
-    assert keys(faults) == ([] if fine else [f"actor.megatron.{PP}"])
+    issues = check_recipe(recipe(*overrides), pp, models(DENSE))
+    assert keys(issues) == ([] if fine else [f"actor.megatron.{PP}"])
 
 
 def test_the_critic_has_its_own_model():
@@ -85,8 +91,8 @@ def test_a_reference_without_layout_takes_the_actors():
     wanted = recipe("algorithm.use_kl_in_reward=true", f"actor.megatron.{TP}=2")
     roles = {role.name: role for role in roles_in_use(wanted)}
     assert roles["ref"].megatron is wanted.actor.megatron
-    faults = check_recipe(wanted, 3, models(DENSE))
-    assert keys(faults) == ["actor.megatron"], "told once, not once per role"
+    issues = check_recipe(wanted, 3, models(DENSE))
+    assert keys(issues) == ["actor.megatron"], "told once, not once per role"
 
 
 def test_unused_roles_are_not_judged():
@@ -108,7 +114,7 @@ def test_one_mistake_gives_one_message():
         load_checked(
             None, ["data.task=arithmetic", "actor.ppo_mini_batch_size=x"], 1, lambda _: DENSE
         )
-    assert keys(caught.value.faults) == ["actor.ppo_mini_batch_size"]
+    assert keys(caught.value.issues) == ["actor.ppo_mini_batch_size"]
 
 
 def test_a_model_that_cannot_be_read_is_a_fault_of_its_key():
@@ -117,7 +123,7 @@ def test_a_model_that_cannot_be_read_is_a_fault_of_its_key():
 
     with pytest.raises(ConfigError, match="not a JSON file") as caught:
         load_checked(None, ["data.task=arithmetic"], 1, unreadable)
-    assert keys(caught.value.faults) == ["model.path"]
+    assert keys(caught.value.issues) == ["model.path"]
 
 
 def test_every_rule_says_what_it_holds():

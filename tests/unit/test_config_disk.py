@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mppo.config.disk import checkpoint_bytes, describe_checkpoints
 from mppo.config.load import load_recipe
-from mppo.config.plan import plan_roles
-from mppo.data.builtin import read_model_config, resolve_model
+from mppo.hub.builtin import read_model_config, resolve_model
+from mppo.planning.disk import checkpoint_bytes, describe_checkpoints
+from mppo.planning.plan import plan_roles
 from mppo.train import main
 
 ROOT = Path(__file__).parents[2]

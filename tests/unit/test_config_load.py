@@ -9,12 +9,12 @@ import jsonschema
 import pytest
 import yaml
 
-from mppo.config.document import merge, parse_yaml
-from mppo.config.errors import ConfigError, Fault, nearest
+from mppo.config.document import merge_documents, parse_yaml
+from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.load import json_schema, load_recipe, read_recipe, recipe_keys, resolved_yaml
 from mppo.config.schema import Recipe, SamplingConfig
-from mppo.config.verl_keys import row_of
-from mppo.config.verl_names import RENAMED
+from mppo.config.verl.keys import row_of
+from mppo.config.verl.names import RENAMED
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,7 +102,7 @@ def test_base_recipes_are_laid_under(tmp_path):
 
 def test_merge_leaves_its_arguments_alone():
     under, over = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3}}
-    assert merge(under, over) == {"a": {"b": 3, "c": 2}}
+    assert merge_documents(under, over) == {"a": {"b": 3, "c": 2}}
     assert (under, over) == ({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
 
 
@@ -147,24 +147,24 @@ def test_all_faults_come_out_at_once(tmp_path):
     path = write(tmp_path, "actor: {ppo_epoch: 2, optim: {lr: fast}}\nrollout: {name: vlm}")
     with pytest.raises(ConfigError) as caught:
         load_recipe(path, ["data.train_batch_size=0"])
-    keys = {fault.key for fault in caught.value.faults}
+    keys = {issue.key for issue in caught.value.issues}
     assert keys == {
         "actor.ppo_epoch", "actor.optim.lr", "rollout.name", "data.train_batch_size",
     }  # fmt: skip
     text = str(caught.value)
-    assert "4 faults" in text
+    assert "4 issues" in text
     assert "did you mean actor.ppo_epochs?" in text
 
 
 def test_faulty_keys_fall_back_so_that_the_rest_can_be_judged(tmp_path):
     path = write(tmp_path, "actor: {ppo_epochs: none}\ntrainer: {seed: 3}")
-    recipe, faults = read_recipe(path)
-    assert [fault.key for fault in faults] == ["actor.ppo_epochs"]
+    recipe, issues = read_recipe(path)
+    assert [issue.key for issue in issues] == ["actor.ppo_epochs"]
     assert (recipe.trainer.seed, recipe.actor.ppo_epochs) == (3, 1)
 
 
 def test_long_values_are_cut_in_messages():
-    assert len(str(Fault("a.b", "x" * 1000, "w", "c"))) < 200
+    assert len(str(ConfigIssue("a.b", "x" * 1000, "w", "c"))) < 200
 
 
 def test_nearest_is_near_or_nothing():
@@ -199,9 +199,9 @@ def test_the_resolved_recipe_is_plain_yaml():
 )
 def test_the_actor_is_measured_unless_the_engine_stands_for_it(overrides, measured):
     named = [f"algorithm.rollout_correction.{override}" for override in overrides]
-    assert load_recipe(None, named).measures_actor is measured
+    assert load_recipe(None, named).needs_actor_logprobs is measured
 
 
 def test_a_kl_over_the_vocabulary_needs_the_actor_measured():
     keys = ["rollout_correction.bypass_mode=true", "use_kl_in_reward=true", "kl_penalty=full"]
-    assert load_recipe(None, [f"algorithm.{key}" for key in keys]).measures_actor
+    assert load_recipe(None, [f"algorithm.{key}" for key in keys]).needs_actor_logprobs

@@ -12,10 +12,10 @@ from transformers import AutoConfig
 from mppo.config.checks import load_checked
 from mppo.config.document import parse_yaml
 from mppo.config.load import load_recipe
-from mppo.config.plan import describe_plan, plan_roles
-from mppo.config.rule import roles_in_use, world_size_of
-from mppo.data.builtin import resolve_model
-from mppo.rollout.sglang_model import engine_faults
+from mppo.config.rules.rule import roles_in_use, world_size_of
+from mppo.hub.builtin import resolve_model
+from mppo.planning.plan import describe_plan, plan_roles
+from mppo.rollout.sglang.model_support import engine_issues
 from mppo.train import main
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def configs(recipe, read_config):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipe_breaks_no_rule(path, read_config):
-    judge = partial(engine_faults, on_cpu=False)
+    judge = partial(engine_issues, on_cpu=False)
     recipe = load_checked(path, [], None, read_config, files=False, judge_engine=judge)
     plan = describe_plan(recipe, world_size_of(recipe), configs(recipe, read_config))
     for heading in ("# resolved recipe", "# layout of", "# one iteration", "# parameters"):

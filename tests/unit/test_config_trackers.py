@@ -6,13 +6,13 @@ from importlib.util import find_spec
 
 import pytest
 
-from mppo.config.trackers import tracker_faults
+from mppo.config.trackers import tracker_issues
 from mppo.train import main
 
 
 def faults(environ: dict[str, str], *loggers: str, installed: tuple[str, ...] = ("wandb",)):
-    found = tracker_faults(loggers, environ, lambda name: name in installed)
-    return [f"{fault.why}; {fault.cure}" for fault in found]
+    found = tracker_issues(loggers, environ, lambda name: name in installed)
+    return [f"{fault.why}; {fault.fix}" for fault in found]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mppo.models.context import ContextPlace, sequence_order, split_context
+from mppo.models.attention.context import ContextPlace, sequence_order, split_context
 
 EXAMPLES = settings(deadline=None, max_examples=50)
 LENGTHS = st.lists(st.integers(0, 40), max_size=8)

@@ -9,8 +9,8 @@ import pytest
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
-from mppo.data.builtin import byte_tokenizer
 from mppo.data.source import load_prompts
+from mppo.hub.builtin import byte_tokenizer
 
 # lines of a jsonl file and settings: name, text, settings, message
 DATA = [
@@ -46,5 +46,5 @@ def test_malformed_data_file(content, settings, wanted, tmp_path):
     recipe = load_checked(None, overrides, 1)
     with pytest.raises(ConfigError) as caught:
         load_prompts(recipe.data, byte_tokenizer(), "train")
-    assert len(caught.value.faults) == 1
+    assert len(caught.value.issues) == 1
     assert re.search(wanted, str(caught.value), re.DOTALL), str(caught.value)

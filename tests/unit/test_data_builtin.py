@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mppo.config.errors import ConfigError
 from mppo.config.schema import ModelConfig
-from mppo.data.builtin import MODELS, load_tokenizer, read_model_config, resolve_model
+from mppo.hub.builtin import MODELS, load_tokenizer, read_model_config, resolve_model
 
 TEXT = "What is 12+5?  Say 'seventeen'.\n\té 漢"
 

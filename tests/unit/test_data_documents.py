@@ -8,10 +8,10 @@ import pytest
 
 from mppo.config.errors import ConfigError
 from mppo.config.schema import DataConfig
-from mppo.data.builtin import load_tokenizer, resolve_model
 from mppo.data.documents import load_documents
 from mppo.data.loader import PromptLoader
-from mppo.plain_text import PlainText, text_batch
+from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.trainer.pretraining_mix import PretrainingMix, text_batch
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_what_is_no_text_is_told(tokenizer, tmp_path):
 
 def test_a_resumed_stream_goes_on_with_the_next_document(tokenizer, tmp_path):
     documents = load_documents(data_of(tmp_path, *"123456789"), tokenizer)
-    first, second = (PlainText(PromptLoader(documents, 2, True, 3), 0.1) for _ in range(2))
+    first, second = (PretrainingMix(PromptLoader(documents, 2, True, 3), 0.1) for _ in range(2))
     for _ in range(3):
         next(first.documents)
     second.load_state_dict(first.state_dict())

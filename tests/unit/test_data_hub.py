@@ -11,9 +11,9 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from mppo.config.checks import load_checked
-from mppo.config.errors import ConfigError, Fault
-from mppo.data.builtin import read_model_config, resolve_model
-from mppo.data.hub import LEFT_OUT, wanted_files
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.hub.builtin import read_model_config, resolve_model
+from mppo.hub.download import LEFT_OUT, wanted_files
 
 ROOT = Path(__file__).parents[2]
 NAME = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -56,7 +56,9 @@ class Hub:
     def fetch(self, name: str, weights: bool, trust_remote_code: bool) -> Path:
         self.asked.append((name, weights, trust_remote_code))
         if name == self.missing:
-            raise ConfigError([Fault("model.path", name, "is not to be had", "name a folder")])
+            raise ConfigError(
+                [ConfigIssue("model.path", name, "is not to be had", "name a folder")]
+            )
         return self.folder
 
 
@@ -103,7 +105,7 @@ def test_a_model_that_is_not_to_be_had_is_a_fault_of_its_key(hub):
     hub.missing = "owner/none"
     with pytest.raises(ConfigError) as caught:
         load(hub, "model.hub=true", "critic.path=owner/none")
-    assert [fault.key for fault in caught.value.faults] == ["critic.path"]
+    assert [issue.key for issue in caught.value.issues] == ["critic.path"]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_fault(environment, tmp_path):
         capture_output=True, text=True, timeout=300, env={**os.environ, **environment},
     )  # fmt: skip
     assert result.returncode == 2, result.stderr
-    assert ": 1 fault\n" in result.stderr
+    assert ": 1 issue\n" in result.stderr
     assert "is not to be had from the Hugging Face Hub" in result.stderr
     assert "download the model elsewhere and name its folder" in result.stderr
     assert "Traceback" not in result.stderr

@@ -6,10 +6,10 @@ import pytest
 
 from mppo.config.errors import ConfigError
 from mppo.config.schema import DataConfig
-from mppo.data.builtin import load_tokenizer, resolve_model
 from mppo.data.rows import MAX_FAULTS
 from mppo.data.source import load_prompts
 from mppo.data.supervised import supervised_examples
+from mppo.hub.builtin import load_tokenizer, resolve_model
 
 ROWS = [{"prompt": "1+2=", "answer": 3, "level": 1}, {"prompt": "10+20=", "answer": "30"}]
 
@@ -161,7 +161,7 @@ def test_several_bad_rows_are_told_at_once_but_not_thousands(tokenizer, tmp_path
     missing = str(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError) as error:
         load(tokenizer, str(path), missing)
-    rows, no_file = error.value.faults
+    rows, no_file = error.value.issues
     assert (rows.key, no_file.key) == (f"{path} line 1", "data.train_files")
     assert rows.why.endswith(" (as in line 2, line 3)")
     path.write_text("oops\n" * 1000)
@@ -172,7 +172,7 @@ def test_several_bad_rows_are_told_at_once_but_not_thousands(tokenizer, tmp_path
     path.write_text("".join(f"{' ' * column}oops\n" for column in range(100)))
     with pytest.raises(ConfigError) as error:
         load(tokenizer, str(path))
-    assert len(error.value.faults) == MAX_FAULTS
+    assert len(error.value.issues) == MAX_FAULTS
 
 
 @pytest.mark.parametrize(

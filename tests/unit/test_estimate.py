@@ -1,13 +1,14 @@
-"""From measured batch to experience: by hand, at the edges, and against each system's own loop."""
+"""From outputs batch to experience: by hand, at the edges, and against each system's own loop."""
 
 import dataclasses
 import math
 
 import pytest
 import torch
+from whole_objectives import policy_objective, value_objective
 
-from mppo.algos.reward_normalization import RunningMoments
-from mppo.batch import Batch, Measured
+from mppo.algos.reward_normalization import RewardStats
+from mppo.batch import Batch, ModelOutputs
 from mppo.config.algorithm import (
     AlgorithmConfig,
     KLControlConfig,
@@ -17,19 +18,14 @@ from mppo.config.algorithm import (
 )
 from mppo.config.presets import apply_preset
 from mppo.config.schema import ActorConfig, CriticConfig, PolicyLossConfig, Recipe
-from mppo.estimate import (
-    current_kl,
-    estimate,
-    experience_metrics,
-    kl_controller,
-    normalize_scores,
-)
-from mppo.objective import policy_objective, policy_targets, value_objective, value_targets
-from mppo.selection import (
+from mppo.trainer.advantages import current_kl, estimate, kl_controller, normalize_scores
+from mppo.trainer.losses import policy_targets, value_targets
+from mppo.trainer.metrics import experience_metrics
+from mppo.trainer.selection import (
     concatenate_batches,
     first_groups,
     informative_sequences,
-    resample,
+    resample_experience,
     select_batch,
     select_experience,
 )
@@ -38,7 +34,7 @@ ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
 REJECTIONS = RolloutCorrectionConfig.model_fields["rollout_rs"].annotation.__args__
 
 
-def measured_of(lengths, scores=None, seed=0, prompt=1, samples=2):
+def outputs_of(lengths, scores=None, seed=0, prompt=1, samples=2):
     """Random measurements of responses of the given lengths, ``samples`` to a prompt."""
     generator = torch.Generator().manual_seed(seed)
     count = len(lengths)
@@ -61,7 +57,7 @@ def measured_of(lengths, scores=None, seed=0, prompt=1, samples=2):
         truncated_B=torch.arange(count) % 2 == 1,
         weight_version_T=torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64),
     )
-    return Measured(batch, -random().abs(), -random().abs(), random())
+    return ModelOutputs(batch, -random().abs(), -random().abs(), random())
 
 
 def finite(experience):
@@ -75,56 +71,54 @@ def finite(experience):
 
 
 def test_score_and_kl_penalty_become_token_rewards():
-    measured = measured_of([2], scores=[3.0])
-    measured = dataclasses.replace(
-        measured,
+    outputs = outputs_of([2], scores=[3.0])
+    outputs = dataclasses.replace(
+        outputs,
         logprobs_T=torch.tensor([0.0, -1.0, -2.0]),
         ref_logprobs_T=torch.tensor([0.0, -1.5, -1.0]),
         values_T=torch.tensor([0.0, 1.0, 2.0]),
     )
     algorithm = AlgorithmConfig(use_kl_in_reward=True, whiten_advantages=False)
-    experience = estimate(measured, algorithm, kl_coef=0.1)
+    experience = estimate(outputs, algorithm, kl_coef=0.1)
     torch.testing.assert_close(experience.rewards_T, torch.tensor([0.0, -0.05, 3.1]))
     # gamma = lam = 1: returns are rewards to go
     torch.testing.assert_close(experience.returns_T, torch.tensor([0.0, 3.05, 3.1]))
     torch.testing.assert_close(experience.advantages_T, torch.tensor([0.0, 2.05, 1.1]))
     assert experience.loss_weight_T.tolist() == [0.0, 1.0, 1.0]
-    assert current_kl(measured, algorithm) == pytest.approx((0.5 - 1.0) / 2)
+    assert current_kl(outputs, algorithm) == pytest.approx((0.5 - 1.0) / 2)
 
 
 def test_values_and_policy_may_have_their_own_lambda():
-    measured = measured_of([3, 4])
+    outputs = outputs_of([3, 4])
     both = AlgorithmConfig(lam=0.5, lam_value=1.0, whiten_advantages=False)
-    experience = estimate(measured, both, 0.0)
-    policy = estimate(measured, both.model_copy(update={"lam_value": None}), 0.0)
-    value = estimate(measured, both.model_copy(update={"lam": 1.0}), 0.0)
+    experience = estimate(outputs, both, 0.0)
+    policy = estimate(outputs, both.model_copy(update={"lam_value": None}), 0.0)
+    value = estimate(outputs, both.model_copy(update={"lam": 1.0}), 0.0)
     torch.testing.assert_close(experience.advantages_T, policy.advantages_T)
     torch.testing.assert_close(experience.returns_T, value.returns_T)
 
 
 def test_reinforce_plus_plus_and_remax_by_hand():
-    measured = measured_of([2, 1], scores=[4.0, 6.0])
+    outputs = outputs_of([2, 1], scores=[4.0, 6.0])
     plain = {"gamma": 0.5, "whiten_advantages": False}
-    experience = estimate(
-        measured, AlgorithmConfig(adv_estimator="reinforce_plus_plus", **plain), 0
-    )
+    experience = estimate(outputs, AlgorithmConfig(adv_estimator="reinforce_plus_plus", **plain), 0)
     assert experience.advantages_T.tolist() == [0.0, 2.0, 4.0, 0.0, 6.0]
     remax = AlgorithmConfig(adv_estimator="remax", **plain)
-    experience = estimate(measured, remax, 0, baseline_scores_B=torch.tensor([1.0, 7.0]))
+    experience = estimate(outputs, remax, 0, baseline_scores_B=torch.tensor([1.0, 7.0]))
     assert experience.advantages_T.tolist() == [0.0, 3.0, 3.0, 0.0, -1.0]
     with pytest.raises(ValueError, match="greedy"):
-        estimate(measured, remax, 0)
+        estimate(outputs, remax, 0)
 
 
 def test_group_estimators_spread_one_number_over_the_response():
-    measured = measured_of([2, 1], scores=[1.0, 3.0])
-    experience = estimate(measured, AlgorithmConfig(adv_estimator="dr_grpo"), 0)
+    outputs = outputs_of([2, 1], scores=[1.0, 3.0])
+    experience = estimate(outputs, AlgorithmConfig(adv_estimator="dr_grpo"), 0)
     assert experience.advantages_T.tolist() == [0.0, -1.0, -1.0, 0.0, 1.0]
 
 
 def test_an_empty_response_still_counts_in_its_group():
-    measured = measured_of([0, 1], scores=[1.0, 3.0])
-    experience = estimate(measured, AlgorithmConfig(adv_estimator="rloo"), 0)
+    outputs = outputs_of([0, 1], scores=[1.0, 3.0])
+    experience = estimate(outputs, AlgorithmConfig(adv_estimator="rloo"), 0)
     assert experience.advantages_T.tolist() == [0.0, 0.0, 2.0]
 
 
@@ -136,11 +130,11 @@ def test_only_gae_needs_a_critic():
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_critic_free_estimators_do_not_read_values(estimator):
     algorithm = AlgorithmConfig(adv_estimator=estimator)
-    measured = measured_of([3, 2, 4, 1])
-    other = dataclasses.replace(measured, values_T=measured.values_T + 1)
+    outputs = outputs_of([3, 2, 4, 1])
+    other = dataclasses.replace(outputs, values_T=outputs.values_T + 1)
     baseline = torch.zeros(4)
     first, second = (
-        estimate(m, algorithm, 0.0, baseline_scores_B=baseline) for m in (measured, other)
+        estimate(m, algorithm, 0.0, baseline_scores_B=baseline) for m in (outputs, other)
     )
     assert torch.equal(first.advantages_T, second.advantages_T) != algorithm.uses_critic
 
@@ -148,7 +142,7 @@ def test_critic_free_estimators_do_not_read_values(estimator):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("lengths", [[3, 0, 5, 1], [1], [0], [0, 0], []])
 def test_every_estimator_is_finite_at_the_edges(estimator, lengths):
-    measured = measured_of(lengths)
+    outputs = outputs_of(lengths)
     for rejection, whiten in zip(REJECTIONS, (True, False) * 7):
         algorithm = AlgorithmConfig(
             adv_estimator=estimator,
@@ -164,45 +158,45 @@ def test_every_estimator_is_finite_at_the_edges(estimator, lengths):
                 rollout_token_veto_threshold=1e-4,
             ),
         )
-        experience = estimate(measured, algorithm, 0.1, baseline_scores_B=torch.zeros(len(lengths)))
+        experience = estimate(outputs, algorithm, 0.1, baseline_scores_B=torch.zeros(len(lengths)))
         assert finite(experience)
         metrics = experience_metrics(experience)
         assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_huge_log_ratios_leave_everything_finite():
-    measured = measured_of([3, 2])
-    measured = dataclasses.replace(
-        measured, logprobs_T=measured.batch.response_mask_T * -1e4, ref_logprobs_T=torch.zeros(7)
+    outputs = outputs_of([3, 2])
+    outputs = dataclasses.replace(
+        outputs, logprobs_T=outputs.batch.response_mask_T * -1e4, ref_logprobs_T=torch.zeros(7)
     )
     for kind in ("k1", "abs", "k2", "k3"):
         correction = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_sum_k3")
         algorithm = AlgorithmConfig(
             use_kl_in_reward=True, kl_penalty=kind, rollout_correction=correction
         )
-        experience = estimate(measured, algorithm, 0.1)
+        experience = estimate(outputs, algorithm, 0.1)
         assert finite(experience)
         assert all(math.isfinite(v) for v in experience_metrics(experience).values())
 
 
 def test_bypass_trains_against_the_engine_and_refuses_double_correction():
-    measured = measured_of([3])
+    outputs = outputs_of([3])
     correction = RolloutCorrectionConfig(bypass_mode=True)
-    experience = estimate(measured, AlgorithmConfig(rollout_correction=correction), 0)
-    assert torch.equal(experience.measured.logprobs_T, measured.batch.rollout_logprobs_T)
+    experience = estimate(outputs, AlgorithmConfig(rollout_correction=correction), 0)
+    assert torch.equal(experience.old.logprobs_T, outputs.batch.rollout_logprobs_T)
     both = RolloutCorrectionConfig(bypass_mode=True, rollout_is="token")
     with pytest.raises(ValueError, match="rollout_is: off"):
-        estimate(measured, AlgorithmConfig(rollout_correction=both), 0)
+        estimate(outputs, AlgorithmConfig(rollout_correction=both), 0)
 
 
 def test_truncated_responses_can_be_left_out_of_the_loss():
-    experience = estimate(measured_of([2, 2]), AlgorithmConfig(mask_truncated=True), 0)
+    experience = estimate(outputs_of([2, 2]), AlgorithmConfig(mask_truncated=True), 0)
     assert experience.loss_weight_T.tolist() == [0, 1, 1, 0, 0, 0]
 
 
 def test_scores_are_normalised_as_asked():
-    batch = measured_of([1, 1, 1, 1], scores=[1.0, 3.0, 5.0, 5.0]).batch
-    moments = RunningMoments()
+    batch = outputs_of([1, 1, 1, 1], scores=[1.0, 3.0, 5.0, 5.0]).batch
+    moments = RewardStats()
     moments.merge(batch.scores_B)
 
     def scores(mode, **kwargs):
@@ -230,36 +224,36 @@ def test_scores_are_normalised_as_asked():
     ],
 )
 def test_remax_compares_scores_and_greedy_scores_on_one_scale(mode, expected):
-    measured = measured_of([1, 1, 1, 1], scores=[1.0, 3.0, 6.0, 6.0])
-    moments = RunningMoments()
-    moments.merge(measured.batch.scores_B)
+    outputs = outputs_of([1, 1, 1, 1], scores=[1.0, 3.0, 6.0, 6.0])
+    moments = RewardStats()
+    moments.merge(outputs.batch.scores_B)
     algorithm = AlgorithmConfig(adv_estimator="remax", normalize_scores=mode)
     greedy_B = torch.tensor([7.0, 7.0, 2.0, 2.0])
-    batch, baseline_B = normalize_scores(measured.batch, greedy_B, algorithm, moments)
+    batch, baseline_B = normalize_scores(outputs.batch, greedy_B, algorithm, moments)
     experience = estimate(
-        dataclasses.replace(measured, batch=batch), algorithm, 0.0, baseline_scores_B=baseline_B
+        dataclasses.replace(outputs, batch=batch), algorithm, 0.0, baseline_scores_B=baseline_B
     )
-    inside = measured.batch.response_mask_T > 0
+    inside = outputs.batch.response_mask_T > 0
     torch.testing.assert_close(experience.advantages_T[inside], torch.tensor(expected))
 
 
 def test_pf_ppo_draws_whole_sequences_of_the_experience():
     experience = estimate(
-        measured_of([3, 0, 5, 2], scores=[0.0, 0.0, 0.0, 9.0]), AlgorithmConfig(), 0
+        outputs_of([3, 0, 5, 2], scores=[0.0, 0.0, 0.0, 9.0]), AlgorithmConfig(), 0
     )
-    assert resample(experience, AlgorithmConfig(), 0) is experience
+    assert resample_experience(experience, AlgorithmConfig(), 0) is experience
     algorithm = AlgorithmConfig(use_pf_ppo=True, pf_ppo=PFPPOConfig(reweight_method="pow"))
-    drawn = resample(experience, algorithm, seed=1)
-    assert drawn.measured.batch.scores_B.tolist() == [9.0] * 4
+    drawn = resample_experience(experience, algorithm, seed=1)
+    assert drawn.old.batch.scores_B.tolist() == [9.0] * 4
     expected = experience.advantages_T[-3:].repeat(4)
     torch.testing.assert_close(drawn.advantages_T, expected)
 
 
 def test_selecting_and_concatenating_batches():
-    experience = estimate(measured_of([3, 0, 5]), AlgorithmConfig(), 0)
+    experience = estimate(outputs_of([3, 0, 5]), AlgorithmConfig(), 0)
     again = select_experience(experience, [0, 1, 2])
-    torch.testing.assert_close(again.measured.values_T, experience.measured.values_T)
-    batch = experience.measured.batch
+    torch.testing.assert_close(again.old.values_T, experience.old.values_T)
+    batch = experience.old.batch
     joined = concatenate_batches([select_batch(batch, [2]), select_batch(batch, [0, 1])])
     assert joined.tokens_T.tolist() == select_batch(batch, [2, 0, 1]).tokens_T.tolist()
     assert joined.cu_seqlens.tolist() == [0, 6, 10, 11]
@@ -283,20 +277,20 @@ def test_a_batch_takes_the_first_groups_that_differ_and_fills_up():
 
 
 def test_experience_metrics_by_hand():
-    measured = measured_of([2, 1], scores=[3.0, 1.0])
-    experience = estimate(measured, AlgorithmConfig(use_kl_in_reward=True), 0.1)
+    outputs = outputs_of([2, 1], scores=[3.0, 1.0])
+    experience = estimate(outputs, AlgorithmConfig(use_kl_in_reward=True), 0.1)
     metrics = experience_metrics(experience)
     assert metrics["critic/score/mean"] == 2.0
     assert (metrics["response_length/max"], metrics["prompt_length/mean"]) == (2.0, 1.0)
     assert metrics["response_length/clip_ratio"] == 0.5
-    kl = (measured.logprobs_T - measured.ref_logprobs_T).sum().item() / 2
+    kl = (outputs.logprobs_T - outputs.ref_logprobs_T).sum().item() / 2
     assert metrics["objective/kl"] == pytest.approx(kl, rel=1e-5)
     assert metrics["objective/non_score_reward"] == pytest.approx(-0.1 * kl, rel=1e-4)
     total = metrics["objective/scores"] + metrics["objective/non_score_reward"]
     assert metrics["objective/rlhf_reward"] == pytest.approx(total)
     assert metrics["val/num_eos_tokens"] == 1.0
     perfect = dataclasses.replace(
-        experience, measured=dataclasses.replace(measured, values_T=experience.returns_T)
+        experience, old=dataclasses.replace(outputs, values_T=experience.returns_T)
     )
     assert experience_metrics(perfect)["critic/vf_explained_var"] == pytest.approx(1.0)
 
@@ -304,9 +298,9 @@ def test_experience_metrics_by_hand():
 # Each system's published formula, on padded rows as that system has them, in float64.
 
 
-def padded(x_T, measured):
+def padded(x_T, outputs):
     """Responses as rows [B, R], zeros on the right."""
-    batch = measured.batch
+    batch = outputs.batch
     rows = []
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:]):
         inside = batch.response_mask_T[start:end] > 0
@@ -321,13 +315,13 @@ def whiten(x, mask, unbiased=True):
     return (x - mean) * torch.rsqrt(var + 1e-8) * mask
 
 
-def system_losses(name, measured, new_logprobs, new_values):
+def system_losses(name, outputs, new_logprobs, new_values):
     """Policy and value loss, as the named system computes them from one batch."""
     verl, gamma = name == "verl", 1.0
     lam = 1.0 if verl else 0.95
-    mask = padded(measured.batch.response_mask_T, measured)
-    old, ref = padded(measured.logprobs_T, measured), padded(measured.ref_logprobs_T, measured)
-    values, scores = padded(measured.values_T, measured), measured.batch.scores_B.double()
+    mask = padded(outputs.batch.response_mask_T, outputs)
+    old, ref = padded(outputs.logprobs_T, outputs), padded(outputs.ref_logprobs_T, outputs)
+    values, scores = padded(outputs.values_T, outputs), outputs.batch.scores_B.double()
     beta = {"verl": 0.0, "trl": 0.05, "deepspeed_chat": 0.1, "openrlhf": 0.02}[name]
     rewards = -beta * (old - ref) * mask
     limit = {"deepspeed_chat": 5.0, "openrlhf": 10.0}.get(name, math.inf)
@@ -342,12 +336,12 @@ def system_losses(name, measured, new_logprobs, new_values):
     returns = advantages + values
     if name != "deepspeed_chat":
         advantages = whiten(advantages, mask, unbiased=name != "openrlhf")
-    ratio = (padded(new_logprobs, measured) - old).exp()
+    ratio = (padded(new_logprobs, outputs) - old).exp()
     pg = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
     if verl:
         pg = torch.where(advantages < 0, torch.minimum(pg, -3.0 * advantages), pg)
     value_range = 0.5 if verl else 0.2
-    new = padded(new_values, measured)
+    new = padded(new_values, outputs)
     clipped = torch.clamp(new, values - value_range, values + value_range)
     vf = 0.5 * torch.maximum((new - returns).square(), (clipped - returns).square())
 
@@ -363,19 +357,19 @@ def system_losses(name, measured, new_logprobs, new_values):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_preset_reproduces_its_systems_losses(name, seed):
     recipe = Recipe.model_validate(apply_preset({"algorithm": {"preset": name}}))
-    measured = measured_of([3, 7, 1, 5], seed=seed)
-    scores = measured.batch.scores_B * 8
+    outputs = outputs_of([3, 7, 1, 5], seed=seed)
+    scores = outputs.batch.scores_B * 8
     if recipe.reward.clip is not None:
         shaped = scores.clamp(-recipe.reward.clip, recipe.reward.clip)
     else:
         shaped = scores
-    mask = measured.batch.response_mask_T
+    mask = outputs.batch.response_mask_T
     generator = torch.Generator().manual_seed(seed + 100)
     noise = torch.randn(2, len(mask), generator=generator) * mask
-    new_logprobs = measured.logprobs_T + 0.4 * noise[0]
-    new_values = measured.values_T + 0.6 * noise[1]
-    raw = dataclasses.replace(measured, batch=dataclasses.replace(measured.batch, scores_B=scores))
-    ours = dataclasses.replace(measured, batch=dataclasses.replace(measured.batch, scores_B=shaped))
+    new_logprobs = outputs.logprobs_T + 0.4 * noise[0]
+    new_values = outputs.values_T + 0.6 * noise[1]
+    raw = dataclasses.replace(outputs, batch=dataclasses.replace(outputs.batch, scores_B=scores))
+    ours = dataclasses.replace(outputs, batch=dataclasses.replace(outputs.batch, scores_B=shaped))
     experience = estimate(ours, recipe.algorithm, recipe.algorithm.kl_ctrl.kl_coef)
     targets = policy_targets(experience, range(4), recipe.actor, 9)
     policy, _ = policy_objective(new_logprobs, noise[0].abs(), targets, recipe.actor)
@@ -391,7 +385,7 @@ def test_every_pair_of_options_estimates_and_trains_to_finite_numbers():
     aggregations = ActorConfig.model_fields["loss_agg_mode"].annotation.__args__
     kinds = ("k1", "abs+", "k2", "k3+")
     corrections = ("off", "token", "sequence")
-    measured = measured_of([3, 0, 5, 1])
+    outputs = outputs_of([3, 0, 5, 1])
     for i, estimator in enumerate(ESTIMATORS):
         for j, loss_mode in enumerate(losses):
             correction = RolloutCorrectionConfig(
@@ -409,7 +403,7 @@ def test_every_pair_of_options_estimates_and_trains_to_finite_numbers():
                 use_kl_loss=bool(j % 2),
                 kl_loss_type=kinds[(i + j) % 4],
             )
-            experience = estimate(measured, algorithm, 0.1, baseline_scores_B=torch.zeros(4))
+            experience = estimate(outputs, algorithm, 0.1, baseline_scores_B=torch.zeros(4))
             targets = policy_targets(experience, range(4), actor, 9)
             logprobs = (targets.old_logprobs_T - 0.1).requires_grad_()
             loss, stats = policy_objective(logprobs, logprobs.detach().abs(), targets, actor)

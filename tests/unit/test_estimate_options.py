@@ -8,17 +8,17 @@ import math
 import pytest
 import torch
 
-from mppo.batch import Batch, Measured
+from mppo.batch import Batch, ModelOutputs
 from mppo.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
-from mppo.estimate import estimate
-from mppo.experience_metrics import explained_variance
-from mppo.selection import select_measured
+from mppo.trainer.advantages import estimate
+from mppo.trainer.metrics import explained_variance
+from mppo.trainer.selection import select_outputs
 
 ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
 HALF = 0.5**0.5
 
 
-def measured_of(lengths, scores, prompt=1, seed=None):
+def outputs_of(lengths, scores, prompt=1, seed=None):
     """Responses, two to a prompt, after ``prompt`` tokens; all measurements 0, or drawn by seed."""
     masks = [torch.tensor([0.0] * prompt + [1.0] * n) for n in lengths]
     mask = torch.cat(masks)
@@ -41,12 +41,12 @@ def measured_of(lengths, scores, prompt=1, seed=None):
         truncated_B=torch.zeros(len(lengths), dtype=torch.bool),
         weight_version_T=torch.zeros(len(mask), dtype=torch.int64),
     )
-    return Measured(batch, drawn(), drawn(), drawn())
+    return ModelOutputs(batch, drawn(), drawn(), drawn())
 
 
-def of_responses(x_T, measured):
+def of_responses(x_T, outputs):
     """One row of numbers for each response."""
-    batch = measured.batch
+    batch = outputs.batch
     spans = zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist())
     return [x_T[a:b][batch.response_mask_T[a:b] > 0].tolist() for a, b in spans]
 
@@ -74,29 +74,29 @@ BY_HAND = {
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_by_hand(estimator):
     lengths = [2, 1, 1, 3]
-    measured = measured_of(lengths, [1.0, 3.0, 5.0, 9.0])
+    outputs = outputs_of(lengths, [1.0, 3.0, 5.0, 9.0])
     algorithm = AlgorithmConfig(adv_estimator=estimator, whiten_advantages=False, f_norm=2.0)
     greedy = torch.tensor([0.0, 4.0, 5.0, 10.0])
-    experience = estimate(measured, algorithm, 0.0, baseline_scores_B=greedy)
-    rows = of_responses(experience.advantages_T, measured)
+    experience = estimate(outputs, algorithm, 0.0, baseline_scores_B=greedy)
+    rows = of_responses(experience.advantages_T, outputs)
     for row, n, value in zip(rows, lengths, BY_HAND[estimator], strict=True):
         assert row == pytest.approx([value] * n, abs=2e-6)
-    assert not experience.advantages_T[measured.batch.response_mask_T == 0].any()
+    assert not experience.advantages_T[outputs.batch.response_mask_T == 0].any()
 
 
-def advantages(measured, **kwargs):
+def advantages(outputs, **kwargs):
     algorithm = AlgorithmConfig(adv_estimator="reinforce_plus_plus", **kwargs)
-    rows = of_responses(estimate(measured, algorithm, 0.0).advantages_T, measured)
+    rows = of_responses(estimate(outputs, algorithm, 0.0).advantages_T, outputs)
     return [x for row in rows for x in row]
 
 
 def test_whitening_over_the_batch_or_over_each_group_by_hand():
-    three = measured_of([1, 1, 1], [1.0, 2.0, 3.0])
+    three = outputs_of([1, 1, 1], [1.0, 2.0, 3.0])
     assert advantages(three) == pytest.approx([-1, 0, 1])
     biased = math.sqrt(1.5)
     assert advantages(three, whiten_unbiased=False) == pytest.approx([-biased, 0, biased])
     assert advantages(three, whiten_advantages=False) == [1, 2, 3]
-    four = measured_of([1, 1, 1, 1], [1.0, 3.0, 5.0, 9.0])
+    four = outputs_of([1, 1, 1, 1], [1.0, 3.0, 5.0, 9.0])
     grouped = advantages(four, whiten_over="group")
     assert grouped == pytest.approx([-HALF, HALF, -HALF, HALF])
     # over the batch: mean 4.5, variance (12.25 + 2.25 + .25 + 20.25) / 3
@@ -106,15 +106,15 @@ def test_whitening_over_the_batch_or_over_each_group_by_hand():
 
 def test_a_length_adaptive_lambda_by_hand():
     # four tokens, alpha 0.5: lambda 1 - 1 / 2; the score 4 stands on the last
-    measured = measured_of([4], [4.0])
+    outputs = outputs_of([4], [4.0])
     algorithm = AlgorithmConfig(lam_length_adaptive_alpha=0.5, whiten_advantages=False)
-    experience = estimate(measured, algorithm, 0.0)
-    assert of_responses(experience.advantages_T, measured) == [[0.5, 1.0, 2.0, 4.0]]
-    assert of_responses(experience.returns_T, measured) == [[0.5, 1.0, 2.0, 4.0]]
+    experience = estimate(outputs, algorithm, 0.0)
+    assert of_responses(experience.advantages_T, outputs) == [[0.5, 1.0, 2.0, 4.0]]
+    assert of_responses(experience.returns_T, outputs) == [[0.5, 1.0, 2.0, 4.0]]
     both = algorithm.model_copy(update={"lam_value": 1.0})
-    experience = estimate(measured, both, 0.0)
-    assert of_responses(experience.advantages_T, measured) == [[0.5, 1.0, 2.0, 4.0]]
-    assert of_responses(experience.returns_T, measured) == [[4.0] * 4]
+    experience = estimate(outputs, both, 0.0)
+    assert of_responses(experience.advantages_T, outputs) == [[0.5, 1.0, 2.0, 4.0]]
+    assert of_responses(experience.returns_T, outputs) == [[4.0] * 4]
 
 
 OPTIONS = {
@@ -133,15 +133,15 @@ def test_neither_order_nor_prompts_change_an_estimate(estimator, whiten_over):
     algorithm = AlgorithmConfig(adv_estimator=estimator, whiten_over=whiten_over, **OPTIONS)
     lengths, scores = [2, 1, 4, 3, 0, 5], [1.0, 3.0, -2.0, 0.5, 2.0, 0.0]
     greedy = torch.tensor([0.0, 0.0, 1.0, 1.0, 2.0, 2.0])
-    measured = measured_of(lengths, scores, seed=3)
-    experience = estimate(measured, algorithm, 0.1, baseline_scores_B=greedy)
+    outputs = outputs_of(lengths, scores, seed=3)
+    experience = estimate(outputs, algorithm, 0.1, baseline_scores_B=greedy)
     order = [5, 2, 0, 4, 1, 3]
-    shuffled = select_measured(measured, order)
+    shuffled = select_outputs(outputs, order)
     again = estimate(shuffled, algorithm, 0.1, baseline_scores_B=greedy[order])
-    longer = measured_of(lengths, scores, prompt=9, seed=3)
+    longer = outputs_of(lengths, scores, prompt=9, seed=3)
     other = estimate(longer, algorithm, 0.1, baseline_scores_B=greedy)
     for name in ("rewards_T", "advantages_T", "returns_T", "loss_weight_T"):
-        want = of_responses(getattr(experience, name), measured)
+        want = of_responses(getattr(experience, name), outputs)
         got = of_responses(getattr(again, name), shuffled)
         assert sum(map(len, want)) == sum(lengths)
         for place, index in enumerate(order):
@@ -153,13 +153,13 @@ def test_neither_order_nor_prompts_change_an_estimate(estimator, whiten_over):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_responses_of_equal_scores_and_one_token_stay_finite_when_whitened(estimator):
     for lengths in ([1, 1, 1, 1], [0, 0], [1, 0]):
-        measured = measured_of(lengths, [2.0] * len(lengths))
+        outputs = outputs_of(lengths, [2.0] * len(lengths))
         for whiten_over in ("batch", "group"):
             algorithm = AlgorithmConfig(
                 adv_estimator=estimator, whiten_over=whiten_over, whiten_advantages=True
             )
             baseline = torch.zeros(len(lengths))
-            experience = estimate(measured, algorithm, 0.0, baseline_scores_B=baseline)
+            experience = estimate(outputs, algorithm, 0.0, baseline_scores_B=baseline)
             assert experience.advantages_T.abs().max() < 1e-3
 
 
@@ -176,10 +176,10 @@ def test_explained_variance_by_hand():
 
 def test_the_kl_in_the_reward_by_hand():
     # d = log 2 on the one token
-    measured = measured_of([1], [1.0])
+    outputs = outputs_of([1], [1.0])
     d = math.log(2.0)
-    measured = dataclasses.replace(measured, ref_logprobs_T=torch.tensor([0.0, -d]))
+    outputs = dataclasses.replace(outputs, ref_logprobs_T=torch.tensor([0.0, -d]))
     for kind, kl in {"k1": d, "abs": d, "k2": d * d / 2, "k3": 0.5 + d - 1}.items():
         algorithm = AlgorithmConfig(use_kl_in_reward=True, kl_penalty=kind)
-        rewards = estimate(measured, algorithm, 0.5).rewards_T
+        rewards = estimate(outputs, algorithm, 0.5).rewards_T
         assert rewards.tolist() == pytest.approx([0.0, 1.0 - 0.5 * kl])

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from mppo.config.load import load_recipe
-from mppo.faults import (
+from mppo.parallel.launch import LaunchInfo, tasks_on_node
+from mppo.supervision.phase import phase
+from mppo.train import _report_failure
+from mppo.trainer.failures import (
     advice,
     is_bad_input,
     is_out_of_memory,
     is_told,
     out_of_memory_message,
 )
-from mppo.parallel.launch import LaunchInfo, tasks_on_node
-from mppo.parallel.phase import phase
-from mppo.train import _report_failure
 
 RECIPE = load_recipe(None, ["model.path=builtin:tiny", "actor.ppo_micro_batch_size_per_gpu=8"])
 
@@ -51,7 +51,7 @@ def test_the_message_names_phase_sizes_and_keys_with_their_values():
 
 
 def test_a_rank_without_memory_says_what_it_did_and_what_would_help(capsys, monkeypatch):
-    monkeypatch.setattr("mppo.parallel.phase._failed_in", [])  # where an earlier test failed
+    monkeypatch.setattr("mppo.supervision.phase._failed_in", [])  # where an earlier test failed
     error = torch.OutOfMemoryError("CUDA out of memory")
     with phase("weight sync"):
         _report_failure(error, LaunchInfo(3, 8, 3, 8, "127.0.0.1", 1, "torchrun"), RECIPE)
@@ -88,7 +88,7 @@ def test_a_file_of_the_users_that_is_missing_is_no_fault_of_the_disk(capsys):
     ("where", "key"),
     [
         ("update, step 1 > updating critic, step 1", "critic.ppo_micro_batch_size_per_gpu"),
-        ("measure, step 1 > measuring with ref", "ref.log_prob_micro_batch_size_per_gpu"),
+        ("log_probs, step 1 > computing ref with ref", "ref.log_prob_micro_batch_size_per_gpu"),
         ("gen, step 1", "rollout.batch_size"),
         ("update_weights, step 1 > weight sync", "rollout.sync_bucket_mb"),
         ("save_checkpoint, step 1", "trainer.async_save"),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings import rope_utils
 
-from mppo.parallel import fused_on_cpu
+from mppo.cpu import fused
 
 
 def both(function, reference, *inputs):
@@ -27,9 +27,9 @@ def test_rotary_embedding_is_bitwise_the_unfused_one(mscale):
     angles = torch.rand(7, 1, 1, 16) * 6
     angles[..., 8:] = angles[..., :8]
     unfused = inspect.unwrap(rope_utils._apply_rotary_pos_emb_bshd)
-    fused = fused_on_cpu.with_fused_rotary(unfused)
+    rotate = fused.with_fused_rotary(unfused)
     pairs = both(
-        lambda x: fused(x, angles, mscale=mscale),
+        lambda x: rotate(x, angles, mscale=mscale),
         lambda x: unfused(x, angles, mscale=mscale),
         torch.randn(7, 1, 3, 16),
     )
@@ -38,10 +38,10 @@ def test_rotary_embedding_is_bitwise_the_unfused_one(mscale):
 
 def test_interleaved_and_partial_rotary_stay_megatrons():
     seen = []
-    fused = fused_on_cpu.with_fused_rotary(lambda *arguments: seen.append(arguments[2:]))
+    rotate = fused.with_fused_rotary(lambda *arguments: seen.append(arguments[2:]))
     x, angles = torch.randn(2, 1, 1, 8), torch.rand(2, 1, 1, 8)
-    fused(x, angles, rotary_interleaved=True)
-    fused(x, angles[..., :4])
+    rotate(x, angles, rotary_interleaved=True)
+    rotate(x, angles[..., :4])
     assert seen == [(True, False, 1.0), (False, False, 1.0)]
 
 
@@ -50,7 +50,7 @@ def test_swiglu_is_bitwise_the_unfused_one():
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
-    pairs = both(lambda x: fused_on_cpu.swiglu(x, None), unfused, torch.randn(5, 2, 12))
+    pairs = both(lambda x: fused.swiglu(x, None), unfused, torch.randn(5, 2, 12))
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
@@ -60,7 +60,7 @@ def test_weighted_swiglu_has_the_unfused_gradients():
         return F.silu(gate) * up * weights
 
     pairs = both(
-        lambda x, w: fused_on_cpu.weighted_swiglu(x, None, w),
+        lambda x, w: fused.weighted_swiglu(x, None, w),
         unfused,
         torch.randn(5, 12),
         torch.rand(5, 1),
@@ -71,10 +71,10 @@ def test_weighted_swiglu_has_the_unfused_gradients():
 
 @pytest.mark.parametrize("rounds", [False, True])
 def test_a_weights_gradient_is_added_in_float32(monkeypatch, rounds):
-    monkeypatch.setattr(fused_on_cpu.onednn, "multiplies_bfloat16", lambda: rounds)
+    monkeypatch.setattr(fused.onednn, "multiplies_bfloat16", lambda: rounds)
     inputs, grad = torch.randn(9, 4).bfloat16(), torch.randn(9, 3).bfloat16()
     expected = grad.float().T @ inputs.float()
     total = torch.full((3, 4), 300.0)
-    fused_on_cpu.accumulate_weight_gradient(inputs, grad, total)
+    fused.accumulate_weight_gradient(inputs, grad, total)
     added = total - 300
     torch.testing.assert_close(added, expected, rtol=2**-8 if rounds else 1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ import sys
 import time
 
 from mppo.config.schema import TrainerConfig
-from mppo.parallel.heartbeat import Beat, Judge, is_consequence
+from mppo.supervision.heartbeat import Beat, HealthMonitor, is_consequence
 
 
 def beat(number: int, progress: int, phase: str = "gen, step 3", last_step: int = 2) -> Beat:
@@ -17,22 +17,22 @@ def beat(number: int, progress: int, phase: str = "gen, step 3", last_step: int 
 
 
 def test_a_job_that_beats_and_goes_on_is_well():
-    judge = Judge(2, silence_s=20, hang_s=100)
+    judge = HealthMonitor(2, silence_s=20, hang_s=100)
     for second in range(300):
-        judge.hear({0: beat(second, second // 50), 1: beat(second, 0)}, float(second))
-        assert judge.verdict(float(second)) is None
+        judge.update({0: beat(second, second // 50), 1: beat(second, 0)}, float(second))
+        assert judge.diagnose(float(second)) is None
 
 
 def test_a_silent_rank_is_named_with_phase_and_step():
-    judge = Judge(2, silence_s=20, hang_s=100)
-    judge.hear({0: beat(1, 1), 1: beat(1, 1, "updating critic, step 5", 4)}, 0.0)
+    judge = HealthMonitor(2, silence_s=20, hang_s=100)
+    judge.update({0: beat(1, 1), 1: beat(1, 1, "updating critic, step 5", 4)}, 0.0)
     for second in range(1, 21):
-        judge.hear(
+        judge.update(
             {0: beat(1 + second, second), 1: beat(1, 1, "updating critic, step 5", 4)}, second
         )
-        assert judge.verdict(float(second)) is None
-    judge.hear({0: beat(40, 40, last_step=5)}, 21.0)
-    assert judge.verdict(21.0) == (
+        assert judge.diagnose(float(second)) is None
+    judge.update({0: beat(40, 40, last_step=5)}, 21.0)
+    assert judge.diagnose(21.0) == (
         "no sign of life for 21 s from rank 1 of 2 (pid 123 on node7), which was in: "
         "updating critic, step 5; last completed step: 5"
     )
@@ -40,18 +40,18 @@ def test_a_silent_rank_is_named_with_phase_and_step():
 
 def test_by_default_a_dead_rank_is_found_well_within_half_a_minute():
     silence_s = TrainerConfig().heartbeat_timeout_s
-    judge = Judge(2, silence_s, hang_s=1e9)
-    judge.hear({0: beat(0, 0), 1: beat(0, 0)}, 0.0)
-    judge.hear({0: beat(1, 1)}, 25.0)
-    assert "rank 1 of 2" in judge.verdict(25.0)
+    judge = HealthMonitor(2, silence_s, hang_s=1e9)
+    judge.update({0: beat(0, 0), 1: beat(0, 0)}, 0.0)
+    judge.update({0: beat(1, 1)}, 25.0)
+    assert "rank 1 of 2" in judge.diagnose(25.0)
 
 
 def test_a_hang_says_where_every_rank_is():
-    judge = Judge(5, silence_s=20, hang_s=60)
+    judge = HealthMonitor(5, silence_s=20, hang_s=60)
     for second in range(62):
         beats = {rank: beat(second, 7, "updating actor, step 3") for rank in (0, 1, 2, 4)}
-        judge.hear({**beats, 3: beat(second, 9, "reward, step 3")}, float(second))
-    verdict = judge.verdict(61.0)
+        judge.update({**beats, 3: beat(second, 9, "reward, step 3")}, float(second))
+    verdict = judge.diagnose(61.0)
     assert verdict is not None
     assert verdict.splitlines() == [
         "no rank has made progress for 61 s:",
@@ -61,10 +61,10 @@ def test_a_hang_says_where_every_rank_is():
 
 
 def test_ranks_that_have_not_begun_are_not_missed():
-    judge = Judge(3, silence_s=20, hang_s=1000)
+    judge = HealthMonitor(3, silence_s=20, hang_s=1000)
     for second in range(100):
-        judge.hear({0: beat(second, second)}, float(second))
-        assert judge.verdict(float(second)) is None
+        judge.update({0: beat(second, second)}, float(second))
+        assert judge.diagnose(float(second)) is None
 
 
 def test_which_errors_are_consequences():
@@ -74,7 +74,7 @@ def test_which_errors_are_consequences():
 
 STOPPED = """
 import sys, time
-from mppo.parallel.watched_store import AwakeClock
+from mppo.supervision.watched_store import AwakeClock
 clock = AwakeClock(0.1)
 ended = time.monotonic() + 6
 print("ready", flush=True)

@@ -9,11 +9,11 @@ import pytest
 
 from mppo.config.document import parse_yaml
 from mppo.config.errors import ConfigError
-from mppo.config.input_files import MAX_DEPTH, inside, open_file, parse_json, read_json
-from mppo.data.builtin import byte_tokenizer
 from mppo.data.chat_template import render
-from mppo.weights.config_file import check_numbers
-from mppo.weights.hf_folder import HFFolder
+from mppo.hub.builtin import byte_tokenizer
+from mppo.safety.input_files import MAX_DEPTH, inside, open_file, parse_json, read_json
+from mppo.weights.hf.config_file import check_numbers
+from mppo.weights.hf.folder import HFFolder
 
 MESSAGES = [{"role": "system", "content": "é"}, {"role": "user", "content": "1+1=\n'x'"}]
 TEMPLATE = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from mppo.parallel.last_words import VARIABLE, leave, refuse
+from mppo.supervision.last_words import VARIABLE, leave, refuse_recipe
 
 
 def test_the_first_reason_counts_and_shows_no_secret(tmp_path, monkeypatch):
@@ -23,6 +23,6 @@ def test_without_torchrun_or_a_place_for_it_nothing_is_left(tmp_path, monkeypatc
     monkeypatch.delenv(VARIABLE, raising=False)
     leave("gone")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "nowhere" / "error.json"))
-    assert refuse(ValueError("gone")) == 2
+    assert refuse_recipe(ValueError("gone")) == 2
     assert capsys.readouterr().err == "mppo: gone\n"
     assert list(tmp_path.iterdir()) == []

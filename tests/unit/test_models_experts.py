@@ -9,8 +9,8 @@ from torch.nn.functional import silu
 
 from mppo.config.schema import MegatronConfig
 from mppo.models.configuration import transformer_config
-from mppo.models.experts import _GatedExperts, is_plain
-from mppo.models.families import family_config
+from mppo.models.families.architectures import family_config
+from mppo.models.moe.experts import _GatedExperts, is_plain
 
 COUNTS = [3, 0, 5, 1]
 HIDDEN, WIDTH = 6, 4

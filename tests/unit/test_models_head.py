@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from mppo.algos.kl import full_kl
-from mppo.models.full_kl import Projection, chunked_full_kl
-from mppo.models.head import Vocabulary, chunked_logprobs, vocabulary_logits
+from mppo.models.heads.full_kl import Projection, chunked_full_kl
+from mppo.models.heads.vocabulary import VocabShard, chunked_logprobs, vocabulary_logits
 
 N, HIDDEN, VOCAB, PADDED = 11, 6, 13, 16
 
 
 def case(temperature=1.0, softcap=None, chunk=4, start=0):
-    return Vocabulary(start, VOCAB, None, temperature, softcap, chunk)
+    return VocabShard(start, VOCAB, None, temperature, softcap, chunk)
 
 
 def tensors():
@@ -85,7 +85,7 @@ def test_kl_over_the_vocabulary_and_its_gradients(temperature, softcap, chunk):
 
     def whole(hidden, weight):
         logits, _ = vocabulary_logits(hidden, weight, vocabulary)
-        ref_logits, _ = vocabulary_logits(ref_hidden, ref_weight, reference.vocabulary)
+        ref_logits, _ = vocabulary_logits(ref_hidden, ref_weight, reference.shard)
         return full_kl(logits[:, :VOCAB], ref_logits[:, :VOCAB])
 
     def chunked(hidden, weight):

@@ -11,9 +11,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mppo.config.schema import MegatronConfig
 from mppo.models.configuration import transformer_config
-from mppo.models.families import family_config
-from mppo.models.last_layer import LastLayer, ending_where_read
-from mppo.models.sandwich import SandwichLayer
+from mppo.models.families.architectures import family_config
+from mppo.models.families.gemma2_layer import Gemma2Layer
+from mppo.models.heads.last_layer import LastLayer, with_early_select
 
 
 def layers_of(spec, **layout) -> list[type]:
@@ -22,7 +22,7 @@ def layers_of(spec, **layout) -> list[type]:
     place = megatron.layout(megatron.tensor_model_parallel_size)
     family = family_config(CONFIGS["llama"]())
     config = transformer_config(family, megatron, place, torch.float32)
-    return [layer.module for layer in ending_where_read([spec, spec], config)]
+    return [layer.module for layer in with_early_select([spec, spec], config)]
 
 
 def test_a_dense_model_ends_where_the_head_reads():
@@ -34,8 +34,8 @@ def test_routing_counts_all_tokens():
 
 
 def test_another_layer_stays_what_it_is():
-    sandwich = dataclasses.replace(get_gpt_layer_local_spec(), module=SandwichLayer)
-    assert layers_of(sandwich) == [SandwichLayer, SandwichLayer]
+    sandwich = dataclasses.replace(get_gpt_layer_local_spec(), module=Gemma2Layer)
+    assert layers_of(sandwich) == [Gemma2Layer, Gemma2Layer]
 
 
 def test_under_sequence_parallelism_ranks_hold_equally_many_tokens():

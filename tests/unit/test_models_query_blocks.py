@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
 
-from mppo.models.attention import PackedAttention
+from mppo.models.attention.core import PackedAttention
 
 
 @pytest.mark.parametrize(

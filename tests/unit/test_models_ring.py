@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mppo.models.block_attention import BlockAttention
-from mppo.models.context import ContextPlace, split_context
-from mppo.models.ring import _Ring, chunk_pairs, merge
+from mppo.models.attention.block import BlockAttention
+from mppo.models.attention.context import ContextPlace, split_context
+from mppo.models.attention.ring import _Ring, chunk_pairs, merge_attention
 
 HEADS, GROUPS, KEY_WIDTH, VALUE_WIDTH = 4, 2, 6, 5
 SHAPES = {
@@ -85,7 +85,7 @@ def test_merged_halves_are_attention_on_both(cut):
     last, block = q[:, -1:], BlockAttention()
     out, lse = block.forward(last, k[:, :cut], v[:, :cut], apart=19)
     more, more_lse = block.forward(last, k[:, cut:], v[:, cut:], apart=19 - cut)
-    out, lse = merge(out, lse, more, more_lse)
+    out, lse = merge_attention(out, lse, more, more_lse)
     wanted, wanted_lse = attention(q[0], k[0], v[0], block)
     torch.testing.assert_close(out[0, 0], wanted[-1], rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(lse[0, :, 0], wanted_lse[:, -1], rtol=1e-13, atol=1e-13)
@@ -99,7 +99,7 @@ def test_a_block_out_of_sight_changes_nothing():
     assert torch.equal(out, torch.zeros_like(out))
     assert bool((lse == -torch.inf).all())
     near = block.forward(q, k, v, apart=0)
-    for found, wanted in zip(merge(*near, out, lse), near, strict=True):
+    for found, wanted in zip(merge_attention(*near, out, lse), near, strict=True):
         assert torch.equal(found, wanted)
 
 

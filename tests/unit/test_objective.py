@@ -8,16 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from whole_objectives import policy_objective, value_objective
 
-from mppo import objective
 from mppo.algos.packing import select_sequences
-from mppo.batch import Batch, Experience, Measured
+from mppo.batch import Batch, Experience, ModelOutputs
 from mppo.config.schema import ActorConfig, CriticConfig, LossAggMode, PolicyLossConfig
-from mppo.objective import policy_objective, select, to_device, update_metrics, value_objective
+from mppo.models.heads.outputs import PolicyOutputs
+from mppo.trainer import losses as losses
+from mppo.trainer.losses import PolicyObjective, select_targets, to_device
+from mppo.trainer.metrics import update_metrics
 
 LIMIT = 10
-policy_targets = partial(objective.policy_targets, max_response_length=LIMIT)
-value_targets = partial(objective.value_targets, max_response_length=LIMIT)
+policy_targets = partial(losses.policy_targets, max_response_length=LIMIT)
+value_targets = partial(losses.value_targets, max_response_length=LIMIT)
 LOSS_MODES = PolicyLossConfig.model_fields["loss_mode"].annotation.__args__
 AGGREGATIONS = LossAggMode.__args__
 
@@ -44,11 +47,11 @@ def experience_of(lengths, seed=0, prompt=2, rejected=()):
         truncated_B=torch.zeros(count, dtype=torch.bool),
         weight_version_T=torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64),
     )
-    measured = Measured(batch, logprobs, -random().abs(), random())
+    outputs = ModelOutputs(batch, logprobs, -random().abs(), random())
     weight = mask * torch.rand(len(mask), generator=generator)
     for index in rejected:
         weight[cu_seqlens[index] : cu_seqlens[index + 1]] = 0.0
-    return Experience(measured, random(), random(), random(), weight)
+    return Experience(outputs, random(), random(), random(), weight)
 
 
 def actor_of(loss_mode="vanilla", loss_agg_mode="token-mean", **kwargs):
@@ -62,13 +65,14 @@ def evaluate(targets, actor, cuts, logprobs, entropy):
     """Loss, statistics and gradient, summed over the cuts."""
     logprobs = logprobs.clone().requires_grad_()
     total, sums = torch.zeros(()), {}
+    sequences = (14, 10, 11, 12, 13)  # where the mini-batch's sequences stand in the batch
+    objective = PolicyObjective(targets, sequences, actor)
     for cut in cuts:
-        loss, stats = policy_objective(
+        outputs = PolicyOutputs(
             select_sequences(logprobs, targets.cu_seqlens, cut),
             select_sequences(entropy, targets.cu_seqlens, cut),
-            select(targets, cut),
-            actor,
         )
+        loss, stats = objective(outputs, [sequences[place] for place in cut])
         total = total + loss
         sums = {name: sums.get(name, 0) + value for name, value in stats.items()}
     total.backward()
@@ -151,7 +155,7 @@ def test_rejected_sequences_leave_the_normaliser():
         actor = actor_of(loss_agg_mode=mode)
         without = policy_targets(kept, [0, 2], actor)
         masked = policy_targets(rejected, [0, 1, 2], actor)
-        torch.testing.assert_close(select(masked, [0, 2]).weight_T, without.weight_T)
+        torch.testing.assert_close(select_targets(masked, [0, 2]).weight_T, without.weight_T)
 
 
 def test_full_kl_reaches_the_loss():
@@ -196,7 +200,8 @@ def test_the_value_objective_by_hand_and_over_micro_batches():
     torch.testing.assert_close(loss, 0.1 * errors.mean())
     assert stats["critic/vpred_mean"].item() == pytest.approx(1.0)
     parts = [
-        value_objective(torch.ones(3 + (i == 0)), select(targets, [i]), critic)[0] for i in range(2)
+        value_objective(torch.ones(3 + (i == 0)), select_targets(targets, [i]), critic)[0]
+        for i in range(2)
     ]
     torch.testing.assert_close(sum(parts), loss)
 
@@ -279,7 +284,7 @@ def test_the_scale_of_seq_mean_token_sum_norm():
 def test_gmpo_weighs_a_sequence_by_the_geometric_mean_of_its_tokens_weights():
     # log-ratios 0.1, 0.3 and (rejected) 5; weights 0.5, 2 and 0: geometric mean 1, not 1.25
     experience = experience_of([3, 1])
-    mask = experience.measured.batch.response_mask_T
+    mask = experience.old.batch.response_mask_T
     weight = mask.clone()
     weight[2:5] = torch.tensor([0.5, 2.0, 0.0])
     weight[7] = 4.0

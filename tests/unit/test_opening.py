@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mppo.config.load import load_recipe
-from mppo.opening import opening_lines
 from mppo.parallel.launch import LaunchInfo
+from mppo.report.opening import opening_lines
 
 
 def test_a_run_says_what_trains_where_and_on_what(tmp_path):

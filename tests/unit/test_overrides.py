@@ -10,16 +10,16 @@ from transformers import PretrainedConfig
 
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
-from mppo.config.rule import roles_in_use
+from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import MegatronConfig
-from mppo.data.builtin import read_model_config, resolve_model
+from mppo.hub.builtin import read_model_config, resolve_model
 from mppo.models.configuration import fields_set, transformer_config
-from mppo.models.families import family_config
+from mppo.models.families.architectures import family_config
 from mppo.models.overrides import (
     ARCHITECTURE,
     DECIDED,
     OTHER_NAMES,
-    override_faults,
+    override_issues,
     transformer_fields,
 )
 from mppo.parallel.layout import Layout
@@ -45,7 +45,7 @@ def build(hf_config, **overrides):
 def refused(hf_config, overrides, **keys) -> set[str]:
     role = roles_in_use(load_recipe(None, ["data.task=arithmetic"]))[0]
     megatron = MegatronConfig(override_transformer_config=overrides, **keys)
-    faults = override_faults(replace(role, megatron=megatron), hf_config)
+    faults = override_issues(replace(role, megatron=megatron), hf_config)
     return {fault.key.rsplit(".", 1)[1] for fault in faults}
 
 

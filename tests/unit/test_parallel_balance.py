@@ -5,12 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mppo.parallel.balance import MicroBatchLimits, balance_metrics, partition, plan_microbatches
-from mppo.parallel.schedule import (
-    RoleShape,
-    measure_schedule,
-    update_schedule,
-)
+from mppo.pipeline.microbatches import MicroBatchLimits, partition, plan_microbatches
+from mppo.pipeline.schedule import MicroBatchSpec, forward_schedule, update_schedule
+from mppo.trainer.metrics import balance_metrics
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -65,8 +62,8 @@ def test_a_sequence_over_the_budget_is_alone():
 
 
 def test_measure_schedule_is_one_forward_of_each_role():
-    roles = [RoleShape(name, 2, 1, MicroBatchLimits(2)) for name in ("actor", "critic")]
-    actions = measure_schedule([4, 4, 4, 4, 4], roles)
+    roles = [MicroBatchSpec(name, 2, 1, MicroBatchLimits(2)) for name in ("actor", "critic")]
+    actions = forward_schedule([4, 4, 4, 4, 4], roles)
     assert [(a.kind, a.role, a.mini_batch) for a in actions] == [
         ("forward", "actor", (0, 1, 2, 3, 4)),
         ("forward", "critic", (0, 1, 2, 3, 4)),
@@ -74,7 +71,7 @@ def test_measure_schedule_is_one_forward_of_each_role():
 
 
 def test_update_schedule_steps_after_every_gradient():
-    role = RoleShape("actor", 1, 2, MicroBatchLimits(1))
+    role = MicroBatchSpec("actor", 1, 2, MicroBatchLimits(1))
     actions = update_schedule([4] * 5, role, [[0, 1, 2], [3, 4]])
     assert [a.kind for a in actions] == ["forward_backward", "optimizer_step"] * 2
     assert [len(a.microbatches[0]) for a in actions[::2]] == [4, 2]  # rounded up to pairs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mppo.preflight import MARK, NodeReport, collect, judge, main, table
+from mppo.preflight import MARK, NodeReport, collect_facts, facts_table, judge, main
 
 GOOD = NodeReport(
     host="n1",
@@ -66,11 +66,11 @@ def test_this_node_can_be_looked_at(tmp_path):
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
-        report = collect(2, listener.getsockname()[1], tmp_path)
+        report = collect_facts(2, listener.getsockname()[1], tmp_path)
     assert report.packages["torch"] != "absent"
     assert report.writable
     assert not report.port_free
-    assert report.host in table([report])
+    assert report.host in facts_table([report])
 
 
 def test_judge_reads_reports_between_other_lines(monkeypatch, capsys):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from mppo.parallel import onednn, products_on_cpu
+from mppo.cpu import onednn, products
 
 if not onednn.is_available():
     pytest.skip("this build of torch has no oneDNN", allow_module_level=True)
@@ -33,7 +33,7 @@ def sent(monkeypatch) -> list[tuple[int, ...]]:
         return linear(x, weight, bias)
 
     monkeypatch.setattr(onednn, "linear", noted)
-    monkeypatch.setattr(products_on_cpu, "_SMALLEST", 5 * 6 * 7)
+    monkeypatch.setattr(products, "_SMALLEST", 5 * 6 * 7)
     return shapes
 
 
@@ -44,7 +44,7 @@ def test_a_linear_layers_output_and_gradients_are_the_same(name: str, sent) -> N
     x = torch.randn(5, 1, 6, requires_grad=True)
     weight = torch.randn(7, 6, requires_grad=not frozen)
     grad = torch.randn(5, 1, 7)
-    layer = products_on_cpu.with_products(getattr(layers, name))
+    layer = products.with_products(getattr(layers, name))
     out = layer.apply(x, weight, *LAYERS[name])
     out.backward(grad)
     torch.testing.assert_close(out, x @ weight.T)
@@ -61,7 +61,7 @@ def test_a_linear_layers_output_and_gradients_are_the_same(name: str, sent) -> N
 )
 def test_other_products_stay_as_they_are(x: torch.Tensor, sent) -> None:
     matrix = torch.ones(6, 7, dtype=x.dtype)
-    assert torch.equal(products_on_cpu.product(x, matrix), x @ matrix)
+    assert torch.equal(products.product(x, matrix), x @ matrix)
     assert not sent
 
 
@@ -70,9 +70,9 @@ def test_megatrons_layers_are_replaced_where_it_is_faster(faster: bool, monkeypa
     for name in LAYERS:  # put back at the end
         monkeypatch.setattr(layers, name, getattr(layers, name))
     before = {name: getattr(layers, name) for name in LAYERS}
-    monkeypatch.setattr(products_on_cpu, "is_faster", lambda: faster)
+    monkeypatch.setattr(products, "is_faster", lambda: faster)
     monkeypatch.setattr(onednn, "keep_few_kernels", lambda: None)
-    products_on_cpu.install.__wrapped__()
+    products.install.__wrapped__()
     for name, layer in before.items():
         now = getattr(layers, name)
         assert issubclass(now, layer)
@@ -81,7 +81,7 @@ def test_megatrons_layers_are_replaced_where_it_is_faster(faster: bool, monkeypa
 
 KEPT = """
 import ctypes, os
-from mppo.parallel import onednn
+from mppo.cpu import onednn
 before = dict(os.environ)
 onednn.keep_few_kernels()
 assert dict(os.environ) == before

@@ -27,7 +27,7 @@ METRICS = {
     "timing_s/update": 0.3,
     "timing_s/update_actor": 0.2,
     "timing_s/update_critic": 0.05,
-    "timing_s/measure": 0.1,
+    "timing_s/log_probs": 0.1,
     "timing_s/old_log_prob": 0.1,
     "timing_s/testing": 0.2,
 }
@@ -83,7 +83,7 @@ def test_the_shares_of_phases_add_up_to_the_whole_and_parts_stand_below_their_ph
         "| of it update_actor | 0.8 | 20% |",
         "| of it update_critic | 0.2 | 5% |",
         "| testing | 0.8 | 20% |",
-        "| measure | 0.4 | 10% |",
+        "| log_probs | 0.4 | 10% |",
         "| of it old_log_prob | 0.4 | 10% |",
         "",
         "Beside these, generating ahead took 2.4 s.",

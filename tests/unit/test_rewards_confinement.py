@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mppo.rewards.confinement import ANSWERS, ONLY_WITH, SYSTEM_CALLS, filter_program
+from mppo.rewards.workers.confinement import ANSWERS, ONLY_WITH, SYSTEM_CALLS, filter_program
 
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 HEADERS = {0: "x86_64-linux-gnu/asm/unistd_64.h", 1: "asm-generic/unistd.h"}

@@ -6,7 +6,7 @@ import pytest
 
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import RewardConfig
-from mppo.data.builtin import load_tokenizer, resolve_model
+from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.rewards.division import ScoringError
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.scorer import Scorer

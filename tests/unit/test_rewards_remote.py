@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from mppo.batch import Prompt
-from mppo.rewards.remote import RemoteJudge
+from mppo.rewards.remote import RemoteReward
 from mppo.rewards.response import Response
 
 RESPONSES = [Response(Prompt(uid, (1,), "poems", "x", "p"), "a" * uid) for uid in range(5)]
@@ -46,7 +46,7 @@ def server():
 
 
 def test_responses_go_in_batches_and_scores_come_back_in_order(server):
-    assert RemoteJudge(server.url, batch_size=2)(RESPONSES) == [0, 1, 2, 3, 4]
+    assert RemoteReward(server.url, batch_size=2)(RESPONSES) == [0, 1, 2, 3, 4]
     assert [len(body["items"]) for body, _ in server.requests] == [2, 2, 1]
     assert server.requests[0][0]["items"][1] == {
         "uid": 1,
@@ -60,7 +60,7 @@ def test_responses_go_in_batches_and_scores_come_back_in_order(server):
 
 def test_a_passing_failure_is_retried(server):
     server.plan = [503, 429]
-    assert RemoteJudge(server.url, backoff_s=0.0)(RESPONSES[:2]) == [0, 1]
+    assert RemoteReward(server.url, backoff_s=0.0)(RESPONSES[:2]) == [0, 1]
     assert len(server.requests) == 3
 
 
@@ -77,7 +77,7 @@ def test_a_passing_failure_is_retried(server):
 def test_a_lasting_failure_is_explained_without_the_urls_secrets(server, plan, message):
     server.plan = plan
     with pytest.raises(ValueError, match=message) as error:
-        RemoteJudge(server.url, retries=2, backoff_s=0.0)(RESPONSES[:2])
+        RemoteReward(server.url, retries=2, backoff_s=0.0)(RESPONSES[:2])
     assert "sesame" not in str(error.value)
 
 
@@ -87,7 +87,7 @@ def test_a_silent_server_runs_into_the_time_out():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         with pytest.raises(ValueError, match=r"failed 2 times.*timed out"):
-            RemoteJudge(url, timeout_s=0.1, retries=1, backoff_s=0.0)(RESPONSES[:1])
+            RemoteReward(url, timeout_s=0.1, retries=1, backoff_s=0.0)(RESPONSES[:1])
 
 
 def test_loopback_is_reached_past_a_proxy_and_the_key_comes_from_the_environment(
@@ -95,7 +95,7 @@ def test_loopback_is_reached_past_a_proxy_and_the_key_comes_from_the_environment
 ):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("MY_REWARD_KEY", "opensesame")
-    judge = RemoteJudge(server.url, api_key_env="MY_REWARD_KEY")
+    judge = RemoteReward(server.url, api_key_env="MY_REWARD_KEY")
     assert judge(RESPONSES[:1]) == [0]
     assert server.requests[0][1]["Authorization"] == "Bearer opensesame"
     assert "opensesame" not in repr(judge)

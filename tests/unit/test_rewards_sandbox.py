@@ -10,8 +10,8 @@ from mppo.batch import Prompt
 from mppo.config.errors import ConfigError
 from mppo.rewards.judgement import Unscored
 from mppo.rewards.response import Response
-from mppo.rewards.rules import RuleJudge
-from mppo.rewards.sandbox import CodeVerifier, Sandbox, extract_program, parse_tests
+from mppo.rewards.rules import RuleReward
+from mppo.rewards.workers.sandbox import CodeVerifier, Sandbox, extract_program, parse_tests
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = json.dumps(["assert add(1, 2) == 3", "assert add(0, 0) == 0"])
@@ -23,7 +23,7 @@ def sandbox():
     try:
         subject.check()
     except ConfigError as error:
-        pytest.skip(f"this machine cannot isolate programs: {error.faults[0].why}")
+        pytest.skip(f"this machine cannot isolate programs: {error.issues[0].why}")
     return subject
 
 
@@ -74,7 +74,7 @@ def test_no_network_can_be_reached(tmp_path):
     try:
         subject.check()
     except ConfigError as error:
-        pytest.skip(f"this machine cannot isolate programs: {error.faults[0].why}")
+        pytest.skip(f"this machine cannot isolate programs: {error.issues[0].why}")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         outcome = subject.run(f"import socket\nsocket.socket().connect({address})")
@@ -185,7 +185,7 @@ def test_programs_that_read_and_write_are_compared_by_words(sandbox):
 
 
 def test_many_programs_are_scored_in_order(sandbox):
-    judge = RuleJudge("code", sandbox={"cpu_s": 2})
+    judge = RuleReward("code", sandbox={"cpu_s": 2})
     prompt = Prompt(0, (1,), "mbpp", TESTS, "add")
     programs = [ADD, ADD.replace("+", "-"), "", ADD]
     assert judge([Response(prompt, program) for program in programs]) == [1.0, 0.0, 0.0, 1.0]
@@ -206,4 +206,4 @@ def test_programs_and_tests_are_found():
 )
 def test_wrong_limits_are_explained(sandbox, message):
     with pytest.raises(ConfigError, match=message):
-        RuleJudge("code", sandbox=sandbox)
+        RuleReward("code", sandbox=sandbox)

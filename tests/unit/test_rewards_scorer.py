@@ -7,11 +7,11 @@ import pytest
 from mppo.batch import Prompt, Trajectory
 from mppo.config.errors import ConfigError
 from mppo.config.schema import RewardConfig
-from mppo.data.builtin import load_tokenizer, resolve_model
+from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer
 from mppo.rewards.shaping import clip_score, overlong_penalty
-from mppo.score_metrics import training_metrics, validation_metrics
+from mppo.trainer.metrics import reward_metrics, validation_metrics
 
 EOS = 2
 
@@ -176,7 +176,7 @@ def test_a_response_without_a_score_of_its_own_is_a_metric(tokenizer, tmp_path):
     judged = scorer.score(answers)
     assert [judgement.score for judgement in judged] == [0.0, 1.0]
     none = {"reward/failures": 0.0, "reward/bad_verdicts": 0.0, "reward/errors": 0.0}
-    assert training_metrics(answers, judged, judged[:1]) == none | {"reward/timeouts": 2.0}
+    assert reward_metrics(answers, judged, judged[:1]) == none | {"reward/timeouts": 2.0}
     assert validation_metrics(answers, judged)["val/reward_timeouts"] == 1.0
 
 

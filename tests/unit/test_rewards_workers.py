@@ -16,9 +16,9 @@ from mppo.batch import Prompt
 from mppo.rewards.function import FunctionJudge
 from mppo.rewards.judgement import Unscored, read_judgements
 from mppo.rewards.response import Response
-from mppo.rewards.rules import RuleJudge
-from mppo.rewards.worker import Task
-from mppo.rewards.worker_pool import WorkerPool
+from mppo.rewards.rules import RuleReward
+from mppo.rewards.workers.pool import WorkerPool
+from mppo.rewards.workers.worker import ScoringTask
 
 ROOT = Path(__file__).parents[2]
 FUNCTION = """
@@ -113,13 +113,13 @@ def test_a_worker_has_no_file_or_socket_of_the_trainer(judged):
 
 
 def test_a_worker_that_cannot_start_says_why():
-    pool = WorkerPool(Task("mppo.no_such:load"), 1, 1.0)
+    pool = WorkerPool(ScoringTask("mppo.no_such:load"), 1, 1.0)
     with pytest.raises(RuntimeError, match=r"could not start: ModuleNotFoundError.*no_such"):
         pool.run(["x"])
 
 
 def test_after_the_server_of_the_workers_has_ended_the_next_batch_has_another():
-    task = Task("operator:methodcaller", ("__len__",))
+    task = ScoringTask("operator:methodcaller", ("__len__",))
     pool = WorkerPool(task, 1, 60.0)
     assert [result.score for result in pool.run(["ab", "abc"])] == [2, 3]
     os.kill(pool._server.pid, signal.SIGKILL)
@@ -161,7 +161,7 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path):
 
 def test_a_hostile_formula_stops_no_thread_and_scores_0():
     pytest.importorskip("math_verify", reason="the optional package math-verify is missing")
-    judge = RuleJudge("math", timeout_s=2.0)
+    judge = RuleReward("math", timeout_s=2.0)
     prompt = Prompt(0, (1,), "math", "17", "p")
     beats, over = [], threading.Event()
 
@@ -194,7 +194,7 @@ def test_an_answer_that_is_run_can_do_nothing_and_changes_no_later_score(tmp_pat
         "setattr(__import__('mppo.rewards.verifiers').rewards.verifiers, 'extract_final', exit)",
     ]
     texts = [f"<answer>{text}</answer>" for text in [*hostile, example.answer]]
-    judge = RuleJudge(timeout_s=60.0)
+    judge = RuleReward(timeout_s=60.0)
     for text, score in zip(texts, [0, 0, 0, 1]):
         assert judge([Response(prompt, text)]) == [score]
     assert not file.exists()
@@ -204,4 +204,4 @@ def test_a_row_without_its_entry_is_found_before_the_first_rollout():
     pytest.importorskip("reasoning_gym", reason="the optional package reasoning_gym is missing")
     prompt = Prompt(7, (1,), "reasoning_gym:chain_sum", "1", "p", {})
     with pytest.raises(ValueError, match=r"prompt 7 .*no reasoning_gym entry"):
-        RuleJudge().check([prompt])
+        RuleReward().check([prompt])

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mppo.rollout import checked_load
-from mppo.rollout.buckets import SharedBuffer
+from mppo.rollout.transport import checked_load
+from mppo.rollout.transport.buckets import SharedBuffer
 
 PLACES = {
     "attn.q_proj.weight": ("attn.qkv_proj.weight", slice(0, 8)),
@@ -96,8 +96,8 @@ def test_what_the_server_refuses_is_told_without_checks_too(tmp_path) -> None:
 
 def test_checksums_see_every_byte() -> None:
     flat = torch.randint(256, (37,), dtype=torch.uint8)
-    before = checked_load.checksum(flat)
+    before = checked_load.tensor_checksum(flat)
     for place in range(37):
         flat[place] ^= 4
-        assert checked_load.checksum(flat) != before
+        assert checked_load.tensor_checksum(flat) != before
         flat[place] ^= 4

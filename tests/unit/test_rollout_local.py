@@ -9,9 +9,9 @@ from torch import nn
 
 from mppo.batch import Prompt, Trajectory
 from mppo.config.schema import SamplingConfig
-from mppo.rollout.engine import Wish
-from mppo.rollout.local import LocalEngine, compute_dtype, stop_tokens
-from mppo.rollout.packed_linear import packed_linears
+from mppo.cpu.packed_linear import packed_linears
+from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.local.engine import LocalEngine, compute_dtype, stop_tokens
 
 SIZES = {
     "vocab_size": 97,
@@ -117,7 +117,7 @@ def _all_tokens(trajectory: Trajectory) -> list[int]:
 def test_logprobs_equal_transformers(engine_and_reference, family: str) -> None:
     engine, reference = engine_and_reference(family)
     sampling = SamplingConfig(temperature=0.8, n=2, top_p=0.95)
-    trajectories = engine.generate(Wish(_prompts(), sampling, 20, seed=0))
+    trajectories = engine.generate(GenerationRequest(_prompts(), sampling, 20, seed=0))
     assert [t.prompt.uid for t in trajectories] == [u for u in range(100, 106) for _ in range(2)]
     for t in trajectories:
         expected = _logprobs(reference, _all_tokens(t), 0.8)[-len(t.response_ids) :]
@@ -130,7 +130,9 @@ def test_logprobs_equal_transformers(engine_and_reference, family: str) -> None:
 
 def test_greedy_equals_transformers_generate(engine_and_reference) -> None:
     engine, reference = engine_and_reference("qwen2")
-    for t in engine.generate(Wish(_prompts(), SamplingConfig(temperature=0.0), 20, seed=0)):
+    for t in engine.generate(
+        GenerationRequest(_prompts(), SamplingConfig(temperature=0.0), 20, seed=0)
+    ):
         tokens = torch.tensor([t.prompt.token_ids])
         expected = reference.generate(
             tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=20
@@ -143,24 +145,24 @@ def test_tokens_do_not_depend_on_batching_or_order(engine_and_reference) -> None
     small, _ = engine_and_reference("qwen2", batch_size=3)
     sampling = SamplingConfig(n=3)
     prompts = _prompts()
-    whole = engine.generate(Wish(prompts, sampling, 15, seed=4))
+    whole = engine.generate(GenerationRequest(prompts, sampling, 15, seed=4))
     assert [t.response_ids for t in whole] == [
-        t.response_ids for t in small.generate(Wish(prompts, sampling, 15, seed=4))
+        t.response_ids for t in small.generate(GenerationRequest(prompts, sampling, 15, seed=4))
     ]
-    backwards = engine.generate(Wish(prompts[::-1], sampling, 15, seed=4))
+    backwards = engine.generate(GenerationRequest(prompts[::-1], sampling, 15, seed=4))
     by_uid = {}
     for t in backwards:
         by_uid.setdefault(t.prompt.uid, []).append(t.response_ids)
     assert [t.response_ids for t in whole] == [r for p in prompts for r in by_uid[p.uid]]
     assert len({t.response_ids for t in whole}) == len(whole)
-    assert whole != engine.generate(Wish(prompts, sampling, 15, seed=5))
+    assert whole != engine.generate(GenerationRequest(prompts, sampling, 15, seed=5))
 
 
 def test_rows_stop_at_stop_tokens_and_at_the_length(engine_and_reference) -> None:
     engine, _ = engine_and_reference("qwen2")
     stops = tuple(range(2, 20))
     sampling = SamplingConfig(n=8, stop_token_ids=stops)
-    trajectories = engine.generate(Wish(_prompts(), sampling, 6, seed=0))
+    trajectories = engine.generate(GenerationRequest(_prompts(), sampling, 6, seed=0))
     assert {t.finish_reason for t in trajectories} == {"stop", "length"}
     for t in trajectories:
         ended = t.response_ids[-1] in stops
@@ -176,7 +178,7 @@ def test_finished_rows_leave_the_batch_without_changing_the_others(
 ) -> None:
     engine, reference = engine_and_reference(family)
     sampling = SamplingConfig(n=8, stop_token_ids=tuple(range(2, 12)))
-    for t in engine.generate(Wish(_prompts(), sampling, 40, seed=0)):
+    for t in engine.generate(GenerationRequest(_prompts(), sampling, 40, seed=0)):
         expected = _logprobs(reference, _all_tokens(t))[-len(t.response_ids) :]
         assert t.logprobs == pytest.approx(expected, abs=2e-5)
 
@@ -184,7 +186,7 @@ def test_finished_rows_leave_the_batch_without_changing_the_others(
 def test_the_cache_grows_past_its_first_block(engine_and_reference) -> None:
     engine, reference = engine_and_reference("llama")
     engine._stops = ()
-    for t in engine.generate(Wish(_prompts((3, 6)), SamplingConfig(), 300, seed=0)):
+    for t in engine.generate(GenerationRequest(_prompts((3, 6)), SamplingConfig(), 300, seed=0)):
         assert len(t.response_ids) == 300
         expected = _logprobs(reference, _all_tokens(t))[-300:]
         assert t.logprobs == pytest.approx(expected, abs=2e-5)
@@ -247,7 +249,7 @@ def test_streams_that_do_not_fit_are_refused_by_name(tmp_path) -> None:
     tensors = _checkpoint(_reference(config), str(tmp_path))
     engine = LocalEngine(tmp_path, config, torch.float32)
     with pytest.raises(RuntimeError, match="no weights"):
-        engine.generate(Wish(_prompts(), SamplingConfig(), 2, seed=0))
+        engine.generate(GenerationRequest(_prompts(), SamplingConfig(), 2, seed=0))
     missing = [t for t in tensors if "experts.3.up_proj" not in t[0]]
     with pytest.raises(ValueError, match=r"2 tensors never came.*experts\.3\.up_proj"):
         engine.update_weights([missing], 1)
@@ -259,7 +261,7 @@ def test_streams_that_do_not_fit_are_refused_by_name(tmp_path) -> None:
     with pytest.raises(RuntimeError, match="no weights"):
         engine.logprobs([[1, 2]])
     engine.update_weights([tensors], 1)
-    assert len(engine.generate(Wish(_prompts(), SamplingConfig(), 2, seed=0))) == 6
+    assert len(engine.generate(GenerationRequest(_prompts(), SamplingConfig(), 2, seed=0))) == 6
 
 
 def test_bfloat16_weights_are_rounded_whatever_type_computes(tmp_path) -> None:
@@ -285,7 +287,7 @@ def test_experts_of_any_width_are_multiplied(tmp_path, dtype: torch.dtype) -> No
     reference = _reference(config).to(dtype)
     reference.set_experts_implementation("eager")
     engine.update_weights([_checkpoint(reference, str(tmp_path))], 1)
-    (t,) = engine.generate(Wish(_prompts((5,)), SamplingConfig(), 10, seed=0))
+    (t,) = engine.generate(GenerationRequest(_prompts((5,)), SamplingConfig(), 10, seed=0))
     (values,) = engine.logprobs([_all_tokens(t)])
     expected = _logprobs(reference, _all_tokens(t))
     allowed = 2e-5 if dtype == torch.float32 else 0.3
@@ -306,7 +308,9 @@ def test_stop_tokens_come_from_both_files(tmp_path) -> None:
 def test_empty_prompts_are_refused(engine_and_reference) -> None:
     engine, _ = engine_and_reference("qwen2")
     with pytest.raises(ValueError, match="empty prompt"):
-        engine.generate(Wish([Prompt(0, (), "t", "", "")], SamplingConfig(), 2, seed=0))
+        engine.generate(
+            GenerationRequest([Prompt(0, (), "t", "", "")], SamplingConfig(), 2, seed=0)
+        )
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
@@ -315,14 +319,16 @@ def test_weights_that_are_not_finite_are_told(engine_and_reference, top_p: float
     weights = [(name, tensor * float("nan")) for name, tensor in reference.state_dict().items()]
     engine.update_weights([weights], version=6)
     with pytest.raises(ValueError, match=r"nan.*prompt 10\d.*version 6.*actor.optim.lr"):
-        engine.generate(Wish(_prompts(), SamplingConfig(top_p=top_p), 4, seed=0))
+        engine.generate(GenerationRequest(_prompts(), SamplingConfig(top_p=top_p), 4, seed=0))
 
 
 def test_finished_responses_are_told_while_others_are_generated(engine_and_reference) -> None:
     engine, _ = engine_and_reference("qwen2", batch_size=4)
     told: dict[int, Trajectory] = {}
     everything = engine.generate(
-        Wish(_prompts(), SamplingConfig(n=2), 5, 0, lambda keys, done: told.update(zip(keys, done)))
+        GenerationRequest(
+            _prompts(), SamplingConfig(n=2), 5, 0, lambda keys, done: told.update(zip(keys, done))
+        )
     )
     assert len(told) == 8
     assert all(everything[key] == trajectory for key, trajectory in told.items())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mppo.config.schema import SamplingConfig
-from mppo.rollout.sampling import draw, row_keys, uniforms
+from mppo.rollout.local.sampling import draw, row_keys, uniforms
 
 
 def test_uniforms_do_not_depend_on_batching() -> None:

@@ -20,12 +20,17 @@ import yaml
 from hostile_server import echoes, endless, hostile_server, raw, says
 
 from mppo.config.schema import RolloutConfig
-from mppo.rollout.fleet import API_KEY_VARIABLE, Fleet
-from mppo.rollout.http_client import JsonClient, RequestRefused, ServerLost
-from mppo.rollout.requests import ATTEMPTS, Requests
-from mppo.rollout.server import ServerError, ServerProcess, clean_environment
-from mppo.rollout.sglang_api import SGLangApi
-from mppo.rollout.sglang_server import is_ours, own_server, server_environment, server_options
+from mppo.rollout.sglang.api import SGLangApi
+from mppo.rollout.sglang.fleet import API_KEY_VARIABLE, Fleet
+from mppo.rollout.sglang.http_client import JsonClient, RequestRefused, ServerLost
+from mppo.rollout.sglang.requests import ATTEMPTS, Requests
+from mppo.rollout.sglang.server_options import (
+    is_ours,
+    own_server,
+    server_environment,
+    server_options,
+)
+from mppo.rollout.sglang.server_process import ServerError, ServerProcess, clean_environment
 from mppo.safety.temporary import SHARED_MEMORY, remove_leftovers
 
 CONFIG = SimpleNamespace(model_type="qwen2")
@@ -128,7 +133,7 @@ def test_no_orphan_after_kill_9_of(tmp_path, victim: str) -> None:
     program = f"""
 import sys, time
 from pathlib import Path
-from mppo.rollout.server import ServerProcess
+from mppo.rollout.sglang.server_process import ServerProcess
 server = ServerProcess("x", lambda port: {SLEEPER!r}, {{}}, Path({str(tmp_path / "log")!r}),
                        lambda port: True, 30.0)
 server.start()
@@ -169,7 +174,7 @@ time.sleep(600)
     program = f"""
 import time
 from pathlib import Path
-from mppo.rollout.server import ServerProcess
+from mppo.rollout.sglang.server_process import ServerProcess
 from mppo.safety.temporary import SHARED_MEMORY, remove_leftovers
 server = ServerProcess("x", lambda port: {[sys.executable, "-c", maps]!r}, {{}},
                        Path({str(tmp_path / "log")!r}),

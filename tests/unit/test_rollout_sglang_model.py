@@ -11,8 +11,8 @@ from hf_families import BASE, EXPERTS, LATENT, LATENT_YARN, LLAMA3, TIED, YARN
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
-from mppo.rollout.sglang_model import SERVED, engine_faults, sglang_settings
-from mppo.rollout.sglang_server import server_environment, server_options
+from mppo.rollout.sglang.model_support import SERVED, engine_issues, sglang_settings
+from mppo.rollout.sglang.server_options import server_environment, server_options
 from mppo.weights.shape import FAMILIES
 
 WINDOW = 100
@@ -143,26 +143,26 @@ def test_every_family_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("name", FITS)
 def test_what_sglang_computes_too_is_taken(name: str) -> None:
-    assert list(engine_faults(recipe(), FITS[name](), on_cpu=True)) == []
+    assert list(engine_issues(recipe(), FITS[name](), on_cpu=True)) == []
 
 
 @pytest.mark.parametrize("name", DIFFERS)
 def test_what_sglang_computes_otherwise_is_refused(name: str) -> None:
     make, why = DIFFERS[name]
-    (fault,) = engine_faults(recipe(), make(), on_cpu=False)
-    assert (fault.key, fault.value) == ("rollout.name", "sglang")
-    assert why in fault.why
-    assert "set rollout.name to local" in fault.cure
-    assert list(engine_faults(recipe(engine="local"), make(), on_cpu=False)) == []
+    (issue,) = engine_issues(recipe(), make(), on_cpu=False)
+    assert (issue.key, issue.value) == ("rollout.name", "sglang")
+    assert why in issue.why
+    assert "set rollout.name to local" in issue.fix
+    assert list(engine_issues(recipe(engine="local"), make(), on_cpu=False)) == []
 
 
 @pytest.mark.parametrize("name", [name for name in DIFFERS if "window" in name])
 def test_a_window_that_holds_the_sequences_does_not_matter(name: str) -> None:
     make, _ = DIFFERS[name]
-    assert list(engine_faults(recipe(response=50), make(), on_cpu=False)) == []
-    (fault,) = engine_faults(recipe(), make(), on_cpu=False)
-    assert "may have 101 tokens" in fault.why
-    assert "data.max_prompt_length + data.max_response_length within 100" in fault.cure
+    assert list(engine_issues(recipe(response=50), make(), on_cpu=False)) == []
+    (issue,) = engine_issues(recipe(), make(), on_cpu=False)
+    assert "may have 101 tokens" in issue.why
+    assert "data.max_prompt_length + data.max_response_length within 100" in issue.fix
 
 
 def test_soft_capped_scores_need_a_backend_that_caps() -> None:
@@ -170,20 +170,20 @@ def test_soft_capped_scores_need_a_backend_that_caps() -> None:
     assert server_options("/m", "bfloat16", 1, 0, False, {}, config)["attention_backend"] == (
         "flashinfer"
     )
-    assert list(engine_faults(recipe(), config, on_cpu=False)) == []
-    (fault,) = engine_faults(recipe(), config, on_cpu=True)
+    assert list(engine_issues(recipe(), config, on_cpu=False)) == []
+    (issue,) = engine_issues(recipe(), config, on_cpu=True)
     assert "on a CPU, torch_native, ignores config.json's attn_logit_softcapping = 50.0" in (
-        fault.why
+        issue.why
     )
     for key in ("attention_backend", "decode-attention-backend"):
         chosen = recipe(f"rollout.server_args={{{key}: trtllm_mha}}")
-        (fault,) = engine_faults(chosen, config, on_cpu=False)
-        assert fault.key == f"rollout.server_args.{key.replace('-', '_')}"
-        assert fault.value == "trtllm_mha"
+        (issue,) = engine_issues(chosen, config, on_cpu=False)
+        assert issue.key == f"rollout.server_args.{key.replace('-', '_')}"
+        assert issue.value == "trtllm_mha"
     chosen = recipe("rollout.server_args={attention_backend: intel_amx}")
-    assert list(engine_faults(chosen, config, on_cpu=True)) == []
+    assert list(engine_issues(chosen, config, on_cpu=True)) == []
     uncapped = hf.Gemma2Config(**GEMMA2)
-    assert list(engine_faults(recipe(), uncapped, on_cpu=True)) == []
+    assert list(engine_issues(recipe(), uncapped, on_cpu=True)) == []
     assert "attention_backend" not in server_options("/m", "bfloat16", 1, 0, False, {}, uncapped)
 
 
@@ -226,8 +226,8 @@ def test_the_recipe_is_refused_before_any_model_is_built() -> None:
         return hf.MistralConfig(**{**BASE, "max_position_embeddings": 2048}, sliding_window=WINDOW)
 
     def judge(recipe, config):
-        return engine_faults(recipe, config, on_cpu=False)
+        return engine_issues(recipe, config, on_cpu=False)
 
     with pytest.raises(ConfigError, match="sliding_window = 100") as raised:
         load_checked(None, overrides, 1, read, files=False, judge_engine=judge)
-    assert [fault.key for fault in raised.value.faults] == ["rollout.name"]
+    assert [issue.key for issue in raised.value.issues] == ["rollout.name"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mppo.rollout.row_attention import row_attention
+from mppo.rollout.local.row_attention import row_attention
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float | None) -> Tensor:

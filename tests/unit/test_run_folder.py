@@ -13,14 +13,14 @@ import torch.distributed as dist
 import yaml
 from test_checkpoint_folder import flip, make
 
-from mppo import disk
 from mppo.checkpoint.pruning import Pruner
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.config.schema import TrainerConfig
 from mppo.report.status import Status, write_status
-from mppo.run_folder import Earlier, RunFolder, check_written, decide
+from mppo.safety import disk
 from mppo.safety.redact import redact
+from mppo.trainer.run_folder import Earlier, RunFolder, check_written, decide
 
 STEPS = 4
 NUMBERS = "".join(f'{{"step": {step}, "a": {step}.5}}\n' for step in range(1, STEPS + 1))
@@ -379,7 +379,7 @@ def test_only_sound_checkpoints_count_when_old_ones_go(tmp_path):
 
 
 def test_an_export_replaces_what_mppo_wrote_and_renames_anything_else(tmp_path):
-    from mppo.weights.output_folder import partial_path, publish
+    from mppo.weights.hf.output_folder import partial_path, publish
 
     actor = tmp_path / "actor"
 

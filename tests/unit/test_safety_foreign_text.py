@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mppo.safety.bounded_http import is_loopback, parse_json, url_problem
+from mppo.safety.bounded_http import is_loopback, parse_answer, url_problem
 from mppo.safety.foreign_text import SHOWN, quoted
 
 
@@ -30,7 +30,7 @@ def test_a_secret_that_the_search_cuts_in_two_is_not_shown_in_part():
 
 
 def test_json_is_read():
-    read = parse_json(b'{"a": [1, -2.5e3, "\xc3\xa4", null]}')
+    read = parse_answer(b'{"a": [1, -2.5e3, "\xc3\xa4", null]}')
     assert read == {"a": [1, -2500.0, "\u00e4", None]}
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mppo.config.errors import ConfigError, Fault
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import Recipe, RewardConfig, RolloutConfig, TrainerConfig
 from mppo.report.reporter import Reporter
 from mppo.safety.redact import HIDDEN, redact, redact_text, redacted_output
@@ -97,8 +97,12 @@ def test_aliases_and_loops_end():
 
 
 def test_a_fault_shows_no_secret():
-    by_key = Fault("rollout.server_args.api_key", "sesame", "sesame is too short", "not 'sesame'")
-    inside = Fault("rollout.server_args", {"auth": ["sesame"], "tp": 2}, "no", "http://a:sesame@b/")
+    by_key = ConfigIssue(
+        "rollout.server_args.api_key", "sesame", "sesame is too short", "not 'sesame'"
+    )
+    inside = ConfigIssue(
+        "rollout.server_args", {"auth": ["sesame"], "tp": 2}, "no", "http://a:sesame@b/"
+    )
     assert "sesame" not in str(ConfigError([by_key, inside]))
     assert "'tp': 2" in str(inside)
 

@@ -23,7 +23,7 @@ MAKES = """
 import os, sys, time
 from pathlib import Path
 import torch
-from mppo.rollout.buckets import SharedBuffer
+from mppo.rollout.transport.buckets import SharedBuffer
 from mppo.safety.temporary import own_folder, note, private_file
 private_file(own_folder() / "server_1.yaml", "api-key: sesame")
 shared = Path(sys.argv[1])

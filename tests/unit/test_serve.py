@@ -9,8 +9,8 @@ import pytest
 import transformers
 
 from mppo.config.errors import ConfigError
-from mppo.data.builtin import resolve_model
-from mppo.rollout.fleet import API_KEY_VARIABLE
+from mppo.hub.builtin import resolve_model
+from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 from mppo.serve import main, server_start
 
 SIZES = {
@@ -102,5 +102,5 @@ def test_a_model_without_weights_is_refused(files, message, recipe, tmp_path):
             (folder / name).write_text(json.dumps({"model_type": "qwen2"}))
     with pytest.raises(ConfigError) as caught:
         server_start(recipe, [f"model.path={folder}"], empty=False, on_cpu=True)
-    assert [fault.key for fault in caught.value.faults] == ["model.path"]
+    assert [issue.key for issue in caught.value.issues] == ["model.path"]
     assert message in str(caught.value)

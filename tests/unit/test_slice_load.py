@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mppo.rollout.checked_load import BYTES, TABLE, checksum
-from mppo.rollout.slice_load import MessageRow, PieceRow, load, slice_table
-from mppo.weights.slices import BLOCK, WHOLE, block_message
+from mppo.rollout.transport.checked_load import BYTES, TABLE, tensor_checksum
+from mppo.rollout.transport.slice_load import MessageRow, PieceRow, load, slice_table
+from mppo.weights.slices.source import BLOCK, WHOLE, block_message
 
 COLUMNS = PieceRow("mlp.down_proj.weight", (3, 40), None, 1, 30, (3, 10), "float32", 0)
 EXPERT = PieceRow("mlp.experts.w13_weight", (2, 8, 4), 1, 0, 4, (4, 4), "float32", 128)
@@ -86,7 +86,7 @@ def test_everything_then_what_changed(tmp_path) -> None:
     blocks, content = block_message(after, changed, [(0, TOTAL)])
     assert (blocks, len(content)) == (2, 3 * BLOCK)
     checked = [
-        replace(piece, checksum=checksum(after[piece.begin :][: held.numel() * size]))
+        replace(piece, checksum=tensor_checksum(after[piece.begin :][: held.numel() * size]))
         for piece, held, size in zip(PIECES, server.stretches(), (4, 4, 2), strict=True)
     ]
     assert _told(server, tmp_path / "report", content, blocks, checked) == ""

@@ -36,7 +36,7 @@ def test_what_becomes_of_a_flag(flag, monkeypatch):
     remarks: list[str] = []
     recipe, faults = read_recipe(None, [flag.setting], remarks)
     if flag.fate == REFUSED:
-        assert [flag.words in f"{fault.why} {fault.cure}" for fault in faults] == [True]
+        assert [flag.words in f"{fault.why} {fault.fix}" for fault in faults] == [True]
         assert not remarks
         return
     assert not faults
@@ -67,7 +67,7 @@ def test_every_flag_of_a_script_has_a_row_and_nothing_else_is_refused(script):
     assert all(flags), SCRIPTS[script][flags.index(None)]
     wanted = {flag.words for flag in flags if flag.fate == REFUSED}
     _, faults = read_recipe(None, SCRIPTS[script])
-    told = [f"{fault.why} {fault.cure}" for fault in faults]
+    told = [f"{fault.why} {fault.fix}" for fault in faults]
     assert len(told) == len(wanted), told
     assert all(any(words in text for text in told) for words in wanted)
 

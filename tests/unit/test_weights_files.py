@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from checkpoints_convert.verify import HOLE
-from mppo.weights.hf_folder import HFFolder
-from mppo.weights.safetensors_file import make_header, read_header
+from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.safetensors_file import make_header, read_header
+from mppo.weights.hf.transfer import Copier, CopyTask, Stretch
 from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
-from mppo.weights.transfer import Copier, Stretch, Task
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_eight_bit_floats_are_dequantised_block_by_block(tmp_path):
 
 
 def test_the_copier_dequantises_the_same(tmp_path):
-    from mppo.weights.transfer import Scales
+    from mppo.weights.hf.transfer import Scales
 
     expected = quantised(tmp_path).to(torch.bfloat16)
     folder, out = HFFolder(tmp_path), tmp_path / "out.safetensors"
@@ -119,7 +119,7 @@ def test_the_copier_dequantises_the_same(tmp_path):
     out.write_bytes(head + b"\0" * places["w"].nbytes)
     stretch = Stretch(folder.tensors["w"], 0, 0, 200, scales=Scales(*folder.scales("w")))
     copier = Copier(buffer_bytes=4096)
-    copier.run(Task("w", places["w"], (stretch,)))
+    copier.run(CopyTask("w", places["w"], (stretch,)))
     copier.close()
     assert torch.equal(load_file(out)["w"], expected)
 
@@ -156,7 +156,7 @@ def test_any_tiling_is_copied_exactly(tmp_path_factory, rows, columns, cuts, buf
     stretches = tuple(
         Stretch(stored[str(i)], 0, t, b - t, left) for i, (t, b, left, _) in enumerate(boxes)
     )
-    copier, task = Copier(buffer_bytes=buffer), Task("x", places["x"], stretches)
+    copier, task = Copier(buffer_bytes=buffer), CopyTask("x", places["x"], stretches)
     copier.run(task)
     assert all(len(part) <= max(buffer, 4 * columns) for _, part in copier.windows(task))
     copier.close()
@@ -167,7 +167,7 @@ def test_a_hole_among_the_sources_shows_as_nans(llama):
     stored = HFFolder(llama).tensors["model.norm.weight"]
     twice = Stretch(stored, 0, 0, 32), Stretch(stored, 0, 0, 32)  # the area fits, the rest is bare
     copier = Copier()
-    ((_, window),) = copier.windows(Task("x", stored, twice), HOLE)
+    ((_, window),) = copier.windows(CopyTask("x", stored, twice), HOLE)
     copier.close()
     assert (
         torch.from_numpy(window).view(torch.float32).isnan().tolist() == [False] * 32 + [True] * 32
@@ -177,7 +177,7 @@ def test_a_hole_among_the_sources_shows_as_nans(llama):
 def test_sources_that_do_not_fill_the_target_are_refused(llama):
     stored = HFFolder(llama).tensors["model.norm.weight"]
     with pytest.raises(ValueError, match="fill 63 of 64"):
-        Task("x", stored, (Stretch(stored, 0, 0, 63),))
+        CopyTask("x", stored, (Stretch(stored, 0, 0, 63),))
 
 
 def test_the_table_names_what_transformers_saves(llama):

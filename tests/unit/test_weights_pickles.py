@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mppo.weights.contents import read_checkpoint
-from mppo.weights.pickles import read_pickle
-from mppo.weights.torch_dist import locate
+from mppo.weights.torch_dist.contents import read_checkpoint
+from mppo.weights.torch_dist.format import locate
+from mppo.weights.torch_dist.pickles import read_pickle
 
 SIZE = torch.Size((2, 3))
 PLACE = (0, 1)

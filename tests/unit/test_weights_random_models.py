@@ -17,15 +17,15 @@ from twin_modules import twin
 
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import padded_vocab_size
-from mppo.weights.contents import read_checkpoint
-from mppo.weights.conversion import Share, plan_hf, plan_megatron
-from mppo.weights.hf_folder import HFFolder
+from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.output_folder import create_files, plan_places
+from mppo.weights.hf.transfer import Copier
 from mppo.weights.load import load_hf_weights
-from mppo.weights.output_folder import create_files, plan_places
 from mppo.weights.shape import model_shape
 from mppo.weights.table import LAYER, Entry, parameter_table
-from mppo.weights.torch_dist import write_index
-from mppo.weights.transfer import Copier
+from mppo.weights.torch_dist.contents import read_checkpoint
+from mppo.weights.torch_dist.conversion import Share, plan_hf, plan_megatron
+from mppo.weights.torch_dist.format import write_metadata
 
 DENSE = {"qwen2": hf.Qwen2Config, "qwen3": hf.Qwen3Config, "gemma2": hf.Gemma2Config}
 SPARSE = {
@@ -109,7 +109,7 @@ def test_any_model_converts_and_comes_back(tmp_path_factory, config, world, file
         plan_megatron(source, shape, out, share=share, max_file_bytes=most) for share in shares
     ]
     run_shares([plan for plan, _ in planned])
-    write_index(out, planned[0][1].tensors, planned[0][1].objects, {})
+    write_metadata(out, planned[0][1].tensors, planned[0][1].objects, {})
     checkpoint, back = read_checkpoint(out), folder / "back"
     run_shares([plan_hf(checkpoint, shape, back, share=s, max_shard_bytes=most)[0] for s in shares])
     assert_same_tensors(tensors(back), tensors(folder / "hf"))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import ZERO, padded_vocab_size
-from mppo.weights.engine_tensors import engine_tensor
-from mppo.weights.reshard import engine_blocks, plan_reshard
-from mppo.weights.shape import LatentShape, ModelShape
+from mppo.weights.shape import MLAShape, ModelShape
+from mppo.weights.slices.engine_tensors import engine_tensor
+from mppo.weights.slices.reshard import engine_blocks, plan_reshard
 from mppo.weights.stream import plan_units
 from mppo.weights.table import Entry, parameter_table
 
@@ -30,7 +30,7 @@ def model(
         sparse_layers=tuple(layer and bool(experts) for layer in sparse), num_experts=experts,
         expert_ffn=8 if experts else 0,
         shared_ffn=8 if experts else 0, shared_gate=bool(experts) and not latent,
-        latent=LatentShape(8, 8, 4, 4, 4) if latent else None,
+        mla=MLAShape(8, 8, 4, 4, 4) if latent else None,
     )  # fmt: skip
 
 

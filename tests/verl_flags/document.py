@@ -45,8 +45,8 @@ def _row(flag: Flag) -> str:
     elif flag.fate == IGNORED:
         told = "no effect: " + remarks[0].partition(" (")[2].removesuffix(")")
     else:
-        cure = faults[0].cure
-        told = f"refused: {faults[0].why}. {cure[0].upper()}{cure[1:]}"
+        fix = faults[0].fix
+        told = f"refused: {faults[0].why}. {fix[0].upper()}{fix[1:]}"
     cells = (f"`{shown}`", told)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 

@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.models import deepseek_v2
 from torch import nn
 
-from mppo.models.families import LATENT_NORM_EPSILON
+from mppo.models.families.architectures import MLA_NORM_EPSILON
 
 _INNER_NORMS = (".q_a_layernorm", ".kv_a_layernorm")
 
@@ -16,11 +16,11 @@ def _set_inner_epsilon(model: nn.Module) -> None:
     """SGLang gives these norms ``rms_norm_eps``; kernels read the attribute that is set here."""
     for name, module in model.named_modules():
         if name.endswith(_INNER_NORMS):
-            module.variance_epsilon = LATENT_NORM_EPSILON
+            module.variance_epsilon = MLA_NORM_EPSILON
 
 
 class DeepseekV2ForCausalLM(deepseek_v2.DeepseekV2ForCausalLM):
-    """See ``mppo.models.families.LATENT_NORM_EPSILON``."""
+    """See ``mppo.models.families.architectures.MLA_NORM_EPSILON``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,7 +28,7 @@ class DeepseekV2ForCausalLM(deepseek_v2.DeepseekV2ForCausalLM):
 
 
 class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
-    """See ``mppo.models.families.LATENT_NORM_EPSILON``."""
+    """See ``mppo.models.families.architectures.MLA_NORM_EPSILON``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,0 +1,241 @@
+"""What becomes of verl's keys of models, roles and the algorithm."""
+
+from __future__ import annotations
+
+from mppo.config.verl.row import (
+    NO_PROFILER,
+    NOTHING,
+    OFF,
+    PROFILER,
+    Converted,
+    Ignored,
+    Refused,
+    VerlRow,
+)
+
+_PACKED = Ignored("sequences are always packed; no padding is computed")
+_MEGATRON = Ignored("every role runs on Megatron-Core; <role>.megatron.* is its layout")
+_TEXT_ONLY = Ignored("prompts are texts; there are no images, videos or sounds")
+_LORA = "there is no LoRA: all weights are trained"
+_DIST_CHECKPOINT = Refused(
+    "model.path is read as it is: no checkpoint has to be converted for Megatron first",
+    "remove it; where that checkpoint holds other weights, name it in model.path, critic.path or "
+    "ref.path",
+)
+_OFFLOAD = Refused(
+    "weights, gradients and optimizer states stay on the device between phases",
+    "remove it; --dry-run says what a rank needs: raise tensor or pipeline parallelism, or set "
+    "<role>.megatron.use_distributed_optimizer and offload_activations",
+)
+_CPU_ADAM = Refused(
+    "the optimizer works on the device, in float32",
+    "remove it; use_distributed_optimizer shares its states over the data-parallel ranks",
+)
+_MICRO_BATCH = "counts over all ranks; what is set here is one rank's"
+
+ROLE_ROWS: tuple[VerlRow, ...] = (
+    # model
+    VerlRow("{model,critic.model}.{use_remove_padding,use_rmpad}", _PACKED),
+    VerlRow(
+        "model.enable_gradient_checkpointing",
+        Converted("actor.megatron.recompute_granularity", {True: "full", False: "none"}),
+    ),
+    VerlRow(
+        "critic.model.enable_gradient_checkpointing",
+        Converted("critic.megatron.recompute_granularity", {True: "full", False: "none"}),
+    ),
+    VerlRow("{model,critic.model}.gradient_checkpointing_kwargs", _MEGATRON),
+    VerlRow(
+        "{model,critic.model}.{use_fused_kernels,fused_kernel_options,use_liger}",
+        Ignored("log-probabilities are always computed in pieces of the logits"),
+    ),
+    VerlRow("{model,critic.model}.{use_shm,external_lib,custom_chat_template,mtp}", OFF, NOTHING),
+    VerlRow("{model,critic.model}.{lora_rank,lora_adapter_path,lora}", OFF, NOTHING),
+    VerlRow(
+        "{model,critic.model}.{lora_rank,lora_adapter_path,lora}",
+        Refused(_LORA, "remove it"),
+    ),
+    VerlRow(
+        "{model,critic.model}.{lora_alpha,target_modules,exclude_modules,target_parameters}",
+        Ignored(_LORA),
+    ),
+    VerlRow(
+        "{model,critic.model}.use_shm",
+        Refused("models are read where they are", "copy it to /dev/shm and name that folder"),
+    ),
+    VerlRow(
+        "model.custom_chat_template",
+        Refused(
+            "the tokenizer's own template is used",
+            "write it into chat_template of the model's tokenizer_config.json",
+        ),
+    ),
+    VerlRow("{model,critic.model}.override_config", OFF, NOTHING),
+    VerlRow(
+        "{model,critic.model}.override_config",
+        Refused(
+            "a model is what its config.json says",
+            "edit config.json, or set <role>.megatron.override_transformer_config",
+        ),
+    ),
+    VerlRow(
+        "critic.model.fsdp_config.{param_offload,grad_offload,optimizer_offload}",
+        Ignored("nothing is offloaded"),
+        NOTHING,
+    ),
+    VerlRow("critic.model.fsdp_config.{param_offload,grad_offload,optimizer_offload}", _OFFLOAD),
+    VerlRow("critic.model.fsdp_config", _MEGATRON),
+    # every role
+    VerlRow(
+        "*.{megatron,fsdp_config}.{param_offload,grad_offload,optimizer_offload}",
+        Ignored("nothing is offloaded"),
+        NOTHING,
+    ),
+    VerlRow("*.{megatron,fsdp_config}.{param_offload,grad_offload,optimizer_offload}", _OFFLOAD),
+    VerlRow(
+        "*.fsdp_config.{model_dtype,dtype}",
+        Refused("all roles compute in one type", "set model.dtype"),
+    ),
+    VerlRow("{actor,ref,critic}.{fsdp_config,strategy}", _MEGATRON),
+    VerlRow("model_engine", _MEGATRON),
+    VerlRow(
+        "*.{ppo_micro_batch_size,log_prob_micro_batch_size,forward_micro_batch_size}", OFF, NOTHING
+    ),
+    VerlRow(
+        "{actor,critic}.ppo_micro_batch_size",
+        Refused(_MICRO_BATCH, "set <role>.ppo_micro_batch_size_per_gpu"),
+    ),
+    VerlRow(
+        "{rollout,ref}.log_prob_micro_batch_size",
+        Refused(_MICRO_BATCH, "set <role>.log_prob_micro_batch_size_per_gpu"),
+    ),
+    VerlRow(
+        "critic.forward_micro_batch_size",
+        Refused(_MICRO_BATCH, "set critic.log_prob_micro_batch_size_per_gpu"),
+    ),
+    VerlRow("*.megatron.{use_dist_checkpointing,dist_checkpointing_path}", OFF, NOTHING),
+    VerlRow("*.megatron.{use_dist_checkpointing,dist_checkpointing_path}", _DIST_CHECKPOINT),
+    VerlRow(
+        "*.megatron.{use_mbridge,vanilla_mbridge,dist_checkpointing_prefix}",
+        Ignored("weights go between Hugging Face and Megatron by mppo's own table"),
+    ),
+    VerlRow("*.megatron.{override_ddp_config,override_mcore_model_config}", OFF, NOTHING),
+    VerlRow(
+        "*.megatron.{override_ddp_config,override_mcore_model_config}",
+        Refused("is not handed on", "set <role>.megatron.overlap_grad_reduce, or remove it"),
+    ),
+    VerlRow(
+        "*.megatron.override_transformer_config.recompute_granularity",
+        Converted("*.megatron.recompute_granularity", {None: "none"}),
+    ),
+    VerlRow(
+        "*.megatron.override_transformer_config.{recompute_method,recompute_num_layers}",
+        Ignored("recompute_granularity: full recomputes every layer by itself (uniform, 1)"),
+        (None, "uniform", 1),
+    ),
+    VerlRow("*.megatron.seed", Converted("trainer.seed")),
+    VerlRow("*.megatron.dtype", Converted("model.dtype")),
+    VerlRow(
+        "*.megatron.expert_tensor_parallel_size",
+        Refused("Megatron takes null for the tensor-parallel size", "give the number"),
+        (None, "None"),
+    ),
+    VerlRow(
+        "{actor,critic,ref}.{use_torch_compile,entropy_checkpointing}",
+        Ignored("nothing is compiled; entropies are always recomputed"),
+    ),
+    VerlRow(
+        "{actor,ref}.{entropy_from_logits_with_chunking,use_fused_kernels,calculate_entropy}",
+        Ignored("log-probabilities and entropies are always computed in pieces of the logits"),
+    ),
+    VerlRow("*.checkpoint.async_save", Converted("trainer.async_save")),
+    VerlRow(
+        "{actor,critic}.checkpoint",
+        Ignored(
+            "a checkpoint holds model, optimizer and all else a run needs; "
+            "trainer.checkpoint_hf: true also writes a Hugging Face folder"
+        ),
+    ),
+    VerlRow("*.optim.lr_warmup_steps", Converted("*.optim.lr_warmup_steps", {-1: None}), (-1,)),
+    VerlRow("*.optim.optimizer", Ignored("the optimizer is Adam"), ("adam", "AdamW", "adamw")),
+    VerlRow("*.optim.optimizer", Refused("the optimizer is Adam", "remove it")),
+    VerlRow("*.optim.override_optimizer_config", OFF, NOTHING),
+    VerlRow("*.optim.override_optimizer_config", _CPU_ADAM),
+    VerlRow(
+        "*.optim.{total_training_steps,lr_decay_steps}",
+        Ignored("the schedule runs over the run's steps"),
+        (None, -1),
+    ),
+    VerlRow(
+        "*.optim.{total_training_steps,lr_decay_steps}",
+        Refused("the schedule runs over the run's steps", "set trainer.total_training_steps"),
+    ),
+    VerlRow("*.optim.{lr_warmup_init,use_checkpoint_opt_param_scheduler}", OFF, NOTHING),
+    VerlRow("*.optim.lr_warmup_init", Refused("a warm-up begins at 0", "remove it")),
+    VerlRow(
+        "*.optim.{weight_decay_incr_style,lr_wsd_decay_style,lr_wsd_decay_steps}",
+        Ignored("weight decay is constant, and there is no schedule wsd"),
+        (None, "constant", "exponential"),
+    ),
+    VerlRow(
+        "{actor,critic}.{load_weight,data_loader_seed,rollout_n}",
+        Ignored("follows from model.path, data.seed and rollout.n"),
+    ),
+    VerlRow("{actor,critic,ref}.{profile,profiler}", OFF, NOTHING),
+    VerlRow(
+        "*.{profile_ranks,profile_ranks_all,profile_discrete}",
+        NO_PROFILER,
+        NOTHING,
+    ),
+    VerlRow("*.{profile_ranks,profile_ranks_all,profile_discrete}", PROFILER),
+    VerlRow("{actor_rollout_ref,reward_model,critic,actor,ref}.{profiler,profile}", PROFILER),
+    VerlRow("global_profiler", PROFILER),
+    VerlRow(
+        "{actor,critic}.{ppo_micro_batch_size_per_gpu,ppo_max_token_len_per_gpu}",
+        Ignored("the default counts"),
+        (None,),
+    ),
+    # actor, reference, algorithm
+    VerlRow(
+        "actor.policy_loss.loss_mode",
+        Converted("actor.policy_loss.loss_mode", {"geo_mean": "gmpo"}),
+        ("geo_mean",),
+    ),
+    VerlRow("actor.{tau_pos,tau_neg}", Converted("actor.policy_loss.{}")),
+    VerlRow(
+        "actor.router_replay.mode",
+        Converted("actor.router_replay", {"disabled": "off", None: "off"}),
+    ),
+    VerlRow("actor.router_replay.{record_file,replay_file}", OFF, NOTHING),
+    VerlRow(
+        "actor.{use_rollout_log_probs,calculate_sum_pi_squared,use_prefix_grouper}",
+        OFF,
+        NOTHING,
+    ),
+    VerlRow(
+        "actor.{use_rollout_log_probs,tis_imp_ratio_cap}",
+        Refused("is another key here", "set algorithm.rollout_correction.*"),
+    ),
+    VerlRow("actor.freeze_vision_tower", _TEXT_ONLY),
+    VerlRow("actor_rollout_ref.hybrid_engine", Ignored("rollout.mode says it"), (True,)),
+    VerlRow(
+        "actor_rollout_ref.hybrid_engine",
+        Refused("servers apart are named", "set rollout.mode: disaggregated and rollout.urls"),
+    ),
+    VerlRow(
+        "algorithm.filter_groups.metric", Ignored("groups are compared by score"), (None, "score")
+    ),
+    VerlRow(
+        "algorithm.filter_groups.metric",
+        Refused("algorithm.filter_groups compares the scores of a group", "remove it"),
+    ),
+    VerlRow(
+        "algorithm.{rollout_is,rollout_is_threshold,rollout_rs}",
+        Refused("is another key here", "set algorithm.rollout_correction.*"),
+    ),
+    VerlRow(
+        "{actor,critic,algorithm,algorithm.kl_ctrl,algorithm.pf_ppo}._target_",
+        Ignored("it names a class of verl's"),
+    ),
+    VerlRow("critic.enable", Ignored("the critic is built where adv_estimator: gae needs it")),
+)

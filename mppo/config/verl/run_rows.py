@@ -1,0 +1,226 @@
+"""What becomes of verl's keys of rollout, data, reward and the run."""
+
+from __future__ import annotations
+
+from mppo.config.verl.row import (
+    NO_PROFILER,
+    NOTHING,
+    OFF,
+    PROFILER,
+    Converted,
+    Ignored,
+    Refused,
+    VerlRow,
+)
+
+_RAY = Ignored("there is no Ray: torchrun, srun or mpirun starts the ranks")
+_TEXT_ONLY = Ignored("prompts are texts; there are no images, videos or sounds")
+_REWARD_WORKER = Ignored("it describes verl's reward model workers; reward.* says who scores")
+_MULTI_TURN = Ignored("a prompt has one response; there are no turns or tools")
+_DUMP = Refused(
+    "a run writes responses to samples.jsonl in its folder, some at its start, middle and end",
+    "remove it; trainer.sample_table_rows says how many, a reward function sees every response",
+)
+
+RUN_ROWS: tuple[VerlRow, ...] = (
+    # rollout
+    VerlRow(
+        "rollout.name",
+        Refused("there is no vLLM or TensorRT-LLM", "set rollout.name: sglang"),
+        ("vllm", "trtllm"),
+    ),
+    VerlRow("rollout.name", Converted("rollout.name", {"hf": "local"}), ("hf",)),
+    VerlRow(
+        "rollout.mode",
+        Ignored("requests to servers are asynchronous; rollout.mode says where servers are"),
+        ("sync", "async"),
+    ),
+    VerlRow("rollout.do_sample", Ignored("responses are drawn"), (True,)),
+    VerlRow(
+        "rollout.do_sample",
+        Refused("greedy responses have no log-probabilities to train on", "remove it"),
+    ),
+    VerlRow(
+        "rollout.val_kwargs.do_sample", Ignored("the temperature says it: 0 is greedy"), (True,)
+    ),
+    VerlRow(
+        "rollout.val_kwargs.do_sample",
+        Converted("rollout.val_kwargs.temperature", {False: 0}),
+        (False,),
+    ),
+    VerlRow(
+        "rollout.{free_cache_engine,multi_stage_wake_up,layered_summon}",
+        Ignored("a colocated engine always gives its memory back while the models train"),
+    ),
+    VerlRow(
+        "rollout.enable_chunked_prefill",
+        Ignored("SGLang splits long prompts by itself"),
+        (True, None),
+    ),
+    VerlRow(
+        "rollout.enable_chunked_prefill",
+        Converted("rollout.server_args.chunked_prefill_size", {False: -1}),
+    ),
+    VerlRow("rollout.enable_prefix_caching", Ignored("SGLang shares prefixes"), (True, None)),
+    VerlRow(
+        "rollout.enable_prefix_caching",
+        Converted("rollout.server_args.disable_radix_cache", {False: True}),
+    ),
+    VerlRow("rollout.max_model_len", Ignored("the model's own length counts"), (None,)),
+    VerlRow("rollout.max_model_len", Converted("rollout.server_args.context_length")),
+    VerlRow(
+        "rollout.{load_format,layer_name_map}",
+        Ignored("the engine gets its weights from the actor"),
+    ),
+    VerlRow("rollout.calculate_log_probs", Ignored("the engine always returns log-probabilities")),
+    VerlRow(
+        "rollout.{disable_log_stats,prometheus,trace,logprobs_mode,scheduling_policy,seed}",
+        Ignored("these options of verl's servers have no counterpart"),
+    ),
+    VerlRow("rollout.{data_parallel_size,pipeline_model_parallel_size}", OFF, (*NOTHING, 1)),
+    VerlRow("rollout.data_parallel_size", Refused("is another key here", "set rollout.servers")),
+    VerlRow("rollout.{multi_turn,agent}", _MULTI_TURN, NOTHING),
+    VerlRow(
+        "rollout.multi_turn.enable",
+        Refused("a prompt has one response; there are no turns or tools", "remove it"),
+    ),
+    VerlRow("rollout.multi_turn", _MULTI_TURN),
+    VerlRow("rollout.agent", _MULTI_TURN),
+    VerlRow("rollout.engine_kwargs.{vllm,trtllm}", Ignored("the engine is SGLang")),
+    VerlRow(
+        "rollout.checkpoint_engine.backend",
+        Converted("rollout.sync", {"naive": "tensor"}),
+        ("naive",),
+    ),
+    VerlRow(
+        "rollout.{ignore_eos,skip,skip_rollout,quantization,cudagraph_capture_sizes,"
+        "enable_rollout_routing_replay}",
+        OFF,
+        NOTHING,
+    ),
+    VerlRow(
+        "rollout.enable_rollout_routing_replay",
+        Refused("is another key here", "set actor.router_replay: R3"),
+    ),
+    # data
+    VerlRow(
+        "data.{return_raw_input_ids,return_raw_chat,return_full_prompt,return_multi_modal_inputs}",
+        Ignored("a prompt keeps its messages, text and tokens"),
+    ),
+    VerlRow(
+        "data.{dataloader_num_workers,filter_overlong_prompts_workers,validation_shuffle}",
+        Ignored("prompts are read once, when the run starts"),
+    ),
+    VerlRow("data.{image_key,video_key,audio_key,image_patch_size}", _TEXT_ONLY),
+    VerlRow("data.reward_fn_key", Ignored("the column is data_source"), ("data_source",)),
+    VerlRow(
+        "data.reward_fn_key",
+        Refused(
+            "the column that picks a verifier is data_source",
+            "rename it, or set reward.verifier for all rows",
+        ),
+    ),
+    VerlRow("data.{train_max_samples,val_max_samples}", Ignored("all rows are used"), (None, -1)),
+    VerlRow("data.train_max_samples", Converted("data.train_size")),
+    VerlRow("data.val_max_samples", Converted("data.val_size")),
+    VerlRow("data.seed", Ignored("the seed is 0"), (None,)),
+    VerlRow(
+        "data.{use_shm,custom_cls,sampler,datagen,gen_batch_size,tool_config_path,"
+        "apply_chat_template_kwargs,mm_processor_kwargs}",
+        OFF,
+        NOTHING,
+    ),
+    # reward
+    VerlRow("reward_model.enable", Ignored("reward.* says who scores"), NOTHING),
+    VerlRow(
+        "reward_model.enable",
+        Refused(
+            "no reward model runs within the trainer",
+            "serve it, and set reward.name: remote and reward.url "
+            "(docs/data_and_rewards.md has the request); remove reward_model.enable",
+        ),
+    ),
+    VerlRow(
+        "reward_model.reward_manager",
+        Ignored("reward.* says who scores: a rule by data_source, a function, or a server"),
+        ("naive", "prime", "dapo", "batch"),
+    ),
+    VerlRow("reward_model.{sandbox_fusion,sandbox_fusion_url}", OFF, NOTHING),
+    VerlRow(
+        "reward_model.{sandbox_fusion_url,sandbox_fusion.url}",
+        Refused(
+            "programs run in a sandbox of mppo's own",
+            "remove it: reward.name: rule runs data sources humaneval, mbpp and code, "
+            "reward.verifier: code all others",
+        ),
+    ),
+    VerlRow(
+        "reward_model.sandbox_fusion", Ignored("reward.kwargs.sandbox has the sandbox's limits")
+    ),
+    VerlRow(
+        "reward_model.launch_reward_fn_async",
+        Ignored("responses are scored while others are generated"),
+    ),
+    VerlRow(
+        "reward_model.reward_kwargs.overlong_buffer_cfg.enable",
+        Converted("reward.overlong_buffer_len", {False: 0}),
+        (False,),
+    ),
+    VerlRow(
+        "reward_model.reward_kwargs.{overlong_buffer_cfg,max_resp_len}",
+        Ignored("reward.overlong_buffer_len says it, before data.max_response_length"),
+    ),
+    VerlRow("reward_model", _REWARD_WORKER),
+    VerlRow("custom_reward_function", OFF, NOTHING),
+    VerlRow(
+        "custom_reward_function.name", Ignored("no file is named in custom_reward_function.path")
+    ),
+    VerlRow("reward.{num_workers,reward_manager,reward_loop}", _REWARD_WORKER),
+    # trainer
+    VerlRow("trainer.balance_batch", Ignored("sequences are always shared out by length")),
+    VerlRow(
+        "{trainer,critic,actor}.{use_legacy_worker_impl,ray_wait_register_center_timeout}", _RAY
+    ),
+    VerlRow("{ray_init,ray_kwargs}", _RAY),
+    VerlRow(
+        "trainer.device",
+        Refused("devices are CPU and GPU", "remove it; the variable MPPO_DEVICE chooses"),
+        ("cpu", "npu", "xpu"),
+    ),
+    VerlRow("trainer.device", Ignored("MPPO_DEVICE chooses; without it, a GPU where there is one")),
+    VerlRow(
+        "trainer.resume_from_path", Converted("trainer.resume_from_path", {False: None}), (False,)
+    ),
+    VerlRow(
+        "trainer.{rollout_data_dir,validation_data_dir,val_only,default_hdfs_dir,profile_steps,"
+        "del_local_ckpt_after_load,esi_redundant_time,npu_profile,remove_previous_ckpt_in_save}",
+        OFF,
+        NOTHING,
+    ),
+    VerlRow("trainer.{rollout_data_dir,validation_data_dir}", _DUMP),
+    VerlRow(
+        "trainer.log_val_generations",
+        Ignored("trainer.sample_table_rows says how many responses are shown"),
+    ),
+    VerlRow(
+        "trainer.val_only",
+        Refused("a run trains", "remove it; mppo/evaluate.py scores a model folder"),
+    ),
+    VerlRow(
+        "trainer.{default_hdfs_dir,del_local_ckpt_after_load}",
+        Refused("checkpoints stay where they are written", "set trainer.default_local_dir"),
+    ),
+    VerlRow(
+        "trainer.esi_redundant_time",
+        Refused("is another key here", "set trainer.checkpoint_must_save_by"),
+    ),
+    VerlRow(
+        "trainer.remove_previous_ckpt_in_save",
+        Refused("is another key here", "set trainer.max_ckpt_to_keep: 1"),
+    ),
+    VerlRow("trainer.profile_steps", PROFILER),
+    VerlRow(
+        "trainer.{npu_profile,controller_nsight_options,worker_nsight_options}",
+        NO_PROFILER,
+    ),
+)

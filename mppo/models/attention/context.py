@@ -1,0 +1,142 @@
+"""Context parallelism: sequences split over ranks so that causal attention costs each the same.
+
+A sequence is padded to a multiple of ``2 * size`` and cut into that many chunks; rank r holds
+chunks r and ``2 * size - 1 - r`` (zig-zag), one cheap and one expensive for a causal mask. Keys and
+values are gathered over the group inside the attention, or travel around it
+(:mod:`mppo.models.attention.ring`); everything else works on local tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ContextPlace:
+    """This rank's place in its context-parallel group."""
+
+    size: int
+    rank: int
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """The two chunks of every sequence held here."""
+        return self.rank, 2 * self.size - 1 - self.rank
+
+
+@dataclass(frozen=True)
+class ContextRows:
+    """Sequences of one padded length, as they lie in the local tokens.
+
+    The first chunks of all rows stand together, then the second chunks.
+
+    Args:
+        start: first local token.
+        rows: number of sequences.
+        chunk: tokens per chunk.
+    """
+
+    start: int
+    rows: int
+    chunk: int
+
+    def chunk_of(self, x: Tensor, part: int) -> Tensor:
+        """A view ``[rows, chunk, ...]`` of the first or second chunks in ``[t, ...]``."""
+        count = self.rows * self.chunk
+        start = self.start + part * count
+        return x[start : start + count].unflatten(0, (self.rows, self.chunk))
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """How whole sequences of ``T`` tokens become ``t`` local ones.
+
+    Args:
+        place: the rank it holds for.
+        rows: groups of sequences, in local order.
+        origin_t: int64 ``[t]``, where each local token stands among the ``T``; -1 for padding.
+        positions_t: int64 ``[t]``, its position in its sequence.
+        cu_seqlens: int64, bounds of the padded sequences (in the order of the rows) before the
+            split.
+    """
+
+    place: ContextPlace
+    rows: tuple[ContextRows, ...]
+    origin_t: Tensor
+    positions_t: Tensor
+    cu_seqlens: Tensor
+
+
+def split_context(
+    lengths: list[int], place: ContextPlace, multiple: int, merge: bool = True
+) -> ContextSplit:
+    """Split sequences over a context-parallel group.
+
+    Args:
+        lengths: tokens of each sequence; none gives one padding sequence.
+        place: size of the group and this rank in it.
+        multiple: the local token count is a multiple of this.
+        merge: sequences of one padded length may share rows; otherwise every sequence has its
+            own, in the order given (Transformer Engine's layout).
+
+    Returns:
+        The split. The local count is the same on every rank of the group.
+    """
+    unit = 2 * place.size
+    chunks = [math.ceil(length / unit) for length in lengths]
+    local = 2 * sum(chunks)
+    step = math.lcm(2, multiple)
+    padding = -local % step if local else step
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    members: dict[tuple[int, int], list[int]] = {}
+    for index, chunk in enumerate(chunks):
+        if chunk:
+            members.setdefault((chunk, 0 if merge else index), []).append(index)
+    rows, origin, positions, padded = [], [], [], []
+    start = 0
+    for (chunk, _), sequences in members.items():
+        rows.append(ContextRows(start, len(sequences), chunk))
+        start += 2 * len(sequences) * chunk
+        padded += [unit * chunk] * len(sequences)
+        first = torch.tensor([starts[i] for i in sequences])[:, None]
+        length = torch.tensor([lengths[i] for i in sequences])[:, None]
+        for part in place.chunks:
+            position = part * chunk + torch.arange(chunk).expand(len(sequences), -1)
+            origin.append(torch.where(position < length, first + position, -1).flatten())
+            positions.append(position.flatten())
+    if padding:
+        rows.append(ContextRows(start, 1, padding // 2))
+        padded.append(padding // 2 * unit)
+        for part in place.chunks:
+            origin.append(torch.full((padding // 2,), -1))
+            positions.append(part * (padding // 2) + torch.arange(padding // 2))
+    return ContextSplit(
+        place=place,
+        rows=tuple(rows),
+        origin_t=torch.cat(origin),
+        positions_t=torch.cat(positions),
+        cu_seqlens=torch.tensor([0, *padded]).cumsum(0),
+    )
+
+
+def sequence_order(gathered: Tensor, rows: ContextRows, place: ContextPlace) -> Tensor:
+    """Keys or values of a group's sequences in sequence order.
+
+    Args:
+        gathered: ``[size * t, ...]``, the local tokens of every rank.
+        rows: the group.
+        place: size of the context-parallel group.
+
+    Returns:
+        ``[rows, 2 * size * chunk, ...]``.
+    """
+    tail = gathered.shape[1:]
+    by_rank = gathered.view(place.size, -1, *tail)
+    part = by_rank[:, rows.start : rows.start + 2 * rows.rows * rows.chunk]
+    part = part.reshape(place.size, 2, rows.rows, rows.chunk, *tail)
+    ordered = torch.cat([part[:, 0], part[:, 1].flip(0)])
+    return ordered.transpose(0, 1).reshape(rows.rows, -1, *tail)

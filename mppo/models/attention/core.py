@@ -1,0 +1,286 @@
+"""Core attention over packed sequences with torch's scaled_dot_product_attention, or flash-attn.
+
+Megatron's own core attention without Transformer Engine materialises the score matrix and knows
+neither packed sequences nor MLA's value width. This one takes its place in the layer spec.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
+
+from mppo.models.attention import flash
+from mppo.models.attention.block import BlockAttention
+from mppo.models.attention.context import ContextRows, sequence_order
+from mppo.models.attention.packing import AttentionRows, Packing
+from mppo.models.attention.ring import ring_attention
+from mppo.parallel import device
+
+_QUERY_BLOCK = 512
+"""Queries that share a mask on the CPU."""
+
+
+class _Rearrange(torch.autograd.Function):
+    """``x[index]`` where ``index`` is one-to-one on what it takes; index ``len(x)`` reads zeros.
+
+    The backward is a gather too (by ``inverse``), not a scatter-add.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return _take(x, index)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (inverse,) = ctx.saved_tensors
+        return _take(grad, inverse), None, None
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, index)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal self-attention of each packed sequence with itself.
+
+    Grouped-query heads, a value width other than the key's, a sliding window (the configuration's
+    ``window_size`` in the layers of ``window_attn_skip_freq``) and soft-capped scores
+    (``attn_logit_softcap``) are supported, and sequences split over context-parallel ranks:
+    ``cp_comm_type`` ``p2p`` is ring attention; otherwise keys and values are gathered over the
+    group, and gathered again in the backward pass, so that no activation as long as the whole
+    sequence is kept. Constructor arguments are those Megatron passes to a core attention.
+
+    Raises:
+        ValueError: another ``cp_comm_type``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type=None,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection=None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs,
+    ) -> None:
+        super().__init__()
+        self.layer_number = layer_number
+        self.context_group = pg_collection.cp if pg_collection is not None else None
+        self.softmax_scale = softmax_scale if softmax_scale is not None else config.softmax_scale
+        self.softcap: float | None = getattr(config, "attn_logit_softcap", None)
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window = config.window_size[0] + 1 if windowed else None
+        if cp_comm_type not in (None, "p2p", "all_gather"):
+            raise ValueError(
+                f"cp_comm_type = {cp_comm_type} needs Transformer Engine; set p2p or all_gather"
+            )
+        self.ring = cp_comm_type == "p2p"
+        self.block = BlockAttention(self.softmax_scale, self.window, self.softcap)
+        self.flash = flash.Flash(
+            self.softmax_scale, self.window, self.softcap, config.deterministic_mode
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type=None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Packing | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[T, 1, heads, dim]`` or ``[T, heads, dim]``.
+            key, value: the same with their own head count and width.
+            packed_seq_params: where the sequences lie.
+
+        Returns:
+            ``[T, 1, heads * value_dim]``.
+        """
+        packing = packed_seq_params
+        assert packing is not None, "PackedAttention needs a Packing"
+        q, k, v = (x.flatten(0, -3) if x.dim() == 4 else x for x in (query, key, value))
+        if packing.context is not None:
+            context = self._attend_split(q, k, v, packing)
+            return context.reshape(context.shape[0], 1, -1)
+        if flash.fits(q, v):
+            context = self.flash.packed(q, k, v, packing.cu_seqlens_q, packing.max_seqlen_q)
+            return context.reshape(context.shape[0], 1, -1)
+        out = [self._attend(rows, packing, q, k, v) for rows in packing.attention_rows]
+        context = out[0] if len(out) == 1 else torch.cat(out)
+        if not packing.contiguous:
+            context = _Rearrange.apply(context, packing.scatter, _slots(packing))
+        return context.reshape(context.shape[0], 1, -1)
+
+    def _attend(
+        self, rows: AttentionRows, packing: Packing, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        if not packing.contiguous:
+            inverse = _slots_of(rows, packing)
+            q, k, v = (_Rearrange.apply(x, rows.gather, inverse) for x in (q, k, v))
+        q, k, v = (x.view(rows.rows, rows.width, *x.shape[1:]) for x in (q, k, v))
+        return self._rows(q, k, v).flatten(0, 1)
+
+    def _attend_split(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+        """Local queries against the keys of all ranks: ``[t, heads, value_dim]``."""
+        if self.ring:
+            return ring_attention(q, k, v, packing.context, self.block, self.context_group)
+
+        def attend(q, k, v):
+            shapes = k.shape[1:], v.shape[1:]
+            both = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+            both = gather_from_sequence_parallel_region(both, group=self.context_group)
+            k, v = both.split([shape.numel() for shape in shapes], dim=1)
+            k, v = (x.unflatten(1, shape) for x, shape in zip((k, v), shapes))
+            out = [self._attend_chunks(rows, packing, q, k, v) for rows in packing.context.rows]
+            return torch.cat(out)
+
+        if not torch.is_grad_enabled():
+            return attend(q, k, v)
+        return checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
+
+    def _attend_chunks(
+        self, rows: ContextRows, packing: Packing, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Both local chunks of a group of sequences: ``[2 * rows * chunk, heads, value_dim]``."""
+        place = packing.context.place
+        k, v = (sequence_order(x, rows, place) for x in (k, v))
+        out = []
+        for part, chunk in enumerate(place.chunks):
+            first, last = chunk * rows.chunk, (chunk + 1) * rows.chunk
+            seen = 0 if self.window is None else max(0, first - self.window + 1)
+            here = self._rows(rows.chunk_of(q, part), k[:, seen:last], v[:, seen:last])
+            out.append(here.flatten(0, 1))
+        return torch.cat(out)
+
+    def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of rows whose last query stands at the last key.
+
+        Args:
+            q: ``[rows, queries, heads, dim]``.
+            k, v: ``[rows, keys, groups, dim]``, at least as many keys as queries.
+
+        Returns:
+            ``[rows, queries, heads, value_dim]``.
+        """
+        if flash.fits(q, v):
+            return self.flash.rows(q, k, v)
+        queries, keys = q.shape[1], k.shape[1]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        window = self.window if self.window is not None and self.window < keys else None
+        plain = self.softcap is None and window is None
+        if plain and keys != queries > _QUERY_BLOCK and not device.is_cuda():
+            return self._query_blocks(q, k, v).transpose(1, 2)
+        if self.softcap is not None:
+            mask = window_mask(queries, keys, window or keys, q.device)
+            out = softcapped_attention(q, k, v, mask, self.softmax_scale, self.softcap)
+        else:
+            mask = None
+            if window is not None:
+                mask = window_mask(queries, keys, window, q.device)
+            elif queries != keys:
+                mask = causal_lower_right(queries, keys)
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                mask,
+                is_causal=mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        return out.transpose(1, 2)
+
+    def _query_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of fewer queries than keys, on the CPU.
+
+        Its kernel takes a mask of queries times keys, where CUDA's needs none: here queries come
+        in blocks, whose masks are parts of one, and see no key after their last.
+
+        Args:
+            q: ``[rows, heads, queries, dim]``.
+            k, v: ``[rows, groups, keys, dim]``.
+
+        Returns:
+            ``[rows, heads, queries, value_dim]``.
+        """
+        queries, keys = q.shape[2], k.shape[2]
+        shared = dict(scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
+        mask = torch.full((_QUERY_BLOCK, keys), -torch.inf, dtype=q.dtype)
+        mask.triu_(keys - _QUERY_BLOCK + 1)
+        out = []
+        for first in range(0, queries, _QUERY_BLOCK):
+            block = q[:, :, first : first + _QUERY_BLOCK]
+            seen = keys - queries + first + block.shape[2]
+            bias = mask[-block.shape[2] :, keys - seen :]
+            k_seen, v_seen = k[:, :, :seen], v[:, :, :seen]
+            out.append(F.scaled_dot_product_attention(block, k_seen, v_seen, bias, **shared))
+        return torch.cat(out, 2)
+
+
+def window_mask(queries: int, keys: int, window: int, where: torch.device) -> Tensor:
+    """bool ``[queries, keys]``: a query sees itself and the ``window - 1`` keys before it.
+
+    The last query stands at the last key.
+    """
+    shift = keys - queries
+    ones = torch.ones(queries, keys, dtype=torch.bool, device=where)
+    return ones.tril(shift).triu(shift + 1 - window)
+
+
+def softcapped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, softcap: float
+) -> Tensor:
+    """Attention on ``softcap * tanh(scores / softcap)``; the score matrix is materialised.
+
+    Args:
+        q: ``[rows, heads, queries, dim]``.
+        k, v: ``[rows, groups, keys, dim]``.
+        mask: bool ``[queries, keys]``, True where a key is seen.
+        scale: factor on scores; None is ``1 / sqrt(dim)``.
+        softcap: bound of the scores.
+
+    Returns:
+        ``[rows, heads, queries, dim]`` in the dtype of ``q``. Source: Gemma 2
+        (https://arxiv.org/abs/2408.00118).
+    """
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(q.dtype) @ v
+
+
+def _slots(packing: Packing) -> Tensor:
+    """Token of each slot over all groups; padded slots read the zero row."""
+    return torch.cat([rows.gather for rows in packing.attention_rows])
+
+
+def _slots_of(rows: AttentionRows, packing: Packing) -> Tensor:
+    """Slot within ``rows`` of each token; tokens of other groups read the zero row."""
+    first = 0
+    for other in packing.attention_rows:
+        if other is rows:
+            break
+        first += len(other.gather)
+    slot = packing.scatter - first
+    inside = (slot >= 0) & (slot < len(rows.gather))
+    return torch.where(inside, slot, len(rows.gather))

@@ -1,0 +1,42 @@
+"""Rotary angles one per token, for packed sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mppo.models.attention.packing import Packing
+
+
+class PackedRotary(torch.nn.Module):
+    """Wraps one of Megatron's rotary embeddings; called with a ``Packing`` instead of a length.
+
+    Megatron asks ``get_rotary_seq_len`` and passes the answer on; here the answer is the packing
+    itself, so the angles come gathered by position and RoPE is one operation over all sequences.
+
+    Args:
+        inner: RotaryEmbedding or YarnRotaryEmbedding.
+        per_token_dims: dimensions between the token axis and the angle: 2 for ``[T, 1, heads, d]``,
+            1 for MLA's ``[T, heads, d]``.
+    """
+
+    def __init__(self, inner: torch.nn.Module, per_token_dims: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.per_token_dims = per_token_dims
+
+    def get_rotary_seq_len(
+        self, inference_context, transformer, transformer_input, config, packed_seq_params=None
+    ) -> Packing:
+        """The packing, in place of a length."""
+        assert isinstance(packed_seq_params, Packing), "PackedRotary needs a Packing"
+        return packed_seq_params
+
+    def forward(self, packing: Packing, offset: int = 0, packed_seq: bool = False, cp_group=None):
+        """Angles ``[T, 1, 1, d]`` (``[T, 1, d]`` for MLA), with yarn's scale where it has one."""
+        length = int(packing.max_seqlen_q)
+        out = self.inner(length, packed_seq=True)
+        angles, *scale = out if isinstance(out, tuple) else (out,)
+        gathered: Tensor = angles.flatten(1, -2)[:, 0].index_select(0, packing.positions)
+        gathered = gathered.view(len(gathered), *(1,) * self.per_token_dims, gathered.shape[-1])
+        return (gathered, *scale) if scale else gathered

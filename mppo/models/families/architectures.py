@@ -1,0 +1,397 @@
+"""From a Hugging Face config to Megatron's configuration, one function per family.
+
+What Megatron cannot represent exactly is refused with the key, its value, the reason and a fix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mppo.models.families.rope import mla_rope, plain_rope
+from mppo.weights.shape import ModelShape, model_shape, refuse
+
+
+@dataclass(frozen=True)
+class FamilyConfig:
+    """What a stage builder needs to know about an architecture.
+
+    Args:
+        model_type: the Hugging Face family name.
+        is_mla: build an ``MLATransformerConfig`` instead of a ``TransformerConfig``.
+        transformer_kwargs: architecture fields of that config (no parallel sizes, no dtypes, no
+            router training settings).
+        gpt_kwargs: arguments of ``GPTModel``; ``vocab_size`` is the real, unpadded one.
+        config_attributes: attributes to set on the config object that are not dataclass fields.
+        embedding_scale: factor on embedding outputs, rounded to the embedding's dtype (Gemma).
+        final_logit_softcap: c in ``c * tanh(logits / c)``.
+        attn_logit_softcap: the same on attention scores, before the mask.
+        sandwich_norms: norms after attention and after the feed-forward too (Gemma 2).
+        zero_centered_norm: norms multiply by ``1 + weight``.
+        window_size: tokens a query sees, itself included, in layers with a window.
+        window_layers: one entry per layer, True where the window applies; empty without window.
+        activation: name of the activation, a key of ``ACTIVATIONS``.
+        mla_norm_epsilon: epsilon of MLA's inner norms; None without latent
+            attention.
+    """
+
+    model_type: str
+    is_mla: bool
+    transformer_kwargs: dict[str, Any]
+    gpt_kwargs: dict[str, Any]
+    config_attributes: dict[str, Any] = field(default_factory=dict)
+    embedding_scale: float | None = None
+    final_logit_softcap: float | None = None
+    attn_logit_softcap: float | None = None
+    sandwich_norms: bool = False
+    zero_centered_norm: bool = False
+    window_size: int | None = None
+    window_layers: tuple[bool, ...] = ()
+    activation: str = "silu"
+    mla_norm_epsilon: float | None = None
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Tokens a query sees, itself included, by layer; None where it sees all before it."""
+        layers = self.window_layers or (False,) * self.transformer_kwargs["num_layers"]
+        return tuple(self.window_size if windowed else None for windowed in layers)
+
+
+MLA_NORM_EPSILON = 1e-6
+"""Of ``q_a_layernorm`` and ``kv_a_layernorm``, whatever ``rms_norm_eps`` says (it is that of all
+other norms): the published code of DeepSeek-V2, V3 and Moonlight (``modeling_deepseek.py`` beside
+the weights) constructs the two without an epsilon and so takes its norm's default. Transformers
+does the same; Megatron-LM and serving engines take ``rms_norm_eps``."""
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation (``gelu_pytorch_tanh``)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+}
+
+
+def family_config(hf_config: Any) -> FamilyConfig:
+    """Megatron's configuration of the model a Hugging Face config describes.
+
+    Args:
+        hf_config: a transformers config object.
+
+    Returns:
+        The architecture, without any parallel size.
+
+    Raises:
+        ValueError: unknown family, or a setting Megatron cannot represent exactly.
+    """
+    shape = model_shape(hf_config)
+    _check_biases(hf_config)
+    _check_quantization(hf_config)
+    return BUILDERS[shape.model_type](hf_config, shape)
+
+
+def llama(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """Llama 1 to 3, deepseek-llm, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3: dense, grouped heads."""
+    rope_kwargs, attributes = plain_rope(hf_config)
+    window_size, window_layers = _window(hf_config, shape)
+    return FamilyConfig(
+        model_type=shape.model_type,
+        is_mla=False,
+        transformer_kwargs=_common_kwargs(hf_config, shape)
+        | {
+            "num_query_groups": shape.kv_heads,
+            "kv_channels": shape.head_dim,
+            "add_qkv_bias": shape.qkv_bias,
+            "qk_layernorm": shape.qk_norm,
+        }
+        | _window_kwargs(window_size, window_layers),
+        gpt_kwargs=_gpt_kwargs(shape) | rope_kwargs,
+        config_attributes=attributes,
+        window_size=window_size,
+        window_layers=window_layers,
+        activation=activation_name(hf_config),
+    )
+
+
+def gemma(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """Gemma (1): ``1 + weight`` norms, scaled embeddings, tanh GELU."""
+    if getattr(hf_config, "use_bidirectional_attention", None):
+        raise refuse(
+            "use_bidirectional_attention", True, "a policy attends causally",
+            "use a causal checkpoint",
+        )  # fmt: skip
+    return replace(
+        llama(hf_config, shape),
+        embedding_scale=math.sqrt(shape.hidden),
+        zero_centered_norm=True,
+    )
+
+
+def gemma2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """Gemma 2: Gemma with four norms a layer, soft-capped scores and logits, own query scale."""
+    family = gemma(hf_config, shape)
+    softcap = getattr(hf_config, "attn_logit_softcapping", None)
+    scalar = getattr(hf_config, "query_pre_attn_scalar", None) or shape.head_dim
+    return replace(
+        family,
+        transformer_kwargs=family.transformer_kwargs | {"softmax_scale": scalar**-0.5},
+        sandwich_norms=True,
+        final_logit_softcap=getattr(hf_config, "final_logit_softcapping", None),
+        attn_logit_softcap=softcap,
+        config_attributes=family.config_attributes | {"attn_logit_softcap": softcap},
+    )
+
+
+def mixtral(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """Mixtral: Llama attention, softmax over the chosen experts."""
+    return _with_experts(llama(hf_config, shape), hf_config, shape, renormalised=True)
+
+
+def qwen_moe(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """Qwen2-MoE (gated shared expert) and Qwen3-MoE."""
+    renormalised = bool(getattr(hf_config, "norm_topk_prob", False))
+    return _with_experts(llama(hf_config, shape), hf_config, shape, renormalised)
+
+
+def deepseek_v2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """DeepSeek-V2 and V2-Lite: MLA, softmax router without groups."""
+    method = getattr(hf_config, "topk_method", None) or "greedy"
+    if method != "greedy" and (getattr(hf_config, "n_group", None) or 1) > 1:
+        raise refuse(
+            "topk_method", method,
+            "the model ranks groups by their best expert, Megatron by a sum, so other experts "
+            "would be chosen",
+            "use a checkpoint with topk_method greedy (DeepSeek-V2-Lite)",
+        )  # fmt: skip
+    if getattr(hf_config, "norm_topk_prob", False):
+        raise refuse(
+            "norm_topk_prob", True, "transformers ignores it for DeepSeek-V2, other engines do not",
+            "set it to false",
+        )  # fmt: skip
+    family = _latent(hf_config, shape)
+    if not any(shape.sparse_layers):
+        return family
+    family = _with_experts(family, hf_config, shape, renormalised=False)
+    scale = {"moe_router_topk_scaling_factor": float(hf_config.routed_scaling_factor)}
+    return replace(family, transformer_kwargs=family.transformer_kwargs | scale)
+
+
+def deepseek_v3(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """DeepSeek-V3, R1 and Moonlight: MLA, sigmoid router with expert bias."""
+    family = _latent(hf_config, shape)
+    if not any(shape.sparse_layers):
+        return family
+    chosen = hf_config.num_experts_per_tok
+    renormalised = bool(getattr(hf_config, "norm_topk_prob", True))
+    if renormalised != (chosen > 1):
+        raise refuse(
+            "norm_topk_prob", renormalised,
+            f"Megatron's sigmoid router renormalises for more than one expert, and here "
+            f"num_experts_per_tok = {chosen}",
+            f"set it to {str(chosen > 1).lower()}",
+        )  # fmt: skip
+    scoring = getattr(hf_config, "scoring_func", None) or "sigmoid"
+    if scoring != "sigmoid":
+        raise refuse("scoring_func", scoring, "this family routes by sigmoid", "set it to sigmoid")
+    router: dict[str, Any] = {
+        "moe_router_topk_scaling_factor": float(hf_config.routed_scaling_factor),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+    groups = getattr(hf_config, "n_group", None) or 1
+    if groups > 1:
+        if chosen // hf_config.topk_group != 2:
+            raise refuse(
+                "topk_group", hf_config.topk_group,
+                f"the model ranks groups by the sum of their best 2 experts, Megatron by their "
+                f"best num_experts_per_tok // topk_group = {chosen // hf_config.topk_group}",
+                f"only topk_group = {chosen // 2} is exact here",
+            )  # fmt: skip
+        router |= {
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": hf_config.topk_group,
+        }
+    family = _with_experts(family, hf_config, shape, renormalised=False)
+    return replace(family, transformer_kwargs=family.transformer_kwargs | router)
+
+
+BUILDERS: dict[str, Callable[[Any, ModelShape], FamilyConfig]] = {
+    "llama": llama,
+    "mistral": llama,
+    "qwen2": llama,
+    "qwen3": llama,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "mixtral": mixtral,
+    "qwen2_moe": qwen_moe,
+    "qwen3_moe": qwen_moe,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+}
+
+
+def _common_kwargs(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "ffn_hidden_size": shape.ffn,
+        "layernorm_epsilon": hf_config.rms_norm_eps,
+        "activation_func": ACTIVATIONS[activation_name(hf_config)],
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _gpt_kwargs(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "vocab_size": shape.vocab,
+        "share_embeddings_and_output_weights": shape.tied,
+        "position_embedding_type": "rope",
+    }
+
+
+def _latent(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    latent = shape.mla
+    assert latent is not None
+    if not getattr(hf_config, "rope_interleave", True):
+        raise refuse(
+            "rope_interleave", False, "Megatron's MLA rotates interleaved pairs",
+            "use the family's usual layout",
+        )  # fmt: skip
+    return FamilyConfig(
+        model_type=shape.model_type,
+        is_mla=True,
+        transformer_kwargs=_common_kwargs(hf_config, shape)
+        | {
+            "q_lora_rank": latent.q_lora_rank,
+            "kv_lora_rank": latent.kv_lora_rank,
+            "qk_head_dim": latent.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
+            "v_head_dim": latent.v_head_dim,
+            "qk_layernorm": True,
+        }
+        | mla_rope(hf_config),
+        gpt_kwargs=_gpt_kwargs(shape),
+        config_attributes={"mla_norm_epsilon": MLA_NORM_EPSILON},
+        activation=activation_name(hf_config),
+        mla_norm_epsilon=MLA_NORM_EPSILON,
+    )
+
+
+def _with_experts(
+    family: FamilyConfig, hf_config: Any, shape: ModelShape, renormalised: bool
+) -> FamilyConfig:
+    """The family with its feed-forward layers turned into mixtures of experts.
+
+    ``renormalised``: the weights of the chosen experts sum to one (softmax after the choice).
+    """
+    if not any(shape.sparse_layers):
+        return family
+    chosen = hf_config.num_experts_per_tok
+    if not chosen:
+        raise refuse("num_experts_per_tok", chosen, "an expert model chooses some", "set it")
+    if chosen > shape.num_experts:
+        raise refuse(
+            "num_experts_per_tok", chosen, f"there are only {shape.num_experts} experts", "lower it"
+        )
+    if renormalised and chosen == 1:
+        raise refuse(
+            "num_experts_per_tok", 1, "a single renormalised weight is always 1; Megatron has none",
+            "use a checkpoint that chooses at least 2 experts",
+        )  # fmt: skip
+    kwargs: dict[str, Any] = {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.expert_ffn,
+        "moe_router_topk": chosen,
+        "moe_router_pre_softmax": not renormalised,
+        "moe_layer_freq": [int(sparse) for sparse in shape.sparse_layers],
+    }
+    if shape.shared_ffn:
+        kwargs["moe_shared_expert_intermediate_size"] = shape.shared_ffn
+        kwargs["moe_shared_expert_gate"] = shape.shared_gate
+    return replace(family, transformer_kwargs=family.transformer_kwargs | kwargs)
+
+
+def activation_name(hf_config: Any) -> str:
+    """The activation, a key of ``ACTIVATIONS``.
+
+    Gemma's ``hidden_act: gelu`` means the tanh form that its authors trained with: their
+    checkpoints were published with that key, and code from then on ignores it unless
+    ``hidden_activation`` is stated.
+
+    Raises:
+        ValueError: unknown here.
+    """
+    stated = getattr(hf_config, "hidden_activation", None)
+    name = stated or getattr(hf_config, "hidden_act", None)
+    if hf_config.model_type == "gemma" and not stated and name == "gelu":
+        name = "gelu_pytorch_tanh"
+    if name not in ACTIVATIONS:
+        key = "hidden_activation" if stated else "hidden_act"
+        raise refuse(key, name, "unknown here", f"one of {', '.join(ACTIVATIONS)}")
+    return name
+
+
+def _window(hf_config: Any, shape: ModelShape) -> tuple[int | None, tuple[bool, ...]]:
+    size = getattr(hf_config, "sliding_window", None)
+    kinds = getattr(hf_config, "layer_types", None)
+    unused = getattr(hf_config, "use_sliding_window", True) is False
+    if not size or unused or shape.model_type in ("llama", "gemma"):
+        return None, ()
+    if shape.model_type in ("mistral", "mixtral", "qwen3_moe"):
+        return int(size), (True,) * shape.num_layers
+    kinds = list(kinds or ["full_attention"] * shape.num_layers)
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != shape.num_layers:
+        raise refuse(
+            "layer_types", kinds, "not one known attention kind per layer",
+            "use full_attention or sliding_attention for each layer",
+        )  # fmt: skip
+    layers = tuple(kind == "sliding_attention" for kind in kinds)
+    return (int(size), layers) if any(layers) else (None, ())
+
+
+def _window_kwargs(size: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
+    """Megatron's fields: keys seen to the left and right of a query, and in which layers."""
+    if size is None:
+        return {}
+    return {
+        "window_size": (size - 1, 0),
+        "window_attn_skip_freq": [int(windowed) for windowed in layers],
+    }
+
+
+def _check_biases(hf_config: Any) -> None:
+    """Output-projection and feed-forward biases are not in the table of weights."""
+    for key in ("attention_bias", "mlp_bias"):
+        if getattr(hf_config, key, False):
+            raise refuse(
+                key, True, "biases of the output projection are not supported",
+                "use a checkpoint without them",
+            )  # fmt: skip
+
+
+def _check_quantization(hf_config: Any) -> None:
+    """Only 8-bit float blocks can be dequantised on read."""
+    stated = getattr(hf_config, "quantization_config", None)
+    if stated is None:
+        return
+    settings = stated if isinstance(stated, dict) else stated.to_dict()
+    if settings.get("quant_method") != "fp8" or not settings.get("weight_block_size"):
+        raise refuse(
+            "quantization_config", settings, "only fp8 with weight_block_size is dequantised",
+            "use the unquantised checkpoint",
+        )  # fmt: skip

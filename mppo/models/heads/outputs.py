@@ -1,0 +1,70 @@
+"""What a role's head gives for each token of a micro-batch or a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Head = Literal["policy", "value"]
+"""What a model ends in: a vocabulary projection, or one number per token."""
+
+
+@dataclass(frozen=True)
+class PolicyOutputs:
+    """A policy's outputs, float32 ``[T]`` each; 0 on tokens that are not predicted.
+
+    Args:
+        logprobs_T: log-probability of token t.
+        entropy_T: entropy of the distribution token t was drawn from (nats).
+        full_kl_T: KL against the reference over the vocabulary (nats); None unless the pass was
+            given the reference's hidden states.
+    """
+
+    logprobs_T: Tensor
+    entropy_T: Tensor
+    full_kl_T: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ValueOutputs:
+    """A value model's outputs.
+
+    Args:
+        values_T: value of the state before token t, float32 ``[T]``.
+    """
+
+    values_T: Tensor
+
+
+Outputs = PolicyOutputs | ValueOutputs
+
+
+def tensors_of(outputs: Outputs) -> list[Tensor]:
+    """The outputs' tensors in the order of the fields, those that are None left out."""
+    values = [getattr(outputs, field.name) for field in fields(outputs)]
+    return [value for value in values if value is not None]
+
+
+def map_outputs(outputs: Outputs, function: Callable[[Tensor], Tensor]) -> Outputs:
+    """The same outputs with ``function`` applied to each tensor."""
+    return type(outputs)(*map(function, tensors_of(outputs)))
+
+
+def stack_outputs(outputs: Outputs) -> Tensor:
+    """All tensors of the outputs as one: ``[k, T]``."""
+    return torch.stack(tensors_of(outputs))
+
+
+def unstack_outputs(head: Head, rows_kT: Tensor) -> Outputs:
+    """The inverse of :func:`stack_outputs`, for a model that ends in ``head``."""
+    kind = PolicyOutputs if head == "policy" else ValueOutputs
+    return kind(*rows_kT)
+
+
+def num_outputs(head: Head, with_full_kl: bool) -> int:
+    """How many tensors the outputs of a head have."""
+    return 1 if head == "value" else 2 + with_full_kl

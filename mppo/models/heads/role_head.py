@@ -1,0 +1,145 @@
+"""A role's head: hidden states of a micro-batch to log-probabilities or values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from torch import Tensor
+
+from mppo.batch import Batch
+from mppo.models.heads.full_kl import Projection, chunked_full_kl
+from mppo.models.heads.outputs import Outputs, unstack_outputs
+from mppo.models.heads.vocabulary import VocabShard, chunked_logprobs, gather_hidden, gather_values
+from mppo.models.microbatch import MicroBatch
+from mppo.models.role_spec import PassInputs, RoleSpec
+from mppo.models.role_weights import RoleWeights
+from mppo.models.stage import Stage
+from mppo.parallel import device
+from mppo.parallel.groups import LayoutGroups
+from mppo.weights.blocks import padded_vocab_size
+
+_PROJECTIONS = ("lm_head.weight", "model.embed_tokens.weight")
+"""Hugging Face names of the vocabulary projection; the second where it is tied."""
+
+
+class RoleHead:
+    """What the last chunk's hidden states of a micro-batch become; used on the last stage only.
+
+    Args:
+        chunk: this rank's last chunk.
+        spec: of the role.
+        groups: the layout's process groups.
+        vocab_size: rows of the vocabulary without padding.
+    """
+
+    def __init__(self, chunk: Stage, spec: RoleSpec, groups: LayoutGroups, vocab_size: int) -> None:
+        self._chunk, self._spec, self._groups = chunk, spec, groups
+        self._sequence_parallel = chunk.config.sequence_parallel
+        self._vocab_size = vocab_size
+        self._reference: Projection | None = None
+
+    def __call__(
+        self, hidden: Tensor, microbatch: MicroBatch, batch: Batch, inputs: PassInputs
+    ) -> Outputs:
+        """Outputs on the micro-batch's token axis, ``[T]`` each, 0 where nothing is predicted.
+
+        Args:
+            hidden: the last chunk's output ``[t, 1, hidden]``.
+            microbatch: what was run.
+            batch: the batch it was cut from.
+            inputs: what the pass is given besides tokens.
+        """
+        if self._spec.head == "value":
+            values = self._chunk.value_head(hidden[:, 0])
+            values = gather_values(values, self._sequence_parallel)
+            outputs_N = [self._select(values, microbatch)]
+        else:
+            outputs_N = self._policy_outputs(hidden, microbatch, batch, inputs)
+        return self._scatter(outputs_N, microbatch)
+
+    def predicting_states(self, hidden: Tensor, microbatch: MicroBatch) -> Tensor:
+        """Hidden states that predict a response token ``[N, hidden]``."""
+        return self._select(gather_hidden(hidden, self._sequence_parallel), microbatch)
+
+    def load_reference(self, reference: RoleHead, weights: RoleWeights, bucket_bytes: int) -> None:
+        """Keep this rank's rows of a frozen policy's projection, for the KL over the vocabulary.
+
+        Collective. The reference may have another layout.
+
+        Args:
+            reference: its head.
+            weights: its weights.
+            bucket_bytes: size of the streamed buckets.
+
+        Raises:
+            ValueError: the two have different vocabularies.
+        """
+        if reference._vocab_size != self._vocab_size:
+            raise ValueError(
+                f"ref.path: its vocabulary has {reference._vocab_size} tokens, the actor's "
+                f"{self._vocab_size}; kl type full compares them token by token: choose k3, or "
+                "another reference"
+            )
+        tp = self._groups.layout.tp
+        rows = padded_vocab_size(self._vocab_size, tp) // tp
+        start = self._groups.coordinates.tp * rows
+        found: dict[str, Tensor] = {}
+        for bucket in weights.stream(bucket_bytes):
+            for name, tensor in bucket:
+                if self._groups.is_last_stage and name in _PROJECTIONS:
+                    found[name] = torch.zeros(rows, tensor.shape[1], dtype=tensor.dtype)
+                    mine = tensor[start : start + rows]
+                    found[name][: len(mine)] = mine
+        for name in _PROJECTIONS:
+            if name in found and self._reference is None:
+                shard = self._vocab_shard(rows, reference._chunk.final_logit_softcap)
+                self._reference = Projection(found[name].to(device.device()), shard)
+
+    def _policy_outputs(
+        self, hidden: Tensor, microbatch: MicroBatch, batch: Batch, inputs: PassInputs
+    ) -> list[Tensor]:
+        """Log-probabilities, entropies and, where asked for, the KL over the vocabulary."""
+        weight, is_text = self._chunk.output_weight(), inputs.is_text(microbatch)
+        shard = self._vocab_shard(len(weight), self._chunk.final_logit_softcap)
+        if is_text:
+            shard = replace(shard, temperature=1.0)
+        chosen = self.predicting_states(hidden, microbatch)
+        outputs_N = list(chunked_logprobs(chosen, weight, microbatch.target_N, shard))
+        if inputs.ref_hidden_T is not None and is_text:
+            outputs_N.append(torch.zeros_like(outputs_N[0]))
+        elif inputs.ref_hidden_T is not None:
+            assert self._reference is not None, "load_reference comes first"
+            theirs = inputs.ref_hidden_T[microbatch.predicted_in(batch)].to(chosen.device)
+            outputs_N.append(chunked_full_kl(chosen, weight, theirs, shard, self._reference))
+        return outputs_N
+
+    def _vocab_shard(self, rows: int, softcap: float | None) -> VocabShard:
+        """How the projection is split over this layout."""
+        tp = self._groups.layout.tp
+        return VocabShard(
+            start=self._groups.coordinates.tp * rows,
+            size=self._vocab_size,
+            group=self._groups.tp if tp > 1 else None,
+            temperature=self._spec.temperature,
+            softcap=softcap,
+            chunk=self._spec.batching.head_chunk_tokens,
+        )
+
+    def _select(self, rows_t: Tensor, microbatch: MicroBatch) -> Tensor:
+        """Rows that predict a response token ``[N, ...]``, of all rows of the last stage."""
+        if self._chunk.selects_early:
+            return rows_t
+        return rows_t.index_select(0, microbatch.packing.logits_to_keep)
+
+    def _scatter(self, outputs_N: list[Tensor], microbatch: MicroBatch) -> Outputs:
+        """Spread over the ``T`` tokens of the micro-batch, and over the context-parallel ranks.
+
+        Every rank of the group then computes the loss of all tokens; its gradient reaches only the
+        outputs computed here, so gradients add up over the group.
+        """
+        rows_kT = torch.stack([microbatch.scatter(x_N) for x_N in outputs_N])
+        if self._groups.layout.cp > 1 and microbatch.num_tokens:
+            rows_kT = reduce_from_tensor_model_parallel_region(rows_kT, self._groups.cp)
+        return unstack_outputs(self._spec.head, rows_kT)

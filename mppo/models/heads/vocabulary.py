@@ -1,0 +1,237 @@
+"""From hidden states to log-probabilities, entropies and values, without ever holding [T, V].
+
+Shapes: N positions that predict a response token, V_p rows of the vocabulary projection on this
+tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+_LOG_ZERO = -1e4
+"""Stands for log 0 in products with a probability of 0, where -inf would give nan."""
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """How the vocabulary projection is split, and what its logits go through.
+
+    Args:
+        start: first vocabulary row of this rank.
+        size: real vocabulary size; padded rows never get probability.
+        group: tensor-parallel group, None on one rank.
+        temperature: log-probabilities are of softmax(logits / temperature).
+        softcap: c in ``c * tanh(logits / c)``, or None.
+        chunk: positions whose logits exist at one time.
+    """
+
+    start: int
+    size: int
+    group: dist.ProcessGroup | None
+    temperature: float
+    softcap: float | None
+    chunk: int
+
+
+def vocabulary_logits(
+    hidden: Tensor, weight: Tensor, shard: VocabShard
+) -> tuple[Tensor, Tensor | None]:
+    """float32 logits ``[n, V_p]`` after soft-cap and temperature, and the soft-cap's derivative."""
+    logits = (hidden @ weight.t()).float()
+    slope = None
+    if shard.softcap is not None:
+        bounded = torch.tanh(logits / shard.softcap)
+        slope = 1 - bounded.square()
+        logits = shard.softcap * bounded
+    if shard.temperature != 1.0:
+        logits /= shard.temperature
+    padded_from = shard.size - shard.start
+    if padded_from < logits.shape[1]:
+        logits[:, max(padded_from, 0) :] = -torch.inf
+    return logits, slope
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup | None, op=dist.ReduceOp.SUM) -> Tensor:
+    """``x`` reduced in place over the ranks that share the vocabulary; as it is on one rank."""
+    if group is not None:
+        dist.all_reduce(x, op=op, group=group)
+    return x
+
+
+def backpropagate_logits(
+    grad: Tensor,
+    slope: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    shard: VocabShard,
+    grad_weight: Tensor,
+) -> Tensor:
+    """Gradient of the hidden states from that of the logits :func:`vocabulary_logits` gave.
+
+    Args:
+        grad: float32 ``[n, V_p]``, overwritten.
+        slope: the soft-cap's derivative.
+        hidden: ``[n, hidden]``.
+        weight: ``[V_p, hidden]``.
+        shard: the split.
+        grad_weight: float32 ``[V_p, hidden]``, added to.
+
+    Returns:
+        ``[n, hidden]`` in the weight's dtype: this rank's share.
+    """
+    if shard.temperature != 1.0:
+        grad /= shard.temperature
+    if slope is not None:
+        grad *= slope
+    grad = grad.to(weight.dtype)
+    grad_weight += grad.t() @ hidden
+    return grad @ weight
+
+
+def _local_target(target: Tensor, shard: VocabShard, rows: int) -> tuple[Tensor, Tensor]:
+    """Column of the target in this rank's logits (0 where elsewhere), and whether it is here."""
+    column = target - shard.start
+    here = (column >= 0) & (column < rows)
+    return torch.where(here, column, 0), here
+
+
+def _chunk_logprobs(
+    hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabShard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the target, entropy and the logarithm of the normaliser: each ``[n]``."""
+    logits = vocabulary_logits(hidden, weight, shard)[0]
+    largest = all_reduce(logits.amax(1), shard.group, dist.ReduceOp.MAX)
+    column, here = _local_target(target, shard, weight.shape[0])
+    chosen = logits.gather(1, column[:, None])[:, 0].masked_fill(~here, 0.0)
+    exp = logits.sub_(largest[:, None]).exp()
+    parts = [exp.sum(1), logits.clamp_min_(_LOG_ZERO).mul_(exp).sum(1), chosen]
+    total, weighted, chosen = all_reduce(torch.stack(parts), shard.group)
+    log_sum = total.log()
+    return chosen - largest - log_sum, log_sum - weighted / total, largest + log_sum
+
+
+def _chunk_gradient(
+    logits: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient of the logits ``[n, V_p]``, which are overwritten, but for the targets' own part."""
+    logits.sub_(normaliser[:, None])
+    if grad_entropy is None:
+        return logits.exp_().mul_(-grad_logprobs[:, None])
+    probs = logits.exp()
+    # dH/dz_j = -p_j (log p_j + H)
+    surprise = logits.clamp_min_(_LOG_ZERO)
+    surprise.add_(entropy[:, None]).mul_(grad_entropy[:, None])
+    return probs.mul_(surprise.add_(grad_logprobs[:, None]).neg_())
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """log p(target), entropy, from hidden states; logits are recomputed in the backward pass.
+
+    A chunk's work is a function of its own, so that its logits are gone before the next one's come.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabShard
+    ) -> tuple[Tensor, Tensor]:
+        chunks = zip(hidden.split(shard.chunk), target.split(shard.chunk))
+        parts = [_chunk_logprobs(h, weight, t, shard) for h, t in chunks]
+        logprobs_N, entropy_N, normaliser_N = (torch.cat(x) for x in zip(*parts))
+        ctx.save_for_backward(hidden, weight, target, normaliser_N, entropy_N)
+        ctx.shard = shard
+        ctx.set_materialize_grads(False)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None):
+        hidden, weight, target, normaliser, entropy = ctx.saved_tensors
+        shard: VocabShard = ctx.shard
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(normaliser)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for first in range(0, len(hidden), shard.chunk):
+            part = slice(first, first + shard.chunk)
+            logits, slope = vocabulary_logits(hidden[part], weight, shard)
+            upstream = grad_logprobs[part], None if grad_entropy is None else grad_entropy[part]
+            grad = _chunk_gradient(logits, normaliser[part], entropy[part], *upstream)
+            column, here = _local_target(target[part], shard, weight.shape[0])
+            onehot = torch.where(here, grad_logprobs[part], 0.0)
+            grad.scatter_add_(1, column[:, None], onehot[:, None])
+            grad_hidden[part] = backpropagate_logits(
+                grad, slope, hidden[part], weight, shard, grad_weight
+            )
+            del logits, slope, grad
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def chunked_logprobs(
+    hidden_N: Tensor, weight: Tensor, target_N: Tensor, shard: VocabShard
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of the target and entropy at each position.
+
+    Args:
+        hidden_N: final hidden states ``[N, hidden]``, the same on every tensor-parallel rank.
+        weight: this rank's rows of the projection ``[V_p, hidden]``.
+        target_N: int64 ``[N]``, tokens in the full vocabulary.
+        shard: the split.
+
+    Returns:
+        ``(logprobs_N, entropy_N)``, float32, in nats. The gradient of ``hidden_N`` is this rank's
+        share; the caller sums it over the tensor-parallel group.
+    """
+    if len(hidden_N) == 0:
+        nothing = hidden_N.sum(1).float() + 0.0 * weight.sum().float()
+        return nothing, nothing
+    return _ChunkedLogprobs.apply(hidden_N, weight, target_N, shard)
+
+
+class ValueHead(torch.nn.Module):
+    """One linear output per token, computed in float32.
+
+    Initialised with a standard deviation of 1 / (hidden + 1) from a fixed seed, so that every
+    layout starts from the same head.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        initial = torch.randn(1, config.hidden_size, generator=generator)
+        initial /= config.hidden_size + 1
+        self.weight = torch.nn.Parameter(initial.to(config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values of hidden states ``[t, hidden]``: float32 ``[t]``."""
+        return (hidden.float() @ self.weight.float().t())[:, 0]
+
+
+def gather_hidden(hidden: Tensor, sequence_parallel: bool) -> Tensor:
+    """The last stage's output ``[T, hidden]``, whole on every tensor-parallel rank.
+
+    The backward pass sums the ranks' shares of the gradient.
+    """
+    if sequence_parallel:
+        hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+    else:
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+    return hidden[:, 0]
+
+
+def gather_values(values: Tensor, sequence_parallel: bool) -> Tensor:
+    """Values ``[T]`` whole on every tensor-parallel rank, from those of its own tokens."""
+    if not sequence_parallel:
+        return values
+    return tensor_parallel.gather_from_sequence_parallel_region(
+        values, tensor_parallel_output_grad=False
+    )

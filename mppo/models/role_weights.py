@@ -1,0 +1,81 @@
+"""A role's weights: streamed to an engine, cut into slices for it, saved, and averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mppo.models.average import MovingAverage
+from mppo.models.stage import Stage
+from mppo.parallel.groups import LayoutGroups
+from mppo.weights.model_folder import companion_folder
+from mppo.weights.save import save_hf
+from mppo.weights.slices.source import SliceSource
+from mppo.weights.stream import WeightStream
+from mppo.weights.torch_dist.checkpoint import load_weights
+
+
+class RoleWeights:
+    """The parameters of a role's stages on this rank.
+
+    Constructing loads them; collective, with the layout's groups active.
+
+    Args:
+        stages: chunks of this rank.
+        hf_config: transformers config of the model.
+        groups: the layout's process groups.
+        folder: the initial weights: a Hugging Face folder or a Megatron checkpoint.
+        ema_decay: of the moving average; None keeps none.
+
+    Attributes:
+        fresh: parameters that ``folder`` does not have: a value head of a plain model.
+        slices: the current weights as pieces for the ranks of an engine.
+        average: the moving average, or None.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        hf_config: Any,
+        groups: LayoutGroups,
+        folder: Path,
+        ema_decay: float | None = None,
+    ) -> None:
+        self._stages, self._hf_config, self._groups = stages, hf_config, groups
+        self._folder = folder
+        self.fresh = load_weights(folder, stages, hf_config, groups)
+        self.slices = SliceSource(stages, hf_config, groups.layout)
+        self.average = None if ema_decay is None else MovingAverage(stages, ema_decay)
+
+    def stream(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The current weights as whole tensors under Hugging Face names, bucket by bucket.
+
+        Collective.
+        """
+        with self._groups.active():
+            yield from WeightStream(self._stages, self._hf_config, self._groups, bucket_bytes)
+
+    def save(self, folder: Path) -> Path | None:
+        """Write the current weights as a Hugging Face folder, with the config and the tokenizer of
+        the initial one. Collective.
+
+        Returns:
+            On the first rank, where a folder that mppo did not write is now (``save_hf``).
+        """
+        with self._groups.active():
+            return save_hf(
+                folder,
+                self._stages,
+                self._hf_config,
+                self._groups,
+                source=companion_folder(self._folder),
+            )
+
+    def save_average(self, folder: Path) -> Path | None:
+        """As :meth:`save`, of the moving average."""
+        assert self.average is not None, "the role keeps no moving average"
+        with self.average.in_place():
+            return self.save(folder)

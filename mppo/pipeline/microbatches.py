@@ -1,0 +1,112 @@
+"""Dividing sequences over data-parallel ranks and micro-batches, as plain lists.
+
+Invariants (asserted in tests): every sequence appears once; every data-parallel rank gets the same
+number of micro-batches, a multiple of ``count_multiple``; a micro-batch holds at most
+``max_sequences`` sequences, or at most ``max_tokens`` tokens unless it is one longer sequence
+alone; an empty micro-batch is allowed (a rank then runs a dummy).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MicroBatchPlan = list[list[list[int]]]
+"""``plan[dp_rank][micro_batch]`` is a list of sequence indices."""
+
+
+@dataclass(frozen=True)
+class MicroBatchLimits:
+    """What fits one micro-batch: a number of sequences, or a number of tokens where given."""
+
+    max_sequences: int
+    max_tokens: int | None = None
+
+
+def partition(weights: Sequence[int], parts: int, equal_count: bool = False) -> list[list[int]]:
+    """Split indices into parts of nearly equal weight (largest first, into the lightest part).
+
+    Args:
+        weights: weight of each index.
+        parts: number of parts; some may be empty.
+        equal_count: part sizes may differ by one at most.
+
+    Returns:
+        Ascending indices per part. Ties resolve by index, so every rank computes the same.
+    """
+    capacity = math.ceil(len(weights) / parts) if equal_count else len(weights)
+    heap = [(0, part) for part in range(parts)]
+    result: list[list[int]] = [[] for _ in range(parts)]
+    for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        load, part = heapq.heappop(heap)
+        result[part].append(index)
+        if len(result[part]) < capacity:
+            heapq.heappush(heap, (load + weights[index], part))
+    return [sorted(part) for part in result]
+
+
+def plan_microbatches(
+    lengths: Sequence[int],
+    indices: Sequence[int],
+    dp: int,
+    limits: MicroBatchLimits,
+    count_multiple: int = 1,
+) -> MicroBatchPlan:
+    """Plan the micro-batches of one pass.
+
+    Args:
+        lengths: tokens of every sequence of the batch.
+        indices: the sequences of this pass.
+        dp: data-parallel ranks.
+        limits: what fits one micro-batch.
+        count_multiple: the number of micro-batches per rank is a multiple of this (pipeline size
+            under interleaving).
+
+    Returns:
+        The plan; the invariants at the top of this module hold.
+    """
+    shares = [
+        [indices[i] for i in part]
+        for part in partition([lengths[i] for i in indices], dp, equal_count=True)
+    ]
+    count = max(1, *(_needed([lengths[i] for i in share], limits) for share in shares))
+    count = math.ceil(count / count_multiple) * count_multiple
+    return [_split(share, lengths, count, limits) for share in shares]
+
+
+def _needed(lengths: Sequence[int], limits: MicroBatchLimits) -> int:
+    """Micro-batches a share needs: first-fit decreasing under the limits."""
+    if limits.max_tokens is None:
+        return math.ceil(len(lengths) / limits.max_sequences)
+    return len(_first_fit(list(range(len(lengths))), lengths, limits.max_tokens))
+
+
+def _first_fit(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for i in sorted(indices, key=lambda i: (-lengths[i], i)):
+        for b, load in enumerate(loads):
+            if load + lengths[i] <= max_tokens:
+                bins[b].append(i)
+                loads[b] += lengths[i]
+                break
+        else:
+            bins.append([i])
+            loads.append(lengths[i])
+    return bins
+
+
+def _split(
+    share: Sequence[int], lengths: Sequence[int], count: int, limits: MicroBatchLimits
+) -> list[list[int]]:
+    """Split one rank's share into ``count`` micro-batches, evenly where the limits allow it."""
+    weights = [lengths[i] for i in share]
+    even = partition(weights, count, equal_count=limits.max_tokens is None)
+    if limits.max_tokens is not None and any(
+        sum(weights[i] for i in part) > limits.max_tokens and len(part) > 1 for part in even
+    ):
+        even = _first_fit(range(len(share)), weights, limits.max_tokens)
+        even = [sorted(part) for part in even] + [[] for _ in range(count - len(even))]
+    return [[share[i] for i in part] for part in even]

@@ -1,0 +1,246 @@
+"""What a run would be: layout per role and rank, micro-batches, parameters and memory.
+
+Needs no GPU, no process group and no weights; only a recipe, a world size and a model's config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from mppo.config.load import resolved_yaml
+from mppo.config.rules.rule import RoleCase, roles_in_use
+from mppo.config.schema import Recipe
+from mppo.parallel.layout import Layout
+from mppo.planning.memory import (
+    BYTES,
+    Memory,
+    activation_elements_per_token,
+    count_parameters,
+    experts_per_token,
+    model_parameters,
+    role_memory,
+    stage_layers,
+)
+from mppo.weights.shape import model_shape
+from mppo.weights.table import Table, parameter_table
+
+RANKS_SHOWN = 64
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One role of a run.
+
+    Args:
+        role: name, sections.
+        layout: its layout.
+        parameters: of the whole model.
+        stage_parameters: of one rank, by pipeline stage.
+        memory: of one rank, by pipeline stage.
+        mini_batches: optimizer steps per iteration; 0 for a frozen role.
+        micro_batches: per data-parallel rank and mini-batch (per pass for a frozen role), where
+            every sequence has the greatest length.
+        micro_batch_tokens: tokens of the largest micro-batch.
+    """
+
+    role: RoleCase
+    layout: Layout
+    parameters: int
+    stage_parameters: list[int]
+    memory: list[Memory]
+    mini_batches: int
+    micro_batches: int
+    micro_batch_tokens: int
+
+
+def plan_roles(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> list[RolePlan]:
+    """The plan of every role in use.
+
+    Args:
+        recipe: a recipe without faults for this world size (``mppo.config.checks``).
+        world_size: ranks.
+        hf_configs: Hugging Face config object of every role's own model.
+    """
+    plans = []
+    for role in roles_in_use(recipe):
+        own = hf_configs[role.name]
+        table = parameter_table(model_shape(own))
+        plans.append(_plan_role(recipe, role, world_size, table, experts_per_token(own)))
+    return plans
+
+
+def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> str:
+    """The whole dry run as text: resolved recipe, layouts, micro-batches, parameters, memory."""
+    plans = plan_roles(recipe, world_size, hf_configs)
+    parts = [
+        "# resolved recipe\n" + resolved_yaml(recipe).rstrip(),
+        f"# layout of {world_size} ranks\n" + _layouts(plans),
+        "# where each rank sits\n" + _ranks(plans, world_size),
+        "# one iteration\n" + _iteration(recipe, plans),
+        "# parameters and estimated memory per GPU\n" + _memory(recipe, plans),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _plan_role(
+    recipe: Recipe, role: RoleCase, world_size: int, table: Table, visited: int
+) -> RolePlan:
+    m, layout = role.megatron, role.megatron.layout(world_size)
+    layers = stage_layers(
+        table.shape.num_layers,
+        layout.pp,
+        layout.vpp,
+        m.num_layers_in_first_pipeline_stage,
+        m.num_layers_in_last_pipeline_stage,
+        m.pipeline_layers,
+    )
+    value_head = role.name == "critic"
+    counts = [
+        count_parameters(table, layout, stage, owned, value_head)
+        for stage, owned in enumerate(layers)
+    ]
+    mini_batches, sequences = _mini_batches(recipe, role)
+    longest = recipe.data.max_prompt_length + recipe.data.max_response_length
+    micro_batches, tokens = _micro_batches(role, layout, ceil(sequences / layout.dp), longest)
+    memory = []
+    for stage, owned in enumerate(layers):
+        per_layer = [
+            activation_elements_per_token(table.shape, layout, layer, visited) for layer in owned
+        ]
+        memory.append(
+            role_memory(
+                role,
+                layout,
+                stage,
+                counts[stage],
+                recipe.model.dtype,
+                tokens,
+                per_layer,
+                table.shape,
+            )
+        )
+    return RolePlan(
+        role=role,
+        layout=layout,
+        parameters=model_parameters(table, value_head),
+        stage_parameters=[count.total for count in counts],
+        memory=memory,
+        mini_batches=mini_batches,
+        micro_batches=micro_batches,
+        micro_batch_tokens=tokens,
+    )
+
+
+def _mini_batches(recipe: Recipe, role: RoleCase) -> tuple[int, int]:
+    """Optimizer steps per iteration, and sequences of one pass."""
+    batch, samples = recipe.data.train_batch_size, recipe.rollout.n
+    if role.name == "ref":
+        return 0, batch * samples
+    section = recipe.actor if role.name == "actor" else recipe.critic
+    size = section.ppo_mini_batch_size or recipe.actor.ppo_mini_batch_size
+    return section.ppo_epochs * ceil(batch / size), size * samples
+
+
+def _micro_batches(role: RoleCase, layout: Layout, sequences: int, longest: int) -> tuple[int, int]:
+    """Micro-batches for one rank's sequences, all of the greatest length, and the largest's
+    tokens."""
+    b = role.section
+    per_micro, budget = b.ppo_micro_batch_size_per_gpu, b.ppo_max_token_len_per_gpu
+    if role.name == "ref":
+        per_micro = b.log_prob_micro_batch_size_per_gpu or per_micro
+        budget = b.log_prob_max_token_len_per_gpu or budget
+    if b.use_dynamic_bsz:
+        per_micro = max(1, budget // longest)
+    per_micro = min(per_micro, sequences)
+    count = ceil(sequences / per_micro)
+    if layout.vpp > 1:
+        count = ceil(count / layout.pp) * layout.pp
+    return count, per_micro * longest
+
+
+def _layouts(plans: list[RolePlan]) -> str:
+    rows = [("role", "layout", "TP", "PP", "VPP", "CP", "DP", "EP", "ETP", "EDP")]
+    for plan in plans:
+        x = plan.layout
+        sizes = (x.tp, x.pp, x.vpp, x.cp, x.dp, x.ep, x.etp, x.edp)
+        rows.append((plan.role.name, x.describe(), *map(str, sizes)))
+    return _columns(rows)
+
+
+def _ranks(plans: list[RolePlan], world_size: int) -> str:
+    rows = [("rank", *(plan.role.name for plan in plans))]
+    for rank in range(min(world_size, RANKS_SHOWN)):
+        cells = []
+        for plan in plans:
+            at = plan.layout.coordinates(rank)
+            cell = f"tp{at.tp} cp{at.cp} dp{at.dp} pp{at.pp}"
+            experts = plan.layout.ep > 1 or plan.layout.etp > 1
+            cells.append(f"{cell} etp{at.etp} ep{at.ep}" if experts else cell)
+        rows.append((str(rank), *cells))
+    text = _columns(rows)
+    if world_size > RANKS_SHOWN:
+        text += f"\n... and {world_size - RANKS_SHOWN} more ranks in the same order"
+    return text
+
+
+def _iteration(recipe: Recipe, plans: list[RolePlan]) -> str:
+    sequences = recipe.data.train_batch_size * recipe.rollout.n
+    longest = recipe.data.max_prompt_length + recipe.data.max_response_length
+    lines = [
+        f"{recipe.data.train_batch_size} prompts x {recipe.rollout.n} samples = {sequences} "
+        f"sequences of at most {longest} tokens; counts below are for sequences of that length"
+    ]
+    rows = [("role", "optimizer steps", "micro-batches per rank", "tokens each", "bubble")]
+    for plan in plans:
+        steps = str(plan.mini_batches) if plan.mini_batches else "frozen"
+        tokens = f"<= {plan.micro_batch_tokens:,}"
+        share = f"{plan.layout.bubble_fraction(plan.micro_batches):.0%}"
+        rows.append((plan.role.name, steps, str(plan.micro_batches), tokens, share))
+    return "\n".join([*lines, _columns(rows)])
+
+
+def _memory(recipe: Recipe, plans: list[RolePlan]) -> str:
+    rows = [
+        ("role", "parameters", "on one GPU", "weights", "gradients", "optimizer", "activations",
+         "head", "sum")
+    ]  # fmt: skip
+    worst = []
+    for plan in plans:
+        stage = max(range(plan.layout.pp), key=lambda s: plan.memory[s].total)
+        m = plan.memory[stage]
+        worst.append(m)
+        parts = (m.weights, m.gradients, m.optimizer, m.activations, m.head, m.total)
+        rows.append(
+            (
+                plan.role.name,
+                f"{plan.parameters:,}",
+                f"{plan.stage_parameters[stage]:,}",
+                *(_gib(part) for part in parts),
+            )
+        )
+    resident = sum(m.weights + m.gradients + m.optimizer for m in worst)
+    peak = resident + max(m.activations + m.head for m in worst)
+    actor = plans[0].parameters * BYTES[recipe.rollout.dtype or recipe.model.dtype]
+    engine = actor // recipe.rollout.tensor_model_parallel_size
+    lines = [
+        _columns(rows),
+        f"all roles: {_gib(resident)} resident, {_gib(peak)} at the largest moment of training",
+    ]
+    if recipe.rollout.mode == "colocated":
+        lines.append(f"rollout engine: {_gib(engine)} of weights besides, plus its KV cache")
+    return "\n".join(lines)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 100 else f"{count / 1024**2:.2f} MiB"
+
+
+def _columns(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )

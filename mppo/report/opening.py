@@ -1,0 +1,48 @@
+"""The first lines of a run: what will train, where, and on what."""
+
+from __future__ import annotations
+
+from mppo import __version__
+from mppo.config.rules.rule import roles_in_use
+from mppo.config.schema import DataConfig, Recipe, RolloutConfig
+from mppo.parallel import device
+from mppo.parallel.launch import LaunchInfo
+from mppo.safety.redact import redact_text
+
+
+def opening_lines(recipe: Recipe, info: LaunchInfo) -> list[str]:
+    """Device, ranks, models, layouts, engine, data and run folder, a line each.
+
+    Args:
+        recipe: the recipe.
+        info: this process's place; its device has been chosen.
+    """
+    world = info.world_size
+    ranks = "1 rank" if world == 1 else f"{world} ranks"
+    roles = roles_in_use(recipe)
+    layouts = {role.name: role.megatron.layout(world).describe() for role in roles}
+    estimator, dtype = recipe.algorithm.adv_estimator, recipe.model.dtype
+    lines = {
+        f"mppo {__version__}": f"PPO with {estimator}, {recipe.trainer.project_name}/"
+        f"{recipe.trainer.experiment_name}",
+        "device": f"{device.name()}; {ranks}, {info.local_world_size} on this node, by {info.how}",
+        "model": ", ".join(dict.fromkeys(role.path for role in roles)) + f" in {dtype}",
+        "layout": ", ".join(f"{name} {layout}" for name, layout in layouts.items()),
+        "engine": _engine(recipe.rollout),
+        "data": _data(recipe.data),
+        "run folder": str(recipe.trainer.run_dir.resolve()),
+    }
+    return [redact_text(f"{name}: {text}") for name, text in lines.items()]
+
+
+def _engine(rollout: RolloutConfig) -> str:
+    if rollout.name == "local":
+        return "local, on every rank"
+    where = ", ".join(rollout.urls) or rollout.mode
+    return f"sglang, TP{rollout.tensor_model_parallel_size}, {where}"
+
+
+def _data(data: DataConfig) -> str:
+    if data.task:
+        return f"task {data.task}"
+    return f"{', '.join(data.train_files)}; validation: {', '.join(data.val_files) or 'none'}"

@@ -1,0 +1,182 @@
+"""Runs one program cut off from network, files, other processes and privileges.
+
+Started by ``mppo.rewards.workers.sandbox`` with ``python -I``, it imports the standard library and
+``mppo.rewards.workers.confinement`` only. Two processes: the first enters the namespaces, watches
+the second and ends with what it saw (exit code 0: the second ended by itself, in order); the second
+runs the program. Reads a JSON job from standard input:
+
+    program, tests: Python source, and source lines run after it in the same namespace
+    stdin: what the program reads; parent: the process that waits for this one
+    verdict_fd: a pipe for the verdict
+    cpu_s, wall_s, memory_mb, output_mb: limits; modules: imported before the doors close
+
+The verdict: ``!text`` where nothing was run; otherwise ``R`` before the program runs, then
+``Etext.`` (the program raised) or ``D``, a ``1`` or ``0`` for each test, and ``.``. What follows
+``R`` can also come from the program, which shares this process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+
+from mppo.rewards.workers.confinement import (
+    call,
+    close_files,
+    die_first,
+    die_with_parent,
+    libc,
+    limit,
+    renounce,
+)
+
+NOBODY = 65534
+ERROR_BYTES = 2000
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
+PR_CAPBSET_DROP = 24
+STANDARD_MODULES = (
+    "abc", "array", "bisect", "calendar", "cmath", "collections", "contextlib", "copy",
+    "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq",
+    "io", "itertools", "json", "math", "numbers", "operator", "pprint", "queue", "random", "re",
+    "statistics", "string", "struct", "sys", "textwrap", "threading", "time", "types", "typing",
+    "unicodedata", "unittest", "zoneinfo",
+)  # fmt: skip
+
+
+def enter_namespaces(root):
+    """Own user (unless root already), network, mount, process and IPC namespaces; an empty
+    read-only file system hides the folder ``root``, in this namespace only."""
+    flags = CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC
+    if os.geteuid() == 0:
+        call("unshare", flags)
+    else:
+        uid, gid = os.geteuid(), os.getegid()
+        call("unshare", flags | CLONE_NEWUSER)
+        for name, line in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{NOBODY} {uid} 1"),
+            ("gid_map", f"{NOBODY} {gid} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(line)
+    call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+    flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
+    call("mount", b"none", root.encode(), b"tmpfs", flags, b"size=4k,mode=555")
+
+
+def close_doors(job, root):
+    """A session of its own; nobody, without capabilities, in an empty root, under limits.
+
+    The session keeps signals to a process group, and niceness, from the group of the trainer, which
+    no process namespace does.
+    """
+    os.setsid()
+    close_files({job["verdict_fd"]})
+    os.chroot(root)
+    os.chdir("/")
+    if os.geteuid() == 0:
+        for capability in range(64):
+            if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+                break  # past the last; where none may be dropped, capset and NO_NEW_PRIVS do
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    die_with_parent(0)  # after the change of user, which takes it back
+    limit(
+        {
+            "CPU": job["cpu_s"],
+            "AS": job["memory_mb"] << 20,
+            "FSIZE": job["output_mb"] << 20,
+            "NPROC": 0,
+            "CORE": 0,
+            "NOFILE": 16,
+            "MEMLOCK": 0,
+            "MSGQUEUE": 0,
+        }
+    )
+    renounce()
+
+
+def run(job):
+    """The program, then its tests one by one; the end of the verdict as bytes."""
+    namespace = {"__name__": "__main__"}
+    sys.stdin = io.StringIO(job["stdin"])
+    error = None
+    try:
+        exec(compile(job["program"], "<program>", "exec"), namespace)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            error = f"SystemExit: {stop.code}"
+    except BaseException:  # whatever a program raises, Ctrl-C's exception too, it has failed
+        error = traceback.format_exc(limit=-1)
+    if error is not None:
+        # the last line of a traceback is the exception itself
+        return b"E" + error.encode(errors="replace")[-ERROR_BYTES:] + b"."
+    passed = bytearray()
+    for test in job["tests"]:
+        try:
+            exec(compile(test, "<test>", "exec"), namespace)
+            passed += b"1"
+        except BaseException:  # the same of a test, which may call what the program defined
+            passed += b"0"
+    return b"D" + passed + b"."
+
+
+def watch(pid, job):
+    """Wait for the program, and kill it when its time is over or nobody waits for it any more.
+
+    Returns:
+        Its exit code, 1 for a signal.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
+    deadline = time.monotonic() + job["wall_s"]
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return 0 if status == 0 else 1
+        if time.monotonic() > deadline or os.getppid() != job["parent"]:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def main():
+    job = json.load(sys.stdin)
+    verdict_fd, root, write = job["verdict_fd"], os.path.dirname(__file__), os.write
+    for name in (*STANDARD_MODULES, *job["modules"]):
+        importlib.import_module(name)
+    compile("0", "<warm>", "exec")
+    traceback.format_exc()
+    try:
+        die_first()
+        enter_namespaces(root)
+        pid = os.fork()
+    except OSError as error:
+        write(verdict_fd, f"!{error}".encode())
+        sys.exit(1)
+    if pid:
+        os.close(verdict_fd)
+        sys.exit(watch(pid, job))
+    try:
+        close_doors(job, root)
+    except OSError as error:
+        write(verdict_fd, f"!{error}".encode())
+        os._exit(1)
+    code = 1
+    try:
+        write(verdict_fd, b"R")
+        end = run(job)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        write(verdict_fd, end)
+        code = 0
+    finally:  # whatever the program has done to the interpreter: no handler of its own runs now
+        os._exit(code)

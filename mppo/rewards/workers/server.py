@@ -1,0 +1,217 @@
+"""Keeps the processes that score responses: starts them, hands out the work, kills what takes too
+long.
+
+A process of its own, started anew (not forked) by ``mppo.rewards.workers.pool``: it has one thread,
+no device and none of the trainer's files, so that it can fork; and nothing that a worker does keeps
+it from killing that worker. It ends, and its workers with it, when its standard input does, that is
+with the trainer.
+
+Standard input: a pickled ``ScoringTask``, then batches: ``BATCH``, then the items. A length stands
+before the task and before each item. The descriptor named on the command line gets a line of JSON
+for each item, as it is done: its place in the batch, what happened (a value of ``HAPPENED``,
+``TIMEOUT``, ``DIED``, ``UNUSABLE``), the score and a text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+
+from mppo.rewards.workers import worker
+from mppo.rewards.workers.worker import LENGTH, RECORD, ScoringTask, read_exactly
+
+BATCH = struct.Struct("<Qd")
+"""Number of items, and seconds for one."""
+SCORE, NO_SCORE, RAISED, NO_MEMORY = "score", "no score", "raised", "no memory"
+TIMEOUT, DIED, UNUSABLE = "timeout", "died", "unusable"
+HAPPENED = {
+    worker.SCORE: SCORE,
+    worker.NO_SCORE: NO_SCORE,
+    worker.RAISED: RAISED,
+    worker.NO_MEMORY: NO_MEMORY,
+}
+REMEMBERED = 256
+"""The last so many items decide how much time the next one gets."""
+_LOOK_S = 1.0
+"""How often to look whether the trainer is still there."""
+
+
+@dataclass
+class Worker:
+    """A worker, and the item that it has."""
+
+    pid: int
+    requests: int
+    records: int
+    unsent: bytes = b""
+    received: bytes = b""
+    ready: bool = False
+    item: int | None = None
+    since: float = 0.0
+    served: int = 0
+
+
+class WorkerServer:
+    """Workers for one task.
+
+    Args:
+        task: what they do.
+        workers: at most so many at a time.
+        replies: descriptor of the trainer's.
+    """
+
+    def __init__(self, task: ScoringTask, workers: int, replies: int) -> None:
+        self._task, self._most, self._replies = task, workers, replies
+        self._function = task.load() if task.confined else None
+        self._trainer = os.getppid()
+        self._workers: list[Worker] = []
+        self._late: deque[bool] = deque(maxlen=REMEMBERED)
+
+    def serve(self) -> None:
+        """Until standard input ends."""
+        while (header := read_exactly(0, BATCH.size)) is not None:
+            count, seconds = BATCH.unpack(header)
+            items = [read_item() for _ in range(count)]
+            if None in items or not self._score(deque(enumerate(items)), seconds):
+                return
+
+    def stop(self) -> None:
+        """Kill every worker."""
+        for one in list(self._workers):
+            self._end(one)
+
+    def _score(self, waiting: deque[tuple[int, bytes]], seconds: float) -> bool:
+        """Have a batch scored; False where the trainer is gone."""
+        while waiting or any(one.item is not None for one in self._workers):
+            self._hand_out(waiting)
+            busy = [one for one in self._workers if one.item is not None]
+            # where many take too long, each gets less: together they must not stop the run
+            limit = seconds / (1 + sum(self._late) // self._most)
+            now = time.monotonic()
+            wait = min([_LOOK_S, *(one.since + limit - now for one in busy if one.ready)])
+            readable, writable, _ = select.select(
+                [0, *(one.records for one in busy)],
+                [one.requests for one in busy if one.unsent],
+                [],
+                max(wait, 0.0),
+            )
+            if 0 in readable or os.getppid() != self._trainer:
+                return False  # nothing comes on standard input during a batch but its end
+            for one in busy:
+                if one.requests in writable:
+                    _write(one)
+                if one.records in readable:
+                    self._read(one)
+                elif one.ready and time.monotonic() > one.since + limit:
+                    self._done(one, TIMEOUT)
+        return True
+
+    def _hand_out(self, waiting: deque[tuple[int, bytes]]) -> None:
+        idle = [one for one in self._workers if one.item is None]
+        while waiting and (idle or len(self._workers) < self._most):
+            free = idle.pop() if idle else self._fork()
+            free.item, free.unsent = waiting.popleft()
+            free.since = time.monotonic()
+
+    def _fork(self) -> Worker:
+        theirs, requests = os.pipe()
+        records, ours = os.pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            worker.work(self._task, self._function, parent, theirs, ours)
+        os.close(theirs)
+        os.close(ours)
+        os.set_blocking(requests, False)  # a worker that does not read must not stop this process
+        self._workers.append(Worker(pid, requests, records))
+        return self._workers[-1]
+
+    def _read(self, one: Worker) -> None:
+        part = os.read(one.records, 1 << 16)
+        if not part:
+            self._done(one, DIED if one.ready else UNUSABLE, _how_it_ended(one))
+            return
+        one.received += part
+        while len(one.received) >= RECORD.size:
+            kind, score, length = RECORD.unpack_from(one.received)
+            end = RECORD.size + length
+            if len(one.received) < end:
+                break
+            text = one.received[RECORD.size : end].decode(errors="replace")
+            one.received = one.received[end:]
+            if kind == worker.READY and not one.ready:
+                one.ready, one.since = True, time.monotonic()
+            elif kind in HAPPENED:
+                self._done(one, HAPPENED[kind] if one.ready else UNUSABLE, text, score)
+                return
+            else:
+                self._done(one, DIED, "it sent what is no record")
+                return
+
+    def _done(self, one: Worker, happened: str, text: str = "", score: float = 0.0) -> None:
+        """Tell the trainer of a worker's item; only a worker in order gets another."""
+        reply = json.dumps([one.item, happened, score, text]) + "\n"
+        one.item, one.served = None, one.served + 1
+        self._late.append(happened == TIMEOUT)
+        fine = happened in (SCORE, NO_SCORE, RAISED) and not one.received and not one.unsent
+        if not fine or one.served == self._task.serves:
+            self._end(one)
+        content = reply.encode()
+        while content:
+            content = content[os.write(self._replies, content) :]
+
+    def _end(self, one: Worker) -> None:
+        """Kill a worker, and what it has started."""
+        self._workers.remove(one)
+        for kill in (os.killpg, os.kill):  # it may not have its own group yet, or be gone
+            with suppress(ProcessLookupError):
+                kill(one.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):  # where that was found out before
+            os.waitpid(one.pid, 0)
+        os.close(one.requests)
+        os.close(one.records)
+
+
+def _write(one: Worker) -> None:
+    try:
+        sent = os.write(one.requests, one.unsent)
+    except BlockingIOError:
+        return
+    except BrokenPipeError:  # it has ended, as the end of its records tells
+        sent = len(one.unsent)
+    one.unsent = one.unsent[sent:]
+
+
+def _how_it_ended(one: Worker) -> str:
+    _, status = os.waitpid(one.pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
+def read_item() -> bytes | None:
+    """An item with its length in front, or None where standard input ends."""
+    length = read_exactly(0, LENGTH.size)
+    item = None if length is None else read_exactly(0, *LENGTH.unpack(length))
+    return None if length is None or item is None else length + item
+
+
+def main(workers: int, replies: int) -> None:
+    """Serve the trainer, until it ends."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    task = read_item()
+    if task is None:
+        sys.exit(0)
+    server = WorkerServer(pickle.loads(task[LENGTH.size :]), workers, replies)
+    try:
+        server.serve()
+    finally:
+        server.stop()

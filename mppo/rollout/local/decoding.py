@@ -1,0 +1,277 @@
+"""Batched generation with a transformers model: prefill, then one token per row and step.
+
+Prompts are padded on the right, so causal attention needs no mask in prefill; each row's gap
+between its prompt and the shared column where responses begin is masked in decoding
+(``mppo.rollout.local.row_attention``). Finished rows leave the batch. Shapes: ``R`` rows, ``P``
+prompts, ``V`` vocabulary, ``C`` cache columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from mppo.config.schema import SamplingConfig
+from mppo.cpu.packed_linear import packed_linears
+from mppo.rollout.local.row_attention import ColumnPositions
+from mppo.rollout.local.sampling import draw, uniforms
+from mppo.supervision import stop_request
+
+_PREFILL_TOKENS = 16384
+_GROWTH_COLUMNS = 256
+_UNIFORM_BLOCK = 64
+_COMPACT_BELOW = 0.85
+_ROW_MULTIPLE = 8
+"""Rows that are gathered: oneDNN compiles a kernel for every number of rows it meets."""
+
+
+class RowCache(Cache):
+    """Keys and values in buffers that grow by blocks: a step writes one column, copies nothing.
+
+    Args:
+        rows: rows held.
+        layers: attention layers of the model.
+        columns: first capacity.
+    """
+
+    def __init__(self, rows: int, layers: int, columns: int) -> None:
+        super().__init__(layers=[])
+        self._rows = rows
+        self._buffers: list[list[Tensor] | None] = [None] * layers
+        self.columns = columns
+        self.length = 0
+        self.window = slice(0, rows)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns filled."""
+        return self.length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **_: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store new states; prefill (``window`` of rows) attends to the fresh ones alone."""
+        buffers = self._buffers[layer_idx]
+        if buffers is None:
+            # zeros: masked columns must not hold what multiplies to NaN
+            buffers = self._buffers[layer_idx] = [
+                s.new_zeros(self._rows, s.shape[1], self.columns, s.shape[3])
+                for s in (key_states, value_states)
+            ]
+        end = self.length + key_states.shape[2]
+        for buffer, states in zip(buffers, (key_states, value_states), strict=True):
+            buffer[self.window, :, self.length : end] = states
+        if self.length == 0:
+            return key_states, value_states
+        return buffers[0][:, :, :end], buffers[1][:, :, :end]
+
+    def reshape(self, parent_R: Tensor | None, columns: int) -> None:
+        """Keep (or repeat) rows and hold at least ``columns`` columns.
+
+        Args:
+            parent_R: int64, the old row each new row continues; None keeps all.
+            columns: capacity needed.
+        """
+        for buffers in self._buffers:
+            assert buffers is not None, "a layer without keys"
+            for index, old in enumerate(buffers):
+                rows = len(old) if parent_R is None else len(parent_R)
+                new = old.new_empty(rows, old.shape[1], columns, old.shape[3])
+                kept = old[:, :, : self.length]
+                new[:, :, : self.length] = kept if parent_R is None else kept[parent_R]
+                buffers[index] = new
+                self._rows = rows
+        self.columns = columns
+        self.window = slice(0, self._rows)
+
+
+@dataclass(frozen=True)
+class DecodedRows:
+    """Generated rows.
+
+    Args:
+        tokens: int32 ``[R, T]``, rows valid up to their length.
+        logprobs: float32 ``[R, T]``.
+        length_R: int64 ``[R]``.
+        stopped_R: bool ``[R]``, ended by a stop token.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    length_R: Tensor
+    stopped_R: Tensor
+
+
+def _prefill_slices(lengths: Sequence[int]) -> list[slice]:
+    """Runs of length-sorted prompts that are prefilled together: little padding, bounded size."""
+    slices, start = [], 0
+    for index, length in enumerate(lengths):
+        full = (index - start + 1) * length > _PREFILL_TOKENS
+        uneven = length > 1.5 * lengths[start] + 16
+        if index > start and (full or uneven):
+            slices.append(slice(start, index))
+            start = index
+    return [*slices, slice(start, len(lengths))]
+
+
+def _prefill(
+    model: nn.Module, prompts: Sequence[Sequence[int]], cache: RowCache, device: torch.device
+) -> Tensor:
+    """Fill the cache with prompts (shortest first); logits after each: ``[P, V]``."""
+    lengths = [len(prompt) for prompt in prompts]
+    logits = []
+    for part in _prefill_slices(lengths):
+        width = lengths[part.stop - 1]
+        padded = torch.zeros(part.stop - part.start, width, dtype=torch.int64)
+        for row, prompt in enumerate(prompts[part]):
+            padded[row, : len(prompt)] = torch.tensor(prompt)
+        last_P = torch.tensor(lengths[part], device=device) - 1
+        row_P = torch.arange(len(last_P), device=device)
+
+        def pick_last(_: nn.Module, args: tuple, row_P=row_P, last_P=last_P) -> tuple[Tensor]:
+            return (args[0][row_P, last_P][:, None],)
+
+        hook = model.get_output_embeddings().register_forward_pre_hook(pick_last)
+        cache.window, cache.length = part, 0
+        try:
+            out = model(
+                input_ids=padded.to(device),
+                position_ids=torch.arange(width, device=device)[None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+        finally:
+            hook.remove()
+        logits.append(out.logits[:, 0])
+    cache.length = lengths[-1]
+    return torch.cat(logits)
+
+
+class _Rows:
+    """The rows still being generated, and where their results go.
+
+    Args:
+        key_R: int64 ``[R]``, random stream of each row.
+        position_R: int64 ``[R]``, position of the next token.
+        columns: which cache columns they see.
+        max_tokens: length stop.
+    """
+
+    def __init__(
+        self, key_R: Tensor, position_R: Tensor, columns: ColumnPositions, max_tokens: int
+    ) -> None:
+        rows, device = len(key_R), key_R.device
+        self.tokens = torch.zeros(max_tokens, rows, dtype=torch.int32, device=device)
+        self.logprobs = torch.zeros(max_tokens, rows, dtype=torch.float32, device=device)
+        self.length_R = torch.full((rows,), max_tokens, device=device)
+        self.stopped_R = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.position_R, self.columns = position_R, columns
+        self._key_R = key_R
+        self._row_R = torch.arange(rows, device=device)
+        self._done_R = self.stopped_R.clone()
+        self._uniform = torch.empty(0)
+
+    def draw(self, logits: Tensor, step: int, sampling: SamplingConfig) -> Tensor:
+        """Sample and record token ``step`` of every row left: int64 ``[rows left]``."""
+        if step % _UNIFORM_BLOCK == 0:
+            self._uniform = uniforms(self._key_R, step, _UNIFORM_BLOCK)
+        uniform_R = self._uniform[:, step % _UNIFORM_BLOCK]
+        token_R, logprob_R = draw(logits, uniform_R, sampling)
+        self.tokens[step].index_copy_(0, self._row_R, token_R.int())
+        self.logprobs[step].index_copy_(0, self._row_R, logprob_R)
+        return token_R
+
+    def finish(self, token_R: Tensor, step: int, stop_tokens: Tensor) -> Tensor | None:
+        """Note which rows drew a stop token.
+
+        Returns:
+            Indices of unfinished rows (and of some others, see ``_ROW_MULTIPLE``) if few enough
+            are left to be worth gathering (possibly none), else None.
+        """
+        ends_R = (token_R[:, None] == stop_tokens).any(-1) & ~self._done_R
+        if not bool(ends_R.any()):
+            return None
+        self.length_R[self._row_R[ends_R]] = step + 1
+        self.stopped_R[self._row_R[ends_R]] = True
+        self._done_R |= ends_R
+        alive, done = ((self._done_R == ended).nonzero()[:, 0] for ended in (False, True))
+        if len(alive) > _COMPACT_BELOW * len(self._row_R):
+            return None
+        return torch.cat([alive, done[: -len(alive) % _ROW_MULTIPLE]])
+
+    def keep(self, alive: Tensor) -> None:
+        """Drop every row not in ``alive``."""
+        self._row_R, self._key_R = self._row_R[alive], self._key_R[alive]
+        self.position_R, self._uniform = self.position_R[alive], self._uniform[alive]
+        self._done_R = self._done_R[alive]
+        self.columns.keep(alive)
+
+    def responses(self) -> DecodedRows:
+        """Everything recorded."""
+        return DecodedRows(self.tokens.T, self.logprobs.T, self.length_R, self.stopped_R)
+
+
+@torch.inference_mode()
+def decode(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    parent_R: Sequence[int],
+    key_R: Tensor,
+    sampling: SamplingConfig,
+    max_tokens: int,
+    stop_tokens: Tensor,
+    window: int | None = None,
+) -> DecodedRows:
+    """Generate one response per row.
+
+    Args:
+        model: causal LM whose attention is ``row_attention``, in eval mode.
+        prompts: P token lists, shortest first, none empty.
+        parent_R: which prompt each row continues; every prompt is prefilled once.
+        key_R: int64 ``[R]`` on the model's device, random stream of each row.
+        sampling: how tokens are drawn.
+        max_tokens: length stop.
+        stop_tokens: int64 ``[S]`` on the model's device.
+        window: tokens a token sees, itself included, in the model's layers with a window.
+
+    Returns:
+        DecodedRows in row order, on the model's device.
+    """
+    device, begin = key_R.device, len(prompts[-1])
+    cache = RowCache(len(prompts), model.config.num_hidden_layers, begin)
+    logits = _prefill(model, prompts, cache, device)
+    parents = torch.tensor(parent_R, device=device)
+    cache.reshape(parents, begin + min(max_tokens, _GROWTH_COLUMNS))
+    logits = logits[parents]
+    length_R = torch.tensor([len(p) for p in prompts], device=device)[parents]
+    columns = ColumnPositions(length_R, begin, begin + max_tokens, window, logits.dtype)
+    rows = _Rows(key_R, length_R, columns, max_tokens)
+    with packed_linears(model, len(parent_R), max_tokens - 1):
+        for step in range(max_tokens):
+            stop_request.raise_if_due()
+            token_R = rows.draw(logits, step, sampling)
+            alive = rows.finish(token_R, step, stop_tokens)
+            if alive is not None:
+                if len(alive) == 0:
+                    break
+                rows.keep(alive)
+                cache.reshape(alive, cache.columns)
+                token_R = token_R[alive]
+            if step + 1 == max_tokens:
+                break
+            if cache.length == cache.columns:
+                cache.reshape(None, min(cache.columns * 3 // 2 + 1, begin + max_tokens))
+            logits = model(
+                input_ids=token_R[:, None],
+                position_ids=rows.position_R[:, None],
+                past_key_values=cache,
+                attention_mask=columns.all_seen(cache.length + 1),
+                window_columns=columns.window_seen(cache.length + 1),
+                use_cache=True,
+            ).logits[:, -1]
+            cache.length += 1
+            rows.position_R = rows.position_R + 1
+    return rows.responses()

@@ -1,0 +1,281 @@
+"""The embedded rollout engine: a transformers model on every rank.
+
+Each rank holds the whole model and generates its share of the prompts. It is the default engine and
+the oracle the other engines are compared with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from mppo.batch import ResponsesBySample, Trajectory
+from mppo.cpu import onednn
+from mppo.models.families.architectures import family_config
+from mppo.models.transformers_model import empty_model
+from mppo.rollout.engine import GenerationRequest, WeightBucket
+from mppo.rollout.exchange import all_gather_varlen, pack_rows, snake_partition, unpack_rows
+from mppo.rollout.local.decoding import DecodedRows, decode
+from mppo.rollout.local.parameters import ParameterSink
+from mppo.rollout.local.row_attention import ATTENTION, set_windows
+from mppo.rollout.local.sampling import row_keys
+from mppo.safety.input_files import read_json
+from mppo.supervision import stop_request
+from mppo.supervision.stop_request import StepInterrupted
+from mppo.weights.hf.config_file import GENERATION
+
+_LOGPROB_TOKENS = 4096
+
+
+@dataclass
+class LocalGeneration:
+    """See ``rollout.engine.Generation``: this engine generates at once, nothing is under way.
+
+    Args:
+        request: what was generated.
+        trajectories: the result.
+        seconds: it took.
+    """
+
+    request: GenerationRequest
+    trajectories: list[Trajectory]
+    seconds: float
+    left_over: ResponsesBySample = field(default_factory=dict)
+
+    def wait(self) -> None:
+        """See ``rollout.engine.Generation.wait``."""
+        self.left_over = self.request.left_over(dict(enumerate(self.trajectories)))
+
+    def collect(self) -> list[Trajectory]:
+        """See ``rollout.engine.Generation.collect``."""
+        self.left_over = {}
+        return self.trajectories
+
+
+def stop_tokens(hf_folder: str | Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
+    """Tokens that end a response: ``eos_token_id`` of config.json and generation_config.json."""
+    found: set[int] = set()
+    sources = [getattr(hf_config, "eos_token_id", None)]
+    generation = Path(hf_folder) / GENERATION
+    if generation.is_file():
+        sources.append(read_json(generation).get("eos_token_id"))
+    for source in sources:
+        if source is not None:
+            found.update([source] if isinstance(source, int) else source)
+    return tuple(sorted(found))
+
+
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type to compute in: CPUs without bfloat16 units multiply in float32, many times faster.
+
+    Weights are rounded to ``dtype`` either way.
+    """
+    slow = device.type == "cpu" and dtype == torch.bfloat16 and not onednn.multiplies_bfloat16()
+    return torch.float32 if slow else dtype
+
+
+class LocalEngine:
+    """Transformers on every rank, behind the ``RolloutEngine`` protocol.
+
+    The model is built empty from its configuration and filled by the first ``update_weights``:
+    weights are never read from disk here.
+
+    Args:
+        hf_folder: model folder; only generation_config.json is read from it.
+        hf_config: its configuration.
+        dtype: type the weights are rounded to.
+        rank, world: this rank and the number of ranks that share the prompts.
+        device: where the model lives.
+        batch_size: most rows generated at once on a rank.
+        group: process group of those ranks; None is the default one.
+    """
+
+    def __init__(
+        self,
+        hf_folder: str | Path,
+        hf_config: PretrainedConfig,
+        dtype: torch.dtype,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        device: torch.device | str = "cpu",
+        batch_size: int = 256,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._device = torch.device(device)
+        self._rank, self._world, self._group = rank, world, group
+        self._batch_size, self._dtype = batch_size, dtype
+        self._stops = stop_tokens(hf_folder, hf_config)
+        family, computed = family_config(hf_config), compute_dtype(dtype, self._device)
+        self._model = empty_model(hf_config, computed, self._device, ATTENTION)
+        self._window = family.window_size
+        set_windows(self._model, family.layer_windows)
+        self._sink = ParameterSink(self._model, dtype)
+        self._version: int | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the model knows."""
+        return self._model.config.vocab_size
+
+    def generate(self, request: GenerationRequest) -> list[Trajectory]:
+        """See ``RolloutEngine.generate``; it cannot abort, so all must be wanted."""
+        prompts, n = request.prompts, request.sampling.n
+        assert request.num_prompts_needed in (None, len(prompts)), (
+            "the local engine answers all prompts"
+        )
+        version = self._loaded_version()
+        if not all(prompt.token_ids for prompt in prompts):
+            raise ValueError("an empty prompt cannot be continued: give it at least a BOS token")
+        dealt = snake_partition([len(p.token_ids) for p in prompts], self._world)
+        mine = sorted(dealt[self._rank], key=lambda index: len(prompts[index].token_ids))
+        # it aborts nothing: what another engine broke off is generated anew
+        found = {key: t for key, t in request.resumed().items() if t.finish_reason != "abort"}
+        rows = [(i, sample) for i in mine for sample in range(n) if i * n + sample not in found]
+        stops = torch.tensor(
+            sorted({*self._stops, *request.sampling.stop_token_ids}),
+            dtype=torch.int64,
+            device=self._device,
+        )
+        parts = []
+        with suppress(StepInterrupted):  # said by meet or check below, where all ranks are
+            for start in range(0, len(rows), self._batch_size):
+                chunk = rows[start : start + self._batch_size]
+                parts.append(self._generate_rows(request, chunk, stops))
+                if request.on_response is not None and start + self._batch_size < len(rows):
+                    done = _pack(chunk, n, parts[-1:], self._device)
+                    early = unpack_rows(done, request, version)
+                    request.on_response(list(early), list(early.values()))
+        if self._world > 1:
+            stop_request.sync()
+        else:
+            stop_request.raise_if_due()
+        packed = _pack(rows, n, parts, self._device)
+        for received in all_gather_varlen(packed, self._world, self._group):
+            found.update(unpack_rows(received, request, version))
+        return [found[key] for key in range(len(prompts) * n)]
+
+    def submit(self, request: GenerationRequest) -> LocalGeneration:
+        """See ``RolloutEngine.submit``; the model runs in this thread, before this returns."""
+        start = time.perf_counter()
+        found = self.generate(request)
+        return LocalGeneration(request, found, time.perf_counter() - start)
+
+    def _generate_rows(
+        self, request: GenerationRequest, rows: Sequence[tuple[int, int]], stops: Tensor
+    ) -> DecodedRows:
+        prompts = request.prompts
+        chosen = list(dict.fromkeys(index for index, _ in rows))
+        place = {index: position for position, index in enumerate(chosen)}
+        uids = torch.tensor([prompts[index].uid for index, _ in rows], device=self._device)
+        samples = torch.tensor([sample for _, sample in rows], device=self._device)
+        return decode(
+            self._model,
+            [prompts[index].token_ids for index in chosen],
+            [place[index] for index, _ in rows],
+            row_keys(request.seed, uids, samples),
+            request.sampling,
+            request.max_tokens,
+            stops,
+            self._window,
+        )
+
+    def _loaded_version(self) -> int:
+        if self._version is None:
+            raise RuntimeError("the local rollout engine has no weights: call update_weights first")
+        return self._version
+
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        """See ``RolloutEngine.update_weights``.
+
+        Raises:
+            ValueError: the stream does not fit the model; the engine then has no weights.
+        """
+        self._version = None
+        self._sink.fill(buckets)
+        self._version = version
+
+    @torch.inference_mode()
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See ``RolloutEngine.logprobs``."""
+        self._loaded_version()
+        lengths = [len(s) for s in sequences]
+        dealt = [sorted(d, key=lambda i: lengths[i]) for d in snake_partition(lengths, self._world)]
+        parts = [torch.empty(0, device=self._device)]
+        mine = dealt[self._rank]
+        while mine:
+            count = max(1, _LOGPROB_TOKENS // max(1, lengths[mine[-1]]))
+            chunk, mine = mine[:count], mine[count:]
+            parts += self._chunk_logprobs([sequences[i] for i in chunk])
+        result: list[list[float]] = [[] for _ in sequences]
+        gathered = all_gather_varlen(torch.cat(parts), self._world, self._group)
+        for order, flat in zip(dealt, gathered, strict=True):
+            values, at = flat.tolist(), 0
+            for index in order:
+                count = max(0, lengths[index] - 1)
+                result[index], at = values[at : at + count], at + count
+        return result
+
+    def _chunk_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probabilities of each sequence's tokens but the first, padded on the right."""
+        width = max(len(s) for s in sequences)
+        if width < 2:
+            return []
+        padded = torch.zeros(len(sequences), width, dtype=torch.int64)
+        for row, sequence in enumerate(sequences):
+            padded[row, : len(sequence)] = torch.tensor(sequence)
+        padded = padded.to(self._device)
+        positions = torch.arange(width, device=self._device)[None]
+        logits = self._model(input_ids=padded, position_ids=positions, use_cache=False).logits
+        logprobs = logits[:, :-1].float().log_softmax(-1)
+        chosen = logprobs.gather(-1, padded[:, 1:, None])[..., 0]
+        return [chosen[row, : len(s) - 1] for row, s in enumerate(sequences) if len(s) > 1]
+
+    def sync_metrics(self) -> dict[str, float]:
+        """See ``RolloutEngine.sync_metrics``: weights are copied where they are."""
+        return {}
+
+    def sleep(self) -> None:
+        """Move the weights off the GPU; nothing to give back on the CPU."""
+        self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Bring the weights back to the device."""
+        self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        if self._device.type == "cpu":
+            return
+        self._model.to(device)
+        self._sink = ParameterSink(self._model, self._dtype)
+
+    def stop(self) -> None:
+        """Nothing runs outside this process."""
+
+
+def _pack(
+    rows: Sequence[tuple[int, int]], n: int, parts: Sequence[DecodedRows], device: torch.device
+) -> Tensor:
+    """A rank's responses, in row order, for the exchange."""
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    tokens, logprobs = [nothing], [nothing.float()]
+    for part in parts:
+        column_T = torch.arange(part.tokens.shape[1], device=device)
+        valid = column_T < part.length_R[:, None]
+        tokens.append(part.tokens[valid])
+        logprobs.append(part.logprobs[valid])
+    return pack_rows(
+        torch.tensor([i * n + s for i, s in rows], dtype=torch.int64, device=device),
+        torch.cat([nothing, *(part.length_R for part in parts)]),
+        torch.cat([nothing, *(part.stopped_R for part in parts)]),
+        torch.cat(tokens),
+        torch.cat(logprobs),
+    )

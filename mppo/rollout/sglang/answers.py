@@ -1,0 +1,121 @@
+"""The servers' answers as trajectories on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.batch import Trajectory
+from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.exchange import (
+    FINISH,
+    all_gather_varlen,
+    pack_rows,
+    raise_on_any_rank,
+    unpack_rows,
+)
+from mppo.rollout.sglang.api import ServerResponse
+from mppo.rollout.sglang.http_client import RequestRefused
+from mppo.rollout.sglang.routed_experts import (
+    RoutingShape,
+    attach,
+    decode_routed_experts,
+    routed_tokens,
+)
+
+
+def joined(before: Trajectory | None, more: Trajectory) -> Trajectory:
+    """A response from what there was and what came now."""
+    if before is None:
+        return more
+    known = sum(tokens for _, tokens in before.earlier)
+    part = (before.weight_version, len(before.response_ids) - known)
+    return replace(
+        more,
+        response_ids=before.response_ids + more.response_ids,
+        logprobs=before.logprobs + more.logprobs,
+        earlier=(*before.earlier, part),
+    )
+
+
+def complete_prompts(found: Mapping[int, Trajectory], request: GenerationRequest) -> list[int]:
+    """Prompts with all their samples finished, in order."""
+    n = request.sampling.n
+    done = {key for key, trajectory in found.items() if trajectory.finish_reason != "abort"}
+    return [p for p in range(len(request.prompts)) if done.issuperset(range(p * n, p * n + n))]
+
+
+def gather_answers(
+    mine: Mapping[int, ServerResponse],
+    request: GenerationRequest,
+    version: int,
+    known: Mapping[int, Trajectory],
+    routing: RoutingShape | None,
+    device: torch.device,
+    world: int,
+    group: dist.ProcessGroup | None,
+) -> dict[int, Trajectory]:
+    """Every rank's responses by ``prompt * n + sample``, on every rank; collective.
+
+    Args:
+        mine: this rank's answers.
+        request: what was asked.
+        version: of the weights.
+        known: what they continue.
+        routing: shape of the experts each answer carries; None: none.
+        device: for the exchange.
+        world: ranks in ``group``.
+        group: process group; None is the default one.
+
+    Raises:
+        RuntimeError: on every rank, when experts are missing.
+    """
+    found = dict(known)
+    rows = all_gather_varlen(_packed(mine).to(device), world, group)
+    for received in rows:
+        for key, more in unpack_rows(received, request, version).items():
+            found[key] = joined(known.get(key), more)
+    if routing is not None:
+        chosen = _chosen(mine, found, routing, world, group).to(device)
+        found |= attach(found, rows, chosen, routing, world, group)
+    return found
+
+
+def _chosen(
+    mine: Mapping[int, ServerResponse],
+    found: Mapping[int, Trajectory],
+    routing: RoutingShape,
+    world: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """The experts of this rank's finished responses, flat; missing ones are told on every rank."""
+    parts, error = [torch.empty(0, dtype=torch.int16)], None
+    try:
+        for key, row in mine.items():
+            if row.reason == "abort":
+                continue
+            parts.append(
+                decode_routed_experts(
+                    row.routed_experts, routing, routed_tokens(found[key])
+                ).flatten()
+            )
+    except RequestRefused as refused:
+        error = str(refused)
+    raise_on_any_rank(error, world, group)
+    return torch.cat(parts)
+
+
+def _packed(mine: Mapping[int, ServerResponse]) -> Tensor:
+    """A rank's responses for the exchange."""
+    rows = mine.values()
+    return pack_rows(
+        torch.tensor(list(mine), dtype=torch.int64),
+        torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
+        torch.tensor([FINISH.index(row.reason) for row in rows], dtype=torch.int64),
+        torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int64),
+        torch.tensor([value for row in rows for value in row.logprobs], dtype=torch.float32),
+    )

@@ -1,0 +1,264 @@
+"""SGLang's HTTP interface, the part a trainer needs. SGLang itself is not imported here."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mppo.batch import Prompt, Trajectory
+from mppo.config.schema import SamplingConfig
+from mppo.rollout.sglang.http_client import JsonClient, RequestRefused, ServerLost
+
+_QUICK_S = 5.0
+
+
+@dataclass(frozen=True)
+class ServerResponse:
+    """One response as the server returned it.
+
+    ``reason``: ``stop``, ``length`` or ``abort``. ``routed_experts``: int32 values, layer by layer
+    for each routed token; None where not asked.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    reason: str
+    weight_version: str
+    routed_experts: bytes | None = None
+
+    def settled(self, stop_tokens: Collection[int]) -> ServerResponse:
+        """Itself; one that was aborted just when it had drawn a stop token has stopped."""
+        if self.reason == "abort" and self.tokens and self.tokens[-1] in stop_tokens:
+            return replace(self, reason="stop")
+        return self
+
+    def trajectory(self, prompt: Prompt) -> Trajectory:
+        """As a response to its prompt, without the experts."""
+        return Trajectory(
+            prompt,
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            self.reason,
+            int(self.weight_version),
+        )
+
+
+def sampling_parameters(
+    sampling: SamplingConfig, max_tokens: int, stop_tokens: Sequence[int]
+) -> dict[str, Any]:
+    """SGLang's names for how to sample one response."""
+    return {
+        "max_new_tokens": max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop_token_ids": list(stop_tokens),
+    }
+
+
+class SGLangApi:
+    """Calls to one SGLang server.
+
+    Args:
+        url: its address.
+        api_key: its key, or None.
+        timeout_s: longest silence in generation and weight updates.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+        self.url = url
+        self._client = JsonClient(url, api_key, timeout_s)
+        self._has_sessions = True
+
+    def is_up(self) -> bool:
+        """Whether it answers a health check at once.
+
+        Raises:
+            RequestRefused: what answers there is no SGLang server.
+        """
+        try:
+            self._client.get("/health", timeout_s=_QUICK_S)
+        except ServerLost:
+            return False
+        return True
+
+    def takes_key(self) -> bool | None:
+        """Whether it takes this client's key; a health check needs none. None: no answer."""
+        try:
+            self._client.get("/model_info", timeout_s=_QUICK_S)
+        except RequestRefused as error:
+            return error.status != 401
+        except ServerLost:
+            return None
+        return True
+
+    def weight_loaders(self) -> tuple[str, ...]:
+        """Names of the weight loaders it was started with besides SGLang's."""
+        stated = self._client.get("/server_info").get("custom_weight_loader")
+        return tuple(stated or ())
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        parameters: dict[str, Any] | Sequence[dict[str, Any]],
+        routed_experts: bool = False,
+    ) -> list[ServerResponse]:
+        """One response to each prompt, with the experts its tokens went through where asked.
+
+        Args:
+            prompts: token ids.
+            parameters: how to sample, for all or for each.
+            routed_experts: ask for them.
+
+        Raises:
+            ServerLost: no answer, or a response the server gave up on; nothing of it counts.
+        """
+        body = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": parameters,
+            "return_logprob": True,
+        }
+        if routed_experts:
+            body["return_routed_experts"] = True
+        return [self._generated(answer) for answer in self._client.post("/generate", body)]
+
+    def _generated(self, answer: dict[str, Any]) -> ServerResponse:
+        meta = answer["meta_info"]
+        reason = meta["finish_reason"]
+        if reason["type"] not in ("stop", "length", "abort"):
+            raise ServerLost(self.url, f"gave up on a response: {reason}")
+        tokens = answer["output_ids"]
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+        if len(tokens) != len(logprobs):
+            raise ServerLost(
+                self.url, f"{len(tokens)} tokens with {len(logprobs)} log-probabilities"
+            )
+        version = str(meta.get("weight_version", ""))
+        experts = meta.get("routed_experts")
+        decoded = base64.b64decode(experts) if experts else None
+        return ServerResponse(tokens, logprobs, reason["type"], version, decoded)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token but the first, at temperature 1."""
+        body = {
+            "input_ids": [list(sequence) for sequence in sequences],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answers = self._client.post("/generate", body)
+        return [[e[0] for e in a["meta_info"]["input_token_logprobs"][1:]] for a in answers]
+
+    def abort_all(self) -> None:
+        """End every running request; each is answered with what it has, as aborted."""
+        self._client.post("/abort_request", {"abort_all": True}, timeout_s=_QUICK_S)
+
+    def begin_update(self) -> None:
+        """Open a weight update, where the version has such a call; a broken-off one is closed."""
+        try:
+            self._session("/begin_weight_update", {"selector": "all"})
+        except RequestRefused as error:
+            if "already open" not in str(error):
+                raise
+            self.end_update()
+            self._session("/begin_weight_update", {"selector": "all"})
+
+    def end_update(self) -> None:
+        """Close it: the server finishes what it derives from weights."""
+        self._session("/end_weight_update", {})
+
+    def _session(self, path: str, body: dict[str, Any]) -> None:
+        if not self._has_sessions:
+            return
+        try:
+            self._succeed(path, body)
+        except RequestRefused as error:
+            if error.status != 404:
+                raise
+            self._has_sessions = False
+
+    def update_from_tensor(
+        self, payloads: Sequence[str], version: int, loader: str = "flattened_bucket"
+    ) -> None:
+        """Load one bucket, given as one serialized payload per tensor-parallel rank."""
+        self._succeed(
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": list(payloads),
+                "load_format": loader,
+                "flush_cache": True,
+                "weight_version": str(version),
+            },
+        )
+
+    def join_group(
+        self, address: str, port: int, rank_offset: int, world: int, name: str, backend: str
+    ) -> None:
+        """Have the server's ranks join a process group; returns when all members are there."""
+        self._succeed(
+            "/init_weights_update_group",
+            {
+                "master_address": address,
+                "master_port": port,
+                "rank_offset": rank_offset,
+                "world_size": world,
+                "group_name": name,
+                "backend": backend,
+            },
+        )
+
+    def leave_group(self, name: str) -> None:
+        """Have the server's ranks leave it."""
+        self._succeed("/destroy_weights_update_group", {"group_name": name})
+
+    def update_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        version: int,
+    ) -> None:
+        """Load one bucket that is broadcast as a single tensor in the group meanwhile."""
+        self._succeed(
+            "/update_weights_from_distributed",
+            {
+                "names": list(names),
+                "dtypes": list(dtypes),
+                "shapes": [list(shape) for shape in shapes],
+                "group_name": group,
+                "flush_cache": True,
+                "load_format": "flattened_bucket",
+                "weight_version": str(version),
+            },
+        )
+
+    def update_from_disk(self, folder: str, version: int) -> None:
+        """Load a Hugging Face folder the server can read."""
+        body = {"model_path": folder, "load_format": "auto", "weight_version": str(version)}
+        self._succeed("/update_weights_from_disk", body)
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Give back the device memory of ``weights`` or ``kv_cache``."""
+        self._client.post("/release_memory_occupation", {"tags": list(tags)})
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take it again."""
+        self._client.post("/resume_memory_occupation", {"tags": list(tags)})
+
+    def _succeed(self, path: str, body: dict[str, Any]) -> None:
+        try:
+            answer = self._client.post(path, body)
+        except RequestRefused as error:
+            if error.status != 404:
+                raise
+            raise RequestRefused(
+                f"{error}; this version of SGLang has no such call: serve with 0.5.21, or choose "
+                "another route (rollout.sync)",
+                error.status,
+            ) from error
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise RequestRefused(f"{self.url}{path}: {answer.get('message')}")

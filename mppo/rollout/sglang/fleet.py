@@ -1,0 +1,235 @@
+"""The SGLang servers of a run: started and owned here, or external ones by URL.
+
+A server is talked to by one rank, its head. Every rank calls the collective methods.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mppo.config.schema import RolloutConfig
+from mppo.rollout.exchange import gather_objects, raise_on_any_rank
+from mppo.rollout.sglang.api import SGLangApi
+from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
+from mppo.rollout.sglang.model_support import OWN_CLASSES
+from mppo.rollout.sglang.server_options import (
+    HOST,
+    check_installed,
+    own_server,
+    server_environment,
+    server_options,
+)
+from mppo.rollout.sglang.server_process import ServerError, ServerProcess
+from mppo.rollout.transport.checked_load import LOADER
+from mppo.rollout.transport.slice_load import SLICE_LOADER
+
+API_KEY_VARIABLE = "MPPO_ROLLOUT_API_KEY"
+_POLL_S = 0.5
+
+
+class Fleet:
+    """All servers, the processes of those started by this rank, and clients to those it heads.
+
+    Own servers are launched at once and awaited at the first ``revive``.
+
+    Args:
+        rollout: the recipe's section.
+        model_folder: what own servers read their configuration from.
+        hf_config: that configuration.
+        dtype: type of their weights.
+        rank, world: this rank and the number of ranks.
+        device: this rank's device.
+        folder: for logs and option files.
+        group: process group of the ranks; None is the default one.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        model_folder: Path,
+        hf_config: Any,
+        dtype: torch.dtype,
+        rank: int,
+        world: int,
+        device: torch.device,
+        folder: Path,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._rollout, self._rank, self._world, self._group = rollout, rank, world, group
+        self.tensor_parallel = rollout.tensor_model_parallel_size
+        on_cpu = device.type == "cpu"
+        per_server = world if on_cpu else self.tensor_parallel
+        self._model_type = hf_config.model_type
+        self.count = len(rollout.urls) or rollout.servers or max(1, world // per_server)
+        self.mine = [s for s in range(self.count) if self.head_of(s) == rank]
+        self.key = self._agreed_key()
+        self.lost: dict[int, str] = {}
+        self._asleep: dict[int, set[str]] = {}
+        self._apis: dict[int, SGLangApi] = {}
+        self._processes: dict[int, ServerProcess] = {}
+        if not rollout.urls:
+            self._launch(model_folder, hf_config, dtype, device, folder)
+
+    def head_of(self, server: int) -> int:
+        """The rank that talks to a server."""
+        return server * max(1, self._world // self.count) % self._world
+
+    def _agreed_key(self) -> str | None:
+        """The run's own key, or that of external servers from the environment."""
+        if self._rollout.urls:
+            return os.environ.get(API_KEY_VARIABLE)
+        key = secrets.token_hex(32) if self._rank == 0 else None
+        return gather_objects(key, self._world, self._group)[0]
+
+    def _launch(
+        self,
+        model_folder: Path,
+        hf_config: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        folder: Path,
+    ) -> None:
+        on_cpu = device.type == "cpu"
+        check_installed(on_cpu)
+        for server in self.mine:
+            options = server_options(
+                str(model_folder),
+                str(dtype).removeprefix("torch."),
+                self.tensor_parallel,
+                device.index or 0,
+                on_cpu,
+                self._rollout.server_args,
+                hf_config,
+                self._rollout.expert_parallel_size,
+            )
+            options["custom_weight_loader"] = [LOADER, SLICE_LOADER]
+            environment = server_environment(self.tensor_parallel, on_cpu, hf_config.model_type)
+            self._processes[server] = own_server(
+                server, options, environment, self.key or "", folder, self._rollout.start_timeout_s
+            )
+            self._processes[server].start()
+
+    @property
+    def apis(self) -> dict[int, SGLangApi]:
+        """Clients to the servers this rank heads and that are not lost."""
+        return {s: api for s, api in self._apis.items() if s not in self.lost}
+
+    def client(self, url: str) -> SGLangApi:
+        """A client to any server of the run."""
+        return SGLangApi(url, self.key, self._rollout.request_timeout_s)
+
+    def last_words(self) -> str:
+        """The end of the logs of this rank's own servers, for messages."""
+        return "".join(process.last_output() for process in self._processes.values())
+
+    def urls(self) -> dict[int, str]:
+        """Address of every server, on every rank; collective."""
+        mine = {server: api.url for server, api in self._apis.items()}
+        everyone = gather_objects(mine, self._world, self._group)
+        return dict(sorted(item for part in everyone for item in part.items()))
+
+    def revive(self) -> list[int]:
+        """Connect to new servers and restart lost ones; collective.
+
+        Returns:
+            Servers of this rank that are new, and so hold no weights.
+
+        Raises:
+            RuntimeError: on every rank, when a server does not come up.
+        """
+        new, error = [], None
+        try:
+            for server in self.mine:
+                process = self._processes.get(server)
+                if process is not None and server in self._apis and not process.alive:
+                    self.lost.setdefault(server, "its process ended")
+                if server in self._apis and server not in self.lost:
+                    continue
+                if server in self.lost and process is not None:
+                    print(f"mppo: restarting {process.name}: {self.lost[server]}", flush=True)
+                    process.stop()
+                    process.start()
+                self._apis[server] = self._connected(server)
+                self._asleep.pop(server, None)
+                self.lost.pop(server, None)
+                new.append(server)
+        except (ServerError, ValueError, OSError) as caught:
+            error = f"rank {self._rank}: {caught}"
+        raise_on_any_rank(error, self._world, self._group)
+        return new
+
+    def _connected(self, server: int) -> SGLangApi:
+        if not self._rollout.urls:
+            process = self._processes[server]
+            process.wait_until_up()
+            return self.client(f"http://{HOST}:{process.port}")
+        api = self.client(self._rollout.urls[server])
+        deadline = time.monotonic() + self._rollout.start_timeout_s
+        print(f"mppo: waiting for the SGLang server at {api.url}", flush=True)
+        try:
+            while not api.is_up():
+                if time.monotonic() > deadline:
+                    raise ServerError(
+                        f"no SGLang server answered at {api.url} (rollout.urls) within "
+                        f"{self._rollout.start_timeout_s:.0f} s (rollout.start_timeout_s)"
+                    )
+                time.sleep(_POLL_S)
+        except RequestRefused as error:
+            raise ServerError(
+                f"what answers at {api.url} (rollout.urls) is no SGLang server: {error}"
+            ) from error
+        if api.takes_key() is False:
+            raise ServerError(
+                f"the server at {api.url} (rollout.urls) does not take the key in "
+                f"{API_KEY_VARIABLE}: set that variable to its api_key"
+            )
+        if self._model_type in OWN_CLASSES and LOADER not in api.weight_loaders():
+            raise ServerError(
+                f"the server at {api.url} (rollout.urls) computes another model than the actor: "
+                f"SGLang's own class for {self._model_type} {OWN_CLASSES[self._model_type]}; start "
+                "the server by python -m mppo.serve, which gives it mppo's class"
+            )
+        return api
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether servers live on the training devices and so must give memory back."""
+        return not self._rollout.urls and self._rollout.mode == "colocated"
+
+    def sleep(self, tags: tuple[str, ...]) -> None:
+        """Give back the memory of ``tags`` on every server of this rank."""
+        self._ask(lambda server, api: api.release_memory(tags))
+        for server in self.apis:
+            self._asleep.setdefault(server, set()).update(tags)
+
+    def wake(self, tag: str) -> None:
+        """Take the memory of ``tag`` again where it was given back."""
+
+        def resume(server: int, api: SGLangApi) -> None:
+            if tag in self._asleep.get(server, ()):
+                api.resume_memory([tag])
+                self._asleep[server].discard(tag)
+
+        self._ask(resume)
+
+    def _ask(self, call: Callable[[int, SGLangApi], None]) -> None:
+        """Ask every server of this rank; one that does not answer is lost."""
+        for server, api in self.apis.items():
+            try:
+                call(server, api)
+            except ServerLost as error:
+                self.lost[server] = str(error)
+
+    def stop(self) -> None:
+        """End every own server. Idempotent."""
+        for process in self._processes.values():
+            process.stop()
+        self._processes, self._apis = {}, {}

@@ -1,0 +1,57 @@
+"""Runs a command that must not outlive the process that asked for it.
+
+``python -m mppo.rollout.sglang.guard PARENT_PID COMMAND...`` starts COMMAND in the guard's process
+group and waits. When the parent is gone in whatever way (``kill -9`` included) or COMMAND ends,
+each process of that group is killed. COMMAND dies with the guard, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+_POLL_S = 0.2
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_guard() -> None:
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere the group's kill
+    on the guard's regular ways out must do)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command until it ends or the parent is gone.
+
+    Args:
+        arguments: parent's process id, then the command.
+
+    Returns:
+        The command's exit code, never less than 1 (a server has no business ending).
+    """
+    parent, command = int(arguments[0]), arguments[1:]
+    if os.getpid() != os.getsid(0):
+        os.setsid()
+    signal.signal(signal.SIGTERM, lambda *_: _kill_group())
+    child = subprocess.Popen(command, preexec_fn=_die_with_guard)
+    while child.poll() is None and os.getppid() == parent:
+        time.sleep(_POLL_S)
+    code = child.returncode
+    if code is not None:
+        print(f"mppo: {command[0]} ended with code {code}", flush=True)
+    _kill_group()
+    return code or 1
+
+
+def _kill_group() -> None:
+    """Kill every process of the guard's process group, the guard included."""
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

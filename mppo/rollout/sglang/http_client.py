@@ -1,0 +1,146 @@
+"""JSON over HTTP to one server, from any number of threads, with kept-alive connections."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import select
+from collections import deque
+from typing import Any
+from urllib.parse import urlsplit
+
+from mppo.safety.bounded_http import bounded, parse_answer, read_body, url_problem
+from mppo.safety.foreign_text import quoted
+from mppo.safety.redact import redact_text, remember
+
+MAX_ANSWER_BYTES = 2 << 30
+"""The routed experts of a long response take a hundred megabytes."""
+
+
+class RequestRefused(RuntimeError):
+    """The server answered that the request itself is wrong; repeating it would not help.
+
+    Args:
+        why: what is wrong with it.
+        status: of the HTTP answer; None where an answer's content is what is wrong.
+    """
+
+    def __init__(self, why: str, status: int | None = None) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class ServerLost(ConnectionError):
+    """No usable answer: connection failed, time ran out, or the server reported its own failure.
+
+    Args:
+        url: the server.
+        why: what happened.
+    """
+
+    def __init__(self, url: str, why: object) -> None:
+        super().__init__(f"{url}: {why}")
+        self.url, self.why = url, str(why)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.url, self.why)
+
+
+class JsonClient:
+    """Posts JSON, reads JSON.
+
+    Args:
+        url: ``http://host:port``.
+        api_key: sent as a bearer token, unless None.
+        timeout_s: for connecting, and from the request to the end of the answer.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+        if problem := url_problem(url):
+            raise ValueError(f"{redact_text(url)!r} {problem}: write http://host:port")
+        parts = urlsplit(url)
+        self.url = url.rstrip("/")
+        self._parts, self._timeout_s = parts, timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        self._secrets = [api_key] if api_key else []
+        if api_key:
+            remember(api_key)
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._idle: deque[http.client.HTTPConnection] = deque()
+
+    def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        """Answer to a POST of ``body``.
+
+        Raises:
+            RequestRefused: status 4xx.
+            ServerLost: everything else that is no answer; safe to repeat elsewhere.
+        """
+        return self._call("POST", path, json.dumps(body or {}), timeout_s)
+
+    def get(self, path: str, timeout_s: float | None = None) -> Any:
+        """Answer to a GET; raises as ``post``."""
+        return self._call("GET", path, None, timeout_s)
+
+    def _call(self, method: str, path: str, body: str | None, timeout_s: float | None) -> Any:
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        for fresh in (False, True):
+            connection = None if fresh else self._kept()
+            reused = connection is not None
+            connection = connection or self._new()
+            try:
+                bounded(connection, limit, MAX_ANSWER_BYTES).timeout = limit
+                if connection.sock is not None:
+                    connection.sock.settimeout(limit)
+                connection.request(method, self._parts.path + path, body, self._headers)
+                answer = connection.getresponse()
+                text = read_body(answer, MAX_ANSWER_BYTES)
+            except (http.client.RemoteDisconnected, BrokenPipeError) as error:
+                # a kept-alive connection the server has closed meanwhile is no failure yet
+                connection.close()
+                if not reused:
+                    raise ServerLost(self.url, f"{path}: {error}") from error
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                late = isinstance(error, TimeoutError)
+                why = f"no answer within {limit:.0f} s" if late else quoted(str(error))
+                raise ServerLost(self.url, f"{path}: {why}") from error
+            else:
+                self._idle.append(connection)
+                return self._read(path, answer.status, text)
+        raise AssertionError("unreachable")
+
+    def _kept(self) -> http.client.HTTPConnection | None:
+        """An open connection nobody uses; those the server has closed meanwhile are dropped."""
+        while self._idle:
+            try:
+                connection = self._idle.pop()
+            except IndexError:  # another thread was faster
+                return None
+            if connection.sock is not None:
+                watch = select.poll()
+                watch.register(connection.sock, select.POLLIN)
+                if not watch.poll(0):
+                    return connection
+            connection.close()
+        return None
+
+    def _new(self) -> http.client.HTTPConnection:
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        return kind(self._parts.hostname, self._parts.port)
+
+    def _read(self, path: str, status: int, text: bytes) -> Any:
+        shown = quoted(text, self._secrets)
+        if 300 <= status < 400:
+            why = f"status {status}: redirects are not followed, give the final address"
+            raise RequestRefused(f"{self.url}{path}: {why}", status)
+        if 400 <= status < 500 and status not in (408, 429):
+            raise RequestRefused(f"{self.url}{path}: status {status}: {shown}", status)
+        if status != 200:
+            raise ServerLost(self.url, f"{path}: status {status}: {shown}")
+        if not text or text[:1] not in b'{["ntf-0123456789':
+            return None
+        try:
+            return parse_answer(text)
+        except ValueError as error:
+            raise ServerLost(self.url, f"{path}: sent no JSON ({error}): {shown}") from error

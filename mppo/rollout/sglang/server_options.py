@@ -1,0 +1,185 @@
+"""An SGLang server of our own: its options, environment and command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mppo.parallel.launch import free_port
+from mppo.rollout.sglang.api import SGLangApi
+from mppo.rollout.sglang.http_client import RequestRefused
+from mppo.rollout.sglang.model_support import (
+    CAPPED_BACKEND,
+    CPU_BACKEND,
+    MODEL_PACKAGE,
+    OWN_CLASSES,
+    sglang_settings,
+)
+from mppo.rollout.sglang.server_process import ServerProcess
+from mppo.safety.temporary import own_folder, private_file
+
+HOST = "127.0.0.1"
+_LONGEST_SOCKET_FOLDER = 90
+"""Characters; the path of a Unix socket in it may have 107."""
+_CPU_OPTIONS: dict[str, Any] = {
+    "attention_backend": CPU_BACKEND,
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 32768,
+    "max_running_requests": 256,
+    "sleep_on_idle": True,
+    "skip_server_warmup": True,  # the health check generates a token, too
+}
+
+
+def check_installed(on_cpu: bool) -> None:
+    """Refuse early where SGLang, or what it needs on a CPU, is not installed.
+
+    Raises:
+        RuntimeError: with the command that installs it.
+    """
+    if find_spec("sglang") is None:
+        fix = "make sglang-cpu" if on_cpu else 'pip install "mppo[sglang]"'
+        raise RuntimeError(f"rollout.name=sglang needs SGLang, which is not installed: {fix}")
+    if on_cpu and find_spec("sglang_cpu_compat") is None:
+        raise RuntimeError(
+            "SGLang on a CPU needs the package in extras/sglang_cpu: make sglang-cpu "
+            "(or pip install --no-deps ./extras/sglang_cpu)"
+        )
+
+
+def server_options(
+    model_path: str,
+    dtype: str,
+    tensor_parallel: int,
+    base_device: int,
+    on_cpu: bool,
+    server_args: Mapping[str, Any],
+    hf_config: Any,
+    expert_parallel: int = 1,
+    with_weights: bool = False,
+) -> dict[str, Any]:
+    """SGLang's options for a server.
+
+    Args:
+        model_path: Hugging Face folder.
+        dtype: ``float32`` or ``bfloat16``.
+        tensor_parallel: its ranks.
+        base_device: first GPU.
+        on_cpu: whether it runs on a CPU.
+        server_args: ``rollout.server_args``; wins over every default here.
+        hf_config: the folder's configuration.
+        expert_parallel: groups of its ranks that share the experts out.
+        with_weights: read the folder's weights and tokenizer; else only its configuration: weights
+            start as dummies and come by sync.
+
+    Returns:
+        Options without host, port and key.
+    """
+    given = {name.lstrip("-").replace("-", "_"): value for name, value in server_args.items()}
+    options: dict[str, Any] = {
+        "model_path": model_path,
+        "dtype": dtype,
+        "tp_size": tensor_parallel,
+        "ep_size": expert_parallel,
+        "load_format": "auto" if with_weights else "dummy",
+        "skip_tokenizer_init": not with_weights,
+        "log_level": "warning",
+        "random_seed": 0,
+    }
+    settings = sglang_settings(hf_config)
+    if settings:
+        options["json_model_override_args"] = json.dumps(settings)
+    if on_cpu:
+        options |= {"device": "cpu", **_CPU_OPTIONS}
+    else:
+        options |= {"base_gpu_id": base_device, "enable_memory_saver": True}
+        if getattr(hf_config, "attn_logit_softcapping", None):
+            options["attention_backend"] = CAPPED_BACKEND
+    return options | given
+
+
+def server_environment(tensor_parallel: int, on_cpu: bool, model_type: str) -> dict[str, str]:
+    """Variables a server of a model of that type needs."""
+    variables = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    if model_type in OWN_CLASSES:
+        variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODEL_PACKAGE
+    if len(str(own_folder())) <= _LONGEST_SOCKET_FOLDER:
+        variables["TMPDIR"] = str(own_folder())  # SGLang leaves its sockets there
+        compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
+    if on_cpu:
+        threads = os.environ.get("MPPO_SGLANG_THREADS", "1")
+        variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads}
+        # the few lines SGLang compiles for a GPU's sake keep a C++ compiler busy for half a minute
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+        if tensor_parallel > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            bound = [str(cores[i % len(cores)]) for i in range(tensor_parallel)]
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+    return variables
+
+
+def launch_command(options: Mapping[str, Any]) -> list[str]:
+    """SGLang's command line.
+
+    The options go through a file that only this user can read, in this process's temporary folder:
+    the process table must not show the key.
+
+    Args:
+        options: SGLang's, with host, port and key.
+    """
+    config = own_folder() / f"server_{options['port']}.yaml"
+    content = {name.replace("_", "-"): value for name, value in options.items()}
+    private_file(config, yaml.safe_dump(content))
+    return [sys.executable, "-m", "sglang.launch_server", "--config", str(config)]
+
+
+def own_server(
+    index: int,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str],
+    api_key: str,
+    folder: Path,
+    start_timeout_s: float,
+) -> ServerProcess:
+    """A server not yet started.
+
+    Args:
+        index: which of the run's servers.
+        options: from ``server_options``.
+        environment: from ``server_environment``.
+        api_key: what clients must present.
+        folder: for its log.
+        start_timeout_s: how long it may take to come up.
+    """
+
+    def command(port: int) -> list[str]:
+        # SGLang draws this one long before it listens, from where connections take theirs
+        shown = {"nccl_port": free_port(), **options}
+        content = {**shown, "host": HOST, "port": port, "api_key": api_key}
+        return launch_command(content)
+
+    return ServerProcess(
+        name=f"SGLang server {index}",
+        command=command,
+        environment=environment,
+        log=folder / f"server_{index}.log",
+        is_up=lambda port: is_ours(SGLangApi(f"http://{HOST}:{port}", api_key, 5.0)),
+        start_timeout_s=start_timeout_s,
+    )
+
+
+def is_ours(api: SGLangApi) -> bool:
+    """Whether the server of a client is up, and nothing else that took the same port."""
+    try:
+        return api.is_up() and api.takes_key() is True
+    except RequestRefused:
+        return False

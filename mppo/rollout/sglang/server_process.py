@@ -1,0 +1,173 @@
+"""A server process owned by this rank: start, watch, stop, start again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from mppo.parallel.launch import free_port
+from mppo.safety.temporary import SHARED_MEMORY, note
+
+_POLL_S = 0.1
+_TAIL_LINES = 25
+_STARTS = 3
+"""How often a server that is killed while starting is started in all."""
+
+_EXITED = re.compile(r"mppo: .* ended with code \d+")
+"""Last words of the guard of a server that ended by itself."""
+_BAD_OPTION = re.compile(r"\S.*?: error: (.*)")
+"""How argparse ends a program that got options it cannot take."""
+_LAUNCHER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+)  # fmt: skip
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "SLURM_", "PMI_", "PMIX_", "OMPI_")
+
+
+class ServerError(RuntimeError):
+    """A server that did not come up, or is gone."""
+
+
+def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without what a launcher told this rank, and with ``extra``."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+    return {**kept, **extra}
+
+
+def _descendants(pid: int) -> list[int]:
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def _mapped(pid: int) -> set[Path]:
+    """Files in shared memory that a process has mapped; none where that cannot be seen."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        paths = {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED_MEMORY}/" in line}
+        return {path for path in paths if path.exists()}
+    return set()
+
+
+class ServerProcess:
+    """One server under a guard, in a process group of its own.
+
+    The guard kills the server's whole process group when this process ends in any way.
+
+    Args:
+        name: what to call it in messages.
+        command: makes the command line for a fresh port.
+        environment: variables it gets besides this process's.
+        log: file its output goes to (appended).
+        is_up: asks the server whether it answers, given the port.
+        start_timeout_s: how long it may take to come up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[int], Sequence[str]],
+        environment: Mapping[str, str],
+        log: Path,
+        is_up: Callable[[int], bool],
+        start_timeout_s: float,
+    ) -> None:
+        self.name, self.log = name, log
+        self.port = 0
+        self._command, self._environment, self._is_up = command, environment, is_up
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Launch it; does not wait until it answers."""
+        assert self._process is None, "already started"
+        self.port = free_port()
+        guard = [sys.executable, "-m", "mppo.rollout.sglang.guard", str(os.getpid())]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*guard, *self._command(self.port)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=clean_environment(self._environment),
+                start_new_session=True,
+            )
+
+    def wait_until_up(self) -> None:
+        """Block until it answers; one that is killed meanwhile is started again.
+
+        Raises:
+            ServerError: it ended, or stayed silent for ``start_timeout_s``; with its last output.
+        """
+        starts, deadline = 1, time.monotonic() + self._start_timeout_s
+        print(f"mppo: waiting for {self.name} (its output: {self.log})", flush=True)
+        while not self._is_up(self.port):
+            if not self.alive and starts < _STARTS and self._was_killed():
+                print(f"mppo: {self.name} was killed while starting: starting it again", flush=True)
+                self.stop()
+                self.start()
+                starts, deadline = starts + 1, time.monotonic() + self._start_timeout_s
+            if not self.alive:
+                refused = self._refused_options()
+                why = f"{refused} (rollout.server_args)" if refused else self.last_output()
+                raise ServerError(f"{self.name} ended while starting{why}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise ServerError(
+                    f"{self.name} did not answer within {self._start_timeout_s:.0f} s "
+                    f"(rollout.start_timeout_s){self.last_output()}"
+                )
+            time.sleep(_POLL_S)
+        self._note_shared_memory()
+
+    def _note_shared_memory(self) -> None:
+        """Have the shared memory of its processes removed: a killed server leaves it behind."""
+        assert self._process is not None
+        for process in (self._process.pid, *_descendants(self._process.pid)):
+            for path in _mapped(process):
+                note(path)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs (it may hang)."""
+        return self._process is not None and self._process.poll() is None
+
+    def _was_killed(self) -> bool:
+        """Whether a signal ended it, or its guard: it might come up another time."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return not (lines and _EXITED.fullmatch(lines[-1]))
+
+    def _refused_options(self) -> str:
+        """What it said of options it does not know, without the list of those it knows."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        said = [match[1] for line in lines if (match := _BAD_OPTION.match(line))]
+        return f": {said[-1]}" if said else ""
+
+    def last_output(self) -> str:
+        """The end of its log, for messages."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        tail = "\n  ".join(lines[-_TAIL_LINES:])
+        return f"; the end of {self.log}:\n  {tail}" if tail else f"; {self.log} is empty"
+
+    def stop(self) -> None:
+        """Kill the whole process group and reap the guard. Idempotent."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None

@@ -1,0 +1,74 @@
+"""Choosing the route of the weights by ``rollout.sync``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from mppo.config.schema import RolloutConfig
+from mppo.parallel import device as device_seam
+from mppo.parallel.launch import LOOPBACK, address_towards, own_address
+from mppo.rollout.sglang.fleet import Fleet
+from mppo.rollout.sglang.server_options import HOST
+from mppo.rollout.transport.sync import (
+    DiskTransport,
+    DistributedTransport,
+    TensorTransport,
+    WeightTransport,
+)
+
+
+def make_transport(
+    rollout: RolloutConfig,
+    fleet: Fleet,
+    device: torch.device,
+    folder: Path,
+    hf_folder: Path,
+    rank: int,
+    world: int,
+) -> WeightTransport:
+    """The route of whole tensors; collective.
+
+    Args:
+        rollout: the recipe's section.
+        fleet: the run's servers.
+        device: where the stream's tensors are.
+        folder: for what servers find wrong, and weights synced by disk.
+        hf_folder: model folder.
+        rank, world: this rank and the number of ranks.
+    """
+    tensor_parallel = fleet.tensor_parallel
+    if rollout.sync == "disk":
+        return DiskTransport((folder / "weights").resolve(), hf_folder, writes=rank == 0)
+    if rollout.sync == "distributed":
+        return DistributedTransport(
+            device,
+            device_seam.backend(),
+            tensor_parallel,
+            _address(rollout),
+            rollout.request_timeout_s,
+        )
+    group = None
+    if device.type != "cpu" and tensor_parallel > 1:
+        # the ranks whose GPUs one server shares
+        for first in range(0, world, tensor_parallel):
+            ranks = list(range(first, first + tensor_parallel))
+            made = dist.new_group(ranks)
+            group = made if rank in ranks else group
+    report = None
+    if not rollout.urls:
+        report = (folder / f"refused_{rank}.txt").resolve()
+        report.unlink(missing_ok=True)
+    checked = rollout.verify_sync == "checksum"
+    return TensorTransport(device, tensor_parallel, group, report, checked)
+
+
+def _address(rollout: RolloutConfig) -> str:
+    """Where the servers reach this rank: loopback if all of them are on this machine."""
+    towards = {address_towards(urlsplit(url).hostname or HOST) for url in rollout.urls}
+    if towards <= {LOOPBACK}:
+        return HOST
+    return towards.pop() if len(towards) == 1 else own_address()

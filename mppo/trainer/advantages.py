@@ -1,0 +1,266 @@
+"""From the models' outputs to what the update trains on: rewards, advantages, returns, weights.
+
+Pure, on CPU tensors; every rank runs it on the same batch and gets the same Experience.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mppo.algos.advantages import gae, length_adaptive_lambda, reward_to_go
+from mppo.algos.group_baselines import OUTCOME_ESTIMATORS, OutcomeOptions
+from mppo.algos.kl import kl_estimate
+from mppo.algos.kl_controller import KLController
+from mppo.algos.masked import (
+    expand_to_tokens,
+    masked_whiten,
+    masked_whiten_by_group,
+    place_at_last,
+    sequence_mean,
+    sequence_sum,
+)
+from mppo.algos.reward_normalization import (
+    RewardStats,
+    ScoreScale,
+    batch_scale,
+    group_scale,
+)
+from mppo.algos.rollout_correction import (
+    icepop,
+    importance_weights,
+    normalize_weights,
+    rejection_mask,
+    truncate_weights,
+    veto_mask,
+)
+from mppo.batch import Batch, Experience, ModelOutputs
+from mppo.config.algorithm import (
+    AlgorithmConfig,
+    KLControlConfig,
+    RolloutCorrectionConfig,
+    ScoreNormalizationConfig,
+)
+
+
+def needs_greedy_baseline(algorithm: AlgorithmConfig) -> bool:
+    """Whether the estimator needs the score of a greedy response to each prompt (remax)."""
+    return algorithm.adv_estimator == "remax"
+
+
+def kl_controller(config: KLControlConfig) -> KLController:
+    """The controller a recipe asks for."""
+    return KLController(config.type, config.kl_coef, config.target_kl, config.horizon)
+
+
+def reward_kl(outputs: ModelOutputs, algorithm: AlgorithmConfig) -> Tensor:
+    """Per-token KL between actor and reference, as ``algorithm.kl_penalty`` says: float ``[T]``."""
+    kl_T = kl_estimate(
+        outputs.logprobs_T, outputs.ref_logprobs_T, algorithm.kl_penalty, outputs.full_kl_T
+    )
+    return torch.where(outputs.batch.response_mask_T > 0, kl_T, 0.0)
+
+
+def current_kl(outputs: ModelOutputs, algorithm: AlgorithmConfig) -> float:
+    """What the KL controller is told: mean over sequences of the mean over tokens (verl)."""
+    batch = outputs.batch
+    kl_T = reward_kl(outputs, algorithm)
+    kl_B = sequence_mean(kl_T, batch.response_mask_T, batch.cu_seqlens)
+    return kl_B.mean().item() if len(kl_B) else 0.0
+
+
+def normalize_scores(
+    batch: Batch, baseline_B: Tensor, algorithm: AlgorithmConfig, reward_stats: RewardStats
+) -> tuple[Batch, Tensor]:
+    """Scores, and what they are compared with, as ``algorithm.normalize_scores`` says.
+
+    Args:
+        batch: scored.
+        baseline_B: float32 ``[B]``, scores of greedy responses; or empty.
+        algorithm: mode, and the given mean and deviation.
+        reward_stats: of the run's scores so far, this batch's among them.
+
+    Returns:
+        The batch with its scores, and the baseline, on one scale; both as they were where the mode
+        is off.
+    """
+    if algorithm.normalize_scores.mode == "off":
+        return batch, baseline_B
+    scale = _score_scale(batch, algorithm.normalize_scores, reward_stats)
+    baseline_B = scale(baseline_B) if len(baseline_B) else baseline_B
+    return replace(batch, scores_B=scale(batch.scores_B)), baseline_B
+
+
+def _score_scale(
+    batch: Batch, config: ScoreNormalizationConfig, reward_stats: RewardStats
+) -> ScoreScale:
+    if config.mode == "given":
+        return ScoreScale(config.mean, config.std)
+    if config.mode == "batch":
+        return batch_scale(batch.scores_B)
+    if config.mode == "group":
+        return group_scale(batch.scores_B, batch.group_B)
+    return reward_stats.scale()
+
+
+def estimate(
+    outputs: ModelOutputs,
+    algorithm: AlgorithmConfig,
+    kl_coef: float,
+    *,
+    baseline_scores_B: Tensor | None = None,
+) -> Experience:
+    """Rewards, advantages, returns and loss weights of a batch.
+
+    Args:
+        outputs: the batch with log-probabilities and values.
+        algorithm: estimator, whitening, KL in the reward, rollout correction.
+        kl_coef: coefficient of the KL in the reward now (the controller's).
+        baseline_scores_B: float32 ``[B]``, the score of a greedy response to the same prompt, on
+            the scale of the batch's scores; needed for ``remax``.
+
+    Returns:
+        Experience. With ``bypass_mode`` its old log-probabilities are the engine's.
+
+    Raises:
+        ValueError: something needed was not given.
+    """
+    batch = outputs.batch
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    penalty_T = torch.zeros_like(mask_T)
+    if algorithm.use_kl_in_reward:
+        penalty_T = -kl_coef * reward_kl(outputs, algorithm)
+    rewards_T = penalty_T + place_at_last(batch.scores_B, batch.value_mask_T, cu_seqlens)
+    advantages_T, returns_T = _advantages(outputs, algorithm, rewards_T, baseline_scores_B)
+    if algorithm.whitens:
+        advantages_T = _whitened(advantages_T, returns_T, batch, algorithm)
+    correction = algorithm.rollout_correction
+    weight_T = correction_weights(outputs, correction)
+    if algorithm.mask_truncated:
+        weight_T = weight_T * expand_to_tokens(~batch.truncated_B, cu_seqlens)
+    if algorithm.score_after_end:
+        trained_B = sequence_sum((weight_T != 0).to(mask_T.dtype), cu_seqlens) > 0
+        weight_T = weight_T + batch.end_mask_T * expand_to_tokens(trained_B, cu_seqlens)
+    if correction.bypass_mode:
+        outputs = replace(outputs, logprobs_T=batch.rollout_logprobs_T, has_actor_logprobs=False)
+    return Experience(outputs, rewards_T, advantages_T, returns_T, weight_T)
+
+
+def _whitened(
+    advantages_T: Tensor, returns_T: Tensor, batch: Batch, algorithm: AlgorithmConfig
+) -> Tensor:
+    """Advantages whitened over the batch or over each prompt's group; may reuse their memory."""
+    mask_T, unbiased = batch.response_mask_T, algorithm.whiten_unbiased
+    if algorithm.whiten_over == "group":
+        return masked_whiten_by_group(
+            advantages_T, mask_T, batch.cu_seqlens, batch.group_B, unbiased
+        )
+    own = advantages_T if advantages_T is not returns_T else None
+    return masked_whiten(advantages_T, mask_T, unbiased=unbiased, out=own)
+
+
+def _advantages(
+    outputs: ModelOutputs,
+    algorithm: AlgorithmConfig,
+    rewards_T: Tensor,
+    baseline_scores_B: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages before whitening, and returns, by the recipe's estimator."""
+    batch = outputs.batch
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    if algorithm.whiten_rewards:
+        rewards_T = masked_whiten(rewards_T, batch.value_mask_T, shift_mean=False)
+    if algorithm.uses_critic:
+        return _gae_advantages(outputs, algorithm, rewards_T)
+    if algorithm.adv_estimator == "reinforce_plus_plus":
+        returns_T = reward_to_go(rewards_T, mask_T, cu_seqlens, algorithm.gamma)
+        return returns_T, returns_T
+    if needs_greedy_baseline(algorithm):
+        if baseline_scores_B is None:
+            raise ValueError(
+                "adv_estimator 'remax' needs baseline_scores_B: the score of a greedy response to "
+                "each prompt"
+            )
+        returns_T = reward_to_go(rewards_T, mask_T, cu_seqlens, 1.0)
+        baseline_T = expand_to_tokens(baseline_scores_B.to(returns_T.dtype), cu_seqlens)
+        return (returns_T - baseline_T) * mask_T, returns_T
+    length_B = sequence_sum(mask_T, cu_seqlens)
+    # an empty response has no token that could carry its score
+    outcome_B = torch.where(length_B > 0, sequence_sum(rewards_T, cu_seqlens), batch.scores_B)
+    formula = OUTCOME_ESTIMATORS[algorithm.adv_estimator]
+    options = OutcomeOptions(algorithm.norm_adv_by_std_in_grpo, algorithm.f_norm)
+    advantage_B = formula(outcome_B, batch.group_B, length_B, options)
+    advantages_T = expand_to_tokens(advantage_B, cu_seqlens) * mask_T
+    return advantages_T, advantages_T
+
+
+def _gae_advantages(
+    outputs: ModelOutputs, algorithm: AlgorithmConfig, rewards_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """GAE, with its own lambda for the value's target where one is asked for."""
+    batch = outputs.batch
+    mask_T, cu_seqlens = batch.value_mask_T, batch.cu_seqlens
+    values_T = torch.where(mask_T > 0, outputs.values_T, 0.0)
+    lam: float | Tensor = algorithm.lam
+    if algorithm.lam_length_adaptive_alpha is not None:
+        length_B = sequence_sum(batch.response_mask_T, cu_seqlens)
+        lam = length_adaptive_lambda(length_B, algorithm.lam_length_adaptive_alpha)
+    advantages_T = gae(rewards_T, values_T, mask_T, cu_seqlens, algorithm.gamma, lam)
+    value_advantages_T = advantages_T
+    if algorithm.lam_value is not None:
+        value_advantages_T = gae(
+            rewards_T, values_T, mask_T, cu_seqlens, algorithm.gamma, algorithm.lam_value
+        )
+    returns_T = value_advantages_T + values_T
+    if algorithm.score_after_end:
+        advantages_T = advantages_T * batch.response_mask_T
+    return advantages_T, returns_T
+
+
+def correction_weights(outputs: ModelOutputs, correction: RolloutCorrectionConfig) -> Tensor:
+    """``loss_weight_T``: the response mask times importance weights, 0 where rejected.
+
+    Args:
+        outputs: log-probabilities of actor and engine.
+        correction: what to do about their gap.
+
+    Returns:
+        float32 ``[T]``.
+
+    Raises:
+        ValueError: ``bypass_mode`` with importance weights: the policy's ratio, taken against the
+            engine, already is that weight.
+    """
+    batch = outputs.batch
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    log_ratio_T = outputs.logprobs_T - batch.rollout_logprobs_T
+    weight_T = mask_T.clone()
+    if correction.rollout_is != "off":
+        if correction.bypass_mode:
+            raise ValueError(
+                f"rollout_correction.rollout_is={correction.rollout_is!r} with bypass_mode: the "
+                "ratio is then taken against the engine and already corrects; set rollout_is: off"
+            )
+        upper, lower = correction.rollout_is_threshold, correction.rollout_is_lower
+        weight_T = importance_weights(log_ratio_T, mask_T, cu_seqlens, correction.rollout_is)
+        if correction.rollout_is_mode == "mask":
+            weight_T = icepop(weight_T, upper, 1.0 / upper if lower is None else lower)
+        else:
+            weight_T = truncate_weights(weight_T, upper, lower)
+        if correction.rollout_is_batch_normalize:
+            weight_T = normalize_weights(weight_T, mask_T, cu_seqlens, correction.rollout_is)
+    if correction.rollout_rs != "off":
+        weight_T = weight_T * rejection_mask(
+            log_ratio_T,
+            mask_T,
+            cu_seqlens,
+            correction.rollout_rs,
+            correction.rollout_rs_threshold,
+            correction.rollout_rs_threshold_lower,
+        )
+    if correction.rollout_token_veto_threshold is not None:
+        threshold = correction.rollout_token_veto_threshold
+        weight_T = weight_T * veto_mask(log_ratio_T, mask_T, cu_seqlens, threshold)
+    return weight_T

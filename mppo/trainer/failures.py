@@ -1,0 +1,128 @@
+"""What a failure says to the user: phase, sizes, and the recipe keys that would help."""
+
+from __future__ import annotations
+
+import errno
+from dis import opmap
+from pathlib import Path
+
+import torch
+
+from mppo.config.schema import Recipe
+from mppo.parallel import device
+
+_PACKAGE = Path(__file__).parents[1]
+_CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+
+_STORAGE = {
+    errno.ENOSPC: ("the disk is full", "free some space, or use another disk"),
+    errno.EDQUOT: ("your quota on this disk is used up", "free some space, or use another disk"),
+    errno.EROFS: ("the file system is read-only", "make it writable, or use another disk"),
+    errno.EFBIG: ("the file is longer than this process may write", "raise ulimit -f"),
+    errno.EIO: ("the disk failed to read or write", "see the system's log, or use another disk"),
+    errno.ESTALE: ("the network file system lost the file", "mount it again"),
+}
+
+
+def storage_message(error: BaseException) -> str | None:
+    """What is wrong with the disk and what to do; None for errors of another kind."""
+    if not isinstance(error, OSError) or error.errno not in _STORAGE:
+        return None
+    why, fix = _STORAGE[error.errno]
+    where = f": {error.filename}" if error.filename else ""
+    return (
+        f"{why}{where}; {fix} (trainer.default_local_dir). Started again, the run goes on from "
+        "its newest complete checkpoint"
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU_ALLOCATOR)
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether an error's own text says all there is to say, so that a traceback adds nothing."""
+    known = isinstance(error, RuntimeError) or storage_message(error) is not None
+    return known or is_bad_input(error)
+
+
+def is_bad_input(error: BaseException) -> bool:
+    """Whether an error is mppo's own word on something it was given: a ``ValueError`` that a
+    ``raise`` in this package made. Others come from calls that nobody expected to fail."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not isinstance(error, ValueError):
+        return False
+    code = last.tb_frame.f_code
+    raised = code.co_code[last.tb_lasti] == opmap["RAISE_VARARGS"]
+    return raised and Path(code.co_filename).is_relative_to(_PACKAGE)
+
+
+def advice(phase: str, recipe: Recipe) -> list[str]:
+    """Recipe keys that take less memory in a phase, with their present values.
+
+    Args:
+        phase: ``mppo.supervision.phase.current()`` of the rank that failed.
+        recipe: the recipe of the run.
+    """
+    for marker, keys in _keys_by_phase(phase).items():
+        if marker in phase:
+            return [f"{key} (now {_value(recipe, key)}): {how}" for key, how in keys]
+    return []
+
+
+def _keys_by_phase(phase: str) -> dict[str, list[tuple[str, str]]]:
+    role = next((name for name in ("critic", "ref", "actor") if name in phase), "actor")
+    layout = [
+        (f"{role}.megatron.tensor_model_parallel_size", "raise"),
+        (f"{role}.megatron.pipeline_model_parallel_size", "raise"),
+    ]
+    chunk = (f"{role}.head_chunk_tokens", "lower")
+    return {
+        "updating": [
+            (f"{role}.ppo_micro_batch_size_per_gpu", "lower"),
+            (f"{role}.ppo_max_token_len_per_gpu", "lower, with use_dynamic_bsz=true"),
+            (f"{role}.megatron.recompute_granularity", "set to full"),
+            (f"{role}.megatron.use_distributed_optimizer", "set to true"),
+            chunk,
+            *layout,
+        ],
+        "computing": [
+            (f"{role}.log_prob_micro_batch_size_per_gpu", "lower"),
+            (f"{role}.log_prob_max_token_len_per_gpu", "lower, with use_dynamic_bsz=true"),
+            chunk,
+            *layout,
+        ],
+        "weight sync": [("rollout.sync_bucket_mb", "lower")],
+        "gen": [
+            ("rollout.batch_size", "lower"),
+            ("data.max_response_length", "lower"),
+            ("rollout.tensor_model_parallel_size", "raise"),
+            ("rollout.server_args", "lower mem_fraction_static"),
+        ],
+        "testing": [("data.val_batch_size", "lower"), ("rollout.batch_size", "lower")],
+        "save_checkpoint": [("trainer.async_save", "set to false: no copy in host memory")],
+        "building": [
+            *layout,
+            (f"{role}.megatron.use_distributed_optimizer", "set to true"),
+            ("model.dtype", "set to bfloat16"),
+        ],
+    }
+
+
+def _value(recipe: Recipe, key: str) -> object:
+    value: object = recipe
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def out_of_memory_message(phase: str, recipe: Recipe) -> str:
+    """Memory in use, and what would take less."""
+    lines = [f"out of memory in: {phase}; {device.memory_summary()}"]
+    lines += [f"  {line}" for line in advice(phase, recipe)]
+    return "\n".join(lines)

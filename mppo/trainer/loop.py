@@ -1,0 +1,214 @@
+"""One PPO iteration, on one screen: generate, score, compute, estimate, update, sync."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from mppo.batch import Batch, Experience, Trajectory
+from mppo.report.console import SampleRow
+from mppo.report.history import Metrics
+from mppo.rewards.division import ScoringError
+from mppo.rewards.judgement import Judgement
+from mppo.rollout.engine import WeightSource
+from mppo.safety.redact import redact
+from mppo.supervision import stop_request
+from mppo.supervision.first_rank import on_first_rank
+from mppo.supervision.phase import phase
+from mppo.supervision.stop_request import StepInterrupted
+from mppo.trainer.advantages import current_kl, estimate, normalize_scores
+from mppo.trainer.forward_phase import ForwardPhase
+from mppo.trainer.metrics import (
+    balance_metrics,
+    experience_metrics,
+    kl_metrics,
+    mismatch_metrics,
+    performance_metrics,
+    score_metrics,
+    validation_metrics,
+)
+from mppo.trainer.replay_case import MODELS, ReplayCase, keep_case
+from mppo.trainer.rollout_stage import (
+    DynamicSampling,
+    ScoredRollout,
+    generate,
+    generate_batch,
+    prefetch_next,
+    score,
+    show_errors,
+    wait_for_prefetch,
+)
+from mppo.trainer.run import Run
+from mppo.trainer.selection import resample_experience
+from mppo.trainer.update_phase import NonFiniteStep, UpdatePhase
+
+
+def train(run: Run) -> None:
+    """All iterations, with validation before the first and every ``trainer.test_freq`` steps."""
+    trainer = run.recipe.trainer
+    done = run.checkpoints.resume(run.folder.found)
+    run.folder.begin()
+    on_first_rank(partial(run.reporter.start, done))
+    sync_weights(run, version=done)
+    if trainer.val_before_train and not done:
+        with suppress(StepInterrupted):  # the first step will be left as well
+            run.reporter.log(0, validate(run, step=0))
+        run.seconds.clear()
+    for step in range(done + 1, run.total_steps + 1):
+        run.checkpoints.before_step()
+        try:
+            with rescuing(run, step):
+                metrics = iterate(run, step)
+        except StepInterrupted as reason:
+            with run.stage("save_checkpoint", step):
+                run.checkpoints.leave(step, reason)
+            break
+        last = step == run.total_steps
+        if trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
+            # left by request, the step is done all the same, and after_step stops the run
+            with suppress(StepInterrupted), rescuing(run, step, metrics):
+                metrics |= validate(run, step)
+        run.reporter.log(step, metrics)
+        run.seconds.clear()
+        with run.stage("save_checkpoint", step):
+            if run.checkpoints.after_step(step, last, metrics):
+                break
+
+
+@contextmanager
+def rescuing(run: Run, step: int, metrics: Metrics | None = None) -> Iterator[None]:
+    """Save what is done, should responses not be judged: the run ends, and can be resumed.
+
+    ``metrics``: of the step, where it is done.
+    """
+    try:
+        yield
+    except ScoringError:
+        if metrics is not None:
+            run.reporter.log(step, metrics)
+        with run.stage("save_checkpoint", step):
+            run.checkpoints.rescue(step, metrics)
+        raise
+
+
+def iterate(run: Run, step: int) -> dict[str, float]:
+    """One iteration; its metrics.
+
+    At every ``stop_request.sync`` all ranks leave the step if the run is asked to stop. The rollout
+    engine has one more while it waits for responses.
+    """
+    recipe, algorithm = run.recipe, run.recipe.algorithm
+    sampling = DynamicSampling(recipe)
+    while sampling.needs_more:
+        with run.stage("gen", step):
+            responses = generate_batch(run, step, last=sampling.is_last)
+        with run.stage("reward", step):
+            sampling.add(score(run, responses, step))
+            stop_request.sync()
+    if sampling.ended_early:
+        with run.stage("gen", step):
+            prefetch_next(run, step)
+    scored, sampling_metrics = sampling.result()
+    run.reward_stats.merge(scored.batch.scores_B)
+    batch, baseline_B = normalize_scores(
+        scored.batch, scored.baseline_B, algorithm, run.reward_stats
+    )
+    with run.stage("log_probs", step):
+        forward = ForwardPhase(run.roles, batch)
+        for role in forward.order:
+            forward.compute(role)
+            stop_request.sync()
+        outputs = forward.outputs()
+    with run.stage("adv", step):
+        experience = estimate(outputs, algorithm, run.kl.coef, baseline_scores_B=baseline_B)
+        experience = resample_experience(experience, algorithm, seed=recipe.trainer.seed + step)
+    run.checkpoints.before_update()
+    with run.stage("update", step), keeping_offender(run, experience, step):
+        actor_frozen = step <= recipe.trainer.critic_warmup
+        update, began = UpdatePhase(run.roles, experience, step, actor_frozen), time.monotonic()
+        for done, actions in enumerate(update.rounds):
+            if done:
+                stop_request.sync_between_updates(done, len(update.rounds), began)
+            update.run_round(actions)
+        update_metrics = update.metrics()
+    prefetch_metrics = wait_for_prefetch(run, step)
+    with run.stage("update_weights", step):
+        sync_weights(run, version=step)
+    show_samples(run, step, scored)
+    kl = current_kl(outputs, algorithm)
+    metrics = sampling_metrics | prefetch_metrics | experience_metrics(experience) | update_metrics
+    metrics |= score_metrics(scored.batch, recipe) | kl_metrics(kl, run.kl.coef, recipe.actor)
+    metrics |= mismatch_metrics(outputs, step) | run.engine.sync_metrics()
+    run.kl.update(kl, batch.num_sequences)
+    return metrics | run_metrics(run, batch, step)
+
+
+@contextmanager
+def keeping_offender(run: Run, experience: Experience, step: int) -> Iterator[None]:
+    """Keep the batch and the models of a step that was not finite, for ``mppo-replay``."""
+    try:
+        yield
+    except NonFiniteStep as fault:
+        folder = run.reporter.run_dir / "nonfinite" / f"step_{step}"
+        model, recipe = str(run.roles.actor.spec.folder), redact(run.recipe.model_dump(mode="json"))
+        keep_case(folder, ReplayCase(step, fault.mini_batch, model, recipe), experience)
+        run.checkpoints.save_roles(folder / MODELS)
+        raise RuntimeError(f"{fault}; kept for mppo-replay: {folder}") from fault
+
+
+def run_metrics(run: Run, batch: Batch, step: int) -> dict[str, float]:
+    """Times, sizes and counters of the step that ends."""
+    roles = run.roles
+    metrics = performance_metrics(batch, step, run.seconds, roles.seconds)
+    metrics |= balance_metrics(batch.lengths_B.tolist(), roles.actor.layout.dp)
+    return metrics | {
+        "lr": roles.actor.optimizer.learning_rate,
+        "training/epoch": run.prompts.epoch,
+        "training/skipped_steps": float(roles.skipped_steps),
+    }
+
+
+def sync_weights(run: Run, version: int) -> None:
+    """Bring the actor's weights to the rollout engine."""
+    bucket_bytes = run.recipe.rollout.sync_bucket_mb << 20
+    with phase("weight sync"):
+        run.engine.wake()
+        actor = run.roles.actor
+        weights = WeightSource(lambda: actor.weights.stream(bucket_bytes), actor.weights.slices)
+        run.engine.update_weights(weights, version)
+
+
+def validate(run: Run, step: int) -> dict[str, float]:
+    """Scores on the held-out prompts, over all and by data source."""
+    if not len(run.validation):
+        return {}
+    prompts = run.validation.prompts
+    size = run.recipe.data.val_batch_size or len(prompts)
+    trajectories: list[Trajectory] = []
+    judged: list[Judgement] = []
+    with run.stage("testing", step):
+        for first in range(0, len(prompts), size):
+            part = prompts[first : first + size]
+            found = generate(run, part, run.recipe.rollout.validation, step=0)
+            trajectories += found
+            judged += run.scorer.score(found)
+    show_errors(run.reporter, step, judged)
+    timing = {"timing_s/testing": run.seconds["testing"]}
+    return timing | validation_metrics(trajectories, judged)
+
+
+def show_samples(run: Run, step: int, scored: ScoredRollout) -> None:
+    """A table of completions at the start, in the middle and at the end of the run."""
+    if step not in (1, (run.total_steps + 1) // 2, run.total_steps):
+        return
+    shown = scored.trajectories[: run.recipe.trainer.sample_table_rows]
+    texts = run.tokenizer.batch_decode(
+        [list(t.response_ids) for t in shown], skip_special_tokens=True
+    )
+    rows = [
+        SampleRow(t.prompt.text, text, t.prompt.ground_truth, float(reward))
+        for t, text, reward in zip(shown, texts, scored.batch.scores_B)
+    ]
+    run.reporter.samples(step, rows)

@@ -1,0 +1,303 @@
+"""All metrics of a step, under verl's names, and TRL's where it has its own for the same number.
+
+A number has one name here; ``docs/configuration.md`` lists TRL's aliases.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import psutil
+import torch
+from torch import Tensor
+
+from mppo.algos import rollout_correction
+from mppo.algos.masked import masked_var, sequence_sum
+from mppo.batch import Batch, Experience, ModelOutputs, Trajectory
+from mppo.config.schema import ActorConfig, Recipe
+from mppo.parallel import device
+from mppo.pipeline.microbatches import partition
+from mppo.rewards.judgement import UNSCORED, Judgement
+
+
+def experience_metrics(experience: Experience) -> dict[str, float]:
+    """Scores, rewards, advantages, returns, values, lengths, mismatch and objective.
+
+    ``critic/score/*`` and ``critic/rewards/*`` are over sequences (a sequence's reward is the sum
+    of its tokens'), ``critic/advantages|returns|values/*`` over response tokens.
+    ``critic/vf_explained_var`` is ``1 - var(returns - values) / var(returns)``.
+    ``objective/kl`` and ``objective/entropy`` are sums over a response's tokens of
+    ``log pi - log pi_ref`` and ``-log pi``, averaged over responses; ``objective/rlhf_reward`` is
+    ``objective/scores + objective/non_score_reward``.
+
+    Args:
+        experience: the whole batch, the same on every rank.
+
+    Returns:
+        Metric name to number; all finite, also for a batch without a response token.
+    """
+    outputs = experience.old
+    batch = outputs.batch
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    inside_T = mask_T > 0
+    length_B = sequence_sum(mask_T, cu_seqlens)
+    reward_B = sequence_sum(experience.rewards_T, cu_seqlens)
+    metrics: dict[str, float] = {}
+    per_sequence = {
+        "critic/score": batch.scores_B,
+        "critic/rewards": reward_B,
+        "response_length": length_B,
+        "prompt_length": batch.lengths_B - sequence_sum(batch.value_mask_T, cu_seqlens),
+    }
+    per_token = {
+        "critic/advantages": experience.advantages_T[inside_T],
+        "critic/returns": experience.returns_T[inside_T],
+        "critic/values": outputs.values_T[inside_T],
+    }
+    for name, values in (per_sequence | per_token).items():
+        metrics |= _mean_max_min(name, values)
+    metrics["critic/vf_explained_var"] = explained_variance(
+        outputs.values_T, experience.returns_T, mask_T
+    )
+    present_B = length_B > 0
+    metrics["response_length/clip_ratio"] = _mean(batch.truncated_B)
+    metrics |= _mean_max_min("response_length_non_aborted", length_B[present_B])
+    metrics["response_length_non_aborted/clip_ratio"] = _mean(batch.truncated_B[present_B])
+    metrics["response/aborted_ratio"] = _mean(~present_B)
+    if outputs.has_actor_logprobs:
+        metrics |= rollout_correction.correction_metrics(
+            outputs.logprobs_T, batch.rollout_logprobs_T, mask_T, cu_seqlens
+        )
+    metrics |= rollout_correction.weight_metrics(experience.loss_weight_T, mask_T)
+    kl_T = torch.where(inside_T, outputs.logprobs_T - outputs.ref_logprobs_T, 0.0)
+    surprisal_T = torch.where(inside_T, -outputs.logprobs_T, 0.0)
+    non_score_B = torch.where(length_B > 0, reward_B - batch.scores_B, 0.0)
+    metrics["objective/kl"] = _mean(sequence_sum(kl_T, cu_seqlens))
+    metrics["objective/entropy"] = _mean(sequence_sum(surprisal_T, cu_seqlens))
+    metrics["objective/non_score_reward"] = _mean(non_score_B)
+    metrics["objective/scores"] = _mean(batch.scores_B)
+    metrics["objective/rlhf_reward"] = _mean(batch.scores_B + non_score_B)
+    metrics["val/num_eos_tokens"] = float((~batch.truncated_B & present_B).sum())
+    return metrics
+
+
+def explained_variance(values_T: Tensor, returns_T: Tensor, mask_T: Tensor) -> float:
+    """``1 - var(returns - values) / (var(returns) + 1e-5)`` over the masked tokens (verl)."""
+    error_var = masked_var((returns_T - values_T).double(), mask_T.double())
+    return_var = masked_var(returns_T.double(), mask_T.double())
+    return (1.0 - error_var / (return_var + 1e-5)).item()
+
+
+def _mean(x: Tensor) -> float:
+    return x.double().mean().item() if len(x) else 0.0
+
+
+def _mean_max_min(name: str, x: Tensor) -> dict[str, float]:
+    """``name/mean``, ``name/max``, ``name/min``; zeros where there is nothing."""
+    if len(x) == 0:
+        x = torch.zeros(1)
+    return {
+        f"{name}/mean": _mean(x),
+        f"{name}/max": x.max().item(),
+        f"{name}/min": x.min().item(),
+    }
+
+
+def mismatch_metrics(outputs: ModelOutputs, step: int) -> dict[str, float]:
+    """How far the engine's probabilities are from the actor's, and its weights behind, over
+    response tokens; the first only where the actor computed log-probabilities."""
+    batch = outputs.batch
+    inside = batch.response_mask_T > 0
+    if not inside.any():
+        return {}
+    lag = step - 1 - batch.weight_version_T[inside]
+    lags = {
+        "training/weight_version_lag_max": float(lag.max()),
+        "training/weight_version_lag_mean": float(lag.double().mean()),
+    }
+    if not outputs.has_actor_logprobs:
+        return lags
+    gap = (outputs.logprobs_T - batch.rollout_logprobs_T)[inside].abs()
+    return lags | {
+        "training/rollout_logprob_diff_mean": gap.mean().item(),
+        "training/rollout_logprob_diff_max": gap.max().item(),
+    }
+
+
+def score_metrics(batch: Batch, recipe: Recipe) -> dict[str, float]:
+    """Of the scores before any normalisation, and of the prompts: the share of those that have
+    ``data.max_prompt_length`` tokens."""
+    prompt_B = batch.lengths_B - sequence_sum(batch.value_mask_T, batch.cu_seqlens)
+    longest = recipe.data.max_prompt_length
+    return {
+        "critic/raw_score/mean": batch.scores_B.mean().item(),
+        "prompt_length/clip_ratio": (prompt_B >= longest).float().mean().item(),
+    }
+
+
+def kl_metrics(kl: float, kl_coef: float, actor: ActorConfig) -> dict[str, float]:
+    """KL between actor and reference, and the coefficients of its penalties.
+
+    Args:
+        kl: mean over sequences of the mean over tokens.
+        kl_coef: of the KL in the reward, in this step.
+        actor: the recipe's section.
+    """
+    metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
+    if actor.use_kl_loss:
+        metrics["actor/kl_coef"] = actor.kl_loss_coef
+    return metrics
+
+
+def performance_metrics(
+    batch: Batch, step: int, stages: Mapping[str, float], passes: Mapping[str, float]
+) -> dict[str, float]:
+    """Seconds by stage, tokens per second, memory of this rank.
+
+    Args:
+        batch: of the step.
+        step: the PPO step.
+        stages: seconds by stage of the loop; their sum is the step's time.
+        passes: seconds of the roles' passes, which are parts of stages.
+    """
+    seconds, tokens = sum(stages.values()), len(batch.tokens_T)
+    per_token = {"gen": max(float(batch.response_mask_T.sum()), 1.0)}
+    timed = {**stages, **passes}
+    metrics = {f"timing_s/{name}": value for name, value in timed.items()}
+    metrics |= {
+        f"timing_per_token_ms/{name}": 1e3 * value / per_token.get(name, tokens)
+        for name, value in timed.items()
+    }
+    return metrics | {
+        "episode": float(step * batch.num_sequences),
+        "eps": batch.num_sequences / seconds,
+        "timing_s/step": seconds,
+        "perf/total_num_tokens": float(tokens),
+        "perf/time_per_step": seconds,
+        "perf/throughput": tokens / seconds / torch.distributed.get_world_size(),
+        "perf/tokens_per_second": tokens / seconds,
+        "perf/max_memory_allocated_gb": device.peak_memory_bytes() / 2**30,
+        "perf/max_memory_reserved_gb": device.peak_reserved_bytes() / 2**30,
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
+        "training/global_step": float(step),
+    }
+
+
+def balance_metrics(lengths: Sequence[int], dp: int) -> dict[str, float]:
+    """verl's ``global_seqlen/*``: tokens of a data-parallel rank, before and after balancing.
+
+    Args:
+        lengths: tokens of every sequence of the batch.
+        dp: data-parallel ranks.
+    """
+    bounds = [len(lengths) * rank // dp for rank in range(dp + 1)]
+    plain = [sum(lengths[a:b]) for a, b in itertools.pairwise(bounds)]
+    shares = partition(lengths, dp, equal_count=True)
+    balanced = [sum(lengths[i] for i in share) for share in shares]
+    return {
+        "global_seqlen/min": float(min(plain)),
+        "global_seqlen/max": float(max(plain)),
+        "global_seqlen/minmax_diff": float(max(plain) - min(plain)),
+        "global_seqlen/balanced_min": float(min(balanced)),
+        "global_seqlen/balanced_max": float(max(balanced)),
+        "global_seqlen/mean": sum(lengths) / dp,
+    }
+
+
+def update_metrics(mini_batches: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One number per metric from the sums of each mini-batch of an update: their mean.
+
+    ``val/ratio_var`` is the variance (unbiased) of ``val/ratio`` over the mini-batches, as TRL
+    reports it; 0 for a single one.
+
+    Args:
+        mini_batches: each mini-batch's statistics, summed over micro-batches and ranks.
+
+    Returns:
+        Metric name to number; empty where there was no mini-batch.
+    """
+    if not mini_batches:
+        return {}
+    count = len(mini_batches)
+    metrics = {name: sum(m[name] for m in mini_batches) / count for name in mini_batches[0]}
+    if "val/ratio" in metrics:
+        squares = sum((m["val/ratio"] - metrics["val/ratio"]) ** 2 for m in mini_batches)
+        metrics["val/ratio_var"] = squares / max(count - 1, 1)
+    return metrics
+
+
+def mean_scores(
+    trajectories: Sequence[Trajectory], judgements: Sequence[Judgement]
+) -> dict[str, float]:
+    """Mean score by data source."""
+    scores: dict[str, list[float]] = {}
+    for trajectory, judgement in zip(trajectories, judgements, strict=True):
+        scores.setdefault(trajectory.prompt.data_source, []).append(judgement.score)
+    return {source: sum(found) / len(found) for source, found in scores.items()}
+
+
+def mean_numbers(
+    trajectories: Sequence[Trajectory], judgements: Sequence[Judgement]
+) -> dict[tuple[str, str], float]:
+    """Means of the numbers that came with scores, by data source and name.
+
+    Each is over the responses of the source that have such a number.
+    """
+    numbers: dict[tuple[str, str], list[float]] = {}
+    for trajectory, judgement in zip(trajectories, judgements, strict=True):
+        for name, value in judgement.numbers.items():
+            numbers.setdefault((trajectory.prompt.data_source, name), []).append(value)
+    return {key: sum(found) / len(found) for key, found in numbers.items()}
+
+
+def reward_metrics(
+    trajectories: Sequence[Trajectory],
+    judgements: Sequence[Judgement],
+    greedy: Sequence[Judgement],
+) -> dict[str, float]:
+    """``reward/<source>/<name>/mean`` of the numbers that came with scores, ``reward/errors``, and
+    ``reward/timeouts`` and the like of responses that have no score of their own.
+
+    Args:
+        trajectories: responses.
+        judgements: of these.
+        greedy: of responses that the others are compared with; only their errors count.
+    """
+    numbers = mean_numbers(trajectories, judgements)
+    metrics = {f"reward/{source}/{name}/mean": mean for (source, name), mean in numbers.items()}
+    everything = [*judgements, *greedy]
+    metrics |= {f"reward/{reason}": count for reason, count in unscored(everything).items()}
+    return metrics | {"reward/errors": float(len(errors_of(everything)))}
+
+
+def validation_metrics(
+    trajectories: Sequence[Trajectory], judgements: Sequence[Judgement]
+) -> dict[str, float]:
+    """Scores and numbers of validation prompts under verl's names.
+
+    ``val-core/<source>/reward/mean`` and ``val-core/<source>/acc/mean``; every other number under
+    ``val-aux``. ``val/reward`` is the mean over all responses.
+    """
+    scores = mean_scores(trajectories, judgements)
+    metrics = {f"val-core/{source}/reward/mean": mean for source, mean in scores.items()}
+    for (source, name), mean in mean_numbers(trajectories, judgements).items():
+        kind = "val-core" if name == "acc" else "val-aux"
+        metrics[f"{kind}/{source}/{name}/mean"] = mean
+    everything = [judgement.score for judgement in judgements]
+    metrics |= {f"val/reward_{reason}": count for reason, count in unscored(judgements).items()}
+    return metrics | {
+        "val/reward": sum(everything) / len(everything),
+        "val/reward_errors": float(len(errors_of(judgements))),
+    }
+
+
+def errors_of(judgements: Sequence[Judgement]) -> list[str]:
+    """Why responses could not be judged, one text for each of them."""
+    return [each.error for each in judgements if each.error is not None]
+
+
+def unscored(judgements: Sequence[Judgement]) -> dict[str, float]:
+    """How many responses have no score of their own, by reason."""
+    found = [each.unscored for each in judgements]
+    return {reason: float(found.count(reason)) for reason in UNSCORED}

@@ -1,0 +1,123 @@
+"""Plain text beside a mini-batch: the unsupervised loss (PPO-ptx) in the actor's own pass.
+
+The documents ride along as further micro-batches of the same pipeline pass, so their gradient adds
+to the policy's before the one optimizer step, in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mppo.algos.packing import select_sequences
+from mppo.algos.unsupervised import ptx_loss
+from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
+from mppo.data.loader import PromptLoader
+from mppo.models.heads.outputs import PolicyOutputs, map_outputs
+from mppo.models.role_spec import Objective
+from mppo.pipeline.microbatches import MicroBatchPlan, plan_microbatches
+from mppo.pipeline.schedule import MicroBatchSpec
+from mppo.trainer.selection import concatenate_batches
+
+METRIC = "actor/ptx_loss"
+
+
+class PretrainingMix:
+    """An endless stream of documents, and their loss.
+
+    Args:
+        documents: the order they are read in; the position is the state.
+        coef: weight of their loss beside the policy's.
+    """
+
+    def __init__(self, documents: PromptLoader, coef: float) -> None:
+        self.documents = documents
+        self.coef = coef
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands."""
+        return self.documents.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position."""
+        self.documents.load_state_dict(state)
+
+    def join(
+        self, batch: Batch, plan: MicroBatchPlan, shape: MicroBatchSpec, objective: Objective
+    ) -> tuple[Batch, MicroBatchPlan, Objective]:
+        """The next documents behind a batch's sequences.
+
+        Args:
+            batch: the global batch.
+            plan: micro-batches of one mini-batch of it.
+            shape: the actor's.
+            objective: of the mini-batch's micro-batches.
+
+        Returns:
+            The longer batch; the plan with the documents' micro-batches at every rank's end; the
+            objective of both kinds, ``L + coef mean(-log pi(text))``, with the metric
+            ``actor/ptx_loss`` (nats per token, without the coefficient).
+        """
+        text, first = text_batch(next(self.documents)), batch.num_sequences
+        text_plan = plan_microbatches(
+            text.lengths_B.tolist(),
+            range(text.num_sequences),
+            shape.dp,
+            shape.limits,
+            shape.count_multiple,
+        )
+        longer = [
+            [*mine, *([first + i for i in indices] for indices in theirs)]
+            for mine, theirs in zip(plan, text_plan, strict=True)
+        ]
+        mixed = MixedObjective(objective, text, first, self.coef)
+        return concatenate_batches([batch, text]), longer, mixed
+
+
+@dataclass(frozen=True)
+class MixedObjective:
+    """``L + coef mean(-log pi(text))`` over micro-batches that hold either kind of sequence.
+
+    Args:
+        objective: of the policy's own micro-batches.
+        text: the documents.
+        first: index of the first document behind the batch's sequences.
+        coef: weight of the documents' loss.
+    """
+
+    objective: Objective
+    text: Batch
+    first: int
+    coef: float
+
+    def __call__(
+        self, outputs: PolicyOutputs, indices: tuple[int, ...]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As the policy's objective, with the statistic ``actor/ptx_loss``."""
+        if not indices or indices[0] < self.first:
+            loss, stats = self.objective(outputs, indices)
+            return loss, {**stats, METRIC: 0.0 * loss.detach()}
+        nothing, stats = self.objective(map_outputs(outputs, lambda x_T: x_T[:0]), ())
+        text, chosen = self.text, [index - self.first for index in indices]
+        mask_T = select_sequences(text.response_mask_T, text.cu_seqlens, chosen)
+        num_tokens = float(text.response_mask_T.sum())
+        loss = ptx_loss(outputs.logprobs_T, mask_T.to(outputs.logprobs_T.device), num_tokens, 1.0)
+        return nothing + self.coef * loss, {**stats, METRIC: loss.detach()}
+
+
+def text_batch(documents: Sequence[Prompt]) -> Batch:
+    """Documents as sequences whose every token but the first is predicted."""
+    trajectories = [
+        Trajectory(
+            Prompt(document.uid, document.token_ids[:1], document.data_source, "", ""),
+            document.token_ids[1:],
+            (0.0,) * (len(document.token_ids) - 1),
+            "stop",
+            0,
+        )
+        for document in documents
+    ]
+    return pack_trajectories(trajectories, [0.0] * len(trajectories))

@@ -1,0 +1,86 @@
+"""What ``mppo-replay`` needs of a step that was not finite, besides the models.
+
+The loop writes it; the program reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from mppo.batch import Batch, Experience, ModelOutputs
+from mppo.safety.disk import replace_text, set_aside, write_bytes
+from mppo.safety.input_files import read_json
+from mppo.weights.hf.safetensors_file import read_header
+
+CASE, TENSORS, MODELS = "case.json", "experience.safetensors", "models"
+
+
+@dataclass(frozen=True)
+class ReplayCase:
+    """A mini-batch and where it comes from.
+
+    Args:
+        step: PPO step.
+        mini_batch: indices of the offending sequences.
+        model: Hugging Face folder the roles were built from.
+        recipe: of the run, as plain values without secrets.
+    """
+
+    step: int
+    mini_batch: tuple[int, ...]
+    model: str
+    recipe: dict[str, Any]
+
+
+def keep_case(folder: Path, case: ReplayCase, experience: Experience) -> None:
+    """Write what a replay needs besides the models; the first rank writes. An earlier case of the
+    same step is renamed.
+
+    Args:
+        folder: of the case.
+        case: the mini-batch.
+        experience: the whole batch of the step.
+    """
+    if dist.get_rank() == 0:
+        if folder.exists():
+            set_aside(folder)
+        folder.mkdir(parents=True)
+        tensors = {name: tensor.clone() for name, tensor in named_tensors(experience).items()}
+        write_bytes(folder / TENSORS, save(tensors))
+        replace_text(folder / CASE, json.dumps(asdict(case), indent=1) + "\n")
+
+
+def load_case(folder: Path) -> tuple[ReplayCase, Experience]:
+    """What ``keep_case`` wrote.
+
+    Raises:
+        ValueError, KeyError, TypeError, OSError: the folder holds no such case.
+    """
+    case = ReplayCase(**read_json(folder / CASE, nan=True))
+    read_header(folder / TENSORS)
+    tensors = load_file(folder / TENSORS)
+    batch = Batch(**{f.name: tensors[f"batch.{f.name}"] for f in fields(Batch)})
+    own = [f.name for f in fields(ModelOutputs) if f"old.{f.name}" in tensors]
+    old = ModelOutputs(batch=batch, **{name: tensors[f"old.{name}"] for name in own})
+    own = [f.name for f in fields(Experience) if f.name != "old"]
+    experience = Experience(old=old, **{name: tensors[name] for name in own})
+    return case, experience
+
+
+def named_tensors(experience: Experience) -> dict[str, Tensor]:
+    """Every tensor of an experience by its dotted name."""
+    old, batch = experience.old, experience.old.batch
+    parts = {"batch.": batch, "old.": old, "": experience}
+    return {
+        f"{prefix}{f.name}": getattr(part, f.name).contiguous()
+        for prefix, part in parts.items()
+        for f in fields(part)
+        if isinstance(getattr(part, f.name), Tensor)
+    }

@@ -1,0 +1,92 @@
+"""One role's part in the update stage: its mini-batches, their objectives, and what they cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mppo.batch import Batch
+from mppo.models.role import Role
+from mppo.models.role_spec import TOKENS_ONLY, MiniBatch, Objective, PassInputs
+from mppo.parallel import device
+from mppo.pipeline.schedule import Action, update_schedule
+from mppo.planning.flops import ModelFlops, update_flops
+from mppo.trainer.metrics import update_metrics
+from mppo.trainer.pretraining_mix import PretrainingMix
+
+
+@dataclass
+class RoleUpdate:
+    """A role's part in the update stage.
+
+    Args:
+        role: whose weights are updated.
+        mini_batches: sequence indices of each of its steps.
+        objective_of: makes the objective of a mini-batch, its targets on the device.
+        model_flops: operations of the role's passes.
+        inputs: what its passes read besides tokens.
+        text: documents whose loss is added to every mini-batch's; None: none.
+        peak_tflops: of one rank's device; None where it is not known.
+    """
+
+    role: Role
+    mini_batches: list[list[int]]
+    objective_of: Callable[[tuple[int, ...]], Objective]
+    model_flops: ModelFlops
+    inputs: PassInputs = TOKENS_ONLY
+    text: PretrainingMix | None = None
+    peak_tflops: float | None = None
+    learning_rate: float = 0.0
+    seconds: float = 0.0
+    flops: float = 0.0
+    stats: list[dict[str, float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def mini_batch(self, batch: Batch, action: Action) -> MiniBatch:
+        """What the gradient of an action is taken of."""
+        plan, inputs = action.microbatches, self.inputs
+        objective = self.objective_of(action.mini_batch)
+        if self.text is not None:
+            inputs = replace(inputs, text_from=batch.num_sequences)
+            spec = self.role.micro_batch_spec(training=True)
+            batch, plan, objective = self.text.join(batch, plan, spec, objective)
+        mask_T = self.role.predicted_mask_T(batch)
+        self.flops += update_flops(self.model_flops, batch, plan, mask_T)
+        return MiniBatch(batch, plan, objective, inputs)
+
+    def run_once(self, batch: Batch, sequences: tuple[int, ...]) -> None:
+        """The gradient of one mini-batch, outside any schedule."""
+        spec = self.role.micro_batch_spec(training=True)
+        action = update_schedule(batch.lengths_B.tolist(), spec, [sequences])[0]
+        self.stats.append(self.role.forward_backward(self.mini_batch(batch, action)))
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Add the time spent inside to ``seconds``."""
+        start = time.perf_counter()
+        yield
+        device.synchronize()
+        self.seconds += time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """Of all mini-batches, once they are done."""
+        name = self.role.name
+        return update_metrics(self.stats) | {
+            f"{name}/grad_norm": sum(self.norms) / len(self.norms),
+            f"{name}/lr": self.learning_rate,
+            **self.role.routing_metrics(),
+            **self._work_metrics(),
+        }
+
+    def _work_metrics(self) -> dict[str, float]:
+        """TFLOP/s of each rank over this update, and their share of the peak where it is known."""
+        name, ranks = self.role.name, torch.distributed.get_world_size()
+        rate = self.flops / self.seconds / ranks / 1e12
+        metrics = {f"perf/tflops_per_rank/{name}": rate}
+        if self.peak_tflops is not None:
+            metrics[f"perf/mfu/{name}"] = rate / self.peak_tflops
+        return metrics

@@ -1,0 +1,132 @@
+"""The models of a run: who takes part, and how each is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mppo.checkpoint.role_state import describe_model
+from mppo.config.schema import Recipe
+from mppo.hub.builtin import resolve_model
+from mppo.models.configuration import DTYPES
+from mppo.models.role import Role
+from mppo.models.role_spec import RoleSpec
+from mppo.parallel.groups import GroupRegistry
+from mppo.planning.flops import model_flops
+from mppo.supervision.phase import phase
+from mppo.trainer.pretraining_mix import PretrainingMix
+
+
+def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[str, Any]]:
+    """``describe_model`` of the roles that learn, by name, before they are built.
+
+    Args:
+        recipe: the recipe.
+        folder: what the actor starts from.
+        load_config: reads the config of such a folder.
+    """
+    folders = {"actor": ("policy", folder)}
+    if recipe.algorithm.uses_critic:
+        path = recipe.critic.path
+        folders["critic"] = ("value", resolve_model(path) if path else folder)
+    dtype = DTYPES[recipe.model.dtype]
+    return {
+        name: describe_model(load_config(where), head, dtype)
+        for name, (head, where) in folders.items()
+    }
+
+
+class Roles:
+    """Actor, and critic and reference where the recipe uses them.
+
+    Args:
+        recipe: the recipe.
+        folder: Hugging Face folder or checkpoint the actor starts from (critic and reference too,
+            unless they name their own).
+        load_config: reads the config of such a folder.
+        registry: process groups by layout.
+        total_steps: PPO steps of the run, for the learning-rate schedules.
+        text: documents for the unsupervised loss, where the recipe asks for it.
+
+    ``seconds`` says how long each role's last forward pass and update took.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        load_config,
+        registry: GroupRegistry,
+        total_steps: int,
+        text: PretrainingMix | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.text = text
+        world = torch.distributed.get_world_size()
+        dtype = DTYPES[recipe.model.dtype]
+        # greedy sampling has no distribution of its own; the model's is meant
+        temperature = recipe.rollout.temperature or 1.0
+
+        def build(name, head, section, path, megatron, optim) -> Role:
+            where = resolve_model(path) if path else folder
+            spec = RoleSpec(
+                name=name,
+                head=head,
+                folder=where,
+                dtype=dtype,
+                megatron=megatron,
+                batching=section,
+                temperature=temperature,
+                optim=optim,
+                total_steps=total_steps,
+                router_replay=getattr(section, "router_replay", "off"),
+                ema_decay=getattr(section, "ema_decay", None),
+            )
+            with phase(f"building {name}"):
+                return Role(spec, load_config(where), registry.of(megatron.layout(world)))
+
+        actor, critic, ref = recipe.actor, recipe.critic, recipe.ref
+        self.actor = build("actor", "policy", actor, None, actor.megatron, actor.optim)
+        self.critic: Role | None = None
+        if recipe.algorithm.uses_critic:
+            self.critic = build(
+                "critic", "value", critic, critic.path, critic.megatron, critic.optim
+            )
+        self.ref: Role | None = None
+        if recipe.uses_reference:
+            batching = ref.batching(actor)
+            self.ref = build(
+                "ref", "policy", batching, ref.path, ref.megatron or actor.megatron, None
+            )
+            if recipe.needs_full_kl:
+                bucket_bytes = recipe.rollout.sync_bucket_mb << 20
+                self.actor.head.load_reference(self.ref.head, self.ref.weights, bucket_bytes)
+        self.flops = {
+            name: model_flops(role.hf_config, role.spec.head) for name, role in self.trained.items()
+        }
+        self.seconds: dict[str, float] = {}
+        self.skipped_steps = 0
+        self.skipped_in_a_row = 0
+
+    @property
+    def trained(self) -> dict[str, Role]:
+        """The roles that learn, by name: what a checkpoint holds."""
+        roles = (self.actor, self.critic)
+        return {role.name: role for role in roles if role is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides models and optimizers."""
+        return {
+            "skipped_steps": self.skipped_steps,
+            "in_a_row": self.skipped_in_a_row,
+            "text": None if self.text is None else self.text.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        if self.text is not None and state.get("text"):
+            self.text.load_state_dict(state["text"])
+        self.skipped_steps = int(state["skipped_steps"])
+        self.skipped_in_a_row = int(state["in_a_row"])

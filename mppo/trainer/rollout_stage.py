@@ -1,0 +1,250 @@
+"""The rollout stage: responses to a batch of prompts, and their scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
+from mppo.config.schema import Recipe, SamplingConfig
+from mppo.report.reporter import Reporter
+from mppo.rewards.early import EarlyScores
+from mppo.rewards.judgement import UNSCORED, Judgement
+from mppo.rollout.engine import GenerationRequest
+from mppo.trainer.advantages import needs_greedy_baseline
+from mppo.trainer.metrics import errors_of, reward_metrics, unscored
+from mppo.trainer.run import PendingRollout, Run
+from mppo.trainer.selection import (
+    concatenate_batches,
+    first_groups,
+    informative_sequences,
+    select_batch,
+)
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Responses to one batch of prompts, before they are scored.
+
+    Args:
+        trajectories: ``rollout.n`` for each prompt.
+        keys: under which ``early`` knows each of them.
+        early: the scores of responses that came in while others were still being generated.
+        greedy: a greedy response to each prompt, where the estimator needs its score; else none.
+    """
+
+    trajectories: list[Trajectory]
+    keys: list[int]
+    early: EarlyScores
+    greedy: list[Trajectory]
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """What an iteration learns from.
+
+    Args:
+        trajectories: of all sequences.
+        batch: the same with their scores.
+        baseline_B: score of a greedy response to each sequence's prompt; empty without one.
+        judged: what the reward function gave for each response.
+        judged_greedy: the same of the greedy responses.
+    """
+
+    trajectories: list[Trajectory]
+    batch: Batch
+    baseline_B: Tensor
+    judged: list[Judgement]
+    judged_greedy: list[Judgement]
+
+
+class DynamicSampling:
+    """Collects scored batches until there is enough to learn from.
+
+    One batch is enough, unless ``algorithm.filter_groups`` wants as many groups whose scores
+    differ as a batch has prompts, of at most so many batches (DAPO, arXiv 2503.14476).
+
+    Args:
+        recipe: the recipe.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._filter, self._size = recipe.algorithm.filter_groups, recipe.data.train_batch_size
+        self._n = recipe.rollout.n
+        self._left = self._filter.max_num_gen_batches if self._filter.enable else 1
+        self._found: list[ScoredRollout] = []
+        self._informative = 0
+
+    @property
+    def needs_more(self) -> bool:
+        """Whether another batch is to be generated."""
+        return self._left > 0 and self._informative < self._size
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no batch may follow the one that is generated now."""
+        return self._left == 1
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether it is only now known that no batch follows."""
+        return self._left > 0
+
+    def add(self, scored: ScoredRollout) -> None:
+        """Take one batch."""
+        self._left -= 1
+        self._found.append(scored)
+        groups = informative_sequences(scored.batch.scores_B, scored.batch.group_B)
+        self._informative += len(groups) // self._n
+
+    def result(self) -> tuple[ScoredRollout, dict[str, float]]:
+        """What is trained on, and its metrics: the one batch, or the groups whose scores differ."""
+        everything = _joined(self._found)
+        metrics = reward_metrics(
+            everything.trajectories, everything.judged, everything.judged_greedy
+        )
+        if not self._filter.enable:
+            return everything, metrics
+        batch = everything.batch
+        chosen = first_groups(batch.scores_B, batch.group_B, self._size)
+        places = chosen.tolist()
+        kept = ScoredRollout(
+            [everything.trajectories[i] for i in places],
+            select_batch(batch, chosen),
+            everything.baseline_B[chosen] if len(everything.baseline_B) else everything.baseline_B,
+            [everything.judged[i] for i in places],
+            everything.judged_greedy,
+        )
+        return kept, metrics | {
+            "train/num_gen_batches": float(len(self._found)),
+            "train/informative_groups": self._informative / (len(self._found) * self._size),
+        }
+
+
+def _joined(parts: Sequence[ScoredRollout]) -> ScoredRollout:
+    """Scored batches as one."""
+    return ScoredRollout(
+        [t for part in parts for t in part.trajectories],
+        concatenate_batches([part.batch for part in parts]),
+        torch.cat([part.baseline_B for part in parts]),
+        [judgement for part in parts for judgement in part.judged],
+        [judgement for part in parts for judgement in part.judged_greedy],
+    )
+
+
+def generate_batch(run: Run, step: int, last: bool) -> Responses:
+    """Responses to the next batch of prompts.
+
+    Args:
+        run: the run.
+        step: the PPO step.
+        last: the step generates no other batch: the next step's may begin.
+    """
+    pending, run.ahead = run.ahead or submit(run, step), None
+    prompts, keys, trajectories = collect(run, pending)
+    greedy = []
+    if needs_greedy_baseline(run.recipe.algorithm):
+        greedy = generate(run, prompts, run.recipe.rollout.greedy, step)
+    if last:
+        prefetch_next(run, step)
+    return Responses(trajectories, keys, pending.early, greedy)
+
+
+def score(run: Run, responses: Responses, step: int) -> ScoredRollout:
+    """The responses with their rewards; collective."""
+    judged = responses.early.finish(responses.keys, responses.trajectories)
+    # as in TRL, a stop token in the last place of a response has no slot behind it
+    end_slots_below = 0
+    if run.recipe.algorithm.score_after_end:
+        end_slots_below = run.recipe.data.max_response_length
+    scores = [judgement.score for judgement in judged]
+    batch = pack_trajectories(responses.trajectories, scores, end_slots_below)
+    judged_greedy = run.scorer.score(responses.greedy)
+    show_errors(run.reporter, step, judged + judged_greedy)
+    baseline_B = torch.tensor([judgement.score for judgement in judged_greedy])
+    baseline_B = baseline_B.repeat_interleave(run.recipe.rollout.n)
+    return ScoredRollout(responses.trajectories, batch, baseline_B, judged, judged_greedy)
+
+
+def submit(run: Run, step: int) -> PendingRollout:
+    """Start to generate and score responses to the next prompts.
+
+    The prompts are taken when their responses are collected: a checkpoint saved before does not
+    count them, and holds the responses that are there.
+    """
+    rollout, size = run.recipe.rollout, run.prompts.batch_size
+    prompts = run.prompts.peek(size + math.ceil(rollout.over_sampling * size))
+    needed = size if len(prompts) > size else None
+    early, limit = EarlyScores(run.scorer), run.recipe.data.max_response_length
+    seed = sampling_seed(run, step)
+    request = GenerationRequest(
+        prompts, rollout, limit, seed, early.take, needed, run.partial_responses.responses
+    )
+    return PendingRollout(prompts, run.engine.submit(request), early)
+
+
+def collect(run: Run, pending: PendingRollout) -> tuple[list[Prompt], list[int], list[Trajectory]]:
+    """Wait for responses: the answered prompts, the responses' keys for the scores, and these.
+
+    Where more prompts were submitted than a batch holds, those without all their responses come
+    again in a later batch.
+    """
+    n, trajectories = run.recipe.rollout.n, pending.generation.collect()
+    run.partial_responses.responses = pending.generation.left_over
+    prompts = run.prompts.take(len(pending.prompts))
+    assert prompts == pending.prompts
+    place = {prompt.uid: index for index, prompt in enumerate(prompts)}
+    keys = [place[t.prompt.uid] * n + i % n for i, t in enumerate(trajectories)]
+    answered = {t.prompt.uid for t in trajectories}
+    run.prompts.give_back([prompt for prompt in prompts if prompt.uid not in answered])
+    return [prompt for prompt in prompts if prompt.uid in answered], keys, trajectories
+
+
+def prefetch_next(run: Run, step: int) -> None:
+    """The step's responses are there: begin the next step's, or give the memory to training."""
+    if run.recipe.trainer.rollout_ahead and step < run.total_steps:
+        run.ahead = submit(run, step + 1)
+    else:
+        run.engine.sleep()
+
+
+def wait_for_prefetch(run: Run, step: int) -> dict[str, float]:
+    """Wait for the next step's responses, which new weights must not reach; how long it took."""
+    if run.ahead is None:
+        return {}
+    with run.stage("wait_prev_gen", step):
+        run.ahead.generation.wait()
+    run.partial_responses.responses = run.ahead.generation.left_over
+    return {"timing_s/gen_ahead": run.ahead.generation.seconds}
+
+
+def generate(
+    run: Run, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int
+) -> list[Trajectory]:
+    """Sampled responses to the prompts."""
+    limit = run.recipe.data.max_response_length
+    return run.engine.generate(
+        GenerationRequest(prompts, sampling, limit, sampling_seed(run, step))
+    )
+
+
+def sampling_seed(run: Run, step: int) -> int:
+    """A seed that differs every step."""
+    return run.recipe.trainer.seed * 1_000_003 + step
+
+
+def show_errors(reporter: Reporter, step: int, judgements: Sequence[Judgement]) -> None:
+    """A line where responses could not be judged, how many, and the first one's error; and one for
+    each reason why responses have no score of their own."""
+    for reason, count in unscored(judgements).items():
+        if count:
+            told = f"{count:.0f} of {len(judgements)} responses {UNSCORED[reason]} and score 0"
+            reporter.line(f"step {step}: {told}")
+    errors = errors_of(judgements)
+    if errors:
+        told = f"{len(errors)} of {len(judgements)} responses could not be judged and score 0"
+        reporter.line(f"step {step}: {told} (reward.on_error=zero): {errors[0]}")

@@ -1,0 +1,80 @@
+"""A run: everything an iteration works with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from mppo.algos.kl_controller import KLController
+from mppo.algos.reward_normalization import RewardStats
+from mppo.batch import PartialResponses, Prompt
+from mppo.checkpoint.checkpointer import Checkpointer
+from mppo.config.schema import Recipe
+from mppo.data.loader import PromptLoader
+from mppo.data.source import PromptSet
+from mppo.parallel import device
+from mppo.report.reporter import Reporter
+from mppo.rewards.early import EarlyScores
+from mppo.rewards.scorer import Scorer
+from mppo.rollout.engine import Generation, RolloutEngine
+from mppo.supervision.phase import phase
+from mppo.trainer.roles import Roles
+from mppo.trainer.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class PendingRollout:
+    """A batch of prompts whose responses are being generated and scored.
+
+    Args:
+        prompts: the next ones of the run, not taken yet.
+        generation: the responses that are being generated.
+        early: scores of the responses that are there.
+    """
+
+    prompts: list[Prompt]
+    generation: Generation
+    early: EarlyScores
+
+
+@dataclass
+class Run:
+    """Everything an iteration works with; the seconds of its stages; and the pending rollout of the
+    next iteration (``trainer.rollout_ahead``)."""
+
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptLoader
+    validation: PromptSet
+    engine: RolloutEngine
+    scorer: Scorer
+    roles: Roles
+    kl: KLController
+    reward_stats: RewardStats
+    checkpoints: Checkpointer
+    reporter: Reporter
+    partial_responses: PartialResponses
+    folder: RunFolder
+    total_steps: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    ahead: PendingRollout | None = None
+
+    @contextmanager
+    def stage(self, name: str, step: int) -> Iterator[None]:
+        """Time a stage, and name it should it fail."""
+        start = time.perf_counter()
+        with phase(name, step):
+            yield
+        device.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def stop(self) -> None:
+        """End what the run has started, wherever it stands."""
+        self.engine.stop()
+        if self.ahead is not None:
+            self.ahead.early.drop()
+        self.reporter.close()

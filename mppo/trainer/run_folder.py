@@ -1,0 +1,389 @@
+"""A run's folder, from one start to the next: what lies in it, and what a start makes of it.
+
+Everything is looked at before anything is written. What mppo did not write, or what belongs to
+another run or to steps after the one a run goes on from, is moved, never deleted:
+
+- a run that has finished: nothing is left to do;
+- a run with checkpoints: it goes on, and what is newer than its step is set aside;
+- results without a checkpoint, of the same recipe: they are set aside, and the run starts anew;
+- results of another recipe: refused, or set aside (``trainer.on_existing_run``).
+
+``<run>/earlier-1``, ``earlier-2`` ... is where things are set aside.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from mppo.checkpoint import folder as folders
+from mppo.checkpoint.resume import (
+    Found,
+    changed_keys,
+    check_models,
+    choose,
+    first_problem,
+    resume_mode,
+)
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.rules.rule import roles_in_use
+from mppo.config.schema import Recipe, TrainerConfig
+from mppo.hub.builtin import resolve_model
+from mppo.report.history import read_history
+from mppo.report.reporter import EXPERT_LOAD, METRICS, PLOT, RECIPE, SAMPLES
+from mppo.report.status import FILE as STATUS
+from mppo.report.status import REPORT, finished_steps, read_status
+from mppo.safety.disk import MARKER, Damaged, Files, free_name, read_marker, set_aside
+from mppo.safety.redact import redact
+from mppo.supervision.first_rank import on_first_rank
+
+ACTOR, AVERAGE, WARM_START, HF, CHECKPOINTS = (
+    "actor", "actor_ema", "warm_start", "hf", "checkpoints",
+)  # fmt: skip
+_PAGES = (REPORT, PLOT, EXPERT_LOAD)
+_NUMBERS = (METRICS, SAMPLES)
+_OF_A_RUN = (
+    CHECKPOINTS, ACTOR, AVERAGE, WARM_START, HF, "nonfinite", "stacks", "tensorboard", *_PAGES,
+    STATUS, RECIPE, *_NUMBERS,
+)  # fmt: skip
+"""All that a run writes. Numbers go last: until then the folder is seen to hold results."""
+_TRAINING = frozenset(
+    {
+        "total_epochs", "total_training_steps", "warm_start_steps", "warm_start_batch_size",
+        "warm_start_lr", "critic_warmup", "rollout_ahead", "seed",
+    }
+)  # fmt: skip
+"""Keys of ``trainer`` that change what is trained; the others say where, how long and how often
+something is done beside it."""
+_SHOWN = 3
+_KEY = "trainer.default_local_dir"
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What earlier starts left in a run's folder.
+
+    Args:
+        steps: of the checkpoints, newest first.
+        finished: steps of the run that has finished; 0 where none has.
+        exported: whether there is a trained actor.
+        results: whether there are numbers or samples.
+        recipe: what recipe.yaml says; None where there is none that can be read.
+    """
+
+    steps: tuple[int, ...] = ()
+    finished: int = 0
+    exported: bool = False
+    results: bool = False
+    recipe: dict[str, Any] | None = None
+
+
+Kind = Literal["finished", "goes on", "new", "over another"]
+
+
+def look(folder: Path) -> Earlier:
+    """What lies in a run's folder; reads small files and names only.
+
+    Raises:
+        ConfigError: something else than a file lies where a run writes one.
+    """
+    for path in (folder / name for name in (*_NUMBERS, *_PAGES, STATUS, RECIPE)):
+        if path.exists() and not path.is_file():
+            issue = ConfigIssue(_KEY, str(folder), f"{path} is not a file", "remove or rename it")
+            raise ConfigError([issue], "run folder")
+    checkpoints = folders.list_checkpoints(folder / CHECKPOINTS)
+    numbers = [folder / name for name in _NUMBERS]
+    return Earlier(
+        steps=tuple(step for p in checkpoints if (step := folders.step_of(p)) is not None),
+        finished=finished_steps(folder),
+        exported=(folder / ACTOR).is_dir(),
+        results=any(path.is_file() and path.stat().st_size for path in numbers),
+        recipe=_read_recipe(folder / RECIPE),
+    )
+
+
+def _read_recipe(path: Path) -> dict[str, Any] | None:
+    try:
+        recipe = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return None
+    return recipe if isinstance(recipe, dict) else None
+
+
+def decide(
+    earlier: Earlier, trainer: TrainerConfig, start: str, total_steps: int, changed: Sequence[str]
+) -> Kind:
+    """What a start makes of a folder.
+
+    Args:
+        earlier: what lies there.
+        trainer: ``export_hf`` and ``on_existing_run`` are read.
+        start: "auto", "disable", "own" or "other": ``trainer.resume_mode``, with ``resume_path``
+            told apart by whose checkpoint it names.
+        total_steps: of the run.
+        changed: keys in which the training differs from the one that wrote what lies there.
+
+    Raises:
+        ConfigError: it holds results of another recipe, and is not to be touched.
+    """
+    complete = earlier.exported or not (trainer.export_hf and earlier.steps)
+    same = bool(earlier.steps) or not changed
+    if start == "auto" and total_steps <= earlier.finished and complete and same:
+        return "finished"
+    if start == "own" or (start == "auto" and earlier.steps):
+        return "goes on"
+    if not (earlier.results or earlier.steps):
+        return "new"
+    if changed and start != "disable" and trainer.on_existing_run == "refuse":
+        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        why = (
+            f"the run folder holds results of another recipe ({'; '.join(changed[:_SHOWN])}{more})"
+        )
+        fix = (
+            "name another folder (trainer.experiment_name or trainer.default_local_dir), or set "
+            "it to set_aside, which moves the earlier results to a folder earlier-N in it"
+        )
+        raise ConfigError(
+            [ConfigIssue("trainer.on_existing_run", "refuse", why, fix)], "run folder"
+        )
+    return "over another"
+
+
+class RunFolder:
+    """A run's folder as a start found it. Construct collectively; until ``begin`` nothing changes.
+
+    Args:
+        path: the folder.
+        recipe: of this run.
+        total_steps: of this run.
+        models: ``describe_model`` of each trained role, by name.
+        say: shows a line (on the first rank).
+
+    Attributes:
+        found: the checkpoint to go on from, if any.
+        finished: whether nothing is left to do.
+
+    Raises:
+        ConfigError: the run cannot start there, and why.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        recipe: Recipe,
+        total_steps: int,
+        models: Mapping[str, Mapping[str, Any]],
+        say: Callable[[str], None],
+    ) -> None:
+        self.path, self._say = path, say
+        self.found: Found | None = None
+        self._begun = False
+        trainer, root = recipe.trainer, path / CHECKPOINTS
+        _raise_issues(list(_own_outputs(recipe, path)))
+        self._earlier = on_first_rank(lambda: look(path))
+        changed = _changes(self._earlier, redact(recipe.model_dump(mode="json")))
+        start = resume_mode(trainer, root)
+        if start == "resume_path":
+            start = "own" if _is_below(Path(trainer.resume_from_path or ""), root) else "other"
+        if start != "auto":  # a wrong path is told before a folder that holds something else
+            self.found = choose(trainer, root, models, say)
+        self._kind = decide(self._earlier, trainer, start, total_steps, changed)
+        self.finished = self._kind == "finished"
+        if self.finished:
+            self._say_finished(models, changed)
+            return
+        if start == "auto":
+            self.found = choose(trainer, root, models, say)
+        if self._kind == "goes on" and "jsonl" in trainer.logger:
+            on_first_rank(lambda: _check_metrics(path / METRICS))
+
+    def warm_start(self) -> Path | None:
+        """The warm start that the checkpoint's run began with, checked; None without one.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        if self.found is None:
+            return None
+        folder = self.found.folder.parents[1] / WARM_START
+        if not on_first_rank(folder.is_dir):
+            return None
+        fix = f"restore {folder} from a copy, or start anew with trainer.resume_mode=disable"
+        check_written("trainer.warm_start_steps", folder, fix)
+        return folder
+
+    def begin(self) -> None:
+        """From now on this run writes here: make room for it. Collective; the second time nothing
+        happens.
+
+        Raises:
+            ConfigError: something cannot be moved.
+        """
+        if not self._begun:
+            self._begun = True
+            on_first_rank(self._make_room)
+
+    def _make_room(self) -> None:
+        try:
+            aside = free_name(self.path / "earlier", "")
+            moved, copied = self._in_the_way()
+            for name in moved:
+                (aside / name).parent.mkdir(parents=True, exist_ok=True)
+                (self.path / name).rename(aside / name)
+            for name in copied:
+                shutil.copy2(self.path / name, aside / name)
+            if moved:
+                self._say(f"set aside in {aside}: {', '.join(moved)}")
+            if self._kind == "new" and read_status(self.path) is None:
+                self._keep_foreign()
+            for partial in (self.path / CHECKPOINTS).glob(".global_step_*.partial"):
+                shutil.rmtree(partial, ignore_errors=True)  # of saves that were killed
+        except OSError as error:
+            why = f"what an earlier run left cannot be moved aside ({error.strerror})"
+            fix = "make the disk writable, or use another folder"
+            raise ConfigError(
+                [ConfigIssue(_KEY, str(self.path), why, fix)], "run folder"
+            ) from error
+
+    def _in_the_way(self) -> tuple[list[str], list[str]]:
+        """What is to be moved, and what is to be copied because this run goes on with it."""
+        if self._kind == "over another":
+            return [name for name in _OF_A_RUN if (self.path / name).exists()], []
+        if self._kind != "goes on" or self.found is None:
+            return [], []
+        step, moved = self.found.manifest.step, []
+        for parent in (CHECKPOINTS, HF):
+            for path in folders.list_checkpoints(self.path / parent):
+                if (folders.step_of(path) or 0) > step:
+                    moved.append(f"{parent}/{path.name}")
+        if moved or self._earlier.finished > step:
+            moved += [name for name in (ACTOR, AVERAGE) if (self.path / name).exists()]
+        pages = (*_NUMBERS, *_PAGES, RECIPE)
+        return moved, [name for name in pages if moved and (self.path / name).exists()]
+
+    def _keep_foreign(self) -> None:
+        """No run says that it wrote here: what lies under the names of reports is renamed."""
+        for name in (*_PAGES, STATUS, RECIPE):
+            if (self.path / name).exists():
+                self._say(f"kept {set_aside(self.path / name)}")
+
+    def _say_finished(self, models: Mapping[str, Mapping[str, Any]], changed: list[str]) -> None:
+        """Say so, unless the run that has finished was of another model."""
+        for path in folders.list_checkpoints(self.path / CHECKPOINTS)[:1]:
+            try:
+                manifest = folders.read_manifest(path)
+            except Damaged:
+                break
+            check_models(_KEY, str(self.path), path, manifest, models)
+        steps = self._earlier.finished
+        self._say(f"nothing is left to do: {self.path} has finished {steps} steps")
+        for line in changed:
+            self._say(f"changed since, without effect: {line}")
+        if self._earlier.steps:
+            self._say("to train longer, raise trainer.total_training_steps")
+        self._say(
+            "to start anew, set trainer.resume_mode=disable, which moves what is there to a folder "
+            "earlier-N, or name another run folder"
+        )
+
+
+def check_model_folders(recipe: Recipe) -> None:
+    """The models that mppo itself exported hold the weights it wrote. Collective.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for role in roles_in_use(recipe):
+        folder = resolve_model(role.path)
+        fix = (
+            "restore it from a copy, or export the model again; if you changed it on purpose, "
+            f"delete {folder / MARKER}"
+        )
+        check_written(role.path_key, folder, fix, (".safetensors",))
+
+
+def check_written(key: str, folder: Path, fix: str, endings: tuple[str, ...] = ("",)) -> None:
+    """The files of a folder that mppo exported are what was written. Collective.
+
+    Args:
+        key: what the folder is named by.
+        folder: one without marker is taken as it is.
+        fix: what to do about a damaged one.
+        endings: of the names that are looked at.
+
+    Raises:
+        ConfigError: naming the first that is not.
+    """
+
+    def refusal(problem: str) -> ConfigError:
+        return ConfigError([ConfigIssue(key, str(folder), problem, fix)], "model")
+
+    def listed() -> Files:
+        try:
+            files = read_marker(folder) or {}
+        except Damaged as error:
+            raise refusal(str(error)) from error
+        return {name: entry for name, entry in files.items() if name.endswith(endings)}
+
+    problem = first_problem(folder, on_first_rank(listed))
+    if problem is not None:
+        raise refusal(problem)
+
+
+def _own_outputs(recipe: Recipe, path: Path) -> Iterator[ConfigIssue]:
+    """Models that this run would replace by what it writes."""
+    trainer = recipe.trainer
+    outputs = {
+        ACTOR: trainer.export_hf,
+        AVERAGE: trainer.export_hf and recipe.actor.ema_decay is not None,
+        WARM_START: trainer.warm_start_steps > 0,
+        HF: trainer.checkpoint_hf,
+        CHECKPOINTS: True,
+    }
+    for role in roles_in_use(recipe):
+        for name in (name for name, written in outputs.items() if written):
+            if _is_below(Path(role.path) / "x", path / name):
+                why = (
+                    f"this run writes to {path / name}, and would replace the model it starts from"
+                )
+                fix = f"move the model elsewhere, or give the run another folder ({_KEY})"
+                yield ConfigIssue(role.path_key, role.path, why, fix)
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return folder.resolve() in path.resolve().parents
+
+
+def _changes(earlier: Earlier, now: dict[str, Any]) -> list[str]:
+    if earlier.recipe is None:
+        return [f"{RECIPE} is not there or cannot be read"]
+    changed = [line.partition(":") for line in changed_keys(earlier.recipe, now)]
+    return ["".join(line) for line in changed if _shapes_training(line[0])]
+
+
+def _shapes_training(key: str) -> bool:
+    """Whether two runs that differ in a key are different trainings."""
+    section, _, name = key.partition(".")
+    return key != "rollout.urls" and (section != "trainer" or name in _TRAINING)
+
+
+def _check_metrics(path: Path) -> None:
+    try:
+        if path.exists():
+            read_history(path)
+    except (ValueError, OSError) as error:
+        fix = "repair that line, or move the file away: the run then goes on without its numbers"
+        raise ConfigError(
+            [ConfigIssue(str(path), "damaged", str(error), fix)], "run folder"
+        ) from error
+
+
+def _raise_issues(issues: list[ConfigIssue]) -> None:
+    unique = list({issue.key: issue for issue in issues}.values())
+    if unique:
+        raise ConfigError(unique, "run folder")

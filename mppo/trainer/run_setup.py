@@ -1,0 +1,162 @@
+"""From a recipe to a run: prompts, models, engine, scorer, reporter and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from mppo.algos.reward_normalization import RewardStats
+from mppo.batch import PartialResponses
+from mppo.checkpoint.checkpointer import Checkpointer
+from mppo.config.rules.rule import roles_in_use
+from mppo.config.schema import Recipe
+from mppo.data.documents import load_documents
+from mppo.data.loader import PromptLoader
+from mppo.data.source import PromptSet, load_prompts
+from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
+from mppo.parallel.groups import GroupRegistry
+from mppo.parallel.launch import LaunchInfo
+from mppo.planning.disk import describe_checkpoints
+from mppo.planning.plan import plan_roles
+from mppo.report.reporter import Reporter
+from mppo.rewards.scorer import build_scorer
+from mppo.rollout.build import build_engine
+from mppo.safety.redact import redact
+from mppo.supervision import stop_request
+from mppo.supervision.last_words import say
+from mppo.supervision.phase import phase
+from mppo.supervision.signals import StopRequest
+from mppo.trainer.advantages import kl_controller
+from mppo.trainer.pretraining_mix import PretrainingMix
+from mppo.trainer.roles import Roles, trained_models
+from mppo.trainer.run import Run
+from mppo.trainer.run_folder import CHECKPOINTS, WARM_START, RunFolder, check_model_folders
+from mppo.trainer.sft import train_sft
+from mppo.weights.model_folder import companion_folder
+
+
+def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None:
+    """Prompts, models, engine, scorer, reporter and checkpoints of a run. Collective.
+
+    Returns:
+        None where the run has finished already.
+
+    Raises:
+        Abandoned: the run is asked to stop.
+    """
+    stop_request.expect(math.inf)
+    trainer, is_main = recipe.trainer, info.rank == 0
+    folder = resolve_model(recipe.model.path)
+    read_config = partial(load_config, trust_remote_code=recipe.model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        recipe.model.tokenizer_path or folder, recipe.model.trust_remote_code
+    )
+    training, validation, prompts = _load_prompts(recipe, tokenizer)
+    scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
+    scorer.check([*training.prompts, *validation.prompts])
+    total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
+    plain, run_dir = recipe.model_dump(mode="json"), trainer.run_dir
+    reporter = Reporter(run_dir, trainer, plain, total_steps, is_main)
+    announce = partial(_announce, reporter, trainer.logger)
+    with phase("looking at the run folder"):
+        models = trained_models(recipe, folder, read_config)
+        run_folder = RunFolder(run_dir, recipe, total_steps, models, announce)
+        if run_folder.finished:
+            return None
+        check_model_folders(recipe)
+    plans = plan_roles(
+        recipe, info.world_size, {r.name: read_config(r.path) for r in roles_in_use(recipe)}
+    )
+    reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
+    reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
+    registry = GroupRegistry(trainer.seed)
+    folder = _starting_model(recipe, folder, training, tokenizer, registry, reporter, run_folder)
+    text = _plain_text(recipe, tokenizer) if recipe.actor.ptx_coef else None
+    stop_request.sync()
+    roles = Roles(recipe, folder, read_config, registry, total_steps, text)
+    if roles.critic is not None and roles.critic.weights.fresh:
+        reporter.line(f"the critic begins with a fresh value head ({roles.critic.spec.folder})")
+    stop_request.sync()
+    with phase("starting the rollout engine"):
+        engine = build_engine(recipe, companion_folder(folder), read_config(folder), run_dir)
+    kl, reward_stats = kl_controller(recipe.algorithm.kl_ctrl), RewardStats()
+    parts = {"prompts": prompts, "kl": kl, "moments": reward_stats, "roles": roles}
+    partial_responses = PartialResponses()
+    state = (trainer, run_dir / CHECKPOINTS, roles.trained, parts, partial_responses)
+    saver = Checkpointer(*state, redact(plain), stop, announce)
+    return Run(
+        recipe=recipe,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        validation=validation,
+        engine=engine,
+        scorer=scorer,
+        roles=roles,
+        kl=kl,
+        reward_stats=reward_stats,
+        checkpoints=saver,
+        reporter=reporter,
+        folder=run_folder,
+        partial_responses=partial_responses,
+        total_steps=total_steps,
+    )
+
+
+def _load_prompts(recipe: Recipe, tokenizer) -> tuple[PromptSet, PromptSet, PromptLoader]:
+    """Training and validation prompts, and the batches of the former."""
+    data = recipe.data
+    with phase("loading prompts"):
+        training = load_prompts(data, tokenizer, "train")
+        validation = load_prompts(data, tokenizer, "val")
+    return (
+        training,
+        validation,
+        PromptLoader(training, data.train_batch_size, data.shuffle, data.seed),
+    )
+
+
+def _starting_model(
+    recipe: Recipe, folder: Path, prompts: PromptSet, tokenizer, registry, reporter, run_folder
+) -> Path:
+    """The folder that the actor starts from, and what has no folder of its own: that of
+    ``model.path``, or of a warm start from it. Collective."""
+    steps = recipe.trainer.warm_start_steps
+    if not steps:
+        return folder
+    started = run_folder.warm_start()
+    if started is not None:
+        return started
+    if run_folder.found is not None:
+        reporter.line(f"{run_folder.path / WARM_START} is not there any more: it is made again")
+    run_folder.begin()
+    out, show = run_folder.path / WARM_START, partial(_show_warm_start, reporter, steps)
+    config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
+    kept = train_sft(recipe, folder, config, prompts, tokenizer, registry, out, on_step=show)
+    if kept is not None:
+        reporter.line(f"kept {kept}")
+    return out
+
+
+def _plain_text(recipe: Recipe, tokenizer):
+    """The documents of ``data.ptx_files``."""
+    data, actor = recipe.data, recipe.actor
+    size = data.ptx_batch_size or actor.ppo_mini_batch_size * recipe.rollout.n
+    with phase("loading plain text"):
+        documents = load_documents(data, tokenizer)
+    return PretrainingMix(PromptLoader(documents, size, data.shuffle, data.seed), actor.ptx_coef)
+
+
+def _show_warm_start(reporter, total: int, step: int, loss: float) -> None:
+    """A line for every tenth of the warm start."""
+    if step == total or step % max(total // 10, 1) == 0:
+        reporter.line(f"warm start {step}/{total}: loss {loss:.3f}")
+
+
+def _announce(reporter, loggers: Sequence[str], text: str) -> None:
+    """A line that must be seen, with or without the console logger."""
+    if "console" in loggers:
+        reporter.line(text)
+    elif reporter.is_main:
+        say(text)

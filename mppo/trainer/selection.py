@@ -1,0 +1,133 @@
+"""Choosing sequences of a batch or an experience: PF-PPO's draw, dynamic sampling's filter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from mppo.algos import pf_ppo
+from mppo.algos.packing import select_cu_seqlens, select_sequences
+from mppo.batch import Batch, Experience, ModelOutputs
+from mppo.config.algorithm import AlgorithmConfig
+
+Indices = Sequence[int] | Tensor
+Holder = TypeVar("Holder", Batch, ModelOutputs, Experience)
+
+
+def _select_fields(holder: Holder, cu_seqlens: Tensor, indices: Indices) -> dict[str, Tensor]:
+    """The chosen sequences' part of every ``_T`` and ``_B`` tensor of a dataclass."""
+    chosen = torch.as_tensor(indices, dtype=torch.int64)
+    changes = {}
+    for field in fields(holder):
+        value = getattr(holder, field.name)
+        if field.name.endswith("_T"):
+            changes[field.name] = select_sequences(value, cu_seqlens, chosen)
+        elif field.name.endswith("_B"):
+            changes[field.name] = value[chosen]
+    return changes
+
+
+def select_batch(batch: Batch, indices: Indices) -> Batch:
+    """The chosen sequences in the order of ``indices``; repeats allowed."""
+    changes = _select_fields(batch, batch.cu_seqlens, indices)
+    return replace(batch, cu_seqlens=select_cu_seqlens(batch.cu_seqlens, indices), **changes)
+
+
+def select_outputs(outputs: ModelOutputs, indices: Indices) -> ModelOutputs:
+    """As :func:`select_batch`, for a batch with outputs."""
+    changes = _select_fields(outputs, outputs.batch.cu_seqlens, indices)
+    return replace(outputs, batch=select_batch(outputs.batch, indices), **changes)
+
+
+def select_experience(experience: Experience, indices: Indices) -> Experience:
+    """As :func:`select_batch`, for an experience."""
+    outputs = experience.old
+    changes = _select_fields(experience, outputs.batch.cu_seqlens, indices)
+    return replace(experience, old=select_outputs(outputs, indices), **changes)
+
+
+def concatenate_batches(batches: Sequence[Batch]) -> Batch:
+    """Batches laid end to end.
+
+    Raises:
+        ValueError: none given.
+    """
+    if not batches:
+        raise ValueError("no batch to concatenate")
+    lengths = torch.cat([batch.lengths_B for batch in batches])
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    cu_seqlens[1:] = lengths.cumsum(0)
+    changes = {
+        field.name: torch.cat([getattr(batch, field.name) for batch in batches])
+        for field in fields(Batch)
+        if field.name != "cu_seqlens"
+    }
+    return replace(batches[0], cu_seqlens=cu_seqlens, **changes)
+
+
+def resample_experience(
+    experience: Experience, algorithm: AlgorithmConfig, seed: int
+) -> Experience:
+    """PF-PPO where the recipe asks for it: as many sequences, drawn with replacement by score.
+
+    Args:
+        experience: after estimation; advantages are drawn along, not computed anew (verl).
+        algorithm: ``use_pf_ppo`` and ``pf_ppo``.
+        seed: of the draw, one for each step.
+
+    Returns:
+        The same experience where PF-PPO is off.
+    """
+    if not algorithm.use_pf_ppo:
+        return experience
+    config = algorithm.pf_ppo
+    scores_B = experience.old.batch.scores_B
+    weight_B = pf_ppo.resampling_weights(scores_B, config.reweight_method, config.weight_pow)
+    return select_experience(experience, pf_ppo.resample(weight_B, seed))
+
+
+def first_groups(scores_B: Tensor, group_B: Tensor, count: int) -> Tensor:
+    """Sequences of ``count`` groups: those whose scores differ, in order, then others to fill up.
+
+    Args:
+        scores_B: float ``[B]``.
+        group_B: int64 ``[B]``; a group's sequences lie side by side, and there are ``count`` groups
+            at least.
+        count: groups wanted.
+
+    Returns:
+        int64 indices, ascending.
+    """
+    informative_B = torch.zeros(len(group_B), dtype=torch.bool)
+    informative_B[informative_sequences(scores_B, group_B)] = True
+    groups, sizes = torch.unique_consecutive(group_B, return_counts=True)
+    informative_G = informative_B[sizes.cumsum(0) - sizes]
+    preferred = torch.argsort(informative_G.int(), descending=True, stable=True)[:count]
+    return torch.isin(group_B, groups[preferred]).nonzero().squeeze(1)
+
+
+def informative_sequences(scores_B: Tensor, group_B: Tensor) -> Tensor:
+    """Numbers of the sequences whose group's scores are not all equal (DAPO dynamic sampling).
+
+    A group of one has nothing to compare with and is kept.
+
+    Args:
+        scores_B: float ``[B]``.
+        group_B: int64 ``[B]``.
+
+    Returns:
+        int64 indices, ascending.
+
+    Source: DAPO, https://arxiv.org/abs/2503.14476; verl ``filter_groups``.
+    """
+    _, index_B, counts = torch.unique(group_B, return_inverse=True, return_counts=True)
+    lowest = scores_B.new_full((len(counts),), torch.inf)
+    lowest = lowest.scatter_reduce(0, index_B, scores_B, "amin")
+    highest = scores_B.new_full((len(counts),), -torch.inf)
+    highest = highest.scatter_reduce(0, index_B, scores_B, "amax")
+    kept = (highest > lowest) | (counts == 1)
+    return kept[index_B].nonzero().squeeze(1)

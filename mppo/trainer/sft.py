@@ -1,0 +1,144 @@
+"""A short supervised warm start, for models that begin with random weights.
+
+PPO improves what a policy already does now and then; a model with random weights never earns a
+reward. The warm start imitates right answers for ``trainer.warm_start_steps`` steps and writes the
+result as a Hugging Face folder, from which every role then starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mppo.algos.packing import select_sequences
+from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
+from mppo.config.schema import OptimConfig, Recipe
+from mppo.data.source import PromptSet
+from mppo.data.supervised import SupervisedExample, supervised_examples
+from mppo.models.configuration import DTYPES
+from mppo.models.heads.outputs import PolicyOutputs
+from mppo.models.optimizer import StepResult
+from mppo.models.role import Role
+from mppo.models.role_spec import MiniBatch, RoleSpec
+from mppo.parallel.groups import GroupRegistry
+from mppo.pipeline.schedule import update_schedule
+from mppo.supervision import stop_request
+from mppo.supervision.phase import phase
+from mppo.trainer.update_phase import NonFiniteStep
+
+
+def train_sft(
+    recipe: Recipe,
+    folder: Path,
+    hf_config,
+    prompts: PromptSet,
+    tokenizer: PreTrainedTokenizerBase,
+    registry: GroupRegistry,
+    out: Path,
+    on_step: Callable[[int, float], None],
+) -> Path | None:
+    """Train on right answers and write the result. Collective.
+
+    Args:
+        recipe: ``trainer.warm_start_*`` and the actor's layout.
+        folder: Hugging Face folder to start from.
+        hf_config: its config.
+        prompts: training prompts with their ground truths.
+        tokenizer: the model's.
+        registry: process groups by layout.
+        out: folder to write.
+        on_step: called with each step's number and loss (nats per answer token).
+
+    Returns:
+        On the first rank, where a folder is now that bore the name ``out`` and that mppo did not
+        write.
+
+    Raises:
+        NonFiniteStep: a loss or gradient was not finite; nothing is written.
+        Abandoned: the run is asked to stop; nothing is written.
+    """
+    trainer, size = recipe.trainer, recipe.trainer.warm_start_batch_size
+    spec = RoleSpec(
+        name="warm start",
+        head="policy",
+        folder=folder,
+        dtype=DTYPES[recipe.model.dtype],
+        megatron=recipe.actor.megatron,
+        batching=recipe.actor,
+        optim=OptimConfig(lr=trainer.warm_start_lr, lr_decay_style="cosine"),
+        total_steps=trainer.warm_start_steps,
+    )
+    with phase("warm start"):
+        world = torch.distributed.get_world_size()
+        role = Role(spec, hf_config, registry.of(recipe.actor.megatron.layout(world)))
+        examples = supervised_examples(
+            prompts, tokenizer, trainer.warm_start_steps * size, trainer.seed
+        )
+        for step in range(trainer.warm_start_steps):
+            batch = _as_batch(examples[step * size : (step + 1) * size])
+            loss, result = _train_step(role, batch)
+            if not result.applied:
+                raise NonFiniteStep(
+                    f"warm start step {step + 1} of {trainer.warm_start_steps}",
+                    {role.name: result},
+                    f"lower trainer.warm_start_lr ({trainer.warm_start_lr:g})",
+                    tuple(range(batch.num_sequences)),
+                )
+            on_step(step + 1, loss)
+            stop_request.sync()
+        return role.weights.save(out)
+
+
+def _as_batch(examples: list[SupervisedExample]) -> Batch:
+    trajectories = [
+        Trajectory(
+            Prompt(uid, prompt_ids, "supervised", "", ""),
+            answer_ids,
+            (0.0,) * len(answer_ids),
+            "stop",
+            0,
+        )
+        for uid, (prompt_ids, answer_ids) in enumerate(examples)
+    ]
+    return pack_trajectories(trajectories, [0.0] * len(trajectories))
+
+
+def _train_step(role: Role, batch: Batch) -> tuple[float, StepResult]:
+    """One step on all examples of a batch: its loss, and whether it was applied."""
+    weight_T = batch.response_mask_T / batch.response_mask_T.sum()
+    schedule = update_schedule(
+        batch.lengths_B.tolist(),
+        role.micro_batch_spec(training=True),
+        [range(batch.num_sequences)],
+    )
+    role.optimizer.advance()
+    objective = NegativeLogLikelihood(batch, weight_T)
+    stats = role.forward_backward(MiniBatch(batch, schedule[0].microbatches, objective))
+    return stats["loss"], role.optimizer_step()
+
+
+@dataclass(frozen=True)
+class NegativeLogLikelihood:
+    """Weighted sum of ``-log pi`` over answer tokens.
+
+    Args:
+        batch: the examples.
+        weight_T: float32 ``[T]`` of the batch.
+    """
+
+    batch: Batch
+    weight_T: Tensor
+
+    def __call__(
+        self, outputs: PolicyOutputs, indices: tuple[int, ...]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of some of the sequences, and the same as a statistic."""
+        logprobs_T = outputs.logprobs_T
+        weights = select_sequences(self.weight_T, self.batch.cu_seqlens, list(indices))
+        loss = -(weights.to(logprobs_T.device) * logprobs_T).sum()
+        return loss, {"loss": loss.detach()}

@@ -1,0 +1,115 @@
+"""A model's ``config.json``, looked at before any library builds a configuration of it.
+
+Configuration classes make lists of ``num_hidden_layers`` entries, and take any value for a size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mppo.safety.input_files import check_regular_files, read_json
+from mppo.weights.shape import check_model_type, refuse
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+
+_LAYERS, _HEADS, _EXPERTS = 1 << 10, 1 << 12, 1 << 13
+_WIDTH, _LONG, _TOKENS = 1 << 20, 1 << 24, 1 << 30
+SIZES: dict[str, tuple[int, int]] = {
+    "num_hidden_layers": (1, _LAYERS),
+    "first_k_dense_replace": (0, _LAYERS),
+    "num_nextn_predict_layers": (0, _LAYERS),
+    "decoder_sparse_step": (0, _LAYERS),
+    "moe_layer_freq": (0, _LAYERS),
+    "hidden_size": (1, _WIDTH),
+    "intermediate_size": (1, _WIDTH),
+    "moe_intermediate_size": (1, _WIDTH),
+    "shared_expert_intermediate_size": (0, _WIDTH),
+    "head_dim": (1, _WIDTH),
+    "q_lora_rank": (1, _WIDTH),
+    "kv_lora_rank": (1, _WIDTH),
+    "qk_nope_head_dim": (1, _WIDTH),
+    "qk_rope_head_dim": (1, _WIDTH),
+    "v_head_dim": (1, _WIDTH),
+    "num_attention_heads": (1, _HEADS),
+    "num_key_value_heads": (1, _HEADS),
+    "num_experts": (0, _EXPERTS),
+    "n_routed_experts": (0, _EXPERTS),
+    "num_local_experts": (0, _EXPERTS),
+    "n_shared_experts": (0, _EXPERTS),
+    "num_experts_per_tok": (0, _EXPERTS),
+    "n_group": (0, _EXPERTS),
+    "topk_group": (0, _EXPERTS),
+    "vocab_size": (1, _LONG),
+    "max_window_layers": (0, _TOKENS),
+    "max_position_embeddings": (1, _TOKENS),
+    "sliding_window": (0, _TOKENS),
+}
+"""Least and most of every size: whole numbers, far beyond any model there is. Null is left to the
+family to judge."""
+
+NUMBERS: dict[str, tuple[float, float]] = {
+    "rms_norm_eps": (0.0, 1.0),
+    "rope_theta": (1.0, 1e15),
+    "routed_scaling_factor": (0.0, 1e6),
+    "attn_logit_softcapping": (0.0, 1e9),
+    "final_logit_softcapping": (0.0, 1e9),
+    "query_pre_attn_scalar": (1e-9, 1e9),
+    "initializer_range": (0.0, 1e6),
+}
+"""Least and most of other numbers."""
+
+MAX_EXPERT_LAYERS = 1 << 17
+"""Layers times experts of one model: its tensors are counted one by one."""
+
+
+def read_config_file(folder: Path) -> dict[str, Any]:
+    """A model folder's ``config.json``, once nothing in the folder can harm a reader.
+
+    Raises:
+        ValueError: a FIFO, device or socket in the folder; ``config.json`` is absent or no JSON
+            object, names no known family, or holds a value that no model has.
+    """
+    check_regular_files(folder)
+    content = read_json(folder / CONFIG)
+    if "auto_map" not in content:  # code of its own, which only who trusts it lets run
+        check_model_type(content.get("model_type"))
+    check_numbers(content)
+    generation = folder / GENERATION
+    for file, found in (
+        (CONFIG, content),
+        (GENERATION, read_json(generation) if generation.exists() else {}),
+    ):
+        end = found.get("eos_token_id")
+        ends = end if isinstance(end, list) else [] if end is None else [end]
+        if not all(type(token) is int and 0 <= token < _LONG for token in ends):
+            raise ValueError(f"{file}: eos_token_id = {str(end)[:60]}: no token; give its number")
+    return content
+
+
+def check_numbers(content: dict[str, Any]) -> None:
+    """Every size is a whole number within reason, and the other numbers are numbers.
+
+    Raises:
+        ValueError: naming the first that is not.
+    """
+    for key, (least, most) in SIZES.items():
+        value = content.get(key)
+        if value is not None and not (type(value) is int and least <= value <= most):
+            raise refuse(key, value, "no size of a model", f"a whole number, {least} to {most}")
+    for key, (low, high) in NUMBERS.items():
+        value = content.get(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and low <= value <= high):
+            raise refuse(key, value, "no such number of a model", f"from {low:g} to {high:g}")
+    dense = content.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise refuse("mlp_only_layers", dense, "no list of layers", "give whole numbers")
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(content.get(key) or {}, dict):
+            raise refuse(key, content[key], "not an object", "give its settings by name")
+    layers = content.get("num_hidden_layers") or 1
+    for key in ("num_experts", "n_routed_experts", "num_local_experts"):
+        experts = content.get(key) or 0
+        if layers * experts > MAX_EXPERT_LAYERS:
+            raise refuse(key, experts, f"in {layers} layers: too many", "correct one of the two")

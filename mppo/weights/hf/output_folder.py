@@ -1,0 +1,195 @@
+"""An output folder that appears whole or not at all, and Hugging Face files written by offset."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mppo.safety.disk import flush, is_as_written, naming, set_aside
+from mppo.safety.input_files import inside, read_json
+from mppo.weights.hf.folder import INDEX
+from mppo.weights.hf.safetensors_file import StoredTensor, make_header
+
+MAX_SHARD_BYTES = 5 * 10**9
+TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+def partial_path(folder: Path) -> Path:
+    """Where a folder is built before it gets its name."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def check_free(folder: Path) -> None:
+    """The output does not exist yet.
+
+    Raises:
+        ValueError: it does and is not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder}: already exists; remove it or name another output")
+
+
+def publish(folder: Path) -> Path | None:
+    """Flush the partial folder's files to disk and give it its name.
+
+    A folder that bears the name already is replaced if it is empty, or as mppo wrote it.
+
+    Returns:
+        Where anything else that bore the name is now; None where nothing did.
+    """
+    building, old = partial_path(folder), folder.with_name(f".{folder.name}.replaced")
+    for file in sorted(building.rglob("*")):
+        if file.is_file():
+            flush(file)
+    kept = None
+    if is_as_written(folder):
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    elif folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+        folder.rmdir()
+    elif os.path.lexists(folder):
+        kept = set_aside(folder)
+    building.rename(folder)
+    flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+    return kept
+
+
+@contextmanager
+def open_for_offsets(file: Path) -> Iterator[int]:
+    """A descriptor for ``pwrite`` into an existing file."""
+    descriptor = os.open(file, os.O_WRONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: Any, offset: int) -> None:
+    """``pwrite`` everything.
+
+    Raises:
+        OSError: the disk is full, or failed.
+    """
+    view = memoryview(data).cast("B")
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)
+
+
+def write_tensor(place: StoredTensor, tensor: Tensor) -> None:
+    """Write a tensor's bytes to its place."""
+    assert (tuple(tensor.shape), tensor.dtype) == (place.shape, place.dtype)
+    if not tensor.numel():
+        return
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    with naming(place.file), open_for_offsets(place.file) as descriptor:
+        write_all(descriptor, flat.numpy(), place.offset)
+
+
+def plan_files(
+    folder: Path, tensors: TensorTypes, max_shard_bytes: int
+) -> dict[Path, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    """Which tensors go into which safetensors file, in order.
+
+    Args:
+        folder: the folder of the files.
+        tensors: dtype and shape by name.
+        max_shard_bytes: a file is closed before it exceeds this (one larger tensor excepted).
+    """
+    shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    size = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = dtype.itemsize * int(torch.Size(shape).numel())
+        if shards[-1] and size + nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = (dtype, shape)
+        size += nbytes
+    if len(shards) == 1:
+        return {folder / "model.safetensors": shards[0]}
+    return {
+        folder / f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard
+        for i, shard in enumerate(shards, 1)
+    }
+
+
+def plan_places(
+    folder: Path, tensors: TensorTypes, max_shard_bytes: int
+) -> tuple[dict[Path, tuple[bytes, int]], dict[str, StoredTensor]]:
+    """Headers and total sizes of the files, and the place of each tensor."""
+    headers, places = {}, {}
+    for file, shard in plan_files(folder, tensors, max_shard_bytes).items():
+        head, found = make_header(shard, file)
+        places.update(found)
+        headers[file] = (head, len(head) + sum(place.nbytes for place in found.values()))
+    return headers, places
+
+
+def create_files(headers: Mapping[Path, tuple[bytes, int]]) -> None:
+    """Create the files at full length, headers written, data to come."""
+    for file, (head, size) in headers.items():
+        with naming(file), file.open("wb") as stream:
+            stream.write(head)
+            stream.truncate(size)
+
+
+def write_index(folder: Path, places: Mapping[str, StoredTensor]) -> None:
+    """Write ``model.safetensors.index.json`` where there is more than one file."""
+    if len({place.file for place in places.values()}) < 2:
+        return
+    total = sum(place.nbytes for place in places.values())
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: places[name].file.name for name in sorted(places)},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def companion_files(source: Path) -> list[str]:
+    """Names of a Hugging Face folder's files that are not weights.
+
+    Raises:
+        ValueError: a link among them leads out of the folder: a copy would hold what lies there.
+    """
+    return [
+        inside(source, file.name).name
+        for file in sorted(source.iterdir())
+        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and file.name[0] != "."
+    ]
+
+
+def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
+    """Copy configuration, tokenizer, chat template and code of a Hugging Face folder.
+
+    Args:
+        source: the folder.
+        folder: where to.
+        dtype: written into ``config.json`` as the weights' dtype; quantisation settings are then
+            removed. None copies it as it is.
+
+    Returns:
+        Names of the copied files.
+
+    Raises:
+        ValueError: as ``companion_files``.
+    """
+    copied = companion_files(source)
+    for name in copied:
+        shutil.copyfile(source / name, folder / name)
+    if dtype is not None and "config.json" in copied:
+        config = read_json(folder / "config.json")
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = str(dtype).removeprefix("torch.")
+        config.pop("quantization_config", None)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return copied

@@ -1,0 +1,113 @@
+"""Built stages to and from Megatron ``torch_dist`` checkpoints, in any layout.
+
+Megatron's distributed checkpointing maps parameters to chunks: one saved in one layout loads in any
+other. The layout's groups must be active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
+from mppo.weights.hf.output_folder import check_free, partial_path, publish
+from mppo.weights.load import load_hf_weights
+from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
+from mppo.weights.stream import Groups
+from mppo.weights.torch_dist.contents import read_checkpoint
+from mppo.weights.torch_dist.conversion import model_prefix
+from mppo.weights.torch_dist.sharded_load import load_sharded
+
+VALUE_HEAD = "value_head.weight"
+
+
+def save_megatron(folder: str | Path, chunks: Sequence[Any]) -> Path:
+    """Save a role's parameters; collective over all ranks.
+
+    Args:
+        folder: the output, on a file system all ranks see; must not exist.
+        chunks: this rank's ``GPTModel`` chunks.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: the folder exists.
+    """
+    folder = Path(folder).absolute()
+    check_free(folder)
+    building = partial_path(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        building.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded(chunks), str(building))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        publish(folder)
+    dist.barrier()
+    return folder
+
+
+def load_megatron(path: str | Path, chunks: Sequence[Any]) -> tuple[str, ...]:
+    """Fill a role's parameters; collective over all ranks.
+
+    Args:
+        path: a checkpoint folder, or the folder of iterations above it.
+        chunks: this rank's ``GPTModel`` chunks.
+
+    Returns:
+        Parameters left as initialised: a value head the checkpoint does not have.
+
+    Raises:
+        ValueError: no such checkpoint, it lacks parameters, or its table would run code.
+    """
+    folder = checkpoint_folder(path)
+    checkpoint = read_checkpoint(folder)
+    prefix, wanted = model_prefix(checkpoint), _sharded(chunks)
+    add_prefix_for_sharding(wanted, prefix)
+    loaded, absent_keys = load_sharded(folder, checkpoint, wanted)
+    lost = sorted(k.removeprefix(prefix) for k in absent_keys if "_extra_state" not in k)
+    fresh = tuple(key for key in lost if key == VALUE_HEAD)
+    if len(lost) > len(fresh):
+        raise ValueError(f"{folder}: lacks {len(lost)} parameters, such as {lost[0]}")
+    for number, chunk in enumerate(chunks):
+        absent, unexpected = chunk.load_state_dict(loaded[f"model{number}"], strict=False)
+        names = [*absent, *unexpected]
+        wrong = [n for n in names if not n.endswith("_extra_state") and n not in fresh]
+        if wrong:
+            raise ValueError(f"{folder}: does not fit the model: {', '.join(wrong[:5])}")
+    return fresh
+
+
+def load_weights(
+    path: str | Path,
+    chunks: Sequence[Any],
+    hf_config: Any,
+    groups: Groups,
+) -> tuple[str, ...]:
+    """Fill a role's parameters from either form; collective over all ranks, groups active.
+
+    Args:
+        path: a Hugging Face folder (every rank reads the slices it owns) or a checkpoint.
+        chunks: this rank's ``GPTModel`` chunks.
+        hf_config: the model's transformers config.
+        groups: the role's layout and its process groups.
+
+    Returns:
+        Parameters left as initialised: a value head that ``path`` does not have.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape than config.json says.
+    """
+    if is_megatron_checkpoint(path):
+        return load_megatron(path, chunks)
+    return load_hf_weights(path, chunks, hf_config, groups.layout, groups.coordinates).fresh
+
+
+def _sharded(chunks: Sequence[Any]) -> dict[str, Any]:
+    return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}

@@ -1,0 +1,188 @@
+"""The table of contents of a ``torch_dist`` checkpoint: read once, and checked in every entry.
+
+``.metadata`` says which tensors there are, the chunks of each, and the stretch of which file holds
+a chunk. Nothing is taken from it but strings, whole numbers and dtypes, in the places where torch
+puts them.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mppo.safety.input_files import inside, read_file
+from mppo.weights.hf.safetensors_file import are_sizes
+from mppo.weights.torch_dist.pickles import Record, read_pickle
+
+METADATA = ".metadata"
+MAX_TABLE_BYTES = 2 << 30
+_TABLE = ("state_dict_metadata", "storage_data")
+_BESIDE = ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans")
+"""Attributes of a table that are not looked at."""
+
+
+class Chunk(NamedTuple):
+    """A box of a global tensor: where it starts, how large it is, and where its archive lies."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    archive_offset: int
+    archive_bytes: int
+
+
+@dataclass(frozen=True)
+class GlobalTensor:
+    """A key of the checkpoint: global shape and the chunks that cover it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+class _Place(NamedTuple):
+    file: Path
+    offset: int
+    nbytes: int
+
+
+def read_checkpoint(folder: Path) -> dict[str, GlobalTensor]:
+    """Every tensor key of a checkpoint; nothing that its table names is run.
+
+    Objects that are no tensors are pickles of their own. They are left out: nothing reads them.
+
+    Args:
+        folder: with ``.metadata``: a checkpoint, or one role's part of one.
+
+    Raises:
+        OSError: no such checkpoint.
+        ValueError: naming the file, what is wrong with it, and the fix.
+    """
+    where = folder / METADATA
+    data = read_file(where, MAX_TABLE_BYTES)
+    try:
+        table = _fields(read_pickle(data), ("Metadata", "MCoreMetadata"), _TABLE, _BESIDE)
+        entries, stored = (table[name] for name in _TABLE)
+        if type(entries) is not dict or type(stored) is not dict:
+            raise pickle.UnpicklingError("it holds no tables")
+        places = _places(folder, stored)
+        found = {key: _tensor(key, entry, places) for key, entry in entries.items()}
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{where}: more than a table of contents and plain values: {error}; "
+            "take a checkpoint from whom you trust, or safetensors"
+        ) from error
+    return {key: tensor for key, tensor in found.items() if tensor is not None}
+
+
+def _places(
+    folder: Path, stored: dict[Any, Any]
+) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
+    """Where each chunk and object lies, by key and offsets; every stretch lies within its file."""
+    files: dict[str, tuple[Path, int]] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+    for index, info in stored.items():
+        key, offsets = _index(index)
+        fields = _fields(info, ("_StorageInfo",), ("relative_path", "offset", "length"),
+                         ("transform_descriptors",))  # fmt: skip
+        name, begin, nbytes = (fields[name] for name in ("relative_path", "offset", "length"))
+        if fields.get("transform_descriptors"):
+            raise pickle.UnpicklingError(f"{key} is compressed, which no reader here undoes")
+        if type(name) is str and name not in files:
+            files[name] = _data_file(folder, name)
+        if type(name) is not str or not are_sizes([begin, nbytes]):
+            raise pickle.UnpicklingError(f"{key} does not lie in a stretch of a file")
+        file, size = files[name]
+        if begin + nbytes > size:
+            raise ValueError(
+                f"{file}: cut short: {key} ends at byte {begin + nbytes}, the file has {size}; "
+                "copy the checkpoint again"
+            )
+        places[key, offsets] = _Place(file, begin, nbytes)
+    return places
+
+
+def _data_file(folder: Path, name: str) -> tuple[Path, int]:
+    """A data file, and its size."""
+    file = inside(folder, name)
+    if not file.exists():
+        raise ValueError(f"{folder}: data file {name} is missing; copy the checkpoint again")
+    if not file.is_file():
+        raise ValueError(f"{file}: is not a file; copy the checkpoint again")
+    return file, file.stat().st_size
+
+
+def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
+    fields = _fields(index, ("MetadataIndex",), ("fqn",), ("offset", "index"))
+    key, offsets = fields["fqn"], fields.get("offset")
+    if type(key) is not str or not (offsets is None or _is_shape(offsets)):
+        raise pickle.UnpicklingError("an index of its storage names no key and offsets")
+    return key, offsets
+
+
+def _tensor(
+    key: Any, entry: Any, places: dict[tuple[str, tuple[int, ...] | None], _Place]
+) -> GlobalTensor | None:
+    """A tensor's entry; None for an object's."""
+    if type(key) is not str:
+        raise pickle.UnpicklingError("a key is not a text")
+    if type(entry) is Record and entry.name == "BytesStorageMetadata":
+        _fields(entry, ("BytesStorageMetadata",), ())
+        return None
+    fields = _fields(entry, ("TensorStorageMetadata",), ("properties", "size", "chunks"))
+    shape, dtype = fields["size"], _dtype(fields["properties"])
+    if not _is_shape(shape) or type(fields["chunks"]) is not list:
+        raise pickle.UnpicklingError(f"{key} has no shape and chunks")
+    chunks = []
+    for chunk in fields["chunks"]:
+        box = _fields(chunk, ("ChunkStorageMetadata",), ("offsets", "sizes"))
+        offsets, sizes = box["offsets"], box["sizes"]
+        within = (
+            _is_shape(offsets)
+            and _is_shape(sizes)
+            and len(offsets) == len(sizes) == len(shape)
+            and all(begin + size <= most for begin, size, most in zip(offsets, sizes, shape))
+        )
+        if not within or (key, offsets) not in places:
+            raise pickle.UnpicklingError(f"a chunk of {key} lies outside of it, or in no file")
+        chunks.append(Chunk(offsets, sizes, *places[key, offsets]))
+    if sum(math.prod(chunk.sizes) for chunk in chunks) > math.prod(shape):
+        raise pickle.UnpicklingError(f"chunks of {key} overlap")
+    return GlobalTensor(shape, dtype, tuple(chunks))
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    """Of ``TensorProperties``, whose state is a tuple that begins with it."""
+    known = type(properties) is Record and properties.name == "TensorProperties"
+    state = properties.state if known else None
+    if type(state) is not tuple or not state or not isinstance(state[0], torch.dtype):
+        raise pickle.UnpicklingError("a tensor has no dtype")
+    return state[0]
+
+
+def _is_shape(sizes: Any) -> bool:
+    return type(sizes) is tuple and are_sizes(list(sizes))
+
+
+def _fields(
+    value: Any, names: Collection[str], needed: Collection[str], more: Collection[str] = ()
+) -> dict[str, Any]:
+    """The attributes of a record, which are its class's own and no others."""
+    if type(value) is not Record or value.name not in names:
+        kind = value.name if type(value) is Record else type(value).__name__
+        raise pickle.UnpicklingError(f"it holds a {kind} in the place of a {min(names)}")
+    state = {} if value.state is None else value.state
+    if value.arguments or type(state) is not dict or any(type(name) is not str for name in state):
+        raise pickle.UnpicklingError(f"it builds a {value.name} of something else")
+    odd = state.keys() - {*needed, *more}
+    lacking = set(needed) - state.keys()
+    if odd or lacking:
+        how = f"has {min(odd)!r}" if odd else f"lacks {min(lacking)!r}"
+        raise pickle.UnpicklingError(f"a {value.name} in it {how}")
+    return state

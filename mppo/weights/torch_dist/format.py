@@ -1,0 +1,251 @@
+"""Megatron's ``torch_dist`` checkpoint format: chunks of global tensors located by file offset.
+
+A folder holds ``.metadata`` (torch.distributed.checkpoint's index: the chunks of every key, and the
+stretch of which ``.distcp`` file holds each), ``metadata.json``, ``common.pt`` and the ``.distcp``
+files, in which every chunk is one ``torch.save`` archive.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mppo.safety.input_files import open_file
+from mppo.weights.hf.safetensors_file import StoredTensor, are_sizes
+from mppo.weights.torch_dist.contents import METADATA, Chunk, GlobalTensor
+from mppo.weights.torch_dist.pickles import OUTSIDE, Name, Record, read_pickle
+
+STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+_SAVED_TENSOR = {
+    "torch._utils": ("_rebuild_tensor_v2",),
+    "torch": tuple(STORAGES),
+    "collections": ("OrderedDict",),
+}
+"""What the pickle of a tensor names."""
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+MAX_PICKLE_BYTES = 1 << 16
+"""Of a chunk's archive: shape, strides and dtype of one tensor."""
+FILES, MIN_FILE_BYTES, MAX_FILE_BYTES = 16, 64 << 20, 5 * 10**9
+
+
+def locate(chunk: Chunk) -> StoredTensor:
+    """Where a chunk's data lies inside its archive.
+
+    Raises:
+        ValueError: the archive is cut short, packed, or holds no contiguous tensor of the chunk's
+            shape.
+    """
+    try:
+        with open_file(chunk.file) as stream:
+            with zipfile.ZipFile(_Slice(stream, chunk)) as archive:
+                names = {name.partition("/")[2]: name for name in archive.namelist()}
+                pickled, data = archive.getinfo(names["data.pkl"]), archive.getinfo(names["data/0"])
+                if data.compress_type or pickled.compress_type:
+                    raise ValueError("it is compressed")
+                if pickled.file_size > MAX_PICKLE_BYTES:
+                    raise ValueError(f"its pickle has {pickled.file_size} bytes")
+                saved = read_pickle(archive.read(pickled), _SAVED_TENSOR)
+            stream.seek(chunk.archive_offset + data.header_offset + 26)
+            lengths = stream.read(4)
+        dtype, first, shape = _contiguous(saved)
+    except Exception as error:  # whatever a reader makes of a damaged archive
+        raise ValueError(
+            f"{chunk.file}: unreadable chunk at byte {chunk.archive_offset} ({error})"
+        ) from error
+    if shape != chunk.sizes:
+        raise ValueError(f"{chunk.file}: a chunk of shape {chunk.sizes} is stored as {shape}")
+    name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+    begin = data.header_offset + 30 + name + extra + first * dtype.itemsize
+    stored = StoredTensor(chunk.file, chunk.archive_offset + begin, dtype, shape)
+    if begin + stored.nbytes > chunk.archive_bytes:
+        raise ValueError(f"{chunk.file}: the chunk at byte {chunk.archive_offset} is cut short")
+    return stored
+
+
+def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
+    """Dtype, first element and shape of a tensor that was pickled.
+
+    Raises:
+        ValueError: it is not one, or not contiguous.
+    """
+    known = type(saved) is Record and saved.name == "_rebuild_tensor_v2"
+    storage, first, shape, stride = saved.arguments[:4] if known else (None,) * 4
+    outside = storage.arguments[0] if type(storage) is Record else None
+    kind = outside[1] if type(outside) is tuple and storage.name == OUTSIDE else None
+    dtype = STORAGES.get(kind.name) if type(kind) is Name else None
+    sizes = type(shape) is type(stride) is tuple and are_sizes([first, *shape, *stride])
+    if dtype is None or not sizes or len(shape) != len(stride):
+        raise ValueError("it holds no tensor")
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride)):
+        if size != 1 and step != expected:
+            raise ValueError(f"its tensor of shape {shape} is not contiguous: {stride}")
+        expected *= size
+    return dtype, first, shape
+
+
+class _Slice(io.RawIOBase):
+    """A chunk's archive as a seekable file."""
+
+    def __init__(self, stream: io.BufferedReader, chunk: Chunk) -> None:
+        self._stream, self._begin, self._size = stream, chunk.archive_offset, chunk.archive_bytes
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = self._size - self._position
+        self._stream.seek(self._begin + self._position)
+        data = self._stream.read(left if size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+
+@lru_cache(maxsize=4096)
+def archive_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """What surrounds a tensor's data in its ``torch.save`` archive: bytes before, bytes after."""
+    with tempfile.TemporaryFile() as stream:
+        tensor = torch.empty(shape, dtype=dtype)
+        with torch.serialization.skip_data():
+            torch.save(tensor, stream)
+        stream.seek(0)
+        with zipfile.ZipFile(stream) as archive:
+            info = next(i for i in archive.infolist() if i.filename.endswith("/data/0"))
+        stream.seek(info.header_offset + 26)
+        lengths = stream.read(4)
+        name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+        begin = info.header_offset + 30 + name + extra
+        stream.seek(0)
+        head = stream.read(begin)
+        stream.seek(begin + tensor.nbytes)
+        return head, stream.read()
+
+
+def write_metadata(
+    folder: Path,
+    tensors: Mapping[str, GlobalTensor],
+    objects: Mapping[str, tuple[Path, int, int]],
+    common: dict[str, Any],
+) -> None:
+    """Write ``.metadata``, ``metadata.json`` and ``common.pt``.
+
+    Args:
+        folder: the checkpoint folder; files of chunks are relative to it.
+        tensors: every tensor key with its chunks.
+        objects: byte objects: file, offset and length by key.
+        common: the common state.
+    """
+    state, storage = {}, {}
+    for key, tensor in tensors.items():
+        boxes = [
+            ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks
+        ]
+        properties = TensorProperties(dtype=tensor.dtype)
+        state[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), boxes)
+        for i, chunk in enumerate(tensor.chunks):
+            index = MetadataIndex(key, torch.Size(chunk.offsets), i)
+            relative = str(chunk.file.relative_to(folder))
+            storage[index] = _StorageInfo(relative, chunk.archive_offset, chunk.archive_bytes)
+    for key, (file, offset, length) in objects.items():
+        state[key] = BytesStorageMetadata()
+        storage[MetadataIndex(key)] = _StorageInfo(str(file.relative_to(folder)), offset, length)
+    torch.save(common, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps(BACKEND))
+    metadata = Metadata(state_dict_metadata=state, planner_data=None, storage_data=storage)
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def empty_object() -> bytes:
+    """The archive of a layer's empty extra state."""
+    buffer = io.BytesIO()
+    torch.save([None], buffer)
+    return buffer.getvalue()
+
+
+def file_bytes(total: int) -> int:
+    """Size of a checkpoint's files, whoever writes it: sixteen, or as many of 5 GB as it takes.
+
+    The system lets one process at a time write to a file, so shares want files of their own.
+    """
+    return min(MAX_FILE_BYTES, max(MIN_FILE_BYTES, total // FILES))
+
+
+class ChunkFiles:
+    """Hands out places in ``.distcp`` files; the first begins with an empty object.
+
+    Args:
+        folder: the checkpoint folder.
+        max_file_bytes: a file is closed before it exceeds this.
+    """
+
+    def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        self._folder, self._max = folder, max_file_bytes
+        self._nothing = empty_object()
+        self._sizes = [len(self._nothing)]
+
+    def take(self, nbytes: int) -> tuple[Path, int]:
+        """A place for ``nbytes``: file and offset."""
+        if self._sizes[-1] and self._sizes[-1] + nbytes > self._max:
+            self._sizes.append(0)
+        begin = self._sizes[-1]
+        self._sizes[-1] += nbytes
+        return self._file(len(self._sizes) - 1), begin
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"__{number}_0.distcp"
+
+    def empty_object_place(self) -> tuple[Path, int, int]:
+        """Where the empty object lies."""
+        return self._file(0), 0, len(self._nothing)
+
+    def files(self) -> dict[Path, tuple[bytes, int]]:
+        """Every file with the bytes at its start and its size."""
+        return {
+            self._file(i): (self._nothing if i == 0 else b"", size)
+            for i, size in enumerate(self._sizes)
+        }

@@ -1,0 +1,199 @@
+"""Megatron sharded state filled from a ``torch_dist`` checkpoint, nothing of it unpickled.
+
+``megatron.core.dist_checkpointing.load`` reads the table of contents, objects that are no tensors
+and ``common.pt`` with Python's pickle. It takes the readers as arguments, though: here are two that
+hand it what ``read_checkpoint`` has checked, and the bytes of tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+)
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch import Tensor
+
+from mppo.safety.input_files import open_file, read_json
+from mppo.weights.hf.safetensors_file import StoredTensor
+from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
+from mppo.weights.torch_dist.format import BACKEND, locate
+
+
+def load_sharded(
+    folder: Path, checkpoint: Mapping[str, GlobalTensor], state: dict[str, Any]
+) -> tuple[dict[str, Any], set[str]]:
+    """Fill the tensors of a sharded state; collective.
+
+    Args:
+        folder: the checkpoint.
+        checkpoint: its tensors, from ``read_checkpoint``.
+        state: Megatron sharded state. Objects in it are left out: they are pickles, and no module
+            here reads any.
+
+    Returns:
+        The state with tensors in the place of their shards, and the keys the checkpoint lacks.
+
+    Raises:
+        ValueError: ``metadata.json`` is not as Megatron writes it, a chunk is damaged, or the
+            chunks of a tensor have another shape or leave a hole.
+    """
+    _check_backend(folder)
+    wanted, _ = extract_sharded_tensors_and_factories(state)
+    # what Megatron calls "unexpected" is asked for and not in the checkpoint
+    loaded, _, absent = dist_checkpointing.load(
+        wanted,
+        str(folder),
+        sharded_strategy=_Tensors(folder, checkpoint),
+        common_strategy=_NoCommonState(),
+        strict=StrictHandling.RETURN_ALL,
+    )
+    return loaded, absent
+
+
+def _check_backend(folder: Path) -> None:
+    """Megatron looks into ``metadata.json``, without checking what it finds."""
+    file = folder / "metadata.json"
+    content = read_json(file)
+    if content.get("sharded_backend") != "torch_dist" or not content.keys() <= BACKEND.keys():
+        raise ValueError(f"{file}: not of a torch_dist checkpoint; save it as one")
+
+
+class _NoCommonState(LoadCommonStrategy):
+    """``common.pt`` holds nothing that is needed here."""
+
+    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
+        return {}
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
+        return sharded_objects_state_dict
+
+    def check_backend_compatibility(self, loaded_backend: Any) -> None: ...
+
+    def check_version_compatibility(self, loaded_version: Any) -> None: ...
+
+
+class _Tensors(LoadShardedStrategy):
+    """Copies the parts of chunks that a shard overlaps."""
+
+    def __init__(self, folder: Path, checkpoint: Mapping[str, GlobalTensor]) -> None:
+        self._folder = folder
+        self._stored = {key: _Boxes(tensor) for key, tensor in checkpoint.items()}
+        self._located: dict[Chunk, StoredTensor] = {}
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        return dict_list_map_outplace(self._fill, sharded_state_dict)
+
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, ShardedTensor]:
+        return {
+            key: ShardedTensor.from_rank_offsets(
+                key, torch.empty(boxes.tensor.shape, dtype=boxes.tensor.dtype, device="meta")
+            ).without_data()
+            for key, boxes in self._stored.items()
+        }
+
+    def load_sharded_metadata(self, checkpoint_dir: Any) -> dict[str, ShardedTensor]:
+        return self.load_tensors_metadata(checkpoint_dir)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True  # there are none: load_sharded leaves them out
+
+    def check_backend_compatibility(self, loaded_backend: Any) -> None: ...
+
+    def check_version_compatibility(self, loaded_version: Any) -> None: ...
+
+    def _fill(self, shard: ShardedTensor) -> Tensor:
+        """The shard's own tensor, filled; what padding adds to a checkpoint's is zero."""
+        boxes = self._stored[shard.key]
+        if boxes.tensor.shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch:
+            raise ValueError(
+                f"{self._folder}: {shard.key} has shape {list(boxes.tensor.shape)}, the model "
+                f"{list(shard.global_shape)}"
+            )
+        if shard.data is None:
+            shard.init_data("cpu")
+        whole = shard.data.detach()
+        target = whole.view((1,) * shard.prepend_axis_num + tuple(shard.local_shape))
+        if shard.allow_shape_mismatch:
+            target.zero_()
+        filled = 0
+        for chunk in boxes.overlapping(shard.global_offset, target.shape):
+            if chunk not in self._located:
+                self._located[chunk] = locate(chunk)
+            filled += _copy(chunk, self._located[chunk], shard.global_offset, target)
+        if filled < target.numel() and not shard.allow_shape_mismatch:
+            raise ValueError(
+                f"{self._folder}: the chunks of {shard.key} fill {filled} of {target.numel()} "
+                "numbers; copy the checkpoint again"
+            )
+        return whole
+
+
+class _Boxes:
+    """The chunks of a tensor, to be found by place."""
+
+    def __init__(self, tensor: GlobalTensor) -> None:
+        self.tensor = tensor
+
+    @cached_property
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        begin = np.array([chunk.offsets for chunk in self.tensor.chunks], dtype=np.int64)
+        sizes = np.array([chunk.sizes for chunk in self.tensor.chunks], dtype=np.int64)
+        return begin, begin + sizes
+
+    def overlapping(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Chunk]:
+        """Chunks that share an element with a box."""
+        if not self.tensor.chunks or not math.prod(sizes):
+            return []
+        begin, end = self._bounds
+        last = np.add(offsets, sizes, dtype=np.int64)
+        hit = ((begin < last) & (end > np.array(offsets, dtype=np.int64))).all(axis=1)
+        return [self.tensor.chunks[number] for number in np.flatnonzero(hit)]
+
+
+def _copy(chunk: Chunk, stored: StoredTensor, offsets: tuple[int, ...], target: Tensor) -> int:
+    """Copy what a chunk and a box share; returns the number of elements."""
+    shared = [
+        (max(there, here), min(there + size, here + wanted))
+        for there, size, here, wanted in zip(chunk.offsets, chunk.sizes, offsets, target.shape)
+    ]
+    for dim, (begin, end) in enumerate(shared):
+        target = target.narrow(dim, begin - offsets[dim], end - begin)
+    if not shared:
+        target.copy_(_read(stored, 0, 1))
+        return 1
+    (first, last), *rest = shared
+    source = _read(stored, first - chunk.offsets[0], last - first)
+    for dim, (begin, end) in enumerate(rest, 1):
+        source = source.narrow(dim, begin - chunk.offsets[dim], end - begin)
+    target.copy_(source)
+    return target.numel()
+
+
+def _read(stored: StoredTensor, first: int, count: int) -> Tensor:
+    """``count`` rows of a stored tensor."""
+    shape = (count, *stored.shape[1:]) if stored.shape else ()
+    rows = torch.empty(shape, dtype=stored.dtype)
+    view = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+    offset, done = stored.offset + first * (rows.nbytes // max(count, 1)), 0
+    with open_file(stored.file) as stream:
+        while done < len(view):
+            read = os.preadv(stream.fileno(), [view[done:]], offset + done)
+            if read <= 0:
+                raise ValueError(f"{stored.file}: cut short while reading")
+            done += read
+    return rows
