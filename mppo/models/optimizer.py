@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mppo.config.schema import MegatronConfig, OptimConfig
@@ -144,7 +143,9 @@ class RoleOptimizer:
         for optimizer in self._parts():
             parameters = optimizer.get_parameters()
             if optimizer.config.clip_grad > 0 and parameters:
-                clip_grad_by_total_norm_fp32(parameters, optimizer.config.clip_grad, norm)
+                clip_grads.clip_grad_by_total_norm_fp32(
+                    parameters, optimizer.config.clip_grad, norm
+                )
         self.megatron.step_with_ready_grads()
 
     def _parts(self):
