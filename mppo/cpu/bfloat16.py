@@ -1,10 +1,11 @@
-"""What is slow in bfloat16 on a CPU, by way of float32.
+"""Operators that are slow in bfloat16 on a CPU, computed in float32.
 
-Without AVX512-BF16 or AMX, torch takes two and a half times (AVX-512) to over a hundred times
-(AVX2) as long for products of bfloat16 matrices as of float32 ones; with AVX512-BF16 alone, the
-gradient of its attention is still slower, most of all for short sequences. Here those operators
-widen their operands to float32, compute, and round the result to bfloat16 once: the same rounding
-as a bfloat16 unit that accumulates in float32. Other dtypes go to torch's own kernels unchanged.
+Without AVX512-BF16 or AMX, torch's products of bfloat16 matrices take from two and a half times
+(AVX-512) to over a hundred times (AVX2) as long as those of float32 matrices; with AVX512-BF16
+alone, the gradient of attention is still slower, especially for short sequences. This module makes
+these operators convert their operands to float32, compute, and round the result to bfloat16 once,
+which is the rounding of a bfloat16 unit that accumulates in float32. For other dtypes they call
+torch's own kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _OPERATORS = ("mm", "addmm", "bmm", "baddbmm", _ATTENTION, _ATTENTION_GRADIENT)
 
 
 def slow_operators() -> tuple[str, ...]:
-    """The operators that this CPU computes faster in float32 than in bfloat16."""
+    """Names of the operators that this CPU computes faster in float32 than in bfloat16."""
     if not onednn.multiplies_bfloat16():
         return _OPERATORS
     units = torch.cpu.get_capabilities()
@@ -33,7 +34,7 @@ def slow_operators() -> tuple[str, ...]:
 
 @functools.cache
 def install() -> None:
-    """Widen the operators that are slow in bfloat16. Idempotent, for the whole process."""
+    """Replace the operators that are slow in bfloat16, for the process. Idempotent."""
     if not hasattr(torch.library, "get_kernel"):
         return
     with warnings.catch_warnings():
@@ -46,7 +47,7 @@ def install() -> None:
 
 @functools.cache
 def _library() -> torch.library.Library:
-    """The registrations; they last as long as this object."""
+    """The registrations, which last as long as this object."""
     return torch.library.Library("aten", "IMPL")
 
 
@@ -57,7 +58,7 @@ def _original(name: str):
 
 
 def _widened_into():
-    """``torch.mm(a, b, out=...)``."""
+    """The replacement of ``torch.mm(a, b, out=...)``."""
     multiply, into = _original("mm"), _original("mm.out")
 
     def operator(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
@@ -69,6 +70,7 @@ def _widened_into():
 
 
 def _widened(name: str):
+    """The replacement of an operator whose first argument is a tensor."""
     original = _original(name)
 
     def operator(first: Tensor, *args, **kwargs):
@@ -86,6 +88,6 @@ def _wide(x):
 
 
 def _narrow(name: str, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Attention's outputs in bfloat16; its log-sum-exp, second of the forward, stays float32."""
+    """Convert attention's outputs, except the log-sum-exp (second output of the forward pass)."""
     forward = not name.endswith("backward")
     return tuple(x if forward and i == 1 else x.bfloat16() for i, x in enumerate(out))

@@ -1,7 +1,7 @@
-"""What CUDA runs as fused kernels, on the CPU: rotary embedding, SwiGLU, weight gradients.
+"""CPU versions of CUDA's fused kernels: rotary embedding, SwiGLU, weight gradients.
 
-Megatron's unfused versions pass over the activations two to three times as often. In float32 the
-results are bitwise those of the unfused operations.
+Megatron's unfused versions read and write the activations two to three times as often. In float32
+the results are bitwise equal to those of the unfused operations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mppo.cpu.gated_silu import gated_silu, gated_silu_gradient
 
 
 class _Rotary(torch.autograd.Function):
-    """``x * cos + rotate_half(x) * sin`` without the rotated copy; its own inverse in shape."""
+    """``x * cos + rotate_half(x) * sin``; the gradient has the same form."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -31,15 +31,15 @@ class _Rotary(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``sin`` has the signs of ``rotate_half``: its first half is negative."""
+    """Rotate ``x``; the first half of ``sin`` is negated, which gives ``rotate_half``'s signs."""
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
 def with_fused_rotary(unfused):
-    """Megatron's ``_apply_rotary_pos_emb_bshd``, fused where the whole head is rotated by halves.
+    """Fuse Megatron's ``_apply_rotary_pos_emb_bshd`` for heads rotated fully and by halves.
 
     Args:
-        unfused: Megatron's function, which keeps the other cases (interleaved, partial, MLA).
+        unfused: Megatron's function; the other cases (interleaved, partial, MLA) still call it.
     """
 
     @functools.wraps(unfused)
@@ -58,18 +58,18 @@ def with_fused_rotary(unfused):
 
 
 def _cos_sin(freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For ``_rotate``, in ``dtype``; kept on the angles, which a micro-batch's layers share."""
+    """Cosines and signed sines in ``dtype``, cached on ``freqs``, which all layers share."""
     key = (mscale, dtype)
     kept = getattr(freqs, "cos_sin", None)
     if kept is None or kept[0] != key:
         cos, sin = ((f(freqs) * mscale).to(dtype) for f in (torch.cos, torch.sin))
         sin[..., : sin.shape[-1] // 2].neg_()
-        kept = freqs.cos_sin = (key, (cos, sin))  # type: ignore[attr-defined]
+        kept = vars(freqs)["cos_sin"] = (key, (cos, sin))
     return kept[1]
 
 
 class _SwiGLU(torch.autograd.Function):
-    """``silu(gate) * up`` of ``x = [gate, up]``, times a weight per token where one is given."""
+    """``silu(gate) * up`` of ``x = [gate, up]``, times an optional weight per token."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weights: Tensor | None) -> Tensor:
@@ -98,10 +98,10 @@ def weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *unused) ->
 
 
 def accumulate_weight_gradient(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """``main_grad += grad_output.T @ inputs``: float32 in one pass, bfloat16 rounded once before.
+    """Compute ``main_grad += grad_output.T @ inputs``.
 
-    torch has no CPU product of bfloat16 numbers with a float32 result; in float32 it takes twice as
-    long where the processor multiplies bfloat16 itself.
+    torch's CPU product of bfloat16 matrices rounds its result to bfloat16. It is used nonetheless
+    where the processor has bfloat16 instructions, as float32 would take twice as long there.
 
     Args:
         inputs: ``[tokens, in]``.
@@ -116,7 +116,7 @@ def accumulate_weight_gradient(inputs: Tensor, grad_output: Tensor, main_grad: T
 
 @functools.cache
 def install() -> None:
-    """Put these in place of Megatron's names for them. Idempotent."""
+    """Replace Megatron's functions by those of this module. Idempotent."""
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import mlp

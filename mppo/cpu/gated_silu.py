@@ -1,4 +1,4 @@
-"""``silu(gate) * up`` and its gradient, with as few passes over memory as torch allows."""
+"""``silu(gate) * up`` and its gradient, with as few memory passes as torch allows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def gated_silu(x: Tensor) -> Tensor:
 
 
 def gated_silu_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    """Gradient with respect to ``x`` ``[..., 2 f]`` from that of the output ``[..., f]``.
+    """Gradient of ``x`` ``[..., 2 f]`` from the gradient of the output ``[..., f]``.
 
-    Nothing of the size of ``grad`` is allocated beside the result.
+    It allocates only the result.
     """
     gate, up = x.chunk(2, -1)
     out = torch.empty_like(x)

@@ -1,9 +1,10 @@
 """Megatron-Core on a machine without CUDA.
 
-Megatron names ``device="cuda"`` and calls ``torch.cuda`` in its schedules, DDP, optimizer and MoE
-dispatcher. Here those modules (and no others) get a stand-in for their global ``torch`` whose
-factories land on the CPU and whose ``cuda`` is inert; torch itself stays as it is, save three
-``Tensor`` methods that cannot work without CUDA anyway. Nothing of this is installed on CUDA.
+Megatron passes ``device="cuda"`` and calls ``torch.cuda`` in its schedules, DDP, optimizer and MoE
+dispatcher. ``install`` replaces the global ``torch`` of Megatron's modules by a stand-in whose
+factories allocate on the CPU and whose ``cuda`` does nothing. torch itself is not changed, except
+for ``Tensor.type``, ``Tensor.cuda``, ``Tensor.record_stream`` and ``Module.cuda``. On CUDA nothing
+is installed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +58,7 @@ _MODULES = (
 
 
 class _Stream:
-    """A CUDA stream or event that has nothing to wait for."""
+    """A CUDA stream or event whose work is always complete."""
 
     def __init__(self, *args, **kwargs) -> None: ...
 
@@ -78,7 +80,7 @@ class _Stream:
 
 
 class _Overlay(types.ModuleType):
-    """A module that answers with its own attributes first, then with another module's."""
+    """A module with its own attributes, and another module's where it has none."""
 
     def __init__(self, below: types.ModuleType, **own) -> None:
         super().__init__(below.__name__)
@@ -107,7 +109,7 @@ def _cpu_for_cuda(device) -> torch.device:
 
 
 def _all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
-    """gloo wants the split sizes as lists; Megatron's dispatcher holds them in tensors."""
+    """``all_to_all_single`` with split sizes as lists, which gloo needs, or as tensors."""
 
     def as_list(sizes):
         return sizes.tolist() if isinstance(sizes, Tensor) else sizes
@@ -118,7 +120,7 @@ def _all_to_all_single(output, input, output_split_sizes=None, input_split_sizes
 
 
 def _all_gather(outputs, input, group=None, **kwargs):
-    """gloo gathers equal sizes only; the expert-tensor gather has one size per rank."""
+    """``all_gather`` of unequal sizes, which gloo lacks and the expert-tensor gather needs."""
     rows = max(len(output) for output in outputs)
     if all(len(output) == rows for output in outputs):
         return torch.distributed.all_gather(outputs, input, group=group, **kwargs)
@@ -132,7 +134,7 @@ def _all_gather(outputs, input, group=None, **kwargs):
 
 
 def _reduce_scatter(output, inputs, group=None, **kwargs):
-    """The reverse of ``_all_gather``: sums of unequal parts."""
+    """``reduce_scatter`` with parts of unequal sizes."""
     if all(len(part) == len(output) for part in inputs):
         return torch.distributed.reduce_scatter(output, inputs, group=group, **kwargs)
     total = torch.cat(list(inputs))
@@ -143,7 +145,7 @@ def _reduce_scatter(output, inputs, group=None, **kwargs):
 
 
 def _shared(group, async_op: bool, op, *tensors: Tensor) -> SharedMemory | None:
-    """The memory through which a group's ranks exchange these tensors; None: gloo does it."""
+    """The memory by which a group's ranks exchange these tensors; None: they use gloo."""
     large = max(x.numel() * x.element_size() for x in tensors) >= SMALLEST
     plain = all(x.is_contiguous() and x.is_floating_point() for x in tensors)
     if async_op or op != torch.distributed.ReduceOp.SUM or not (large and plain):
@@ -154,7 +156,7 @@ def _shared(group, async_op: bool, op, *tensors: Tensor) -> SharedMemory | None:
 
 
 def _all_reduce(x, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
-    """Sums of large tensors go through shared memory where the ranks have some."""
+    """``all_reduce`` that sums large tensors through shared memory, if the ranks have any."""
     memory = _shared(group, async_op, op, x)
     if memory is None:
         return torch.distributed.all_reduce(x, op=op, group=group, async_op=async_op)
@@ -163,9 +165,9 @@ def _all_reduce(x, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False
 
 
 def _reduce_scatter_tensor(reduce_scatter):
-    """Sums of equal parts, of which only those are exchanged that a rank keeps.
+    """Make a reduce-scatter of equal parts that sends each rank only its own parts.
 
-    gloo's own sums everything on every rank first, which takes twice as long.
+    gloo's own sums all parts on every rank first, which takes twice as long.
     """
 
     @functools.wraps(reduce_scatter)
@@ -184,7 +186,7 @@ def _reduce_scatter_tensor(reduce_scatter):
 
 
 def _all_gather_tensor(all_gather):
-    """Large tensors of equal size go through shared memory where the ranks have some."""
+    """Make an all-gather that exchanges large tensors through shared memory, if possible."""
 
     @functools.wraps(all_gather)
     def gathered(output, input, group=None, async_op=False):
@@ -228,7 +230,7 @@ def _torch_stand_in() -> types.ModuleType:
 
 
 def _patch_tensor_methods() -> None:
-    """``.cuda()`` stays put; a parameter spells its type as Megatron's optimizer expects it."""
+    """Make ``.cuda()`` return self, and ``.type()`` of parameters as Megatron's optimizer expects."""
     plain_type = Tensor.type
 
     def parameter_type(self, dtype=None, *args, **kwargs):
@@ -239,21 +241,22 @@ def _patch_tensor_methods() -> None:
 
     Tensor.type = parameter_type
     Tensor.cuda = lambda self, *args, **kwargs: self
-    Tensor.record_stream = lambda self, stream: None
+    Tensor.record_stream = lambda self, s: None
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 
 
 def _shared_groups(create):
-    """One gloo group per set of ranks, whatever axes of whatever layouts consist of them.
+    """Make ``create`` return one gloo group per set of ranks, for all axes of all layouts.
 
-    Megatron makes about forty groups per layout, most of them equal, and each gloo group polls on
-    a thread of its own. Made anew after the default group was destroyed.
+    Megatron creates about forty groups per layout, most of them equal, and each gloo group polls in
+    its own thread. Groups are created anew after the default group was destroyed.
     """
     world, groups = None, {}
 
     @functools.wraps(create)
     def shared(ranks=None, timeout=None, **kwargs):
         nonlocal world, groups
+        assert ranks is not None, "Megatron names the ranks of every group"
         if world is not torch.distributed.group.WORLD:
             world, groups = torch.distributed.group.WORLD, {}
         key = (tuple(ranks), timeout)
@@ -264,48 +267,55 @@ def _shared_groups(create):
     return shared
 
 
+def _names_of(module: str) -> dict[str, Any]:
+    """The global names of a Megatron-Core module, for reading and replacing."""
+    return vars(importlib.import_module(f"megatron.core.{module}"))
+
+
 def _patch_modules() -> None:
-    parallel_state = importlib.import_module("megatron.core.parallel_state")
-    parallel_state.create_group = _shared_groups(parallel_state.create_group)
-    for name in ("distributed.param_and_grad_buffer", "tensor_parallel.mappings"):
-        module = importlib.import_module(f"megatron.core.{name}")
-        module.dist_reduce_scatter_func = _reduce_scatter_tensor(module.dist_reduce_scatter_func)
-        module.dist_all_gather_func = _all_gather_tensor(module.dist_all_gather_func)
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
-    clip_grads.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm
-    importlib.import_module(
-        "megatron.core.optimizer.optimizer"
-    ).clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm
-    attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    """Replace functions that need CUDA, or NCCL's collectives, in the modules that use them."""
+    parallel_state = _names_of("parallel_state")
+    parallel_state["create_group"] = _shared_groups(parallel_state["create_group"])
+    for module in ("distributed.param_and_grad_buffer", "tensor_parallel.mappings"):
+        names = _names_of(module)
+        reduce_scatter, all_gather = "dist_reduce_scatter_func", "dist_all_gather_func"
+        names[reduce_scatter] = _reduce_scatter_tensor(names[reduce_scatter])
+        names[all_gather] = _all_gather_tensor(names[all_gather])
+    _names_of("tensor_parallel.random").update(
+        _get_cuda_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
+    )
+    # the module reads this name even where it could not import it
+    _names_of("transformer.moe.moe_utils").setdefault("te_general_gemm", None)
+    for module in ("optimizer.clip_grads", "optimizer.optimizer"):
+        _names_of(module)["clip_grad_by_total_norm_fp32"] = _clip_grad_by_total_norm
+    # isinstance checks need classes
+    mla = _names_of("transformer.multi_latent_attention")
     for name in ("TELinear", "TEColumnParallelLinear"):
-        if not isinstance(getattr(attention, name, None), type):
-            setattr(attention, name, type(name, (), {}))
+        if not isinstance(mla.get(name), type):
+            mla[name] = type(name, (), {})
 
 
 def _clip_grad_by_total_norm(
     parameters, max_norm, total_norm, use_decoupled_grad: bool = False
 ) -> None:
-    """Scale gradients down to ``max_norm``; Megatron's own asserts on CUDA gradient types."""
+    """Scale gradients down to ``max_norm``; Megatron's function accepts only CUDA gradients."""
     name = "decoupled_grad" if use_decoupled_grad else "grad"
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [g.detach() for p in parameters if (g := getattr(p, name, None)) is not None]
     coefficient = max_norm / (float(total_norm) + 1.0e-6)
     if grads and coefficient < 1.0:
-        torch._foreach_mul_(grads, coefficient)
+        torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]  # as torch.nn.utils does
+            grads, coefficient
+        )
 
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Functions defined meanwhile are not compiled.
+    """Make ``torch.compile`` return the function unchanged inside the context.
 
-    Megatron compiles its small fusions as it is imported, and to load Inductor for them is a fifth
-    of a rank's start; none of them is on the CPU's path.
+    Megatron compiles its small fusions when it is imported, and loading Inductor for them takes a
+    fifth of a rank's start-up; none of them is used on the CPU.
     """
     compiled, torch.compile = torch.compile, lambda function, *args, **kwargs: function
     try:
@@ -316,13 +326,13 @@ def _uncompiled() -> Iterator[None]:
 
 @functools.cache
 def install() -> None:
-    """Put the stand-in under every Megatron-Core module. Idempotent."""
+    """Replace ``torch`` in every Megatron-Core module by the stand-in. Idempotent."""
     with _uncompiled():
         for name in _MODULES:
             importlib.import_module(name)
     stand_in = _torch_stand_in()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = stand_in
+            vars(module)["torch"] = stand_in
     _patch_tensor_methods()
     _patch_modules()

@@ -1,8 +1,8 @@
-"""Linear layers whose weights lie as the CPU's kernels read them, for decoding.
+"""Linear layers with weights packed for the CPU's kernels, for decoding.
 
-Decoding multiplies a few rows with every weight once a token. Between two tokens a weight leaves
-the processor's caches, and a product that rearranges it on the way reads it at a tenth of the
-memory's rate. oneDNN can rearrange it once, ahead of all tokens.
+Decoding multiplies a few rows with every weight once per token. Between two tokens a weight leaves
+the processor's caches, and a product that repacks it on the fly reads it at a tenth of the memory
+bandwidth. oneDNN can pack it once, before the first token.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from mppo.cpu import onednn
 
 _PRODUCTS = 16
-"""Packing a weight takes as long as 3 to 9 products with a few rows save."""
+"""Products with a weight from which packing pays: it takes the time that 3 to 9 of them save."""
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one module that multiply the same input: one product costs less than several."""
+"""Layers of one module with the same input: one joint product is faster than several."""
 
 
 @contextmanager
 def packed_linears(model: nn.Module, rows: int, products: int) -> Iterator[None]:
-    """Multiply by packed copies of the linear layers' weights, which are kept until the end.
+    """Multiply by packed copies of the linear layers' weights inside the context.
 
-    Does nothing on a GPU, or where ``products`` are too few to pay for the packing.
+    It does nothing on a GPU, or if ``products`` are too few to pay for the packing.
 
     Args:
-        model: a model in inference mode whose weights do not change meanwhile.
-        rows: rows of most products; others are right, too.
-        products: products to come with every weight.
+        model: a model in inference mode whose weights do not change inside the context.
+        rows: the most frequent number of rows; others are slower, not wrong.
+        products: number of products with every weight.
     """
     groups = list(_groups(model))
     if products < _PRODUCTS or not onednn.is_available():
@@ -39,7 +39,7 @@ def packed_linears(model: nn.Module, rows: int, products: int) -> Iterator[None]
     for layers in groups:
         product = _Product(layers, rows)
         for place, layer in enumerate(layers):
-            layer.forward = product.of(place)
+            vars(layer)["forward"] = product.of(place)
     try:
         yield
     finally:
@@ -49,14 +49,15 @@ def packed_linears(model: nn.Module, rows: int, products: int) -> Iterator[None]
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
-    """The linear layers on the CPU, those that are multiplied together side by side."""
+    """The linear layers on the CPU, grouped by joint product."""
     layers = dict.fromkeys(
         m for m in model.modules() if type(m) is nn.Linear and m.weight.device.type == "cpu"
     )
     for module in model.modules():
         for names in _JOINED:
-            group = [getattr(module, name, None) for name in names]
-            if all(layer in layers for layer in group):
+            found = [getattr(module, name, None) for name in names]
+            group = [x for x in found if isinstance(x, nn.Linear) and x in layers]
+            if len(group) == len(names):
                 kinds = {(x.in_features, x.weight.dtype, x.bias is None) for x in group}
                 if len(kinds) == 1:
                     for layer in group:
@@ -66,7 +67,12 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
 
 
 class _Product:
-    """One product with the weights of layers that read the same input."""
+    """One product with the weights of layers that have the same input.
+
+    Args:
+        layers: the layers.
+        rows: the most frequent number of rows.
+    """
 
     def __init__(self, layers: Sequence[nn.Linear], rows: int) -> None:
         self._weight = onednn.pack_weight(_joined([layer.weight for layer in layers]), rows)
@@ -76,10 +82,10 @@ class _Product:
         self._outputs: dict[int, Tensor] = {}
 
     def of(self, place: int) -> Callable[[Tensor], Tensor]:
-        """What layer ``place`` computes: ``x @ weight.T + bias``, ``[..., in]`` to ``[..., out]``.
+        """Layer ``place``'s function ``x @ weight.T + bias``, ``[..., in]`` to ``[..., out]``.
 
-        The first layer that is given a tensor computes for all, and each takes its output once;
-        nobody may write to the tensor in between.
+        The first layer called with a tensor computes the outputs of all, and each layer takes its
+        own once; the tensor must not be written to in between.
         """
 
         def forward(x: Tensor) -> Tensor:

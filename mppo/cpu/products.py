@@ -1,10 +1,11 @@
-"""Products of Megatron's linear layers on a CPU where oneDNN is faster than MKL.
+"""Matrix products of Megatron's linear layers on a CPU where oneDNN is faster than MKL.
 
-MKL uses AVX2 on processors of other makers than Intel, oneDNN uses AVX-512 on all that have it.
-Sent to it are the layers' outputs and their inputs' gradients, in float32; weight gradients and the
-vocabulary projection stay with MKL. It compiles a kernel for each new shape. The layers and roles
-of a micro-batch share its token count, which pays for that even if the count never comes again; a
-single expert's would not (``mppo.models.moe.experts`` has its own products).
+MKL uses only AVX2 on processors not made by Intel; oneDNN uses AVX-512 wherever it exists. oneDNN
+computes the layers' outputs and the gradients of their inputs in float32; weight gradients and the
+vocabulary projection stay with MKL. oneDNN compiles a kernel for each new shape. All layers and
+roles share the token count of a micro-batch, which pays for the compilation even if the count never
+recurs; the token count of a single expert would not (``mppo.models.moe.experts`` has its own
+products).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from mppo.cpu import onednn
 
 _SMALLEST = 1 << 26
-"""Multiply-adds of the smallest product that is worth a compiled kernel."""
+"""Multiply-adds from which a product is worth a compiled kernel."""
 
 
 def is_faster() -> bool:
@@ -42,7 +43,7 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 class _Products(TorchFunctionMode):
-    """Sends a linear layer's matrix products to :func:`product`."""
+    """Redirects matrix products to :func:`product`."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in (torch.matmul, Tensor.matmul) and not kwargs:
@@ -51,7 +52,7 @@ class _Products(TorchFunctionMode):
 
 
 def with_products(layer: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """A linear layer's autograd function, whose products are :func:`product`'s."""
+    """Derive a linear layer's autograd function that multiplies by :func:`product`."""
 
     class Linear(layer):
         @staticmethod
@@ -69,7 +70,7 @@ def with_products(layer: type[torch.autograd.Function]) -> type[torch.autograd.F
 
 @functools.cache
 def install() -> None:
-    """Put these in place of Megatron's linear layers, where they are faster. Idempotent."""
+    """Replace Megatron's linear layers if oneDNN is faster. Idempotent."""
     from megatron.core.tensor_parallel import layers
 
     if is_faster():

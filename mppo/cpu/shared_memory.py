@@ -1,9 +1,10 @@
-"""Collectives on large tensors between ranks of one machine, through memory they share.
+"""Collectives on large tensors between ranks of one machine, through shared memory.
 
-gloo carries every tensor over a socket: each byte is copied several times by the kernel, and gloo's
-thread and the rank's own wake each other for each piece. Here each rank writes its tensor where the
-others read it, and gloo only says when all have. A group whose ranks cannot map one file (several
-machines, other containers, no Linux) gets None from :func:`shared_memory_of` and stays with gloo.
+gloo sends every tensor over a socket: the kernel copies each byte several times, and gloo's thread
+and the rank's own wake each other for each piece. Here each rank writes its tensor to memory that
+the others read, and gloo only provides the barrier. For a group whose ranks cannot map one file
+(several machines, different containers, not Linux) :func:`shared_memory_of` returns None, and the
+group uses gloo.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 SMALLEST = 1 << 20
-"""Bytes from which shared memory is faster than gloo."""
+"""Bytes of a tensor from which shared memory is faster than gloo."""
 
 _TOTAL = 64 << 20
-"""Bytes mapped for a group, all ranks together; pages never written take no memory."""
+"""Bytes mapped per group, for all ranks together; pages never written take no memory."""
 
 _TOKEN = 64
-"""Bytes before the slots, which begin with random ones that prove the file is the right one."""
+"""Bytes before the slots; random bytes at the start identify the file."""
 
 
 class SharedMemory:
-    """Slots of one group, one per rank, twice.
+    """Two halves with one slot per rank of a group.
 
-    Every exchange takes the other half: a rank that writes a half again has met all others in
-    between, and so none still reads it.
+    Exchanges alternate between the halves. Before a rank writes to a half again, it has passed the
+    barrier of the other half, which every rank reaches only after reading the first.
 
     Args:
         memory: uint8, the mapped file.
-        group: whose ranks share it.
+        group: the ranks that share it.
     """
 
     def __init__(self, memory: Tensor, group: dist.ProcessGroup) -> None:
@@ -47,12 +48,13 @@ class SharedMemory:
         self._next = 0
 
     def all_reduce(self, x: Tensor) -> None:
-        """Sum ``x`` over the ranks in place; every rank gets the same bits."""
+        """Sum ``x`` over the ranks in place; the result is bitwise equal on every rank."""
         for chunk in x.view(-1).split(self._capacity(x)):
             slots = self._exchange(chunk)
             bounds = [len(chunk) * rank // self._world for rank in range(self._world + 1)]
             parts = [slice(*bounds[rank : rank + 2]) for rank in range(self._world)]
             mine = parts[self._rank]
+            # every rank sums one part of all slots into its own slot, then copies all the sums
             for step in range(1, self._world):
                 other = (self._rank + step) % self._world
                 slots[self._rank, mine].add_(slots[other, mine])
@@ -61,7 +63,7 @@ class SharedMemory:
                 chunk[part] = slots[rank, part]
 
     def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
-        """Sum equal parts of ``x`` over the ranks; ``output`` gets this rank's."""
+        """Sum ``x`` over the ranks and write this rank's equal part to ``output``."""
         rows, out = x.view(self._world, -1), output.view(-1)
         width = self._capacity(x) // self._world
         for part, into in zip(rows.split(width, 1), out.split(width)):
@@ -69,18 +71,18 @@ class SharedMemory:
             torch.sum(slots[:, self._rank], 0, out=into)
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
-        """``output`` gets the ``x`` of all ranks, one after the other."""
+        """Write the ``x`` of all ranks to ``output``, in rank order."""
         rows = output.view(self._world, -1)
         width = self._capacity(x)
         for part, into in zip(x.view(-1).split(width), rows.split(width, 1)):
             into.copy_(self._exchange(part))
 
     def _capacity(self, x: Tensor) -> int:
-        """Elements like those of ``x`` in a slot."""
+        """Elements of the dtype of ``x`` per slot."""
         return self._halves.shape[-1] // x.element_size()
 
     def _exchange(self, mine: Tensor) -> Tensor:
-        """What every rank has brought: ``[ranks, elements of mine]``, in the shared memory."""
+        """Write ``mine`` and return the slots of all ranks, ``[ranks, elements of mine]``."""
         half = self._halves[self._next].view(mine.dtype)[:, : mine.numel()]
         self._next = 1 - self._next
         half[self._rank].view(mine.shape).copy_(mine)
@@ -93,19 +95,20 @@ _known_of: list[dist.ProcessGroup | None] = [None]
 
 
 def shared_memory_of(group: dist.ProcessGroup | None) -> SharedMemory | None:
-    """The memory that a group's ranks share; None where they cannot. Collective the first time."""
+    """The memory that a group's ranks share, or None. Collective on the first call for a group."""
     world = dist.group.WORLD
-    if _known_of[0] is not world:  # the groups of a world that was destroyed
+    if _known_of[0] is not world:  # entries belong to a world that was destroyed
         _known.clear()
         _known_of[0] = world
     group = group or world
+    assert group is not None, "torch.distributed is initialised"
     if group not in _known:
         _known[group] = _share(group)
     return _known[group]
 
 
 def _share(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Map one anonymous file in every rank, through the process that made it."""
+    """Map one anonymous file in every rank, through /proc of the first rank's process."""
     world = dist.get_world_size(group)
     size = _TOKEN + _TOTAL // (2 * world * _TOKEN) * (2 * world * _TOKEN)
     made = None
@@ -126,15 +129,15 @@ def _share(group: dist.ProcessGroup) -> SharedMemory | None:
 
 
 def _mapped(offer: tuple[str, str, bytes] | None, size: int) -> Tensor | None:
-    """The offered file as uint8 ``[size]``; None where it is not to be had here."""
+    """The offered file as uint8 ``[size]``; None if this process cannot map it."""
     if offer is None or offer[0] != platform.node():
         return None
     _, path, token = offer
     try:
         with open(path, "rb") as file:
-            # another container's process may have the same number: leave its files alone
+            # in another container the process number may denote an unrelated process
             if os.fstat(file.fileno()).st_size != size or file.read(len(token)) != token:
                 return None
         return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-    except (OSError, RuntimeError):  # not to be opened or mapped here: gloo carries, on every rank
+    except (OSError, RuntimeError):  # cannot be opened or mapped: all ranks then use gloo
         return None

@@ -1,9 +1,10 @@
-"""AdamW with the state Megatron's distributed checkpoints know.
+"""AdamW with the state layout of Megatron's distributed checkpoints.
 
 Transformer Engine's and Apex's FusedAdam keep the step in the parameter group and exactly two
-tensors per parameter; Megatron saves and loads that shape. torch's AdamW keeps the step beside the
-tensors, which Megatron can save but not load. Where neither library is installed, ``install`` makes
-Megatron build this one: the update of ``torch.optim.AdamW(fused=True)``, by the same kernel.
+tensors per parameter; Megatron saves and loads this layout. torch's AdamW keeps the step as a third
+tensor, which Megatron can save but not load. If neither library is installed, ``install`` makes
+Megatron build the optimizer of this module, whose update runs the kernel of
+``torch.optim.AdamW(fused=True)``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019), all tensors of a group in one kernel.
+    """AdamW (Loshchilov and Hutter 2019); one kernel call per parameter group.
 
     ``p <- p (1 - lr wd)``; ``m <- b1 m + (1 - b1) g``; ``v <- b2 v + (1 - b2) g^2``;
     ``p <- p - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)``
@@ -25,17 +27,20 @@ class AdamW(torch.optim.Optimizer):
     Args:
         params: parameters or groups of them.
         lr: learning rate.
-        betas: decay of the two moments.
+        betas: ``b1`` and ``b2``, decay rates of the two moments.
         eps: added to the denominator.
         weight_decay: ``wd``.
-        adam_w_mode: True; Megatron names the variant by this argument.
+        adam_w_mode: True; the argument by which Megatron selects decoupled weight decay.
+
+    Raises:
+        ValueError: ``adam_w_mode`` is False.
 
     Source: https://arxiv.org/abs/1711.05101.
     """
 
     def __init__(
         self,
-        params,
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -43,18 +48,19 @@ class AdamW(torch.optim.Optimizer):
         adam_w_mode: bool = True,
     ) -> None:
         if not adam_w_mode:
-            raise ValueError("adam_w_mode=False: only decoupled weight decay is offered here")
+            raise ValueError("adam_w_mode = False is not supported: only decoupled weight decay is")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Apply the gradients; parameters without one are left alone."""
-        assert closure is None, "closures are not offered"
+        """Apply the gradients; parameters without a gradient keep their value."""
+        assert closure is None, "closures are not supported"
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            chosen = [p for p in group["params"] if p.grad is not None]
-            if chosen:
-                _update(chosen, [self._moments(p) for p in chosen], group)
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                grads = [p.grad for p in params]
+                _update(params, grads, [self._moments(p) for p in params], group)
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
@@ -64,11 +70,13 @@ class AdamW(torch.optim.Optimizer):
         return state
 
 
-def _update(params: list[Tensor], states: list[dict[str, Tensor]], group: dict) -> None:
+def _update(
+    params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], group: dict
+) -> None:
     step = torch.full((), float(group["step"]), device=params[0].device)
-    torch._fused_adamw_(
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]  # as torch.optim calls it
         params,
-        [p.grad for p in params],
+        grads,
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [],

@@ -1,4 +1,4 @@
-"""A moving average of a role's weights, beside the weights it follows."""
+"""A moving average of a role's weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mppo.models.stage import Stage
 class MovingAverage:
     """Float32 averages of this rank's shards, in host memory.
 
-    Every rank averages the shards it holds, without any exchange: the average of a shard is the
-    shard of the average, in every layout. It starts as the weights.
+    Every rank averages its own shards, without communication: the average of a shard is the shard
+    of the average, in every layout. The average is initialised with the weights.
 
     Args:
         stages: chunks of this rank.
-        decay: share the average keeps at each optimizer step.
+        decay: weight of the old average at each optimizer step.
     """
 
     def __init__(self, stages: Sequence[Stage], decay: float) -> None:
@@ -29,16 +29,16 @@ class MovingAverage:
         self._averages = [p.detach().float().cpu().clone() for p in self._weights]
 
     def update(self) -> None:
-        """Follow the weights by one optimizer step."""
+        """Update the average after an optimizer step."""
         update_moving_average_(self._averages, self._weights, self.decay)
 
     def of_parameters(self) -> dict[int, Tensor]:
-        """The averages by ``id`` of their parameter."""
+        """The averages by ``id`` of the parameter."""
         return {id(p): average for p, average in zip(self._weights, self._averages)}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model holds the averages, rounded to its dtype."""
+        """Inside the context the model holds the averages, rounded to its dtype."""
         kept = [p.data for p in self._weights]
         try:
             with torch.no_grad():

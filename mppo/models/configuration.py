@@ -23,14 +23,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def _finalize(models, num_tokens, **kwargs) -> None:
     """Reduce gradients without dividing them: losses already carry the global normaliser.
 
-    Megatron would move the routers' expert biases here, before anyone has looked whether the
-    gradient is finite; they move with the step (``RoleRouting.move_expert_biases``).
+    Megatron would update the routers' expert biases here, before the gradient is known to be
+    finite; ``RoleRouting.move_expert_biases`` updates them with the optimizer step instead.
     """
     config = get_model_config(models[0])
-    biased = config.moe_router_enable_expert_bias
+    has_bias = config.moe_router_enable_expert_bias
     config.moe_router_enable_expert_bias = False
     finalize_model_grads(models, None, **kwargs)
-    config.moe_router_enable_expert_bias = biased
+    config.moe_router_enable_expert_bias = has_bias
 
 
 def transformer_config(
@@ -40,21 +40,21 @@ def transformer_config(
     dtype: torch.dtype,
     trained: bool = False,
 ) -> TransformerConfig:
-    """Build the configuration.
+    """Build Megatron's configuration of a role.
 
     Args:
         family: architecture.
         megatron: the role's section of the recipe.
         layout: the role's layout.
-        dtype: parameters' and activations' dtype.
-        trained: whether Megatron's DDP will hold gradient buffers for linear layers to add to.
+        dtype: dtype of parameters and activations.
+        trained: whether Megatron's DDP will hold gradient buffers that linear layers add to.
 
     Returns:
         TransformerConfig, or MLATransformerConfig for MLA families. Losses are summed over
         micro-batches and data-parallel ranks, not averaged (``calculate_per_token_loss``).
 
     Raises:
-        ConfigError: Megatron does not take what ``override_transformer_config`` says.
+        ConfigError: Megatron rejects ``override_transformer_config``.
     """
     values = fields_set(family, megatron, layout, dtype, trained)
     values.update(megatron.override_transformer_config)
@@ -64,8 +64,9 @@ def transformer_config(
         if not megatron.override_transformer_config:
             raise
         raise _override_error(megatron, error) from error
-    config.offload_activations = megatron.offload_activations
-    for name, value in family.config_attributes.items():
+    # not fields of Megatron's configuration; this package's modules read them
+    attributes = {"offload_activations": megatron.offload_activations, **family.config_attributes}
+    for name, value in attributes.items():
         setattr(config, name, value)
     return config
 
@@ -77,8 +78,10 @@ def fields_set(
     dtype: torch.dtype,
     trained: bool = False,
 ) -> dict[str, Any]:
-    """The configuration's fields before ``override_transformer_config``; arguments as of
-    :func:`transformer_config`."""
+    """The configuration's fields before ``override_transformer_config`` applies.
+
+    Arguments are those of :func:`transformer_config`.
+    """
     sequence_parallel = megatron.sequence_parallel and layout.tp > 1
     use_te = device.has_transformer_engine()
     values = dict(
@@ -98,7 +101,8 @@ def fields_set(
         finalize_model_grads_func=_finalize,
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
-        # auxiliary losses are mppo.models.moe.router's: Megatron's depend on the micro-batches
+        # Megatron's auxiliary losses depend on the micro-batches; mppo.models.moe.router computes
+        # them over the mini-batch
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_bias_update_rate=megatron.moe_router_bias_update_rate,
@@ -116,7 +120,7 @@ def fields_set(
         # interleaving with batched p2p gives wrong gradients; see docs/parallelism.md
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
-        # gloo sends out of the output's memory, and interleaving frees it before the send is done
+        # gloo sends from the output's memory; interleaving would free it before the send is done
         deallocate_pipeline_outputs=device.is_cuda() or layout.vpp == 1,
         **_recompute(megatron.recompute_granularity),
     )
@@ -124,15 +128,15 @@ def fields_set(
 
 
 def _override_error(megatron: MegatronConfig, error: Exception) -> ConfigError:
-    """That Megatron does not take the fields overridden."""
-    why = f"Megatron-Core's TransformerConfig refuses it: {error}"
-    fix = "correct or leave out what it names"
+    """The error that names ``override_transformer_config`` and Megatron's reason."""
+    why = f"Megatron-Core's TransformerConfig rejects it: {error}"
+    fix = "correct or remove the field that this message names"
     key = "megatron.override_transformer_config"
     return ConfigError([ConfigIssue(key, megatron.override_transformer_config, why, fix)])
 
 
 def _pipeline_chunks(layers: tuple[int, ...] | None) -> list[list[str]] | None:
-    """Megatron's spelling of the layers of every chunk."""
+    """The layers of every chunk in the format of ``pipeline_model_parallel_layout``."""
     if layers is None:
         return None
     chunks = [["decoder"] * count for count in layers]

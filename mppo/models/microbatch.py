@@ -1,4 +1,4 @@
-"""A micro-batch as the model takes it: whole sequences cut out of a batch, packed."""
+"""A micro-batch: complete sequences selected from a batch and packed for the model."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from mppo.models.attention.packing import Packing, pack_context, pack_sequences
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Model input and where its outputs belong.
+    """Model input, and the mapping from the model's outputs to the batch.
 
     Shapes: ``t`` tokens in the model (padded to the layout's multiple; this rank's share under
-    context parallelism), ``T`` tokens of the chosen sequences, ``N`` response tokens among them
-    that are predicted here.
+    context parallelism), ``T`` tokens of the selected sequences, ``N`` response tokens among them
+    that this rank predicts.
 
     Args:
         tokens_t: int64 ``[t]`` on the model's device.
-        packing: where the sequences lie, padding as a sequence of its own, and which of the ``t``
-            predict each of the response tokens (``logits_to_keep``, ``[N]``).
+        packing: layout of the sequences, with padding as a sequence of its own;
+            ``logits_to_keep`` ``[N]`` is the token of the ``t`` that predicts each response token.
         target_N: int64 ``[N]``, the response tokens.
-        index_N: int64 ``[N]`` (device), position of each in the ``T`` of this micro-batch.
+        index_N: int64 ``[N]`` (device), position of each response token in the ``T``.
         num_tokens: T.
-        indices: the sequences, as indices of the batch.
+        indices: the sequences, as indices into the batch.
     """
 
     tokens_t: Tensor
@@ -40,18 +40,18 @@ class MicroBatch:
     indices: tuple[int, ...]
 
     def scatter(self, x_N: Tensor) -> Tensor:
-        """Response-token quantities on the micro-batch's token axis, zero elsewhere: ``[T]``."""
+        """Scatter response-token quantities ``[N]`` to the token axis ``[T]``, 0 elsewhere."""
         x_T = torch.zeros(self.num_tokens, dtype=x_N.dtype, device=x_N.device)
         if len(self.index_N) == 0:
             return x_T + x_N.sum()
         return x_T.index_copy(0, self.index_N, x_N)
 
     def tokens_in(self, batch: Batch) -> Tensor:
-        """Where its tokens lie in the batch it was cut from: int64 ``[T]`` (CPU)."""
+        """Indices of its tokens in the batch that it was cut from: int64 ``[T]`` (CPU)."""
         return sequence_token_indices(batch.cu_seqlens, self.indices)
 
     def predicted_in(self, batch: Batch) -> Tensor:
-        """Where the response tokens predicted here lie in that batch: int64 ``[N]`` (CPU)."""
+        """Indices of its response tokens in that batch: int64 ``[N]`` (CPU)."""
         return self.tokens_in(batch)[self.index_N.cpu()]
 
 
@@ -64,16 +64,16 @@ def cut(
     context: ContextPlace | None = None,
     merge_rows: bool = True,
 ) -> MicroBatch:
-    """Cut sequences out of a batch.
+    """Make a micro-batch of some sequences of a batch.
 
     Args:
         batch: the batch, on the CPU.
-        indices: which sequences; none gives a dummy of one padding sequence and N = 0.
+        indices: the sequences; an empty list gives a dummy of one padding sequence and N = 0.
         multiple: the model's token count is a multiple of this (sequence parallelism).
         device: the model's device.
         mask_T: float ``[T]`` of the batch, 1 on the tokens to predict.
-        context: this rank's place, where sequences are split over context-parallel ranks.
-        merge_rows: see ``split_context``.
+        context: this rank's place in its context-parallel group; None without context parallelism.
+        merge_rows: ``merge`` of ``split_context``.
 
     Returns:
         The micro-batch.
@@ -87,10 +87,13 @@ def cut(
     else:
         split = split_context(lengths.tolist(), context, multiple, merge_rows)
         packing = pack_context(split, device)
+    # from the T tokens to the model's t, where padding (origin -1) reads the appended token 0
     origin_t = packing.origin.cpu()
     tokens_t = torch.cat([tokens_T, tokens_T.new_zeros(1)])[origin_t]
+    # the inverse: index among the t of each of the T, -1 for tokens of other context-parallel ranks
     slot_T = torch.full((len(tokens_T) + 1,), -1)
     slot_T[origin_t] = torch.arange(len(origin_t))
+    # token i is predicted by the output of token i - 1, so the rank that holds i - 1 computes it
     index_N = mask_T.nonzero()[:, 0]
     index_N = index_N[slot_T[index_N - 1] >= 0]
     packing.logits_to_keep = slot_T[index_N - 1].to(device)
@@ -105,7 +108,7 @@ def cut(
 
 
 def _pack_sequences(lengths: Tensor, multiple: int, device: torch.device) -> Packing:
-    """The packing of whole sequences, with padding as a sequence of its own."""
+    """Pack complete sequences; padding becomes a sequence of its own."""
     total = int(lengths.sum())
     padding = -total % multiple if total else multiple
     padded = [*lengths.tolist(), padding] if padding else lengths.tolist()

@@ -1,4 +1,4 @@
-"""RMSNorm for machines without Transformer Engine, sequence-parallel and zero-centred too."""
+"""RMSNorm without Transformer Engine, with sequence parallelism and zero-centred weights."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
+def mark_sequence_parallel(parameter: torch.nn.Parameter, config: TransformerConfig) -> None:
+    """Mark a parameter whose gradients Megatron sums over TP under sequence parallelism."""
+    # an attribute that Megatron looks for and torch's Parameter does not declare
+    vars(parameter)["sequence_parallel"] = config.sequence_parallel
+
+
 class RMSNorm(torch.nn.Module):
     """Root-mean-square normalisation over the last dimension.
 
-    ``y = x / rms(x) * w``, or ``* (1 + w)`` where the configuration says
-    ``layernorm_zero_centered_gamma`` (Gemma keeps its weights that way; they are stored as they are
-    in the checkpoint). Computed in float32, returned in the input's dtype, like Hugging Face's.
+    ``y = x / rms(x) * w``, or ``* (1 + w)`` if the configuration sets
+    ``layernorm_zero_centered_gamma`` (Gemma's checkpoints store ``w``). It computes in float32 and
+    returns the input's dtype, like Hugging Face's.
 
     Args:
-        config: its ``sequence_parallel`` marks the weight for the gradient all-reduce over TP.
+        config: ``sequence_parallel`` marks the weight for the gradient all-reduce over TP.
         hidden_size: size of the last dimension.
         eps: added to the mean square.
     """
@@ -28,7 +34,7 @@ class RMSNorm(torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma
         initial = torch.zeros if self.zero_centered else torch.ones
         self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark_sequence_parallel(self.weight, config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` of shape ``[..., hidden_size]``."""

@@ -1,4 +1,4 @@
-"""Activations kept in host memory between forward and backward pass."""
+"""Activation offloading: host memory holds activations between forward and backward pass."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 SMALLEST = 1 << 10
-"""Tensors of fewer elements stay where they are: their copies would cost more than they free."""
+"""Elements from which a tensor is moved; copying a smaller one costs more than it saves."""
 
 
 @contextmanager
 def offloaded_activations(module: torch.nn.Module) -> Iterator[None]:
-    """Move what autograd saves inside to host memory, and back when the backward pass wants it.
+    """Move tensors that autograd saves to host memory until the backward pass needs them.
 
-    Parameters and buffers of ``module`` stay. Copies go through pinned memory in the order of the
-    device's work. On the CPU it is a copy in the same memory, of no use but for tests.
+    Parameters and buffers of ``module`` are not moved. Copies use pinned memory and run in stream
+    order. On the CPU they are copies within host memory, which only tests use.
     """
-    held = {x.untyped_storage().data_ptr() for x in chain(module.parameters(), module.buffers())}
+    kept = {x.untyped_storage().data_ptr() for x in chain(module.parameters(), module.buffers())}
 
     def pack(x: Tensor):
-        if x.numel() < SMALLEST or x.untyped_storage().data_ptr() in held:
+        if x.numel() < SMALLEST or x.untyped_storage().data_ptr() in kept:
             return x
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
         return x.device, host.copy_(x, non_blocking=True)

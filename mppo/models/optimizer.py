@@ -1,15 +1,21 @@
-"""Megatron's DDP and (distributed) optimizer for a role's chunks, with learning-rate schedule."""
+"""Megatron's DDP and (distributed) optimizer of a role's chunks, and its learning-rate schedule."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    clip_grads,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mppo.config.schema import MegatronConfig, OptimConfig
@@ -21,14 +27,12 @@ logging.getLogger("megatron.core").setLevel(logging.WARNING)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step did.
+    """Result of an optimizer step, the same on every rank.
 
     Args:
-        loss: of the whole mini-batch.
-        grad_norm: norm of the whole gradient before clipping.
-        applied: False where loss or gradient was not finite; the weights are then untouched.
-
-    All are the same on every rank.
+        loss: of the mini-batch, over all ranks.
+        grad_norm: norm of the gradient over all ranks, before clipping.
+        applied: False if loss or gradient was not finite; the weights are then unchanged.
     """
 
     loss: float
@@ -37,7 +41,7 @@ class StepResult:
 
 
 def wrap_in_ddp(stages: Sequence[Stage], megatron: MegatronConfig) -> list[DistributedDataParallel]:
-    """Wrap chunks in Megatron's DDP; gradients are kept and reduced in float32, and summed."""
+    """Wrap chunks in Megatron's DDP, which accumulates and sums gradients in float32."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=megatron.use_distributed_optimizer,
@@ -53,8 +57,9 @@ def wrap_in_ddp(stages: Sequence[Stage], megatron: MegatronConfig) -> list[Distr
         no_sync = [chunk.no_sync for chunk in chunks]
         start = [chunk.start_grad_sync for chunk in chunks]
         single = len(chunks) == 1
-        config.no_sync_func = no_sync[0] if single else no_sync
-        config.grad_sync_func = start[0] if single else start
+        # interleaved schedules take lists, unlike the fields' annotations
+        config.no_sync_func = cast("Callable", no_sync[0] if single else no_sync)
+        config.grad_sync_func = cast("Callable", start[0] if single else start)
     return chunks
 
 
@@ -63,9 +68,9 @@ class RoleOptimizer:
 
     Args:
         chunks: DDP-wrapped chunks of this rank.
-        optim: the recipe's section.
-        megatron: whether the state is sharded over data parallelism.
-        dtype: parameters' dtype; bfloat16 keeps float32 main weights.
+        optim: the role's ``optim`` section of the recipe.
+        megatron: the role's ``megatron`` section; ``use_distributed_optimizer`` is read.
+        dtype: parameters' dtype; with bfloat16 the optimizer keeps float32 main weights.
         total_steps: PPO steps of the run, the length of the decay.
     """
 
@@ -92,7 +97,7 @@ class RoleOptimizer:
             params_dtype=dtype,
             use_distributed_optimizer=megatron.use_distributed_optimizer,
         )
-        self.megatron = get_megatron_optimizer(config, self._chunks)
+        self.megatron = get_megatron_optimizer(config, [*self._chunks])
         warmup = optim.lr_warmup_steps
         if warmup is None:
             warmup = int(optim.lr_warmup_steps_ratio * total_steps)
@@ -111,18 +116,18 @@ class RoleOptimizer:
         )
 
     def advance(self) -> float:
-        """Begin a PPO step; returns its learning rate, the schedule's after the steps before it."""
+        """Advance the schedule to the next PPO step; returns the learning rate of that step."""
         self.schedule.step(0)
         self.schedule.num_steps += 1
         return self.learning_rate
 
     def resume_schedule(self, steps: int) -> None:
-        """Put the schedule where ``steps`` PPO steps leave it."""
+        """Set the schedule to its state after ``steps`` PPO steps."""
         self.schedule.num_steps = steps
 
     @property
     def learning_rate(self) -> float:
-        """The current learning rate (of the first parameter group on this rank, if it has any)."""
+        """The current learning rate; 0 on a rank without parameter groups."""
         groups = self.megatron.param_groups
         return float(groups[0]["lr"]) if groups else 0.0
 
@@ -133,20 +138,25 @@ class RoleOptimizer:
         self.megatron.zero_grad()
 
     def gradient_norm(self) -> float:
-        """Make the accumulated gradient ready; returns its norm, inf where it overflowed."""
+        """Finalise the accumulated gradient; returns its norm, inf if it overflowed."""
         overflow = self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm() or 0.0)
         return math.inf if overflow and math.isfinite(norm) else norm
 
     def apply(self, norm: float) -> None:
-        """Clip the gradient, whose norm is ``norm``, and take the step."""
-        for optimizer in self._parts():
-            parameters = optimizer.get_parameters()
+        """Clip the gradient and update the weights.
+
+        Args:
+            norm: of the gradient, from :meth:`gradient_norm`.
+        """
+        for optimizer in self._chained():
+            parameters: list[torch.Tensor] = [*optimizer.get_parameters()]
             if optimizer.config.clip_grad > 0 and parameters:
                 clip_grads.clip_grad_by_total_norm_fp32(
                     parameters, optimizer.config.clip_grad, norm
                 )
         self.megatron.step_with_ready_grads()
 
-    def _parts(self):
+    def _chained(self) -> list[MegatronOptimizer]:
+        """Megatron's optimizers: several if experts have their own, otherwise one."""
         return getattr(self.megatron, "chained_optimizers", [self.megatron])

@@ -1,8 +1,8 @@
-"""Which fields of Megatron's TransformerConfig ``override_transformer_config`` may set.
+"""Rules for the fields of Megatron's TransformerConfig that ``override_transformer_config`` sets.
 
-Those that change how a model is computed, as precision of an operation, fusion or recomputation
-do. What the recipe has a key for, what the model's config.json says, and what the loop's results
-rest on are refused.
+Allowed are fields that change how a model is computed: precision of an operation, fusion,
+recomputation. Refused are fields that the recipe has a key for, that the model's config.json
+determines, or that would invalidate the results of training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OTHER_NAMES = {
     "moe_token_dropping": "moe_expert_capacity_factor",
     "moe_enable_routing_replay": "actor.router_replay",
 }  # fmt: skip
-"""Fields whose recipe key is called otherwise; a name without a dot lies below ``megatron``."""
+"""Recipe keys of fields that have another name there; a key without a dot is below ``megatron``."""
 
 DECIDED = {
     **dict.fromkeys(
@@ -43,27 +43,27 @@ DECIDED = {
             "hidden_dropout", "attention_dropout", "moe_input_jitter_eps",
             "moe_router_force_load_balancing",
         ),
-        "randomness in a forward pass makes the same weights give other log-probabilities each "
-        "time, which the policy's ratio takes for a change of the policy",
+        "randomness in a forward pass changes the log-probabilities of the same weights from pass "
+        "to pass, and the policy's ratio would treat that as a change of the policy",
     ),
     **dict.fromkeys(
         (
             "calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func",
             "no_sync_func", "grad_sync_func", "param_sync_func",
         ),
-        "losses carry the normaliser of the global batch already; Megatron must only add "
-        "gradients up",
+        "losses already carry the normaliser of the global batch, so Megatron must only sum "
+        "gradients",
     ),
     **dict.fromkeys(
         (
             "variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm", "use_ring_exchange_p2p",
             "deallocate_pipeline_outputs",
         ),
-        "follows from the layout and the device; another value gives wrong gradients or none",
+        "the layout and the device determine it; another value gives wrong gradients or none",
     ),
     "delay_wgrad_compute": "nothing in this loop computes the delayed weight gradients",
 }  # fmt: skip
-"""Fields that the results rest on, and why they are as they are."""
+"""Fields that must keep the value that mppo sets, and why."""
 
 ARCHITECTURE = frozenset(
     {
@@ -73,15 +73,18 @@ ARCHITECTURE = frozenset(
         "activation_func_clamp_value", "moe_apply_probs_on_input", "mtp_num_layers",
     }
 )  # fmt: skip
-"""Fields that say which function a model is, besides those its family sets."""
+"""Fields that define the function a model computes, besides those its family sets."""
 
 
 def override_issues(role: RoleCase, hf_config: Any) -> Iterator[ConfigIssue]:
-    """What is wrong with a role's ``override_transformer_config``.
+    """Find the problems of a role's ``override_transformer_config``.
 
     Args:
         role: the role.
         hf_config: transformers config of its model.
+
+    Yields:
+        One issue per field that may not be set.
 
     Raises:
         ValueError: Megatron cannot represent the model exactly.
@@ -98,13 +101,14 @@ def override_issues(role: RoleCase, hf_config: Any) -> Iterator[ConfigIssue]:
         if recipe_key is not None:
             yield ConfigIssue(key, value, "the recipe has a key for it", f"set {recipe_key}")
         elif name in DECIDED:
-            yield ConfigIssue(key, value, DECIDED[name], "leave it out")
+            yield ConfigIssue(key, value, DECIDED[name], "remove it")
         elif name in architecture:
-            fix = f"leave it out, or give {role.path_key} a model whose config.json says so"
-            yield ConfigIssue(key, value, "is part of the model, and the rollout engine's too", fix)
+            fix = f"remove it, or set {role.path_key} to a model whose config.json has this value"
+            why = "is part of the model, and the rollout engine would still run the original"
+            yield ConfigIssue(key, value, why, fix)
         elif name not in known:
             guess = nearest(name, known - architecture - DECIDED.keys())
-            fix = f"did you mean {guess}?" if guess else "leave it out"
+            fix = f"did you mean {guess}?" if guess else "remove it"
             yield ConfigIssue(
                 key, value, "Megatron-Core's TransformerConfig has no such field", fix
             )
@@ -112,24 +116,24 @@ def override_issues(role: RoleCase, hf_config: Any) -> Iterator[ConfigIssue]:
     apart = isinstance(modules, list) and "moe" in modules and "num_moe_experts" in architecture
     if apart and role.megatron.recompute_granularity == "selective":
         key = f"{role.key}.override_transformer_config.recompute_modules"
-        fix = f"set {role.key}.recompute_granularity to full, or leave 'moe' out"
-        yield ConfigIssue(key, modules, "'moe' recomputes the router apart from its layer", fix)
+        fix = f"set {role.key}.recompute_granularity to full, or remove 'moe'"
+        why = "'moe' recomputes the router apart from its layer, on another micro-batch's packing"
+        yield ConfigIssue(key, modules, why, fix)
 
 
-def transformer_fields(latent: bool) -> frozenset[str]:
-    """Names of the fields of the installed Megatron-Core's configuration; ``latent``: of latent
-    attention's."""
+def transformer_fields(is_mla: bool) -> frozenset[str]:
+    """Field names of the installed Megatron-Core's TransformerConfig, or MLATransformerConfig."""
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,
     )
 
-    kind = MLATransformerConfig if latent else TransformerConfig
+    kind = MLATransformerConfig if is_mla else TransformerConfig
     return frozenset(field.name for field in fields(kind) if not field.name.startswith("_"))
 
 
 def _recipe_key(role: RoleCase, name: str) -> str | None:
-    """The recipe's key for a field, where it has one."""
+    """The recipe's key for a field; None if the recipe has none."""
     name = OTHER_NAMES.get(name, name)
     if "." in name:
         return name

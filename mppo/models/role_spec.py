@@ -1,4 +1,4 @@
-"""What a role is built from, what its passes are given, and what they give."""
+"""The specification of a role, and the inputs of its passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mppo.models.moe.routing import Replay
 from mppo.pipeline.microbatches import MicroBatchPlan
 
 Objective = Callable[[Outputs, tuple[int, ...]], tuple[Tensor, dict[str, Tensor]]]
-"""From outputs and the micro-batch's sequence indices to (summed loss, summed statistics)."""
+"""Maps outputs and the micro-batch's sequence indices to (summed loss, summed statistics)."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class RoleSpec:
     Args:
         name: "actor", "critic", "ref" or "reward".
         head: what the model ends in.
-        folder: the initial weights: a Hugging Face folder, or a Megatron checkpoint.
+        folder: the initial weights: a Hugging Face folder or a Megatron checkpoint.
         dtype: parameters' dtype.
-        megatron: layout and recomputation.
+        megatron: the role's ``megatron`` section of the recipe.
         batching: micro-batch limits and head chunk.
         temperature: log-probabilities are of softmax(logits / temperature).
-        optim: None for a frozen role.
+        optim: the role's ``optim`` section of the recipe; None for a frozen role.
         total_steps: PPO steps of the run.
-        router_replay: whose choice of experts the update takes (``mppo.models.moe.routing``).
-        ema_decay: of the moving average of the weights; None keeps none.
+        router_replay: which choice of experts the update replays (``mppo.models.moe.routing``).
+        ema_decay: decay of the weights' moving average; None: no average.
     """
 
     name: str
@@ -53,35 +53,36 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class PassInputs:
-    """What a policy's pass over a batch reads besides tokens.
+    """Inputs of a policy's pass over a batch, besides the tokens.
 
     Args:
-        ref_hidden_T: the reference's hidden states, for the KL over the vocabulary.
-        text_from: sequences from this one on are plain text, read at temperature 1.
+        ref_hidden_T: the reference's hidden states ``[T, hidden]``, for the KL over the vocabulary.
+        text_from: index of the first sequence of plain text, which is scored at temperature 1;
+            None: the batch has none.
     """
 
     ref_hidden_T: Tensor | None = None
     text_from: int | None = None
 
     def is_text(self, microbatch: MicroBatch) -> bool:
-        """Whether a micro-batch holds plain text (it never holds both)."""
+        """Whether a micro-batch holds plain text; a micro-batch never mixes it with responses."""
         first = microbatch.indices[0] if microbatch.indices else -1
         return self.text_from is not None and first >= self.text_from
 
 
 TOKENS_ONLY = PassInputs()
-"""A pass that reads tokens alone."""
+"""The inputs of a pass that reads only tokens."""
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What a gradient is taken of.
+    """One mini-batch and its objective.
 
     Args:
-        batch: the global batch, and documents behind it where there are some.
+        batch: the global batch, followed by the documents of the pretraining mix, if any.
         plan: the mini-batch's micro-batches for every data-parallel rank.
-        objective: loss and statistics of a micro-batch; both add up over the mini-batch.
-        inputs: what the passes read besides tokens.
+        objective: loss and statistics of a micro-batch; their sums are those of the mini-batch.
+        inputs: inputs of the passes, besides the tokens.
     """
 
     batch: Batch

@@ -1,4 +1,4 @@
-"""A role's weights: streamed to an engine, cut into slices for it, saved, and averaged."""
+"""A role's weights: loading, streaming to an engine, slices for an engine, saving, averaging."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from mppo.weights.torch_dist.checkpoint import load_weights
 class RoleWeights:
     """The parameters of a role's stages on this rank.
 
-    Constructing loads them; collective, with the layout's groups active.
+    The constructor loads the weights; it is collective and needs the layout's groups active.
 
     Args:
         stages: chunks of this rank.
         hf_config: transformers config of the model.
         groups: the layout's process groups.
         folder: the initial weights: a Hugging Face folder or a Megatron checkpoint.
-        ema_decay: of the moving average; None keeps none.
+        ema_decay: decay of the moving average; None: no average.
 
     Attributes:
-        fresh: parameters that ``folder`` does not have: a value head of a plain model.
-        slices: the current weights as pieces for the ranks of an engine.
+        fresh: parameters that ``folder`` lacks, such as the value head of a plain model.
+        slices: the current weights, cut for the ranks of an engine.
         average: the moving average, or None.
     """
 
@@ -51,19 +51,28 @@ class RoleWeights:
         self.average = None if ema_decay is None else MovingAverage(stages, ema_decay)
 
     def stream(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """The current weights as whole tensors under Hugging Face names, bucket by bucket.
+        """Gather the current weights as complete tensors under Hugging Face names. Collective.
 
-        Collective.
+        Args:
+            bucket_bytes: size of a bucket.
+
+        Yields:
+            Buckets of (name, tensor).
         """
         with self._groups.active():
             yield from WeightStream(self._stages, self._hf_config, self._groups, bucket_bytes)
 
     def save(self, folder: Path) -> Path | None:
-        """Write the current weights as a Hugging Face folder, with the config and the tokenizer of
-        the initial one. Collective.
+        """Write the current weights as a Hugging Face folder. Collective.
+
+        The config and the tokenizer are those of the initial folder.
+
+        Args:
+            folder: the output.
 
         Returns:
-            On the first rank, where a folder that mppo did not write is now (``save_hf``).
+            On the first rank, the new path of a folder that bore the name and that mppo had not
+            written (``save_hf``); otherwise None.
         """
         with self._groups.active():
             return save_hf(
@@ -75,7 +84,7 @@ class RoleWeights:
             )
 
     def save_average(self, folder: Path) -> Path | None:
-        """As :meth:`save`, of the moving average."""
+        """Write the moving average; see :meth:`save`."""
         assert self.average is not None, "the role keeps no moving average"
         with self.average.in_place():
             return self.save(folder)

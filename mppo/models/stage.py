@@ -1,7 +1,7 @@
 """One pipeline chunk of a role's model: Megatron's GPTModel, ending in hidden states.
 
-On a machine without Transformer Engine the layers are Megatron's local ones with the core
-attention, norm and rotary angles of this package; with it, Transformer Engine's.
+With Transformer Engine the layers are Transformer Engine's; without it they are Megatron's local
+ones with the core attention, norm and rotary angles of this package.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from contextlib import nullcontext
+from typing import cast
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -21,12 +22,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
 from mppo.models.attention.core import PackedAttention
-from mppo.models.attention.mla import LatentAttention, LocalLatentAttention
+from mppo.models.attention.mla import LocalMLA, PublishedMLA
 from mppo.models.attention.packing import Packing
 from mppo.models.attention.rotary import PackedRotary
 from mppo.models.families.architectures import FamilyConfig
@@ -34,7 +37,7 @@ from mppo.models.families.gemma2_layer import Gemma2Layer
 from mppo.models.heads.last_layer import LastLayer, with_early_select
 from mppo.models.heads.outputs import Head
 from mppo.models.heads.vocabulary import ValueHead
-from mppo.models.moe.construction import hand_packing_to_routers, reduce_over_expert_data_parallel
+from mppo.models.moe.construction import pass_packing_to_routers, reduce_over_expert_data_parallel
 from mppo.models.moe.experts import SortedExperts
 from mppo.models.moe.router import Router
 from mppo.models.norm import RMSNorm
@@ -46,8 +49,13 @@ from mppo.parallel.layout import Layout
 class Stage(GPTModel):
     """A chunk of the model; the last one ends in normalised hidden states, not in logits.
 
-    ``output_layer`` (policy) or ``value_head`` (value) is held on the last chunk and applied by
-    ``mppo.models.heads.vocabulary`` chunk by chunk.
+    The last chunk holds ``output_layer`` (policy) or ``value_head`` (value);
+    ``mppo.models.heads.vocabulary`` applies it to some tokens at a time.
+
+    Args:
+        head: what the model ends in.
+        family: architecture.
+        args, kwargs: of ``GPTModel``.
     """
 
     def __init__(self, *args, head: Head, family: FamilyConfig, **kwargs) -> None:
@@ -72,17 +80,19 @@ class Stage(GPTModel):
 
     @property
     def selects_early(self) -> bool:
-        """Whether the output, ``[N, 1, hidden]``, holds only the tokens the head uses."""
+        """Whether the output holds only the tokens that the head uses: ``[N, 1, hidden]``."""
         return isinstance(self.decoder.layers[-1], LastLayer)
 
     def output_weight(self) -> Tensor:
         """This rank's rows of the vocabulary projection, ``[V / tp, hidden]``; last stage only."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        weight = self.output_layer.weight
+        assert weight is not None, "untied projections have a weight of their own"
+        return weight
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """See ``GPTModel``; a value model's last chunk has no output layer to tie or pad."""
+        """``GPTModel``'s, without the output layer that a value model's last chunk lacks."""
         if self.head == "policy" or not self.post_process:
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
         metadata = ensure_metadata_has_dp_cp_group(metadata)
@@ -93,23 +103,30 @@ class Stage(GPTModel):
 
         Args:
             tokens_T: int64 ``[T]``.
-            packing: where its sequences lie.
+            packing: layout of its sequences.
 
         Returns:
             Hidden states ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism; of
             the last chunk ``[N, 1, hidden]`` where it ``selects_early``.
         """
         params = _as_thd(packing) if self.uses_transformer_engine else packing
-        offload = self.config.offload_activations and torch.is_grad_enabled()
+        # set by transformer_config
+        offload = vars(self.config)["offload_activations"] and torch.is_grad_enabled()
         with offloaded_activations(self) if offload else nullcontext():
             return self(tokens_T[None], packing.positions[None], None, packed_seq_params=params)
 
 
-def _as_thd(packing: Packing) -> PackedSeqParams:
-    """The same packing for Transformer Engine's attention."""
+class _PackedTHD(PackedSeqParams):
+    """A packing in Transformer Engine's format, with the original for this package's modules."""
+
+    packing: Packing
+
+
+def _as_thd(packing: Packing) -> _PackedTHD:
+    """The same packing in the format of Transformer Engine's attention."""
     names = [f.name for f in dataclasses.fields(PackedSeqParams)]
     values = {name: getattr(packing, name) for name in names}
-    params = PackedSeqParams(**{**values, "qkv_format": "thd"})
+    params = _PackedTHD(**{**values, "qkv_format": "thd"})
     params.packing = packing
     return params
 
@@ -122,7 +139,7 @@ def build_stages(
     pipeline_rank: int,
     head: Head,
 ) -> list[Stage]:
-    """Build this rank's chunks; the layout's groups must be active.
+    """Build this rank's chunks. The layout's groups must be active.
 
     Args:
         family: architecture, from ``family_config``.
@@ -133,8 +150,8 @@ def build_stages(
         head: what the model ends in.
 
     Returns:
-        ``layout.vpp`` chunks in virtual-stage order, on this rank's device, weights as Megatron
-        initialises them.
+        ``layout.vpp`` chunks in virtual-stage order, on this rank's device, with Megatron's initial
+        weights.
     """
     stages = []
     for chunk in range(layout.vpp):
@@ -158,74 +175,77 @@ def build_stages(
         )
         if not stage.uses_transformer_engine:
             _pack_rotary(stage)
-        hand_packing_to_routers(stage)
+        pass_packing_to_routers(stage)
         reduce_over_expert_data_parallel(stage, layout)
         stages.append(stage.to(device=device.device()))
     return stages
 
 
 def uses_transformer_engine(family: FamilyConfig) -> bool:
-    """Whether Transformer Engine's layers are used; its attention has no soft-capping."""
+    """Whether Transformer Engine's layers are used; its attention does not support soft-capping."""
     return device.has_transformer_engine() and family.attn_logit_softcap is None
 
 
 def layer_specs(
     config: TransformerConfig, vp_stage: int | None, family: FamilyConfig, last: bool
-) -> ModuleSpec:
-    """Megatron's layer specs for one chunk, with our parts where there is no Transformer Engine."""
+) -> TransformerBlockSubmodules:
+    """Megatron's layer specs for one chunk, with this package's modules in place of some.
+
+    Args:
+        config: the Megatron configuration.
+        vp_stage: index of the chunk under interleaving; otherwise None.
+        family: architecture.
+        last: whether this is the model's last chunk.
+    """
     use_te = uses_transformer_engine(family)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         specs = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
-    specs = _with_parts(specs, _PARTS if use_te else _LOCAL_PARTS)
+    specs = _replace_modules(specs, _REPLACEMENTS if use_te else _LOCAL_REPLACEMENTS)
+    assert isinstance(specs, TransformerBlockSubmodules)
+    layers = specs.layer_specs or []
     if family.sandwich_norms:
-        layers = [dataclasses.replace(layer, module=Gemma2Layer) for layer in specs.layer_specs]
-        specs = dataclasses.replace(specs, layer_specs=layers)
+        layers = [dataclasses.replace(layer, module=Gemma2Layer) for layer in layers]
     if last:
-        layers = with_early_select(specs.layer_specs, config)
-        specs = dataclasses.replace(specs, layer_specs=layers)
-    return specs
+        layers = with_early_select(layers, config)
+    return dataclasses.replace(specs, layer_specs=layers)
 
 
-_PARTS = {TopKRouter: Router, MLASelfAttention: LatentAttention}
-"""This package's modules in place of Megatron's, beside Transformer Engine's too."""
+_REPLACEMENTS: dict[type, type] = {TopKRouter: Router, MLASelfAttention: PublishedMLA}
+"""This package's modules by Megatron's, with and without Transformer Engine."""
 
-_LOCAL_PARTS = {
-    **_PARTS,
+_LOCAL_REPLACEMENTS: dict[type, type] = {
+    **_REPLACEMENTS,
     SequentialMLP: SortedExperts,
     WrappedTorchNorm: RMSNorm,
     DotProductAttention: PackedAttention,
-    MLASelfAttention: LocalLatentAttention,
+    MLASelfAttention: LocalMLA,
 }
-"""Those where there is no Transformer Engine."""
+"""The same without Transformer Engine."""
 
 
-def _with_parts(spec, parts: dict[type, type]):
-    """``spec`` with every module that is a key of ``parts`` replaced (Apex's norm too)."""
+def _replace_modules(spec: object, replacements: dict[type, type]) -> object:
+    """``spec`` with the modules replaced; Apex's fused norm counts as ``WrappedTorchNorm``."""
     if isinstance(spec, type):
         if spec.__name__ == "FusedLayerNorm":
-            return parts.get(WrappedTorchNorm, spec)
-        return parts.get(spec, spec)
+            return replacements.get(WrappedTorchNorm, spec)
+        return replacements.get(spec, spec)
     if isinstance(spec, list):
-        return [_with_parts(part, parts) for part in spec]
-    if isinstance(spec, ModuleSpec):
-        return dataclasses.replace(
-            spec,
-            module=_with_parts(spec.module, parts),
-            submodules=_with_parts(spec.submodules, parts),
-        )
-    if dataclasses.is_dataclass(spec):
-        fields = dataclasses.fields(spec)
-        changed = {f.name: _with_parts(getattr(spec, f.name), parts) for f in fields}
+        return [_replace_modules(part, replacements) for part in spec]
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        # ModuleSpec's params and metainfo are plain values
+        names = [f.name for f in dataclasses.fields(spec)]
+        if isinstance(spec, ModuleSpec):
+            names = ["module", "submodules"]
+        changed = {name: _replace_modules(getattr(spec, name), replacements) for name in names}
         return dataclasses.replace(spec, **changed)
     return spec
 
 
 def _pack_rotary(stage: Stage) -> None:
     """Wrap the chunk's rotary embeddings (one for all layers; MLA has one per layer)."""
-    if hasattr(stage, "rotary_pos_emb"):
-        stage.rotary_pos_emb = PackedRotary(stage.rotary_pos_emb, per_token_dims=2)
-    for layer in stage.decoder.layers:
-        if hasattr(layer.self_attention, "rotary_pos_emb"):
-            rotary = layer.self_attention.rotary_pos_emb
-            layer.self_attention.rotary_pos_emb = PackedRotary(rotary, per_token_dims=1)
+    attentions = [cast("TransformerLayer", layer).self_attention for layer in stage.decoder.layers]
+    for owner, per_token_dims in [(stage, 2), *((attention, 1) for attention in attentions)]:
+        inner = getattr(owner, "rotary_pos_emb", None)
+        if inner is not None:
+            owner.add_module("rotary_pos_emb", PackedRotary(inner, per_token_dims))

@@ -1,15 +1,15 @@
-"""The transformers model that computes what the actor does: the one place that builds it.
+"""The transformers model that computes the same function as the actor, built here only.
 
-Transformers' code departs here and there from the code that a model was published with, which the
-actor follows. What departs is put right here, for every use: the local rollout engine, the oracle
+In a few places transformers deviates from the code that a model was published with, which the actor
+follows. This module corrects these places for every user: the local rollout engine, the reference
 of ``verify_sync``, ``verify --logits`` and the tests.
 
-- DeepSeek-V2 lacks the factor of YaRN on its attention scores, which V3 has.
-- Gemma takes ``hidden_act: gelu`` at its word (see ``families.activation_name``).
-- ``head_dim: null``, which means hidden size over heads, fails in some families' rotary angles.
+- DeepSeek-V2 lacks YaRN's factor on its attention scores, which V3 has.
+- Gemma interprets ``hidden_act: gelu`` literally (see ``activations.activation_name``).
+- ``head_dim: null``, which stands for hidden size over heads, fails in some families' rotary
+  angles.
 
-Of MLA's inner norms it has the published epsilon already
-(``families.MLA_NORM_EPSILON``).
+MLA's inner norms already have the published epsilon (``architectures.MLA_NORM_EPSILON``).
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from mppo.models.families.architectures import activation_name
+from mppo.models.families.activations import activation_name
 from mppo.models.families.rope import mla_scale_factor
 from mppo.weights.shape import check_family, model_shape
 
 WIDE_BUFFER = "e_score_correction_bias"
-"""Routing biases: float32 whatever the model's type."""
+"""Suffix of the routing biases, which are float32 whatever the model's dtype."""
 _GROUPED_ALIGNMENT = 16
-"""Bytes that a row of an expert's weights must be a multiple of in torch's grouped product."""
+"""torch's grouped product needs rows of a multiple of this many bytes."""
 
 
 def load_model(
     folder: str | Path, dtype: torch.dtype = torch.float32, attention: str = "eager"
 ) -> PreTrainedModel:
-    """The model of a Hugging Face folder, in eval mode.
+    """Load the model of a Hugging Face folder, in eval mode.
 
     Args:
-        folder: with config.json and safetensors files; its own code is never run.
-        dtype: parameters' and activations' type.
+        folder: has config.json and safetensors files; code in it is never run.
+        dtype: dtype of parameters and activations.
         attention: name of transformers' attention implementation.
 
     Raises:
-        ValueError: no family of this package, or settings it refuses.
+        ValueError: the family is unknown, or a setting is not supported.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
@@ -58,9 +58,9 @@ def load_model(
 def empty_model(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, attention: str = "eager"
 ) -> PreTrainedModel:
-    """The model of a config with uninitialised parameters, in eval mode, without gradients.
+    """Build a model with uninitialised parameters, in eval mode, without gradients.
 
-    Args and Raises as of :func:`load_model`; ``device`` is where it is made.
+    Args and Raises are those of :func:`load_model`; ``device`` holds the parameters.
     """
     with no_init_weights(), torch.device(device):
         model = AutoModelForCausalLM.from_config(**_arguments(config, dtype, attention))
@@ -85,15 +85,17 @@ def _arguments(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
 
 
 def _has_grouped_product(config: PretrainedConfig, dtype: torch.dtype) -> bool:
-    """Whether torch's product with many experts at once takes weights of these widths."""
+    """Whether torch's grouped product supports expert weights of these widths."""
     shape = model_shape(config)
     widths = (shape.hidden, shape.expert_ffn)
     return all(width * dtype.itemsize % _GROUPED_ALIGNMENT == 0 for width in widths)
 
 
 def _corrected(model: PreTrainedModel) -> PreTrainedModel:
+    """Add the factor of YaRN that DeepSeek-V2 lacks."""
     if model.config.model_type == "deepseek_v2":
         factor = mla_scale_factor(model.config)
-        for layer in model.get_decoder().layers:
+        decoder: Any = model.get_decoder()  # transformers does not annotate the layers
+        for layer in decoder.layers:
             layer.self_attn.scaling *= factor
     return model

@@ -52,7 +52,7 @@ def _route(case: Case, folder, registry) -> Routed:
     """Call the first router of a role, outside its model."""
     from mppo.models.attention.packing import Packing
     from mppo.models.moe.construction import moe_layers
-    from mppo.models.moe.router import MicroRouting
+    from mppo.models.moe.micro_routing import MicroRouting
 
     role = build_role(case, folder, registry)
     router = next(moe_layers(role.stages)).router
@@ -61,13 +61,13 @@ def _route(case: Case, folder, registry) -> Routed:
     def choices(x: Tensor, chosen: Tensor | None = None) -> Tensor:
         record = torch.zeros(1, TOKENS, CHOSEN, dtype=torch.uint8)
         routing = MicroRouting(training=False, record=record, chosen=chosen)
-        router.packing = Packing(origin=origin, routing=routing)
+        router.packing = Packing(positions=origin, origin=origin, routing=routing)
         router(x)
         return record[0]
 
     one_sequence = torch.zeros(TOKENS, dtype=torch.int64)
     routing = MicroRouting(training=True, sequence_t=one_sequence, num_sequences=1)
-    router.packing = Packing(origin=origin, routing=routing)
+    router.packing = Packing(positions=origin, origin=origin, routing=routing)
     random = torch.Generator().manual_seed(5)
     x = torch.randn(TOKENS, 1, router.weight.shape[1], generator=random).to(router.weight.dtype)
     logits = router.gating(x)[:, 0]

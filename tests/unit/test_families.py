@@ -7,7 +7,8 @@ import torch.nn.functional as F
 import transformers as hf
 from hf_families import BASE, CONFIGS, EXPERTS, LATENT, LATENT_YARN, LLAMA3, YARN
 
-from mppo.models.families.architectures import BUILDERS, family_config, gelu_tanh
+from mppo.models.families.activations import gelu_tanh
+from mppo.models.families.architectures import BUILDERS, family_config
 from mppo.weights.shape import FAMILIES, model_shape
 
 

@@ -83,8 +83,8 @@ def test_merged_halves_are_attention_on_both(cut):
     """Attention of the last query on keys before and after a cut, against all keys at once."""
     q, k, v = (x.detach()[None] for x in random_qkv(20))
     last, block = q[:, -1:], BlockAttention()
-    out, lse = block.forward(last, k[:, :cut], v[:, :cut], apart=19)
-    more, more_lse = block.forward(last, k[:, cut:], v[:, cut:], apart=19 - cut)
+    out, lse = block.forward(last, k[:, :cut], v[:, :cut], offset=19)
+    more, more_lse = block.forward(last, k[:, cut:], v[:, cut:], offset=19 - cut)
     out, lse = merge_attention(out, lse, more, more_lse)
     wanted, wanted_lse = attention(q[0], k[0], v[0], block)
     torch.testing.assert_close(out[0, 0], wanted[-1], rtol=1e-13, atol=1e-13)
@@ -95,10 +95,10 @@ def test_a_block_out_of_sight_changes_nothing():
     """Its output is 0 and its log-sum-exp -inf; merged, the other block's stand."""
     q, k, v = (x.detach()[None] for x in random_qkv(20))
     block = BlockAttention(window=2)
-    out, lse = block.forward(q, k, v, apart=40)
+    out, lse = block.forward(q, k, v, offset=40)
     assert torch.equal(out, torch.zeros_like(out))
     assert bool((lse == -torch.inf).all())
-    near = block.forward(q, k, v, apart=0)
+    near = block.forward(q, k, v, offset=0)
     for found, wanted in zip(merge_attention(*near, out, lse), near, strict=True):
         assert torch.equal(found, wanted)
 

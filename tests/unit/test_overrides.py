@@ -58,7 +58,7 @@ def test_whatever_is_set_is_refused_or_known_to_be_harmless(name):
 
 def test_every_field_named_is_one_of_megatrons():
     named = ARCHITECTURE | DECIDED.keys() | OTHER_NAMES.keys()
-    assert named <= transformer_fields(latent=True)
+    assert named <= transformer_fields(is_mla=True)
 
 
 def test_a_field_that_changes_how_is_passed_on():

@@ -1,7 +1,7 @@
-"""Attention on a part of the keys, and its gradients, such that parts can be added up.
+"""Attention on a block of the keys, and its gradients, in a form that merges over blocks.
 
-On a GPU torch's flash kernel is used where it has one for the block (half precision, neither a
-window's edge nor a bound on the scores in it), else matrix products over some queries at a time.
+On a GPU torch's flash kernel computes the blocks that it supports (half precision, no edge of a
+sliding window inside the block, no soft-cap); all others are matrix products over tiles of queries.
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _QUERIES = 128
-"""Queries whose scores exist at one time."""
+"""Queries per tile; scores of one tile exist at a time."""
 _WIDEST = 256
-"""Largest head the flash kernel has."""
+"""Largest head dimension of the flash kernel."""
 
 
 @dataclass(frozen=True)
 class BlockAttention:
     """Causal attention of a block of queries on a block of keys.
 
-    Shapes: q ``[rows, queries, heads, dim]``; k and v ``[rows, keys, groups, dim]``, each with its
-    own width. ``apart`` is how many tokens after the first key the first query stands, at least 0.
-    What comes out is float32, or float64 for float64 inputs.
+    Shapes: q ``[rows, queries, heads, dim]``; k and v ``[rows, keys, groups, dim]``, where ``dim``
+    of v may differ. ``offset`` is the position of the first query minus that of the first key, at
+    least 0. Outputs are float32, or float64 for float64 inputs.
 
     Args:
         scale: factor on scores; None is ``1 / sqrt(dim)``.
-        window: keys a query sees, itself included; None: all before it.
-        softcap: bound of the scores, ``softcap * tanh(scores / softcap)``; None: none.
+        window: keys a query sees, itself included; None: all up to itself.
+        softcap: bound of the scores, ``softcap * tanh(scores / softcap)``; None: no bound.
     """
 
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, apart: int) -> tuple[Tensor, Tensor]:
-        """Attend.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        """Attend to the block.
 
         Returns:
             Output ``[rows, queries, heads, value_dim]`` and the log-sum-exp of every query's scores
-            ``[rows, heads, queries]``; 0 and -inf where it sees none of the keys.
+            ``[rows, heads, queries]``; 0 and -inf for a query that sees none of the keys.
         """
-        if self._flash_fits(q, k, v, apart):
-            return _flash_forward(q, k, v, apart == 0, self.scale)
+        if self._flash_fits(q, k, v, offset):
+            return _flash_forward(q, k, v, offset == 0, self.scale)
         rows, queries, heads, _ = q.shape
         groups, scale = k.shape[2], self._scale(q)
         k, v = _by_group(k, groups), _by_group(v, groups)
         out, lse = [], []
-        for part, seen in self._tiles(queries, k.shape[1], apart):
+        for part, seen in self._tiles(queries, k.shape[1], offset):
             q_tile = _by_group(q[:, part], groups) * scale
-            scores = self._scores(q_tile, k[:, seen], part, apart - seen.start)
+            scores = self._scores(q_tile, k[:, seen], part, offset - seen.start)
             lse_tile = scores.logsumexp(-1, keepdim=True)
             out.append(_by_token(_weights(scores, lse_tile) @ v[:, seen], rows, heads))
             lse.append(lse_tile.view(rows, heads, -1))
         return torch.cat(out, 1), torch.cat(lse, 2)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, apart: int
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offset: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The block's share of the gradients of attention on all blocks.
+        """Compute the block's share of the gradients of attention on all blocks.
 
         Args:
             grad: gradient of ``out``.
@@ -71,14 +71,15 @@ class BlockAttention:
             Gradients of q, k and v. Source: FlashAttention-2, algorithm 2
             (https://arxiv.org/abs/2307.08691).
         """
-        if self._flash_fits(q, k, v, apart):
-            return _flash_backward(grad, q, k, v, out, lse, apart == 0, self.scale)
+        if self._flash_fits(q, k, v, offset):
+            return _flash_backward(grad, q, k, v, out, lse, offset == 0, self.scale)
         rows, queries, heads, _ = q.shape
         groups, scale = k.shape[2], self._scale(q)
+        # rowsum(dO * O), the term that softmax's Jacobian subtracts from every dP
         delta = (grad.to(lse.dtype) * out).sum(-1).transpose(1, 2)
         k, v = _by_group(k, groups), _by_group(v, groups)
         dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
-        for part, seen in self._tiles(queries, k.shape[1], apart):
+        for part, seen in self._tiles(queries, k.shape[1], offset):
             q_tile, grad_tile = (
                 _by_group(q[:, part], groups) * scale,
                 _by_group(grad[:, part], groups),
@@ -86,7 +87,8 @@ class BlockAttention:
             lse_tile, delta_tile = (
                 x[..., part].reshape(*q_tile.shape[:2], 1) for x in (lse, delta)
             )
-            scores = self._scores(q_tile, k[:, seen], part, apart - seen.start)
+            scores = self._scores(q_tile, k[:, seen], part, offset - seen.start)
+            # before _weights overwrites the scores
             slope = self._slope(scores)
             weights = _weights(scores, lse_tile)
             dv[:, seen].baddbmm_(weights.mT, grad_tile)
@@ -98,20 +100,21 @@ class BlockAttention:
     def _scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
-    def _tiles(self, queries: int, keys: int, apart: int) -> Iterator[tuple[slice, slice]]:
-        """Queries that are taken together, and the keys that some of them see."""
+    def _tiles(self, queries: int, keys: int, offset: int) -> Iterator[tuple[slice, slice]]:
+        """Tiles of queries, each with the range of keys that any of its queries sees."""
         for first in range(0, queries, _QUERIES):
             last = min(first + _QUERIES, queries)
-            end = min(keys, apart + last)
-            start = 0 if self.window is None else max(0, apart + first - self.window + 1)
+            end = min(keys, offset + last)
+            start = 0 if self.window is None else max(0, offset + first - self.window + 1)
             yield slice(first, last), slice(min(start, end), end)
 
-    def _scores(self, q: Tensor, k: Tensor, part: slice, apart: int) -> Tensor:
-        """Of scaled queries, -inf where a key is not seen: ``[batch, repeats * part, keys]``."""
+    def _scores(self, q: Tensor, k: Tensor, part: slice, offset: int) -> Tensor:
+        """Scores of scaled queries, -inf for masked keys: ``[batch, repeats * part, keys]``."""
         scores = q @ k.mT
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        first, last, keys = apart + part.start, apart + part.stop - 1, k.shape[1]
+        # most tiles lie fully below the diagonal and inside the window and need no mask
+        first, last, keys = offset + part.start, offset + part.stop - 1, k.shape[1]
         if first < keys - 1 or (self.window is not None and last >= self.window):
             places = torch.arange(first, last + 1, device=q.device)
             before = places[:, None] - torch.arange(keys, device=q.device)
@@ -122,27 +125,27 @@ class BlockAttention:
         return scores
 
     def _slope(self, scores: Tensor) -> Tensor | float:
-        """Of bounded scores by those without a bound; 0 where a key is not seen."""
+        """Derivative of the soft-capped scores by the raw ones; 0 for masked keys."""
         if self.softcap is None:
             return 1.0
         return 1 - (scores.clamp(min=-self.softcap) / self.softcap).square()
 
-    def _flash_fits(self, q: Tensor, k: Tensor, v: Tensor, apart: int) -> bool:
+    def _flash_fits(self, q: Tensor, k: Tensor, v: Tensor, offset: int) -> bool:
         queries, keys, dim = q.shape[1], k.shape[1], q.shape[-1]
-        whole = self.window is None or apart + queries <= self.window
+        inside_window = self.window is None or offset + queries <= self.window
         return (
             q.is_cuda
             and q.dtype in (torch.bfloat16, torch.float16)
             and v.shape[-1] <= dim <= _WIDEST
             and dim % 8 == 0
             and self.softcap is None
-            and whole
-            and (apart >= keys or (apart == 0 and queries == keys))
+            and inside_window
+            and (offset >= keys or (offset == 0 and queries == keys))
         )
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """``exp(scores - lse)``, 0 where both are -inf; takes the place of the scores."""
+    """``exp(scores - lse)``, 0 where both are -inf; overwrites the scores."""
     return scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
 
 
@@ -153,7 +156,7 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
 
 
 def _by_token(x: Tensor, rows: int, heads: int) -> Tensor:
-    """Its inverse."""
+    """The inverse of :func:`_by_group`, without the cast."""
     return x.view(rows, heads, -1, x.shape[-1]).transpose(1, 2)
 
 
@@ -179,5 +182,5 @@ def _flash_backward(
 
 
 def _widened(x: Tensor, q: Tensor) -> Tensor:
-    """As wide as the queries and of their dtype: the kernel knows one width."""
+    """``x`` padded to the queries' width and cast to their dtype: the kernel takes one width."""
     return F.pad(x, (0, q.shape[-1] - x.shape[-1])).to(q.dtype)

@@ -1,8 +1,8 @@
-"""Context parallelism: sequences split over ranks so that causal attention costs each the same.
+"""Context parallelism: sequences split over ranks so that causal attention is balanced.
 
 A sequence is padded to a multiple of ``2 * size`` and cut into that many chunks; rank r holds
-chunks r and ``2 * size - 1 - r`` (zig-zag), one cheap and one expensive for a causal mask. Keys and
-values are gathered over the group inside the attention, or travel around it
+chunks r and ``2 * size - 1 - r`` (zig-zag), one cheap and one expensive under a causal mask. Keys
+and values are gathered over the group inside the attention, or passed around it
 (:mod:`mppo.models.attention.ring`); everything else works on local tokens.
 """
 
@@ -17,22 +17,27 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ContextPlace:
-    """This rank's place in its context-parallel group."""
+    """This rank's place in its context-parallel group.
+
+    Args:
+        size: ranks of the group.
+        rank: this rank's index in it.
+    """
 
     size: int
     rank: int
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """The two chunks of every sequence held here."""
+        """The two chunks of every sequence that this rank holds."""
         return self.rank, 2 * self.size - 1 - self.rank
 
 
 @dataclass(frozen=True)
 class ContextRows:
-    """Sequences of one padded length, as they lie in the local tokens.
+    """Sequences of one padded length and their range of the local tokens.
 
-    The first chunks of all rows stand together, then the second chunks.
+    The first chunks of all rows come first, then the second chunks of all rows.
 
     Args:
         start: first local token.
@@ -45,7 +50,7 @@ class ContextRows:
     chunk: int
 
     def chunk_of(self, x: Tensor, part: int) -> Tensor:
-        """A view ``[rows, chunk, ...]`` of the first or second chunks in ``[t, ...]``."""
+        """A view ``[rows, chunk, ...]`` of ``[t, ...]``: the first (0) or second (1) chunks."""
         count = self.rows * self.chunk
         start = self.start + part * count
         return x[start : start + count].unflatten(0, (self.rows, self.chunk))
@@ -53,15 +58,15 @@ class ContextRows:
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """How whole sequences of ``T`` tokens become ``t`` local ones.
+    """How sequences of ``T`` tokens in all are split into ``t`` local tokens.
 
     Args:
-        place: the rank it holds for.
+        place: the rank that holds the local tokens.
         rows: groups of sequences, in local order.
-        origin_t: int64 ``[t]``, where each local token stands among the ``T``; -1 for padding.
-        positions_t: int64 ``[t]``, its position in its sequence.
-        cu_seqlens: int64, bounds of the padded sequences (in the order of the rows) before the
-            split.
+        origin_t: int64 ``[t]``, index of each local token among the ``T``; -1 for padding.
+        positions_t: int64 ``[t]``, position of each local token in its sequence.
+        cu_seqlens: int64 ``[B + 1]``, bounds of the padded sequences before the split, in the order
+            of the rows.
     """
 
     place: ContextPlace
@@ -77,21 +82,24 @@ def split_context(
     """Split sequences over a context-parallel group.
 
     Args:
-        lengths: tokens of each sequence; none gives one padding sequence.
+        lengths: tokens of each sequence; an empty list gives one padding sequence.
         place: size of the group and this rank in it.
         multiple: the local token count is a multiple of this.
-        merge: sequences of one padded length may share rows; otherwise every sequence has its
-            own, in the order given (Transformer Engine's layout).
+        merge: whether sequences of one padded length share a ``ContextRows``; otherwise each has
+            its own, in the order given (Transformer Engine's layout).
 
     Returns:
         The split. The local count is the same on every rank of the group.
     """
+    # every sequence is padded to the same number of tokens per chunk, so ranks hold equally many
     unit = 2 * place.size
     chunks = [math.ceil(length / unit) for length in lengths]
     local = 2 * sum(chunks)
+    # padding is a sequence of its own and thus has two chunks per rank: an even number of tokens
     step = math.lcm(2, multiple)
     padding = -local % step if local else step
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    # equal chunk lengths share one attention call; without merging each sequence is its own group
     members: dict[tuple[int, int], list[int]] = {}
     for index, chunk in enumerate(chunks):
         if chunk:
@@ -104,6 +112,7 @@ def split_context(
         padded += [unit * chunk] * len(sequences)
         first = torch.tensor([starts[i] for i in sequences])[:, None]
         length = torch.tensor([lengths[i] for i in sequences])[:, None]
+        # all first chunks, then all second ones: each is one contiguous [rows, chunk] view
         for part in place.chunks:
             position = part * chunk + torch.arange(chunk).expand(len(sequences), -1)
             origin.append(torch.where(position < length, first + position, -1).flatten())
@@ -124,11 +133,11 @@ def split_context(
 
 
 def sequence_order(gathered: Tensor, rows: ContextRows, place: ContextPlace) -> Tensor:
-    """Keys or values of a group's sequences in sequence order.
+    """Put the gathered keys or values of a group of sequences into sequence order.
 
     Args:
         gathered: ``[size * t, ...]``, the local tokens of every rank.
-        rows: the group.
+        rows: the group of sequences.
         place: size of the context-parallel group.
 
     Returns:
@@ -138,5 +147,6 @@ def sequence_order(gathered: Tensor, rows: ContextRows, place: ContextPlace) -> 
     by_rank = gathered.view(place.size, -1, *tail)
     part = by_rank[:, rows.start : rows.start + 2 * rows.rows * rows.chunk]
     part = part.reshape(place.size, 2, rows.rows, rows.chunk, *tail)
+    # rank r holds chunks r and 2 * size - 1 - r: the first halves ascend, the second ones descend
     ordered = torch.cat([part[:, 0], part[:, 1].flip(0)])
     return ordered.transpose(0, 1).reshape(rows.rows, -1, *tail)

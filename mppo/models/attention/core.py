@@ -1,10 +1,12 @@
 """Core attention over packed sequences with torch's scaled_dot_product_attention, or flash-attn.
 
-Megatron's own core attention without Transformer Engine materialises the score matrix and knows
-neither packed sequences nor MLA's value width. This one takes its place in the layer spec.
+Without Transformer Engine Megatron's own core attention materialises the score matrix and supports
+neither packed sequences nor MLA's value width. This module replaces it in the layer spec.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +19,24 @@ from torch.utils.checkpoint import checkpoint
 
 from mppo.models.attention import flash
 from mppo.models.attention.block import BlockAttention
-from mppo.models.attention.context import ContextRows, sequence_order
+from mppo.models.attention.context import (
+    ContextPlace,
+    ContextRows,
+    ContextSplit,
+    sequence_order,
+)
 from mppo.models.attention.packing import AttentionRows, Packing
 from mppo.models.attention.ring import ring_attention
 from mppo.parallel import device
 
 _QUERY_BLOCK = 512
-"""Queries that share a mask on the CPU."""
+"""Queries per block of the CPU's causal attention; all blocks share one mask."""
 
 
 class _Rearrange(torch.autograd.Function):
-    """``x[index]`` where ``index`` is one-to-one on what it takes; index ``len(x)`` reads zeros.
+    """``x[index]`` for an ``index`` without repeats; index ``len(x)`` reads zeros.
 
-    The backward is a gather too (by ``inverse``), not a scatter-add.
+    The backward pass is a gather too (by ``inverse``), not a scatter-add.
     """
 
     @staticmethod
@@ -50,15 +57,16 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 class PackedAttention(torch.nn.Module):
     """Causal self-attention of each packed sequence with itself.
 
-    Grouped-query heads, a value width other than the key's, a sliding window (the configuration's
-    ``window_size`` in the layers of ``window_attn_skip_freq``) and soft-capped scores
-    (``attn_logit_softcap``) are supported, and sequences split over context-parallel ranks:
-    ``cp_comm_type`` ``p2p`` is ring attention; otherwise keys and values are gathered over the
-    group, and gathered again in the backward pass, so that no activation as long as the whole
-    sequence is kept. Constructor arguments are those Megatron passes to a core attention.
+    It supports grouped-query heads, a value width other than the key's, a sliding window (the
+    configuration's ``window_size`` in the layers of ``window_attn_skip_freq``) and soft-capped
+    scores (``attn_logit_softcap``). For sequences split over context-parallel ranks,
+    ``cp_comm_type`` ``p2p`` is ring attention; with ``all_gather``, keys and values are gathered
+    over the group, and gathered again in the backward pass, so that no activation as long as the
+    full sequence is kept. The constructor's arguments are those Megatron passes to a core
+    attention.
 
     Raises:
-        ValueError: another ``cp_comm_type``.
+        ValueError: ``cp_comm_type`` is neither ``p2p``, ``all_gather`` nor None.
     """
 
     def __init__(
@@ -80,13 +88,15 @@ class PackedAttention(torch.nn.Module):
         self.context_group = pg_collection.cp if pg_collection is not None else None
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.softmax_scale
         self.softcap: float | None = getattr(config, "attn_logit_softcap", None)
-        windowed = is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer_number
-        )
-        self.window = config.window_size[0] + 1 if windowed else None
+        # Megatron's function also takes None (a window in every layer), unlike its annotation
+        frequency = cast("int | list[int]", config.window_attn_skip_freq)
+        size = config.window_size
+        windowed = is_layer_window_attention(size, frequency, layer_number)
+        self.window = size[0] + 1 if size and windowed else None
         if cp_comm_type not in (None, "p2p", "all_gather"):
             raise ValueError(
-                f"cp_comm_type = {cp_comm_type} needs Transformer Engine; set p2p or all_gather"
+                f"cp_comm_type: {cp_comm_type} needs Transformer Engine, which is not installed; "
+                "set p2p or all_gather"
             )
         self.ring = cp_comm_type == "p2p"
         self.block = BlockAttention(self.softmax_scale, self.window, self.softcap)
@@ -104,12 +114,12 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Packing | None = None,
     ) -> Tensor:
-        """Attend.
+        """Attend within each sequence.
 
         Args:
             query: ``[T, 1, heads, dim]`` or ``[T, heads, dim]``.
             key, value: the same with their own head count and width.
-            packed_seq_params: where the sequences lie.
+            packed_seq_params: the micro-batch's packing.
 
         Returns:
             ``[T, 1, heads * value_dim]``.
@@ -118,60 +128,70 @@ class PackedAttention(torch.nn.Module):
         assert packing is not None, "PackedAttention needs a Packing"
         q, k, v = (x.flatten(0, -3) if x.dim() == 4 else x for x in (query, key, value))
         if packing.context is not None:
-            context = self._attend_split(q, k, v, packing)
+            context = self._attend_split(q, k, v, packing.context)
             return context.reshape(context.shape[0], 1, -1)
         if flash.fits(q, v):
             context = self.flash.packed(q, k, v, packing.cu_seqlens_q, packing.max_seqlen_q)
             return context.reshape(context.shape[0], 1, -1)
+        # padded rows per group of similar lengths, then back to the packed order
         out = [self._attend(rows, packing, q, k, v) for rows in packing.attention_rows]
         context = out[0] if len(out) == 1 else torch.cat(out)
         if not packing.contiguous:
-            context = _Rearrange.apply(context, packing.scatter, _slots(packing))
+            context = _Rearrange.apply(context, packing.scatter, _tokens_by_slot(packing))
         return context.reshape(context.shape[0], 1, -1)
 
     def _attend(
         self, rows: AttentionRows, packing: Packing, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
+        """Attention of one group of sequences: ``[rows * width, heads, value_dim]``."""
         if not packing.contiguous:
-            inverse = _slots_of(rows, packing)
+            inverse = _slots_by_token(rows, packing)
             q, k, v = (_Rearrange.apply(x, rows.gather, inverse) for x in (q, k, v))
         q, k, v = (x.view(rows.rows, rows.width, *x.shape[1:]) for x in (q, k, v))
         return self._rows(q, k, v).flatten(0, 1)
 
-    def _attend_split(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-        """Local queries against the keys of all ranks: ``[t, heads, value_dim]``."""
+    def _attend_split(self, q: Tensor, k: Tensor, v: Tensor, split: ContextSplit) -> Tensor:
+        """Attention of local queries on the keys of all ranks: ``[t, heads, value_dim]``."""
         if self.ring:
-            return ring_attention(q, k, v, packing.context, self.block, self.context_group)
+            assert self.context_group is not None, "Megatron passes the groups"
+            return ring_attention(q, k, v, split, self.block, self.context_group)
 
         def attend(q, k, v):
             shapes = k.shape[1:], v.shape[1:]
+            # one collective for both: keys and values side by side
             both = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
             both = gather_from_sequence_parallel_region(both, group=self.context_group)
             k, v = both.split([shape.numel() for shape in shapes], dim=1)
             k, v = (x.unflatten(1, shape) for x, shape in zip((k, v), shapes))
-            out = [self._attend_chunks(rows, packing, q, k, v) for rows in packing.context.rows]
-            return torch.cat(out)
+            return torch.cat(
+                [self._attend_chunks(rows, split.place, q, k, v) for rows in split.rows]
+            )
 
         if not torch.is_grad_enabled():
             return attend(q, k, v)
+        # recomputed in the backward pass, so that the gathered keys and values are not kept
         return checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
 
     def _attend_chunks(
-        self, rows: ContextRows, packing: Packing, q: Tensor, k: Tensor, v: Tensor
+        self, rows: ContextRows, place: ContextPlace, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Both local chunks of a group of sequences: ``[2 * rows * chunk, heads, value_dim]``."""
-        place = packing.context.place
+        """Attention of both local chunks of a group of sequences.
+
+        Returns:
+            ``[2 * rows * chunk, heads, value_dim]``.
+        """
         k, v = (sequence_order(x, rows, place) for x in (k, v))
         out = []
         for part, chunk in enumerate(place.chunks):
             first, last = chunk * rows.chunk, (chunk + 1) * rows.chunk
-            seen = 0 if self.window is None else max(0, first - self.window + 1)
-            here = self._rows(rows.chunk_of(q, part), k[:, seen:last], v[:, seen:last])
-            out.append(here.flatten(0, 1))
+            # no query of the chunk sees a key after the chunk or before its first one's window
+            start = 0 if self.window is None else max(0, first - self.window + 1)
+            attended = self._rows(rows.chunk_of(q, part), k[:, start:last], v[:, start:last])
+            out.append(attended.flatten(0, 1))
         return torch.cat(out)
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of rows whose last query stands at the last key.
+        """Causal attention of rows whose last query is at the position of the last key.
 
         Args:
             q: ``[rows, queries, heads, dim]``.
@@ -211,8 +231,9 @@ class PackedAttention(torch.nn.Module):
     def _query_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of fewer queries than keys, on the CPU.
 
-        Its kernel takes a mask of queries times keys, where CUDA's needs none: here queries come
-        in blocks, whose masks are parts of one, and see no key after their last.
+        The CPU's kernel needs a mask of queries times keys, where CUDA's needs none. Queries are
+        therefore taken in blocks: their masks are slices of one, and a block reads no key that lies
+        after its last query.
 
         Args:
             q: ``[rows, heads, queries, dim]``.
@@ -222,7 +243,6 @@ class PackedAttention(torch.nn.Module):
             ``[rows, heads, queries, value_dim]``.
         """
         queries, keys = q.shape[2], k.shape[2]
-        shared = dict(scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
         mask = torch.full((_QUERY_BLOCK, keys), -torch.inf, dtype=q.dtype)
         mask.triu_(keys - _QUERY_BLOCK + 1)
         out = []
@@ -231,14 +251,22 @@ class PackedAttention(torch.nn.Module):
             seen = keys - queries + first + block.shape[2]
             bias = mask[-block.shape[2] :, keys - seen :]
             k_seen, v_seen = k[:, :, :seen], v[:, :, :seen]
-            out.append(F.scaled_dot_product_attention(block, k_seen, v_seen, bias, **shared))
+            attended = F.scaled_dot_product_attention(
+                block,
+                k_seen,
+                v_seen,
+                bias,
+                scale=self.softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            out.append(attended)
         return torch.cat(out, 2)
 
 
 def window_mask(queries: int, keys: int, window: int, where: torch.device) -> Tensor:
     """bool ``[queries, keys]``: a query sees itself and the ``window - 1`` keys before it.
 
-    The last query stands at the last key.
+    The last query is at the position of the last key.
     """
     shift = keys - queries
     ones = torch.ones(queries, keys, dtype=torch.bool, device=where)
@@ -248,7 +276,7 @@ def window_mask(queries: int, keys: int, window: int, where: torch.device) -> Te
 def softcapped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, softcap: float
 ) -> Tensor:
-    """Attention on ``softcap * tanh(scores / softcap)``; the score matrix is materialised.
+    """Compute attention on ``softcap * tanh(scores / softcap)``; materialises the score matrix.
 
     Args:
         q: ``[rows, heads, queries, dim]``.
@@ -269,13 +297,14 @@ def softcapped_attention(
     return weights.to(q.dtype) @ v
 
 
-def _slots(packing: Packing) -> Tensor:
-    """Token of each slot over all groups; padded slots read the zero row."""
+def _tokens_by_slot(packing: Packing) -> Tensor:
+    """Token of each slot over all groups; ``T``, the zero row, for padded slots."""
     return torch.cat([rows.gather for rows in packing.attention_rows])
 
 
-def _slots_of(rows: AttentionRows, packing: Packing) -> Tensor:
-    """Slot within ``rows`` of each token; tokens of other groups read the zero row."""
+def _slots_by_token(rows: AttentionRows, packing: Packing) -> Tensor:
+    """Slot within ``rows`` of each token; the zero row for tokens of other groups."""
+    assert packing.scatter is not None, "a packing without context parallelism has slots"
     first = 0
     for other in packing.attention_rows:
         if other is rows:

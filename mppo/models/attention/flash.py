@@ -1,7 +1,7 @@
 """The flash-attn package's kernels, on a GPU, for ``mppo.models.attention.core.PackedAttention``.
 
-They take packed sequences as they lie, without padding, and know sliding windows and soft-capped
-scores. https://github.com/Dao-AILab/flash-attention, version 2.6 or newer.
+They take packed sequences without padding, and support sliding windows and soft-capped scores.
+https://github.com/Dao-AILab/flash-attention, version 2.6 or newer.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 _WIDEST = 256
-"""Largest head the kernels have."""
+"""Largest head dimension of the kernels."""
 
 
 @dataclass(frozen=True)
 class Flash:
-    """What does not change from call to call.
+    """flash-attn's causal attention with fixed options.
 
     Args:
         scale: factor on scores; None is ``1 / sqrt(dim)``.
-        window: keys a query sees, itself included; None: all before it.
-        softcap: bound of the scores; None: none.
-        deterministic: whether the backward pass adds in a fixed order.
+        window: keys a query sees, itself included; None: all up to itself.
+        softcap: bound of the scores; None: no bound.
+        deterministic: whether the backward pass sums in a fixed order.
     """
 
     scale: float | None
@@ -39,19 +39,21 @@ class Flash:
         Args:
             q: ``[T, heads, dim]``, bfloat16 or float16.
             k, v: ``[T, groups, dim]``.
-            cu_seqlens: int32 ``[B + 1]``, the sequences' bounds.
-            longest: tokens of the longest.
+            cu_seqlens: int32 ``[B + 1]``, bounds of the sequences.
+            longest: tokens of the longest sequence.
 
         Returns:
             ``[T, heads, dim]``.
         """
-        from flash_attn import flash_attn_varlen_func
+        from flash_attn import (  # pyright: ignore[reportMissingImports]  # optional, GPU only
+            flash_attn_varlen_func,
+        )
 
         bounds = (cu_seqlens, cu_seqlens, longest, longest)
         return flash_attn_varlen_func(q, k, v, *bounds, **self._options())
 
     def rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of rows whose last query stands at the last key.
+        """Causal attention of rows whose last query is at the position of the last key.
 
         Args:
             q: ``[rows, queries, heads, dim]``, bfloat16 or float16.
@@ -60,7 +62,9 @@ class Flash:
         Returns:
             ``[rows, queries, heads, dim]``.
         """
-        from flash_attn import flash_attn_func
+        from flash_attn import (  # pyright: ignore[reportMissingImports]  # optional, GPU only
+            flash_attn_func,
+        )
 
         return flash_attn_func(q, k, v, **self._options())
 
@@ -75,7 +79,10 @@ class Flash:
 
 
 def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether flash-attn is installed and has a kernel for these (MLA's differ)."""
+    """Whether flash-attn is installed and has a kernel for these queries and values.
+
+    It has none where their widths differ, as in MLA.
+    """
     return (
         q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -86,7 +93,10 @@ def fits(q: Tensor, v: Tensor) -> bool:
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether flash-attn 2.6 or newer is; flash-attn-4 is another package, with other functions."""
+    """Whether flash-attn 2.6 or newer is installed.
+
+    The package flash-attn-4 does not count: it has another interface.
+    """
     try:
         found = version("flash-attn")
     except PackageNotFoundError:

@@ -1,5 +1,4 @@
-"""Latent attention (MLA): its inner norms' epsilon, and tensor parallelism without Transformer
-Engine."""
+"""MLA: the epsilon of its inner norms, and tensor parallelism without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -10,41 +9,42 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 
-class LatentAttention(MLASelfAttention):
-    """Megatron's, whose inner norms have the epsilon ``config.mla_norm_epsilon``.
+class PublishedMLA(MLASelfAttention):
+    """Megatron's MLA with the epsilon ``config.mla_norm_epsilon`` in its inner norms.
 
     Megatron builds the norms of the down-projected queries and of the down-projected keys and
-    values with ``config.layernorm_epsilon``, the models are published with another (see
-    ``mppo.models.families.architectures.MLA_NORM_EPSILON``). No other module inside reads that
-    field, so all of them are built with a copy of the configuration. That holds with Transformer
-    Engine, too, which merges each of the two norms with the projection that follows.
+    values with ``config.layernorm_epsilon``; the published models use another epsilon (see
+    ``mppo.models.families.architectures.MLA_NORM_EPSILON``). No other module inside MLA reads that
+    field, so all of them are built with a changed copy of the configuration. Transformer Engine,
+    which fuses each of the two norms with the projection that follows, reads the same field.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs) -> None:
         inner = copy.copy(config)
-        inner.layernorm_epsilon = config.mla_norm_epsilon
+        # not a field of Megatron's: set from FamilyConfig.config_attributes
+        inner.layernorm_epsilon = vars(config)["mla_norm_epsilon"]
         super().__init__(inner, *args, **kwargs)
         self.config = config
 
 
-class LocalLatentAttention(LatentAttention):
-    """For the layers without Transformer Engine, with the key-value down projection's output whole
-    for a share of the tokens.
+class LocalMLA(PublishedMLA):
+    """MLA without Transformer Engine, correct under tensor parallelism.
 
-    Megatron hands its local column-parallel projection on sharded, and then gathers the rotary part
-    of the keys with a backward pass that keeps only this rank's heads' share of the gradient. Given
-    whole rows of its share of the tokens it takes the path that sums the shares. Without sequence
-    parallelism there is no such path (and the query norm's gradient would count twice), hence the
-    rule that MLA under TP needs it.
+    The output of Megatron's local column-parallel key-value down projection is split over its
+    width. Megatron then gathers the rotary part of the keys with a backward pass that keeps only
+    the gradient from this rank's heads. If the output is split over the tokens instead, Megatron
+    takes the path that sums the gradient over the ranks; a hook therefore exchanges the two splits.
+    Without sequence parallelism there is no such path (and the query norm's gradient would count
+    twice), hence the rule that MLA under TP needs sequence parallelism.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         if self.config.sequence_parallel:
-            self.linear_kv_down_proj.register_forward_hook(_whole_rows)
+            self.linear_kv_down_proj.register_forward_hook(_split_tokens)
 
 
-def _whole_rows(module, args, outputs):
+def _split_tokens(module, args, outputs):
     """``[T, 1, width / tp]`` on every rank to ``[T / tp, 1, width]``."""
     output, bias = outputs
     return all_to_all_hp2sp(output).unsqueeze(1), bias

@@ -1,17 +1,18 @@
-"""How the sequences of a micro-batch lie in it, as the model needs to know it."""
+"""The layout of a micro-batch's sequences on the token axis, as the model reads it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mppo.models.attention.context import ContextSplit
+from mppo.models.moe.micro_routing import MicroRouting
 
 _MAX_ATTENTION_PADDING = 1.25
+"""Slots of a group of rows over its tokens, at most."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class AttentionRows:
     Args:
         rows: number of sequences.
         width: padded length.
-        gather: int64 ``[rows * width]``, position in the micro-batch of each slot; ``T`` for a
+        gather: int64 ``[rows * width]``, the token of the micro-batch in each slot; ``T`` for a
             padded slot (the caller appends one row of zeros).
     """
 
@@ -30,38 +31,38 @@ class AttentionRows:
     gather: Tensor
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Packing(PackedSeqParams):
-    """Sequences laid end to end, with what the local attention precomputes from them.
+    """Sequences laid end to end, with the index tensors that local attention needs.
 
     ``qkv_format`` is not "thd": queries stay ``[T, 1, heads, dim]`` and rotary angles come one per
-    token, so Megatron applies them in one operation instead of once per sequence.
+    token, so that Megatron applies them in one operation instead of once per sequence.
 
     Args:
         positions: int64 ``[T]``, position of each token in its sequence.
+        origin: int64 ``[T]``, index of each token in the micro-batch; -1 for padding.
         attention_rows: groups that together cover every token once.
-        scatter: int64 ``[T]``, slot of each token in the concatenated rows of all groups.
-        contiguous: the one group lays its tokens in order, without padding.
-        origin: int64 ``[T]``, which token of the micro-batch each one is; -1 for padding.
+        scatter: int64 ``[T]``, slot of each token in the concatenated rows of all groups; None
+            under context parallelism.
+        contiguous: whether there is one group, with its tokens in order and without padding.
         context: the split over context-parallel ranks; ``attention_rows`` is then empty and all
-            tensors above speak of local tokens, save ``cu_seqlens``.
+            tensors except ``cu_seqlens`` refer to local tokens.
         logits_to_keep: int64 ``[N]``, the tokens whose output the head uses; None: all.
-        routing: a ``MicroRouting``, what the routers of a mixture of experts do with the
-            micro-batch; None: choose.
+        routing: what the routers of a mixture of experts replay and record; None: nothing.
     """
 
-    positions: Tensor | None = None
+    positions: Tensor
+    origin: Tensor
     attention_rows: tuple[AttentionRows, ...] = ()
     scatter: Tensor | None = None
     contiguous: bool = False
-    origin: Tensor | None = None
     context: ContextSplit | None = None
     logits_to_keep: Tensor | None = None
-    routing: Any = None
+    routing: MicroRouting | None = None
 
 
 def pack_context(split: ContextSplit, device: torch.device) -> Packing:
-    """Plan this rank's part of a micro-batch."""
+    """Pack this rank's part of a micro-batch under context parallelism."""
     cu_seqlens = split.cu_seqlens.to(device=device, dtype=torch.int32)
     longest = int(split.cu_seqlens.diff().max())
     return Packing(
@@ -77,34 +78,38 @@ def pack_context(split: ContextSplit, device: torch.device) -> Packing:
 
 
 def pack_sequences(cu_seqlens: Tensor, device: torch.device, padding: int = 0) -> Packing:
-    """Plan a micro-batch of whole sequences.
+    """Pack a micro-batch of complete sequences.
 
     Args:
         cu_seqlens: int64 ``[B + 1]`` on the CPU; the last entry is T.
         device: where the model runs.
-        padding: tokens at the end that are none of the micro-batch's.
+        padding: padding tokens at the end, as a sequence of their own.
 
     Returns:
-        Packing whose attention groups waste at most a quarter of their slots.
+        Packing whose attention groups have at most a quarter more slots than tokens.
     """
     lengths = cu_seqlens.diff().tolist()
     starts = cu_seqlens.tolist()
     total = starts[-1]
     positions = torch.arange(total) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
+    # attention runs on rectangles of equal rows; similar lengths share one, to bound the padding
     groups = _group_by_length(lengths)
     rows = []
     scatter = torch.empty(total, dtype=torch.int64)
     slot = 0
     for members in groups:
-        width = lengths[members[0]]
+        width = lengths[members[0]]  # the longest comes first
         offsets = torch.arange(width)
         first = torch.tensor([starts[b] for b in members])[:, None]
         length = torch.tensor([lengths[b] for b in members])[:, None]
+        # a slot beyond its sequence reads row T, which the caller appends as zeros
         gather = torch.where(offsets < length, first + offsets, total).flatten()
+        # the inverse: where the output of each token comes from
         real = gather < total
         scatter[gather[real]] = slot + torch.nonzero(real).flatten()
         slot += len(gather)
         rows.append(AttentionRows(len(members), width, gather.to(device)))
+    # one group in the original order: attention needs no rearrangement at all
     contiguous = len(rows) == 1 and bool((scatter == torch.arange(total)).all()) and slot == total
     cu_seqlens = cu_seqlens.to(device=device, dtype=torch.int32)
     origin = torch.arange(total)
@@ -124,7 +129,11 @@ def pack_sequences(cu_seqlens: Tensor, device: torch.device, padding: int = 0) -
 
 
 def _group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Sequences, longest first, cut where padding to the group's longest would waste too much."""
+    """Indices of non-empty sequences, longest first, in groups that bound the padding.
+
+    A group pads every sequence to its longest. A sequence opens a new group where the padded size
+    would exceed ``_MAX_ATTENTION_PADDING`` times the group's tokens.
+    """
     order = sorted((b for b in range(len(lengths)) if lengths[b]), key=lambda b: -lengths[b])
     groups: list[list[int]] = []
     tokens = 0

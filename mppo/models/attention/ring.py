@@ -1,14 +1,14 @@
-"""Ring attention: keys and values travel around the context-parallel group.
+"""Ring attention: keys and values are passed around the context-parallel group.
 
-While a rank attends to one rank's keys and values, the next one's are under way; in the backward
-pass they travel once more, and their gradients behind them, so that nothing as long as the whole
-sequence is ever held. Sources: Ring Attention (https://arxiv.org/abs/2310.01889), with the balanced
-causal split of :mod:`mppo.models.attention.context`.
+While a rank attends to one rank's keys and values, it receives the next rank's. The backward pass
+sends them around once more, followed by their gradients, so that no rank ever holds a tensor as
+long as the full sequence. Source: Ring Attention (https://arxiv.org/abs/2310.01889), with the
+balanced causal split of :mod:`mppo.models.attention.context`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,17 +18,25 @@ from torch import Tensor
 from mppo.models.attention.block import BlockAttention
 from mppo.models.attention.context import ContextPlace, ContextSplit
 
+_Sums = dict[tuple[int, int], tuple[Tensor, Tensor]]
+"""Output and log-sum-exp so far, by group of sequences and chunk."""
+
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, split: ContextSplit, block: BlockAttention, group
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    split: ContextSplit,
+    block: BlockAttention,
+    group: dist.ProcessGroup,
 ) -> Tensor:
-    """Causal attention of sequences that are split over a group. Collective.
+    """Compute causal attention of sequences that are split over a group. Collective.
 
     Args:
         q: ``[t, heads, dim]``, the local tokens.
-        k, v: ``[t, groups, dim]``, each with its own width.
-        split: where the local tokens stand in their sequences.
-        block: attention of a chunk on a chunk.
+        k, v: ``[t, groups, dim]``; ``dim`` of v may differ.
+        split: positions of the local tokens in their sequences.
+        block: attention of one chunk on another.
         group: the context-parallel process group.
 
     Returns:
@@ -38,23 +46,23 @@ def ring_attention(
 
 
 def chunk_pairs(place: ContextPlace, source: int) -> list[tuple[int, int, int]]:
-    """What this rank computes on the keys of another.
+    """List the pairs of chunks between which attention is not masked out.
 
     Args:
-        place: this rank's place in the group.
-        source: the rank whose keys they are.
+        place: this rank's place in the group, for the queries.
+        source: the rank that holds the keys.
 
     Returns:
-        Which of the two chunks here looks at which of the two there, and how many chunks lie
-        between their beginnings; the nearest first. Every rank has three with itself, and two with
-        any other.
+        ``(query part, key part, distance)``: which of this rank's two chunks attends to which of
+        the source's two, and the distance of their starts in chunks; the smallest distance first.
+        There are three pairs with this rank's own keys, and two with any other rank's.
     """
-    theirs = ContextPlace(place.size, source).chunks
+    key_chunks = ContextPlace(place.size, source).chunks
     pairs = [
-        (part, other, chunk - seen)
+        (part, key_part, chunk - key_chunk)
         for part, chunk in enumerate(place.chunks)
-        for other, seen in enumerate(theirs)
-        if seen <= chunk
+        for key_part, key_chunk in enumerate(key_chunks)
+        if key_chunk <= chunk
     ]
     return sorted(pairs, key=lambda pair: pair[2])
 
@@ -62,16 +70,16 @@ def chunk_pairs(place: ContextPlace, source: int) -> list[tuple[int, int, int]]:
 def merge_attention(
     out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention on two sets of keys from attention on each.
+    """Merge attention on two sets of keys into attention on both.
 
     ``lse = log(exp(lse_1) + exp(lse_2))``, ``out = sum_i exp(lse_i - lse) out_i``.
 
     Args:
         out, more: ``[rows, queries, heads, dim]``.
-        lse, more_lse: ``[rows, heads, queries]``, log-sum-exp of the scores; the first is finite.
+        lse, more_lse: ``[rows, heads, queries]``, log-sum-exp of the scores; ``lse`` is finite.
 
     Returns:
-        Output and log-sum-exp over both.
+        Output and log-sum-exp over both sets.
     """
     total = torch.logaddexp(lse, more_lse)
     shares = [(x - total).exp().transpose(1, 2)[..., None] for x in (lse, more_lse)]
@@ -79,7 +87,7 @@ def merge_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Keeps the local queries, keys, values, output and log-sum-exps for the backward pass."""
+    """Autograd of :class:`_Ring`; it saves the local q, k, v, output and log-sum-exps."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
@@ -96,19 +104,21 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Ring:
+    """Forward and backward pass of ring attention; see :func:`ring_attention` for the fields."""
+
     split: ContextSplit
     block: BlockAttention
     group: dist.ProcessGroup
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Output, and the log-sum-exps of every chunk of every group of sequences."""
-        sums: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        held: list[Tensor] = [k.contiguous(), v.contiguous()]
+        """Output, and the log-sum-exps by group of sequences and chunk."""
+        sums: _Sums = {}
+        kv = k.contiguous(), v.contiguous()
         for source, is_last in self._sources():
-            coming = None if is_last else _Passage(held, self.group)
-            self._attend(q, *held, source, sums)
-            if coming is not None:
-                held = coming.wait()
+            transfer = None if is_last else _RingTransfer(kv, self.group)
+            self._attend(q, *kv, source, sums)
+            if transfer is not None:
+                kv = transfer.wait()
         chunks = [sums[key] for key in sorted(sums)]
         out = torch.cat([out.flatten(0, 1).to(q.dtype) for out, _ in chunks])
         return out, [lse for _, lse in chunks]
@@ -118,76 +128,86 @@ class _Ring:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the local queries, keys and values.
 
-        The sum of the gradients of a rank's keys and values follows them from rank to rank, one
-        step behind, and after the last is back at their owner.
+        The accumulated gradients of a rank's keys and values follow them from rank to rank, one
+        step behind, and after the last step arrive back at the rank that owns the keys.
         """
         dq = torch.zeros_like(q, dtype=lse[0].dtype)
-        held: list[Tensor] = [k.contiguous(), v.contiguous()]
-        summed: _Passage | None = None
+        kv = k.contiguous(), v.contiguous()
+        arriving: _RingTransfer | None = None
         for source, is_last in self._sources():
-            coming = None if is_last else _Passage(held, self.group)
-            grads = self._gradients(grad, q, *held, out, lse, source, dq)
-            for x, more in zip(grads, summed.wait() if summed else []):
-                x += more
-            summed = _Passage([x.to(k.dtype) for x in grads], self.group)
-            if coming is not None:
-                held = coming.wait()
-        return dq.to(q.dtype), *summed.wait()
+            transfer = None if is_last else _RingTransfer(kv, self.group)
+            dk, dv = self._gradients(grad, q, *kv, out, lse, source, dq)
+            if arriving is not None:
+                # the sums of the ranks that these keys have passed so far
+                more_dk, more_dv = arriving.wait()
+                dk += more_dk
+                dv += more_dv
+            arriving = _RingTransfer((dk.to(k.dtype), dv.to(k.dtype)), self.group)
+            if transfer is not None:
+                kv = transfer.wait()
+        assert arriving is not None, "a group has at least one rank"
+        dk, dv = arriving.wait()
+        return dq.to(q.dtype), dk, dv
 
     def _sources(self) -> Iterator[tuple[int, bool]]:
-        """Ranks whose keys and values are here, in turn; whether it is the last."""
+        """The rank whose keys and values are held at each step; whether the step is the last."""
         size, rank = self.split.place.size, self.split.place.rank
         for step in range(size):
             yield (rank - step) % size, step == size - 1
 
     def _blocks(self, source: int) -> Iterator[tuple[int, int, int, int]]:
-        """Group of sequences, chunk here, chunk there, and how many tokens it is before."""
+        """``(group of sequences, query part, key part, offset in tokens)`` of all blocks."""
         for index, rows in enumerate(self.split.rows):
-            for mine, theirs, chunks in chunk_pairs(self.split.place, source):
-                apart = chunks * rows.chunk
-                if self.block.window is None or apart - rows.chunk + 1 < self.block.window:
-                    yield index, mine, theirs, apart
+            for q_part, k_part, chunks in chunk_pairs(self.split.place, source):
+                offset = chunks * rows.chunk
+                # skip chunks that lie before the sliding window of every query
+                if self.block.window is None or offset - rows.chunk + 1 < self.block.window:
+                    yield index, q_part, k_part, offset
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, source: int, sums: dict) -> None:
-        """Add attention on a rank's keys and values to ``sums``."""
-        for index, mine, theirs, apart in self._blocks(source):
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, source: int, sums: _Sums) -> None:
+        """Merge attention on a rank's keys and values into ``sums``."""
+        for index, q_part, k_part, offset in self._blocks(source):
             chunk = self.split.rows[index].chunk_of
-            more = self.block.forward(chunk(q, mine), chunk(k, theirs), chunk(v, theirs), apart)
-            found = sums.get((index, mine))
-            sums[index, mine] = more if found is None else merge_attention(*found, *more)
+            more = self.block.forward(chunk(q, q_part), chunk(k, k_part), chunk(v, k_part), offset)
+            merged = sums.get((index, q_part))
+            sums[index, q_part] = more if merged is None else merge_attention(*merged, *more)
 
     def _gradients(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: list[Tensor],
         source: int, dq: Tensor,
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The local queries' share of the gradients of a rank's keys and values; adds to ``dq``."""
         dk, dv = (torch.zeros_like(x, dtype=dq.dtype) for x in (k, v))
-        for index, mine, theirs, apart in self._blocks(source):
+        for index, q_part, k_part, offset in self._blocks(source):
             chunk = self.split.rows[index].chunk_of
-            found = self.block.backward(
-                chunk(grad, mine), chunk(q, mine), chunk(k, theirs), chunk(v, theirs),
-                chunk(out, mine), lse[2 * index + mine], apart,
+            more_dq, more_dk, more_dv = self.block.backward(
+                chunk(grad, q_part), chunk(q, q_part), chunk(k, k_part), chunk(v, k_part),
+                chunk(out, q_part), lse[2 * index + q_part], offset,
             )  # fmt: skip
-            for x, part, more in zip((dq, dk, dv), (mine, theirs, theirs), found, strict=True):
-                chunk(x, part).add_(more)
-        return [dk, dv]
+            chunk(dq, q_part).add_(more_dq)
+            chunk(dk, k_part).add_(more_dk)
+            chunk(dv, k_part).add_(more_dv)
+        return dk, dv
 
 
-class _Passage:
-    """Tensors on their way to the next rank of a group, and the previous one's to this."""
+class _RingTransfer:
+    """An exchange under way: a pair of tensors to the next rank, the previous rank's pair here."""
 
-    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    def __init__(self, tensors: tuple[Tensor, Tensor], group: dist.ProcessGroup) -> None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        ends = {"group_peer": (rank + 1) % size}, {"group_peer": (rank - 1) % size}
-        self._sent, self._received = tensors, [torch.empty_like(x) for x in tensors]
-        sends = [dist.P2POp(dist.isend, x, group=group, **ends[0]) for x in self._sent]
-        receives = [dist.P2POp(dist.irecv, x, group=group, **ends[1]) for x in self._received]
+        following, preceding = (rank + 1) % size, (rank - 1) % size
+        first, second = tensors
+        received = torch.empty_like(first), torch.empty_like(second)
+        sends = [dist.P2POp(dist.isend, x, group=group, group_peer=following) for x in tensors]
+        receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=preceding) for x in received]
+        self._sent, self._received = tensors, received
         self._works = dist.batch_isend_irecv(sends + receives)
 
-    def wait(self) -> list[Tensor]:
-        """What came, when all is sent and received; nothing is held here any more."""
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """The received pair, once both directions are complete; call it once."""
         for work in self._works:
             work.wait()
         received = self._received
-        self._sent, self._received, self._works = (), [], []
+        # release what was sent: the caller still holds this object while it attends
+        del self._sent, self._received, self._works
         return received

@@ -1,4 +1,4 @@
-"""Rotary angles one per token, for packed sequences."""
+"""Rotary angles per token, for packed sequences."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from mppo.models.attention.packing import Packing
 
 
 class PackedRotary(torch.nn.Module):
-    """Wraps one of Megatron's rotary embeddings; called with a ``Packing`` instead of a length.
+    """One of Megatron's rotary embeddings, called with a ``Packing`` instead of a length.
 
-    Megatron asks ``get_rotary_seq_len`` and passes the answer on; here the answer is the packing
-    itself, so the angles come gathered by position and RoPE is one operation over all sequences.
+    Megatron passes the result of ``get_rotary_seq_len`` to ``forward``. Here that result is the
+    packing itself, so the angles are gathered by position and RoPE is one operation over all
+    sequences.
 
     Args:
         inner: RotaryEmbedding or YarnRotaryEmbedding.
@@ -28,7 +29,7 @@ class PackedRotary(torch.nn.Module):
     def get_rotary_seq_len(
         self, inference_context, transformer, transformer_input, config, packed_seq_params=None
     ) -> Packing:
-        """The packing, in place of a length."""
+        """Return the packing, in place of a length."""
         assert isinstance(packed_seq_params, Packing), "PackedRotary needs a Packing"
         return packed_seq_params
 

@@ -1,6 +1,6 @@
-"""From a Hugging Face config to Megatron's configuration, one function per family.
+"""Megatron's configuration of a Hugging Face model, one function per family.
 
-What Megatron cannot represent exactly is refused with the key, its value, the reason and a fix.
+Settings that Megatron cannot represent exactly are refused with key, value, reason and fix.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
+from mppo.models.families.activations import ACTIVATIONS, activation_name
 from mppo.models.families.rope import mla_rope, plain_rope
 from mppo.weights.shape import ModelShape, model_shape, refuse
 
 
 @dataclass(frozen=True)
 class FamilyConfig:
-    """What a stage builder needs to know about an architecture.
+    """An architecture in Megatron's terms.
 
     Args:
         model_type: the Hugging Face family name.
@@ -30,14 +28,13 @@ class FamilyConfig:
         config_attributes: attributes to set on the config object that are not dataclass fields.
         embedding_scale: factor on embedding outputs, rounded to the embedding's dtype (Gemma).
         final_logit_softcap: c in ``c * tanh(logits / c)``.
-        attn_logit_softcap: the same on attention scores, before the mask.
-        sandwich_norms: norms after attention and after the feed-forward too (Gemma 2).
+        attn_logit_softcap: the same c for attention scores, applied before the mask.
+        sandwich_norms: further norms after attention and after the feed-forward layer (Gemma 2).
         zero_centered_norm: norms multiply by ``1 + weight``.
         window_size: tokens a query sees, itself included, in layers with a window.
-        window_layers: one entry per layer, True where the window applies; empty without window.
+        window_layers: one entry per layer, True if the window applies; empty without a window.
         activation: name of the activation, a key of ``ACTIVATIONS``.
-        mla_norm_epsilon: epsilon of MLA's inner norms; None without latent
-            attention.
+        mla_norm_epsilon: epsilon of MLA's inner norms; None without MLA.
     """
 
     model_type: str
@@ -57,32 +54,20 @@ class FamilyConfig:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Tokens a query sees, itself included, by layer; None where it sees all before it."""
+        """Tokens a query sees, itself included, by layer; None: all up to itself."""
         layers = self.window_layers or (False,) * self.transformer_kwargs["num_layers"]
         return tuple(self.window_size if windowed else None for windowed in layers)
 
 
 MLA_NORM_EPSILON = 1e-6
-"""Of ``q_a_layernorm`` and ``kv_a_layernorm``, whatever ``rms_norm_eps`` says (it is that of all
-other norms): the published code of DeepSeek-V2, V3 and Moonlight (``modeling_deepseek.py`` beside
-the weights) constructs the two without an epsilon and so takes its norm's default. Transformers
-does the same; Megatron-LM and serving engines take ``rms_norm_eps``."""
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its tanh approximation (``gelu_pytorch_tanh``)."""
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": gelu_tanh,
-}
+"""Epsilon of ``q_a_layernorm`` and ``kv_a_layernorm``, independent of ``rms_norm_eps``, which is
+that of all other norms. The published code of DeepSeek-V2, V3 and Moonlight
+(``modeling_deepseek.py`` beside the weights) constructs these two without an epsilon, so they have
+the default. Transformers does the same; Megatron-LM and serving engines use ``rms_norm_eps``."""
 
 
 def family_config(hf_config: Any) -> FamilyConfig:
-    """Megatron's configuration of the model a Hugging Face config describes.
+    """Translate a Hugging Face config into an architecture in Megatron's terms.
 
     Args:
         hf_config: a transformers config object.
@@ -126,7 +111,7 @@ def gemma(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """Gemma (1): ``1 + weight`` norms, scaled embeddings, tanh GELU."""
     if getattr(hf_config, "use_bidirectional_attention", None):
         raise refuse(
-            "use_bidirectional_attention", True, "a policy attends causally",
+            "use_bidirectional_attention", True, "a policy needs causal attention",
             "use a causal checkpoint",
         )  # fmt: skip
     return replace(
@@ -137,7 +122,7 @@ def gemma(hf_config: Any, shape: ModelShape) -> FamilyConfig:
 
 
 def gemma2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
-    """Gemma 2: Gemma with four norms a layer, soft-capped scores and logits, own query scale."""
+    """Gemma 2: Gemma with four norms per layer, soft-capped scores and logits, own query scale."""
     family = gemma(hf_config, shape)
     softcap = getattr(hf_config, "attn_logit_softcapping", None)
     scalar = getattr(hf_config, "query_pre_attn_scalar", None) or shape.head_dim
@@ -168,8 +153,8 @@ def deepseek_v2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     if method != "greedy" and (getattr(hf_config, "n_group", None) or 1) > 1:
         raise refuse(
             "topk_method", method,
-            "the model ranks groups by their best expert, Megatron by a sum, so other experts "
-            "would be chosen",
+            "the model ranks groups by their best expert, Megatron by a sum, which selects other "
+            "experts",
             "use a checkpoint with topk_method greedy (DeepSeek-V2-Lite)",
         )  # fmt: skip
     if getattr(hf_config, "norm_topk_prob", False):
@@ -177,7 +162,7 @@ def deepseek_v2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
             "norm_topk_prob", True, "transformers ignores it for DeepSeek-V2, other engines do not",
             "set it to false",
         )  # fmt: skip
-    family = _latent(hf_config, shape)
+    family = _mla(hf_config, shape)
     if not any(shape.sparse_layers):
         return family
     family = _with_experts(family, hf_config, shape, renormalised=False)
@@ -187,7 +172,7 @@ def deepseek_v2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
 
 def deepseek_v3(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """DeepSeek-V3, R1 and Moonlight: MLA, sigmoid router with expert bias."""
-    family = _latent(hf_config, shape)
+    family = _mla(hf_config, shape)
     if not any(shape.sparse_layers):
         return family
     chosen = hf_config.num_experts_per_tok
@@ -195,8 +180,8 @@ def deepseek_v3(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     if renormalised != (chosen > 1):
         raise refuse(
             "norm_topk_prob", renormalised,
-            f"Megatron's sigmoid router renormalises for more than one expert, and here "
-            f"num_experts_per_tok = {chosen}",
+            f"Megatron's sigmoid router renormalises the weights if and only if "
+            f"num_experts_per_tok > 1, and it is {chosen}",
             f"set it to {str(chosen > 1).lower()}",
         )  # fmt: skip
     scoring = getattr(hf_config, "scoring_func", None) or "sigmoid"
@@ -214,7 +199,7 @@ def deepseek_v3(hf_config: Any, shape: ModelShape) -> FamilyConfig:
                 "topk_group", hf_config.topk_group,
                 f"the model ranks groups by the sum of their best 2 experts, Megatron by their "
                 f"best num_experts_per_tok // topk_group = {chosen // hf_config.topk_group}",
-                f"only topk_group = {chosen // 2} is exact here",
+                f"use a checkpoint with topk_group = {chosen // 2}",
             )  # fmt: skip
         router |= {
             "moe_router_num_groups": groups,
@@ -263,9 +248,9 @@ def _gpt_kwargs(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _latent(hf_config: Any, shape: ModelShape) -> FamilyConfig:
-    latent = shape.mla
-    assert latent is not None
+def _mla(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    mla = shape.mla
+    assert mla is not None
     if not getattr(hf_config, "rope_interleave", True):
         raise refuse(
             "rope_interleave", False, "Megatron's MLA rotates interleaved pairs",
@@ -276,11 +261,11 @@ def _latent(hf_config: Any, shape: ModelShape) -> FamilyConfig:
         is_mla=True,
         transformer_kwargs=_common_kwargs(hf_config, shape)
         | {
-            "q_lora_rank": latent.q_lora_rank,
-            "kv_lora_rank": latent.kv_lora_rank,
-            "qk_head_dim": latent.qk_nope_head_dim,
-            "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
-            "v_head_dim": latent.v_head_dim,
+            "q_lora_rank": mla.q_lora_rank,
+            "kv_lora_rank": mla.kv_lora_rank,
+            "qk_head_dim": mla.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+            "v_head_dim": mla.v_head_dim,
             "qk_layernorm": True,
         }
         | mla_rope(hf_config),
@@ -302,14 +287,17 @@ def _with_experts(
         return family
     chosen = hf_config.num_experts_per_tok
     if not chosen:
-        raise refuse("num_experts_per_tok", chosen, "an expert model chooses some", "set it")
+        raise refuse(
+            "num_experts_per_tok", chosen, "a mixture of experts needs at least 1", "set it"
+        )
     if chosen > shape.num_experts:
         raise refuse(
             "num_experts_per_tok", chosen, f"there are only {shape.num_experts} experts", "lower it"
         )
     if renormalised and chosen == 1:
         raise refuse(
-            "num_experts_per_tok", 1, "a single renormalised weight is always 1; Megatron has none",
+            "num_experts_per_tok", 1,
+            "a single renormalised weight is always 1; Megatron does not renormalise it",
             "use a checkpoint that chooses at least 2 experts",
         )  # fmt: skip
     kwargs: dict[str, Any] = {
@@ -325,26 +313,6 @@ def _with_experts(
     return replace(family, transformer_kwargs=family.transformer_kwargs | kwargs)
 
 
-def activation_name(hf_config: Any) -> str:
-    """The activation, a key of ``ACTIVATIONS``.
-
-    Gemma's ``hidden_act: gelu`` means the tanh form that its authors trained with: their
-    checkpoints were published with that key, and code from then on ignores it unless
-    ``hidden_activation`` is stated.
-
-    Raises:
-        ValueError: unknown here.
-    """
-    stated = getattr(hf_config, "hidden_activation", None)
-    name = stated or getattr(hf_config, "hidden_act", None)
-    if hf_config.model_type == "gemma" and not stated and name == "gelu":
-        name = "gelu_pytorch_tanh"
-    if name not in ACTIVATIONS:
-        key = "hidden_activation" if stated else "hidden_act"
-        raise refuse(key, name, "unknown here", f"one of {', '.join(ACTIVATIONS)}")
-    return name
-
-
 def _window(hf_config: Any, shape: ModelShape) -> tuple[int | None, tuple[bool, ...]]:
     size = getattr(hf_config, "sliding_window", None)
     kinds = getattr(hf_config, "layer_types", None)
@@ -357,7 +325,7 @@ def _window(hf_config: Any, shape: ModelShape) -> tuple[int | None, tuple[bool, 
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != shape.num_layers:
         raise refuse(
-            "layer_types", kinds, "not one known attention kind per layer",
+            "layer_types", kinds, "must have one supported attention type per layer",
             "use full_attention or sliding_attention for each layer",
         )  # fmt: skip
     layers = tuple(kind == "sliding_attention" for kind in kinds)
@@ -365,7 +333,7 @@ def _window(hf_config: Any, shape: ModelShape) -> tuple[int | None, tuple[bool, 
 
 
 def _window_kwargs(size: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
-    """Megatron's fields: keys seen to the left and right of a query, and in which layers."""
+    """Megatron's fields: keys left and right of a query in the window, and the window's layers."""
     if size is None:
         return {}
     return {
@@ -375,17 +343,18 @@ def _window_kwargs(size: int | None, layers: tuple[bool, ...]) -> dict[str, Any]
 
 
 def _check_biases(hf_config: Any) -> None:
-    """Output-projection and feed-forward biases are not in the table of weights."""
+    """Refuse output-projection and feed-forward biases: the weight table has no rows for them."""
     for key in ("attention_bias", "mlp_bias"):
         if getattr(hf_config, key, False):
             raise refuse(
-                key, True, "biases of the output projection are not supported",
+                key, True,
+                "biases of the output projection and the feed-forward layer are not supported",
                 "use a checkpoint without them",
             )  # fmt: skip
 
 
 def _check_quantization(hf_config: Any) -> None:
-    """Only 8-bit float blocks can be dequantised on read."""
+    """Refuse quantised weights other than fp8 blocks, which are dequantised on read."""
     stated = getattr(hf_config, "quantization_config", None)
     if stated is None:
         return

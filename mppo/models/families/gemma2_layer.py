@@ -1,4 +1,4 @@
-"""Gemma 2's layer: outputs of attention and feed-forward are normalised before they are added."""
+"""Gemma 2's layer: the outputs of attention and MLP are normalised before the residual sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary position settings: Hugging Face kinds as Megatron arguments, exactly or not at all.
+"""Rotary position settings: Megatron's exact equivalents of Hugging Face's types.
 
 Frequencies and the cosine factor follow ``transformers.modeling_rope_utils``; YaRN is Peng et al.
 2023 (https://arxiv.org/abs/2309.00071).
@@ -19,13 +19,13 @@ LLAMA3_FIXED = {
 
 
 def plain_rope(hf_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotary settings of multi-head and grouped attention.
+    """Translate the rotary settings of multi-head and grouped-query attention.
 
     Returns:
         Arguments for ``GPTModel``, and attributes to set on the config object.
 
     Raises:
-        ValueError: a kind or a constant that Megatron does not have.
+        ValueError: Megatron does not have the type or a constant.
     """
     rope = _checked(hf_config)
     kind, base = rope["rope_type"], {"rotary_base": rope["rope_theta"]}
@@ -37,8 +37,8 @@ def plain_rope(hf_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         for key, fixed in LLAMA3_FIXED.items():
             if rope.get(key, fixed) != fixed:
                 raise refuse(
-                    f"rope_parameters.{key}", rope[key], f"Megatron has {fixed} built in",
-                    "use a checkpoint with that value",
+                    f"rope_parameters.{key}", rope[key], f"Megatron has a fixed {fixed}",
+                    "use a checkpoint with this value",
                 )  # fmt: skip
         return base | {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}, {}
     if kind == "yarn":
@@ -47,10 +47,10 @@ def plain_rope(hf_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def mla_rope(hf_config: Any) -> dict[str, Any]:
-    """Rotary settings of MLA, as fields of ``MLATransformerConfig``.
+    """Translate the rotary settings of MLA into fields of ``MLATransformerConfig``.
 
     Raises:
-        ValueError: a kind or a constant that Megatron does not have.
+        ValueError: Megatron does not have the type or a constant.
     """
     rope = _checked(hf_config)
     if rope["rope_type"] == "default":
@@ -65,19 +65,22 @@ def mla_rope(hf_config: Any) -> dict[str, Any]:
         raise _unknown(rope["rope_type"])
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if mscale_all_dim and not mscale:
-        raise refuse("rope_parameters.mscale", mscale, "needed beside mscale_all_dim", "state both")
+        raise refuse("rope_parameters.mscale", mscale, "mscale_all_dim needs it", "set both")
     if mscale not in (None, 1.0) and not mscale_all_dim:
         raise refuse(
             "rope_parameters.mscale", mscale,
-            "transformers ignores it without mscale_all_dim, other engines do not", "state both",
+            "transformers ignores it without mscale_all_dim, other engines do not", "set both",
         )  # fmt: skip
     if rope.get("attention_factor") is not None:
         raise refuse(
             "rope_parameters.attention_factor", rope["attention_factor"],
-            "Megatron derives it from mscale", "remove it",
+            "Megatron computes it from mscale", "remove it",
         )  # fmt: skip
     if not rope.get("truncate", True):
-        raise refuse("rope_parameters.truncate", False, "MLA always rounds", "remove it")
+        raise refuse(
+            "rope_parameters.truncate", False, "Megatron's MLA always rounds the correction range",
+            "remove it",
+        )  # fmt: skip
     return {
         "rope_type": "yarn",
         "rotary_base": rope["rope_theta"],
@@ -91,7 +94,7 @@ def mla_rope(hf_config: Any) -> dict[str, Any]:
 
 
 def mla_scale_factor(hf_config: Any) -> float:
-    """What MLA's scores are multiplied by besides ``1 / sqrt(head width)``.
+    """The factor on MLA's scores besides ``1 / sqrt(head width)``.
 
     ``(0.1 * mscale_all_dim * ln(factor) + 1) ** 2`` with YaRN, else 1 (DeepSeek-V2 and V3's own
     code, ``modeling_deepseek.py``).
@@ -106,7 +109,8 @@ def _plain_yarn(hf_config: Any, rope: dict[str, Any]) -> dict[str, Any]:
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     stated = rope.get("attention_factor")
     if stated is not None and factor > 1:
-        # Megatron multiplies cosines by (0.1 mscale ln(factor) + 1) / (0.1 * 0 * ... + 1).
+        # solve for Megatron's factor on the cosines:
+        # (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)
         mscale, mscale_all_dim = (stated - 1.0) / (0.1 * math.log(factor)), 0.0
     elif not (mscale and mscale_all_dim):
         mscale = mscale_all_dim = None
@@ -131,8 +135,9 @@ def _checked(hf_config: Any) -> dict[str, Any]:
     rope = rope_parameters(hf_config)
     if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise refuse(
-            "rope_parameters.partial_rotary_factor", part, "whole heads are rotated", "use 1.0"
-        )
+            "rope_parameters.partial_rotary_factor", part, "only fully rotated heads are supported",
+            "use a checkpoint with 1.0",
+        )  # fmt: skip
     if rope["rope_type"] in ("linear", "llama3") and rope.get("factor") is None:
         raise refuse("rope_parameters.factor", None, f"{rope['rope_type']} needs it", "add it")
     if rope["rope_type"] == "yarn" and not rope.get("original_max_position_embeddings"):
@@ -142,6 +147,6 @@ def _checked(hf_config: Any) -> dict[str, Any]:
 
 def _unknown(kind: str) -> ValueError:
     return refuse(
-        "rope_parameters.rope_type", kind, "Megatron has no such rotary scaling for this family",
+        "rope_parameters.rope_type", kind, "Megatron does not have it for this family",
         "use a checkpoint with default, linear, llama3 or yarn (MLA: default, yarn)",
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """KL over the whole vocabulary between a policy and a frozen reference, without holding [T, V].
 
 Shapes: N positions that predict a response token, V_p rows of both projections on this
-tensor-parallel rank. The two may have different hidden sizes, not different vocabularies.
+tensor-parallel rank. The two models share a vocabulary; their hidden sizes may differ.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mppo.models.heads.vocabulary import (
 
 @dataclass(frozen=True)
 class Projection:
-    """A vocabulary projection, cut as the policy's own.
+    """A reference's vocabulary projection, split like the policy's.
 
     Args:
         weight: ``[V_p, hidden]``, frozen.
-        shard: the cut, with this model's soft-cap.
+        shard: the split, with the reference's soft-cap.
     """
 
     weight: Tensor
@@ -35,13 +35,13 @@ class Projection:
 
 
 def _log_sum_exp(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Over the whole shard, from every rank's ``[n, V_p]``: ``[n]``."""
+    """Log-sum-exp over the full vocabulary, from every rank's ``[n, V_p]``: ``[n]``."""
     largest = all_reduce(logits.amax(1), group, dist.ReduceOp.MAX)
     return largest + all_reduce((logits - largest[:, None]).exp().sum(1), group).log()
 
 
 class _ChunkedFullKL(torch.autograd.Function):
-    """``sum_v p_v (log p_v - log q_v)``; both logits are recomputed in the backward pass."""
+    """``sum_v p_v (log p_v - log q_v)``; the backward pass recomputes both logits."""
 
     @staticmethod
     def forward(
@@ -58,6 +58,7 @@ class _ChunkedFullKL(torch.autograd.Function):
             logits, _ = vocabulary_logits(h, weight, shard)
             ref_logits, _ = vocabulary_logits(r, reference.weight, reference.shard)
             both = _log_sum_exp(logits, group), _log_sum_exp(ref_logits, group)
+            # rounding may leave a KL of equal distributions slightly below 0
             kls.append(all_reduce(full_kl_shard(logits, ref_logits, *both), group).clamp_(min=0.0))
             normalisers.append(torch.stack(both))
             del logits, ref_logits
@@ -77,7 +78,8 @@ class _ChunkedFullKL(torch.autograd.Function):
             part = slice(first, first + shard.chunk)
             logits, slope = vocabulary_logits(hidden[part], weight, shard)
             ref_logits, _ = vocabulary_logits(ref_hidden[part], reference.weight, reference.shard)
-            grad = full_kl_shard_grad(logits, ref_logits, *normalisers[:, part], kl[part])
+            normaliser, ref_normaliser = normalisers[:, part]
+            grad = full_kl_shard_grad(logits, ref_logits, normaliser, ref_normaliser, kl[part])
             grad *= grad_kl[part, None]
             grad_hidden[part] = backpropagate_logits(
                 grad, slope, hidden[part], weight, shard, grad_weight
@@ -93,15 +95,15 @@ def chunked_full_kl(
     shard: VocabShard,
     reference: Projection,
 ) -> Tensor:
-    """KL(policy || reference) at each position, over the vocabulary.
+    """Compute KL(policy || reference) over the vocabulary at each position.
 
     Args:
         hidden_N: the policy's final hidden states ``[N, hidden]``, the same on every
             tensor-parallel rank.
         weight: this rank's rows of its projection ``[V_p, hidden]``.
-        ref_hidden_N: the reference's at the same positions ``[N, hidden of the reference]``.
+        ref_hidden_N: the reference's hidden states at the same positions ``[N, ref_hidden]``.
         shard: the split of the policy's projection.
-        reference: the reference's projection in the same split.
+        reference: the reference's projection, split alike.
 
     Returns:
         float32 ``[N]`` (nats). The gradient of ``hidden_N`` is this rank's share; the caller sums

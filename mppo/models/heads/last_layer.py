@@ -1,4 +1,4 @@
-"""The last layer of a model: it selects the tokens that predict a response before its MLP."""
+"""A last layer that computes its MLP only for the tokens that predict a response."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import dataclasses
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 
 class LastLayer(TransformerLayer):
-    """Megatron's layer, whose feed-forward network sees only the tokens whose
-    outputs the head uses.
+    """Megatron's layer with the MLP restricted to the tokens whose outputs the head uses.
 
-    Attention runs over all tokens; the output is ``[N, 1, hidden]`` where the packing says which N
-    tokens those are (``logits_to_keep``).
+    Attention runs over all tokens. If the packing lists the N tokens (``logits_to_keep``), the
+    output is ``[N, 1, hidden]``.
     """
 
     def _forward_attention(self, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
@@ -29,13 +28,23 @@ class LastLayer(TransformerLayer):
 
 
 def with_early_select(layers: list[ModuleSpec], config: TransformerConfig) -> list[ModuleSpec]:
-    """The layer specs of a model's last chunk, the last one a :class:`LastLayer` where it can be.
+    """Make the last layer of a model's last chunk a :class:`LastLayer`, if possible.
 
-    It stays as it is in a mixture of experts, whose routing counts all tokens; with another layer
-    class (Gemma 2); and under sequence parallelism, where ranks must hold equally many tokens.
+    The layer is not replaced in a mixture of experts, whose routing counts all tokens; if it has
+    another class (Gemma 2); or under sequence parallelism, where ranks must hold equally many
+    tokens.
+
+    Args:
+        layers: layer specs of the chunk.
+        config: the Megatron configuration.
+
+    Returns:
+        The layer specs, at most the last one changed.
     """
     if not layers or config.sequence_parallel or layers[-1].module is not TransformerLayer:
         return layers
-    if layers[-1].submodules.mlp.module is MoELayer:
+    submodules = layers[-1].submodules
+    assert isinstance(submodules, TransformerLayerSubmodules)
+    if getattr(submodules.mlp, "module", None) is MoELayer:
         return layers
     return [*layers[:-1], dataclasses.replace(layers[-1], module=LastLayer)]

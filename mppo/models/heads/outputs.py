@@ -1,4 +1,4 @@
-"""What a role's head gives for each token of a micro-batch or a batch."""
+"""Outputs of a role's head for each token of a micro-batch or a batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Head = Literal["policy", "value"]
-"""What a model ends in: a vocabulary projection, or one number per token."""
+"""The head of a model: a vocabulary projection, or one number per token."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class PolicyOutputs:
     Args:
         logprobs_T: log-probability of token t.
         entropy_T: entropy of the distribution token t was drawn from (nats).
-        full_kl_T: KL against the reference over the vocabulary (nats); None unless the pass was
-            given the reference's hidden states.
+        full_kl_T: KL against the reference over the vocabulary (nats); None if the pass had no
+            hidden states of the reference.
     """
 
     logprobs_T: Tensor
@@ -31,7 +31,7 @@ class PolicyOutputs:
 
 @dataclass(frozen=True)
 class ValueOutputs:
-    """A value model's outputs.
+    """A value model's outputs; 0 on tokens that are not predicted.
 
     Args:
         values_T: value of the state before token t, float32 ``[T]``.
@@ -44,7 +44,7 @@ Outputs = PolicyOutputs | ValueOutputs
 
 
 def tensors_of(outputs: Outputs) -> list[Tensor]:
-    """The outputs' tensors in the order of the fields, those that are None left out."""
+    """The outputs' tensors in the order of the fields, without those that are None."""
     values = [getattr(outputs, field.name) for field in fields(outputs)]
     return [value for value in values if value is not None]
 
@@ -55,7 +55,7 @@ def map_outputs(outputs: Outputs, function: Callable[[Tensor], Tensor]) -> Outpu
 
 
 def stack_outputs(outputs: Outputs) -> Tensor:
-    """All tensors of the outputs as one: ``[k, T]``."""
+    """Stack the tensors of the outputs: ``[k, T]``."""
     return torch.stack(tensors_of(outputs))
 
 
@@ -66,5 +66,5 @@ def unstack_outputs(head: Head, rows_kT: Tensor) -> Outputs:
 
 
 def num_outputs(head: Head, with_full_kl: bool) -> int:
-    """How many tensors the outputs of a head have."""
+    """The number of tensors in the outputs of a head."""
     return 1 if head == "value" else 2 + with_full_kl

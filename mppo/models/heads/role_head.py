@@ -21,17 +21,17 @@ from mppo.parallel.groups import LayoutGroups
 from mppo.weights.blocks import padded_vocab_size
 
 _PROJECTIONS = ("lm_head.weight", "model.embed_tokens.weight")
-"""Hugging Face names of the vocabulary projection; the second where it is tied."""
+"""Hugging Face names of the vocabulary projection, untied and tied."""
 
 
 class RoleHead:
-    """What the last chunk's hidden states of a micro-batch become; used on the last stage only.
+    """Maps hidden states of a micro-batch to outputs; used on the last pipeline stage only.
 
     Args:
         chunk: this rank's last chunk.
-        spec: of the role.
+        spec: the role's specification.
         groups: the layout's process groups.
-        vocab_size: rows of the vocabulary without padding.
+        vocab_size: size of the vocabulary without padding.
     """
 
     def __init__(self, chunk: Stage, spec: RoleSpec, groups: LayoutGroups, vocab_size: int) -> None:
@@ -43,13 +43,13 @@ class RoleHead:
     def __call__(
         self, hidden: Tensor, microbatch: MicroBatch, batch: Batch, inputs: PassInputs
     ) -> Outputs:
-        """Outputs on the micro-batch's token axis, ``[T]`` each, 0 where nothing is predicted.
+        """Compute outputs on the micro-batch's token axis: ``[T]`` each, 0 for unpredicted tokens.
 
         Args:
             hidden: the last chunk's output ``[t, 1, hidden]``.
-            microbatch: what was run.
+            microbatch: the micro-batch.
             batch: the batch it was cut from.
-            inputs: what the pass is given besides tokens.
+            inputs: inputs of the pass besides the tokens.
         """
         if self._spec.head == "value":
             values = self._chunk.value_head(hidden[:, 0])
@@ -66,11 +66,11 @@ class RoleHead:
     def load_reference(self, reference: RoleHead, weights: RoleWeights, bucket_bytes: int) -> None:
         """Keep this rank's rows of a frozen policy's projection, for the KL over the vocabulary.
 
-        Collective. The reference may have another layout.
+        Collective. The reference's layout may differ.
 
         Args:
-            reference: its head.
-            weights: its weights.
+            reference: the frozen policy's head.
+            weights: the frozen policy's weights.
             bucket_bytes: size of the streamed buckets.
 
         Raises:
@@ -78,9 +78,9 @@ class RoleHead:
         """
         if reference._vocab_size != self._vocab_size:
             raise ValueError(
-                f"ref.path: its vocabulary has {reference._vocab_size} tokens, the actor's "
-                f"{self._vocab_size}; kl type full compares them token by token: choose k3, or "
-                "another reference"
+                f"ref.path: the reference's vocabulary has {reference._vocab_size} tokens, the "
+                f"actor's {self._vocab_size}; KL type full compares them token by token: choose "
+                "k3, or another reference"
             )
         tp = self._groups.layout.tp
         rows = padded_vocab_size(self._vocab_size, tp) // tp
@@ -100,7 +100,7 @@ class RoleHead:
     def _policy_outputs(
         self, hidden: Tensor, microbatch: MicroBatch, batch: Batch, inputs: PassInputs
     ) -> list[Tensor]:
-        """Log-probabilities, entropies and, where asked for, the KL over the vocabulary."""
+        """Log-probabilities, entropies and, given the reference's states, the KL; each ``[N]``."""
         weight, is_text = self._chunk.output_weight(), inputs.is_text(microbatch)
         shard = self._vocab_shard(len(weight), self._chunk.final_logit_softcap)
         if is_text:
@@ -110,13 +110,13 @@ class RoleHead:
         if inputs.ref_hidden_T is not None and is_text:
             outputs_N.append(torch.zeros_like(outputs_N[0]))
         elif inputs.ref_hidden_T is not None:
-            assert self._reference is not None, "load_reference comes first"
-            theirs = inputs.ref_hidden_T[microbatch.predicted_in(batch)].to(chosen.device)
-            outputs_N.append(chunked_full_kl(chosen, weight, theirs, shard, self._reference))
+            assert self._reference is not None, "load_reference has been called"
+            ref_states = inputs.ref_hidden_T[microbatch.predicted_in(batch)].to(chosen.device)
+            outputs_N.append(chunked_full_kl(chosen, weight, ref_states, shard, self._reference))
         return outputs_N
 
     def _vocab_shard(self, rows: int, softcap: float | None) -> VocabShard:
-        """How the projection is split over this layout."""
+        """This rank's share of a projection with ``rows`` rows per tensor-parallel rank."""
         tp = self._groups.layout.tp
         return VocabShard(
             start=self._groups.coordinates.tp * rows,
@@ -128,13 +128,15 @@ class RoleHead:
         )
 
     def _select(self, rows_t: Tensor, microbatch: MicroBatch) -> Tensor:
-        """Rows that predict a response token ``[N, ...]``, of all rows of the last stage."""
+        """Select the rows that predict a response token: ``[t, ...]`` to ``[N, ...]``."""
         if self._chunk.selects_early:
             return rows_t
-        return rows_t.index_select(0, microbatch.packing.logits_to_keep)
+        keep = microbatch.packing.logits_to_keep
+        assert keep is not None, "microbatch.cut sets it"
+        return rows_t.index_select(0, keep)
 
     def _scatter(self, outputs_N: list[Tensor], microbatch: MicroBatch) -> Outputs:
-        """Spread over the ``T`` tokens of the micro-batch, and over the context-parallel ranks.
+        """Scatter to the ``T`` tokens of the micro-batch, and sum over the context-parallel ranks.
 
         Every rank of the group then computes the loss of all tokens; its gradient reaches only the
         outputs computed here, so gradients add up over the group.

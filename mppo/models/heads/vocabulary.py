@@ -14,21 +14,23 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mppo.models.norm import mark_sequence_parallel
+
 _LOG_ZERO = -1e4
-"""Stands for log 0 in products with a probability of 0, where -inf would give nan."""
+"""Replaces log 0 in products with a probability of 0, where -inf would give nan."""
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """How the vocabulary projection is split, and what its logits go through.
+    """This rank's share of the vocabulary projection, and the transforms of its logits.
 
     Args:
         start: first vocabulary row of this rank.
-        size: real vocabulary size; padded rows never get probability.
-        group: tensor-parallel group, None on one rank.
+        size: vocabulary size without padding; padded rows have probability 0.
+        group: tensor-parallel group; None without tensor parallelism.
         temperature: log-probabilities are of softmax(logits / temperature).
-        softcap: c in ``c * tanh(logits / c)``, or None.
-        chunk: positions whose logits exist at one time.
+        softcap: c in ``c * tanh(logits / c)``; None: no soft-cap.
+        chunk: number of positions whose logits are in memory at a time.
     """
 
     start: int
@@ -42,7 +44,17 @@ class VocabShard:
 def vocabulary_logits(
     hidden: Tensor, weight: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor | None]:
-    """float32 logits ``[n, V_p]`` after soft-cap and temperature, and the soft-cap's derivative."""
+    """Compute logits after soft-cap and temperature.
+
+    Args:
+        hidden: ``[n, hidden]``.
+        weight: ``[V_p, hidden]``.
+        shard: the split.
+
+    Returns:
+        float32 logits ``[n, V_p]``, -inf in padded rows; the soft-cap's derivative ``[n, V_p]``, or
+        None without soft-cap.
+    """
     logits = (hidden @ weight.t()).float()
     slope = None
     if shard.softcap is not None:
@@ -58,7 +70,7 @@ def vocabulary_logits(
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None, op=dist.ReduceOp.SUM) -> Tensor:
-    """``x`` reduced in place over the ranks that share the vocabulary; as it is on one rank."""
+    """Reduce ``x`` in place over the ranks that share the vocabulary (None: this rank only)."""
     if group is not None:
         dist.all_reduce(x, op=op, group=group)
     return x
@@ -72,18 +84,18 @@ def backpropagate_logits(
     shard: VocabShard,
     grad_weight: Tensor,
 ) -> Tensor:
-    """Gradient of the hidden states from that of the logits :func:`vocabulary_logits` gave.
+    """Backpropagate through :func:`vocabulary_logits`.
 
     Args:
-        grad: float32 ``[n, V_p]``, overwritten.
-        slope: the soft-cap's derivative.
+        grad: gradient of the logits, float32 ``[n, V_p]``, overwritten.
+        slope: the soft-cap's derivative; None without soft-cap.
         hidden: ``[n, hidden]``.
         weight: ``[V_p, hidden]``.
         shard: the split.
         grad_weight: float32 ``[V_p, hidden]``, added to.
 
     Returns:
-        ``[n, hidden]`` in the weight's dtype: this rank's share.
+        This rank's share of the gradient of ``hidden``, ``[n, hidden]`` in the weight's dtype.
     """
     if shard.temperature != 1.0:
         grad /= shard.temperature
@@ -95,7 +107,7 @@ def backpropagate_logits(
 
 
 def _local_target(target: Tensor, shard: VocabShard, rows: int) -> tuple[Tensor, Tensor]:
-    """Column of the target in this rank's logits (0 where elsewhere), and whether it is here."""
+    """Column of the target in this rank's logits, and whether this rank has it (0 if not)."""
     column = target - shard.start
     here = (column >= 0) & (column < rows)
     return torch.where(here, column, 0), here
@@ -104,12 +116,14 @@ def _local_target(target: Tensor, shard: VocabShard, rows: int) -> tuple[Tensor,
 def _chunk_logprobs(
     hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the target, entropy and the logarithm of the normaliser: each ``[n]``."""
+    """Log-probability of the target, entropy and the normaliser's logarithm: each ``[n]``."""
     logits = vocabulary_logits(hidden, weight, shard)[0]
     largest = all_reduce(logits.amax(1), shard.group, dist.ReduceOp.MAX)
     column, here = _local_target(target, shard, weight.shape[0])
     chosen = logits.gather(1, column[:, None])[:, 0].masked_fill(~here, 0.0)
+    # in place where possible: only exp is a second [n, V_p] tensor
     exp = logits.sub_(largest[:, None]).exp()
+    # H = log Z - sum_v p_v z_v with shifted logits z; three sums in one all-reduce
     parts = [exp.sum(1), logits.clamp_min_(_LOG_ZERO).mul_(exp).sum(1), chosen]
     total, weighted, chosen = all_reduce(torch.stack(parts), shard.group)
     log_sum = total.log()
@@ -123,7 +137,7 @@ def _chunk_gradient(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of the logits ``[n, V_p]``, which are overwritten, but for the targets' own part."""
+    """Gradient of the logits ``[n, V_p]``, without the targets' own term; overwrites the logits."""
     logits.sub_(normaliser[:, None])
     if grad_entropy is None:
         return logits.exp_().mul_(-grad_logprobs[:, None])
@@ -135,9 +149,10 @@ def _chunk_gradient(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """log p(target), entropy, from hidden states; logits are recomputed in the backward pass.
+    """log p(target) and entropy from hidden states; the backward pass recomputes the logits.
 
-    A chunk's work is a function of its own, so that its logits are gone before the next one's come.
+    Each chunk is processed in a function, so that its logits are freed before the next chunk's are
+    allocated.
     """
 
     @staticmethod
@@ -166,6 +181,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             upstream = grad_logprobs[part], None if grad_entropy is None else grad_entropy[part]
             grad = _chunk_gradient(logits, normaliser[part], entropy[part], *upstream)
             column, here = _local_target(target[part], shard, weight.shape[0])
+            # d log p(target) / d logits has 1 in the target's column
             onehot = torch.where(here, grad_logprobs[part], 0.0)
             grad.scatter_add_(1, column[:, None], onehot[:, None])
             grad_hidden[part] = backpropagate_logits(
@@ -178,12 +194,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
 def chunked_logprobs(
     hidden_N: Tensor, weight: Tensor, target_N: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of the target and entropy at each position.
+    """Compute log-probability of the target and entropy at each position.
 
     Args:
         hidden_N: final hidden states ``[N, hidden]``, the same on every tensor-parallel rank.
         weight: this rank's rows of the projection ``[V_p, hidden]``.
-        target_N: int64 ``[N]``, tokens in the full vocabulary.
+        target_N: int64 ``[N]``, token ids.
         shard: the split.
 
     Returns:
@@ -209,7 +225,7 @@ class ValueHead(torch.nn.Module):
         initial = torch.randn(1, config.hidden_size, generator=generator)
         initial /= config.hidden_size + 1
         self.weight = torch.nn.Parameter(initial.to(config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark_sequence_parallel(self.weight, config)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values of hidden states ``[t, hidden]``: float32 ``[t]``."""
@@ -217,7 +233,7 @@ class ValueHead(torch.nn.Module):
 
 
 def gather_hidden(hidden: Tensor, sequence_parallel: bool) -> Tensor:
-    """The last stage's output ``[T, hidden]``, whole on every tensor-parallel rank.
+    """Gather the last stage's output over the tensor-parallel ranks: ``[T, hidden]``.
 
     The backward pass sums the ranks' shares of the gradient.
     """
@@ -229,7 +245,7 @@ def gather_hidden(hidden: Tensor, sequence_parallel: bool) -> Tensor:
 
 
 def gather_values(values: Tensor, sequence_parallel: bool) -> Tensor:
-    """Values ``[T]`` whole on every tensor-parallel rank, from those of its own tokens."""
+    """Gather values over the tensor-parallel ranks, from those of their own tokens: ``[T]``."""
     if not sequence_parallel:
         return values
     return tensor_parallel.gather_from_sequence_parallel_region(

@@ -1,9 +1,10 @@
-"""The experts of a layer in one step over tokens that are sorted by expert.
+"""All experts of a layer in one autograd function over tokens that are sorted by expert.
 
-Megatron's ``SequentialMLP`` runs each expert as a module of its own: with many small experts the
-splitting, joining and book-keeping cost as much as the matrix products. Here the products write
-into one buffer, and what stands between them is done once for all tokens. Same parameters, same
-numbers; grouped GEMM of Transformer Engine takes its place where that is installed.
+Megatron's ``SequentialMLP`` runs each expert as a separate module: with many small experts the
+splitting, joining and autograd bookkeeping cost as much as the matrix products. Here the products
+write into one buffer, and the activation between them runs once for all tokens. Parameters and
+results are those of ``SequentialMLP``. Where Transformer Engine is installed, its grouped GEMM is
+used instead.
 
 Shapes: ``n`` tokens sorted by expert, ``E`` local experts, ``h`` hidden, ``f`` an expert's width.
 """
@@ -11,8 +12,11 @@ Shapes: ``n`` tokens sorted by expert, ``E`` local experts, ``h`` hidden, ``f`` 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import cast
 
 import torch
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -21,14 +25,24 @@ from mppo.cpu.gated_silu import gated_silu, gated_silu_gradient
 
 
 class SortedExperts(SequentialMLP):
-    """``SequentialMLP`` in one step, where the experts are plain gated SiLU networks."""
+    """``SequentialMLP`` as one autograd function, if the experts are plain gated SiLU networks."""
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor):
-        """Outputs ``[n, h]``, weighted by ``probs`` ``[n]``, and no bias."""
+        """Run the experts.
+
+        Args:
+            tokens: ``[n, h]``.
+            tokens_per_expert: int64 ``[E]``, summing to n.
+            probs: ``[n]``, router weight of each token's expert.
+
+        Returns:
+            Outputs ``[n, h]``, weighted by ``probs``; and None, as there is no bias.
+        """
         if self.num_local_experts == 1 or not is_plain(self.config):
             return super().forward(tokens, tokens_per_expert, probs)
-        first = [expert.linear_fc1.weight for expert in self.local_experts]
-        second = [expert.linear_fc2.weight for expert in self.local_experts]
+        experts = cast("list[MLP]", list(self.local_experts))
+        first = [expert.linear_fc1.weight for expert in experts]
+        second = [expert.linear_fc2.weight for expert in experts]
         counts = tokens_per_expert.tolist()
         return _GatedExperts.apply(tokens, probs, counts, *first, *second), None
 
@@ -36,8 +50,8 @@ class SortedExperts(SequentialMLP):
 def is_plain(config: TransformerConfig) -> bool:
     """Whether the experts compute ``(silu(gate) * up * probs) @ W2`` and nothing else.
 
-    Fusing the activation and adding weight gradients in place change no number, so they may be on:
-    both are done here anyway, or by Megatron's DDP.
+    Fusing the activation and accumulating weight gradients in place do not change the results and
+    are therefore not excluded: this module and Megatron's DDP do the same.
     """
     extras = (
         config.add_bias_linear, config.moe_apply_probs_on_input, config.fp8, config.fp4,
@@ -51,8 +65,8 @@ def is_plain(config: TransformerConfig) -> bool:
 class _GatedExperts(torch.autograd.Function):
     """Gated feed-forward networks over sorted tokens.
 
-    Kept for the backward pass: the tokens, the first products and the weights; the activation is
-    computed again.
+    The tokens, the outputs of the first product and the weights are saved for the backward pass,
+    which recomputes the activation.
     """
 
     @staticmethod
@@ -82,8 +96,8 @@ class _GatedExperts(torch.autograd.Function):
         return grad_tokens, grad_probs, None, *grads_first, *grads_second
 
 
-def _multiply(x: Tensor, counts: list[int], weights) -> Tensor:
-    """``x @ weights[e]`` for every expert's rows, ``[n, width]``."""
+def _multiply(x: Tensor, counts: list[int], weights: Sequence[Tensor]) -> Tensor:
+    """``x[rows of e] @ weights[e]`` for every expert e, ``[n, width]``."""
     out = x.new_empty(len(x), weights[0].shape[1])
     parts = zip(x.split(counts), out.split(counts), weights, strict=True)
     for rows, into, weight in parts:
@@ -92,10 +106,15 @@ def _multiply(x: Tensor, counts: list[int], weights) -> Tensor:
     return out
 
 
-def _outer(left: Tensor, right: Tensor, counts: list[int], wanted) -> list[Tensor | None]:
-    """``left^T @ right`` of every expert's rows; zeros for an expert without any."""
+def _outer(
+    left: Tensor, right: Tensor, counts: list[int], needs_grad: Sequence[bool]
+) -> list[Tensor | None]:
+    """``left^T @ right`` of every expert's rows; zeros for an expert without tokens.
+
+    None where ``needs_grad`` is False.
+    """
     edges = itertools.pairwise([0, *itertools.accumulate(counts)])
     return [
         left[begin:end].t() @ right[begin:end] if needed else None
-        for (begin, end), needed in zip(edges, wanted, strict=True)
+        for (begin, end), needed in zip(edges, needs_grad, strict=True)
     ]

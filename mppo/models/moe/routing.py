@@ -1,29 +1,32 @@
-"""What a role's routers record, replay and report, over all its micro-batches and ranks.
+"""Recording, replay and metrics of a role's routers, over all its micro-batches and ranks.
 
-Router replay: the experts of every token are recorded in one pass and taken again in later ones.
-R2 records in the role's own forward-only pass; R3 takes what the rollout engine chose, in that pass
-and in updating. A record holds one byte per layer, token and chosen expert (four with more than
-256 experts), for the layers of this rank's pipeline stage, on the CPU.
+Router replay: the experts of every token are recorded in one pass and replayed in later ones. R2
+records them in the role's own forward-only pass; R3 replays the rollout engine's choices in that
+pass and in the update. A record holds one byte per layer, token and chosen expert (four with more
+than 256 experts), for the layers of this rank's pipeline stage, on the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mppo.algos.packing import sequence_token_indices
 from mppo.batch import Batch
 from mppo.config.schema import MegatronConfig
 from mppo.models.microbatch import MicroBatch
-from mppo.models.moe.construction import moe_layers
-from mppo.models.moe.router import AuxiliaryLoss, MicroRouting
+from mppo.models.moe.construction import routers
+from mppo.models.moe.micro_routing import MicroRouting
+from mppo.models.moe.router import AuxiliaryLoss
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchPlan
@@ -37,15 +40,15 @@ class RoutingRecord:
 
     Args:
         experts: ``[L, T, k]``.
-        starts: first token of each sequence, by its tokens. Equal sequences of one pass are routed
-            alike, so the record serves any selection of the batch's sequences too.
+        starts: first token of each sequence, by the sequence's tokens as bytes. Equal sequences
+            of one pass are routed equally, so the record also serves any selection of sequences.
     """
 
     experts: Tensor
     starts: dict[bytes, int]
 
     def of(self, batch: Batch, indices: Sequence[int]) -> Tensor:
-        """Experts of the tokens of some sequences, laid end to end: int64 ``[L, T', k]``."""
+        """Experts of the tokens of some sequences, concatenated: int64 ``[L, T', k]``."""
         where = []
         for index in indices:
             tokens = _sequence(batch, index)
@@ -55,12 +58,18 @@ class RoutingRecord:
         return self.experts[:, torch.cat(where)].long()
 
     def covers(self, batch: Batch, indices: Sequence[int]) -> bool:
-        """Whether it knows all these sequences."""
+        """Whether all these sequences are recorded."""
         return all(_sequence(batch, i).numpy().tobytes() in self.starts for i in indices)
 
 
 def record_of(batch: Batch, indices: Sequence[int], experts: Tensor) -> RoutingRecord:
-    """A record of some sequences of a batch; ``experts`` is ``[L, T, k]``, over all of it."""
+    """Make a record of some sequences of a batch.
+
+    Args:
+        batch: the batch.
+        indices: the recorded sequences.
+        experts: ``[L, T, k]``, for all tokens of the batch.
+    """
     starts = {_sequence(batch, i).numpy().tobytes(): int(batch.cu_seqlens[i]) for i in indices}
     return RoutingRecord(experts, starts)
 
@@ -73,37 +82,42 @@ class RoleRouting:
     """Routing of one role on one rank.
 
     Args:
-        stages: the role's chunks, prepared for its routers.
+        stages: this rank's chunks.
         megatron: the role's section of the recipe.
-        replay: which choices the update takes.
+        replay: which choices the update replays.
         groups: the layout's groups.
-        config: Megatron's configuration; a router is recomputed with its layer only, as it would
-            else see another micro-batch.
+        config: Megatron's configuration. It must not recompute a router apart from its layer, as
+            the router would then read another micro-batch's packing.
     """
 
     def __init__(
-        self, stages, megatron: MegatronConfig, replay: Replay, groups: LayoutGroups, config
+        self,
+        stages: Sequence[GPTModel],
+        megatron: MegatronConfig,
+        replay: Replay,
+        groups: LayoutGroups,
+        config: TransformerConfig,
     ) -> None:
         selective = config.recompute_granularity == "selective"
-        assert not (selective and "moe" in config.recompute_modules), "see override_issues"
-        self._routers = [layer.router for layer in moe_layers(stages)]
+        apart = selective and "moe" in (config.recompute_modules or ())
+        assert not apart, "override_issues refuses it"
+        self._routers = routers(stages)
         self._biased = [router for router in self._routers if router.enable_expert_bias]
         self._groups = groups
         self._config = config
         self._replay = replay
         self.losses = auxiliary_loss(megatron)
-        for row, router in enumerate(self._routers):
-            router.prepare(row, self.losses)
+        self._loads = [router.prepare(row, self.losses) for row, router in enumerate(self._routers)]
         self._record: RoutingRecord | None = None
         self._mini_batches = 0
 
     @property
     def records(self) -> bool:
-        """Whether the forward-only pass keeps its choices (with R3 the batch brings them)."""
+        """Whether the forward-only pass records its choices (with R3 the batch carries them)."""
         return self._replay == "R2" or (self._replay == "off" and self.losses.balance > 0)
 
     def needs_record(self, batch: Batch, plan: MicroBatchPlan) -> bool:
-        """Whether a mini-batch must be measured once more before its gradient is taken."""
+        """Whether a mini-batch needs another forward-only pass before its gradient is computed."""
         if not self.records:
             return False
         return self._record is None or not self._record.covers(batch, _planned(plan))
@@ -123,17 +137,19 @@ class RoleRouting:
     def after_forward(
         self, batch: Batch, plan: MicroBatchPlan, microbatches: Sequence[MicroBatch]
     ) -> None:
-        """Bring together what the ranks of this pipeline stage recorded."""
+        """Combine the records of this pipeline stage's ranks. Collective."""
         if not self.records:
             return
         topk, tokens = self._config.moe_router_topk, len(batch.tokens_T)
         experts = torch.zeros(len(self._routers), tokens, topk, dtype=self._dtype)
         for microbatch in microbatches:
-            here = microbatch.packing.origin.cpu()
-            real = here >= 0
-            if self._reports and self._routers:
-                where = sequence_token_indices(batch.cu_seqlens, microbatch.indices)[here[real]]
-                experts[:, where] = microbatch.packing.routing.record.cpu()[:, real]
+            routing = microbatch.packing.routing
+            assert routing is not None
+            if self._reports and routing.record is not None:
+                origin = microbatch.packing.origin.cpu()
+                real = origin >= 0
+                where = sequence_token_indices(batch.cu_seqlens, microbatch.indices)[origin[real]]
+                experts[:, where] = routing.record.cpu()[:, real]
         if self._routers:
             experts = experts.to(device.device())
             dist.all_reduce(experts, group=_stage_group())
@@ -164,7 +180,7 @@ class RoleRouting:
             microbatch.packing.routing = routing
 
     def move_expert_biases(self) -> None:
-        """Move the biases towards an even load of the last pass with gradient; collective.
+        """Move the biases towards an even load, by the last pass with gradient; collective.
 
         ``b_e += rate * sign(mean load - load_e)`` (arXiv:2408.15664), the same on all ranks of a
         pipeline stage.
@@ -178,24 +194,24 @@ class RoleRouting:
             router.expert_bias.copy_(bias)
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Balance and replay since the last call, the same on every rank; collective.
+        """Metrics of balance and replay since the last call; collective.
 
         Args:
             name: the role's name, prefix of every metric.
 
         Returns:
-            Per layer (``moe/layer_<n>/...``) and over layers: ``max_vio``, ``min_vio`` and
-            ``avg_vio``, load of the fullest, the emptiest and the average expert relative to an
-            even load, less one (in absolute value for the average); ``dropped``, share of choices
-            over capacity. Over layers alone: ``replay_differing``, share of replayed choices the
-            router would not have made; ``aux_loss``, mean over mini-batches of the sum over layers.
+            The same on every rank. Per layer (``moe/layer_<n>/...``) and as the mean over layers:
+            ``max_vio``, ``min_vio`` and ``avg_vio``, the load of the most loaded, the least loaded
+            and the average expert relative to an even load, minus one (in absolute value for the
+            average); ``dropped``, share of choices beyond capacity. Over all layers only:
+            ``replay_differing``, share of replayed choices that the router would not have made;
+            ``aux_loss``, mean over mini-batches of the sum over layers.
         """
-        experts = self._config.num_moe_experts
-        sums = torch.zeros(self._config.num_layers, experts + 4, dtype=torch.float64)
-        for router in self._routers:
+        sums = torch.zeros(self._config.num_layers, self._num_experts + 4, dtype=torch.float64)
+        for layer, load in zip(self._layers, self._loads):
             if self._reports:
-                sums[router.layer_number - 1] += router.load.sums.cpu()
-            router.load.sums.zero_()
+                sums[layer] += load.sums.cpu()
+            load.sums.zero_()
         sums = sums.to(device.device())
         dist.all_reduce(sums)
         sums[:, -1] /= max(self._mini_batches, 1)
@@ -203,51 +219,66 @@ class RoleRouting:
         return load_metrics(sums.cpu(), self._config.moe_router_topk, name)
 
     @property
+    def _num_experts(self) -> int:
+        experts = self._config.num_moe_experts
+        assert experts is not None, "only roles with experts have a RoleRouting"
+        return experts
+
+    @property
+    def _layers(self) -> list[int]:
+        """Indices of this rank's MoE layers among the model's decoder layers."""
+        numbers = [router.layer_number for router in self._routers]
+        return [number - 1 for number in numbers if number is not None]
+
+    @property
     def _dtype(self) -> torch.dtype:
-        return torch.uint8 if self._config.num_moe_experts <= 256 else torch.int32
+        return torch.uint8 if self._num_experts <= 256 else torch.int32
 
     @property
     def _reports(self) -> bool:
-        """Of ranks that route the same tokens, one reports."""
+        """Whether this rank reports for the tensor-parallel ranks that route the same tokens."""
         return self._config.sequence_parallel or self._groups.coordinates.tp == 0
 
     def _chosen(self, batch: Batch, microbatch: MicroBatch) -> Tensor:
+        """Choices to replay for the local tokens of a micro-batch: int64 ``[L, t, k]``."""
         experts = self._taken(batch, microbatch.indices)
+        # padding tokens, whose origin is -1, read this last row: no replay
         padding = experts.new_full((len(experts), 1, experts.shape[2]), -1)
         chosen = torch.cat([experts, padding], dim=1)[:, microbatch.packing.origin.cpu()]
         return chosen.to(device.device())
 
     def _load(self, batch: Batch, indices: Sequence[int]) -> Tensor:
-        """Share of the known choices on each expert: float32 ``[L, E]``."""
-        experts = self._config.num_moe_experts
+        """Each expert's share of the known choices: float32 ``[L, E]``."""
         taken = self._taken(batch, indices).flatten(1)
-        counts = [torch.bincount(row[row >= 0], minlength=experts) for row in taken]
+        counts = [torch.bincount(row[row >= 0], minlength=self._num_experts) for row in taken]
         return torch.stack(counts).float() / (taken[0] >= 0).sum()
 
     def _taken(self, batch: Batch, indices: Sequence[int]) -> Tensor:
         """Choices to replay for some sequences, in the layers of this rank: int64 ``[L, T', k]``.
 
         Raises:
-            ValueError: R3, and the batch carries no choices, or not those of this model.
+            ValueError: with R3, the batch carries no choices, or those of another model.
         """
         if self._replay != "R3":
             assert self._record is not None, "router replay without a forward-only pass"
             return self._record.of(batch, indices)
-        wanted = (self._config.num_layers, self._config.moe_router_topk)
-        if tuple(batch.routed_experts_T.shape[1:]) != wanted:
+        experts_T = batch.routed_experts_T
+        assert experts_T is not None, "Batch fills it in"
+        expected = (self._config.num_layers, self._config.moe_router_topk)
+        carried = tuple(experts_T.shape[1:])
+        if carried != expected:
             raise ValueError(
-                f"actor.router_replay: R3 needs the experts the rollout engine chose in "
-                f"{wanted[0]} layers, {wanted[1]} per token; the trajectories carry "
-                f"{tuple(batch.routed_experts_T.shape[1:])}. Use rollout.name = sglang, or R2"
+                "actor.router_replay: R3 needs the experts that the rollout engine chose, "
+                f"[layers, experts per token] = {list(expected)}; the trajectories carry "
+                f"{list(carried)}. Use rollout.name = sglang, or R2"
             )
-        layers = [router.layer_number - 1 for router in self._routers]
         # by sequence, not by tokens: an engine may route equal responses differently near a tie
-        chosen = batch.routed_experts_T[sequence_token_indices(batch.cu_seqlens, indices)]
-        return chosen[:, layers].transpose(0, 1).long()
+        chosen = experts_T[sequence_token_indices(batch.cu_seqlens, indices)]
+        return chosen[:, self._layers].transpose(0, 1).long()
 
 
 def auxiliary_loss(megatron: MegatronConfig) -> AuxiliaryLoss:
-    """The losses a recipe section asks for."""
+    """The losses that a role's section of the recipe sets."""
     kind, coefficient = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
     return AuxiliaryLoss(
         balance=coefficient if kind == "aux_loss" else 0.0,
@@ -287,7 +318,7 @@ def load_metrics(sums: Tensor, topk: int, name: str) -> dict[str, float]:
 
 
 def _sequence_of(batch: Batch, microbatch: MicroBatch) -> Tensor:
-    """Sequence of each local token; padding gets one of its own, the last."""
+    """Index of each local token's sequence; padding counts as one more, the last."""
     lengths = batch.lengths_B[torch.tensor(microbatch.indices, dtype=torch.int64)]
     padded = torch.cat([lengths, lengths.new_ones(1)])
     sequence_T = torch.repeat_interleave(torch.arange(len(padded)), padded)
@@ -295,10 +326,11 @@ def _sequence_of(batch: Batch, microbatch: MicroBatch) -> Tensor:
 
 
 def _planned(plan: MicroBatchPlan) -> list[int]:
-    """Every sequence of a plan."""
+    """All sequences of a plan."""
     return [index for share in plan for part in share for index in part]
 
 
 def _stage_group() -> dist.ProcessGroup:
     """The ranks of this pipeline stage; the layout must be active."""
-    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return cast("dist.ProcessGroup", group)  # Megatron's globals are untyped

@@ -1,0 +1,43 @@
+"""Activation functions by their Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mppo.weights.shape import refuse
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation (``gelu_pytorch_tanh``)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+}
+
+
+def activation_name(hf_config: Any) -> str:
+    """The name of the activation, a key of ``ACTIVATIONS``.
+
+    Gemma's ``hidden_act: gelu`` denotes the tanh form that its authors trained with: their
+    checkpoints were published with that key, and later code ignores it unless
+    ``hidden_activation`` is set.
+
+    Raises:
+        ValueError: the activation is not supported.
+    """
+    stated = getattr(hf_config, "hidden_activation", None)
+    name = stated or getattr(hf_config, "hidden_act", None)
+    if hf_config.model_type == "gemma" and not stated and name == "gelu":
+        name = "gelu_pytorch_tanh"
+    if name not in ACTIVATIONS:
+        key = "hidden_activation" if stated else "hidden_act"
+        raise refuse(key, name, "not supported", f"use one of {', '.join(ACTIVATIONS)}")
+    return name
