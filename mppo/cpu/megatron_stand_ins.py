@@ -230,7 +230,7 @@ def _torch_stand_in() -> types.ModuleType:
 
 
 def _patch_tensor_methods() -> None:
-    """Make ``.cuda()`` return self, and ``.type()`` of parameters as Megatron's optimizer expects."""
+    """Make ``.cuda()`` return self, and ``.type()`` of parameters name a CUDA type."""
     plain_type = Tensor.type
 
     def parameter_type(self, dtype=None, *args, **kwargs):
