@@ -1,12 +1,12 @@
-"""Hugging Face folders to Megatron checkpoints and back, and the proof that they are equal.
+"""Convert Hugging Face folders to Megatron checkpoints and back, and verify the result.
 
     python -m checkpoints_convert hf-to-megatron --hf DIR --megatron DIR
     python -m checkpoints_convert megatron-to-hf --megatron DIR --hf DIR
     python -m checkpoints_convert verify --hf DIR --megatron DIR [--logits]
     python -m checkpoints_convert inspect DIR
 
-Alone, or with the work shared under ``torchrun --nproc-per-node N -m checkpoints_convert ...`` or
-``mpirun -n N python -m checkpoints_convert ...``. Needs no GPU.
+Runs in one process, or in N that share the work: ``torchrun --nproc-per-node N -m
+checkpoints_convert ...`` or ``mpirun -n N python -m checkpoints_convert ...``. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tool.
 
     Args:
-        argv: arguments; the process's own where None.
+        argv: arguments; None: those of the process.
 
     Returns:
-        Exit status: 0 done, 1 verification found differences, 2 wrong input or a failed disk.
+        Exit status: 0 success, 1 verification found differences, 2 invalid input or disk error.
     """
     arguments = _parser().parse_args(argv)
     os.environ.setdefault("MPPO_DEVICE", "cpu")
@@ -60,25 +60,25 @@ def _run(arguments: argparse.Namespace, ranks: Ranks) -> int:
     dtype = DTYPES.get(getattr(arguments, "dtype", None) or "")
     status = 0
     if command == "hf-to-megatron":
-        said = hf_to_megatron(
+        report = hf_to_megatron(
             arguments.hf, arguments.megatron, ranks, dtype, arguments.keep_extra,
             not arguments.no_tokenizer,
         )  # fmt: skip
     elif command == "megatron-to-hf":
-        said = megatron_to_hf(
+        report = megatron_to_hf(
             arguments.megatron, arguments.hf, ranks, arguments.config, dtype,
             int(arguments.max_shard_gb * 1e9),
         )  # fmt: skip
     elif command == "verify":
         from checkpoints_convert.verify import verify
 
-        status, said = verify(
+        status, report = verify(
             arguments.hf, arguments.megatron, ranks, arguments.logits, arguments.checksums
         )
     else:
-        said = inspect(arguments.path)
+        report = inspect(arguments.path)
     if ranks.rank == 0:
-        print(said, flush=True)
+        print(report, flush=True)
     return status
 
 
@@ -95,11 +95,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--megatron", type=Path, required=True, help="Megatron checkpoint")
     for command in (to_megatron, to_hf):
         command.add_argument(
-            "--dtype", choices=sorted(DTYPES), help="cast weights (default: as is)"
+            "--dtype", choices=sorted(DTYPES), help="cast weights to this (default: do not cast)"
         )
     to_megatron.add_argument(
         "--keep-extra", action="store_true",
-        help="keep multi-token-prediction layers aside, for a loss-less way back",
+        help="store multi-token-prediction layers separately, to restore them on the way back",
     )  # fmt: skip
     to_megatron.add_argument(
         "--no-tokenizer", action="store_true", help="accept a folder without a tokenizer"

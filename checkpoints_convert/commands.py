@@ -1,4 +1,4 @@
-"""The tool's commands: convert both ways, inspect."""
+"""The commands that convert in both directions and inspect."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def hf_to_megatron(
     keep_extra: bool = False,
     tokenizer: bool = True,
 ) -> str:
-    """Convert a Hugging Face folder into a ``torch_dist`` checkpoint; collective.
+    """Convert a Hugging Face folder into a ``torch_dist`` checkpoint. Collective.
 
     Args:
         hf: the folder.
         megatron: the output; must not exist.
-        ranks: who shares the work.
+        ranks: the processes that share the work.
         dtype: cast weights to this; None: as stored.
-        keep_extra: keep multi-token-prediction layers aside for the way back.
+        keep_extra: store multi-token-prediction layers separately, to restore them on the way back.
         tokenizer: refuse a folder without a tokenizer.
 
     Returns:
-        A line that says what was done.
+        A summary for the user.
 
     Raises:
-        ValueError: the input is not what it should be, or the output exists.
+        ValueError: the input is invalid, or the output exists.
         OSError: the disk is full, or failed.
     """
     started = time.monotonic()
@@ -68,7 +68,7 @@ def hf_to_megatron(
     shape = read_shape(hf)
     if tokenizer and not any((hf / name).exists() for name in TOKENIZERS):
         raise ValueError(
-            f"{hf}: no tokenizer ({', '.join(TOKENIZERS)}); add it, or pass --no-tokenizer"
+            f"{hf}: has no tokenizer ({', '.join(TOKENIZERS)}); add one, or pass --no-tokenizer"
         )
     companion_files(hf)
     source = HFFolder(hf)
@@ -100,21 +100,21 @@ def megatron_to_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> str:
-    """Convert a ``torch_dist`` checkpoint into a Hugging Face folder; collective.
+    """Convert a ``torch_dist`` checkpoint into a Hugging Face folder. Collective.
 
     Args:
         megatron: the checkpoint, or the folder of iterations above it.
         hf: the output; must not exist.
-        ranks: who shares the work.
-        config: folder with config.json and tokenizer; None: the one kept beside the checkpoint.
+        ranks: the processes that share the work.
+        config: folder with config.json and tokenizer; None: the one stored with the checkpoint.
         dtype: cast weights to this; None: as stored.
-        max_shard_bytes: most bytes of one safetensors file.
+        max_shard_bytes: largest size of one safetensors file.
 
     Returns:
-        A line that says what was done.
+        A summary for the user.
 
     Raises:
-        ValueError: the input is not what it should be, or the output exists.
+        ValueError: the input is invalid, or the output exists.
         OSError: the disk is full, or failed.
     """
     started = time.monotonic()
@@ -144,7 +144,7 @@ def megatron_to_hf(
 
 
 def inspect(path: Path) -> str:
-    """What a Hugging Face folder or a Megatron checkpoint holds, for reading."""
+    """List the contents of a Hugging Face folder or a Megatron checkpoint, as text."""
     if (path / "config.json").exists():
         source = HFFolder(path)
         tensors = {name: (t.dtype, t.shape) for name, t in source.tensors.items()}
@@ -175,7 +175,7 @@ def find_checkpoint(megatron: Path, config: Path | None) -> tuple[Path, Path]:
     """The checkpoint folder, and the folder with its model's config.json and tokenizer.
 
     Raises:
-        ValueError: one of them is not there.
+        ValueError: one of them does not exist.
     """
     folder = checkpoint_folder(megatron)
     if config is not None:
@@ -183,14 +183,14 @@ def find_checkpoint(megatron: Path, config: Path | None) -> tuple[Path, Path]:
     try:
         return folder, companion_folder(megatron)
     except ValueError as error:
-        raise ValueError(f"{error}, or name the model's Hugging Face folder: --config") from error
+        raise ValueError(f"{error}, or pass the model's Hugging Face folder as --config") from error
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Sizes of the model a folder's config describes, refused where Megatron cannot have it.
+    """Sizes of the model that a folder's config describes.
 
     Raises:
-        ValueError: see ``mppo.models.families.architectures``.
+        ValueError: Megatron cannot represent it (``mppo.models.families.architectures``).
     """
     from mppo.models.families.architectures import family_config
 
@@ -200,13 +200,13 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def _plain_dtype(hf: Path) -> torch.dtype | None:
-    """The dtype to state for weights that are dequantised on the way; None for plain ones."""
+    """The dtype of weights that are dequantised during conversion; None for other weights."""
     quantised = "quantization_config" in read_json(hf / "config.json")
     return torch.bfloat16 if quantised else None
 
 
 def _state(hf: Path) -> list[tuple[str, int, int]]:
-    """What identifies a folder's weights: names, sizes and times of its files."""
+    """Names, sizes and times of a folder's weight files, which identify its weights."""
     files = sorted(hf.glob("*.safetensors"))
     return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 

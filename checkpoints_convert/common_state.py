@@ -1,4 +1,4 @@
-"""What Megatron-LM looks for in ``common.pt`` beside the tensors."""
+"""The values that Megatron-LM reads from ``common.pt`` beside the tensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from mppo.weights.shape import ModelShape
 
 
 def common_state(shape: ModelShape) -> dict[str, object]:
-    """Version, iteration, and the arguments that a saving Megatron-LM would have stored.
+    """Version, iteration, and the arguments that Megatron-LM stores when it saves.
 
-    Without ``--finetune`` its loader compares layers, width and heads with those of the run.
-    Two states of ``megatron/training/checkpointing.py`` are known: the older (commit 699abf15)
-    stops where ``args`` is missing, the newer (0032978f) does not. No optimizer or random state is
-    looked for where ``latest_checkpointed_iteration.txt`` says ``release``.
+    Without ``--finetune`` Megatron-LM's loader compares layers, width and heads with those of the
+    run. If ``args`` is missing, ``megatron/training/checkpointing.py`` of commit 699abf15 fails, that
+    of commit 0032978f does not. Megatron-LM looks for no optimizer or random state if
+    ``latest_checkpointed_iteration.txt`` contains ``release``.
 
     Args:
         shape: the model's sizes.

@@ -1,4 +1,4 @@
-"""Running a plan: shares over ranks, a journal to resume from, a progress line."""
+"""Execution of a plan: a share per rank, a journal for resuming, a progress line."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ LINE_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share the work.
+    """The processes that share the work.
 
     Args:
-        rank, world: its number and how many there are.
-        barrier: waits for all.
+        rank: index of this process.
+        world: number of processes.
+        barrier: waits for all of them.
     """
 
     rank: int
     world: int
-    barrier: Callable[[], None]
+    barrier: Callable[[], object]
 
     @property
     def share(self) -> Share:
@@ -40,18 +41,18 @@ class Ranks:
 
 
 def run_plan(plan: Plan, building: Path, ranks: Ranks, fingerprint: str) -> None:
-    """Write this rank's share of a plan; collective.
+    """Write this rank's share of a plan. Collective.
 
-    A folder left by an interrupted run of the same plan is continued.
+    It resumes from the folder of an interrupted run of the same plan.
 
     Args:
         plan: the plan, its files under ``building``.
         building: the folder under construction.
-        ranks: who shares the work.
-        fingerprint: names the plan; another fingerprint starts over.
+        ranks: the processes that share the work.
+        fingerprint: identifies the plan; a folder with another fingerprint is deleted first.
 
     Raises:
-        ValueError: not enough room on the disk.
+        ValueError: the disk has too little free space.
         OSError: the disk is full, or failed.
     """
     if ranks.rank == 0:
@@ -80,17 +81,18 @@ def run_plan(plan: Plan, building: Path, ranks: Ranks, fingerprint: str) -> None
 
 
 def clear_journal(building: Path) -> None:
-    """Remove what only an unfinished folder needs."""
+    """Delete the files that only an unfinished folder needs."""
     for file in (*building.glob(JOURNAL.format(rank="*")), building / FINGERPRINT):
         file.unlink()
 
 
 def fingerprint_of(*parts: object) -> str:
-    """A name for a plan: a hash of everything it depends on."""
+    """A hash of everything that a plan depends on, to identify it."""
     return hashlib.sha256("\n".join(str(part) for part in parts).encode()).hexdigest()
 
 
 def _prepare(plan: Plan, building: Path, fingerprint: str) -> None:
+    """Create the files at their final size, unless an interrupted run of the plan has done it."""
     file = building / FINGERPRINT
     if file.exists() and file.read_text() == fingerprint:
         for journal in building.glob(JOURNAL.format(rank="*")):
@@ -104,8 +106,8 @@ def _prepare(plan: Plan, building: Path, fingerprint: str) -> None:
     if needed > free:
         building.rmdir()
         raise ValueError(
-            f"{building.parent}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; make room "
-            "or write elsewhere"
+            f"{building.parent}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; free some "
+            "space, or choose another disk"
         )
     for path in plan.files:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +116,7 @@ def _prepare(plan: Plan, building: Path, fingerprint: str) -> None:
 
 
 def _drop_torn_line(journal: Path) -> None:
-    """Cut off what a kill left of a line, so that the next number does not continue it."""
+    """Remove an incomplete last line, which the next number would otherwise continue."""
     lines, newline, _ = journal.read_text().rpartition("\n")
     journal.write_text(lines + newline)
 
@@ -128,19 +130,19 @@ def _done(building: Path) -> set[int]:
 
 
 def _record(copier: Copier, journal: Path, finished: list[int]) -> None:
-    """Data first, then the journal that vouches for it."""
+    """Flush the data to disk, then list the finished tasks in the journal."""
     copier.flush()
     with journal.open("a") as stream:
         stream.write("".join(f"{number}\n" for number in finished))
 
 
 class Progress:
-    """One line on stderr: share of the bytes done and GB/s, from rank 0."""
+    """Rank 0's progress line on stderr: share of its bytes done, and GB/s."""
 
     def __init__(self, total: int, ranks: Ranks) -> None:
         self._total, self._done = total, 0
         self._started = self._shown = time.monotonic()
-        self._speaks = ranks.rank == 0
+        self._reports = ranks.rank == 0
         self._tty = sys.stderr.isatty()
         self._of = f" of rank 0 of {ranks.world}" if ranks.world > 1 else ""
 
@@ -148,13 +150,13 @@ class Progress:
         """Count bytes, and show the line now and then."""
         self._done += nbytes
         now = time.monotonic()
-        if self._speaks and now - self._shown > (0.2 if self._tty else LINE_EVERY_S):
+        if self._reports and now - self._shown > (0.2 if self._tty else LINE_EVERY_S):
             self._shown = now
             self._show("\r" if self._tty else "", "" if self._tty else "\n")
 
     def end(self) -> None:
         """Show the last line."""
-        if self._speaks:
+        if self._reports:
             self._show("\r" if self._tty else "", "\n")
 
     def _show(self, start: str, end: str) -> None:

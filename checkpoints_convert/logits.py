@@ -1,4 +1,4 @@
-"""The same tokens through the checkpoint on Megatron-Core and the folder on transformers."""
+"""Comparison of logits: the checkpoint on Megatron-Core, the folder on transformers."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ TIMEOUT_S = 600.0
 def compare_logits(hf: Path, megatron: Path, ranks: Ranks) -> tuple[bool, str]:
     """Load both in float32 on the CPU and compare logits of a few random sequences.
 
-    The checkpoint goes through Megatron's loader, so this also shows that its keys are Megatron's.
+    Megatron's loader reads the checkpoint, so this also verifies that its keys are Megatron's.
 
     Args:
         hf: the Hugging Face folder.
         megatron: the checkpoint.
-        ranks: who calls; loading is collective, the comparison is the first rank's.
+        ranks: the calling processes; loading is collective, only the first rank compares.
 
     Returns:
-        Whether they agree within ``allowed_difference`` of the largest logit, and a line that says
-        so.
+        Whether they agree within ``allowed_difference`` of the largest logit, and a line for the
+        user.
     """
     from mppo.models.transformers_model import load_model
 
@@ -69,17 +69,17 @@ def compare_logits(hf: Path, megatron: Path, ranks: Ranks) -> tuple[bool, str]:
 
 
 def allowed_difference(layers: int) -> float:
-    """Largest difference, relative to the largest logit, that rounding in float32 may make.
+    """Largest difference, relative to the largest logit, that float32 rounding may cause.
 
-    2e-6 is what every family keeps at the tests' 4 layers. Each layer adds its own rounding errors
-    to the residual stream; being independent, they grow with the square root of the depth. A wrong
-    weight, a permuted head or another rotary base is orders of magnitude beyond.
+    Every family of the tests stays below 2e-6 at 4 layers. Each layer adds rounding errors to the
+    residual stream; as they are independent, they grow with the square root of the depth. A wrong
+    weight, a permuted head or another rotary base exceeds this by orders of magnitude.
     """
     return TOLERANCE * max(1.0, math.sqrt(layers / TESTED_LAYERS))
 
 
 def megatron_logits(family: FamilyConfig, megatron: Path, sequences: list[Tensor]) -> Tensor:
-    """Logits ``[T, vocab]`` of a checkpoint, float32; every process of the group computes all."""
+    """Logits ``[T, vocab]`` of a checkpoint, float32; every process computes all of them."""
     device.prepare_megatron()
     layout = Layout(world=dist.get_world_size())
     groups = LayoutGroups(layout)
@@ -92,7 +92,7 @@ def megatron_logits(family: FamilyConfig, megatron: Path, sequences: list[Tensor
 
 
 def stage_logits(stage: Stage, sequences: list[Tensor]) -> Tensor:
-    """Logits ``[T, vocab]`` of a whole model in one stage."""
+    """Logits ``[T, vocab]`` of a model that is a single stage."""
     cu_seqlens = torch.tensor([0, *(len(s) for s in sequences)]).cumsum(0)
     hidden = stage.forward_packed(torch.cat(sequences), pack_sequences(cu_seqlens, device.device()))
     logits = hidden[:, 0] @ stage.output_weight().t()

@@ -1,4 +1,4 @@
-"""Proof that a checkpoint and a Hugging Face folder hold the same model."""
+"""Verification that a checkpoint and a Hugging Face folder hold the same model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOLE = 0xFF  # a NaN in every float type
 
 @dataclass(frozen=True)
 class Compared:
-    """One tensor's comparison: checksums of both sides in the checkpoint's dtype."""
+    """Checksums of one tensor on both sides, in the checkpoint's dtype."""
 
     name: str
     megatron: int
@@ -33,24 +33,24 @@ class Compared:
 def verify(
     hf: Path, megatron: Path, ranks: Ranks, logits: bool = False, checksums: bool = False
 ) -> tuple[int, str]:
-    """Compare every tensor in Hugging Face coordinates; collective.
+    """Compare every tensor in Hugging Face coordinates. Collective.
 
-    Buffers are filled with NaNs before the checkpoint's stretches are read into them, so a hole in
-    the checkpoint shows as a difference. Every tensor that the architecture has or the folder holds
-    is compared, or missing on one side, or a known extra of the folder.
+    Buffers are filled with NaNs before the checkpoint is read into them, so that a gap in the
+    checkpoint becomes a difference. Every tensor of the architecture or the folder is either
+    compared, or reported as missing on one side, or a known extra of the folder.
 
     Args:
         hf: the folder.
         megatron: the checkpoint.
-        ranks: who shares the work.
-        logits: also run both models and compare logits; every process builds the whole model.
+        ranks: the processes that share the work.
+        logits: also run both models and compare logits; every process builds the complete model.
         checksums: list a checksum per tensor.
 
     Returns:
-        Exit status (0 equal, 1 not) and what to say.
+        Exit status (0 equal, 1 different) and a report for the user.
 
     Raises:
-        ValueError: an input is not what it should be.
+        ValueError: an input is invalid.
     """
     shape = read_shape(hf)
     source = HFFolder(hf)
@@ -60,9 +60,9 @@ def verify(
     compared = _gathered(_compare(source, reader, shape.kv_heads, ranks.share), ranks)
     names = {item.name for item in compared}
     assert len(names) == len(compared)
-    held = {name for entry in reader.entries() for name in entry.hf}
-    lost = {
-        **dict.fromkeys(sorted(held - set(source.tensors)), "folder"),
+    expected = {name for entry in reader.entries() for name in entry.hf}
+    missing = {
+        **dict.fromkeys(sorted(expected - set(source.tensors)), "folder"),
         **dict.fromkeys(sorted(set(source.tensors) - names - extras), "checkpoint"),
     }
     extras -= names
@@ -72,13 +72,13 @@ def verify(
         f"DIFFERENT  {item.name}: checkpoint {item.megatron:08x}, folder {item.hf:08x}"
         for item in different
     ]
-    lines += [f"MISSING  {name}: not in the {where}" for name, where in lost.items()]
-    whole = zlib.crc32(",".join(f"{i.name}:{i.hf:08x}" for i in compared).encode())
+    lines += [f"MISSING  {name}: not in the {where}" for name, where in missing.items()]
+    combined = zlib.crc32(",".join(f"{i.name}:{i.hf:08x}" for i in compared).encode())
     equal = len(compared) - len(different)
-    lines.append(f"{equal} of {len(compared)} tensors are equal (checksum {whole:08x})")
+    lines.append(f"{equal} of {len(compared)} tensors are equal (checksum {combined:08x})")
     if extras:
         lines.append(f"{len(extras)} tensors are not part of the model, such as {min(extras)}")
-    status = 1 if different or lost else 0
+    status = 1 if different or missing else 0
     if logits:
         from checkpoints_convert.logits import compare_logits
 
@@ -98,24 +98,26 @@ def _compare(
         if name in source.tensors
     ]
     total = sum(source.tensors[name].nbytes for _, _, name in parts)
-    ours, theirs, out, done = Copier(), Copier(), [], 0
+    checkpoint, folder, out, done = Copier(), Copier(), [], 0
     for entry, number, name in parts:
         if share.takes(done, total):
             shape = entry.row.shapes[number]
             target = StoredTensor(Path(), 0, reader.dtype(entry), shape)
-            mine = CopyTask(name, target, reader.stretches(entry, number))
-            whole = CopyTask(name, target, (whole_stretch(source, name),))
-            out.append(Compared(name, _checksum(ours, mine), _checksum(theirs, whole)))
+            converted = CopyTask(name, target, reader.stretches(entry, number))
+            stored = CopyTask(name, target, (whole_stretch(source, name),))
+            sums = _checksum(checkpoint, converted), _checksum(folder, stored)
+            out.append(Compared(name, *sums))
         done += source.tensors[name].nbytes
-    ours.close()
-    theirs.close()
+    checkpoint.close()
+    folder.close()
     return out
 
 
 def _checksum(copier: Copier, task: CopyTask) -> int:
+    """CRC-32 of a tensor's bytes; gaps count as ``HOLE``."""
     value = 0
     for _, window in copier.windows(task, HOLE):
-        value = zlib.crc32(memoryview(window), value)
+        value = zlib.crc32(window.data, value)
     return value
 
 

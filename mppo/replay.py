@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch import Experience
-from mppo.checkpoint.checkpointer import load_roles
+from mppo.checkpoint.run_state import load_roles
 from mppo.config.schema import Recipe
 from mppo.hub.builtin import read_model_config
 from mppo.models.role import Role

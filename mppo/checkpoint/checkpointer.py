@@ -1,20 +1,20 @@
-"""Saves a run and takes it up again."""
+"""Saving a run and resuming it."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import mppo
-from mppo.batch import PartialResponses, ResponsesBySample
+from mppo.batch import PartialResponses
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint import responses
 from mppo.checkpoint.folder import Manifest
@@ -23,11 +23,11 @@ from mppo.checkpoint.randomness import file_name, load_random_state, random_stat
 from mppo.checkpoint.resume import Found, changed_keys, not_usable
 from mppo.checkpoint.role_state import (
     describe_role,
-    load_role,
     role_bytes,
     role_counters,
     sharded_state,
 )
+from mppo.checkpoint.run_state import STATE, Stateful, StepStart, load_roles
 from mppo.checkpoint.staging import HostBuffers
 from mppo.checkpoint.timing import SaveTiming
 from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_shards
@@ -41,39 +41,23 @@ from mppo.supervision.phase import last_step, step_done
 from mppo.supervision.signals import StopRequest
 from mppo.supervision.stop_request import StepInterrupted
 
-STATE = "run.json"
-
-
-class Stateful(Protocol):
-    """A part of the run whose state is JSON-able."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Before:
-    """What a step changes before its first update: the parts' states as JSON, random states, and
-    partial responses."""
-
-    parts: str
-    random: bytes
-    partial: ResponsesBySample
-
 
 class Checkpointer:
-    """Decides when to save, saves, and finds what to resume from. All methods are collective.
+    """Decides when to save, saves, and resumes. All methods are collective.
 
     Args:
-        trainer: the recipe's section.
+        trainer: the recipe's ``trainer`` section.
         root: folder of the checkpoints, the same on every rank.
         roles: trained roles by name.
-        parts: everything else with a state, by name.
-        partial_responses: of the run.
+        parts: the other parts of the run that have a state, by name.
+        partial_responses: the run's partial responses.
         recipe: the resolved recipe as plain values, without secrets.
         stop: stop requests of this process.
-        say: shows a line to the user (on the first rank).
+        say: prints a line for the user (on the first rank).
+
+    Attributes:
+        stopped_early: whether a stop request ended the run before its last step.
+        failed_saves: number of saves that failed.
     """
 
     def __init__(
@@ -98,7 +82,7 @@ class Checkpointer:
         self._recipe = recipe
         self._stop = stop
         self._say = say
-        self._before: _Before | None = None
+        self._step_start: StepStart | None = None
         self._metrics: Mapping[str, float] = {}
         self._pruner = Pruner(trainer, root, say)
         self._thread = SaveThread()
@@ -106,19 +90,20 @@ class Checkpointer:
         self._timing = SaveTiming(trainer, checkpoint_bytes=sum(map(role_bytes, roles.values())))
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         if self._rank == 0:
-            stop_request.on_ask(self._tell_what_stopping_takes)
+            stop_request.on_ask(self._report_stopping)
 
     def resume(self, found: Found | None) -> int:
-        """Take up a checkpoint.
+        """Load a checkpoint.
 
         Args:
-            found: the one that was chosen (``mppo.checkpoint.resume``); None for a fresh start.
+            found: the chosen checkpoint (``mppo.checkpoint.resume``); None for a fresh start.
 
         Returns:
-            The last step that is done; 0 for a fresh start.
+            The last completed step; 0 for a fresh start.
 
         Raises:
-            ConfigError: its position in the data means other prompts now.
+            ConfigError: the checkpoint cannot be loaded, or its position in the data denotes other
+                prompts now.
         """
         if found is None:
             return 0
@@ -127,79 +112,80 @@ class Checkpointer:
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise not_usable(self.trainer, found.folder, error) from error
         if found.folder.parent.resolve() == self.root.resolve():
-            self._pruner.sound.add(found.manifest.step)
+            self._pruner.verified.add(found.manifest.step)
         step_done(found.manifest.step)
         self._timing.step_done()
         return found.manifest.step
 
     def before_step(self) -> None:
-        """Remember what the coming step changes, should it be abandoned."""
+        """Keep the state at the start of a step, in case the step is abandoned."""
         stop_request.expect(self._timing.longest_step_s + 1.5 * self._timing.expected_save_s)
         if self.trainer.save_on_signal:
             parts = {name: part.state_dict() for name, part in self.parts.items()}
-            self._before = _Before(
+            self._step_start = StepStart(
                 json.dumps(parts), self._random_state(), self.partial_responses.responses
             )
 
     def before_update(self) -> None:
-        """Wait until a save under way needs the models no more, which are about to change."""
+        """Wait until a save in progress no longer reads the models, which the update changes."""
         self._thread.wait_copied()
 
     def leave(self, step: int, reason: StepInterrupted) -> None:
-        """End the run within a step that was abandoned, with a checkpoint of the one before.
+        """End the run within an abandoned step, with a checkpoint of the previous step.
 
         Args:
-            step: the PPO step that is left.
-            reason: how far it was.
+            step: the abandoned PPO step.
+            reason: whether it had begun to update the models.
         """
         name = self._stop.signal_name or "a signal on another rank"
         self._collect(self._thread.wait())
         if reason.half_done:
-            self._say(f"abandoned step {step} amid its updates ({name}): no new checkpoint")
+            self._say(f"abandoned step {step} during its updates ({name}): no new checkpoint")
         else:
             self._say(f"abandoned step {step} ({name})")
-            self._save_if_missing(step - 1, self._metrics, self._before)
+            self._save_if_missing(step - 1, self._metrics, self._step_start)
         self.finish()
         self.stopped_early = True
 
     def rescue(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Save what is done before the run fails, and wait.
+        """Save the last completed step before the run fails, and wait for the save.
 
         Args:
-            step: the PPO step within which it fails, before its first update.
-            metrics: of the step, where it is done and its validation failed.
+            step: the PPO step in which the run fails, before its first update.
+            metrics: of the step, if it is complete and its validation failed; otherwise None.
         """
         self._collect(self._thread.wait())
         if metrics is None:
-            self._save_if_missing(step - 1, self._metrics, self._before)
+            self._save_if_missing(step - 1, self._metrics, self._step_start)
         else:
             self._save_if_missing(step, metrics, None)
         self._collect(self._thread.wait())
 
     def _save_if_missing(
-        self, done: int, metrics: Mapping[str, float], before: _Before | None
+        self, done: int, metrics: Mapping[str, float], before: StepStart | None
     ) -> None:
+        """Save step ``done``, unless it has a checkpoint or ``save_on_signal`` is off."""
         saved = [done > 0 and folders.final_path(self.root, done).exists()]
         dist.broadcast_object_list(saved, src=0)
         if done and self.trainer.save_on_signal and not saved[0]:
             self.save(done, metrics, before)
 
     def after_step(self, step: int, last: bool, metrics: Mapping[str, float]) -> bool:
-        """Save if it is time to.
+        """Save if a save is due or the run is to stop.
 
         Args:
             step: the PPO step that has just ended.
-            last: whether it is the run's last.
+            last: whether it is the last step of the run.
             metrics: of the step, for the choice of the best checkpoint.
 
         Returns:
-            Whether the run is to stop here.
+            Whether the run must stop now.
         """
         step_done(step)
         self._metrics = metrics
         self._timing.step_done()
         self._collect(self._thread.finished())
-        by_clock, stop = self._agree()
+        by_clock, stop = self._sync_decisions()
         due = by_clock or self._timing.is_due_by_step(step, last)
         if due or (stop and self.trainer.save_on_signal):
             self.save(step, metrics)
@@ -214,13 +200,15 @@ class Checkpointer:
         self.stopped_early = stop and not last
         return stop
 
-    def save(self, step: int, metrics: Mapping[str, float], before: _Before | None = None) -> None:
-        """Begin to save; with ``trainer.async_save: false``, also end it.
+    def save(
+        self, step: int, metrics: Mapping[str, float], before: StepStart | None = None
+    ) -> None:
+        """Start a save; with ``trainer.async_save: false`` also wait for it.
 
         Args:
-            step: PPO steps done.
-            metrics: of the last of them.
-            before: what was remembered when it had ended; None: what is now.
+            step: number of completed PPO steps.
+            metrics: of the last completed step.
+            before: the state after that step, if it has changed since; None: the current state.
         """
         self._collect(self._thread.wait())
         building = folders.partial_checkpoint(self.root, step)
@@ -235,7 +223,7 @@ class Checkpointer:
             self._collect(self._thread.wait())
 
     def save_roles(self, final: Path) -> None:
-        """Write the roles as they are now to a folder outside the run's checkpoints, and wait."""
+        """Write the roles' current state to a folder outside the run's checkpoints, and wait."""
         self._collect(self._thread.wait())
         building = final.with_name(f".{final.name}.partial")
         error = self._prepare(building)
@@ -248,10 +236,10 @@ class Checkpointer:
         dist.barrier()
 
     def finish(self) -> None:
-        """Wait for the save under way.
+        """Wait for the save in progress.
 
         Raises:
-            SaveError: on every rank, where the last save failed on any.
+            SaveError: on every rank, if the last save failed on any rank.
         """
         self._collect(self._thread.wait())
         errors: list[str | None] = [None] * self._world
@@ -261,26 +249,27 @@ class Checkpointer:
             raise SaveError(f"the last checkpoint could not be written: {first}")
         stop_request.over()
 
-    def _tell_what_stopping_takes(self) -> None:
-        self._say(self._timing.what_stopping_takes(last_step(), stop_request.patience_s()))
+    def _report_stopping(self) -> None:
+        """Tell the user how long stopping takes; called when a signal arrives."""
+        self._say(self._timing.describe_stopping(last_step(), stop_request.patience_s()))
 
-    def _agree(self) -> tuple[bool, bool]:
-        """What the first rank's clock says and whether anyone is asked to stop, for all ranks."""
-        asked = self._stop.signal_name is not None
+    def _sync_decisions(self) -> tuple[bool, bool]:
+        """Whether a save is due by the clock, and whether to stop, the same on every rank."""
+        signalled = self._stop.signal_name is not None
         clock = self._rank == 0 and self._timing.is_due_by_clock()
         limit = self._rank == 0 and self._timing.must_stop()
-        flags = torch.tensor([clock, asked, limit], dtype=torch.float32, device=device.device())
+        flags = torch.tensor([clock, signalled, limit], dtype=torch.float32, device=device.device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        clock, asked, limit = (bool(flag) for flag in flags.tolist())
-        if asked:
+        clock, signalled, limit = (bool(flag) for flag in flags.tolist())
+        if signalled:
             name = self._stop.signal_name or "a signal on another rank"
             self._say(f"stopping after this step: {name}")
         elif limit:
             self._say("stopping: trainer.checkpoint_must_save_by leaves no time for another step")
-        return clock, asked or limit
+        return clock, signalled or limit
 
     def _prepare(self, building: Path) -> str | None:
-        """Make the folders; returns what is wrong, the same on every rank."""
+        """Create the folders; returns the error, the same on every rank, or None."""
         error = None
         if self._rank == 0:
             try:
@@ -301,8 +290,9 @@ class Checkpointer:
         step: int,
         building: Path,
         metrics: Mapping[str, float],
-        before: _Before | None = None,
+        before: StepStart | None = None,
     ) -> SaveJob:
+        """Plan a save: this rank's shards and small files, and the manifest."""
         shards, counters = {}, {}
         for name, role in self.roles.items():
             counters[name] = role_counters(role)
@@ -347,6 +337,7 @@ class Checkpointer:
         )
 
     def _collect(self, job: SaveJob | None) -> None:
+        """Record and report the result of a save that has ended."""
         if job is None:
             return
         self._last_error = None if job.error is None else str(job.error)
@@ -358,7 +349,7 @@ class Checkpointer:
             self._say(f"saved {job.final} ({job.seconds:.1f} s)")
 
     def _failed(self, path: Path, why: str) -> None:
-        """Training goes on: earlier checkpoints are untouched, and the next save may succeed."""
+        """Report a failed save. Training continues: the next save may succeed."""
         self.failed_saves += 1
         self._say(f"the checkpoint {path} could not be written: {why}")
 
@@ -377,20 +368,9 @@ class Checkpointer:
             load_random_state(found.folder, self._rank, layouts)
         self._say(f"resumed from {found.folder} after step {found.manifest.step}")
         if not same:
-            self._say("the layout changed: random states start from trainer.seed")
+            self._say("the layout changed: random states are initialised from trainer.seed")
         for line in changed_keys(state["recipe"], self._recipe):
             self._say(f"changed since the checkpoint: {line}")
-
-
-def load_roles(folder: Path, roles: Mapping[str, Role]) -> None:
-    """Take up the models and optimizers of a checkpoint. Collective.
-
-    Raises:
-        ValueError, KeyError, TypeError, OSError: it is not one, is damaged, or is of other models.
-    """
-    counters = read_json(folder / STATE, nan=True)["roles"]
-    for name, role in roles.items():
-        load_role(role, folder / name, counters[name])
 
 
 def _write_manifest(building: Path, manifest: Manifest, files: dict[str, FileEntry]) -> None:

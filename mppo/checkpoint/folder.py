@@ -1,9 +1,9 @@
-"""Checkpoint folders: names, manifests, checksums, which are complete and which may go.
+"""Checkpoint folders: names, manifests, checksums, and which checkpoints may be deleted.
 
 ``<run>/checkpoints/global_step_10/`` holds ``manifest.json`` (written last), ``run.json``, one
 Megatron distributed checkpoint per trained role and one random-state file per rank. It is built
-under ``.global_step_10.partial`` and renamed when every file is on disk, so a folder that bears the
-final name was whole when it got it; the manifest's sizes and checksums say whether it still is.
+under ``.global_step_10.partial`` and renamed when every file is on disk, so a folder with the final
+name was complete when it was renamed; the manifest's sizes and checksums show whether it still is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"global_step_(\d+)")
 MAX_NUMBER = 1 << 60
-"""Of steps, ranks and bytes."""
+"""Upper limit of the step, rank and byte counts in a manifest."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Manifest:
     """The table of contents of a checkpoint.
 
     Args:
-        step: PPO steps done.
-        world_size: ranks that wrote it.
-        roles: by role, its layout and its model's shape (``describe_model``).
+        step: number of completed PPO steps.
+        world_size: number of ranks that wrote the checkpoint.
+        roles: layout and model (``describe_model``) by role.
         metrics: the step's metrics.
-        files: by path relative to the folder.
-        version: mppo's version.
-        format: of the folder; readers refuse newer ones.
+        files: sizes and checksums by path relative to the folder.
+        version: version of mppo.
+        format: version of the folder's format; readers refuse newer ones.
     """
 
     step: int
@@ -50,23 +50,23 @@ class Manifest:
 
 
 def final_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Path of a step's checkpoint."""
     return root / f"global_step_{step}"
 
 
 def partial_checkpoint(root: Path, step: int) -> Path:
-    """Where it is built."""
+    """Path under which a step's checkpoint is built."""
     return root / f".global_step_{step}.partial"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint folder's name, None for other names."""
+    """The step in a checkpoint folder's name; None for other names."""
     match = _NAME.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Folders named as checkpoints, newest step first."""
+    """Folders with a checkpoint's name, highest step first."""
     if not root.is_dir():
         return []
     found = [(step, p) for p in root.iterdir() if (step := step_of(p)) is not None and p.is_dir()]
@@ -74,7 +74,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest; the last file of a checkpoint."""
+    """Write the manifest, the last file of a checkpoint."""
     write_bytes(folder / MANIFEST, f"{json.dumps(asdict(manifest), indent=1)}\n".encode())
 
 
@@ -82,8 +82,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a manifest.
 
     Raises:
-        Damaged: it is missing or not readable.
-        ValueError: a newer version of mppo wrote it.
+        Damaged: it is missing or cannot be read.
+        ValueError: it has a newer format.
     """
     try:
         values = read_json(folder / MANIFEST, nan=True)
@@ -96,8 +96,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"{folder / MANIFEST}: cannot be read ({error})") from error
     if written > FORMAT:
         raise ValueError(
-            f"{folder}: its format {written} is newer than this mppo's ({FORMAT}); it was written "
-            f"by mppo {values.get('version')}: use that version or a newer one"
+            f"{folder}: its format {written} is newer than {FORMAT}, the newest that this version "
+            f"of mppo reads; use mppo {values.get('version')}, which wrote it, or a newer version"
         )
     try:
         files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
@@ -105,15 +105,15 @@ def read_manifest(folder: Path) -> Manifest:
     except (KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{folder / MANIFEST}: entries are missing ({error})") from error
     if odd := _wrong_entry(manifest):
-        raise Damaged(f"{folder / MANIFEST}: {odd} is not what a checkpoint says there")
+        raise Damaged(f"{folder / MANIFEST}: {odd}: wrong type or out of range")
     return manifest
 
 
 def _wrong_entry(manifest: Manifest) -> str | None:
-    """The first entry of another type or range than this module writes; None: all are right."""
+    """The first entry of a wrong type or range; None: all are valid."""
     numbers = (manifest.step, manifest.world_size, *(e.size for e in manifest.files.values()))
     if not all(type(number) is int and 0 <= number < MAX_NUMBER for number in numbers):
-        return "a number"
+        return "step, world_size or a size in files"
     if not isinstance(manifest.roles, dict) or not all(
         isinstance(role, dict) and isinstance(role.get("model"), dict) and "layout" in role
         for role in manifest.roles.values()
@@ -123,12 +123,12 @@ def _wrong_entry(manifest: Manifest) -> str | None:
     return None if all(isinstance(value, int | float) for value in values) else "metrics"
 
 
-def read_sound(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all what was written.
+def read_verified(folder: Path) -> Manifest:
+    """Read a manifest and compare all files with it.
 
     Raises:
-        Damaged: naming what is not.
-        ValueError: a newer version of mppo wrote it.
+        Damaged: the manifest, or a file that differs from it.
+        ValueError: the checkpoint has a newer format.
     """
     manifest = read_manifest(folder)
     disk.check_sizes(folder, manifest.files)
@@ -137,7 +137,7 @@ def read_sound(folder: Path) -> Manifest:
 
 
 def publish_checkpoint(building: Path, final: Path) -> None:
-    """Give a finished folder its name. What bears the name already is kept beside it."""
+    """Rename a complete folder to its final name. An existing folder is renamed, not deleted."""
     if final.exists():
         set_aside(final)
     flush(building)
@@ -148,7 +148,7 @@ def publish_checkpoint(building: Path, final: Path) -> None:
 def best_step(metrics_by_step: Mapping[int, Mapping[str, float]], metric: str | None) -> int | None:
     """The step with the highest value of a metric (``-name``: the lowest); the later one if equal.
 
-    Steps that lack the metric do not take part; None where none has it.
+    Steps without the metric, or with a NaN, are ignored; None if no step is left.
     """
     if metric is None:
         return None
@@ -161,12 +161,12 @@ def best_step(metrics_by_step: Mapping[int, Mapping[str, float]], metric: str | 
 def expendable(
     metrics_by_step: Mapping[int, Mapping[str, float]], keep: int | None, metric: str | None
 ) -> Sequence[int]:
-    """Steps whose checkpoints may be deleted.
+    """List the steps whose checkpoints may be deleted.
 
     Args:
-        metrics_by_step: every sound checkpoint's metrics.
-        keep: how many of the newest stay; None keeps all.
-        metric: the best by this stays too.
+        metrics_by_step: metrics of every verified checkpoint.
+        keep: number of the newest checkpoints to keep; None keeps all.
+        metric: the checkpoint that is best by this metric is kept too.
     """
     if keep is None:
         return []

@@ -1,4 +1,4 @@
-"""One job per run folder: two would write each other's checkpoints and metrics."""
+"""A lock on the run folder: two jobs would overwrite each other's checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mppo.supervision.first_rank import on_first_rank
 
 LOCK = ".lock"
 PATIENCE_S = 30.0
-"""A job that was just killed may take so long to let go of the folder."""
+"""Default seconds to wait for a job that was just killed to release the folder."""
 _KEY = "trainer.default_local_dir"
 _POLL_S = 0.2
 
@@ -26,18 +26,18 @@ _POLL_S = 0.2
 def run_folder_lock(
     folder: Path, say: Callable[[str], None], patience_s: float = PATIENCE_S
 ) -> Iterator[None]:
-    """Hold a run's folder; made where missing. Collective, the first rank holds it.
+    """Lock a run's folder on the first rank, creating the folder if needed. Collective.
 
-    The lock is the operating system's (``flock``): it goes with the process that holds it, however
-    that ends. A file system without such locks is used unlocked, with a line that says so.
+    The operating system (``flock``) releases the lock when the process ends, for whatever reason.
+    On a file system without such locks the folder is used without one, and a line reports it.
 
     Args:
-        folder: the run's.
-        say: shows a line.
-        patience_s: how long to wait for another job to end.
+        folder: the run's folder.
+        say: prints a line for the user.
+        patience_s: seconds to wait for another job to end.
 
     Raises:
-        ConfigError: another job holds it, or it cannot be written.
+        ConfigError: another job holds the lock, or the folder cannot be written.
     """
     held: list[IO[str]] = []
 
@@ -46,7 +46,7 @@ def run_folder_lock(
             held.append(_open(folder, say, patience_s))
         except OSError as error:
             why = f"cannot be written ({error.strerror})"
-            fix = "name a folder on a disk you may write to, with some space left"
+            fix = "choose a folder that you may write to, on a disk with free space"
             raise ConfigError([ConfigIssue(_KEY, str(folder), why, fix)], "run folder") from error
 
     on_first_rank(hold)
@@ -62,14 +62,14 @@ def _open(folder: Path, say: Callable[[str], None], patience_s: float) -> IO[str
     stream = (folder / LOCK).open("a+")
     try:
         _take(stream, folder, say, patience_s)
-    except BaseException:  # Ctrl-C too: whoever gave up must not go on holding the lock
+    except BaseException:  # Ctrl-C too: an open stream would keep the lock
         stream.close()
         raise
     return stream
 
 
 def _take(stream: IO[str], folder: Path, say: Callable[[str], None], patience_s: float) -> None:
-    deadline, told = time.monotonic() + patience_s, False
+    deadline, announced = time.monotonic() + patience_s, False
     while True:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,16 +77,16 @@ def _take(stream: IO[str], folder: Path, say: Callable[[str], None], patience_s:
         except BlockingIOError:
             holder = _holder(stream)
             if time.monotonic() >= deadline:
-                why = f"another job runs there: {holder}"
+                why = f"another job is using the folder: {holder}"
                 fix = "stop that job, or use another folder (trainer.experiment_name)"
                 issue = ConfigIssue(_KEY, str(folder), why, fix)
                 raise ConfigError([issue], source="run folder") from None
-            if not told:
+            if not announced:
                 say(f"{folder}: waiting for another job to end: {holder}")
-            told = True
+            announced = True
             time.sleep(_POLL_S)
         except OSError as error:
-            say(f"{folder}: no lock against a second job on this disk ({error.strerror})")
+            say(f"{folder}: this file system has no locks against a second job ({error.strerror})")
             return
     stream.truncate(0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -95,10 +95,10 @@ def _take(stream: IO[str], folder: Path, say: Callable[[str], None], patience_s:
 
 
 def _holder(stream: IO[str]) -> str:
-    """Who holds the lock, as far as the file tells."""
+    """The process that holds the lock, as recorded in the file."""
     stream.seek(0)
     try:
-        told = json.loads(stream.read())
-        return f"pid {told['pid']} on {told['host']}, since {told['since']}"
+        holder = json.loads(stream.read())
+        return f"pid {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (ValueError, KeyError, TypeError):
         return "an unknown process"

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,17 +21,19 @@ from mppo.weights.hf.safetensors_file import read_header
 
 
 def file_name(rank: int) -> str:
-    """The rank's file, relative to the checkpoint."""
+    """Path of the rank's file, relative to the checkpoint."""
     return f"random/rank_{rank:05d}.safetensors"
 
 
 def random_state(layouts: Mapping[str, LayoutGroups]) -> bytes:
-    """This rank's random state, as the contents of a safetensors file.
+    """Serialise this rank's random state as a safetensors file.
 
     Args:
-        layouts: groups by role, for Megatron's trackers.
+        layouts: groups by role, which hold the states of Megatron's trackers.
     """
-    numpy_kind, numpy_keys, *numpy_rest = np.random.get_state()
+    # the legacy form; numpy's annotation has its dict too
+    state = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state())
+    numpy_kind, numpy_keys, *numpy_rest = state
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_keys.copy())}
     if (state := device.device_random_state()) is not None:
         tensors["device"] = state
@@ -44,17 +47,17 @@ def random_state(layouts: Mapping[str, LayoutGroups]) -> bytes:
 
 
 def load_random_state(folder: Path, rank: int, layouts: Mapping[str, LayoutGroups]) -> None:
-    """Take up the state that the same rank of the same layouts has saved.
+    """Restore the state that the same rank of the same layouts saved.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not such a state.
+        ValueError, KeyError, TypeError: the file does not hold such a state.
     """
     read_header(folder / file_name(rank))
     with safe_open(folder / file_name(rank), framework="pt") as file:
         header = file.metadata()
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if tensors["torch"].shape != torch.get_rng_state().shape:
-        raise ValueError(f"{folder / file_name(rank)}: torch's state is not one")
+        raise ValueError(f"{folder / file_name(rank)}: 'torch' is not a state of torch's generator")
     version, words, gauss = parse_json(header["python"])
     random.setstate((version, tuple(words), gauss))
     numpy_kind, *numpy_rest = parse_json(header["numpy"])

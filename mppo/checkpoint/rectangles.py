@@ -1,4 +1,4 @@
-"""A flat range of a tensor as rectangles, which have a place in the tensor's own coordinates."""
+"""A flat range of a tensor as rectangles in the tensor's coordinates."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from math import prod
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A block of a tensor whose elements lie together in memory.
+    """A block of a tensor whose elements are contiguous in memory.
 
     Args:
         offset: of the block, along each dimension.
         shape: of the block.
-        start: its first element's place in the flattened tensor.
+        start: index of its first element in the flattened tensor.
     """
 
     offset: tuple[int, ...]
@@ -30,15 +30,15 @@ class Rectangle:
 def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
     """Cut elements ``start`` to ``stop`` of the flattened tensor into rectangles.
 
-    At most ``2 n - 1`` for n dimensions: the rest of a row, whole rows, the beginning of a row, and
-    so for every dimension.
+    There are at most ``2 n - 1`` for n dimensions: the end of a row, complete rows, the start of a
+    row; the incomplete rows are cut in the same way along the next dimension.
 
     Args:
         shape: of the tensor.
         start, stop: 0 <= start <= stop <= number of elements.
 
     Returns:
-        Disjoint rectangles in order, together exactly the range.
+        Disjoint rectangles in order, whose union is the range.
     """
     assert 0 <= start <= stop <= prod(shape)
     if start == stop:
@@ -48,18 +48,18 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
     if len(shape) == 1:
         return [Rectangle((start,), (stop - start,), start)]
     row = prod(shape[1:])
-    first_whole, last_whole = -(-start // row), stop // row
-    if first_whole > last_whole:
+    first_full, last_full = -(-start // row), stop // row
+    if first_full > last_full:
         return _inside_row(shape, start, stop)
     found = []
-    if start < first_whole * row:
-        found += _inside_row(shape, start, first_whole * row)
-    if first_whole < last_whole:
-        offset = (first_whole,) + (0,) * (len(shape) - 1)
-        whole = (last_whole - first_whole, *shape[1:])
-        found.append(Rectangle(offset, whole, first_whole * row))
-    if last_whole * row < stop:
-        found += _inside_row(shape, last_whole * row, stop)
+    if start < first_full * row:
+        found += _inside_row(shape, start, first_full * row)
+    if first_full < last_full:
+        offset = (first_full,) + (0,) * (len(shape) - 1)
+        full = (last_full - first_full, *shape[1:])
+        found.append(Rectangle(offset, full, first_full * row))
+    if last_full * row < stop:
+        found += _inside_row(shape, last_full * row, stop)
     return found
 
 

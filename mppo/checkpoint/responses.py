@@ -1,4 +1,4 @@
-"""Responses to prompts that no step has trained on, as one safetensors file of a checkpoint."""
+"""Responses that no step has trained on yet, as one safetensors file of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TABLE = "responses"
 
 
 def to_bytes(partial: ResponsesBySample) -> bytes:
-    """The contents of the file.
+    """Serialise partial responses.
 
-    For response r there are ``r/prompt_ids`` and ``r/response_ids`` (int64), ``r/logprobs``
-    (float32, as in a batch) and, where known, ``r/routed_experts`` (int16 ``[tokens, layers, k]``);
-    the rest is a table in the header.
+    For response r the file has ``r/prompt_ids`` and ``r/response_ids`` (int64), ``r/logprobs``
+    (float32, as in a batch) and, if known, ``r/routed_experts`` (int16 ``[tokens, layers, k]``);
+    all other fields are a JSON table in the header.
     """
     tensors: dict[str, Tensor] = {}
     table = []
@@ -46,12 +46,13 @@ def to_bytes(partial: ResponsesBySample) -> bytes:
 
 
 def load_responses(folder: Path) -> ResponsesBySample:
-    """The responses of a checkpoint; none where it has no such file.
+    """Load the responses of a checkpoint; none if it has no such file.
 
-    Their prompts have uid and tokens only; ``GenerationRequest.resumed`` puts the own ones there.
+    Their prompts have only uid and tokens; ``GenerationRequest.resumed`` replaces them by the full
+    prompts.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not such a file.
+        ValueError, KeyError, TypeError: the file does not hold such responses.
     """
     if not (folder / FILE).exists():
         return {}

@@ -1,4 +1,4 @@
-"""Choosing the checkpoint to go on from: the newest that is whole and belongs to this run."""
+"""Choosing the checkpoint to resume from: the newest intact one of this run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that was checked."""
+    """An intact checkpoint to resume from."""
 
     folder: Path
     manifest: Manifest
@@ -39,20 +39,20 @@ def choose(
     roles: Mapping[str, Mapping[str, Any]],
     say: Callable[[str], None],
 ) -> Found | None:
-    """The checkpoint to go on from, the same on every rank. Collective; changes nothing.
+    """Choose the checkpoint to resume from, the same on every rank. Collective; writes nothing.
 
     Args:
         trainer: ``resume_mode`` and ``resume_from_path`` are read.
-        root: the run's checkpoints.
+        root: folder of the run's checkpoints.
         roles: ``describe_model`` of each trained role.
-        say: shows a line.
+        say: prints a line for the user.
 
     Returns:
-        None where there is none yet, or none is wanted.
+        None if the run has no checkpoint or ``resume_mode`` is disable.
 
     Raises:
-        ConfigError: the one asked for is damaged; all are; or it belongs to another model or a
-            newer mppo.
+        ConfigError: ``resume_from_path`` is damaged; all checkpoints are; or the checkpoint is of
+            another model or a newer format.
     """
     mode = resume_mode(trainer, root)
     if mode == "disable":
@@ -76,22 +76,22 @@ def choose(
             check_models(key, value, candidate, manifest, roles)
             problem = first_problem(candidate, manifest.files)
             if problem is None and key == "trainer.resume_from_path":
-                _check_stranger(trainer, candidate, manifest)
+                _check_readable(trainer, candidate, manifest)
         if problem is None:
             return Found(candidate, manifest)
-        say(f"damaged checkpoint passed over: {problem}")
+        say(f"damaged checkpoint skipped: {problem}")
     if candidates:
         raise _refusal(
             key,
             value,
-            f"none of its {len(candidates)} checkpoints is whole (the newest: {candidates[0]})",
-            "restore one, or set trainer.resume_mode=disable to start anew beside them",
+            f"none of its {len(candidates)} checkpoints is intact (the newest: {candidates[0]})",
+            "restore one, or set trainer.resume_mode=disable to start again from step 0",
         )
     return None
 
 
 def resume_mode(trainer: TrainerConfig, root: Path) -> str:
-    """``trainer.resume_mode``; a job its launcher restarts goes on from its own checkpoints."""
+    """``trainer.resume_mode``; auto for a job restarted by its launcher, if it has checkpoints."""
     restarts = [os.environ.get(name, "0") for name in _RESTART_COUNTS]
     restarted = any(count.isdigit() and int(count) > 0 for count in restarts)
     own = _agreed(folders.list_checkpoints(root)) if restarted else []
@@ -99,14 +99,18 @@ def resume_mode(trainer: TrainerConfig, root: Path) -> str:
 
 
 def _agreed(candidates: list[Path]) -> list[Path]:
-    """The first rank's list: folders may appear while others look."""
+    """The first rank's list, as folders may appear while the ranks list them. Collective."""
     shared = [candidates]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
 
 
 def first_problem(folder: Path, files: Files) -> str | None:
-    """What is wrong with the files of a folder, every rank having read its share. Collective."""
+    """Compare a folder's files with their entries, a share per rank. Collective.
+
+    Returns:
+        The first problem; None if there is none.
+    """
     mine = None
     try:
         check_sizes(folder, files)
@@ -125,28 +129,32 @@ def check_models(
     manifest: Manifest,
     roles: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """The checkpoint is of the models of this run.
+    """Compare a checkpoint's models with those of this run.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: a role is missing, or its model differs.
     """
     fix = "use another trainer.default_local_dir, or set trainer.resume_mode=disable"
     for role, mine in roles.items():
         if role not in manifest.roles:
-            raise _refusal(key, value, f"{candidate} has no {role}, this recipe trains one", fix)
-        theirs = manifest.roles[role]["model"]
+            raise _refusal(key, value, f"{candidate} has no {role}, which this recipe trains", fix)
+        saved = manifest.roles[role]["model"]
         different = [
-            f"{name} {theirs.get(name)} there, {mine.get(name)} here"
-            for name in sorted({*mine, *theirs})
-            if mine.get(name) != theirs.get(name)
+            f"{name} is {saved.get(name)} there, {mine.get(name)} here"
+            for name in sorted({*mine, *saved})
+            if mine.get(name) != saved.get(name)
         ]
         if different:
             why = f"{candidate} holds another model as {role}: {'; '.join(different)}"
             raise _refusal(key, value, why, fix)
 
 
-def _check_stranger(trainer: TrainerConfig, candidate: Path, manifest: Manifest) -> None:
-    """What is wrong with a foreign checkpoint is told before anything in the run's folder moves."""
+def _check_readable(trainer: TrainerConfig, candidate: Path, manifest: Manifest) -> None:
+    """Read ``resume_from_path`` in advance, before the run's own folder is changed.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         for role in manifest.roles:
             read_checkpoint(candidate / role)
@@ -155,7 +163,7 @@ def _check_stranger(trainer: TrainerConfig, candidate: Path, manifest: Manifest)
 
 
 def not_usable(trainer: TrainerConfig, folder: Path, error: Exception) -> ConfigError:
-    """What to say of a checkpoint that was chosen and cannot be taken up."""
+    """The error for a chosen checkpoint that cannot be loaded."""
     if trainer.resume_from_path and Path(trainer.resume_from_path) == folder:
         key, value = "trainer.resume_from_path", trainer.resume_from_path
     else:
@@ -170,9 +178,9 @@ def _refusal(key: str, value: Any, why: str, fix: str) -> ConfigError:
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Recipe keys whose values differ, as ``key: old -> new``.
+    """Yield the recipe keys whose values differ, as ``key: old -> new``.
 
-    A key that an older version of mppo did not have had its default.
+    A key that the older version of mppo did not have counts as its default.
     """
     defaults = dict(_flat(Recipe().model_dump(mode="json")))
     old, new = dict(_flat(before)), dict(_flat(now))

@@ -1,16 +1,15 @@
-"""A role's model and optimizer as Megatron sharded state, in coordinates no layout changes.
+"""A role's model and optimizer as Megatron sharded state, in layout-independent coordinates.
 
-Every tensor is named and placed as the model's parameters are: ``<key>`` holds the weights,
-``optimizer.state.<kind>.<key>`` the optimizer's moments (``exp_avg``, ``exp_avg_sq``) and, where
-the weights are not float32, its float32 copy of them (``param``); ``average.<key>`` the moving
-average of the weights, where one is kept. A rank of a distributed optimizer
-owns a flat range of some parameters; the range is written as the rectangles it is made of, without
-any exchange, and read into place the same way. So a checkpoint can be taken up under any layout and
-with any optimizer sharding.
+Every tensor has the name and the coordinates of a model parameter: ``<key>`` holds the weights;
+``optimizer.state.<kind>.<key>`` holds the optimizer's moments (``exp_avg``, ``exp_avg_sq``) and, if
+the weights are not float32, its float32 copy of them (``param``); ``average.<key>`` holds the
+weights' moving average, if there is one. A rank of a distributed optimizer owns a flat range of
+some parameters. The range is written as rectangles, without communication, and read into place in
+the same way. A checkpoint can therefore be loaded in any layout and with any optimizer sharding.
 
-Megatron's own ``fully_reshardable`` format, which gathers whole buckets first, loses the order of
-parameters where a model has more than one bucket (tied embeddings in a pipeline, overlapped
-gradient reduction): its buffers drop the padding between buckets that its offsets count.
+Megatron's own ``fully_reshardable`` format, which gathers complete buckets first, loses the order
+of parameters if a model has more than one bucket (tied embeddings in a pipeline, overlapped
+gradient reduction): its buffers omit the padding between buckets that its offsets include.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _SHAPE_KEYS = (
 
 
 def describe_model(hf_config: Any, head: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What must agree between a checkpoint and the model that takes it up.
+    """Describe a model by the values that a checkpoint and the loading model must share.
 
     Args:
         hf_config: transformers config of the role's model.
@@ -63,13 +62,15 @@ def describe_model(hf_config: Any, head: str, dtype: torch.dtype) -> dict[str, A
 
 
 def describe_role(role: Role) -> dict[str, Any]:
-    """The same of a role that is built."""
+    """Describe the model of a role; see :func:`describe_model`."""
     return describe_model(role.hf_config, role.spec.head, role.spec.dtype)
 
 
 def role_bytes(role: Role) -> float:
-    """About how much a checkpoint holds of a role: weights and moments, float32 weights and moving
-    average where it has them. Experts that are spread over ranks are counted as one rank has them.
+    """Estimate the bytes of a role in a checkpoint.
+
+    They comprise weights, moments and, if there are any, float32 weights and the moving average. Of
+    experts that are spread over ranks only one rank's are counted.
     """
     width = role.spec.dtype.itemsize
     each = width + 8 + (4 if width < 4 else 0) + (width if role.weights.average is not None else 0)
@@ -78,9 +79,10 @@ def role_bytes(role: Role) -> float:
 
 
 def sharded_state(role: Role) -> dict[str, Any]:
-    """Megatron sharded state of a role, its tensors in place; the layout's groups must be active.
+    """Make Megatron's sharded state of a role. The layout's groups must be active.
 
-    To load, hand it to ``load_sharded``, which fills optimizer tensors in place.
+    Its tensors share memory with the role's; ``load_sharded`` fills those of the optimizer in
+    place.
     """
     model: dict[str, Any] = {}
     for i, stage in enumerate(role.stages):
@@ -100,7 +102,7 @@ def sharded_state(role: Role) -> dict[str, Any]:
 
 
 def _averages(model: dict[str, Any], averages: dict[int, Tensor]) -> dict[str, dict[str, Any]]:
-    """The entries of the parameters, holding their moving averages under a name of their own."""
+    """The parameters' entries with their moving averages as data, under keys of their own."""
     return {
         chunk: {
             name: _with_average(entry, averages[id(entry.data)])
@@ -126,11 +128,13 @@ def optimizer_parts(role: Role) -> list:
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank's optimizer steps of a parameter.
+    """The range of a parameter that this rank's optimizer updates.
 
     Args:
-        parameter: the model's.
-        main: the tensor that is stepped: elements ``start`` to ``stop`` of the flat parameter.
+        parameter: of the model.
+        main: the tensor that the optimizer updates: elements ``start`` to ``stop`` of the flattened
+            parameter.
+        start, stop: the range.
     """
 
     parameter: Tensor
@@ -140,6 +144,7 @@ class _Share:
 
 
 def _shares(part) -> Iterator[_Share]:
+    """The ranges of one of Megatron's optimizers: distributed, mixed-precision, or float32."""
     if isinstance(part, DistributedOptimizer):
         groups = part.optimizer.param_groups
         for buckets in (b for ranges in part.gbuf_ranges for b in ranges.values()):
@@ -169,20 +174,26 @@ def _pieces(share: _Share, entry, states) -> list[ShardedTensor]:
     leaves = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     pieces = []
     for leaf in leaves:
-        assert leaf.data.is_contiguous()
-        first = leaf.data.storage_offset() - share.parameter.storage_offset()
+        # a factory builds several leaves, each a view of a contiguous part of the parameter
+        data = leaf.data
+        assert data is not None
+        assert data.is_contiguous()
+        first = int(data.storage_offset() - share.parameter.storage_offset())
         start = max(share.start - first, 0)
-        stop = min(share.stop - first, leaf.data.numel())
+        stop = min(share.stop - first, data.numel())
         for block in rectangles(leaf.local_shape, start, stop) if start < stop else ():
-            place = block.start + first - share.start
+            # from the leaf's flat coordinates to those of this rank's range
+            begin = block.start + first - share.start
             for kind, tensor in tensors.items():
-                flat = tensor.detach().view(-1)[place : place + block.size]
+                flat = tensor.detach().view(-1)[begin : begin + block.size]
                 pieces.append(_piece(leaf, block, f"optimizer.state.{kind}", flat))
     return pieces
 
 
 def _piece(leaf: ShardedTensor, block: Rectangle, prefix: str, flat: Tensor) -> ShardedTensor:
-    ones = (1,) * leaf.prepend_axis_num  # the layer, where layers are stacked under one name
+    """One rectangle as a sharded tensor of its own, at its place in the stored tensor."""
+    assert isinstance(leaf.replica_id, tuple), "Megatron's modules give (pp, tp, dp)"
+    ones = (1,) * leaf.prepend_axis_num  # the layer axis, if layers are stacked under one key
     offset = (0,) * leaf.prepend_axis_num + block.offset
     return replace(
         leaf,
@@ -202,7 +213,7 @@ def _is_sharded(entry: Any) -> bool:
 
 
 def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
-    """Take up a role's weights and optimizer from its part of a checkpoint. Collective.
+    """Load a role's weights and optimizer from its part of a checkpoint. Collective.
 
     Args:
         role: built for the same model, in any layout.
@@ -221,7 +232,7 @@ def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
         loaded, absent = load_sharded(folder, read_checkpoint(folder), state)
         if absent:
             raise ValueError(
-                f"{folder}: lacks {len(absent)} tensors of {role.name}, such as {min(absent)}"
+                f"{folder}: {len(absent)} tensors of {role.name} are missing, such as {min(absent)}"
             )
         for i, stage in enumerate(role.stages):
             _load_stage(stage, loaded["model"][f"chunk{i}"], folder)
@@ -243,7 +254,7 @@ def _load_stage(stage, tensors: dict[str, Any], folder: Path) -> None:
 
 
 def role_counters(role: Role) -> dict[str, int]:
-    """How far optimizer and schedule have come, the same on every rank. Collective."""
+    """Step counts of optimizer and schedule, the same on every rank. Collective."""
     if role.optimizer is None:
         return {}
     steps = [

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class HostBuffers:
-    """Copies of tensors, in memory that is kept from one save to the next.
+    """Copies of tensors, in memory that is reused by the next save.
 
-    Fresh memory costs more than the copy: the system hands it out page by page, and locks it page
-    by page where a GPU is to write to it. One save at a time may use the buffers.
+    Allocating memory would cost more than the copy: the system maps it page by page, and pins it
+    page by page for a GPU to write to it. One save at a time may use the buffers.
     """
 
     def __init__(self) -> None:
@@ -22,10 +22,10 @@ class HostBuffers:
 
     @torch.no_grad()
     def copy(self, key: Hashable, tensor: Tensor) -> Tensor:
-        """A copy on the host, complete after ``device.synchronize()``.
+        """Copy a tensor to the host; the copy is complete after ``device.synchronize()``.
 
         Args:
-            key: what the tensor is, the same in every save.
+            key: identifies the tensor, the same in every save.
             tensor: on any device.
         """
         buffer = self._buffers.get(key)
@@ -36,11 +36,11 @@ class HostBuffers:
         return buffer.copy_(tensor, non_blocking=True)
 
 
-def stand_alone(sharded_state: dict) -> None:
-    """Give every tensor on the host a storage of its own size over the same memory.
+def give_own_storages(sharded_state: dict | list) -> None:
+    """Give every host tensor a storage of exactly its own elements, over the same memory.
 
-    Megatron's writer copies a tensor that is part of a larger storage, which would all be written.
-    Optimizer states and parameters are nearly all such parts.
+    torch.save writes a tensor's complete storage, so Megatron's writer copies any tensor that is
+    part of a larger one. Nearly all optimizer states and parameters are.
     """
     for entry in nested_values(sharded_state):
         if isinstance(entry, ShardedTensor) and entry.data is not None:
@@ -48,8 +48,8 @@ def stand_alone(sharded_state: dict) -> None:
 
 
 def _same_memory(tensor: Tensor) -> Tensor:
-    whole = tensor.untyped_storage().size() == tensor.numel() * tensor.itemsize
-    if whole or not tensor.is_cpu or not tensor.is_contiguous() or not tensor.numel():
+    own = tensor.untyped_storage().size() == tensor.numel() * tensor.itemsize
+    if own or not tensor.is_cpu or not tensor.is_contiguous() or not tensor.numel():
         return tensor
     octets = tensor.detach().reshape(-1).view(torch.uint8)
     return torch.from_numpy(octets.numpy()).view(tensor.dtype).view(tensor.shape)

@@ -1,4 +1,4 @@
-"""When to save: every n steps, every t minutes, before a known end, when asked to stop."""
+"""When to save: every n steps, every t minutes, before a deadline, on a stop request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mppo.config.schema import TrainerConfig
 
 _MARGIN_S = 30.0
 _GRACE_S = 10.0
-"""Of the time after a signal, what is needed besides the save."""
+"""Seconds that stopping takes besides the save."""
 _BYTES_PER_S = 100e6
-"""A slow disk's, counted on until a save has been measured."""
+"""Assumed rate of a slow disk, until a save has been measured."""
 
 
 def parse_duration(text: str) -> float:
@@ -25,12 +25,16 @@ def parse_duration(text: str) -> float:
 
 @dataclass
 class SaveTiming:
-    """The clock of one rank's run; the first rank's counts.
+    """Durations of steps and saves, and the decisions that depend on them.
+
+    Every rank has one; the first rank's decides.
 
     Args:
-        trainer: the recipe's section.
-        now: seconds, monotonic.
-        checkpoint_bytes: of a checkpoint, about.
+        trainer: the recipe's ``trainer`` section.
+        now: returns seconds of a monotonic clock.
+        checkpoint_bytes: approximate size of a checkpoint.
+        longest_step_s: duration of the longest step so far.
+        longest_save_s: duration of the longest save so far.
     """
 
     trainer: TrainerConfig
@@ -46,47 +50,49 @@ class SaveTiming:
         self._began = self._last_save = self._last_step = self.now()
 
     def step_done(self) -> None:
-        """A PPO step ended now; the time since the one before counts as its length."""
+        """Record the end of a PPO step; its duration is the time since the previous end."""
         now = self.now()
         self.longest_step_s = max(self.longest_step_s, now - self._last_step)
         self._last_step = now
 
     def saved(self) -> None:
-        """A save began now."""
+        """Record the start of a save."""
         self._last_save = self.now()
 
     @property
     def expected_save_s(self) -> float:
-        """How long a save takes: the longest so far, before the first by its bytes."""
+        """Expected seconds of a save: the longest so far, or an estimate by its bytes."""
         return self.longest_save_s or self.checkpoint_bytes / _BYTES_PER_S
 
-    def what_stopping_takes(self, done: int, patience_s: float) -> str:
-        """For the user, at the moment the run is asked to stop.
+    def describe_stopping(self, done: int, patience_s: float) -> str:
+        """The line that tells the user how long stopping takes, when a signal arrives.
 
         Args:
-            done: the last PPO step that is done.
+            done: the last completed PPO step; 0 for none.
             patience_s: seconds until the launcher kills the processes.
         """
         if not self.trainer.save_on_signal:
             return "stopping without a checkpoint (trainer.save_on_signal=false)"
         if not done:
-            return "stopping: unless the first step ends in time, there is nothing to save"
+            return "stopping: there is nothing to save unless the first step ends in time"
         seconds = math.ceil(self.expected_save_s)
-        why = f"{self.checkpoint_bytes / 1e9:.1f} GB, none measured yet"
+        why = f"estimated for {self.checkpoint_bytes / 1e9:.1f} GB, no save measured yet"
         if self.longest_save_s:
-            why = "as long as the longest so far"
+            why = "the longest save so far"
         line = f"stopping: saving a checkpoint may take {seconds} s ({why})"
         if self.expected_save_s + _GRACE_S < patience_s:
             return line
         return (
-            f"{line}, and this job may be killed {patience_s:.0f} s after its signal; the newest "
-            "complete checkpoint then stays. To give it time, start torchrun with "
-            f"--shutdown-timeout {max(300, 3 * seconds)} (under Slurm, KillWait counts)"
+            f"{line}, but this job may be killed {patience_s:.0f} s after its signal; the newest "
+            "complete checkpoint then remains. To allow more time, start torchrun with "
+            f"--shutdown-timeout {max(300, 3 * seconds)} (under Slurm, raise KillWait)"
         )
 
     def is_due_by_step(self, step: int, last: bool) -> bool:
-        """Whether the schedule of steps asks for a save; the last step is saved wherever steps or
-        minutes are scheduled."""
+        """Whether ``save_freq`` schedules a save after this step.
+
+        The last step is saved if saves are scheduled by steps or by minutes.
+        """
         every = self.trainer.save_freq
         scheduled = every > 0 or self.trainer.save_every_minutes is not None
         return (every > 0 and step % every == 0) or (last and scheduled)

@@ -1,10 +1,10 @@
-"""Writing a checkpoint's files in the background.
+"""Writing of a checkpoint's files in the background.
 
-Megatron plans which rank writes which shard, collectively and before training goes on; the tensors
-are copied to host memory; a thread then writes them. No collective runs in the thread: each rank
-leaves a note of its files in the folder, and the first rank's thread, once it has seen every note,
-writes Megatron's metadata and the manifest and gives the folder its name. A checkpoint is thus
-complete as soon as it is on disk, even if the next PPO step never ends.
+Megatron plans which rank writes which shard, collectively and before training continues; the
+tensors are copied to host memory; a thread then writes them. The thread runs no collective: each
+rank writes a note that lists its files to the folder, and when every note is there, the first
+rank's thread writes Megatron's metadata and the manifest and renames the folder. A checkpoint is
+therefore complete as soon as it is on disk, even if the next PPO step never ends.
 
 All ranks see the same folder, so on several nodes it must lie on a shared file system.
 """
@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
@@ -34,15 +35,15 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
-    WriteResult,
     _StorageInfo,
     _StorageWriterTransforms,
     _write_item,
 )
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
 from mppo.checkpoint.folder import publish_checkpoint
-from mppo.checkpoint.staging import HostBuffers, stand_alone
+from mppo.checkpoint.staging import HostBuffers, give_own_storages
 from mppo.parallel import device
 from mppo.safety.disk import FileEntry, file_checksum, write_bytes
 
@@ -51,11 +52,11 @@ _POLL_S = 0.05
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; earlier ones are untouched."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist strategy up to the plan; the writing is ours."""
+    """Megatron's torch_dist strategy without the writing: it keeps the plan."""
 
     def _get_save_and_finalize_callbacks(self, writer, save_state_dict_ret) -> AsyncRequest:
         self.writer = writer
@@ -69,45 +70,46 @@ class PlannedShards:
 
     Args:
         folder: the role's folder.
-        writer: Megatron's writer, which knows how to finish the folder.
-        metadata: of the whole checkpoint; on the first rank only.
-        common: state that is not sharded; written by the first rank.
+        writer: Megatron's writer, which writes the metadata.
+        metadata: of all shards; None except on the first rank.
+        common: state that is not sharded; the first rank writes it.
         buckets: one file each: (path, name, (byte items, tensor items)).
-        buffers: for copies of tensors that training goes on to change; None where it waits.
+        buffers: hold copies of tensors, as training continues during the save; None if it waits.
     """
 
     folder: Path
     writer: filesystem_async.FileSystemWriterAsync
-    metadata: object
+    metadata: Metadata | None
     common: dict
     buckets: list
     buffers: HostBuffers | None
     staged: bool = field(default=False, init=False)
 
     def stage(self) -> None:
-        """Bring the tensors, once, to host memory that training does not change."""
+        """Copy the tensors to host memory that training does not change, unless that is done."""
         if self.staged:
             return
         self.staged = True
         role = self.folder.name
         for _, _, (_, tensors) in self.buckets:
-            tensors[:] = [_staged(role, *pair, self.buffers) for pair in tensors]
+            tensors[:] = [_staged(role, item, x, self.buffers) for item, x in tensors]
         device.synchronize()
 
 
 def plan_shards(sharded_state: dict, folder: Path, buffers: HostBuffers | None) -> PlannedShards:
-    """Decide who writes what; a GPU's tensors are brought to host memory. Collective.
+    """Plan which rank writes which shard, and copy a GPU's tensors to the host. Collective.
 
     Args:
-        sharded_state: Megatron sharded state dict.
-        folder: exists and is empty.
-        buffers: take copies of tensors that training goes on to change; None where it waits.
+        sharded_state: Megatron's sharded state dict.
+        folder: the role's folder; exists and is empty.
+        buffers: hold copies of tensors, as training continues during the save; None if it waits.
     """
-    # Megatron would start a manager process for the results of its writer processes
+    # Megatron would start a manager process to collect results from its writer processes
     filesystem_async._results_queue = filesystem_async._results_queue or queue.SimpleQueue()
     strategy = _PlanOnly("torch_dist", 1, thread_count=2)
     sharded, common = save_preprocess(sharded_state, True)
-    stand_alone(sharded)
+    assert isinstance(sharded, dict), "as sharded_state is"
+    give_own_storages(sharded)
     FullyParallelSaveStrategyWrapper(strategy).async_save(sharded, folder)
     buckets = [
         (path, name, (blobs, list(t))) for path, name, (blobs, t) in strategy.writer.write_buckets
@@ -119,13 +121,14 @@ def plan_shards(sharded_state: dict, folder: Path, buffers: HostBuffers | None) 
 
 
 def _staged(role: str, item, tensor: torch.Tensor, buffers: HostBuffers | None) -> tuple:
+    """An item of Megatron's plan with its tensor on the host."""
     if buffers is not None:
         return item, buffers.copy((role, item.index), tensor)
     return item, tensor.to("cpu", non_blocking=True)
 
 
 class _CheckedStream:
-    """A file that keeps the CRC-32 of what is written to it."""
+    """A binary file that computes size and CRC-32 of what is written, and keeps its error."""
 
     def __init__(self, stream) -> None:
         self._stream = stream
@@ -153,10 +156,11 @@ class _CheckedStream:
         self._stream.flush()
 
     def close(self) -> None:
-        """Several items share the file; it is closed by whoever opened it."""
+        """Do nothing: several items share the file, and its opener closes it."""
 
 
 def _write_bucket(bucket) -> tuple[list[WriteResult], FileEntry]:
+    """Write one file of the plan, and wait until it is on disk."""
     path, name, (blobs, tensors) = bucket
     results = []
     with open(path, "wb", buffering=0) as raw:
@@ -164,8 +168,9 @@ def _write_bucket(bucket) -> tuple[list[WriteResult], FileEntry]:
         try:
             for item, data in [*blobs, *tensors]:
                 how = (item, name, SerializationFormat.TORCH_SAVE)
-                results.append(_write_item(_StorageWriterTransforms(), stream, data, *how))
-        except RuntimeError as error:  # torch.save does not pass on what the file said
+                target = cast("io.IOBase", stream)  # it has the methods that torch calls
+                results.append(_write_item(_StorageWriterTransforms(), target, data, *how))
+        except RuntimeError as error:  # torch.save hides the file's own error
             raise stream.error or error from None
         os.fsync(raw.fileno())
     return results, FileEntry(stream.size, stream.crc32)
@@ -177,13 +182,16 @@ class SaveJob:
 
     Args:
         building: the folder under construction.
-        final: its name when done.
+        final: the path of the complete folder.
         rank, world_size: of this process.
-        shards: by role.
-        contents: small files this rank writes, by path relative to ``building``.
+        shards: this rank's planned shards by role.
+        contents: small files that this rank writes, by path relative to ``building``.
         write_manifest: called on the first rank with the entries of all files.
-        published: called on the first rank when the folder has its name.
-        patience_s: how long the first rank waits for the others.
+        published: called on the first rank when the folder has its final name.
+        patience_s: seconds that the first rank waits for the notes of the others.
+        seconds: duration of ``run``.
+        error: why the save failed on this rank; None: it did not.
+        copied: set when the save no longer reads the role's tensors.
     """
 
     building: Path
@@ -200,7 +208,7 @@ class SaveJob:
     copied: threading.Event = field(default_factory=threading.Event, init=False)
 
     def run(self) -> None:
-        """Write this rank's files; on the first rank also finish the folder."""
+        """Write this rank's files; on the first rank also complete the folder."""
         start = time.perf_counter()
         try:
             try:
@@ -208,7 +216,7 @@ class SaveJob:
             finally:
                 if self.rank == 0:
                     self._finish()
-        except Exception as error:  # told where training collects the save
+        except Exception as error:  # Checkpointer reports it when it collects the save
             self.error = error
         self.seconds = time.perf_counter() - start
 
@@ -226,13 +234,13 @@ class SaveJob:
                 results[role] = [_pack(r) for items, _ in written for r in items]
         except Exception as error:
             self._free_space()
-            self._leave({"error": f"rank {self.rank}: {_describe(error)}"})
+            self._write_note({"error": f"rank {self.rank}: {_describe(error)}"})
             raise SaveError(_describe(error)) from error
         finally:
             for planned in self.shards.values():
                 planned.buckets = []
         listed = {name: [entry.size, entry.crc32] for name, entry in files.items()}
-        self._leave({"error": None, "results": results, "files": listed})
+        self._write_note({"error": None, "results": results, "files": listed})
 
     def _stage(self) -> None:
         try:
@@ -242,13 +250,13 @@ class SaveJob:
             self.copied.set()
 
     def _free_space(self) -> None:
-        """Remove what this rank wrote, so that a full disk has room for the note."""
+        """Delete this rank's files, so that a full disk has room for the note."""
         for planned in self.shards.values():
             for path, *_ in planned.buckets:
                 Path(path).unlink(missing_ok=True)
 
-    def _leave(self, note: dict) -> None:
-        """Write the note under another name first: a note is whole or not there."""
+    def _write_note(self, note: dict) -> None:
+        """Write the note under a hidden name and rename it, so that no rank reads half a note."""
         hidden = self.building / NOTES / f".{self.rank}.json"
         write_bytes(hidden, json.dumps(note).encode())
         hidden.rename(self.building / NOTES / f"{self.rank}.json")
@@ -262,6 +270,7 @@ class SaveJob:
         files = {name: FileEntry(*entry) for note in notes for name, entry in note["files"].items()}
         for role, planned in self.shards.items():
             results = [[_unpack(r) for r in note["results"][role]] for note in notes]
+            assert planned.metadata is not None, "the first rank has it"
             planned.writer.finish(planned.metadata, results)
             files[f"{role}/.metadata"] = file_checksum(planned.folder / ".metadata")
             for name, content in _companions(planned.common).items():
@@ -277,9 +286,9 @@ class SaveJob:
         while missing := [path for path in paths if not path.exists()]:
             if time.monotonic() > deadline:
                 raise SaveError(
-                    f"{len(missing)} of {self.world_size} ranks left no note in {paths[0].parent} "
-                    f"within {self.patience_s:.0f} s, first rank {missing[0].stem}: every node "
-                    "must see trainer.default_local_dir on one shared file system"
+                    f"{len(missing)} of {self.world_size} ranks wrote no note to {paths[0].parent} "
+                    f"within {self.patience_s:.0f} s, the first of them rank {missing[0].stem}: "
+                    "trainer.default_local_dir must be on a file system that all nodes share"
                 )
             time.sleep(_POLL_S)
         return [json.loads(path.read_text()) for path in paths]
@@ -293,7 +302,7 @@ class SaveThread:
         self._thread: threading.Thread | None = None
 
     def start(self, job: SaveJob) -> None:
-        """Begin writing; the one before must have been waited for."""
+        """Start a save; :meth:`wait` must have returned the previous one."""
         assert self._thread is None
         self._job = job
         self._thread = threading.Thread(target=job.run, name="checkpoint writer", daemon=True)
@@ -301,20 +310,20 @@ class SaveThread:
 
     @property
     def busy(self) -> bool:
-        """Whether files are still being written by this rank."""
+        """Whether this rank is still writing files."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait_copied(self) -> None:
-        """Wait until the job under way, if any, needs the models no more."""
+        """Wait until the save in progress, if any, no longer reads the models."""
         if self._job is not None:
             self._job.copied.wait()
 
     def finished(self) -> SaveJob | None:
-        """The job that ended since the last call, if any."""
+        """The save that ended since the last call, if any."""
         return None if self.busy else self.wait()
 
     def wait(self) -> SaveJob | None:
-        """Wait for the job under way, if any, and return it."""
+        """Wait for the save in progress, if any, and return it."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -331,6 +340,7 @@ def _companions(common: dict) -> dict[str, bytes]:
 
 
 def _pack(result: WriteResult) -> list:
+    """A result as JSON values, for a note."""
     index, place = result.index, result.storage_data
     offset = None if index.offset is None else list(index.offset)
     where = [place.relative_path, place.offset, place.length]
@@ -338,6 +348,7 @@ def _pack(result: WriteResult) -> list:
 
 
 def _unpack(packed: list) -> WriteResult:
+    """The inverse of :func:`_pack`."""
     fqn, offset, index, size, where = packed
     key = MetadataIndex(fqn, None if offset is None else torch.Size(offset), index)
     return WriteResult(index=key, size_in_bytes=size, storage_data=_StorageInfo(*where))

@@ -292,7 +292,7 @@ RUNS = (
     _resumed(
         "a step that is a text",
         lambda s: _manifest(s, lambda m: m.update(step="1")),
-        "a number is not what a checkpoint says there",
+        "step, world_size or a size in files: wrong type or out of range",
     ),
     _replayed("code in a case to replay", _case_with_code, "it names posix.mkdir"),
     _replayed("a case that is a list", lambda c: write(c / "case.json", "[]"), "not an object"),

@@ -179,7 +179,7 @@ NAMED = {
 def test_the_checkpoint_before_a_damaged_one_is_taken_and_the_file_named(outcomes, name):
     outcome = outcomes[name]
     assert outcome.step == 1
-    assert outcome.said[0].startswith("damaged checkpoint passed over: ")
+    assert outcome.said[0].startswith("damaged checkpoint skipped: ")
     assert NAMED[name] in outcome.said[0]
     assert outcome.folders == ["global_step_1", "global_step_2"], "the damaged one is left alone"
 
@@ -194,10 +194,10 @@ def test_one_that_is_still_being_written_counts_for_nothing(outcomes):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("newer format", "its format 99 is newer than this mppo's"),
-        ("other model", "holds another model as actor: hidden_size 64 there, 32 here"),
-        ("explicit", "none of its 1 checkpoints is whole"),
-        ("all", "none of its 2 checkpoints is whole"),
+        ("newer format", "its format 99 is newer than 1, the newest"),
+        ("other model", "holds another model as actor: hidden_size is 64 there, 32 here"),
+        ("explicit", "none of its 1 checkpoints is intact"),
+        ("all", "none of its 2 checkpoints is intact"),
     ],
 )
 def test_it_refuses_rather_than_lose_progress(outcomes, name, message):
@@ -246,7 +246,7 @@ def test_it_saves_by_the_clock_and_goes_on(outcomes):
 def test_one_folder_is_for_one_job(outcomes):
     second = outcomes["second job"].refusal
     assert "trainer.default_local_dir" in second
-    assert "another job runs there: pid " in second
+    assert "another job is using the folder: pid " in second
     assert "use another folder" in second
     assert outcomes["later job"] == Told(0, "", [], [])
 

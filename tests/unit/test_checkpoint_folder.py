@@ -25,7 +25,7 @@ def make(root, step: int, metrics=None):
 
 
 def test_a_whole_checkpoint_passes(tmp_path):
-    manifest = folders.read_sound(make(tmp_path, 7, {"reward": 0.5}))
+    manifest = folders.read_verified(make(tmp_path, 7, {"reward": 0.5}))
     assert (manifest.step, manifest.metrics) == (7, {"reward": 0.5})
     assert manifest.files["run.json"] == FileEntry(2, zlib.crc32(b"{}"))
 
@@ -59,7 +59,7 @@ def test_damage_is_found_and_named(tmp_path, name):
     harm, message = DAMAGE[name]
     harm(path)
     with pytest.raises(Damaged, match=message):
-        folders.read_sound(path)
+        folders.read_verified(path)
 
 
 def test_a_newer_format_is_no_damage_but_a_refusal(tmp_path):
@@ -102,7 +102,7 @@ def test_publishing_never_overwrites(tmp_path):
     (building / "new").write_text("new")
     folders.publish_checkpoint(building, folders.final_path(tmp_path, 7))
     assert (old / "new").exists()
-    folders.read_sound(tmp_path / "global_step_7.old-1")
+    folders.read_verified(tmp_path / "global_step_7.old-1")
 
 
 BY_STEP = {1: {"r": 0.1}, 2: {"r": 0.9}, 3: {}, 4: {"r": 0.2}, 5: {"r": float("nan")}}

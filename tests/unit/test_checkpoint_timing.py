@@ -73,11 +73,11 @@ def test_before_the_first_save_its_length_is_guessed_from_its_bytes():
 
 
 STOPPING = [
-    (3, 5.0, 30, ["may take 5 s (as long as the longest so far)"], "killed"),
-    (3, 0.0, 300, ["may take 32 s (3.2 GB, none measured yet)"], "killed"),
+    (3, 5.0, 30, ["may take 5 s (the longest save so far)"], "killed"),
+    (3, 0.0, 300, ["may take 32 s (estimated for 3.2 GB, no save measured yet)"], "killed"),
     (3, 41.0, 30, ["may be killed 30 s after", "--shutdown-timeout 300"], "nothing"),
     (3, 400.0, 300, ["may be killed 300 s after", "--shutdown-timeout 1200"], "nothing"),
-    (0, 41.0, 30, ["unless the first step ends in time, there is nothing to save"], "killed"),
+    (0, 41.0, 30, ["there is nothing to save unless the first step ends in time"], "killed"),
 ]
 
 
@@ -85,11 +85,11 @@ STOPPING = [
 def test_what_stopping_takes_is_said(done, longest, patience, said, unsaid):
     watch, _ = timing()
     watch.checkpoint_bytes, watch.longest_save_s = 3.2e9, longest
-    line = watch.what_stopping_takes(done, patience)
+    line = watch.describe_stopping(done, patience)
     assert all(text in line for text in said), line
     assert unsaid not in line
 
 
 def test_stopping_without_a_checkpoint_is_said():
     watch, _ = timing(save_on_signal=False)
-    assert "without a checkpoint (trainer.save_on_signal=false)" in watch.what_stopping_takes(3, 30)
+    assert "without a checkpoint (trainer.save_on_signal=false)" in watch.describe_stopping(3, 30)

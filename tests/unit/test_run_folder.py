@@ -171,7 +171,7 @@ def test_a_run_that_finished_before_there_was_a_status_is_known_by_its_report(tm
 
 def test_a_finished_run_is_no_answer_to_a_recipe_of_another_model(tmp_path):
     run = ran(tmp_path / "run", checkpoints=(4,))
-    with pytest.raises(ConfigError, match="has no actor, this recipe trains one"):
+    with pytest.raises(ConfigError, match="has no actor, which this recipe trains"):
         RunFolder(run, recipe_of(run), STEPS, {"actor": {"hidden_size": 1}}, print)
 
 
@@ -243,7 +243,7 @@ def test_a_damaged_newer_checkpoint_is_set_aside_where_the_run_goes_on(tmp_path)
     run, said = ran(tmp_path / "run", status="running", checkpoints=(2, 5)), []
     flip(run / "checkpoints/global_step_5")
     folder = opened(run, said=said)
-    assert "damaged checkpoint passed over" in said[0]
+    assert "damaged checkpoint skipped" in said[0]
     folder.begin()
     assert folder.found.manifest.step == 2
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["global_step_2"]
