@@ -11,7 +11,7 @@ def common_state(shape: ModelShape) -> dict[str, object]:
     """Version, iteration, and the arguments that Megatron-LM stores when it saves.
 
     Without ``--finetune`` Megatron-LM's loader compares layers, width and heads with those of the
-    run. If ``args`` is missing, ``megatron/training/checkpointing.py`` of commit 699abf15 fails, that
+    run. If ``args`` is missing, its ``checkpointing.py`` of commit 699abf15 fails, and that
     of commit 0032978f does not. Megatron-LM looks for no optimizer or random state if
     ``latest_checkpointed_iteration.txt`` contains ``release``.
 
