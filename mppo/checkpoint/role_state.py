@@ -122,8 +122,8 @@ def _with_average(entry, average: Tensor):
 def optimizer_parts(role: Role) -> list:
     """The optimizers Megatron made: one, and one more for experts that are spread over ranks."""
     assert role.optimizer is not None
-    whole = role.optimizer.megatron
-    return [p for p in getattr(whole, "chained_optimizers", [whole]) if p.optimizer is not None]
+    optimizer = role.optimizer.megatron
+    return [p for p in getattr(optimizer, "chained_optimizers", [optimizer]) if p.optimizer is not None]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""KL over the whole vocabulary between a policy and a frozen reference, without holding [T, V].
+"""Full-vocabulary KL between a policy and a frozen reference, without holding [T, V].
 
 Shapes: N positions that predict a response token, V_p rows of both projections on this
 tensor-parallel rank. The two models share a vocabulary; their hidden sizes may differ.
