@@ -114,16 +114,18 @@ def _averages(model: dict[str, Any], averages: dict[int, Tensor]) -> dict[str, d
 
 
 def _with_average(entry, average: Tensor):
+    """A parameter's entry with another key and its moving average as data."""
     if isinstance(entry, ShardedTensor):
         return replace(entry, key=f"average.{entry.key}", data=average, dtype=average.dtype)
     return replace(entry, key=f"average.{entry.key}", data=average)
 
 
 def optimizer_parts(role: Role) -> list:
-    """The optimizers Megatron made: one, and one more for experts that are spread over ranks."""
+    """Megatron's optimizers of a trained role: a second one for experts spread over ranks."""
     assert role.optimizer is not None
     optimizer = role.optimizer.megatron
-    return [p for p in getattr(optimizer, "chained_optimizers", [optimizer]) if p.optimizer is not None]
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if part.optimizer is not None]
 
 
 @dataclass(frozen=True)
