@@ -12,7 +12,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mppo.config.schema import MegatronConfig, OptimConfig
+from mppo.config.sections.megatron import MegatronConfig
+from mppo.config.sections.optimizer import OptimConfig
 from mppo.models import adam
 from mppo.models.stage import Stage
 

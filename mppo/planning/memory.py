@@ -237,7 +237,7 @@ def role_memory(
         kept = in_flight * len(elements_per_token) * shape.hidden / layout.tp + widest
     else:
         kept = in_flight * sum(elements_per_token)
-    exchange = role.megatron.key_exchange(latent=shape.mla is not None)
+    exchange = role.megatron.key_exchange(has_mla=shape.mla is not None)
     exchanged = exchanged_elements_per_token(shape, layout, exchange, trained)
     held = int((kept * tokens + exchanged * micro_batch_tokens) * size)
     head = 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from mppo import __version__
 from mppo.config.rules.rule import roles_in_use
-from mppo.config.schema import DataConfig, Recipe, RolloutConfig
+from mppo.config.schema import Recipe
+from mppo.config.sections.data import DataConfig
+from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo
 from mppo.safety.redact import redact_text

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schema import TrainerConfig
+from mppo.config.sections.trainer import TrainerConfig
 from mppo.report.console import SampleRow, StepConsole
 from mppo.report.expert_load import plot_expert_load
 from mppo.report.history import History, Metrics

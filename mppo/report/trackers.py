@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schema import TrainerConfig
+from mppo.config.sections.trainer import TrainerConfig
 from mppo.report.history import Metrics
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mppo.config.algorithm import FilterGroupsConfig
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.rule import RuleContext, rule
-from mppo.config.schema import SEQUENCE_LOSSES
+from mppo.config.sections.algorithm import FilterGroupsConfig
+from mppo.config.sections.roles import SEQUENCE_LOSSES
 
 
 @rule("algorithm.rollout_correction")

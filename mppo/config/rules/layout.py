@@ -7,7 +7,7 @@ from math import lcm
 
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.rule import RoleCase, RuleContext, rule
-from mppo.config.schema import MegatronConfig
+from mppo.config.sections.megatron import MegatronConfig
 
 MODEL_KEYS = ("model", "critic.path", "ref.path")
 """What decides the model of a role."""

@@ -12,7 +12,9 @@ from functools import cached_property
 from math import lcm
 
 from mppo.config.errors import ConfigIssue
-from mppo.config.schema import BatchingConfig, MegatronConfig, Recipe
+from mppo.config.schema import Recipe
+from mppo.config.sections.megatron import MegatronConfig
+from mppo.config.sections.roles import BatchingConfig
 from mppo.weights.shape import ModelShape
 
 

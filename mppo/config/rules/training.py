@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.layout import divisors
 from mppo.config.rules.rule import RuleContext, rule
-from mppo.config.schema import DrawingConfig
+from mppo.config.sections.rollout import DrawingConfig
 from mppo.safety.bounded_http import url_problem
 
 GROUP_ESTIMATORS = frozenset(
