@@ -223,8 +223,8 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
         overrides,
         world_size,
         read,
-        judges=(override_issues, check_weights),
-        judge_engine=partial(engine_issues, on_cpu=False),  # maybe not on a node of the job
+        role_checks=(override_issues, check_weights),
+        engine_check=partial(engine_issues, on_cpu=False),  # maybe not on a node of the job
         fetch_model=fetch_model,
     )
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)

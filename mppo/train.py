@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             world,
             _read_config,
             files=not planned,
-            judges=(partial(_judge_role, planned=planned),),
-            judge_engine=partial(_judge_engine, planned=planned),
+            role_checks=(partial(_judge_role, planned=planned),),
+            engine_check=partial(_judge_engine, planned=planned),
             remarks=remarks,
             fetch_model=fetch_model,
         )
