@@ -61,10 +61,10 @@ def check_recipe(
             except ValueError as error:
                 issues.append(_model_issue(role.path_key, role.path, error))
     positions = _positions(hf_configs["actor"]) if "actor" in shapes else None
-    case = RuleContext(recipe, world_size, shapes, positions)
+    context = RuleContext(recipe, world_size, shapes, positions)
     for keys, function in RULES:
         if not _touches(keys, keys_with_issues):
-            issues += function(case)
+            issues += function(context)
     return _without_duplicates(issues)
 
 

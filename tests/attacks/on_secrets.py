@@ -132,7 +132,7 @@ TABLE = Table(
     (
         _row(
             "`api_key` among the options of the server",
-            "is decided by mppo",
+            "is set by mppo",
             *_DRY,
             "rollout.name=sglang",
             f"rollout.server_args.api_key={PLAIN}",
