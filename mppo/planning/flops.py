@@ -54,7 +54,7 @@ class ModelFlops:
         return self.per_token * sum(lengths) + self.per_output * outputs + self.per_pair * pairs
 
     def training(self, lengths: Iterable[int], outputs: int) -> int:
-        """Operations of forward and backward pass; backward has two products per forward product."""
+        """Operations of forward and backward; backward has two products for each of forward."""
         return 3 * self.forward(lengths, outputs)
 
 

@@ -137,7 +137,7 @@ def _plan_role(
 
 
 def _mini_batches(recipe: Recipe, role: RoleCase) -> tuple[int, int]:
-    """Optimizer steps per PPO step, and sequences of one mini-batch (of one pass for the reference)."""
+    """Optimizer steps per PPO step, and sequences of a mini-batch (of a pass for the reference)."""
     batch, samples = recipe.data.train_batch_size, recipe.rollout.n
     if role.name == "ref":
         return 0, batch * samples

@@ -112,7 +112,7 @@ class StepConsole:
 
 
 def step_line(step: int, total_steps: int, eta: str, metrics: Metrics) -> str:
-    """A step's line, such as ``step  12/100 | eta 1m05s | reward 0.512 | kl 0.0123 | length 4.2``."""
+    """Such as ``step  12/100 | eta 1m05s | reward 0.512 | kl 0.0123 | length 4.2``."""
     width = len(str(total_steps))
     parts = [f"step {step:{width}d}/{total_steps}", f"eta {eta}"]
     parts += [

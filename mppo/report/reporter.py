@@ -133,8 +133,9 @@ class Reporter:
             self._console.samples(step, rows)
 
     def close(self, status: RunState | None = None) -> None:
-        """Write plots and report, and close progress bar and trackers. Idempotent; without ``start``
-        nothing happens.
+        """Write plots and report, and close progress bar and trackers; idempotent.
+
+        Without ``start`` nothing happens.
 
         Args:
             status: how the run ended. None: "failed" while an exception propagates, otherwise

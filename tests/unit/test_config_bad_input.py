@@ -147,8 +147,8 @@ SETTINGS = [
      "no effect"),
     ("a correction bound nobody uses", "algorithm.rollout_correction.rollout_is_lower=0.5",
      "algorithm.rollout_correction.rollout_is_lower", "no effect"),
-    ("a remote reward without address", "reward.name=remote", "reward.url", "needs sequence parallelism"),
-    ("a reward function without name", "reward.name=function", "reward.function", "needs sequence parallelism"),
+    ("a remote reward without address", "reward.name=remote", "reward.url", "needs it"),
+    ("a reward function without name", "reward.name=function", "reward.function", "needs it"),
     ("an unknown way out of errors", "reward.on_error=skip", "reward.on_error", "raise, zero"),
     ("no memory for a function", "reward.memory_mb=0", "reward.memory_mb", "a value > 0"),
     (

@@ -67,7 +67,7 @@ def test_a_run_leaves_recipe_numbers_samples_picture_and_report(tmp_path, capsys
     report = (tmp_path / "report.md").read_text()
     assert "Finished after 4 steps" in report
     assert "| mean reward | 0.1 | 0.4 | 0.4 |" in report
-    assert "| largest log-probability difference of rollout and actor | 2e-06 | 2e-06 |  |" in report
+    assert "log-probability difference of rollout and actor | 2e-06 | 2e-06 |  |" in report
     assert "| a\\|b | \\\\x1b[31m\\* | \\<b\\> | 0.000 |" in report
     assert "step 4/4 | eta 0s | reward 0.400 | kl 0.0123" in capsys.readouterr().out
 
