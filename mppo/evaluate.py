@@ -136,18 +136,20 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
             )
         finally:
             engine.stop()
-    judged = scorer.score(trajectories)
+    judgements = scorer.score(trajectories)
     lengths = [len(trajectory.response_ids) for trajectory in trajectories]
     truncated = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
-    numbers = mean_numbers(trajectories, judged)
-    result = {f"reward/{name}": mean for name, mean in mean_scores(trajectories, judged).items()}
+    numbers = mean_numbers(trajectories, judgements)
+    result = {
+        f"reward/{name}": mean for name, mean in mean_scores(trajectories, judgements).items()
+    }
     result |= {f"reward/{source}/{name}": mean for (source, name), mean in numbers.items()}
-    result |= {f"reward/{reason}": count for reason, count in unscored(judged).items()}
+    result |= {f"reward/{reason}": count for reason, count in unscored(judgements).items()}
     counts = Counter(prompt.data_source for prompt in prompts)
     result |= {f"prompts/{name}": float(count) for name, count in counts.items()}
     return result | {
-        "reward/mean": sum(judgement.score for judgement in judged) / len(judged),
-        "reward/errors": float(len(errors_of(judged))),
+        "reward/mean": sum(judgement.score for judgement in judgements) / len(judgements),
+        "reward/errors": float(len(errors_of(judgements))),
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/clip_ratio": truncated / len(lengths),
         "prompts": float(len(prompts)),

@@ -106,6 +106,7 @@ def load_checked(
         raise ConfigError(issues, source=source_name(path))
     world_size = world_size or world_size_of(recipe)
     issues += _unless_known(check_recipe(recipe, world_size, {}, _keys(issues)), issues)
+    # downloads only for a recipe without other issues: they take minutes
     if fetch_model is not None and recipe.model.hub and not issues:
         recipe, issues = _download_models(recipe, fetch_model, files)
     issues += _unless_known(check_run_folder(recipe), issues)

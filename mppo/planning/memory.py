@@ -81,7 +81,7 @@ def stage_layers(
     Returns:
         For each stage its layers, ascending; every layer is in one list.
     """
-    if chunks is not None:
+    if chunks is not None:  # chunk i belongs to stage i mod pp
         bounds = [0, *accumulate(chunks)]
         return [
             [layer for i in range(stage, len(chunks), pp) for layer in range(*bounds[i : i + 2])]
@@ -91,10 +91,12 @@ def stage_layers(
     stages = pp - (first is not None) - (last is not None)
     middle = (num_layers - given) // stages if stages else 0
     sizes = [middle] * pp
+    # the first and last stage also hold the embedding and the head: a recipe may give them fewer
     if first is not None:
         sizes[0] = first
     if last is not None:
         sizes[-1] = last
+    # layers in model order: each chunk of all stages comes before the next chunk
     owned: list[list[int]] = [[] for _ in range(pp)]
     layer = 0
     for _ in range(vpp):
@@ -231,6 +233,7 @@ def role_memory(
         shape: the model.
     """
     size = BYTES[dtype]
+    # gradients and optimizer states: in float32, and only of a trained role
     trained = role.name in ("actor", "critic")
     gradients = optimizer = 0
     if trained:
@@ -238,7 +241,7 @@ def role_memory(
         split = (layout.dp * layout.cp, layout.edp)
         if not role.megatron.use_distributed_optimizer:
             split = (1, 1)
-        per_parameter = 8 + (4 if size == 2 else 0)
+        per_parameter = 8 + (4 if size == 2 else 0)  # moments, and master weights of bfloat16
         optimizer = per_parameter * (count.dense // split[0] + count.expert // split[1])
     # activations: of the micro-batches in flight if trained, else of one layer at a time
     tokens = micro_batch_tokens / layout.cp

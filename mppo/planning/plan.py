@@ -233,7 +233,7 @@ def _memory(recipe: Recipe, plans: list[RolePlan]) -> str:
                 *(_gib(size) for size in (*sizes, part.total)),
             )
         )
-    # weights and states of all roles stay resident; only one role works at a time
+    # the peak adds the largest activations of a role to what all roles keep in memory
     resident = sum(m.weights + m.gradients + m.optimizer for m in worst)
     peak = resident + max(m.activations + m.head for m in worst)
     actor = plans[0].parameters * BYTES[recipe.rollout.dtype or recipe.model.dtype]

@@ -34,7 +34,8 @@ class MegatronConfig(Section):
     expert_tensor_parallel_size: int = Field(default=1, gt=0)
     """ETP: ranks that share each matrix of an expert."""
     sequence_parallel: bool = True
-    """Divide the activations outside of the matrices over the TP ranks. No effect with TP = 1."""
+    """Divide the activations between tensor-parallel matrices over the TP ranks. No effect with
+    TP = 1."""
     num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)
     """Decoder layers of the first stage. null: an even share."""
     num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
@@ -64,7 +65,7 @@ class MegatronConfig(Section):
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens reach the ranks of their experts. ``allgather`` needs PP = 1."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
-    """Type of the router's logits and of the experts' weights in the sum."""
+    """Type of the router's logits and of the weights that sum the experts' outputs."""
     moe_expert_capacity_factor: float | None = Field(default=None, gt=0)
     """An expert's capacity, as a multiple of its even share of a rank's tokens in a micro-batch;
     choices above it are dropped. null: nothing is dropped."""

@@ -57,7 +57,7 @@ class RolloutConfig(SamplingConfig):
     val_kwargs: ValidationConfig = ValidationConfig(temperature=0.0)
     """Sampling for validation; greedy by default."""
     tensor_model_parallel_size: int = Field(default=1, gt=0)
-    """GPUs of one server."""
+    """Ranks (GPUs) of one server."""
     expert_parallel_size: int = Field(default=1, gt=0)
     """Groups of a server's GPUs over which its experts are divided; 1: every GPU holds a part of
     each expert."""

@@ -78,10 +78,10 @@ class TrainerConfig(Section):
     sample_table_rows: int = Field(default=4, ge=0)
     """Responses shown and written to samples.jsonl at the first, middle and last step."""
     nnodes: int | None = Field(default=None, gt=0)
-    """Nodes of the job, checked against the ranks that were started. null: 1 where
-    ``n_gpus_per_node`` is set, otherwise not checked."""
+    """Nodes of the job. If ``n_gpus_per_node`` is set too, their product must be the number of ranks
+    that were started. null: not checked; --dry-run plans for one node."""
     n_gpus_per_node: int | None = Field(default=None, gt=0)
-    """Ranks per node, checked together with ``nnodes``. null: not checked."""
+    """Ranks per node. null: not checked; --dry-run plans for the fewest ranks that fit."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that a collective waits for a missing rank."""
     heartbeat_timeout_s: float = Field(default=20.0, ge=2)
