@@ -76,7 +76,7 @@ def model_flops(hf_config: Any, head: Head) -> ModelFlops:
     last = shape.num_layers - 1
     per_token = per_output = 0
     for row in table.rows:
-        # an expert's row stands for all experts: a token passes through the active ones
+        # an expert row is the size of one expert; a token passes through the active ones
         products = _multiply_adds(row) * (active_experts if row.where == "expert" else 1)
         layers = sum(table.applies(row, layer) for layer in range(shape.num_layers))
         # the last layer's feed-forward runs only for tokens that pass the head

@@ -78,8 +78,8 @@ class TrainerConfig(Section):
     sample_table_rows: int = Field(default=4, ge=0)
     """Responses shown and written to samples.jsonl at the first, middle and last step."""
     nnodes: int | None = Field(default=None, gt=0)
-    """Nodes of the job. If ``n_gpus_per_node`` is set too, their product must be the number of ranks
-    that were started. null: not checked; --dry-run plans for one node."""
+    """Nodes of the job. If ``n_gpus_per_node`` is set too, their product must be the number of
+    ranks that were started. null: not checked; --dry-run plans for one node."""
     n_gpus_per_node: int | None = Field(default=None, gt=0)
     """Ranks per node. null: not checked; --dry-run plans for the fewest ranks that fit."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
