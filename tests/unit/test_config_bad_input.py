@@ -178,7 +178,7 @@ SETTINGS = [
     ("a checkpoint nobody loads", "trainer.resume_from_path=runs/x", "trainer.resume_from_path",
      "no effect with trainer.resume_mode = auto"),
     ("a resume without checkpoint", "trainer.resume_mode=resume_path", "trainer.resume_from_path",
-     "needs sequence parallelism"),
+     "needs it"),
     ("no such way with an earlier run", "trainer.on_existing_run=overwrite",
      "trainer.on_existing_run", "choose one of: refuse, set_aside"),
     ("a best of nothing", "trainer.best_metric=val/reward", "trainer.best_metric", "save_freq"),
@@ -296,7 +296,7 @@ LAYOUTS = [
     ("stages without a pipeline", "actor.megatron.pipeline_layers=[4]",
      "actor.megatron.pipeline_layers", "no effect"),
     ("too few stages", f"actor.megatron.{PP}=4 actor.megatron.pipeline_layers=[2,2]",
-     "actor.megatron.pipeline_layers", "PP x VPP is 4"),
+     "actor.megatron.pipeline_layers", "PP x VPP = 4 chunks"),
     ("stages stated twice", f"actor.megatron.{PP}=2 actor.megatron.pipeline_layers=[1,3] "
      "actor.megatron.num_layers_in_last_pipeline_stage=3",
      "actor.megatron.pipeline_layers", "is set too"),
@@ -331,7 +331,7 @@ LAYOUTS = [
     ("fewer sequences than ranks", "actor.ppo_mini_batch_size=2 critic.ppo_mini_batch_size=4",
      "actor.ppo_mini_batch_size", "fewer than the 4 data-parallel ranks"),
     ("dense layers SGLang does not know", "rollout.name=sglang model.path={mixed_layers} "
-     "algorithm.adv_estimator=reinforce_plus_plus", "rollout.name", "makes 1 of 4 dense"),
+     "algorithm.adv_estimator=reinforce_plus_plus", "rollout.name", "1 of 4 are dense"),
     ("an engine that does not fit", "rollout.name=sglang rollout.tensor_model_parallel_size=3 "
      "model.path={nine_heads}", "rollout.tensor_model_parallel_size", "divide the 4 ranks"),
     ("an engine's groups of unequal size", "rollout.name=sglang model.path={six_experts} "

@@ -38,7 +38,7 @@ def test_nodes_that_are_alike_and_able_have_no_fault():
         ({"devices": 4}, "n2", "4 GPUs for 8 ranks"),
         ({"free_disk_gb": 1.0}, "n2", "1.0 GB left"),
         ({"writable": False}, "n2", "is not writable"),
-        ({"port_free": False}, "n2", "port is taken"),
+        ({"port_free": False}, "n2", "port is in use"),
         ({"clock_s": 1300.0}, "n2", "+300 s off"),
         ({"python": "3.10.1"}, "python", "n1: 3.11.7; n2: 3.10.1"),
         ({"packages": {"torch": "2.12.0"}}, "packages", "2.12.0"),
