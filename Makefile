@@ -19,7 +19,7 @@ help:
 	@echo "make test        lint and the tests"
 	@echo "make lint        ruff check and format check"
 	@echo "make format      rewrite by ruff"
-	@echo "make schema      write docs/recipe.schema.json from mppo/config/schema.py"
+	@echo "make schema      write docs/recipe.schema.json from mppo/config/sections"
 	@echo "make attacks     print docs/attacks.md from the rows of tests/attacks"
 	@echo "make verl-flags  write verl's flags into docs/migrating.md from tests/verl_flags"
 	@echo "make soak        kill and resume at random for ten minutes"

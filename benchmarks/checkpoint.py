@@ -55,7 +55,9 @@ def make_model(folder: Path, vocabulary: int, hidden: int, layers: int) -> int:
 def build(folder: Path, registry, megatron: dict):
     from transformers import AutoConfig
 
-    from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+    from mppo.config.sections.megatron import MegatronConfig
+    from mppo.config.sections.optimizer import OptimConfig
+    from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
     from mppo.models.role_spec import RoleSpec
 
@@ -77,7 +79,7 @@ def build(folder: Path, registry, megatron: dict):
 def checkpointer(role, root: Path, background: bool):
     from mppo.batch import PartialResponses
     from mppo.checkpoint.checkpointer import Checkpointer
-    from mppo.config.schema import TrainerConfig
+    from mppo.config.sections.trainer import TrainerConfig
     from mppo.supervision.signals import StopRequest
 
     trainer = TrainerConfig(async_save=background)

@@ -47,7 +47,7 @@ def build_attention(world: int, exchange: str):
     """The core attention alone, on one context-parallel group of all ranks."""
     from transformers import Qwen2Config
 
-    from mppo.config.schema import MegatronConfig
+    from mppo.config.sections.megatron import MegatronConfig
     from mppo.models.attention.core import PackedAttention
     from mppo.models.configuration import transformer_config
     from mppo.models.families.architectures import family_config

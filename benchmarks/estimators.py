@@ -30,7 +30,7 @@ from torch import Tensor
 from mppo.algos.advantages import gae
 from mppo.algos.masked import masked_whiten
 from mppo.batch import Batch, ModelOutputs
-from mppo.config.algorithm import AlgorithmConfig
+from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.parallel import device
 from mppo.trainer.advantages import estimate
 

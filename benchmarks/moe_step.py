@@ -86,7 +86,9 @@ def make_batch(lengths: list[int]):
 
 def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp: int = 1):
     """An actor on the running process group."""
-    from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+    from mppo.config.sections.megatron import MegatronConfig
+    from mppo.config.sections.optimizer import OptimConfig
+    from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
     from mppo.models.role_spec import RoleSpec
 

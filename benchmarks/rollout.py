@@ -25,7 +25,7 @@ import transformers
 from record import alternate, parser, record
 
 from mppo.batch import Prompt
-from mppo.config.schema import RolloutConfig, SamplingConfig
+from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
 

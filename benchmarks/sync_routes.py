@@ -21,7 +21,7 @@ import torch
 import transformers
 from record import alternate, parser, record
 
-from mppo.config.schema import RolloutConfig
+from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.layout import Layout
 from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.engine import SGLangEngine

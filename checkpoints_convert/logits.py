@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoints_convert.job import Ranks
-from mppo.config.schema import MegatronConfig
+from mppo.config.sections.megatron import MegatronConfig
 from mppo.hub.builtin import read_model_config
 from mppo.models.attention.packing import pack_sequences
 from mppo.models.configuration import transformer_config

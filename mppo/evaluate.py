@@ -1,8 +1,8 @@
-"""Scores of a model folder on a recipe's validation prompts, without training.
+"""Evaluate a model folder on a recipe's validation prompts.
 
 ``torchrun mppo/evaluate.py --config recipe.yaml model.path=runs/demo/actor`` generates with the
-recipe's engine and ``rollout.val_kwargs``, scores with its reward, and prints means by data source
-as one line of JSON. The prompts are divided over the ranks.
+recipe's engine and ``rollout.val_kwargs``, scores with its reward, and prints one line of JSON with
+means by data source. The prompts are divided among the ranks.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ from mppo.weights.model_folder import companion_folder
 
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate; exit code 0, 2 for a faulty recipe, 1 where responses cannot be judged."""
+    """Evaluate; exit code 0, 2 for an invalid recipe or input, 1 if a response has no score."""
     parser = argparse.ArgumentParser(prog="mppo/evaluate.py", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="recipe (YAML)")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument(
+        "--out", type=Path, help="file to write the JSON to, besides standard output"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_model(recipe: Recipe) -> None:
-    """Raises ConfigError where the model that is to be evaluated cannot be loaded."""
+    """Raise ConfigError if the model cannot be loaded."""
     actor = roles_in_use(recipe)[0]
     try:
         folder = resolve_model(actor.path)
@@ -95,15 +97,15 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     """Mean scores and lengths. Collective.
 
     Args:
-        recipe: whose ``model.path`` is evaluated.
-        info: this process's place.
+        recipe: the recipe; ``model.path`` is the evaluated model.
+        info: rank and world size of this process.
 
     Returns:
-        ``reward/<data source>``, ``reward/<data source>/<number>`` of what came with the scores,
-        ``reward/mean``, ``reward/errors`` (responses that could not be judged),
-        ``reward/timeouts`` and the like (responses without a score of their own),
-        ``response_length/mean`` (tokens), ``response_length/clip_ratio`` (share that ended for
-        length), ``prompts`` and ``prompts/<data source>``.
+        ``reward/<data source>``, ``reward/<data source>/<name>`` (other numbers of the reward
+        function), ``reward/mean``, ``reward/errors`` (responses without a valid score),
+        ``reward/timeouts``, ``reward/failures`` and ``reward/bad_verdicts`` (responses that scored
+        0 for that reason), ``response_length/mean`` (tokens), ``response_length/clip_ratio`` (share
+        of responses with the maximal length), ``prompts`` and ``prompts/<data source>``.
     """
     folder = resolve_model(recipe.model.path)
     trust = recipe.model.trust_remote_code
@@ -118,7 +120,9 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     prompts = validation.prompts
     if not prompts:
         fix = "set data.val_files, or a data.task and a data.val_size above 0"
-        raise ConfigError([ConfigIssue("data.val_files", [], "nothing to evaluate", fix)])
+        raise ConfigError(
+            [ConfigIssue("data.val_files", [], "there are no validation prompts", fix)]
+        )
     scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
     scorer.check(prompts)
     with process_group(info, recipe.trainer.collective_timeout_s):
@@ -132,18 +136,20 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
             )
         finally:
             engine.stop()
-    judged = scorer.score(trajectories)
+    judgements = scorer.score(trajectories)
     lengths = [len(trajectory.response_ids) for trajectory in trajectories]
     truncated = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
-    numbers = mean_numbers(trajectories, judged)
-    result = {f"reward/{name}": mean for name, mean in mean_scores(trajectories, judged).items()}
+    numbers = mean_numbers(trajectories, judgements)
+    result = {
+        f"reward/{name}": mean for name, mean in mean_scores(trajectories, judgements).items()
+    }
     result |= {f"reward/{source}/{name}": mean for (source, name), mean in numbers.items()}
-    result |= {f"reward/{reason}": count for reason, count in unscored(judged).items()}
+    result |= {f"reward/{reason}": count for reason, count in unscored(judgements).items()}
     counts = Counter(prompt.data_source for prompt in prompts)
     result |= {f"prompts/{name}": float(count) for name, count in counts.items()}
     return result | {
-        "reward/mean": sum(judgement.score for judgement in judged) / len(judged),
-        "reward/errors": float(len(errors_of(judged))),
+        "reward/mean": sum(judgement.score for judgement in judgements) / len(judgements),
+        "reward/errors": float(len(errors_of(judgements))),
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/clip_ratio": truncated / len(lengths),
         "prompts": float(len(prompts)),
@@ -151,7 +157,7 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
 
 
 def model_buckets(folder: Path, config, bucket_bytes: int) -> Iterator[WeightBucket]:
-    """The tensors of a model folder or checkpoint, in buckets of about that many bytes."""
+    """The tensors of a model folder or checkpoint, in buckets of about ``bucket_bytes`` bytes."""
     bucket: WeightBucket = []
     size = 0
     for name, tensor in whole_tensors(folder, config):

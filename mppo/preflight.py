@@ -1,11 +1,11 @@
-"""Checks before a cluster job: the recipe, and that all nodes are alike and able.
+"""Checks before a cluster job: the recipe, and that the nodes work and are equal.
 
     python -m mppo.preflight recipe --config x.yaml --world-size 16 [section.key=value ...]
     srun ... python -m mppo.preflight collect --ranks 8 --port 29500 |
         python -m mppo.preflight judge --nodes 2
 
-``collect`` prints one line of JSON per node, ``judge`` reads them and prints a table of what is
-wrong. Exit code 0, or 2 with every issue named.
+``collect`` prints one line of JSON per node. ``judge`` reads these lines and prints a table of the
+nodes. Exit code 0, or 2 with all issues.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ CLOCK_SKEW_S = 30.0
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What one node says of itself.
+    """One node's software, devices, disk and clock.
 
     Args:
-        host: its name.
+        host: host name.
         python: version of the interpreter.
-        packages: version by package, "absent" where not installed.
-        mppo: version of this package and where it was loaded from.
-        device: name of the device ranks will use.
-        devices: GPUs seen, 0 on a node without.
-        ranks: ranks to be started on it.
-        free_disk_gb: space in the working folder.
-        writable: whether a file can be written there.
+        packages: version by package, "absent" if it is not installed.
+        mppo: version and location of mppo.
+        device: name of the device that ranks will use.
+        devices: visible GPUs.
+        ranks: ranks that will be started on the node.
+        free_disk_gb: free space of the working folder's disk, GB.
+        writable: whether the working folder is writable.
         port_free: whether the rendezvous port is free.
         clock_s: seconds since the epoch.
     """
@@ -68,8 +68,14 @@ class NodeReport:
     clock_s: float
 
 
-def collect_facts(ranks: int, port: int, folder: Path) -> NodeReport:
-    """Look at this node."""
+def report_node(ranks: int, port: int, folder: Path) -> NodeReport:
+    """The report of this node.
+
+    Args:
+        ranks: ranks that will be started here.
+        port: the rendezvous port.
+        folder: the working folder.
+    """
     return NodeReport(
         host=socket.gethostname() + _node_suffix(),
         python=platform.python_version(),
@@ -85,37 +91,39 @@ def collect_facts(ranks: int, port: int, folder: Path) -> NodeReport:
     )
 
 
-def judge(reports: Sequence[NodeReport], nodes: int, now_s: float) -> list[ConfigIssue]:
-    """What is wrong with a set of nodes.
+def compare_nodes(reports: Sequence[NodeReport], nodes: int, now_s: float) -> list[ConfigIssue]:
+    """Issues of a job's nodes.
 
     Args:
         reports: one per node that answered.
-        nodes: how many should have.
-        now_s: the judge's clock.
+        nodes: number of nodes of the job.
+        now_s: this node's clock, seconds since the epoch.
 
     Returns:
-        Issues, none where all is well; the key is the node.
+        The issues; the key is the node, or the property in which nodes differ.
     """
-    issues = []
+    issues: list[ConfigIssue] = []
     if len(reports) < nodes:
         names = ", ".join(report.host for report in reports) or "none"
         why = f"only {len(reports)} of {nodes} nodes answered: {names}"
-        issues.append(ConfigIssue("nodes", nodes, why, "look at the others' errors above"))
+        issues.append(ConfigIssue("nodes", nodes, why, "look at the errors of the others above"))
     for report in reports:
-        issues += _judge_node(report, now_s)
+        issues += _check_node(report, now_s)
     for name in ("python", "mppo", "packages", "device"):
-        answers: dict[str, list[str]] = {}
+        hosts_by_value: dict[str, list[str]] = {}
         for report in reports:
-            answers.setdefault(str(getattr(report, name)), []).append(report.host)
-        if len(answers) > 1:
-            told = "; ".join(f"{', '.join(hosts)}: {value}" for value, hosts in answers.items())
+            hosts_by_value.setdefault(str(getattr(report, name)), []).append(report.host)
+        if len(hosts_by_value) > 1:
+            values = "; ".join(
+                f"{', '.join(hosts)}: {value}" for value, hosts in hosts_by_value.items()
+            )
             fix = "use one environment on a shared disk, or one container, for all nodes"
-            issues.append(ConfigIssue(name, "differs", told, fix))
+            issues.append(ConfigIssue(name, "differs", values, fix))
     return issues
 
 
-def facts_table(reports: Sequence[NodeReport]) -> str:
-    """The nodes side by side."""
+def node_table(reports: Sequence[NodeReport]) -> str:
+    """A table with one line per node."""
     head = ("node", "device", "GPUs", "ranks", "python", "torch", "free disk")
     rows = [head] + [
         (
@@ -135,18 +143,18 @@ def facts_table(reports: Sequence[NodeReport]) -> str:
 
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 where all is well, 2 with the issues on stderr."""
+    """Check; exit code 0, or 2 with the issues on stderr."""
     arguments = _parse(argv)
     try:
         if arguments.action == "recipe":
             _check_recipe(arguments.config, arguments.overrides, arguments.world_size)
         elif arguments.action == "collect":
-            report = collect_facts(arguments.ranks, arguments.port, Path.cwd())
+            report = report_node(arguments.ranks, arguments.port, Path.cwd())
             print(MARK + json.dumps(asdict(report)), flush=True)
         else:
             reports = _read_reports(sys.stdin.read())
-            print(facts_table(reports), flush=True)
-            issues = judge(reports, arguments.nodes, time.time())
+            print(node_table(reports), flush=True)
+            issues = compare_nodes(reports, arguments.nodes, time.time())
             if issues:
                 raise ConfigError(issues, source="preflight")
     except ConfigError as error:
@@ -158,34 +166,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m mppo.preflight")
     actions = parser.add_subparsers(dest="action", required=True)
-    recipe = actions.add_parser("recipe", help="judge a recipe and its files")
+    recipe = actions.add_parser("recipe", help="check a recipe and its files")
     recipe.add_argument("--config", type=Path, required=True)
     recipe.add_argument("--world-size", type=int, required=True)
     recipe.add_argument("overrides", nargs="*")
-    node = actions.add_parser("collect", help="print what this node has")
+    node = actions.add_parser("collect", help="print the report of this node")
     node.add_argument("--ranks", type=int, required=True)
     node.add_argument("--port", type=int, required=True)
-    judging = actions.add_parser("judge", help="compare the nodes' reports on stdin")
+    judging = actions.add_parser("judge", help="compare the reports of all nodes, from stdin")
     judging.add_argument("--nodes", type=int, required=True)
     return parser.parse_args(argv)
 
 
-def _judge_node(report: NodeReport, now_s: float) -> list[ConfigIssue]:
+def _check_node(report: NodeReport, now_s: float) -> list[ConfigIssue]:
     issues = []
     if report.devices and report.devices < report.ranks:
-        why = f"{report.ranks} ranks, but {report.devices} GPUs"
+        why = f"the node has {report.devices} GPUs for {report.ranks} ranks"
         issues.append(
-            ConfigIssue(report.host, report.devices, why, "ask for more with --gpus-per-node")
+            ConfigIssue(report.host, report.devices, why, "request more with --gpus-per-node")
         )
     if report.free_disk_gb < FREE_DISK_GB:
         why = f"{report.free_disk_gb:.1f} GB left on the working disk"
         issues.append(ConfigIssue(report.host, "disk", why, f"free at least {FREE_DISK_GB:.0f} GB"))
     if not report.writable:
-        why, fix = "the working folder cannot be written", "submit from a folder you own"
+        why, fix = "the working folder is not writable", "submit from a folder you own"
         issues.append(ConfigIssue(report.host, "disk", why, fix))
     if not report.port_free:
-        fix = "submit anew: the port follows from the job's number"
-        issues.append(ConfigIssue(report.host, "port", "the rendezvous port is taken", fix))
+        fix = "submit the job again: the port follows from the job id"
+        issues.append(ConfigIssue(report.host, "port", "the rendezvous port is in use", fix))
     if abs(report.clock_s - now_s) > CLOCK_SKEW_S:
         why = f"its clock is {report.clock_s - now_s:+.0f} s off"
         issues.append(ConfigIssue(report.host, "clock", why, "synchronise the node's clock"))
@@ -193,7 +201,7 @@ def _judge_node(report: NodeReport, now_s: float) -> list[ConfigIssue]:
 
 
 def _read_reports(text: str) -> list[NodeReport]:
-    """Reports among whatever else the nodes printed."""
+    """The reports in the nodes' output; other lines go to stderr."""
     known = {field.name for field in fields(NodeReport)}
     reports = []
     for line in text.splitlines():
@@ -207,7 +215,7 @@ def _read_reports(text: str) -> list[NodeReport]:
 
 
 def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> None:
-    # imported here, for `collect` runs on every node and has no use for them
+    # imported here: `collect` runs on every node and does not need them
     from mppo.config.checks import load_checked
     from mppo.hub.builtin import read_model_config, resolve_model
     from mppo.hub.check_weights import check_weights
@@ -223,15 +231,15 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
         overrides,
         world_size,
         read,
-        judges=(override_issues, check_weights),
-        judge_engine=partial(engine_issues, on_cpu=False),  # maybe not on a node of the job
+        role_checks=(override_issues, check_weights),
+        engine_check=partial(engine_issues, on_cpu=False),  # this node may not be one of the job's
         fetch_model=fetch_model,
     )
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)
 
 
 def _node_suffix() -> str:
-    """Slurm's name of the node, where it differs from the host's."""
+    """Slurm's name of the node in parentheses, if it differs from the host name."""
     name = os.environ.get("SLURMD_NODENAME", "")
     return f" ({name})" if name and name != socket.gethostname() else ""
 

@@ -1,8 +1,8 @@
-"""``mppo-replay``: look again at a mini-batch whose gradient was not finite.
+"""``mppo-replay``: repeat a mini-batch whose loss or gradient was not finite.
 
-``torchrun -m mppo.replay RUN/nonfinite/step_12`` builds the roles as they were at that moment, runs
-the same mini-batch forward and backward, and says where the first numbers that are not finite
-appear: in the batch, in a layer's output, in the loss of a sequence, in a parameter's gradient.
+``torchrun -m mppo.replay RUN/nonfinite/step_12`` restores the roles of that step, runs the
+mini-batch forward and backward, and prints where numbers that are not finite first appear: in the
+batch, a layer's output, the loss, or a parameter's gradient.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from mppo.trainer.update_phase import UpdatePhase
 from mppo.weights.torch_dist.contents import METADATA, read_checkpoint
 
 _NO_CASE = (ValueError, KeyError, TypeError, OSError)
-"""What reading a folder raises that holds no case, or one of other models."""
+"""Errors from reading a folder without a valid case, or with a case of other models."""
 _SHOWN = 5
-"""Findings of one kind shown per role; those that follow are consequences."""
+"""Findings of one kind shown per role; later ones are consequences of the first."""
 
 
 def not_finite(experience: Experience) -> list[str]:
-    """Which tensors of the batch hold numbers that are not finite, where, and how many."""
+    """The tensors of the batch with numbers that are not finite: how many, and the first index."""
     found = []
     for name, tensor in named_tensors(experience).items():
         bad = ~torch.isfinite(tensor) if tensor.is_floating_point() else torch.zeros(0)
@@ -54,9 +54,9 @@ def not_finite(experience: Experience) -> list[str]:
 
 @contextmanager
 def watching_layers(role: Role, found: list[str]) -> Iterator[None]:
-    """Note the modules of this rank whose output is not finite, in the order they ran."""
+    """Append to ``found`` the modules of this rank whose output is not finite, in their order."""
 
-    def look(name: str, module, inputs, output) -> None:
+    def inspect(name: str, module, inputs, output) -> None:
         tensors = output if isinstance(output, tuple) else (output,)
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -65,7 +65,7 @@ def watching_layers(role: Role, found: list[str]) -> Iterator[None]:
                     found.append(f"{role.name}: output of {name} has {bad} of {tensor.numel()}")
 
     handles = [
-        module.register_forward_hook(partial(look, f"chunk {i} {name}"))
+        module.register_forward_hook(partial(inspect, f"chunk {i} {name}"))
         for i, stage in enumerate(role.stages)
         for name, module in stage.named_modules()
         if name
@@ -78,11 +78,12 @@ def watching_layers(role: Role, found: list[str]) -> Iterator[None]:
 
 
 def gradients_not_finite(role: Role) -> list[str]:
-    """This rank's parameters whose accumulated gradient is not finite."""
+    """The parameters of this rank whose accumulated gradient is not finite."""
     found = []
     for i, stage in enumerate(role.stages):
         for name, parameter in stage.named_parameters():
-            bad = int((~torch.isfinite(parameter.main_grad)).sum())
+            gradient = parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue] (Megatron's)
+            bad = int((~torch.isfinite(gradient)).sum())
             if bad:
                 total = parameter.numel()
                 found.append(f"{role.name}: gradient of chunk {i} {name} has {bad} of {total}")
@@ -90,10 +91,10 @@ def gradients_not_finite(role: Role) -> list[str]:
 
 
 def replay(case: ReplayCase, experience: Experience, roles: Roles) -> list[str]:
-    """Run a kept case again, on roles as they were at that moment. Collective.
+    """Run a saved case again, with the roles of that step. Collective.
 
     Returns:
-        This rank's findings, in the order in which numbers ceased to be finite.
+        The findings of this rank, in the order of computation.
     """
     found = not_finite(experience)
     for update in UpdatePhase(roles, experience, case.step, actor_frozen=False).updates:
@@ -112,13 +113,15 @@ def replay(case: ReplayCase, experience: Experience, roles: Roles) -> list[str]:
 
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay the case named on the command line; prints the findings of every rank. Exit code 2 for
-    a folder that holds no case, or one that would run code."""
+    """Replay a case and print the findings of every rank.
+
+    Exit code 2 for a folder without a case, or with pickles that would run code.
+    """
     parser = argparse.ArgumentParser(prog="mppo-replay", description=__doc__)
     parser.add_argument("folder", type=Path, help="RUN/nonfinite/step_N")
     folder = parser.parse_args(argv).folder
     if not (folder / CASE).is_file():
-        parser.error(f"{folder}: has no {CASE}; name a folder RUN/nonfinite/step_N")
+        parser.error(f"{folder} has no {CASE}; give a folder RUN/nonfinite/step_N")
     info = discover()
     try:
         for table in sorted((folder / MODELS).glob(f"*/{METADATA}")):

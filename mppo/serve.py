@@ -1,13 +1,12 @@
-"""An SGLang server of a model: to chat with, or on a node of its own for a run.
+"""Serve a model with SGLang: for chat, or as the rollout server of a run on another node.
 
     export MPPO_ROLLOUT_API_KEY=$(openssl rand -hex 16)
     python -m mppo.serve --config RUN/recipe.yaml --host 127.0.0.1 --port 30000 model.path=RUN/actor
 
-It serves the weights of ``model.path``, with SGLang's OpenAI-style endpoints
-(/v1/chat/completions).
-``--empty`` starts it as a run with ``rollout.mode: disaggregated`` would start its own: with no
-weights read, for the run sends them. ``slurm/ppo.sbatch`` starts one such server per node of a
-heterogeneous job's second part.
+The server has the weights of ``model.path`` and SGLang's OpenAI-compatible endpoints
+(/v1/chat/completions). With ``--empty`` it reads no weights and waits for those of a run with
+``rollout.mode: disaggregated``. ``slurm/ppo.sbatch`` starts one such server on each node of the
+second component of a heterogeneous job.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from mppo.weights.model_folder import companion_folder, is_megatron_checkpoint
 
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Become the server; exit code 2 where recipe, model, address or key are not right."""
+    """Become the server; exit code 2 for an invalid recipe, model, address or key."""
     arguments = _parser().parse_intermixed_args(argv)
     key = os.environ.get(API_KEY_VARIABLE, "")
     for remark in unknown_variables(os.environ):
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, RuntimeError, ValueError) as error:
         print(f"mppo: {error}", file=sys.stderr)
         return 2
-    what = "random weights until a run sends its own" if arguments.empty else "its own weights"
+    what = "random weights until a run sends its weights" if arguments.empty else "its weights"
     print(f"mppo: serving {content['model_path']} with {what}", file=sys.stderr, flush=True)
     content |= {"host": arguments.host, "port": arguments.port, "api_key": key}
     os.umask(PRIVATE)
@@ -81,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, required=True, help="recipe (YAML)")
     parser.add_argument("--host", required=True, help="address to listen on")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--empty", action="store_true", help="read no weights: a run sends them")
+    parser.add_argument(
+        "--empty", action="store_true", help="read no weights; a run will send them"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser
 
@@ -89,17 +90,19 @@ def _parser() -> argparse.ArgumentParser:
 def server_start(
     config: Path, overrides: Sequence[str], empty: bool, on_cpu: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """SGLang's options for the server of a recipe, but for its address and key, and the variables
-    it needs.
+    """Options and environment of the server for a recipe.
 
     Args:
-        config: the recipe.
-        overrides: to it.
-        empty: start it without weights.
-        on_cpu: whether it runs on a CPU.
+        config: the recipe file.
+        overrides: ``section.key=value`` settings.
+        empty: start without weights.
+        on_cpu: whether the server runs on a CPU.
+
+    Returns:
+        SGLang's options, without address and key, and the environment variables to add.
 
     Raises:
-        ConfigError: a issue of the recipe, or a model that cannot be served.
+        ConfigError: the recipe is invalid, or the model cannot be served.
     """
     remarks: list[str] = []
     recipe, issues = read_recipe(config, overrides, remarks)
@@ -136,15 +139,15 @@ def server_start(
 
 
 def _empty_folder(recipe: Recipe) -> Path:
-    """Where the configuration of a server without weights is."""
+    """The folder with the configuration of a server without weights."""
     return companion_folder(resolve_model(recipe.model.path))
 
 
 def _model_folder(recipe: Recipe) -> Path:
-    """The folder with the weights that are served.
+    """The folder with the served weights.
 
     Raises:
-        ConfigError: SGLang cannot read it.
+        ConfigError: SGLang cannot read the model.
     """
     name, model = recipe.model.path, recipe.model
     if model.hub and is_hub_name(name):
@@ -152,7 +155,7 @@ def _model_folder(recipe: Recipe) -> Path:
     issues = check_model_folder("model.path", name)
     folder = resolve_model(name) if not issues else Path(name)
     if not issues and is_megatron_checkpoint(folder):
-        fix = "python -m checkpoints_convert export writes a Hugging Face folder of it; serve that"
+        fix = "export it with python -m checkpoints_convert export, and serve that folder"
         issues = [
             ConfigIssue(
                 "model.path", name, "is a Megatron checkpoint, which SGLang cannot read", fix
@@ -164,16 +167,16 @@ def _model_folder(recipe: Recipe) -> Path:
 
 
 def _chat_remarks(recipe: Recipe, folder: Path) -> list[str]:
-    """What a server of this model cannot do."""
+    """A line for the log if the server cannot answer chat requests."""
     model = recipe.model
     tokenizer = load_tokenizer(model.tokenizer_path or folder, model.trust_remote_code)
     if tokenizer.chat_template:
         return []
-    return ["the tokenizer has no chat template: /v1/completions answers, /v1/chat/completions not"]
+    return ["the tokenizer has no chat template: use /v1/completions, not /v1/chat/completions"]
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raises ``ConfigError`` where a server could not listen there."""
+    """Raise ``ConfigError`` if the server cannot listen on that address."""
     try:
         family, kind, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as listener:

@@ -1,4 +1,4 @@
-"""Entry point: recipe -> roles -> loop -> teardown.
+"""Train: recipe -> roles -> loop -> clean-up.
 
 ``torchrun --shutdown-timeout 300 mppo/train.py --config recipe.yaml [section.key=value ...]``
 """
@@ -31,8 +31,8 @@ from mppo.parallel.launch import (
 from mppo.safety.redact import redacted_output
 from mppo.supervision import last_words
 
-# what imports torch, transformers or Megatron is imported where it is used: help and the form of a
-# recipe need none of them
+# modules that import torch, transformers or Megatron are imported inside functions: --help and the
+# checks of a recipe's keys need none of them
 
 if TYPE_CHECKING:
     from mppo.trainer.run import Run
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; exit code 0, 2 for a faulty recipe, 1 for a failure while running."""
+    """Train; exit code 0, 2 for an invalid recipe or input, 1 for another failure."""
     arguments = _parse(argv)
     if not sys.warnoptions:
-        # of parts not installed and calls on their way out: nothing a recipe can change
+        # about optional packages and deprecated calls: a user cannot act on them
         warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
     try:
         info = discover()
     except ValueError as error:
         return last_words.refuse_recipe(error)
     try:
-        started = info.world_size > 1 or not arguments.dry_run
-        world = arguments.world_size or (info.world_size if started else None)
-        planned = arguments.dry_run  # maybe on another machine than the run
+        planned = arguments.dry_run  # the machine may differ from the run's
+        launched = info.world_size > 1 or not planned
+        world = arguments.world_size or (info.world_size if launched else None)
         remarks = unknown_variables(os.environ)
         recipe = load_checked(
             arguments.config,
@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             world,
             _read_config,
             files=not planned,
-            judges=(partial(_judge_role, planned=planned),),
-            judge_engine=partial(_judge_engine, planned=planned),
+            role_checks=(partial(_check_role, planned=planned),),
+            engine_check=partial(_check_engine, planned=planned),
             remarks=remarks,
             fetch_model=fetch_model,
         )
@@ -80,11 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(recipe, info)
     except ConfigError as error:
         return last_words.refuse_recipe(error, info.rank)
-    except AlreadyReported as told:
-        return _exit_code(told.__cause__)
+    except AlreadyReported as reported:
+        return _exit_code(reported.__cause__)
     except KeyboardInterrupt:
         return 130
-    except BaseException as error:  # a user function's SystemExit too has a rank and a phase
+    except BaseException as error:  # also SystemExit, which a user's function may raise
         _report_failure(error, info, recipe)
         return _exit_code(error)
 
@@ -92,13 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mppo-train", description=__doc__)
     parser.add_argument("--config", type=Path, help="recipe (YAML)")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    planned = "ranks that --dry-run plans for; default: as many as the recipe asks for"
-    parser.add_argument("--world-size", type=int, help=planned)
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
+    ranks = "number of ranks for --dry-run; default: nodes x GPUs of the recipe, or the fewest"
+    parser.add_argument("--world-size", type=int, help=ranks)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.world_size and not arguments.dry_run:
-        parser.error("--world-size goes with --dry-run; otherwise the launcher decides")
+        parser.error(
+            "--world-size needs --dry-run; without it the launcher sets the number of ranks"
+        )
     return arguments
 
 
@@ -108,7 +110,7 @@ def _read_config(path: str | Path, trust_remote_code: bool = False):
     return load_config(path, trust_remote_code)
 
 
-def _judge_role(role: RoleCase, config, planned: bool) -> Iterator[ConfigIssue]:
+def _check_role(role: RoleCase, config, planned: bool) -> Iterator[ConfigIssue]:
     from mppo.hub.check_weights import check_weights
     from mppo.models.overrides import override_issues
 
@@ -117,7 +119,7 @@ def _judge_role(role: RoleCase, config, planned: bool) -> Iterator[ConfigIssue]:
         yield from check_weights(role, config)
 
 
-def _judge_engine(recipe: Recipe, config, planned: bool) -> Iterator[ConfigIssue]:
+def _check_engine(recipe: Recipe, config, planned: bool) -> Iterator[ConfigIssue]:
     from mppo.parallel import device
     from mppo.rollout.sglang.model_support import engine_issues
 
@@ -143,7 +145,7 @@ def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:
 
 
 def _run(recipe: Recipe, info: LaunchInfo) -> int:
-    """Everything with a process group; the group is destroyed on every way out."""
+    """Train and export, inside a process group that is destroyed on every exit."""
     from mppo.checkpoint.lock import run_folder_lock
     from mppo.parallel import device
     from mppo.report.opening import opening_lines
@@ -159,18 +161,19 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     from mppo.trainer.run_setup import build_run
 
     trainer = recipe.trainer
-    silence, hang = trainer.heartbeat_timeout_s, trainer.hang_timeout_s
-    hang = hang or 0.9 * trainer.collective_timeout_s
-    stacks, tell = trainer.run_dir / "stacks", partial(_report_failure, info=info, recipe=recipe)
+    silence_s = trainer.heartbeat_timeout_s
+    hang_s = trainer.hang_timeout_s or 0.9 * trainer.collective_timeout_s
+    stacks = trainer.run_dir / "stacks"
+    on_failure = partial(_report_failure, info=info, recipe=recipe)
     patience = launcher_patience_s(info, os.environ, parents_command())
     if info.local_rank == 0:
         remove_leftovers()
     with (
         private_files(trainer.run_dir),
         listening(trainer.stop_within_s, patience) as stop,
-        CleanupDeadline() as way_out,
+        CleanupDeadline() as deadline,
         process_group(info, trainer.collective_timeout_s),
-        watching(info, silence, hang, stacks, way_out, tell) as heartbeat,
+        watching(info, silence_s, hang_s, stacks, deadline, on_failure) as heartbeat,
         run_folder_lock(trainer.run_dir, last_words.say),
     ):
         if info.rank == 0 and "console" in trainer.logger:
@@ -179,12 +182,12 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
             run = build_run(recipe, info, stop)
         except StepInterrupted:
             if info.rank == 0:
-                last_words.say("stopped before the first step: there is nothing to save")
+                last_words.say("stopped before the first step: nothing to save")
             return 0
         if run is None:
             return 0
         try:
-            with heartbeat.report_failures():  # not only after stopping, which may take long
+            with heartbeat.report_failures():  # at once: run.stop() may take long
                 train(run)
                 _export(run)
         finally:
@@ -193,7 +196,7 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
 
 
 def _export(run: Run) -> None:
-    """The actor as a Hugging Face folder, once all steps are done."""
+    """Export the actor as a Hugging Face folder, if all steps are done."""
     from mppo.supervision.phase import phase
     from mppo.trainer.run_folder import ACTOR, AVERAGE
 
@@ -209,6 +212,7 @@ def _export(run: Run) -> None:
 
 
 def _report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> None:
+    """Print why this rank failed, and pass it to torchrun's report."""
     from mppo.supervision.phase import current
     from mppo.trainer import failures
 
@@ -226,7 +230,7 @@ def _report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> N
 
 
 def _exit_code(error: BaseException | None) -> int:
-    """2 where the run was given something it cannot use, else 1."""
+    """2 for invalid input of the user, else 1."""
     from mppo.trainer.failures import is_bad_input
 
     return 2 if error is not None and is_bad_input(error) else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mppo.config.schema import ActorConfig, CriticConfig
+from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.heads.outputs import PolicyOutputs, ValueOutputs
 from mppo.trainer.losses import PolicyObjective, PolicyTargets, ValueObjective, ValueTargets
 

@@ -31,7 +31,7 @@ from mppo.checkpoint.run_state import STATE, Stateful, StepStart, load_roles
 from mppo.checkpoint.staging import HostBuffers
 from mppo.checkpoint.timing import SaveTiming
 from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_shards
-from mppo.config.schema import TrainerConfig
+from mppo.config.sections.trainer import TrainerConfig
 from mppo.models.role import Role
 from mppo.parallel import device
 from mppo.safety.disk import FileEntry

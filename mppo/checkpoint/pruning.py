@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mppo.checkpoint import folder as folders
-from mppo.config.schema import TrainerConfig
+from mppo.config.sections.trainer import TrainerConfig
 
 
 class Pruner:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint.folder import Manifest
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schema import Recipe, TrainerConfig
+from mppo.config.schema import Recipe
+from mppo.config.sections.trainer import TrainerConfig
 from mppo.safety.disk import Damaged, Files, check_contents, check_sizes
 from mppo.weights.torch_dist.contents import read_checkpoint
 

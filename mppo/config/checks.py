@@ -1,4 +1,4 @@
-"""Everything about a recipe that takes more than one key, or the model, or the disk, to judge."""
+"""Checks of a recipe that need several keys, the models' configs, or the disk."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ RULE_MODULES = (layout, training, algorithm, engine)
 """Importing them fills ``RULES``."""
 
 ReadConfig = Callable[[str], Any]
-"""Model path to its Hugging Face config object; raises ValueError or ConfigError."""
+"""From a model's path to its Hugging Face config object; raises ValueError or ConfigError."""
 
 FetchModel = Callable[[str, bool, bool], Path]
-"""Hub's name, whether weights are needed and whether its code may run, to the model's folder;
-raises ConfigError."""
+"""From a model's name on the Hub, whether its weights are needed, and whether its code may run, to
+the folder it was downloaded to; raises ConfigError."""
 
-JudgeRole = Callable[[RoleCase, Any], Iterable[ConfigIssue]]
-"""Role and config object of its model to what only Megatron can tell to be wrong; raises ValueError
-for a model it cannot represent."""
+RoleCheck = Callable[[RoleCase, Any], Iterable[ConfigIssue]]
+"""From a role and its model's config object to issues that need Megatron or the weights to find;
+raises ValueError for a model that Megatron cannot represent."""
 
-JudgeEngine = Callable[[Recipe, Any], Iterable[ConfigIssue]]
-"""Recipe and config object of the actor's model to where the rollout engine would compute another
-model; raises as ``JudgeRole``."""
+EngineCheck = Callable[[Recipe, Any], Iterable[ConfigIssue]]
+"""From a recipe and the actor's config object to issues of the rollout engine with that model;
+raises as ``RoleCheck``."""
 
 
 def check_recipe(
     recipe: Recipe,
     world_size: int,
     hf_configs: Mapping[str, Any],
-    known_issues: Collection[str] = (),
+    keys_with_issues: Collection[str] = (),
 ) -> list[ConfigIssue]:
-    """Apply every rule between keys, layouts and models. Touches no file.
+    """Apply every rule between keys, layouts and models. Reads no file.
 
     Args:
         recipe: a valid recipe.
         world_size: number of ranks.
-        hf_configs: Hugging Face config object of every role's own model; rules that need one that
-            is absent are skipped for that role.
-        known_issues: keys already found wrong; rules that read one of them stay silent.
+        hf_configs: Hugging Face config object of each role's model, by role; rules that need the
+            config of a role that is absent skip that role.
+        keys_with_issues: keys that already have an issue; rules that read one of them are skipped.
 
     Returns:
-        Every issue, none where all is well.
+        All issues; empty if the recipe is valid.
     """
     issues: list[ConfigIssue] = []
     shapes = {}
@@ -59,13 +59,13 @@ def check_recipe(
             try:
                 shapes[role.name] = model_shape(hf_configs[role.name])
             except ValueError as error:
-                issues.append(_model_fault(role.path_key, role.path, error))
+                issues.append(_model_issue(role.path_key, role.path, error))
     positions = _positions(hf_configs["actor"]) if "actor" in shapes else None
-    case = RuleContext(recipe, world_size, shapes, positions)
+    context = RuleContext(recipe, world_size, shapes, positions)
     for keys, function in RULES:
-        if not _touches(keys, known_issues):
-            issues += function(case)
-    return _told_once(issues)
+        if not _touches(keys, keys_with_issues):
+            issues += function(context)
+    return _without_duplicates(issues)
 
 
 def load_checked(
@@ -74,52 +74,54 @@ def load_checked(
     world_size: int | None,
     read_hf_config: ReadConfig | None = None,
     files: bool = True,
-    judges: Sequence[JudgeRole] = (),
-    judge_engine: JudgeEngine | None = None,
+    role_checks: Sequence[RoleCheck] = (),
+    engine_check: EngineCheck | None = None,
     remarks: list[str] | None = None,
     fetch_model: FetchModel | None = None,
 ) -> Recipe:
-    """Load a recipe and judge all of it: form, files and rules first, then what takes its models.
+    """Load a recipe and check it: keys, rules and files first, then what needs the models' configs.
 
     Args:
         path: YAML file; None starts from the defaults.
         overrides: ``section.key=value`` settings.
-        world_size: number of ranks; None: as many as the recipe asks for (``world_size_of``).
-        read_hf_config: opens the config of a model path; None leaves models unjudged.
-        files: whether the files must be there (a dry run does without weights and data).
-        judges: judge every role whose model is known, one after the other.
-        judge_engine: judges the rollout engine where the actor's model is known; None leaves it
-            out.
-        remarks: gets what the log should say about keys that are taken otherwise than written.
-        fetch_model: downloads a model of the Hub, where ``model.hub`` asks for it.
+        world_size: number of ranks; None: the recipe's own (``world_size_of``).
+        read_hf_config: reads the config of a model path; None skips all checks of models.
+        files: check that the files exist (a dry run needs neither weights nor data).
+        role_checks: run on every role whose model's config could be read.
+        engine_check: run on the rollout engine if the actor's config could be read; None skips
+            it.
+        remarks: receives a line for the log for every key that has no effect or another meaning
+            than written.
+        fetch_model: downloads a model of the Hub, if ``model.hub`` is set.
 
     Returns:
-        The recipe; models of the Hub are replaced by the folders they are in.
+        The recipe, with names of models on the Hub replaced by their local folders.
 
     Raises:
-        ConfigError: names every issue at once; those that only a model's config.json tells, where
-            there is no other.
+        ConfigError: with all issues; those that need a model's config.json only if there are no
+            others.
     """
     recipe, issues = read_recipe(path, overrides, remarks)
     if recipe is None:
         raise ConfigError(issues, source=source_name(path))
     world_size = world_size or world_size_of(recipe)
     issues += _unless_known(check_recipe(recipe, world_size, {}, _keys(issues)), issues)
+    # downloads only for a recipe without other issues: they take minutes
     if fetch_model is not None and recipe.model.hub and not issues:
-        recipe, issues = _fetched(recipe, fetch_model, files)
+        recipe, issues = _download_models(recipe, fetch_model, files)
     issues += _unless_known(check_run_folder(recipe), issues)
     if files:
         issues += _unless_known(check_files(recipe), issues)
-    if not issues and read_hf_config is not None:  # that takes seconds; all before it, a moment
+    if not issues and read_hf_config is not None:  # takes seconds; all checks above are instant
         configs, issues = _read_configs(recipe, read_hf_config)
         issues += check_recipe(recipe, world_size, configs, _keys(issues))
-        for judge in judges:
-            issues += _judge_roles(recipe, configs, judge, _keys(issues))
-        faulty = _keys(issues)
-        if judge_engine is not None and "actor" in configs and "model.path" not in faulty:
-            issues += _judge_engine(recipe, configs["actor"], judge_engine)
+        for check in role_checks:
+            issues += _check_roles(recipe, configs, check, _keys(issues))
+        actor_is_valid = "actor" in configs and "model.path" not in _keys(issues)
+        if engine_check is not None and actor_is_valid:
+            issues += _check_engine(recipe, configs["actor"], engine_check)
     if issues:
-        raise ConfigError(_told_once(issues), source=source_name(path))
+        raise ConfigError(_without_duplicates(issues), source=source_name(path))
     return recipe
 
 
@@ -128,13 +130,15 @@ def _keys(issues: Iterable[ConfigIssue]) -> set[str]:
 
 
 def _unless_known(found: Iterable[ConfigIssue], issues: Iterable[ConfigIssue]) -> list[ConfigIssue]:
-    """Without those of keys that are known to be wrong."""
+    """``found`` without the issues of keys that already have one in ``issues``."""
     known = _keys(issues)
     return [issue for issue in found if issue.key not in known]
 
 
-def _fetched(recipe: Recipe, fetch: FetchModel, weights: bool) -> tuple[Recipe, list[ConfigIssue]]:
-    """A recipe whose models of the Hub are folders, and those that could not be had."""
+def _download_models(
+    recipe: Recipe, fetch: FetchModel, weights: bool
+) -> tuple[Recipe, list[ConfigIssue]]:
+    """The recipe with local folders for models of the Hub, and the issues of failed downloads."""
     issues: list[ConfigIssue] = []
     trust = recipe.model.trust_remote_code
     for section, used in (
@@ -157,7 +161,7 @@ def _fetched(recipe: Recipe, fetch: FetchModel, weights: bool) -> tuple[Recipe, 
 def _read_configs(
     recipe: Recipe, read_hf_config: ReadConfig
 ) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """The config object of every role's own model, and what is wrong with models not readable."""
+    """Each role's config object, by role, and the issues of models whose config cannot be read."""
     configs: dict[str, Any] = {}
     issues: list[ConfigIssue] = []
     for role in roles_in_use(recipe):
@@ -166,54 +170,54 @@ def _read_configs(
         except ConfigError as error:
             issues += [replace(issue, key=role.path_key) for issue in error.issues]
         except (ValueError, OSError) as error:
-            issues.append(_model_fault(role.path_key, role.path, error))
-    return configs, _told_once(issues)
+            issues.append(_model_issue(role.path_key, role.path, error))
+    return configs, _without_duplicates(issues)
 
 
-def _judge_roles(
-    recipe: Recipe, configs: Mapping[str, Any], judge: JudgeRole, faulty: Collection[str]
+def _check_roles(
+    recipe: Recipe, configs: Mapping[str, Any], check: RoleCheck, keys_with_issues: Collection[str]
 ) -> list[ConfigIssue]:
-    """What a judge finds in the roles whose model is known and has no issue."""
+    """The issues that ``check`` finds in roles whose model has a config and no issue yet."""
     issues: list[ConfigIssue] = []
     for role in roles_in_use(recipe):
-        if role.name in configs and role.path_key not in faulty:
+        if role.name in configs and role.path_key not in keys_with_issues:
             try:
-                issues += judge(role, configs[role.name])
+                issues += check(role, configs[role.name])
             except (ValueError, OSError) as error:
-                issues.append(_model_fault(role.path_key, role.path, error))
-    return _told_once(issues)
+                issues.append(_model_issue(role.path_key, role.path, error))
+    return _without_duplicates(issues)
 
 
-def _judge_engine(recipe: Recipe, hf_config: Any, judge_engine: JudgeEngine) -> list[ConfigIssue]:
-    """What ``judge_engine`` finds, or that the actor's model cannot be represented."""
+def _check_engine(recipe: Recipe, hf_config: Any, check: EngineCheck) -> list[ConfigIssue]:
+    """The issues that ``check`` finds, or one for a model that it cannot represent."""
     try:
-        return list(judge_engine(recipe, hf_config))
+        return list(check(recipe, hf_config))
     except ValueError as error:
-        return [_model_fault("model.path", recipe.model.path, error)]
+        return [_model_issue("model.path", recipe.model.path, error)]
 
 
-def _model_fault(key: str, name: str, error: Exception) -> ConfigIssue:
+def _model_issue(key: str, name: str, error: Exception) -> ConfigIssue:
     return ConfigIssue(
         key, name, " ".join(str(error).split()), "give a model folder of a known family"
     )
 
 
-def _told_once(issues: Iterable[ConfigIssue]) -> list[ConfigIssue]:
-    """Without what is wrong with several roles in the same way."""
+def _without_duplicates(issues: Iterable[ConfigIssue]) -> list[ConfigIssue]:
+    """One issue per key and reason: roles that share a model find the same ones."""
     return list({(issue.key, issue.why): issue for issue in issues}.values())
 
 
 def _positions(hf_config: Any) -> int | None:
-    """Longest sequence known to the position encoding, where it is not rescaled."""
+    """Longest sequence of the position encoding; None if the config has no limit or rescales it."""
     limit = getattr(hf_config, "max_position_embeddings", None)
     return limit if rope_parameters(hf_config)["rope_type"] == "default" else None
 
 
-def _touches(keys: Collection[str], known_issues: Collection[str]) -> bool:
-    """Whether a rule reads a key that is already known to be wrong."""
-    return any(_reads(pattern, issue) for pattern in keys for issue in known_issues)
+def _touches(keys: Collection[str], keys_with_issues: Collection[str]) -> bool:
+    """Whether a rule reads a key that already has an issue."""
+    return any(_reads(pattern, key) for pattern in keys for key in keys_with_issues)
 
 
-def _reads(pattern: str, issue: str) -> bool:
-    parts, found = pattern.split("."), issue.split(".")
-    return all(p in ("*", f) for p, f in zip(parts, found))
+def _reads(pattern: str, key: str) -> bool:
+    """Whether one is a prefix of the other; ``*`` in the pattern matches any part."""
+    return all(part in ("*", name) for part, name in zip(pattern.split("."), key.split(".")))

@@ -1,7 +1,7 @@
-"""A recipe as read: YAML text and ``key=value`` overrides to one nested mapping.
+"""Read YAML files and ``key=value`` overrides into one nested mapping.
 
-YAML here follows version 1.2 for scalars: ``off`` and ``no`` are words, ``1e-6`` is a number, a
-date stays text. A key given twice is a issue.
+Scalars follow YAML 1.2: ``off`` and ``no`` are words, ``1e-6`` is a number, a date is text. A key
+that is given twice is an error.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mppo.config.verl.names import RENAMED
 from mppo.safety.input_files import MAX_DEPTH, read_text
 
 MAX_BYTES, MAX_NODES, MAX_DIGITS, MAX_BASES = 1 << 20, 100_000, 30, 20
-"""Of a recipe: bytes of a file, values with all aliases written out, digits of a whole number, and
-files that build on each other."""
+"""Limits of a recipe: bytes of a file, values after aliases are expanded, digits of an integer, and
+files in a chain of ``base`` keys."""
 _TAGS = frozenset(
     f"tag:yaml.org,2002:{kind}"
     for kind in ("str", "int", "float", "bool", "null", "merge", "seq", "map")
 )
 _TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 BASE_KEY = "base"
-"""Top-level key naming a recipe (or several) to start from, relative to the file it stands in."""
+"""Top-level key: the recipe or recipes that a file starts from, relative to the file."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with the scalar rules of YAML 1.2, without repeated keys, bounded in size."""
+    """PyYAML's safe loader with YAML 1.2 scalars and limits on size; refuses repeated keys."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own attribute)
     _depth = 0
@@ -47,7 +47,7 @@ class _Loader(yaml.SafeLoader):
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
         if node is not None:
-            _measure(node, {}, set())
+            _count_nodes(node, {}, set())
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -56,54 +56,65 @@ class _Loader(yaml.SafeLoader):
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
-                raise _bad_node(key_node, f"a {key_node.id} is no key")
+                raise _bad_node(key_node, f"a {key_node.id} cannot be a key")
             if key_node.value in seen:
-                raise _bad_node(key_node, f"key {key_node.value!r} stands twice")
+                raise _bad_node(key_node, f"key {key_node.value!r} is given twice")
             seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
 
 
-def _measure(
-    node: yaml.Node, known: dict[int, tuple[int, int]], above: set[int]
+def _count_nodes(
+    node: yaml.Node, counted: dict[int, tuple[int, int]], ancestors: set[int]
 ) -> tuple[int, int]:
-    """Nodes and levels below a node, every alias written out.
+    """Check a node and count it with the nodes below it.
+
+    Each node is visited once and its count reused for every alias: a small file with nested
+    aliases expands to billions of values.
 
     Args:
-        node: to be measured; its scalars are checked, too.
-        known: what was measured before, by identity.
-        above: nodes that led here.
+        node: the node.
+        counted: results of nodes that were visited before, by ``id``.
+        ancestors: ``id`` of each node on the path to this one, to find cycles.
+
+    Returns:
+        Nodes and levels, aliases expanded.
+
+    Raises:
+        yaml.YAMLError: a limit is exceeded, or a tag or value is not supported.
     """
-    if id(node) in above:
+    if id(node) in ancestors:
         raise _bad_node(node, "it refers to itself")
-    if id(node) in known:
-        return known[id(node)]
+    if id(node) in counted:
+        return counted[id(node)]
     if isinstance(node, yaml.ScalarNode):
         _check_scalar(node)
         return 1, 1
-    if len(above) == MAX_DEPTH:
+    if len(ancestors) == MAX_DEPTH:
         raise _bad_node(node, _TOO_DEEP)
     if node.tag not in _TAGS:
-        raise _bad_node(node, f"the tag {node.tag} is not known here")
+        raise _bad_node(node, f"the tag {node.tag} is not supported")
     pairs = isinstance(node, yaml.MappingNode)
     inner = [child for pair in node.value for child in pair] if pairs else node.value
-    above.add(id(node))
-    found = [_measure(child, known, above) for child in inner]
-    above.remove(id(node))
-    size = 1 + sum(nodes for nodes, _ in found)
-    depth = 1 + max((levels for _, levels in found), default=0)
+    ancestors.add(id(node))
+    below = [_count_nodes(child, counted, ancestors) for child in inner]
+    ancestors.remove(id(node))
+    size = 1 + sum(nodes for nodes, _ in below)
+    depth = 1 + max((levels for _, levels in below), default=0)
     if depth > MAX_DEPTH or size > MAX_NODES:
         raise _bad_node(node, _TOO_DEEP if depth > MAX_DEPTH else f"it has over {MAX_NODES} values")
-    known[id(node)] = size, depth
+    counted[id(node)] = size, depth
     return size, depth
 
 
 def _check_scalar(node: yaml.ScalarNode) -> None:
     if node.tag not in _TAGS:
-        raise _bad_node(node, f"the tag {node.tag} is not known here")
+        raise _bad_node(node, f"the tag {node.tag} is not supported")
     if node.tag.endswith(":int") and len(node.value) > MAX_DIGITS:
-        raise _bad_node(node, f"a whole number of {len(node.value)} digits")
+        raise _bad_node(node, f"an integer of {len(node.value)} digits (at most {MAX_DIGITS})")
     if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in node.value):
-        raise _bad_node(node, "a character that no text has (NUL, or half a surrogate pair)")
+        raise _bad_node(
+            node, "a character that is not valid in text (NUL, or half a surrogate pair)"
+        )
 
 
 def _bad_node(node: Any, why: str) -> yaml.YAMLError:
@@ -131,63 +142,70 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML text in bounded time and memory. Raises ``yaml.YAMLError``."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except (ValueError, KeyError, AttributeError) as error:  # of a value that its tag does not fit
-        raise yaml.YAMLError(f"a value is not what its tag says ({error})") from error
+    except (ValueError, KeyError, AttributeError) as error:  # raised for a value unlike its tag
+        raise yaml.YAMLError(f"a value does not match its tag ({error})") from error
 
 
 def merge_documents(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``over`` laid on ``under``, mapping by mapping; neither is changed."""
+    """A new document with the values of ``over`` where given, else of ``under``; mappings that both
+    have are merged."""
     merged = dict(under)
     for key, value in over.items():
         below = merged.get(key)
-        both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged[key] = merge_documents(below, value) if both else value
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            merged[key] = merge_documents(below, value)
+        else:
+            merged[key] = value
     return merged
 
 
 def read_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """Read a recipe file with everything it builds on.
+    """Read a recipe file and the files of its ``base`` keys.
 
     Args:
         path: the YAML file.
 
     Returns:
-        The merged mapping (empty where the file cannot be read) and the issues.
+        The merged mapping (empty if the file cannot be read) and the issues.
     """
     return _read_document(path, (), {})
 
 
 def _read_document(
-    path: Path, above: tuple[Path, ...], known: dict[Path, dict[str, Any]]
+    path: Path, chain: tuple[Path, ...], done: dict[Path, dict[str, Any]]
 ) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """``above``: files that led here through ``base``; ``known``: what was read before, and its
-    issues told."""
+    """``read_document`` for one file of a tree.
+
+    Args:
+        path: the file.
+        chain: files from the root to this one, each a ``base`` of the one before.
+        done: documents of files that were read before and whose issues are already reported.
+    """
     where = Path(os.path.realpath(path))
-    if where in above or len(above) == MAX_BASES:
-        chain = " -> ".join(str(p) for p in (*above, where)[-4:])
-        return {}, [
-            ConfigIssue(BASE_KEY, str(path), f"recipes build on each other: {chain}", "cut it")
-        ]
-    if where in known:
-        return known[where], []
+    if where in chain or len(chain) == MAX_BASES:
+        shown = " -> ".join(str(p) for p in (*chain, where)[-4:])
+        why = f"recipes name each other as base, or over {MAX_BASES} in a row: {shown}"
+        return {}, [ConfigIssue(BASE_KEY, str(path), why, "remove one of these base keys")]
+    if where in done:
+        return done[where], []
     document, issues = _parse_document(path)
     bases = document.pop(BASE_KEY, None) or []
     names = [bases] if isinstance(bases, str) else bases
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return document, [
-            ConfigIssue(BASE_KEY, bases, "is no file name", "name one YAML file, or a list")
+            ConfigIssue(BASE_KEY, bases, "is not a file name", "name one YAML file, or a list")
         ]
     merged: dict[str, Any] = {}
     for name in names:
-        part, part_issues = _read_document(path.parent / name, (*above, where), known)
+        part, part_issues = _read_document(path.parent / name, (*chain, where), done)
         merged = merge_documents(merged, part)
         issues += part_issues
-    known[where] = merge_documents(merged, rename_keys(document, issues))
-    return known[where], issues
+    done[where] = merge_documents(merged, rename_keys(document, issues))
+    return done[where], issues
 
 
 def _parse_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """The mapping in one file; empty, and a issue, where there is none."""
+    """The mapping in one file; an empty one and an issue if the file does not hold a mapping."""
     try:
         text = read_text(path, MAX_BYTES)
     except (OSError, ValueError) as error:
@@ -198,12 +216,12 @@ def _parse_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
         document = parse_yaml(text)
     except yaml.YAMLError as error:
         return {}, [
-            ConfigIssue("--config", str(path), f"is no valid YAML: {_one_line(error)}", "fix it")
+            ConfigIssue("--config", str(path), f"is not valid YAML: {_one_line(error)}", "fix it")
         ]
     if document is None:
         document = {}
     if not isinstance(document, dict):
-        why = f"holds a {type(document).__name__}, not a mapping of sections"
+        why = f"holds a value of type {type(document).__name__}, not a mapping of sections"
         return {}, [
             ConfigIssue("--config", str(path), why, "write sections such as 'model:', 'data:'")
         ]
@@ -213,7 +231,7 @@ def _parse_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
 def apply_overrides(
     document: Mapping[str, Any], overrides: Sequence[str]
 ) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """Lay ``section.key=value`` settings on a document, later ones winning.
+    """Apply ``section.key=value`` settings to a document; later ones win.
 
     Values are YAML: ``actor.optim.lr=1e-6``, ``data.train_files=[a.jsonl, b.jsonl]``. Hydra's
     leading ``+`` is accepted.
@@ -228,12 +246,12 @@ def apply_overrides(
         parts = key.strip().split(".")
         if not equals or not all(parts) or len(parts) > MAX_DEPTH:
             fix = "write section.key=value, such as actor.optim.lr=1e-6"
-            issues.append(ConfigIssue("command line", override, "is no setting", fix))
+            issues.append(ConfigIssue("command line", override, "is not a setting", fix))
             continue
         try:
             value = parse_yaml(text)
         except yaml.YAMLError as error:
-            why = f"its value is no valid YAML: {_one_line(error)}"
+            why = f"its value is not valid YAML: {_one_line(error)}"
             issues.append(ConfigIssue(key, text, why, "quote the value, or close its brackets"))
             continue
         for part in reversed(parts):
@@ -243,22 +261,22 @@ def apply_overrides(
 
 
 def rename_keys(document: Mapping[str, Any], issues: list[ConfigIssue]) -> dict[str, Any]:
-    """Bring verl's long names to ours.
+    """Replace verl's names of keys and sections by mppo's (``RENAMED``).
 
     Args:
         document: nested mapping; not changed.
-        issues: gets one issue for every key given under both names with different values.
+        issues: receives one issue for every key given under both names with different values.
 
     Returns:
-        A new mapping with our names only.
+        A new mapping with mppo's names only.
     """
     renamed = merge_documents({}, document)
     for old, new in RENAMED.items():
         found, value = _pop(renamed, old.split("."))
         if not found:
             continue
-        there, present = _get(renamed, new.split("."))
-        if there and not isinstance(present, Mapping) and present != value:
+        already_given, present = _get(renamed, new.split("."))
+        if already_given and not isinstance(present, Mapping) and present != value:
             why = f"also given as {new} = {present!r}"
             issues.append(ConfigIssue(old, value, why, f"keep {new} only"))
             continue
@@ -277,7 +295,11 @@ def _get(document: Any, parts: Sequence[str]) -> tuple[bool, Any]:
 
 
 def _pop(document: dict[str, Any], parts: Sequence[str]) -> tuple[bool, Any]:
-    """Take a key out, and the sections this leaves empty. Replaces mappings on the way."""
+    """Remove a key, and sections that become empty; copies the mappings on the path.
+
+    Returns:
+        Whether the key was there, and its value.
+    """
     head, *rest = parts
     if head not in document:
         return False, None

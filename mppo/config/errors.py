@@ -1,4 +1,4 @@
-"""Issues of a recipe, told to a person."""
+"""Issues of a recipe, and the error that lists them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ConfigIssue:
 
     Args:
         key: dotted key, or the file or option at issue.
-        value: what was given; shown without secrets.
+        value: the given value; the message hides secrets.
         why: what is wrong with it.
-        fix: what would be right.
+        fix: what to do.
     """
 
     key: str
@@ -40,7 +40,7 @@ class ConfigIssue:
 
 
 class ConfigError(ValueError):
-    """Every issue of one recipe.
+    """All issues of one recipe.
 
     Args:
         issues: at least one.
@@ -48,7 +48,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, issues: Sequence[ConfigIssue], source: str = "recipe") -> None:
-        assert issues, "a ConfigError without a issue"
+        assert issues, "a ConfigError without an issue"
         self.issues = tuple(issues)
         self.source = source
         count = "1 issue" if len(issues) == 1 else f"{len(issues)} issues"
@@ -57,7 +57,8 @@ class ConfigError(ValueError):
 
 
 def printable(text: str) -> str:
-    """A text of which parts come from files, without what a terminal would obey."""
+    """The text with control characters as escapes: parts of it may come from a file, and a terminal
+    would execute them."""
     return text.translate(_CONTROLS)
 
 
@@ -65,6 +66,6 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) i
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like ``word``, or None where nothing is close."""
+    """The candidate most similar to ``word``, or None if no candidate is close."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
     return matches[0] if matches else None

@@ -1,4 +1,4 @@
-"""Recipe file and overrides to a frozen, validated ``Recipe``.
+"""Load a recipe file and overrides into a frozen, validated ``Recipe``.
 
 ``python -m mppo.config.load --json-schema`` prints the schema that editors complete and check
 recipes with.
@@ -22,8 +22,8 @@ from mppo.config.document import BASE_KEY, apply_overrides, merge_documents, rea
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
-from mppo.config.verl.keys import Settled
-from mppo.config.verl.names import ours
+from mppo.config.verl.keys import VerlTranslation
+from mppo.config.verl.names import canonical_key
 from mppo.safety.redact import redact
 
 PATH_KEYS = frozenset(
@@ -32,7 +32,7 @@ PATH_KEYS = frozenset(
         "data.train_files", "data.val_files", "trainer.default_local_dir",
     }
 )  # fmt: skip
-"""Keys in whose values ``~`` and ``$VARIABLE`` are expanded."""
+"""Keys with paths: ``~`` and ``$VARIABLE`` are expanded in their values."""
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -46,7 +46,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
         The recipe.
 
     Raises:
-        ConfigError: names every issue at once.
+        ConfigError: with all issues.
     """
     recipe, issues = read_recipe(path, overrides)
     if recipe is None or issues:
@@ -55,22 +55,23 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 
 def source_name(path: str | Path | None) -> str:
-    """How a recipe is called in messages."""
+    """The recipe's name in messages."""
     return f"recipe {path}" if path is not None else "recipe (defaults and command line)"
 
 
 def read_recipe(
     path: str | Path | None, overrides: Sequence[str] = (), remarks: list[str] | None = None
 ) -> tuple[Recipe | None, list[ConfigIssue]]:
-    """As ``load_recipe``, with the issues as values.
+    """Load a recipe and return its issues instead of raising.
 
     Args:
-        path, overrides: as there.
-        remarks: gets what the log should say about keys that are taken otherwise than written.
+        path, overrides: as for ``load_recipe``.
+        remarks: receives a line for the log for every key that has no effect or another meaning
+            than written.
 
     Returns:
-        The recipe with faulty keys at their defaults (None where no recipe can be made of it) and
-        the issues, none where all is well.
+        The recipe, with defaults for keys that have an issue (None if that is impossible), and the
+        issues.
     """
     issues: list[ConfigIssue] = []
     document: dict[str, Any] = {}
@@ -80,38 +81,41 @@ def read_recipe(
             return None, issues
     document, override_issues = apply_overrides(document, overrides)
     issues += override_issues
-    settled = Settled(document)
-    issues += settled.issues
+    translation = VerlTranslation(document)
+    issues += translation.issues
     if remarks is not None:
-        remarks += [*given_twice(overrides), *settled.remarks]
-    document = _normalise(apply_preset(settled.document), Recipe, "", issues)
+        remarks += [*repeated_overrides(overrides), *translation.remarks]
+    document = _normalise(apply_preset(translation.document), Recipe, "", issues)
     try:
         return Recipe.model_validate(document), issues
     except ValidationError as error:
         issues += translate(error)
         for entry in error.errors():
             _drop(document, entry["loc"])
+    # once more with defaults for the refused keys, so that the rules can check all others
     try:
         return Recipe.model_validate(document), issues
     except ValidationError:
         return None, issues
 
 
-def given_twice(overrides: Sequence[str]) -> list[str]:
-    """A line for every key that the command line gives two values."""
+def repeated_overrides(overrides: Sequence[str]) -> list[str]:
+    """A line for every key to which the command line gives two different values."""
     given: dict[str, str] = {}
     lines = []
     for override in overrides:
         written, _, value = override.lstrip("+").partition("=")
-        key = ours(written.strip())
+        key = canonical_key(written.strip())
         if given.setdefault(key, value) != value:
-            lines.append(f"{key} is given twice: {given[key]}, then {value}; the last counts")
+            lines.append(
+                f"{key} is given twice: {given[key]}, then {value}; the last value is used"
+            )
             given[key] = value
     return lines
 
 
 def translate(error: ValidationError) -> list[ConfigIssue]:
-    """pydantic's findings in the words of a recipe, one issue per key."""
+    """pydantic's errors as config issues, one per key."""
     issues: dict[str, ConfigIssue] = {}
     for entry in error.errors():
         parts = [part for part in entry["loc"] if not _is_branch(part)]
@@ -123,7 +127,7 @@ def translate(error: ValidationError) -> list[ConfigIssue]:
 
 
 def recipe_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
-    """Every dotted key of the schema, sections left out."""
+    """All dotted keys of the schema, without the sections themselves."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
         inner = _section_of(field.annotation)
@@ -132,14 +136,13 @@ def recipe_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str
 
 
 def resolved_yaml(recipe: Recipe) -> str:
-    """The whole recipe with every default, as YAML; it loads back to the same recipe but for
-    secrets."""
+    """The recipe with all defaults as YAML; except for secrets it loads to the same recipe."""
     plain = redact(recipe.model_dump(mode="json"))
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a recipe file, for editors."""
+    """The JSON schema of a recipe file, for completion and checks in editors."""
     schema = Recipe.model_json_schema()
     schema["title"] = "mppo recipe"
     schema["properties"][BASE_KEY] = {
@@ -150,7 +153,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section a field holds, ``Section | None`` included."""
+    """The section class of a field (also of ``Section | None``); None if it is not a section."""
     options = _options(annotation)
     sections = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
     return sections[0] if sections else None
@@ -165,7 +168,8 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 def _normalise(
     document: Mapping[str, Any], section: type[BaseModel], prefix: str, issues: list[ConfigIssue]
 ) -> dict[str, Any]:
-    """Wrap a lone word where a list is meant, expand paths, and refuse true/false as a number."""
+    """Prepare a document for pydantic: make a list of a single word where a list is expected,
+    expand paths, and refuse true and false as numbers."""
     result: dict[str, Any] = {}
     for name, value in document.items():
         key = f"{prefix}{name}"
@@ -178,9 +182,10 @@ def _normalise(
             continue
         inner, options = _section_of(field.annotation), _options(field.annotation)
         if inner is not None and isinstance(value, Mapping):
-            # a section set in part keeps the rest of its own default, not of its class's
-            under = field.default.model_dump(exclude_unset=True) if field.default else {}
-            result[name] = _normalise(merge_documents(under, value), inner, f"{key}.", issues)
+            # keys not set keep the field's default (critic.optim.lr), not the section class's
+            defaults = field.default.model_dump(exclude_unset=True) if field.default else {}
+            merged = merge_documents(defaults, value)
+            result[name] = _normalise(merged, inner, f"{key}.", issues)
             continue
         number = bool not in options and any(o in (int, float) for o in options)
         if isinstance(value, bool) and number:
@@ -203,12 +208,12 @@ def _expand(value: Any) -> Any:
 
 
 def _is_branch(part: str | int) -> bool:
-    """Whether a part of pydantic's location names a branch of a union, not a key."""
+    """Whether a part of pydantic's error location is a branch of a union instead of a key."""
     return isinstance(part, str) and ("[" in part or part in {"bool", "int", "float", "str"})
 
 
-def _drop(document: dict[str, Any], location: Sequence[str | int]) -> None:
-    """Remove a faulty key (the whole list, for an entry of a list)."""
+def _drop(document: dict[Any, Any], location: Sequence[str | int]) -> None:
+    """Remove a key; for an error in an entry of a list or mapping, the key that holds it."""
     for part in location[:-1]:
         inner = document.get(part) if isinstance(part, str) else None
         if not isinstance(inner, dict):
@@ -218,20 +223,19 @@ def _drop(document: dict[str, Any], location: Sequence[str | int]) -> None:
     document.pop(location[-1], None)
 
 
-_TYPE_CURES = {
-    "int": "give a whole number",
+_TYPE_FIXES = {
+    "int": "give an integer",
     "float": "give a number",
     "bool": "give true or false",
-    "string": "give text (quote it where YAML reads it otherwise)",
+    "string": "give text (in quotes if YAML would read it as a number, true, false or null)",
     "tuple": "give a list",
     "dict": "give key: value pairs",
-    "model": "write the section's keys below it",
     "finite": "give a finite number",
 }
 
 
 def _explain(entry: Mapping[str, Any], parts: Sequence[str | int]) -> tuple[str, str]:
-    """Why and fix for one finding of pydantic."""
+    """Why and fix of one of pydantic's errors."""
     kind, context = entry["type"], entry.get("ctx", {})
     if kind == "extra_forbidden":
         return "no such key", _fix_unknown(parts)
@@ -239,41 +243,43 @@ def _explain(entry: Mapping[str, Any], parts: Sequence[str | int]) -> tuple[str,
         options = context["expected"].replace("'", "").replace(" or ", ", ")
         close = nearest(str(entry["input"]), options.split(", "))
         hint = f"did you mean {close}? " if close else ""
-        return "no such choice", f"{hint}choose one of: {options}"
+        return "is not one of the choices", f"{hint}choose one of: {options}"
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         bound = next(iter(context.values()))
         sign = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<"}.get(kind, "<=")
         return "is out of range", f"give a value {sign} {bound}"
     if kind in ("too_short", "too_long", "missing"):
-        return entry["msg"][0].lower() + entry["msg"][1:], "give exactly the entries named"
+        return entry["msg"][0].lower() + entry["msg"][1:], "give exactly that many entries"
+    if kind == "model_type":
+        return "is a section, not a value", "give its keys, as key: value pairs"
     stem = kind.split("_")[0]
-    return entry["msg"][0].lower() + entry["msg"][1:], _TYPE_CURES.get(stem, "correct the value")
+    return entry["msg"][0].lower() + entry["msg"][1:], _TYPE_FIXES.get(stem, "correct the value")
 
 
 def _fix_unknown(parts: Sequence[str | int]) -> str:
-    """What to do about a key that does not exist."""
+    """The fix for an unknown key: its right place, the nearest name, or all keys of the section."""
     name = str(parts[-1])
     key = ".".join(str(part) for part in parts)
     known = recipe_keys()
     section = key.rpartition(".")[0]
     sections = {k.rpartition(".")[0] for k in known} - {""}
-    same = {k[len(section) + 1 :].split(".")[0] for k in known if k.startswith(f"{section}.")}
+    siblings = {k[len(section) + 1 :].split(".")[0] for k in known if k.startswith(f"{section}.")}
     tops = {s.split(".")[0] for s in sections}
     elsewhere = [k for k in known if k.rpartition(".")[2] == name]
     if elsewhere:
-        return f"this key lives at {' or '.join(elsewhere[:4])}"
-    close = nearest(name, same if section else tops)
+        return f"write {' or '.join(elsewhere[:4])}"
+    close = nearest(name, siblings if section else tops)
     if close:
         return f"did you mean {section + '.' if section else ''}{close}?"
     close = nearest(name, {k.rpartition(".")[2] for k in known})
     if close:
         full = [k for k in known if k.rpartition(".")[2] == close]
         return f"did you mean {' or '.join(full[:4])}?"
-    return f"keys here: {', '.join(sorted(same if section else tops))}"
+    return f"keys here: {', '.join(sorted(siblings if section else tops))}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the JSON schema of a recipe."""
+    """Print the JSON schema of a recipe file."""
     parser = argparse.ArgumentParser(prog="python -m mppo.config.load", description=main.__doc__)
     parser.add_argument("--json-schema", action="store_true", required=True)
     parser.parse_args(argv)

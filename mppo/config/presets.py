@@ -1,7 +1,7 @@
-"""``algorithm.preset``: every default as another system has it.
+"""``algorithm.preset``: the defaults of other systems.
 
-Each row of a table is a key, the value that system starts from, and where it says so. A key the
-user set keeps the user's value. Keys not listed keep this package's default.
+Each row is a key, that system's default, and its source. Keys that the user set keep their value;
+keys that are not listed keep mppo's default.
 
 Sources: verl 0.7 ``_generated_ppo_megatron_trainer.yaml``; TRL 1.12 ``PPOConfig`` and its train
 loop; DeepSpeed-Chat ``step3_rlhf_finetuning/main.py``, ``ppo_trainer.py``, ``rlhf_engine.py``;
@@ -16,11 +16,11 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Same:
+class CopyOf:
     """The value of another key, times a factor for numbers.
 
     Args:
-        key: dotted key; where it has no value either, the row is left out.
+        key: dotted key; if it has no value, the row does not apply.
         factor: 1 copies.
     """
 
@@ -29,12 +29,12 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Given:
-    """A value for recipes that set another key; without that, the row is left out.
+class IfSet:
+    """A value that applies only if another key is set.
 
     Args:
-        key: dotted key, set and neither null nor empty.
-        value: then.
+        key: dotted key that must be set, and neither null nor empty.
+        value: the value in that case.
     """
 
     key: str
@@ -42,20 +42,20 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Default:
-    """One row: ``key`` starts from ``value`` in that system, as ``source`` says."""
+class PresetRow:
+    """One default of a system: ``value`` for ``key``, according to ``source``."""
 
     key: str
     value: Any
     source: str
 
 
-def _rows(source: str, values: Mapping[str, Any]) -> tuple[Default, ...]:
-    return tuple(Default(key, value, source) for key, value in values.items())
+def _rows(source: str, values: Mapping[str, Any]) -> tuple[PresetRow, ...]:
+    return tuple(PresetRow(key, value, source) for key, value in values.items())
 
 
 def _both(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for actor and critic, by the rest of their keys."""
+    """The values of keys that actor and critic share, for both."""
     return {f"{role}.{key}": value for key, value in values.items() for role in ("actor", "critic")}
 
 
@@ -98,9 +98,9 @@ VERL = _rows(
         "actor.kl_loss_coef": 0.001,
         "actor.kl_loss_type": "low_var_kl",
         "actor.optim.lr": 1e-6,
-        "critic.shuffle": Same("actor.shuffle"),
-        "critic.loss_agg_mode": Same("actor.loss_agg_mode"),
-        "critic.ppo_epochs": Same("actor.ppo_epochs"),
+        "critic.shuffle": CopyOf("actor.shuffle"),
+        "critic.loss_agg_mode": CopyOf("actor.loss_agg_mode"),
+        "critic.ppo_epochs": CopyOf("actor.ppo_epochs"),
         "critic.cliprange_value": 0.5,
         "critic.optim.lr": 1e-5,
         **_both(
@@ -127,13 +127,13 @@ TRL = (
             "actor.ppo_epochs": 4,
             "actor.clip_ratio": 0.2,
             "actor.optim.lr": 3e-6,
-            "critic.ppo_epochs": Same("actor.ppo_epochs"),
+            "critic.ppo_epochs": CopyOf("actor.ppo_epochs"),
             "critic.cliprange_value": 0.2,
             "critic.value_loss_coef": 0.1,
-            "critic.optim.lr": Same("actor.optim.lr"),
+            "critic.optim.lr": CopyOf("actor.optim.lr"),
             "data.max_response_length": 53,
             "rollout.temperature": 0.7,
-            "actor.ppo_mini_batch_size": Same("data.train_batch_size"),
+            "actor.ppo_mini_batch_size": CopyOf("data.train_batch_size"),
         },
     )
     + _rows(
@@ -194,11 +194,11 @@ DEEPSPEED_CHAT = _rows(
     "main.py: parse_args; ds_utils.py; rlhf_engine.py",
     {
         "actor.ppo_epochs": 1,
-        "critic.ppo_epochs": Same("actor.ppo_epochs"),
-        "actor.ppo_mini_batch_size": Same("data.train_batch_size"),
+        "critic.ppo_epochs": CopyOf("actor.ppo_epochs"),
+        "actor.ppo_mini_batch_size": CopyOf("data.train_batch_size"),
         "data.max_prompt_length": 256,
         "data.max_response_length": 256,
-        "actor.ptx_coef": Given("data.ptx_files", 27.8),
+        "actor.ptx_coef": IfSet("data.ptx_files", 27.8),
         "trainer.total_epochs": 1,
         "actor.optim.lr": 9.65e-6,
         "critic.optim.lr": 5e-6,
@@ -223,7 +223,7 @@ OPENRLHF = _rows(
         "algorithm.kl_ctrl.kl_coef": 0.02,
         "actor.clip_ratio": 0.2,
         "actor.ppo_epochs": 1,
-        "critic.ppo_epochs": Same("actor.ppo_epochs"),
+        "critic.ppo_epochs": CopyOf("actor.ppo_epochs"),
         "critic.cliprange_value": 0.2,
         "data.train_batch_size": 512,
         "actor.ppo_mini_batch_size": 128,
@@ -231,7 +231,7 @@ OPENRLHF = _rows(
         "data.max_response_length": 1024,
         "rollout.temperature": 1.0,
         "rollout.top_p": 1.0,
-        "actor.ptx_coef": Given("data.ptx_files", 0.05),
+        "actor.ptx_coef": IfSet("data.ptx_files", 0.05),
         "trainer.total_epochs": 1,
         "trainer.seed": 42,
         "actor.optim.lr": 1e-6,
@@ -256,8 +256,8 @@ OPENRLHF = _rows(
         "actor.clip_ratio_c": None,
         "actor.entropy_coeff": 0.0,
         "actor.use_kl_loss": False,
-        "actor.optim.min_lr": Same("actor.optim.lr", 0.1),
-        "critic.optim.min_lr": Same("critic.optim.lr", 0.1),
+        "actor.optim.min_lr": CopyOf("actor.optim.lr", 0.1),
+        "critic.optim.min_lr": CopyOf("critic.optim.lr", 0.1),
         **_both(
             {
                 "loss_agg_mode": "seq-mean-token-mean",
@@ -269,32 +269,33 @@ OPENRLHF = _rows(
     },
 )
 
-PRESETS: dict[str, tuple[Default, ...]] = {
+PRESETS: dict[str, tuple[PresetRow, ...]] = {
     "verl": VERL,
     "trl": TRL,
     "deepspeed_chat": DEEPSPEED_CHAT,
     "openrlhf": OPENRLHF,
 }
-"""By the recipe's name for it."""
+"""Rows by value of ``algorithm.preset``."""
 
 
 def apply_preset(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in a preset's defaults where the user set nothing.
+    """Add a preset's defaults for keys that the user did not set.
 
     Args:
         document: the recipe as nested mappings, overrides merged in, not yet validated.
 
     Returns:
-        A new document; equal to the old one where ``algorithm.preset`` names no known preset
-        (validation then says so).
+        A new document; an equal one if ``algorithm.preset`` is null or unknown (validation reports
+        an unknown one).
     """
     filled = _copy(document)
     section = filled.get("algorithm")
     name = section.get("preset") if isinstance(section, Mapping) else None
     rows = PRESETS.get(name, ()) if isinstance(name, str) else ()
-    for row in sorted(rows, key=lambda row: isinstance(row.value, Same | Given)):
+    # rows that read other keys come last, when those keys have their values
+    for row in sorted(rows, key=lambda row: isinstance(row.value, CopyOf | IfSet)):
         value = row.value
-        if isinstance(value, Same | Given):
+        if isinstance(value, CopyOf | IfSet):
             value = _resolve(filled, value)
             if value is None:
                 continue
@@ -319,13 +320,13 @@ def preset_table() -> str:
     return "\n".join(lines)
 
 
-def _cell(row: Default | None) -> str:
+def _cell(row: PresetRow | None) -> str:
     if row is None:
         return ""
-    if isinstance(row.value, Same):
+    if isinstance(row.value, CopyOf):
         times = "" if row.value.factor == 1.0 else f"{row.value.factor:g} x "
         return f"{times}`{row.value.key}`"
-    if isinstance(row.value, Given):
+    if isinstance(row.value, IfSet):
         return f"{row.value.value} with `{row.value.key}`"
     if row.value is None:
         return "null"
@@ -338,12 +339,12 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _resolve(document: Mapping[str, Any], row: Same | Given) -> Any:
-    """The value such a row takes; None where there is none, or no number to multiply."""
+def _resolve(document: Mapping[str, Any], row: CopyOf | IfSet) -> Any:
+    """The row's value; None if its key has no value, or none that can be multiplied."""
     value: Any = document
     for part in row.key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    if isinstance(row, Given):
+    if isinstance(row, IfSet):
         return row.value if value else None
     if row.factor == 1.0:
         return value
@@ -352,7 +353,7 @@ def _resolve(document: Mapping[str, Any], row: Same | Given) -> Any:
 
 
 def _fill(document: dict[str, Any], parts: list[str], value: Any) -> None:
-    """Set a key that is absent; what the user wrote, even null or a fault, stays."""
+    """Set a key that is absent; a value that the user wrote stays, even null or an invalid one."""
     for part in parts[:-1]:
         inner = document.setdefault(part, {})
         if not isinstance(inner, dict):

@@ -1,4 +1,4 @@
-"""Whether the trackers that a recipe names are installed and set up."""
+"""Checks that the trackers in ``trainer.logger`` are installed and set up."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ def tracker_issues(
     environ: Mapping[str, str],
     is_installed: Callable[[str], object] = find_spec,
 ) -> Iterator[ConfigIssue]:
-    """What would keep a tracker from working.
+    """Issues that would keep a tracker from working.
 
     Args:
         loggers: ``trainer.logger``.
         environ: the environment.
-        is_installed: whether there is a package of a name.
+        is_installed: finds a package by name; None if it is not installed.
     """
     for name in PACKAGES:
         if name in loggers and not is_installed(name):
-            fix = f'pip install "mppo[{name}]", or take it out of trainer.logger'
+            fix = f'pip install "mppo[{name}]", or remove it from trainer.logger'
             yield ConfigIssue(KEY, name, f"the package {name} is not installed", fix)
         elif name == "wandb" and name in loggers and not _has_key(environ):
-            why = "Weights & Biases has no key on this machine"
+            why = "Weights & Biases has no API key on this machine"
             fix = (
-                "export WANDB_API_KEY, run `wandb login`, set WANDB_MODE=offline, or take wandb "
-                "out of trainer.logger"
+                "export WANDB_API_KEY, run `wandb login`, set WANDB_MODE=offline, or remove "
+                "wandb from trainer.logger"
             )
             yield ConfigIssue(KEY, name, why, fix)
 
 
 def _has_key(environ: Mapping[str, str]) -> bool:
-    """Whether wandb finds a key, or needs none: where its documentation says that it looks."""
+    """Whether wandb finds an API key in the places it documents, or its mode needs none."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_MODE") in ("offline", "disabled"):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL", _WANDB_URL)).hostname

@@ -11,13 +11,13 @@ PREFIX = "MPPO_"
 PROGRAM_VARIABLES: dict[str, str] = {
     "MPPO_DEVICE": "`cpu` or `cuda`: the device of the ranks; default: a GPU where torch sees one",
     "MPPO_LAUNCHER": "`torchrun`, `slurm`, `mpi` or `python`: what started the ranks; default: "
-    "found out",
+    "detected",
     "MPPO_CACHE": "folder of the embedded models; default: `~/.cache/mppo`",
     "MPPO_ROLLOUT_API_KEY": "key of the servers in `rollout.urls`, and of `mppo.serve`",
     "MPPO_SGLANG_THREADS": "CPU threads of an SGLang server; default: 1",
-    "MPPO_TRACEBACK": "set: every failure comes with its traceback",
+    "MPPO_TRACEBACK": "if set, every failure prints its traceback",
 }
-"""What a program reads, to what it means."""
+"""Variables that the programs read, with their meaning."""
 
 SCRIPT_VARIABLES = frozenset(
     {
@@ -26,11 +26,11 @@ SCRIPT_VARIABLES = frozenset(
         "MPPO_RANKS_PER_NODE", "MPPO_ROOT", "MPPO_SERVED", "MPPO_SRUN", "MPPO_WORLD",
     }
 )  # fmt: skip
-"""What ``slurm/`` reads or sets; ``slurm/common.sh`` says what they mean."""
+"""Variables that the scripts in ``slurm/`` read or set; ``slurm/common.sh`` documents them."""
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A line for every variable that looks like one of mppo's and is none."""
+    """A line for every variable that starts with ``MPPO_`` and is not one of mppo's."""
     known = {*PROGRAM_VARIABLES, *SCRIPT_VARIABLES}
     lines = []
     for name in sorted(environ):
@@ -39,7 +39,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
             hint = (
                 f"did you mean {PREFIX}{guess}?"
                 if guess
-                else f"there are {', '.join(sorted(known))}"
+                else f"known variables: {', '.join(sorted(known))}"
             )
             lines.append(f"the environment variable {name} is not read: {hint}")
     return lines

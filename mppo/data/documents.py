@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schema import DataConfig
+from mppo.config.sections.data import DataConfig
 from mppo.data.rows import read_rows
 from mppo.data.source import PromptSet
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schema import DataConfig
+from mppo.config.sections.data import DataConfig
 from mppo.data import tasks
 from mppo.data.chat_template import render
 from mppo.data.rows import DataRow, read_rows

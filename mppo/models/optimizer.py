@@ -18,7 +18,8 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mppo.config.schema import MegatronConfig, OptimConfig
+from mppo.config.sections.megatron import MegatronConfig
+from mppo.config.sections.optimizer import OptimConfig
 from mppo.models import adam
 from mppo.models.stage import Stage
 

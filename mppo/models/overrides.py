@@ -13,7 +13,7 @@ from typing import Any
 
 from mppo.config.errors import ConfigIssue, nearest
 from mppo.config.rules.rule import RoleCase
-from mppo.config.schema import MegatronConfig
+from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.families.architectures import family_config
 
 OTHER_NAMES = {

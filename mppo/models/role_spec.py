@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from mppo.batch import Batch
-from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+from mppo.config.sections.megatron import MegatronConfig
+from mppo.config.sections.optimizer import OptimConfig
+from mppo.config.sections.roles import BatchingConfig
 from mppo.models.heads.outputs import Head, Outputs
 from mppo.models.microbatch import MicroBatch
 from mppo.models.moe.routing import Replay

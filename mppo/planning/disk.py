@@ -1,4 +1,4 @@
-"""Disk space that a run's checkpoints take."""
+"""Disk space of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from mppo.planning.memory import BYTES
 from mppo.planning.plan import RolePlan
 
 MOMENTS = 8
-"""Bytes of Adam's two moments of a parameter."""
+"""Bytes per parameter of Adam's two moments."""
 COPY = 4
-"""Bytes of a parameter's float32 copy, or of its moving average."""
+"""Bytes per parameter of a float32 copy or a moving average."""
 
 
 def checkpoint_bytes(recipe: Recipe, plans: list[RolePlan]) -> int:
-    """Bytes of one checkpoint: of every trained role weights, moments and, where the weights are
-    not float32, the float32 copy of them; the actor's moving average and Hugging Face folder.
+    """Bytes of one checkpoint.
+
+    For every trained role: weights, moments, and master weights in float32 if the weights are
+    bfloat16. For the actor also the moving average and the Hugging Face folder.
 
     Args:
         recipe: the recipe.
@@ -36,12 +38,12 @@ def checkpoint_bytes(recipe: Recipe, plans: list[RolePlan]) -> int:
 
 
 def describe_checkpoints(recipe: Recipe, plans: list[RolePlan], steps: int | None) -> str:
-    """One line: when checkpoints are written, how large they are, and all that are kept.
+    """One line: when checkpoints are saved, the size of one, and of all that are kept.
 
     Args:
         recipe: the recipe.
         plans: its roles.
-        steps: length of the run; None where only its data would tell.
+        steps: PPO steps of the run; None if they depend on the data.
     """
     trainer, one = recipe.trainer, checkpoint_bytes(recipe, plans)
     freq, minutes, keep = trainer.save_freq, trainer.save_every_minutes, trainer.max_ckpt_to_keep
@@ -53,12 +55,14 @@ def describe_checkpoints(recipe: Recipe, plans: list[RolePlan], steps: int | Non
     if keep is not None:
         best = " and the best" if trainer.best_metric else ""
         count = keep + bool(trainer.best_metric)
-        # the next one is complete before the oldest goes
-        return f"{text}; the newest {keep}{best} stay: up to {_size((count + 1) * one)}"
+        # a new checkpoint is complete before the oldest is deleted
+        return f"{text}; the newest {keep}{best} are kept: up to {_size((count + 1) * one)}"
     if steps is not None and freq > 0 and minutes is None:
-        count = ceil(steps / freq)  # one after the last step, too
-        return f"{text}; all {count} stay: {_size(count * one)}"
-    return f"{text}; all stay: {_size(100 * one)} for every 100 (trainer.max_ckpt_to_keep)"
+        count = ceil(steps / freq)  # the last step is always saved
+        return f"{text}; all {count} are kept: {_size(count * one)}"
+    return (
+        f"{text}; all are kept: {_size(100 * one)} per 100 (trainer.max_ckpt_to_keep limits them)"
+    )
 
 
 def _size(count: int) -> str:

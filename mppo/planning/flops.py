@@ -1,7 +1,7 @@
-"""Floating-point operations that a model's mathematics needs, from its parameter table.
+"""Floating-point operations of a model, computed from its parameter table.
 
-Two operations for each multiply-add of a matrix product; lookups, norms, activations and the
-softmax do not count, nor does what a layout does twice (recomputation, padding).
+A multiply-add of a matrix product is two operations. Lookups, norms, activations, softmax,
+recomputation and padding are not counted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -25,14 +25,16 @@ from mppo.weights.table import Row, parameter_table
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Operations of a forward pass.
+    """Floating-point operations of a model's forward pass.
 
     Args:
-        per_token: of the layers' other matrices; of a mixture, those of the experts a token visits.
-        per_output: of the head and of the last layer's feed-forward (not of a mixture), for each
-            token whose log-probability or value is wanted.
-        per_pair: of one layer's attention, for each query and key it sees.
-        windows: tokens a query sees, itself included, by layer; None where it sees all before it.
+        per_token: operations per token of all matrices not in ``per_output``; in a mixture of
+            experts, of the experts that process the token.
+        per_output: operations per token that passes the head: the head, and the last layer's
+            feed-forward unless it is a mixture.
+        per_pair: operations of one layer's attention per pair of a query and a visible key.
+        windows: by layer, the number of tokens that a query sees, itself included; None: all
+            before it.
     """
 
     per_token: int
@@ -52,12 +54,12 @@ class ModelFlops:
         return self.per_token * sum(lengths) + self.per_output * outputs + self.per_pair * pairs
 
     def training(self, lengths: Iterable[int], outputs: int) -> int:
-        """Of forward and backward, which needs two products for each one of forward."""
+        """Operations of forward and backward; backward has two products for each of forward."""
         return 3 * self.forward(lengths, outputs)
 
 
 def seen_pairs(length: int, window: int | None) -> int:
-    """Pairs of a query and a key it sees in a causal sequence: ``sum_i min(i, window)``."""
+    """Pairs of a query and a visible key in a causal sequence: ``sum_i min(i, window)``."""
     full = length if window is None else min(length, window)
     return full * (full + 1) // 2 + (length - full) * full
 
@@ -67,15 +69,17 @@ def model_flops(hf_config: Any, head: Head) -> ModelFlops:
 
     Args:
         hf_config: a transformers config object.
-        head: what the model ends in.
+        head: the model's head.
     """
     shape, family = model_shape(hf_config), family_config(hf_config)
-    table, visited = parameter_table(shape), experts_per_token(hf_config)
+    table, active_experts = parameter_table(shape), experts_per_token(hf_config)
     last = shape.num_layers - 1
     per_token = per_output = 0
     for row in table.rows:
-        products = _multiply_adds(row) * (visited if row.where == "expert" else 1)
+        # an expert row is the size of one expert; a token passes through the active ones
+        products = _multiply_adds(row) * (active_experts if row.where == "expert" else 1)
         layers = sum(table.applies(row, layer) for layer in range(shape.num_layers))
+        # the last layer's feed-forward runs only for tokens that pass the head
         if row.where == "dense" and table.applies(row, last):
             layers, per_output = layers - 1, per_output + products
         per_token += layers * products
@@ -86,27 +90,28 @@ def model_flops(hf_config: Any, head: Head) -> ModelFlops:
 
 
 def update_flops(model: ModelFlops, batch: Batch, plan: MicroBatchPlan, mask_T: Tensor) -> int:
-    """Operations of forward and backward over a plan's micro-batches, of all ranks together.
+    """Operations of forward and backward over a plan's micro-batches, summed over all ranks.
 
     Args:
-        model: the model's.
+        model: operations of the model.
         batch: the global batch.
         plan: sequences of every data-parallel rank's micro-batches.
         mask_T: float ``[T]`` of the batch, 1 on the tokens that pass the head.
     """
     chosen = [index for rank in plan for indices in rank for index in indices]
     outputs = sequence_sum(mask_T, batch.cu_seqlens)[chosen].sum()
-    return model.training(batch.lengths_B[chosen].tolist(), int(outputs))
+    lengths = cast("list[int]", batch.lengths_B[chosen].tolist())  # pyright: ignore[reportUnknownMemberType] (torch's stub)
+    return model.training(lengths, int(outputs))
 
 
 def _multiply_adds(row: Row) -> int:
-    """For each token that meets the row's matrices; vectors (norms, biases) have none."""
+    """Multiply-adds per token of a row's matrices; vectors (norms, biases) have none."""
     return sum(math.prod(shape) for shape in row.shapes if len(shape) == 2)
 
 
 def _pair_products(shape: ModelShape) -> int:
-    """Multiply-adds of one layer's scores and their weighted values, for one pair."""
+    """Multiply-adds of one layer's attention scores and weighted values, per pair."""
     if shape.mla is None:
         return shape.heads * 2 * shape.head_dim
-    latent = shape.mla
-    return shape.heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim + latent.v_head_dim)
+    mla = shape.mla
+    return shape.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)

@@ -1,7 +1,6 @@
-"""Parameters and memory of one rank, counted from a model's parameter table and a role's layout.
+"""Parameters and memory of one rank, from a model's parameter table and a role's layout.
 
-An estimate for planning: allocator fragmentation, communication buffers and the framework itself
-come on top.
+The estimate leaves out allocator fragmentation, communication buffers and the CUDA context.
 """
 
 from __future__ import annotations
@@ -22,8 +21,13 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
-class Count:
-    """Parameters of one pipeline stage, on one rank: outside experts, and in experts."""
+class ParameterCount:
+    """Parameters of one pipeline stage on one rank.
+
+    Args:
+        dense: parameters outside of experts.
+        expert: parameters of experts.
+    """
 
     dense: int
     expert: int
@@ -35,7 +39,15 @@ class Count:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank."""
+    """Bytes of one role on one rank.
+
+    Args:
+        weights: parameters in the model's type.
+        gradients: float32 gradients.
+        optimizer: Adam's moments and master weights.
+        activations: activations at the peak, exchanged keys and values included.
+        head: chunk of logits.
+    """
 
     weights: int
     gradients: int
@@ -61,27 +73,30 @@ def stage_layers(
     Args:
         num_layers: layers of the model.
         pp: stages.
-        vpp: chunks per stage; layers go round the stages once per chunk (Megatron's interleaving).
-        first, last: layers of the first and last stage; the rest is shared evenly.
-        chunks: layers of every chunk, where they are stated one by one.
+        vpp: chunks per stage; layers are dealt to the stages once per chunk (Megatron's
+            interleaving).
+        first, last: layers of the first and last stage; the others divide the rest evenly.
+        chunks: number of layers of every chunk, in model order; replaces ``first`` and ``last``.
 
     Returns:
-        ``pp`` ascending lists that together hold every layer once.
+        For each stage its layers, ascending; every layer is in one list.
     """
-    if chunks is not None:
+    if chunks is not None:  # chunk i belongs to stage i mod pp
         bounds = [0, *accumulate(chunks)]
         return [
             [layer for i in range(stage, len(chunks), pp) for layer in range(*bounds[i : i + 2])]
             for stage in range(pp)
         ]
-    stated = (first or 0) + (last or 0)
+    given = (first or 0) + (last or 0)
     stages = pp - (first is not None) - (last is not None)
-    middle = (num_layers - stated) // stages if stages else 0
+    middle = (num_layers - given) // stages if stages else 0
     sizes = [middle] * pp
+    # the first and last stage also hold the embedding and the head: a recipe may give them fewer
     if first is not None:
         sizes[0] = first
     if last is not None:
         sizes[-1] = last
+    # layers in model order: each chunk of all stages comes before the next chunk
     owned: list[list[int]] = [[] for _ in range(pp)]
     layer = 0
     for _ in range(vpp):
@@ -93,7 +108,7 @@ def stage_layers(
 
 def count_parameters(
     table: Table, layout: Layout, stage: int, layers: list[int], value_head: bool
-) -> Count:
+) -> ParameterCount:
     """Parameters that one rank of a pipeline stage holds.
 
     Args:
@@ -103,13 +118,14 @@ def count_parameters(
         layers: decoder layers of the stage.
         value_head: the model ends in a value head instead of the vocabulary.
     """
-    wanted = {"embedding"} if stage == 0 else set()
+    ends: set[str] = {"embedding"} if stage == 0 else set()
     if stage == layout.pp - 1:
-        wanted |= {"final", "value" if value_head else "output"}
+        ends |= {"final", "value" if value_head else "output"}
     dense = expert = 0
     for row in table.rows:
+        # a tied output shares the embedding's memory if the first stage is also the last
         shares_embedding = row.duplicate and stage == 0
-        if row.where in wanted and not shares_embedding:
+        if row.where in ends and not shares_embedding:
             dense += _elements(Entry(row), layout)
     for layer in layers:
         for entry in table.layer_entries(layer):
@@ -117,17 +133,17 @@ def count_parameters(
                 expert += _elements(entry, layout)
             else:
                 dense += _elements(entry, layout)
-    return Count(dense, expert // layout.ep)
+    return ParameterCount(dense, expert // layout.ep)
 
 
 def model_parameters(table: Table, value_head: bool = False) -> int:
-    """Parameters of the whole model, tied embeddings counted once."""
+    """Parameters of the model; tied embeddings count once."""
     everything = list(range(table.shape.num_layers))
     return count_parameters(table, Layout(world=1), 0, everything, value_head).total
 
 
 def experts_per_token(hf_config: Any) -> int:
-    """Experts that one token visits, by the config's own name for it; 0 where it has none."""
+    """Experts that process one token, under any name in the config; 0 for a dense model."""
     for key in ("num_experts_per_tok", "moe_top_k", "num_experts_per_token"):
         value = getattr(hf_config, key, None)
         if value:
@@ -136,24 +152,24 @@ def experts_per_token(hf_config: Any) -> int:
 
 
 def activation_elements_per_token(
-    shape: ModelShape, layout: Layout, layer: int, visited: int
+    shape: ModelShape, layout: Layout, layer: int, active_experts: int
 ) -> float:
-    """Elements that one decoder layer keeps for backward, per token, on one rank.
+    """Elements that one decoder layer stores for the backward pass, per token, on one rank.
 
     Norm inputs and outputs ``4 h``, queries, keys, values and attention output
-    ``(2 heads + 2 kv_heads) head_dim`` (flash attention keeps no score matrix), gate, up and their
-    product ``3 ffn``; of a mixture, ``3 (shared_ffn + visited expert_ffn)`` under even load. All of
-    it divided by TP (sequence parallelism; after Korthikanti et al. 2022, section 4).
+    ``(2 heads + 2 kv_heads) head_dim`` (flash attention stores no score matrix), gate, up and their
+    product ``3 ffn``; in a mixture of experts ``3 (shared_ffn + active_experts expert_ffn)`` for an
+    even load. TP divides all of them (sequence parallelism; Korthikanti et al. 2022, section 4).
 
     Args:
         shape: the model.
         layout: the role's layout.
         layer: decoder layer.
-        visited: experts a token visits.
+        active_experts: experts that process a token.
     """
     width = shape.ffn
     if shape.sparse_layers and shape.sparse_layers[layer]:
-        width = shape.shared_ffn + visited * shape.expert_ffn
+        width = shape.shared_ffn + active_experts * shape.expert_ffn
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return (4 * shape.hidden + attention + 3 * width) / layout.tp
 
@@ -161,18 +177,18 @@ def activation_elements_per_token(
 def exchanged_elements_per_token(
     shape: ModelShape, layout: Layout, exchange: str, trained: bool
 ) -> float:
-    """Elements of keys and values of all ranks, and of their gradients, that the attention of one
-    layer holds at most, per token of the whole micro-batch, on one rank.
+    """Peak of one layer's exchanged keys, values and their gradients under context parallelism:
+    elements per token of the micro-batch (over all context-parallel ranks), on one rank.
 
-    Gathered, keys and values stand there as received and in the order of sequences, before a
-    backward pass ends once more as gradients; a ring holds a rank's, the next's, and in a backward
-    pass four times their gradients (``benchmarks/context_gather.py``).
+    ``all_gather`` holds keys and values twice, as received and in sequence order, and in a backward
+    pass their gradients. ``p2p`` holds the keys and values of one rank and of the next, and in a
+    backward pass four times as many gradients (measured by ``benchmarks/context_gather.py``).
 
     Args:
         shape: the model.
         layout: the role's layout.
         exchange: ``all_gather`` or ``p2p``.
-        trained: whether there is a backward pass.
+        trained: whether the role has a backward pass.
     """
     if layout.cp == 1:
         return 0.0
@@ -189,25 +205,25 @@ def role_memory(
     role: RoleCase,
     layout: Layout,
     stage: int,
-    count: Count,
+    count: ParameterCount,
     dtype: str,
     micro_batch_tokens: int,
     elements_per_token: Sequence[float],
     shape: ModelShape,
 ) -> Memory:
-    """Memory of one rank for one role.
+    """Memory of one role on one rank.
 
     Weights take ``b`` bytes per parameter. A trained role adds fp32 gradients (4), fp32 master
-    weights where ``b`` is 2 (4) and Adam's two moments (8); under the distributed optimizer the
-    last two are divided by the data-parallel size (experts: by theirs). Activations of the
+    weights if ``b`` is 2 (4) and Adam's two moments (8); the distributed optimizer divides the last
+    two by the data-parallel size (of experts: by the expert-data-parallel size). Activations of the
     micro-batches in flight: stage ``s`` of ``p`` holds ``p - s`` under 1F1B, and at most
     ``p + (p - 1) / v`` under interleaving with ``v`` chunks (Narayanan et al. 2021). Full
-    recomputation keeps a layer's input only, plus one layer at work. Under context parallelism the
-    exchanged keys and values of a layer come on top. The head keeps a chunk of fp32 logits, three
-    times in backward.
+    recomputation stores only the inputs of layers, plus the activations of one layer. Context
+    parallelism adds one layer's exchanged keys and values. The head holds a chunk of fp32 logits,
+    and in a backward pass three times as much.
 
     Args:
-        role: which role.
+        role: the role.
         layout: its layout.
         stage: pipeline stage.
         count: parameters of this rank.
@@ -217,6 +233,7 @@ def role_memory(
         shape: the model.
     """
     size = BYTES[dtype]
+    # gradients and optimizer states: in float32, and only of a trained role
     trained = role.name in ("actor", "critic")
     gradients = optimizer = 0
     if trained:
@@ -224,8 +241,9 @@ def role_memory(
         split = (layout.dp * layout.cp, layout.edp)
         if not role.megatron.use_distributed_optimizer:
             split = (1, 1)
-        per_parameter = 8 + (4 if size == 2 else 0)
+        per_parameter = 8 + (4 if size == 2 else 0)  # moments, and master weights of bfloat16
         optimizer = per_parameter * (count.dense // split[0] + count.expert // split[1])
+    # activations: of the micro-batches in flight if trained, else of one layer at a time
     tokens = micro_batch_tokens / layout.cp
     widest = max(elements_per_token, default=0.0)
     in_flight = float(layout.pp - stage)
@@ -237,9 +255,10 @@ def role_memory(
         kept = in_flight * len(elements_per_token) * shape.hidden / layout.tp + widest
     else:
         kept = in_flight * sum(elements_per_token)
-    exchange = role.megatron.key_exchange(latent=shape.mla is not None)
+    exchange = role.megatron.key_exchange(has_mla=shape.mla is not None)
     exchanged = exchanged_elements_per_token(shape, layout, exchange, trained)
     held = int((kept * tokens + exchanged * micro_batch_tokens) * size)
+    # the critic's value head has one logit per token, too little to count
     head = 0
     if stage == layout.pp - 1 and role.name != "critic":
         chunk = min(role.section.head_chunk_tokens, math.ceil(tokens))

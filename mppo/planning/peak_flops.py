@@ -1,4 +1,4 @@
-"""What a device could do at best: dense bfloat16 TFLOP/s by the name of the GPU."""
+"""Dense bfloat16 peak of a GPU in TFLOP/s, by its name."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("L20",), 119.5),
     (("L4",), 121.0),
 )
-"""Words of a GPU's name to its peak without sparsity, as NVIDIA publishes it; not measured. The
-first row of which all words occur holds."""
+"""Words of a GPU's name, and its peak without sparsity as published by NVIDIA (not measured). The
+first row whose words all occur in the name applies."""
 
 
 def peak_tflops(name: str) -> float | None:
-    """The peak of the device of this name (``mppo.parallel.device.name``), in TFLOP/s.
+    """Peak of a device by its name (``mppo.parallel.device.name``), TFLOP/s.
 
     Returns:
-        None where it is not known: a CPU, a part of a GPU (MIG), a GPU not in ``PEAKS``.
+        None if it is unknown: a CPU, a part of a GPU (MIG), or a GPU not in ``PEAKS``.
     """
     words = set(re.split(r"[\s-]+", name))
     if "MIG" in words:
         return None
-    return next((peak for wanted, peak in PEAKS if words.issuperset(wanted)), None)
+    return next((peak for name_words, peak in PEAKS if words.issuperset(name_words)), None)

@@ -1,6 +1,6 @@
-"""What a run would be: layout per role and rank, micro-batches, parameters and memory.
+"""The dry run: layout per role and rank, micro-batches, parameters and memory.
 
-Needs no GPU, no process group and no weights; only a recipe, a world size and a model's config.
+Needs only a recipe, a world size and the models' configs: no GPU, process group or weights.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One role of a run.
+    """The plan of one role.
 
     Args:
-        role: name, sections.
+        role: name and sections.
         layout: its layout.
-        parameters: of the whole model.
-        stage_parameters: of one rank, by pipeline stage.
-        memory: of one rank, by pipeline stage.
-        mini_batches: optimizer steps per iteration; 0 for a frozen role.
-        micro_batches: per data-parallel rank and mini-batch (per pass for a frozen role), where
-            every sequence has the greatest length.
+        parameters: parameters of the model.
+        stage_parameters: parameters of one rank, by pipeline stage.
+        memory: memory of one rank, by pipeline stage.
+        mini_batches: optimizer steps per PPO step; 0 for a frozen role.
+        micro_batches: micro-batches per data-parallel rank and mini-batch (per pass for a frozen
+            role), if every sequence has the maximal length.
         micro_batch_tokens: tokens of the largest micro-batch.
     """
 
@@ -58,14 +58,14 @@ class RolePlan:
 
 
 def plan_roles(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> list[RolePlan]:
-    """The plan of every role in use.
+    """The plan of every role that the recipe builds.
 
     Args:
-        recipe: a recipe without faults for this world size (``mppo.config.checks``).
-        world_size: ranks.
-        hf_configs: Hugging Face config object of every role's own model.
+        recipe: a recipe that is valid for this world size (``mppo.config.checks``).
+        world_size: number of ranks.
+        hf_configs: Hugging Face config object of each role's model, by role.
     """
-    plans = []
+    plans: list[RolePlan] = []
     for role in roles_in_use(recipe):
         own = hf_configs[role.name]
         table = parameter_table(model_shape(own))
@@ -74,7 +74,7 @@ def plan_roles(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -
 
 
 def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> str:
-    """The whole dry run as text: resolved recipe, layouts, micro-batches, parameters, memory."""
+    """The dry run as text: resolved recipe, layouts, micro-batches, parameters, memory."""
     plans = plan_roles(recipe, world_size, hf_configs)
     parts = [
         "# resolved recipe\n" + resolved_yaml(recipe).rstrip(),
@@ -87,7 +87,7 @@ def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]
 
 
 def _plan_role(
-    recipe: Recipe, role: RoleCase, world_size: int, table: Table, visited: int
+    recipe: Recipe, role: RoleCase, world_size: int, table: Table, active_experts: int
 ) -> RolePlan:
     m, layout = role.megatron, role.megatron.layout(world_size)
     layers = stage_layers(
@@ -106,10 +106,11 @@ def _plan_role(
     mini_batches, sequences = _mini_batches(recipe, role)
     longest = recipe.data.max_prompt_length + recipe.data.max_response_length
     micro_batches, tokens = _micro_batches(role, layout, ceil(sequences / layout.dp), longest)
-    memory = []
+    memory: list[Memory] = []
     for stage, owned in enumerate(layers):
         per_layer = [
-            activation_elements_per_token(table.shape, layout, layer, visited) for layer in owned
+            activation_elements_per_token(table.shape, layout, layer, active_experts)
+            for layer in owned
         ]
         memory.append(
             role_memory(
@@ -136,7 +137,7 @@ def _plan_role(
 
 
 def _mini_batches(recipe: Recipe, role: RoleCase) -> tuple[int, int]:
-    """Optimizer steps per iteration, and sequences of one pass."""
+    """Optimizer steps per PPO step, and sequences of a mini-batch (of a pass for the reference)."""
     batch, samples = recipe.data.train_batch_size, recipe.rollout.n
     if role.name == "ref":
         return 0, batch * samples
@@ -146,8 +147,14 @@ def _mini_batches(recipe: Recipe, role: RoleCase) -> tuple[int, int]:
 
 
 def _micro_batches(role: RoleCase, layout: Layout, sequences: int, longest: int) -> tuple[int, int]:
-    """Micro-batches for one rank's sequences, all of the greatest length, and the largest's
-    tokens."""
+    """Number of micro-batches for a rank's sequences of maximal length, and the tokens of one.
+
+    Args:
+        role: the role.
+        layout: its layout.
+        sequences: sequences of one data-parallel rank.
+        longest: tokens of each sequence.
+    """
     b = role.section
     per_micro, budget = b.ppo_micro_batch_size_per_gpu, b.ppo_max_token_len_per_gpu
     if role.name == "ref":
@@ -157,24 +164,26 @@ def _micro_batches(role: RoleCase, layout: Layout, sequences: int, longest: int)
         per_micro = max(1, budget // longest)
     per_micro = min(per_micro, sequences)
     count = ceil(sequences / per_micro)
-    if layout.vpp > 1:
+    if layout.vpp > 1:  # the interleaved schedule needs a multiple of PP
         count = ceil(count / layout.pp) * layout.pp
     return count, per_micro * longest
 
 
 def _layouts(plans: list[RolePlan]) -> str:
-    rows = [("role", "layout", "TP", "PP", "VPP", "CP", "DP", "EP", "ETP", "EDP")]
+    rows: list[tuple[str, ...]] = [
+        ("role", "layout", "TP", "PP", "VPP", "CP", "DP", "EP", "ETP", "EDP")
+    ]
     for plan in plans:
-        x = plan.layout
-        sizes = (x.tp, x.pp, x.vpp, x.cp, x.dp, x.ep, x.etp, x.edp)
-        rows.append((plan.role.name, x.describe(), *map(str, sizes)))
+        layout = plan.layout
+        sizes = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.dp, layout.ep, layout.etp)
+        rows.append((plan.role.name, layout.describe(), *map(str, (*sizes, layout.edp))))
     return _columns(rows)
 
 
 def _ranks(plans: list[RolePlan], world_size: int) -> str:
-    rows = [("rank", *(plan.role.name for plan in plans))]
+    rows: list[tuple[str, ...]] = [("rank", *(plan.role.name for plan in plans))]
     for rank in range(min(world_size, RANKS_SHOWN)):
-        cells = []
+        cells: list[str] = []
         for plan in plans:
             at = plan.layout.coordinates(rank)
             cell = f"tp{at.tp} cp{at.cp} dp{at.dp} pp{at.pp}"
@@ -192,9 +201,11 @@ def _iteration(recipe: Recipe, plans: list[RolePlan]) -> str:
     longest = recipe.data.max_prompt_length + recipe.data.max_response_length
     lines = [
         f"{recipe.data.train_batch_size} prompts x {recipe.rollout.n} samples = {sequences} "
-        f"sequences of at most {longest} tokens; counts below are for sequences of that length"
+        f"sequences of at most {longest} tokens; the numbers below are for sequences of that length"
     ]
-    rows = [("role", "optimizer steps", "micro-batches per rank", "tokens each", "bubble")]
+    rows: list[tuple[str, ...]] = [
+        ("role", "optimizer steps", "micro-batches per rank", "tokens each", "bubble")
+    ]
     for plan in plans:
         steps = str(plan.mini_batches) if plan.mini_batches else "frozen"
         tokens = f"<= {plan.micro_batch_tokens:,}"
@@ -204,34 +215,35 @@ def _iteration(recipe: Recipe, plans: list[RolePlan]) -> str:
 
 
 def _memory(recipe: Recipe, plans: list[RolePlan]) -> str:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("role", "parameters", "on one GPU", "weights", "gradients", "optimizer", "activations",
          "head", "sum")
     ]  # fmt: skip
-    worst = []
+    worst: list[Memory] = []
     for plan in plans:
         stage = max(range(plan.layout.pp), key=lambda s: plan.memory[s].total)
-        m = plan.memory[stage]
-        worst.append(m)
-        parts = (m.weights, m.gradients, m.optimizer, m.activations, m.head, m.total)
+        part = plan.memory[stage]
+        worst.append(part)
+        sizes = (part.weights, part.gradients, part.optimizer, part.activations, part.head)
         rows.append(
             (
                 plan.role.name,
                 f"{plan.parameters:,}",
                 f"{plan.stage_parameters[stage]:,}",
-                *(_gib(part) for part in parts),
+                *(_gib(size) for size in (*sizes, part.total)),
             )
         )
+    # the peak adds the largest activations of a role to what all roles keep in memory
     resident = sum(m.weights + m.gradients + m.optimizer for m in worst)
     peak = resident + max(m.activations + m.head for m in worst)
     actor = plans[0].parameters * BYTES[recipe.rollout.dtype or recipe.model.dtype]
     engine = actor // recipe.rollout.tensor_model_parallel_size
     lines = [
         _columns(rows),
-        f"all roles: {_gib(resident)} resident, {_gib(peak)} at the largest moment of training",
+        f"all roles: {_gib(resident)} resident, {_gib(peak)} at the peak of training",
     ]
     if recipe.rollout.mode == "colocated":
-        lines.append(f"rollout engine: {_gib(engine)} of weights besides, plus its KV cache")
+        lines.append(f"rollout engine: {_gib(engine)} of weights more, plus its KV cache")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Console output of a run: progress bar, a line per step, sample tables."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("tokens/s", history.THROUGHPUT, "{:.0f}"),
     ("s/step", history.STEP_TIME, "{:.2f}"),
 )
-"""Label, metric and format of the numbers on a step's line; absent metrics are left out."""
+"""Label, metric and format of the numbers in a step's line; absent metrics are left out."""
 
 
 class SampleRow(NamedTuple):
-    """A completion, for the table.
+    """A completion in the table of samples.
 
     Args:
-        prompt: as text.
-        response: as text.
-        ground_truth: what the response was compared with.
-        score: outcome reward.
+        prompt: text of the prompt.
+        response: text of the response.
+        ground_truth: the reference answer.
+        score: the score.
     """
 
     prompt: str
@@ -46,11 +46,11 @@ SAMPLE_COLUMNS = tuple(name.replace("_", " ") for name in SampleRow._fields)
 
 
 class StepConsole:
-    """A progress bar where the output is a terminal; one readable line per step everywhere.
+    """One line per step, and a progress bar if the output is a terminal.
 
     Args:
         total_steps: length of the run.
-        console: where to print; standard output by default.
+        console: where to print; None: standard output.
     """
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
@@ -60,7 +60,7 @@ class StepConsole:
         self._progress: Progress | None = None
 
     def start(self, step: int) -> None:
-        """Begin timing at ``step`` steps done."""
+        """Start timing, with ``step`` steps done."""
         self._finished_at.append((step, time.monotonic()))
         if self.console.is_terminal:
             self._progress = Progress(
@@ -75,8 +75,8 @@ class StepConsole:
             self._progress.start()
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Print a step's line and move the bar. ``start`` comes before."""
-        if step == self._finished_at[-1][0]:  # validation before the first step: no step's time
+        """Print a step's line and move the progress bar, after ``start``."""
+        if step == self._finished_at[-1][0]:  # validation before the first step: not a step's time
             self._finished_at.pop()
         self._finished_at.append((step, time.monotonic()))
         eta = format_duration(self.seconds_left())
@@ -98,14 +98,14 @@ class StepConsole:
         self.console.print(Text(line), soft_wrap=True)
 
     def seconds_left(self) -> float | None:
-        """Estimate from the last steps; None before one is done."""
+        """Estimated seconds to the end, from the last steps; None before the first step is done."""
         (first, began), (last, ended) = self._finished_at[0], self._finished_at[-1]
         if last == first:
             return None
         return (ended - began) / (last - first) * (self.total_steps - last)
 
     def stop(self) -> None:
-        """Leave the terminal as it was."""
+        """Remove the progress bar."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -122,18 +122,18 @@ def step_line(step: int, total_steps: int, eta: str, metrics: Metrics) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Such as ``45s``, ``3m07s``, ``2h05m``; ``?`` for None."""
+    """A duration such as ``45s``, ``3m07s``, ``2h05m``; ``?`` for None."""
     if seconds is None:
         return "?"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    minutes, rest = divmod(whole, 60)
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}s"
+    minutes, rest = divmod(rounded, 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
 def visible(text: str) -> str:
-    """Text on one line, line breaks and unprintable characters written as escapes."""
+    """The text on one line, with escapes for line breaks and unprintable characters."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,4 +1,4 @@
-"""How evenly each layer's experts were used over a run, as a picture."""
+"""A plot of the load of each layer's experts over a run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ _METRIC = re.compile(r"(\w+)/moe/layer_(\d+)/max_vio")
 
 
 def load_rows(runs: History) -> dict[str, tuple[list[int], dict[int, list[float]]]]:
-    """For every role: steps, and by layer the fullest expert's load at each of them.
+    """By role: the steps, and by layer the load of the fullest expert at each step.
 
-    Load is relative to an even one: 1 is even, 2 twice as much.
+    The load is relative to an even load: 1 is even, 2 is twice as much.
     """
-    names = sorted({name for _, row in runs.rows for name in row if _METRIC.fullmatch(name)})
+    names = sorted({name for _, row in runs.rows for name in row})
     roles: dict[str, tuple[list[int], dict[int, list[float]]]] = {}
     for name in names:
-        role, layer = _METRIC.fullmatch(name).groups()
+        match = _METRIC.fullmatch(name)
+        if match is None:
+            continue
+        role, layer = match.groups()
         steps, values = runs.series(name)
         roles.setdefault(role, (steps, {}))[1][int(layer)] = [1 + value for value in values]
     return roles
 
 
 def plot_expert_load(runs: History, path: Path, title: str) -> bool:
-    """Write a PNG with one heat map per role, layers over steps; nothing without experts.
+    """Write a PNG with one heat map per role, layers over steps.
 
     Returns:
-        Whether a picture was written.
+        Whether a file was written; a run without experts has none.
     """
     roles = load_rows(runs)
     if not roles:

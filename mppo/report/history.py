@@ -1,4 +1,4 @@
-"""The numbers of a run, step by step, on disk as metrics.jsonl."""
+"""The metrics of a run by step, in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ STEP_TIME = "timing_s/step"
 
 
 class History:
-    """Appends one JSON object per logged step, and remembers them all.
+    """Appends one JSON object per logged step, and keeps all of them in memory.
 
-    A run that resumes after step k finds the lines of the interrupted run: those up to k are kept,
-    later ones belong to work that was lost, and are dropped.
+    A run that resumes after step k keeps the interrupted run's lines up to k. Later lines belong to
+    work that was lost, and are dropped.
 
     Args:
-        path: of the file; None keeps the numbers in memory only.
+        path: the file; None: metrics are kept in memory only.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -37,10 +37,10 @@ class History:
         self._started = False
 
     def start(self, done: int) -> None:
-        """Take up the lines of the first ``done`` steps.
+        """Read the lines of the first ``done`` steps, and drop later ones.
 
         Raises:
-            ValueError: the file holds something else (``read_history``).
+            ValueError: a line is not valid (``read_history``).
         """
         self._started = True
         if self.path is None or not self.path.exists():
@@ -49,7 +49,7 @@ class History:
         replace_text(self.path, "".join(_line(step, row) for step, row in self.rows))
 
     def append(self, step: int, metrics: Metrics) -> None:
-        """Add a step. A number that is not finite is written as null: JSON has no word for it."""
+        """Add a step. Numbers that are not finite are written as null, because JSON has no NaN."""
         if not self._started:
             self.start(step - 1)
         row = {name: float(value) for name, value in metrics.items()}
@@ -59,7 +59,7 @@ class History:
                 file.write(_line(step, row))
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and finite values of one metric."""
+        """Steps and values of one metric, without values that are not finite."""
         pairs = [
             (step, row[name]) for step, row in self.rows if math.isfinite(row.get(name, math.nan))
         ]
@@ -67,10 +67,10 @@ class History:
 
 
 def read_history(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """Step and numbers of each line. A last line that was cut off while it was written is left out.
+    """Step and metrics of each line; an incomplete last line is left out.
 
     Raises:
-        ValueError: names the first line that is nothing a run writes, and what is wrong with it.
+        ValueError: with the first line that a run could not have written, and the reason.
     """
     *lines, last = path.read_bytes().split(b"\n")
     rows = []

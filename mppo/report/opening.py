@@ -1,21 +1,23 @@
-"""The first lines of a run: what will train, where, and on what."""
+"""The first lines of a run: device, ranks, models, layouts, engine, data and run folder."""
 
 from __future__ import annotations
 
 from mppo import __version__
 from mppo.config.rules.rule import roles_in_use
-from mppo.config.schema import DataConfig, Recipe, RolloutConfig
+from mppo.config.schema import Recipe
+from mppo.config.sections.data import DataConfig
+from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo
 from mppo.safety.redact import redact_text
 
 
 def opening_lines(recipe: Recipe, info: LaunchInfo) -> list[str]:
-    """Device, ranks, models, layouts, engine, data and run folder, a line each.
+    """One line each for device, models, layouts, engine, data and run folder.
 
     Args:
         recipe: the recipe.
-        info: this process's place; its device has been chosen.
+        info: rank and world size of this process, whose device is already chosen.
     """
     world = info.world_size
     ranks = "1 rank" if world == 1 else f"{world} ranks"

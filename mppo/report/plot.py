@@ -1,4 +1,4 @@
-"""Reward and KL over the run, as a picture."""
+"""A plot of reward and KL over the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mppo.safety.disk import replacing
 
 
 def plot_run(runs: History, path: Path, title: str) -> None:
-    """Write a PNG: mean reward (and validation reward) above, KL to the reference below."""
+    """Write a PNG with training and validation reward above, and the KL to the reference below."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)

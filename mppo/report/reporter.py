@@ -1,4 +1,4 @@
-"""Everything a run tells: console, files, trackers, and the report at its end."""
+"""A run's output: console, files, trackers, and the final report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schema import TrainerConfig
+from mppo.config.sections.trainer import TrainerConfig
 from mppo.report.console import SampleRow, StepConsole
 from mppo.report.expert_load import plot_expert_load
 from mppo.report.history import History, Metrics
 from mppo.report.plot import plot_run
-from mppo.report.status import REPORT, Status, Word, write_status
+from mppo.report.status import REPORT, RunState, Status, write_status
 from mppo.report.summary import run_report
 from mppo.report.trackers import Tracker, check_trackers, open_trackers
 from mppo.safety.disk import naming, replace_bytes, replace_text
@@ -29,21 +29,21 @@ PLOT, EXPERT_LOAD = "reward_kl.png", "expert_load.png"
 
 class Reporter:
     """Writes ``recipe.yaml``, ``status.json``, ``metrics.jsonl``, ``samples.jsonl``,
-    ``reward_kl.png`` and ``report.md`` into the run's folder, and talks to the console.
+    ``reward_kl.png`` and ``report.md`` into the run folder, and prints to the console.
 
-    Before ``start`` nothing is written but what is logged, and a run that never started leaves the
-    report of the one before. Secrets in the recipe are replaced before anything is written. Only
-    the main rank writes; on the others every method does nothing.
+    Nothing is written before ``start``, so a run that does not start leaves an earlier run's report
+    as it is. Secrets in the recipe are replaced. Only the main rank writes; on other ranks every
+    method does nothing.
 
     Args:
-        run_dir: the run's folder; made where missing.
+        run_dir: the run folder; created if it is missing.
         trainer: ``logger``, ``project_name`` and ``experiment_name`` are read.
         recipe_dump: the resolved recipe as plain values.
         total_steps: length of the run, for the bar and the ETA.
-        is_main: whether this rank is the one that reports.
+        is_main: whether this rank is the main rank.
 
     Raises:
-        ConfigError: a logger's package is not installed.
+        ConfigError: a tracker's package is not installed.
     """
 
     def __init__(
@@ -71,12 +71,15 @@ class Reporter:
         self._history = History(self.run_dir / METRICS if "jsonl" in trainer.logger else None)
 
     def start(self, step: int) -> None:
-        """Begin to write and to time, ``step`` steps being done already. What lies in the folder of
-        later steps belongs to work that was lost.
+        """Start to write and to time.
+
+        Args:
+            step: PPO steps that are done. Metrics and samples of later steps in the folder belong
+                to work that was lost, and are dropped.
 
         Raises:
             ConfigError: the folder cannot be written.
-            ValueError: metrics.jsonl holds something else.
+            ValueError: a line of metrics.jsonl is not valid.
         """
         if not self.is_main:
             return
@@ -88,7 +91,7 @@ class Reporter:
             write_status(self.run_dir, Status("running", step, self.total_steps))
         except OSError as error:
             why = f"{error.filename or self.run_dir} cannot be written ({error.strerror})"
-            fix = "free some space and make it writable, or name a folder on another disk"
+            fix = "free disk space and make the folder writable, or give a folder on another disk"
             issue = ConfigIssue("trainer.default_local_dir", str(self.run_dir), why, fix)
             raise ConfigError([issue], "run folder") from error
         self._trackers = open_trackers(self.run_dir, self._trainer, self._recipe)
@@ -97,9 +100,11 @@ class Reporter:
             self._console.start(step)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Numbers of one finished step; steps count from 1, 0 is before the first.
+        """Log the metrics of a step, after ``start``.
 
-        ``start`` comes before.
+        Args:
+            step: the step, counted from 1; 0 for validation before the first.
+            metrics: its metrics.
         """
         if not self.is_main:
             return
@@ -110,12 +115,12 @@ class Reporter:
             self._console.step(step, metrics)
 
     def line(self, text: str) -> None:
-        """One line on the console, above the bar."""
+        """Print one line on the console, above the progress bar."""
         if self.is_main and self._console:
             self._console.print_line(text)
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Completions: table on the console, and samples.jsonl."""
+        """Print completions as a table, and append them to samples.jsonl."""
         if not self.is_main or not rows:
             return
         self._samples[step] = rows
@@ -127,17 +132,18 @@ class Reporter:
         if self._console:
             self._console.samples(step, rows)
 
-    def close(self, status: Word | None = None) -> None:
-        """Write plot and report, and let go of terminal and trackers. Idempotent; a run that has
-        not started has nothing to report.
+    def close(self, status: RunState | None = None) -> None:
+        """Write plots and report, and close progress bar and trackers; idempotent.
+
+        Without ``start`` nothing happens.
 
         Args:
-            status: how the run ended; by default "failed" while an exception is on its way,
-                "stopped early" before the last step, and "finished" otherwise.
+            status: how the run ended. None: "failed" while an exception propagates, otherwise
+                "stopped early" before the last step or "finished".
 
         Raises:
-            OSError: the report cannot be written. While another exception is on its way, that is
-                only said.
+            OSError: the report cannot be written. While another exception propagates, only a line
+                is printed.
         """
         if not self._started:
             return
@@ -157,7 +163,7 @@ class Reporter:
         else:
             self.line(f"{status}: {self.run_dir / REPORT}")
 
-    def _write_report(self, status: Word) -> None:
+    def _write_report(self, status: RunState) -> None:
         plot_run(self._history, self.run_dir / PLOT, self._name)
         plot_expert_load(self._history, self.run_dir / EXPERT_LOAD, self._name)
         report = run_report(
@@ -175,21 +181,21 @@ class Reporter:
     def _last_step(self) -> int:
         return self._history.rows[-1][0] if self._history.rows else self._done
 
-    def _status(self, failing: bool) -> Word:
+    def _status(self, failing: bool) -> RunState:
         if failing:
             return "failed"
         return "finished" if self._last_step >= self.total_steps else "stopped early"
 
 
 def _keep_samples(path: Path, done: int) -> None:
-    """Drop the samples of steps after ``done``, and a last line that was cut off."""
+    """Drop the samples of steps after ``done``, and an incomplete last line."""
     if path.exists():
         lines = path.read_bytes().splitlines(keepends=True)
-        replace_bytes(path, b"".join(line for line in lines if _is_of(line, done)))
+        replace_bytes(path, b"".join(line for line in lines if _is_kept(line, done)))
 
 
-def _is_of(line: bytes, done: int) -> bool:
-    """Whether a line is a sample of the first steps; also of one that does not say."""
+def _is_kept(line: bytes, done: int) -> bool:
+    """Whether a line is a sample of the first ``done`` steps; true for a line without a step."""
     try:
         return line.endswith(b"\n") and int(json.loads(line)["step"]) <= done
     except (ValueError, KeyError, TypeError):

@@ -1,5 +1,4 @@
-"""How far a run is and how it ended, in its folder as status.json: for the next start, and for
-scripts."""
+"""status.json in the run folder: a run's progress and end, for the next start and for scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from mppo.safety.disk import replace_text
 
 FILE = "status.json"
 REPORT = "report.md"
-Word = Literal["running", "finished", "stopped early", "failed"]
+RunState = Literal["running", "finished", "stopped early", "failed"]
 
 
 @dataclass(frozen=True)
@@ -22,25 +21,25 @@ class Status:
     """The state of a run.
 
     Args:
-        status: "running" also where the run was killed.
-        step: the last PPO step that was done when this was written.
-        total_steps: steps of the run.
-        mppo: version that wrote it.
+        status: the state; still "running" if the run was killed.
+        step: PPO steps that were done when the file was written.
+        total_steps: PPO steps of the run.
+        mppo: version of mppo that wrote the file.
     """
 
-    status: Word
+    status: RunState
     step: int
     total_steps: int
     mppo: str = mppo.__version__
 
 
 def write_status(folder: Path, status: Status) -> None:
-    """Write the file in one step."""
+    """Write the file atomically."""
     replace_text(folder / FILE, f"{json.dumps(asdict(status))}\n")
 
 
 def read_status(folder: Path) -> Status | None:
-    """What the last run said; None where nothing does that can be read."""
+    """The status of the last run; None if there is no readable file."""
     try:
         return Status(**json.loads((folder / FILE).read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -48,9 +47,9 @@ def read_status(folder: Path) -> Status | None:
 
 
 def finished_steps(folder: Path) -> int:
-    """Steps of the run that has finished in a folder; 0 where none has.
+    """Steps of a finished run in a folder; 0 if there is none.
 
-    Before there was a status.json, only the report said so.
+    Folders of older versions have no status.json; there the report is read.
     """
     status = read_status(folder)
     if status is not None:

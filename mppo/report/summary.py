@@ -1,4 +1,4 @@
-"""The run report: one page of markdown."""
+"""The run report, one page of Markdown."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mppo.report.history import History
 
 PACKAGES = ("mppo", "torch", "megatron-core", "transformers", "sglang")
 SHARE = 10
-"""First and last figures are means over a tenth of the run."""
+"""The first and last values of a metric are means over a tenth (1 / SHARE) of the run."""
 PARTS = {
     "log_probs": ("old_log_prob", "ref", "values"),
     "update": ("update_actor", "update_critic"),
 }
-"""Timed phases that other timed phases lie in."""
+"""Timed phases, each with the timed phases inside it."""
 AHEAD = "gen_ahead"
-"""Generation of the next step's batch, while other phases go on."""
+"""Generation of the next step's batch, during other phases."""
 NO_PHASE = {history.STEP_TIME.removeprefix("timing_s/"), AHEAD}
 
 
@@ -34,15 +34,15 @@ def run_report(
     samples: Mapping[int, Sequence[SampleRow]],
     recipe: Mapping[str, Any],
 ) -> str:
-    """Markdown text.
+    """The report as Markdown.
 
     Args:
-        name: of the run.
+        name: name of the run.
         status: how it ended.
-        seconds: wall-clock time of this process; a resumed run's earlier time is not in it.
-        runs: all numbers.
+        seconds: wall-clock seconds of this process, without the time before a resume.
+        runs: metrics of all steps.
         samples: completions by step.
-        recipe: resolved recipe, secrets removed.
+        recipe: the resolved recipe without secrets.
     """
     steps = [step for step, _ in runs.rows]
     lines = [f"# {name}", "", f"{status.capitalize()} after {max(steps, default=0)} steps, "]
@@ -64,7 +64,7 @@ def _figures(runs: History) -> list[str]:
         ("validation reward", history.VAL_REWARD, max),
         ("KL to the reference, nats per response", history.KL, None),
         ("response length, tokens", history.LENGTH, None),
-        ("rollout and actor, log-probability apart at most", history.MISMATCH, None),
+        ("largest log-probability difference of rollout and actor", history.MISMATCH, None),
         ("tokens per second", history.THROUGHPUT, max),
         ("seconds per step", history.STEP_TIME, min),
     )
@@ -79,7 +79,7 @@ def _figures(runs: History) -> list[str]:
 
 
 def _phases(runs: History) -> list[str]:
-    """Seconds of each timed phase, its parts below it, and the share in all phases together."""
+    """Seconds and share of each timed phase, with its parts below it."""
     prefix = "timing_s/"
     names = {name for _, row in runs.rows for name in row if name.startswith(prefix)}
     spent = {name.removeprefix(prefix): sum(runs.series(name)[1]) for name in names}
@@ -92,9 +92,9 @@ def _phases(runs: History) -> list[str]:
     for name in sorted(phases, key=lambda name: -phases[name]):
         lines.append(_phase_line(name, phases[name], total))
         inner = [part for part in PARTS.get(name, ()) if part in spent]
-        lines += [_phase_line(f"of it {part}", spent[part], total) for part in inner]
+        lines += [_phase_line(f"of which {part}", spent[part], total) for part in inner]
     if AHEAD in spent:
-        lines += ["", f"Beside these, generating ahead took {spent[AHEAD]:.1f} s."]
+        lines += ["", f"Generating ahead, during these phases, took {spent[AHEAD]:.1f} s."]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, when installed and asked for."""
+"""TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schema import TrainerConfig
+from mppo.config.sections.trainer import TrainerConfig
 from mppo.report.history import Metrics
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
-"""By package, the module that is used."""
+"""The module to import, by package."""
 
 
 class Tracker(Protocol):
-    """Somewhere else to send the numbers."""
+    """A destination for metrics besides the run folder."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 
@@ -39,7 +39,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A Weights & Biases run; the key comes from the environment, never from the recipe."""
+    """A Weights & Biases run; its API key comes from the environment, never from the recipe."""
 
     def __init__(self, run_dir: Path, trainer: TrainerConfig, recipe: dict[str, Any]) -> None:
         wandb = _import(_MODULES["wandb"], "wandb")
@@ -52,7 +52,7 @@ class WandB:
             )
         except wandb.errors.Error as error:
             why = " ".join(str(error).split())
-            fix = "mend that, set WANDB_MODE=offline, or take wandb out of trainer.logger"
+            fix = "correct that, set WANDB_MODE=offline, or remove wandb from trainer.logger"
             raise ConfigError([ConfigIssue("trainer.logger", "wandb", why, fix)]) from error
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -63,10 +63,10 @@ class WandB:
 
 
 def check_trackers(trainer: TrainerConfig) -> None:
-    """The packages of the trackers that ``trainer.logger`` names are there.
+    """Check that the packages of the trackers in ``trainer.logger`` are installed.
 
     Raises:
-        ConfigError: one is not installed.
+        ConfigError: a package is not installed.
     """
     for package, module in _MODULES.items():
         if package in trainer.logger:
@@ -76,12 +76,12 @@ def check_trackers(trainer: TrainerConfig) -> None:
 def open_trackers(
     run_dir: Path, trainer: TrainerConfig, recipe: dict[str, Any]
 ) -> Sequence[Tracker]:
-    """The trackers that ``trainer.logger`` names.
+    """Open the trackers in ``trainer.logger``.
 
     Args:
-        run_dir: the run's folder.
-        trainer: the recipe's section.
-        recipe: the resolved recipe, secrets already removed.
+        run_dir: the run folder.
+        trainer: the recipe's ``trainer`` section.
+        recipe: the resolved recipe without secrets.
     """
     trackers: list[Tracker] = []
     if "tensorboard" in trainer.logger:
@@ -96,5 +96,5 @@ def _import(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         why = f"the package {package} is not installed"
-        fix = f'pip install "mppo[{package}]", or take it out of trainer.logger'
+        fix = f'pip install "mppo[{package}]", or remove it from trainer.logger'
         raise ConfigError([ConfigIssue("trainer.logger", package, why, fix)]) from error

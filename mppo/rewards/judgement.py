@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mppo.config.schema import OnError
+from mppo.config.sections.reward import OnError
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.result import read_result
 

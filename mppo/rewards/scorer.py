@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.batch import Prompt, Trajectory
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
-from mppo.config.schema import RewardConfig
+from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.division import score_divided
 from mppo.rewards.function import load_function
 from mppo.rewards.judgement import Judgement, read_judgements

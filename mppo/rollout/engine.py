@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from mppo.batch import Prompt, ResponsesBySample, Trajectory
-from mppo.config.schema import SamplingConfig
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.weights.slices.source import SliceRequest, SliceStream
 
 WeightBucket = list[tuple[str, Tensor]]

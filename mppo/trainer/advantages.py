@@ -37,7 +37,7 @@ from mppo.algos.rollout_correction import (
     veto_mask,
 )
 from mppo.batch import Batch, Experience, ModelOutputs
-from mppo.config.algorithm import (
+from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     KLControlConfig,
     RolloutCorrectionConfig,

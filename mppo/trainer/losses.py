@@ -38,7 +38,7 @@ from mppo.algos.policy_loss import (
 from mppo.algos.rollout_correction import sequence_geometric_mean
 from mppo.algos.value_loss import value_loss
 from mppo.batch import Experience
-from mppo.config.schema import SEQUENCE_LOSSES, ActorConfig, CriticConfig
+from mppo.config.sections.roles import SEQUENCE_LOSSES, ActorConfig, CriticConfig
 from mppo.models.heads.outputs import PolicyOutputs, ValueOutputs
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from mppo.algos import rollout_correction
 from mppo.algos.masked import masked_var, sequence_sum
 from mppo.batch import Batch, Experience, ModelOutputs, Trajectory
-from mppo.config.schema import ActorConfig, Recipe
+from mppo.config.schema import Recipe
+from mppo.config.sections.roles import ActorConfig
 from mppo.parallel import device
 from mppo.pipeline.microbatches import partition
 from mppo.rewards.judgement import UNSCORED, Judgement

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
-from mppo.config.schema import Recipe, SamplingConfig
+from mppo.config.schema import Recipe
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.report.reporter import Reporter
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.judgement import UNSCORED, Judgement

@@ -32,7 +32,8 @@ from mppo.checkpoint.resume import (
 )
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.rules.rule import roles_in_use
-from mppo.config.schema import Recipe, TrainerConfig
+from mppo.config.schema import Recipe
+from mppo.config.sections.trainer import TrainerConfig
 from mppo.hub.builtin import resolve_model
 from mppo.report.history import read_history
 from mppo.report.reporter import EXPERT_LOAD, METRICS, PLOT, RECIPE, SAMPLES

@@ -12,7 +12,7 @@ from torch import Tensor
 from mppo.algos import pf_ppo
 from mppo.algos.packing import select_cu_seqlens, select_sequences
 from mppo.batch import Batch, Experience, ModelOutputs
-from mppo.config.algorithm import AlgorithmConfig
+from mppo.config.sections.algorithm import AlgorithmConfig
 
 Indices = Sequence[int] | Tensor
 Holder = TypeVar("Holder", Batch, ModelOutputs, Experience)

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.algos.packing import select_sequences
 from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
-from mppo.config.schema import OptimConfig, Recipe
+from mppo.config.schema import Recipe
+from mppo.config.sections.optimizer import OptimConfig
 from mppo.data.source import PromptSet
 from mppo.data.supervised import SupervisedExample, supervised_examples
 from mppo.models.configuration import DTYPES

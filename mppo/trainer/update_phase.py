@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from mppo.batch import Experience
-from mppo.config.schema import ActorConfig, CriticConfig
+from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.optimizer import StepResult
 from mppo.models.role import step_together
 from mppo.models.role_spec import TOKENS_ONLY, PassInputs

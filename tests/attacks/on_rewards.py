@@ -25,7 +25,7 @@ def judged(url: str, count: int = 2, **settings: Any) -> int:
     that are refused. Prints the scores or the error."""
     from mppo.batch import Prompt
     from mppo.config.errors import ConfigError
-    from mppo.config.schema import RewardConfig
+    from mppo.config.sections.reward import RewardConfig
     from mppo.rewards.judgement import read_judgements
     from mppo.rewards.response import Response
     from mppo.rewards.scorer import build_scorer

@@ -132,7 +132,7 @@ TABLE = Table(
     (
         _row(
             "`api_key` among the options of the server",
-            "is decided by mppo",
+            "is set by mppo",
             *_DRY,
             "rollout.name=sglang",
             f"rollout.server_args.api_key={PLAIN}",
@@ -217,7 +217,7 @@ TABLE = Table(
         ),
         _row(
             "a recipe that is no YAML, at the line of a key",
-            "is no valid YAML",
+            "is not valid YAML",
             "--dry-run",
             recipe=f'rollout:\n  server_args:\n    api_key: "{PLAIN}": x\n',
         ),
@@ -229,7 +229,7 @@ TABLE = Table(
         ),
         _row(
             "an override without `=`",
-            "is no setting",
+            "is not a setting",
             *_DRY,
             f"password:{PLAIN}",
         ),

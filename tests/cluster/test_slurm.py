@@ -211,7 +211,7 @@ def test_a_node_that_cannot_is_told_and_usr1_meanwhile_brings_the_job_back(
     first, _, second = text.partition("start 2: 2 nodes")
     assert "told to save and requeue" in first
     for start in (first, second):
-        assert start.count("the rendezvous port is taken") == 2, text
+        assert start.count("the rendezvous port is in use") == 2, text
     assert "told to save and requeue" not in second
     assert "fix: submit anew" in text
     assert "Traceback" not in text

@@ -120,7 +120,9 @@ def starting_from(before: tuple[torch.Tensor, ...], batch: Batch, loss_of):
 
 def build_role(case: Case, folder: Path, registry):
     """The role of a case on the running process group."""
-    from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+    from mppo.config.sections.megatron import MegatronConfig
+    from mppo.config.sections.optimizer import OptimConfig
+    from mppo.config.sections.roles import BatchingConfig
     from mppo.hub.builtin import read_model_config
     from mppo.models.role import Role
     from mppo.models.role_spec import RoleSpec

@@ -67,7 +67,7 @@ def kl_loss(batch):
 
 def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     """Measure against a reference of another family and layout, then train beside text."""
-    from mppo.config.schema import MegatronConfig
+    from mppo.config.sections.megatron import MegatronConfig
     from mppo.models.heads.outputs import tensors_of
     from mppo.models.role import Role
     from mppo.models.role_spec import MiniBatch, PassInputs

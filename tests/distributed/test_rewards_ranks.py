@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ranks import start_ranks
 
 from mppo.batch import Prompt, Trajectory
-from mppo.config.schema import RewardConfig
+from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.rewards.division import ScoringError, score_divided
 from mppo.rewards.early import EarlyScores

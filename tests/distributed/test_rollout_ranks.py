@@ -7,7 +7,7 @@ import transformers
 from ranks import start_ranks
 
 from mppo.batch import Prompt
-from mppo.config.schema import SamplingConfig
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.exchange import all_gather_varlen, snake_partition
 from mppo.rollout.local.engine import LocalEngine

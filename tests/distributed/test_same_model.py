@@ -19,7 +19,7 @@ from varied_models import V2, V3, VARIANTS, WINDOW, save_variant, yarn
 from weights_worker import LENGTHS, Case, sequences, worker
 
 from mppo.batch import Prompt
-from mppo.config.schema import SamplingConfig
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.models.transformers_model import empty_model, load_model
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine

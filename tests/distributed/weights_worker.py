@@ -74,7 +74,7 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
     from served_slices import check_slices
     from transformers import AutoConfig
 
-    from mppo.config.schema import MegatronConfig
+    from mppo.config.sections.megatron import MegatronConfig
     from mppo.models.configuration import transformer_config
     from mppo.models.families.architectures import family_config
     from mppo.models.stage import build_stages

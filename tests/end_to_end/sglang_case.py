@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from mppo.batch import Prompt, Trajectory
-from mppo.config.schema import RolloutConfig, SamplingConfig
+from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine
 from mppo.rollout.sglang.engine import SGLangEngine

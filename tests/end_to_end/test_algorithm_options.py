@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from ranks import start_ranks
 
-from mppo.config.algorithm import AlgorithmConfig
 from mppo.config.presets import PRESETS
-from mppo.config.schema import ActorConfig, PolicyLossConfig
+from mppo.config.sections.algorithm import AlgorithmConfig
+from mppo.config.sections.roles import ActorConfig, PolicyLossConfig
 
 STEPS = 3
 LONG = 200

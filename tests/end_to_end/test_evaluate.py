@@ -106,4 +106,4 @@ def test_validation_files_are_used_whole_and_counted_by_source(tmp_path, capfd):
     counted = {name: scores[name] for name in ("prompts", "prompts/gsm8k", "prompts/math")}
     assert counted == {"prompts": 73, "prompts/gsm8k": 70, "prompts/math": 3}
     assert main(["--config", str(recipe), "data.val_size=0"]) == 2
-    assert "nothing to evaluate" in capfd.readouterr().err
+    assert "there are no validation prompts" in capfd.readouterr().err

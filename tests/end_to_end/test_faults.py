@@ -66,7 +66,9 @@ def test_samples_are_shown_at_the_start_in_the_middle_and_at_the_end(undisturbed
 
 def test_a_checkpoint_is_as_large_as_was_told(undisturbed):
     shown = (undisturbed / "output_0.txt").read_text()
-    told = re.search(r"^checkpoints: every 1 steps, ([\d.]+) MB each; all 6 stay: ", shown, re.M)
+    told = re.search(
+        r"^checkpoints: every 1 steps, ([\d.]+) MB each; all 6 are kept: ", shown, re.M
+    )
     (checkpoint,) = (undisturbed / "checkpoints").glob("global_step_6")
     written = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     assert float(told[1]) * 1e6 == pytest.approx(written, rel=0.05)

@@ -53,7 +53,9 @@ def _save_near_ties(folder: Path) -> None:
 def _role(folder: Path, replay: str, registry):
     from transformers import AutoConfig
 
-    from mppo.config.schema import BatchingConfig, MegatronConfig, OptimConfig
+    from mppo.config.sections.megatron import MegatronConfig
+    from mppo.config.sections.optimizer import OptimConfig
+    from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
     from mppo.models.role_spec import RoleSpec
 
@@ -128,7 +130,7 @@ def _run(rank: int, server: Server, folder: Path) -> None:
     from transformers import AutoConfig
 
     from mppo.batch import Prompt, pack_trajectories
-    from mppo.config.schema import RolloutConfig, SamplingConfig
+    from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
     from mppo.parallel.groups import GroupRegistry
     from mppo.rollout.engine import GenerationRequest
     from mppo.rollout.sglang.engine import SGLangEngine

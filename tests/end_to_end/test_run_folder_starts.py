@@ -112,7 +112,7 @@ def test_told_to_stop_in_its_warm_start_a_run_ends_at_once(tmp_path):
     started.until(lambda: said.exists() and "validation: 4" in said.read_text())
     started.send(0, signal.SIGTERM)
     assert started.codes() == [0], started.texts()
-    assert "stopped before the first step: there is nothing to save" in started.text(0)
+    assert "stopped before the first step: nothing to save" in started.text(0)
     assert not (tmp_path / "run/warm_start").exists()
 
 

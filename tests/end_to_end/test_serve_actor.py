@@ -14,7 +14,7 @@ import torch
 from sglang_case import TOLERANCE, needs_sglang
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mppo.config.schema import SamplingConfig
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.hub.builtin import resolve_model
 from mppo.parallel.launch import free_port
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters

@@ -181,7 +181,7 @@ def _modes(layout: dict[str, int], layouts: list[dict[str, int]]) -> tuple[str, 
 def _gap(engine, role) -> tuple[float, int]:
     """Largest difference over response tokens, and how many there are."""
     from mppo.batch import pack_trajectories
-    from mppo.config.schema import SamplingConfig
+    from mppo.config.sections.rollout import SamplingConfig
     from mppo.pipeline.schedule import forward_schedule
     from mppo.rollout.engine import GenerationRequest
 
@@ -199,7 +199,8 @@ def _role(folder: Path, family: str, layout: dict[str, int], registry, world: in
     """The actor of a family in a layout."""
     from transformers import AutoConfig
 
-    from mppo.config.schema import BatchingConfig, MegatronConfig
+    from mppo.config.sections.megatron import MegatronConfig
+    from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
     from mppo.models.role_spec import RoleSpec
 

@@ -20,7 +20,7 @@ from sglang_case import (
 from torch import Tensor
 
 from mppo.batch import Trajectory
-from mppo.config.schema import SamplingConfig
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest as Request
 from mppo.rollout.engine import WeightSource
 

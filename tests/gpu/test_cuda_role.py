@@ -14,7 +14,8 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from mppo.batch import Prompt, Trajectory, pack_trajectories
-    from mppo.config.schema import BatchingConfig, MegatronConfig
+    from mppo.config.sections.megatron import MegatronConfig
+    from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
     from mppo.models.role_spec import RoleSpec
     from mppo.parallel import device

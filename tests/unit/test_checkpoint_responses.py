@@ -8,7 +8,7 @@ import torch
 
 from mppo.batch import Prompt, ResponsesBySample, Trajectory
 from mppo.checkpoint import responses
-from mppo.config.schema import SamplingConfig
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 
 PROMPTS = [Prompt(uid, (5, 6, uid), "task", "4", "2 + 2?", {"level": uid}) for uid in (7, 8, 9)]

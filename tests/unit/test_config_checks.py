@@ -12,7 +12,7 @@ from mppo.config.load import load_recipe
 from mppo.config.rules.rule import RULES, roles_in_use, world_size_of
 from mppo.parallel.layout import Layout
 from mppo.planning.memory import (
-    Count,
+    ParameterCount,
     count_parameters,
     experts_per_token,
     role_memory,
@@ -201,7 +201,7 @@ def test_experts_are_divided_over_their_ranks():
 
 def test_memory_of_weights_gradients_and_optimizer():
     role = roles_in_use(recipe())[0]
-    layout, count = Layout(world=4), Count(1000, 0)
+    layout, count = Layout(world=4), ParameterCount(1000, 0)
     memory = role_memory(role, layout, 0, count, "bfloat16", 0, [], model_shape(DENSE))
     assert (memory.weights, memory.gradients, memory.optimizer) == (2000, 4000, 12 * 250)
     whole = role_memory(role, layout, 0, count, "float32", 0, [], model_shape(DENSE))
@@ -211,7 +211,14 @@ def test_memory_of_weights_gradients_and_optimizer():
 def test_a_frozen_role_keeps_weights_only():
     frozen = roles_in_use(recipe("algorithm.use_kl_in_reward=true"))[-1]
     memory = role_memory(
-        frozen, Layout(world=1), 0, Count(1000, 0), "bfloat16", 64, [10.0], model_shape(DENSE)
+        frozen,
+        Layout(world=1),
+        0,
+        ParameterCount(1000, 0),
+        "bfloat16",
+        64,
+        [10.0],
+        model_shape(DENSE),
     )
     assert (memory.gradients, memory.optimizer) == (0, 0)
 

@@ -44,10 +44,14 @@ def test_bytes_of_a_checkpoint(settings, actor, critic):
     ("settings", "steps", "text"),
     [
         ([], 10, "only when the run is stopped, 205.6 GB each"),
-        (["save_freq=20"], 1401, "every 20 steps, 205.6 GB each; all 71 stay: 14.6 TB"),
-        (["save_freq=20"], None, "all stay: 20.6 TB for every 100 (trainer.max_ckpt_to_keep)"),
-        (["save_freq=5", "max_ckpt_to_keep=3"], 9, "the newest 3 stay: up to 822.4 GB"),
-        (["save_every_minutes=30"], 9, "every 30 minutes, 205.6 GB each; all stay: "),
+        (["save_freq=20"], 1401, "every 20 steps, 205.6 GB each; all 71 are kept: 14.6 TB"),
+        (
+            ["save_freq=20"],
+            None,
+            "all are kept: 20.6 TB per 100 (trainer.max_ckpt_to_keep limits them)",
+        ),
+        (["save_freq=5", "max_ckpt_to_keep=3"], 9, "the newest 3 are kept: up to 822.4 GB"),
+        (["save_every_minutes=30"], 9, "every 30 minutes, 205.6 GB each; all are kept: "),
     ],
 )
 def test_what_is_kept_is_told(settings, steps, text):
@@ -60,5 +64,6 @@ def test_a_dry_run_tells_it(capsys):
     save = ["trainer.save_freq=3", "trainer.total_training_steps=9"]
     assert main(["--dry-run", "data.task=arithmetic", *keys, *save]) == 0
     assert (
-        "# checkpoints\nevery 3 steps, 18.0 MB each; all 3 stay: 53.9 MB" in capsys.readouterr().out
+        "# checkpoints\nevery 3 steps, 18.0 MB each; all 3 are kept: 53.9 MB"
+        in capsys.readouterr().out
     )

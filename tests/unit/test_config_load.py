@@ -12,7 +12,8 @@ import yaml
 from mppo.config.document import merge_documents, parse_yaml
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.load import json_schema, load_recipe, read_recipe, recipe_keys, resolved_yaml
-from mppo.config.schema import Recipe, SamplingConfig
+from mppo.config.schema import Recipe
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.config.verl.keys import row_of
 from mppo.config.verl.names import RENAMED
 
@@ -175,6 +176,18 @@ def test_nearest_is_near_or_nothing():
 def test_the_json_schema_file_is_in_step_with_the_code():
     written = json.loads((ROOT / "docs" / "recipe.schema.json").read_text())
     assert written == json_schema(), "run: make schema"
+
+
+def test_every_key_is_described_in_the_json_schema():
+    schema = json_schema()
+    sections = [("", schema), *schema["$defs"].items()]
+    undescribed = [
+        f"{name}.{key}"
+        for name, section in sections
+        for key, field in section["properties"].items()
+        if not field.get("description")
+    ]
+    assert undescribed == []
 
 
 def test_shipped_recipes_agree_with_the_json_schema():

@@ -52,7 +52,7 @@ def configs(recipe, read_config):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipe_breaks_no_rule(path, read_config):
     judge = partial(engine_issues, on_cpu=False)
-    recipe = load_checked(path, [], None, read_config, files=False, judge_engine=judge)
+    recipe = load_checked(path, [], None, read_config, files=False, engine_check=judge)
     plan = describe_plan(recipe, world_size_of(recipe), configs(recipe, read_config))
     for heading in ("# resolved recipe", "# layout of", "# one iteration", "# parameters"):
         assert heading in plan

@@ -34,7 +34,7 @@ def test_a_tracker_that_is_set_up_is_no_fault(environ, tmp_path):
 
 def test_a_tracker_without_a_key_or_a_package_is_one(tmp_path):
     (without_key,) = faults({"HOME": str(tmp_path)}, "wandb")
-    assert "no key on this machine; export WANDB_API_KEY" in without_key
+    assert "no API key on this machine; export WANDB_API_KEY" in without_key
     (absent,) = faults({}, "wandb", installed=())
     assert 'pip install "mppo[wandb]"' in absent
     assert faults({}, "console", "jsonl", installed=()) == []
@@ -48,5 +48,5 @@ def test_a_run_is_refused_before_anything_loads(tmp_path, capsys, monkeypatch):
     assert main(["data.task=arithmetic", *lengths, "trainer.logger=[console, wandb]"]) == 2
     shown = capsys.readouterr().err
     assert "1. trainer.logger = 'wandb'" in shown
-    assert ("no key on this machine" if find_spec("wandb") else "is not installed") in shown
+    assert ("no API key on this machine" if find_spec("wandb") else "is not installed") in shown
     assert list(tmp_path.iterdir()) == []

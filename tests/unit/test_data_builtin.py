@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mppo.config.errors import ConfigError
-from mppo.config.schema import ModelConfig
+from mppo.config.sections.model import ModelConfig
 from mppo.hub.builtin import MODELS, load_tokenizer, read_model_config, resolve_model
 
 TEXT = "What is 12+5?  Say 'seventeen'.\n\té 漢"

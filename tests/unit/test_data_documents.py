@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mppo.config.errors import ConfigError
-from mppo.config.schema import DataConfig
+from mppo.config.sections.data import DataConfig
 from mppo.data.documents import load_documents
 from mppo.data.loader import PromptLoader
 from mppo.hub.builtin import load_tokenizer, resolve_model

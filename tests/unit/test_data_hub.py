@@ -76,7 +76,7 @@ def load(hub: Hub, *settings: str, files: bool = True):
 
 
 def test_nothing_is_downloaded_unless_asked(hub):
-    with pytest.raises(ConfigError, match="not downloaded by itself"):
+    with pytest.raises(ConfigError, match="not downloaded by default"):
         load(hub, f"model.path={NAME}")
     assert hub.asked == []
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mppo.config.errors import ConfigError
-from mppo.config.schema import DataConfig
+from mppo.config.sections.data import DataConfig
 from mppo.data.rows import MAX_FAULTS
 from mppo.data.source import load_prompts
 from mppo.data.supervised import supervised_examples

@@ -9,15 +9,16 @@ from whole_objectives import policy_objective, value_objective
 
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch import Batch, ModelOutputs
-from mppo.config.algorithm import (
+from mppo.config.presets import apply_preset
+from mppo.config.schema import Recipe
+from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     KLControlConfig,
     PFPPOConfig,
     RolloutCorrectionConfig,
     ScoreNormalizationConfig,
 )
-from mppo.config.presets import apply_preset
-from mppo.config.schema import ActorConfig, CriticConfig, PolicyLossConfig, Recipe
+from mppo.config.sections.roles import ActorConfig, CriticConfig, PolicyLossConfig
 from mppo.trainer.advantages import current_kl, estimate, kl_controller, normalize_scores
 from mppo.trainer.losses import policy_targets, value_targets
 from mppo.trainer.metrics import experience_metrics

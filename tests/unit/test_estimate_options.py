@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mppo.batch import Batch, ModelOutputs
-from mppo.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from mppo.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import explained_variance
 from mppo.trainer.selection import select_outputs

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from mppo.config.schema import TrainerConfig
+from mppo.config.sections.trainer import TrainerConfig
 from mppo.supervision.heartbeat import Beat, HealthMonitor, is_consequence
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from mppo.batch import ModelOutputs, Prompt, Trajectory, pack_trajectories
-from mppo.config.algorithm import AlgorithmConfig
+from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
 from mppo.trainer.selection import resample_experience

@@ -9,7 +9,7 @@ from hf_families import CONFIGS
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from mppo.config.schema import MegatronConfig
+from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.configuration import transformer_config
 from mppo.models.families.architectures import family_config
 from mppo.models.families.gemma2_layer import Gemma2Layer

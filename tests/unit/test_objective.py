@@ -12,7 +12,7 @@ from whole_objectives import policy_objective, value_objective
 
 from mppo.algos.packing import select_sequences
 from mppo.batch import Batch, Experience, ModelOutputs
-from mppo.config.schema import ActorConfig, CriticConfig, LossAggMode, PolicyLossConfig
+from mppo.config.sections.roles import ActorConfig, CriticConfig, LossAggMode, PolicyLossConfig
 from mppo.models.heads.outputs import PolicyOutputs
 from mppo.trainer import losses as losses
 from mppo.trainer.losses import PolicyObjective, select_targets, to_device

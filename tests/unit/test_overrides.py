@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.config.rules.rule import roles_in_use
-from mppo.config.schema import MegatronConfig
+from mppo.config.sections.megatron import MegatronConfig
 from mppo.hub.builtin import read_model_config, resolve_model
 from mppo.models.configuration import fields_set, transformer_config
 from mppo.models.families.architectures import family_config

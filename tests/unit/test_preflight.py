@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mppo.preflight import MARK, NodeReport, collect_facts, facts_table, judge, main
+from mppo.preflight import MARK, NodeReport, compare_nodes, main, node_table, report_node
 
 GOOD = NodeReport(
     host="n1",
@@ -29,16 +29,16 @@ OTHER = dataclasses.replace(GOOD, host="n2")
 
 
 def test_nodes_that_are_alike_and_able_have_no_fault():
-    assert judge([GOOD, OTHER], 2, 1001.0) == []
+    assert compare_nodes([GOOD, OTHER], 2, 1001.0) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "key", "why"),
     [
-        ({"devices": 4}, "n2", "8 ranks, but 4 GPUs"),
+        ({"devices": 4}, "n2", "4 GPUs for 8 ranks"),
         ({"free_disk_gb": 1.0}, "n2", "1.0 GB left"),
-        ({"writable": False}, "n2", "cannot be written"),
-        ({"port_free": False}, "n2", "port is taken"),
+        ({"writable": False}, "n2", "is not writable"),
+        ({"port_free": False}, "n2", "port is in use"),
         ({"clock_s": 1300.0}, "n2", "+300 s off"),
         ({"python": "3.10.1"}, "python", "n1: 3.11.7; n2: 3.10.1"),
         ({"packages": {"torch": "2.12.0"}}, "packages", "2.12.0"),
@@ -47,30 +47,30 @@ def test_nodes_that_are_alike_and_able_have_no_fault():
     ],
 )
 def test_one_node_that_differs_is_named(changes, key, why):
-    faults = judge([GOOD, dataclasses.replace(OTHER, **changes)], 2, 1000.0)
+    faults = compare_nodes([GOOD, dataclasses.replace(OTHER, **changes)], 2, 1000.0)
     assert [fault.key for fault in faults] == [key]
     assert why in faults[0].why
 
 
 def test_a_node_that_does_not_answer_is_missed():
-    faults = judge([GOOD], 3, 1000.0)
+    faults = compare_nodes([GOOD], 3, 1000.0)
     assert faults[0].why == "only 1 of 3 nodes answered: n1"
 
 
 def test_a_node_without_gpus_needs_none():
     without = dataclasses.replace(GOOD, devices=0)
-    assert judge([without], 1, 1000.0) == []
+    assert compare_nodes([without], 1, 1000.0) == []
 
 
 def test_this_node_can_be_looked_at(tmp_path):
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
-        report = collect_facts(2, listener.getsockname()[1], tmp_path)
+        report = report_node(2, listener.getsockname()[1], tmp_path)
     assert report.packages["torch"] != "absent"
     assert report.writable
     assert not report.port_free
-    assert report.host in facts_table([report])
+    assert report.host in node_table([report])
 
 
 def test_judge_reads_reports_between_other_lines(monkeypatch, capsys):

@@ -10,7 +10,8 @@ import yaml
 from rich.console import Console
 
 from mppo.config.errors import ConfigError
-from mppo.config.schema import Recipe, TrainerConfig
+from mppo.config.schema import Recipe
+from mppo.config.sections.trainer import TrainerConfig
 from mppo.report.console import SampleRow, StepConsole, format_duration, step_line, visible
 from mppo.report.history import History
 from mppo.report.reporter import Reporter
@@ -66,7 +67,7 @@ def test_a_run_leaves_recipe_numbers_samples_picture_and_report(tmp_path, capsys
     report = (tmp_path / "report.md").read_text()
     assert "Finished after 4 steps" in report
     assert "| mean reward | 0.1 | 0.4 | 0.4 |" in report
-    assert "| rollout and actor, log-probability apart at most | 2e-06 | 2e-06 |  |" in report
+    assert "log-probability difference of rollout and actor | 2e-06 | 2e-06 |  |" in report
     assert "| a\\|b | \\\\x1b[31m\\* | \\<b\\> | 0.000 |" in report
     assert "step 4/4 | eta 0s | reward 0.400 | kl 0.0123" in capsys.readouterr().out
 
@@ -80,13 +81,13 @@ def test_the_shares_of_phases_add_up_to_the_whole_and_parts_stand_below_their_ph
         "|---|---|---|",
         "| gen | 1.6 | 40% |",
         "| update | 1.2 | 30% |",
-        "| of it update_actor | 0.8 | 20% |",
-        "| of it update_critic | 0.2 | 5% |",
+        "| of which update_actor | 0.8 | 20% |",
+        "| of which update_critic | 0.2 | 5% |",
         "| testing | 0.8 | 20% |",
         "| log_probs | 0.4 | 10% |",
-        "| of it old_log_prob | 0.4 | 10% |",
+        "| of which old_log_prob | 0.4 | 10% |",
         "",
-        "Beside these, generating ahead took 2.4 s.",
+        "Generating ahead, during these phases, took 2.4 s.",
     ]
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from mppo.batch import Prompt, Trajectory
-from mppo.config.schema import RewardConfig
+from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.rewards.division import ScoringError
 from mppo.rewards.early import EarlyScores

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from mppo.batch import Prompt, Trajectory
-from mppo.config.schema import SamplingConfig
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.cpu.packed_linear import packed_linears
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine, compute_dtype, stop_tokens

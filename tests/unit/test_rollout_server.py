@@ -19,7 +19,7 @@ import torch
 import yaml
 from hostile_server import echoes, endless, hostile_server, raw, says
 
-from mppo.config.schema import RolloutConfig
+from mppo.config.sections.rollout import RolloutConfig
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE, Fleet
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused, ServerLost

@@ -229,5 +229,5 @@ def test_the_recipe_is_refused_before_any_model_is_built() -> None:
         return engine_issues(recipe, config, on_cpu=False)
 
     with pytest.raises(ConfigError, match="sliding_window = 100") as raised:
-        load_checked(None, overrides, 1, read, files=False, judge_engine=judge)
+        load_checked(None, overrides, 1, read, files=False, engine_check=judge)
     assert [issue.key for issue in raised.value.issues] == ["rollout.name"]

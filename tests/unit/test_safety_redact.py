@@ -5,7 +5,10 @@ import sys
 import pytest
 
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schema import Recipe, RewardConfig, RolloutConfig, TrainerConfig
+from mppo.config.schema import Recipe
+from mppo.config.sections.reward import RewardConfig
+from mppo.config.sections.rollout import RolloutConfig
+from mppo.config.sections.trainer import TrainerConfig
 from mppo.report.reporter import Reporter
 from mppo.safety.redact import HIDDEN, redact, redact_text, redacted_output
 

@@ -7,8 +7,8 @@ import torch
 from whole_objectives import value_objective
 
 from mppo.batch import ModelOutputs, Prompt, Trajectory, pack_trajectories
-from mppo.config.algorithm import AlgorithmConfig
-from mppo.config.schema import CriticConfig
+from mppo.config.sections.algorithm import AlgorithmConfig
+from mppo.config.sections.roles import CriticConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.losses import value_targets
 from mppo.trainer.metrics import experience_metrics

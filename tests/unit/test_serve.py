@@ -88,9 +88,9 @@ def test_it_serves_the_models_own_weights_unless_a_run_sends_them(engine, tmp_pa
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ([], "holds no config.json"),
-        (["config.json"], "holds no *.safetensors"),
-        (None, "not downloaded by itself"),
+        ([], "has no config.json"),
+        (["config.json"], "has no *.safetensors"),
+        (None, "not downloaded by default"),
     ],
 )
 def test_a_model_without_weights_is_refused(files, message, recipe, tmp_path):

@@ -37,10 +37,10 @@ def test_the_page_has_the_table():
 def test_an_unknown_variable_is_told_with_the_nearest_name():
     lines = unknown_variables({"MPPO_DEVCE": "cpu", "MPPO_PYTHON": "python3", "HOME": "/"})
     assert lines == ["the environment variable MPPO_DEVCE is not read: did you mean MPPO_DEVICE?"]
-    assert "there are MPPO_CACHE, " in unknown_variables({"MPPO_X": "1"})[0]
+    assert "known variables: MPPO_CACHE, " in unknown_variables({"MPPO_X": "1"})[0]
 
 
-def test_the_program_tells_it_and_a_key_given_twice(tmp_path, capsys, monkeypatch):
+def test_the_program_tells_it_and_a_key_repeated_overrides(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MPPO_CACH", str(tmp_path))
     data = ["data.task=arithmetic", "data.max_prompt_length=64", "data.max_response_length=64"]
     twice = ["actor.optim.lr=1e-5", "actor_rollout_ref.actor.optim.lr=1e-6", "rollout.n=2"]
@@ -48,7 +48,7 @@ def test_the_program_tells_it_and_a_key_given_twice(tmp_path, capsys, monkeypatc
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mppo: ")]
     assert told == [
         "mppo: the environment variable MPPO_CACH is not read: did you mean MPPO_CACHE?",
-        "mppo: actor.optim.lr is given twice: 1e-5, then 1e-6; the last counts",
+        "mppo: actor.optim.lr is given twice: 1e-5, then 1e-6; the last value is used",
     ]
 
 

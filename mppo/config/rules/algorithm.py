@@ -1,43 +1,43 @@
-"""Rules between estimator, losses, KL and corrections: combinations that make no sense."""
+"""Rules on estimator, losses, score normalisation and rollout correction."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from mppo.config.algorithm import FilterGroupsConfig
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.rule import RuleContext, rule
-from mppo.config.schema import SEQUENCE_LOSSES
+from mppo.config.sections.algorithm import FilterGroupsConfig
+from mppo.config.sections.roles import SEQUENCE_LOSSES
 
 
 @rule("algorithm.rollout_correction")
-def bypass_corrects_already(case: RuleContext) -> Iterator[ConfigIssue]:
-    """With the engine's log-probabilities as the old ones, the ratio is the importance weight."""
-    correction = case.recipe.algorithm.rollout_correction
+def bypass_corrects_already(context: RuleContext) -> Iterator[ConfigIssue]:
+    """In bypass mode the policy's ratio is taken against the engine and is the correction."""
+    correction = context.recipe.algorithm.rollout_correction
     if correction.bypass_mode and correction.rollout_is != "off":
         yield ConfigIssue(
             "algorithm.rollout_correction.rollout_is",
             correction.rollout_is,
-            "bypass_mode takes the policy's ratio against the engine, which already corrects",
+            "with bypass_mode the policy's ratio against the engine is already the correction",
             "set rollout_is to off, or bypass_mode to false",
         )
 
 
 @rule("algorithm.rollout_correction")
-def veto_is_a_small_ratio(case: RuleContext) -> Iterator[ConfigIssue]:
-    """A veto above 1 would drop sequences on which actor and engine agree."""
-    threshold = case.recipe.algorithm.rollout_correction.rollout_token_veto_threshold
+def veto_is_a_small_ratio(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A veto of 1 or more would drop sequences on which actor and engine agree."""
+    threshold = context.recipe.algorithm.rollout_correction.rollout_token_veto_threshold
     if threshold is not None and threshold >= 1:
         key = "algorithm.rollout_correction.rollout_token_veto_threshold"
-        why = "is no small ratio: tokens on which actor and engine agree have 1"
-        yield ConfigIssue(key, threshold, why, "1e-4 is usual")
+        why = "is not below 1, the ratio of a token on which actor and engine agree"
+        yield ConfigIssue(key, threshold, why, "choose a small ratio (1e-4 is usual)")
 
 
 @rule("actor.policy_loss", "actor.loss_agg_mode")
-def sequence_losses_average_over_sequences(case: RuleContext) -> Iterator[ConfigIssue]:
-    """GSPO, GMPO and SAPO always take seq-mean-token-mean; the default may stand."""
-    actor = case.recipe.actor
+def sequence_losses_average_over_sequences(context: RuleContext) -> Iterator[ConfigIssue]:
+    """GSPO, GMPO and SAPO always use seq-mean-token-mean; the default mode may stay."""
+    actor = context.recipe.actor
     mode = actor.policy_loss.loss_mode
     if mode in SEQUENCE_LOSSES and actor.loss_agg_mode not in ("seq-mean-token-mean", "token-mean"):
         why = f"actor.policy_loss.loss_mode = {mode} is defined with seq-mean-token-mean"
@@ -45,9 +45,9 @@ def sequence_losses_average_over_sequences(case: RuleContext) -> Iterator[Config
 
 
 @rule("algorithm.adv_estimator", "algorithm.f_norm", "algorithm.norm_adv_by_std_in_grpo")
-def estimator_keys_need_their_estimator(case: RuleContext) -> Iterator[ConfigIssue]:
-    """A key that one estimator reads is refused where another is chosen."""
-    algorithm = case.recipe.algorithm
+def estimator_keys_need_their_estimator(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Keys that only one estimator reads are refused with another."""
+    algorithm = context.recipe.algorithm
     chosen = f"has no effect with algorithm.adv_estimator = {algorithm.adv_estimator}"
     if algorithm.f_norm != 1.0 and algorithm.adv_estimator != "gpg":
         yield ConfigIssue(
@@ -82,24 +82,24 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, tuple[object, ...]], ...] = (
     ),
     ("reward", ("overlong_penalty_factor",), "reward.overlong_buffer_len", ()),
 )
-"""Section, keys of it, the key that chooses whether they are read, and its values under which they
-are; none named: any but 0."""
+"""Section, its keys, the key that turns them on, and the values with which they are on (empty: any
+but 0)."""
 
 
 @rule("actor.policy_loss", "algorithm.pf_ppo", "algorithm.use_pf_ppo", _CORRECTION, "reward")
-def options_need_their_method(case: RuleContext) -> Iterator[ConfigIssue]:
-    """What only one loss, draw, correction or penalty reads is refused where it is not chosen."""
-    for prefix, names, chooser, readers in _OPTIONS:
-        section, chosen = _at(case.recipe, prefix), _at(case.recipe, chooser)
-        if chosen in readers if readers else chosen:
+def options_need_their_method(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Options of a loss, resampling, correction or penalty are refused if it is off."""
+    for prefix, names, switch, on_values in _OPTIONS:
+        section, current = _at(context.recipe, prefix), _at(context.recipe, switch)
+        if current in on_values if on_values else current:
             continue
         for name in names:
             value = getattr(section, name)
             if value != type(section).model_fields[name].default:
-                right = " or ".join(str(reader).lower() for reader in readers) or "above 0"
-                value_now = "null" if chosen is None else str(chosen).lower()
-                why = f"has no effect with {chooser} = {value_now}"
-                fix = f"set {chooser} to {right}, or leave it out"
+                needed = " or ".join(str(on_value).lower() for on_value in on_values) or "above 0"
+                shown = "null" if current is None else str(current).lower()
+                why = f"has no effect with {switch} = {shown}"
+                fix = f"set {switch} to {needed}, or leave it out"
                 yield ConfigIssue(f"{prefix}.{name}", value, why, fix)
 
 
@@ -110,9 +110,9 @@ def _at(recipe: Any, key: str) -> Any:
 
 
 @rule("algorithm.normalize_scores", "rollout.n")
-def normalization_is_complete(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Each way to normalise scores has what it reads, and nothing that it would ignore."""
-    config, samples = case.recipe.algorithm.normalize_scores, case.recipe.rollout.n
+def normalization_is_complete(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A mode of score normalisation has what it needs, and no keys that it ignores."""
+    config, samples = context.recipe.algorithm.normalize_scores, context.recipe.rollout.n
     if config.mode == "group" and samples < 2:
         why = "algorithm.normalize_scores.mode = group compares the samples of one prompt"
         yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
@@ -128,9 +128,9 @@ def normalization_is_complete(case: RuleContext) -> Iterator[ConfigIssue]:
 @rule(
     "algorithm.adv_estimator", "algorithm.whiten_advantages", "algorithm.whiten_over", "rollout.n"
 )
-def whitening_over_groups_has_groups(case: RuleContext) -> Iterator[ConfigIssue]:
+def whitening_over_groups_has_groups(context: RuleContext) -> Iterator[ConfigIssue]:
     """Whitening over a prompt's responses needs several of them, and whitening."""
-    algorithm, samples = case.recipe.algorithm, case.recipe.rollout.n
+    algorithm, samples = context.recipe.algorithm, context.recipe.rollout.n
     if algorithm.whiten_over != "group":
         return
     if not algorithm.whitens:
@@ -143,15 +143,16 @@ def whitening_over_groups_has_groups(case: RuleContext) -> Iterator[ConfigIssue]
 
 
 @rule("actor.ptx_coef", "actor.router_replay", "data.ptx_files", "data.ptx_batch_size")
-def unsupervised_loss_is_complete(case: RuleContext) -> Iterator[ConfigIssue]:
-    """The language-model loss needs text and a weight; text has no experts to replay."""
-    data, actor = case.recipe.data, case.recipe.actor
+def unsupervised_loss_is_complete(context: RuleContext) -> Iterator[ConfigIssue]:
+    """The language-model loss needs text and a coefficient, and excludes router replay."""
+    data, actor = context.recipe.data, context.recipe.actor
     if actor.ptx_coef and not data.ptx_files:
-        why, fix = f"actor.ptx_coef = {actor.ptx_coef} needs text", "name files, or leave it out"
+        why = f"actor.ptx_coef = {actor.ptx_coef} needs text"
+        fix = "give files, or leave actor.ptx_coef out"
         yield ConfigIssue("data.ptx_files", [], why, fix)
     if actor.ptx_coef and actor.router_replay != "off":
-        why = f"text of actor.ptx_coef = {actor.ptx_coef} has no experts to replay"
-        yield ConfigIssue("actor.router_replay", actor.router_replay, why, "set one of them off")
+        why = f"the text of actor.ptx_coef = {actor.ptx_coef} has no experts to replay"
+        yield ConfigIssue("actor.router_replay", actor.router_replay, why, "turn one of them off")
     for name in ("ptx_files", "ptx_batch_size"):
         value = getattr(data, name)
         if value and not actor.ptx_coef:
@@ -161,15 +162,15 @@ def unsupervised_loss_is_complete(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("algorithm.filter_groups", "algorithm.adv_estimator", "rollout.n")
-def dynamic_sampling_compares_samples(case: RuleContext) -> Iterator[ConfigIssue]:
-    """A group differs in score only where it has several sampled responses."""
-    algorithm, samples = case.recipe.algorithm, case.recipe.rollout.n
+def dynamic_sampling_compares_samples(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Dynamic sampling needs groups of several sampled responses."""
+    algorithm, samples = context.recipe.algorithm, context.recipe.rollout.n
     config, default = algorithm.filter_groups, FilterGroupsConfig()
     if config.enable and samples < 2:
         why = "algorithm.filter_groups compares the samples of one prompt"
         yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
     if config.enable and algorithm.adv_estimator == "remax":
-        why = "remax compares with a greedy response: groups of equal scores teach it too"
+        why = "remax compares with a greedy response and learns from groups of equal scores too"
         fix = "set it to false, or choose another estimator"
         yield ConfigIssue("algorithm.filter_groups.enable", True, why, fix)
     if not config.enable and config.max_num_gen_batches != default.max_num_gen_batches:

@@ -1,4 +1,4 @@
-"""Rules about the engine that generates."""
+"""Rules on the rollout engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mppo.safety.bounded_http import url_problem
 
 
 @rule("rollout")
-def local_engine_obeys_its_keys(case: RuleContext) -> Iterator[ConfigIssue]:
-    """The local engine lives on each rank; keys of a server would be ignored."""
-    rollout = case.recipe.rollout
+def local_engine_has_no_server_keys(context: RuleContext) -> Iterator[ConfigIssue]:
+    """The local engine runs in the ranks and ignores keys of servers."""
+    rollout = context.recipe.rollout
     if rollout.name != "local":
         return
     why = "has no effect with rollout.name = local"
@@ -35,39 +35,39 @@ def local_engine_obeys_its_keys(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("rollout.urls", "rollout.mode", "rollout.name")
-def servers_are_named_where_they_run_apart(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Servers elsewhere are named by address; servers on the training ranks are started here."""
-    rollout = case.recipe.rollout
+def disaggregated_servers_have_urls(context: RuleContext) -> Iterator[ConfigIssue]:
+    """The run connects to disaggregated servers by address; it starts colocated ones itself."""
+    rollout = context.recipe.rollout
     if rollout.name != "sglang":
         return
     if rollout.mode == "disaggregated" and not rollout.urls:
-        why = "rollout.mode = disaggregated talks to servers that run elsewhere"
-        yield ConfigIssue("rollout.urls", [], why, "name them: [http://host:30000, ...]")
+        why = "rollout.mode = disaggregated needs the addresses of running servers"
+        yield ConfigIssue("rollout.urls", [], why, "give them: [http://host:30000, ...]")
     for url in rollout.urls:
         if problem := url_problem(url):
             yield ConfigIssue("rollout.urls", url, problem, "write http://host:port")
 
 
 @rule("rollout.tensor_model_parallel_size", "rollout.mode", "model")
-def engine_parallelism_fits(case: RuleContext) -> Iterator[ConfigIssue]:
-    """A colocated engine's TP divides the ranks, and any engine's TP the attention heads."""
-    rollout, shape = case.recipe.rollout, case.shapes.get("actor")
+def engine_parallelism_fits(context: RuleContext) -> Iterator[ConfigIssue]:
+    """TP of a colocated engine divides the ranks; TP of any engine divides the attention heads."""
+    rollout, shape = context.recipe.rollout, context.shapes.get("actor")
     tp = rollout.tensor_model_parallel_size
     key = "rollout.tensor_model_parallel_size"
     if rollout.name != "sglang":
         return
-    if rollout.mode == "colocated" and case.world_size % tp:
-        why = f"does not divide the {case.world_size} ranks"
-        yield ConfigIssue(key, tp, why, f"choose one of {divisors(case.world_size)}")
+    if rollout.mode == "colocated" and context.world_size % tp:
+        why = f"does not divide the {context.world_size} ranks"
+        yield ConfigIssue(key, tp, why, f"choose one of {divisors(context.world_size)}")
     if shape and shape.heads % tp:
         why = f"does not divide the {shape.heads} attention heads"
         yield ConfigIssue(key, tp, why, f"choose one of {divisors(shape.heads)}")
 
 
 @rule("rollout.expert_parallel_size", "rollout.tensor_model_parallel_size", "model")
-def engine_experts_are_shared_out(case: RuleContext) -> Iterator[ConfigIssue]:
-    """An engine's ranks form as many groups as share its experts, all equally large."""
-    rollout, shape = case.recipe.rollout, case.shapes.get("actor")
+def engine_expert_parallelism_fits(context: RuleContext) -> Iterator[ConfigIssue]:
+    """EP of an engine divides its ranks and the model's experts."""
+    rollout, shape = context.recipe.rollout, context.shapes.get("actor")
     key, ep, tp = (
         "rollout.expert_parallel_size",
         rollout.expert_parallel_size,
@@ -85,64 +85,64 @@ def engine_experts_are_shared_out(case: RuleContext) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key, ep, why, f"choose one of {divisors(shape.num_experts)}")
 
 
-_DECIDED = {
+_SET_BY_MPPO = {
     **dict.fromkeys(("model", "model_path"), "set model.path"),
     **dict.fromkeys(("host", "port", "api_key", "base_gpu_id"), "leave it out"),
     **dict.fromkeys(
         ("tp", "tp_size", "tensor_parallel_size"), "set rollout.tensor_model_parallel_size"
     ),
-    "json_model_override_args": "change config.json in model.path, which the actor reads, too",
+    "json_model_override_args": "edit config.json in model.path, which the actor reads too",
     **dict.fromkeys(("ep", "ep_size", "expert_parallel_size"), "set rollout.expert_parallel_size"),
 }
-"""SGLang options that follow from the rest of the recipe, to the fix."""
+"""SGLang options that mppo sets from other keys, each with the fix."""
 
 
-def _server_args(case: RuleContext) -> dict[str, Any]:
-    """``rollout.server_args`` under SGLang's names for the fields of its options."""
-    given = case.recipe.rollout.server_args
+def _server_args(context: RuleContext) -> dict[str, Any]:
+    """``rollout.server_args`` with the names of SGLang's ``ServerArgs`` fields."""
+    given = context.recipe.rollout.server_args
     return {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}
 
 
 @rule("rollout.server_args")
-def server_options_say_nothing_twice(case: RuleContext) -> Iterator[ConfigIssue]:
-    """What a server is, where it listens and how it is cut follows from other keys."""
-    for name, value in _server_args(case).items():
-        if name in _DECIDED:
+def server_options_do_not_repeat_keys(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A server's model, address and parallelism follow from other keys."""
+    for name, value in _server_args(context).items():
+        if name in _SET_BY_MPPO:
             yield ConfigIssue(
-                f"rollout.server_args.{name}", value, "is decided by mppo", _DECIDED[name]
+                f"rollout.server_args.{name}", value, "is set by mppo", _SET_BY_MPPO[name]
             )
 
 
 @rule("rollout.name", "model")
-def server_knows_the_layers(case: RuleContext) -> Iterator[ConfigIssue]:
+def server_builds_the_models_layers(context: RuleContext) -> Iterator[ConfigIssue]:
     """SGLang 0.5 builds every layer of a Qwen mixture of experts with experts."""
-    shape = case.shapes.get("actor")
-    if case.recipe.rollout.name != "sglang" or shape is None:
+    shape = context.shapes.get("actor")
+    if context.recipe.rollout.name != "sglang" or shape is None:
         return
     dense = shape.num_layers - sum(shape.sparse_layers)
     if shape.model_type in ("qwen2_moe", "qwen3_moe") and dense:
         yield ConfigIssue(
             "rollout.name",
             "sglang",
-            f"SGLang gives every layer of a {shape.model_type} experts, while config.json "
-            f"(mlp_only_layers, decoder_sparse_step) makes {dense} of {shape.num_layers} dense",
+            f"SGLang builds every layer of a {shape.model_type} with experts, but in config.json "
+            f"(mlp_only_layers, decoder_sparse_step) {dense} of {shape.num_layers} are dense",
             "set rollout.name to local, or use a model without dense layers",
         )
 
 
 @rule("rollout.partial_rollout", "rollout.over_sampling")
-def a_part_is_left_by_an_abort(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Nothing is broken off unless more prompts are asked than needed."""
-    rollout = case.recipe.rollout
+def partial_rollout_needs_over_sampling(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Responses are aborted, and so partial, only with over-sampling."""
+    rollout = context.recipe.rollout
     if rollout.partial_rollout and not rollout.over_sampling:
-        why = "has no effect with rollout.over_sampling = 0: no response is broken off"
+        why = "has no effect with rollout.over_sampling = 0: no response is aborted"
         yield ConfigIssue("rollout.partial_rollout", True, why, "set over_sampling, such as 0.25")
 
 
 @rule("rollout.verify_sync", "rollout.logprob_tolerance")
-def tolerance_needs_its_check(case: RuleContext) -> Iterator[ConfigIssue]:
-    """A tolerance is compared only by the log-probability check."""
-    rollout = case.recipe.rollout
+def tolerance_needs_its_check(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Only the check ``logprob`` uses a tolerance."""
+    rollout = context.recipe.rollout
     if rollout.logprob_tolerance is not None and rollout.verify_sync != "logprob":
         yield ConfigIssue(
             "rollout.logprob_tolerance",
@@ -153,23 +153,26 @@ def tolerance_needs_its_check(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("trainer.rollout_ahead", "rollout.name", "rollout.urls", "rollout.mode")
-def only_servers_apart_generate_ahead(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Generation overlaps training where the two share neither threads nor memory."""
-    rollout, ahead = case.recipe.rollout, case.recipe.trainer.rollout_ahead
+def rollout_ahead_needs_disaggregated_servers(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Generation overlaps with training only on other devices."""
+    rollout, ahead = context.recipe.rollout, context.recipe.trainer.rollout_ahead
     why = None
     if rollout.name == "local":
-        why = "the local engine generates in the ranks that train: samples would only be older"
+        why = "the local engine generates in the training ranks: it would only make samples older"
     elif not rollout.urls and rollout.mode == "colocated":
         why = "colocated servers sleep while their devices train"
     if ahead and why is not None:
-        fix = "name servers that run apart in rollout.urls (rollout.name: sglang), or set 0"
+        fix = "give the servers' addresses in rollout.urls (rollout.name: sglang), or set it to 0"
         yield ConfigIssue("trainer.rollout_ahead", ahead, why, fix)
 
 
 @rule("trainer.rollout_ahead", "algorithm.rollout_correction")
-def older_samples_are_corrected(case: RuleContext) -> Iterator[ConfigIssue]:
-    """What weights before the last update sampled is weighed against them."""
-    ahead, correction = case.recipe.trainer.rollout_ahead, case.recipe.algorithm.rollout_correction
+def older_samples_are_corrected(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Samples of older weights need importance weights or bypass mode."""
+    ahead, correction = (
+        context.recipe.trainer.rollout_ahead,
+        context.recipe.algorithm.rollout_correction,
+    )
     if ahead and correction.rollout_is == "off" and not correction.bypass_mode:
         yield ConfigIssue(
             "algorithm.rollout_correction.rollout_is",
@@ -186,13 +189,13 @@ _OTHER_SHARDS = (
     "enable_dp_attention",
     "quantization",
 )
-"""SGLang options that lay parameters out otherwise than tensor and expert parallelism do."""
+"""SGLang options that divide or store parameters differently than tensor and expert parallelism."""
 
 
 @rule("rollout.sync_mode", "rollout.sync", "rollout.urls", "rollout.name", "rollout.server_args")
-def pieces_reach_their_rank(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Pieces of parameters go through SGLang's custom weight loader, by shared memory."""
-    rollout = case.recipe.rollout
+def slices_reach_the_servers_loader(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Slices of parameters go through shared memory to SGLang's custom weight loader."""
+    rollout = context.recipe.rollout
     key, mode = "rollout.sync_mode", rollout.sync_mode
     if mode == "full":
         return
@@ -202,15 +205,15 @@ def pieces_reach_their_rank(case: RuleContext) -> Iterator[ConfigIssue]:
         return
     if rollout.sync != "tensor":
         why = (
-            f"cannot go with rollout.sync = {rollout.sync}: SGLang 0.5 hands only what "
-            "update_weights_from_tensor brings to a loader that takes pieces"
+            f"does not work with rollout.sync = {rollout.sync}: SGLang 0.5 calls a custom weight "
+            "loader from update_weights_from_tensor only"
         )
         yield ConfigIssue(key, mode, why, "set rollout.sync to tensor, or sync_mode to full")
     if rollout.urls:
-        why = "is for servers the run starts itself, beside its ranks; rollout.urls names others"
+        why = "needs servers that the run starts itself, but rollout.urls is set"
         yield ConfigIssue(key, mode, why, "set sync_mode to full, or leave rollout.urls out")
-    given = _server_args(case)
+    given = _server_args(context)
     for name in _OTHER_SHARDS:
         if given.get(name) not in (None, 1, False):
-            why = f"cannot go with rollout.server_args.{name}: parameters are then cut otherwise"
+            why = f"does not work with rollout.server_args.{name}, which cuts parameters otherwise"
             yield ConfigIssue(key, mode, why, "set sync_mode to full, or leave that option out")

@@ -1,5 +1,4 @@
-"""Rules about what must be on this machine before a run: models, data, the place for results,
-trackers."""
+"""Checks of this machine before a run: models, data files, run folder, trackers."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ SHARED_FOLDERS = frozenset(
         "/usr", "/usr/local", "/usr/share", "/var", "/var/tmp",
     }
 )  # fmt: skip
-"""Others write there, too: a run needs a folder of its own below."""
+"""Folders that other programs write to: a run needs its own folder below them."""
 SYSTEM_FOLDERS = (
     "/bin", "/boot", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/sbin", "/sys", "/usr/bin",
     "/usr/lib", "/usr/lib64", "/usr/sbin",
 )  # fmt: skip
-"""Nothing of a run belongs there, nor below."""
+"""Folders of the operating system: a run folder must not be there or below."""
 BUILTIN_PREFIX = "builtin:"
 DATA_ENDINGS = (".jsonl", ".ndjson", ".parquet")
 WEIGHT_ENDINGS = (".safetensors",)
@@ -36,8 +35,8 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]*\w")
 
 
 def check_files(recipe: Recipe) -> list[ConfigIssue]:
-    """Every missing, empty or unreadable file of a recipe. Reads names and sizes, and of Megatron
-    checkpoints the table of contents."""
+    """Issues of missing, empty or unreadable files. Reads names and sizes, and the metadata of
+    Megatron checkpoints."""
     issues: list[ConfigIssue] = []
     issues += check_model_folder("model.path", recipe.model.path)
     if recipe.critic.path and recipe.algorithm.uses_critic:
@@ -50,44 +49,44 @@ def check_files(recipe: Recipe) -> list[ConfigIssue]:
         ("data.ptx_files", recipe.data.ptx_files),
     ):
         for name in names:
-            issues += _told(key, name, _data_file)
+            issues += _path_issues(key, name, _data_file)
     issues += _reward_file(recipe)
     issues += tracker_issues(recipe.trainer.logger, os.environ)
     return issues
 
 
 def check_run_folder(recipe: Recipe) -> list[ConfigIssue]:
-    """A run must not write among the system's files, nor into a file."""
+    """Issues of the run folder: it must not be a system folder or a file."""
     trainer = recipe.trainer
     key = "trainer.default_local_dir" if trainer.default_local_dir else "trainer.experiment_name"
     value = trainer.default_local_dir or trainer.experiment_name
 
-    def judge(key: str, name: str) -> Iterator[ConfigIssue]:
+    def check(key: str, name: str) -> Iterator[ConfigIssue]:
         folder = trainer.run_dir
         real = Path(os.path.realpath(folder))
         if str(real) in SHARED_FOLDERS or any(real.is_relative_to(p) for p in SYSTEM_FOLDERS):
             why = f"a run would write into the system's folder {real}"
-            yield ConfigIssue(key, value, why, "name a folder of the run's own")
+            yield ConfigIssue(key, value, why, "give a folder of the run's own")
         elif folder.exists() and not folder.is_dir():
             yield ConfigIssue(key, value, "is a file", "give a folder")
 
-    return _told(key, value, judge)
+    return _path_issues(key, value, check)
 
 
-def _told(
-    key: str, name: str, judge: Callable[[str, str], Iterator[ConfigIssue]]
+def _path_issues(
+    key: str, name: str, check: Callable[[str, str], Iterator[ConfigIssue]]
 ) -> list[ConfigIssue]:
-    """What a judge finds; that it may not look, or that no path is written so, is a issue, too."""
+    """The issues that ``check`` finds, or one for a path that is invalid or not readable."""
     try:
-        return list(judge(key, name))
+        return list(check(key, name))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         return [ConfigIssue(key, name, why, "give a path that can be read")]
 
 
 def check_model_folder(key: str, name: str) -> list[ConfigIssue]:
-    """What is wrong with a model's folder, its weights included."""
-    return _told(key, name, _model_issues)
+    """Issues of a model's folder and its weights."""
+    return _path_issues(key, name, _model_issues)
 
 
 def _model_issues(key: str, name: str) -> Iterator[ConfigIssue]:
@@ -100,18 +99,18 @@ def _model_issues(key: str, name: str) -> Iterator[ConfigIssue]:
         yield from _checkpoint(key, folder)
     elif not (folder / "config.json").is_file():
         fix = "give a Hugging Face model folder, or a Megatron torch_dist checkpoint"
-        yield ConfigIssue(key, name, "holds no config.json", fix)
+        yield ConfigIssue(key, name, "has no config.json", fix)
     elif not any(f.suffix in WEIGHT_ENDINGS for f in folder.iterdir()):
         fix = "download the weights"
-        yield ConfigIssue(key, name, "holds no *.safetensors", fix)
+        yield ConfigIssue(key, name, "has no *.safetensors", fix)
 
 
 def no_model_folder(key: str, name: str) -> ConfigIssue:
-    """What is wrong with a model that is no folder."""
+    """The issue of a model path that is not a folder."""
     if is_hub_name(name):
-        why = "no such folder; a model of the Hugging Face Hub is not downloaded by itself"
+        why = "no such folder; models of the Hugging Face Hub are not downloaded by default"
         fix = (
-            f"set model.hub: true, or run `hf download {name} --local-dir models/{name}` and name "
+            f"set model.hub: true, or run `hf download {name} --local-dir models/{name}` and give "
             f"that folder"
         )
         return ConfigIssue(key, name, why, fix)
@@ -121,7 +120,7 @@ def no_model_folder(key: str, name: str) -> ConfigIssue:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a model's name has the Hub's form ``owner/model`` and is nothing on this disk."""
+    """Whether a model's name has the Hub's form ``owner/model`` and does not exist on this disk."""
     return bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
 
 
@@ -133,7 +132,7 @@ def _checkpoint(key: str, folder: Path) -> Iterator[ConfigIssue]:
         read_checkpoint(checkpoint_folder(folder))
     except ValueError as error:
         why, _, fix = str(error).removeprefix(f"{folder}: ").partition("; ")
-        yield ConfigIssue(key, str(folder), why, fix or "name a folder Megatron saved")
+        yield ConfigIssue(key, str(folder), why, fix or "give a folder that Megatron saved")
 
 
 def _data_file(key: str, name: str) -> Iterator[ConfigIssue]:
@@ -141,10 +140,10 @@ def _data_file(key: str, name: str) -> Iterator[ConfigIssue]:
     if not path.exists():
         yield ConfigIssue(key, name, "no such file", "give the path of a readable file")
     elif not path.is_file():
-        yield ConfigIssue(key, name, "is no file", "name the files in it")
+        yield ConfigIssue(key, name, "is not a file", "give the files in it")
     elif path.suffix not in DATA_ENDINGS:
         fix = "use .jsonl (one JSON object per line) or .parquet"
-        yield ConfigIssue(key, name, "unknown kind of file", fix)
+        yield ConfigIssue(key, name, "unknown file type", fix)
     elif path.stat().st_size == 0:
         yield ConfigIssue(key, name, "the file is empty", "give a file with rows")
 
@@ -153,5 +152,5 @@ def _reward_file(recipe: Recipe) -> Iterator[ConfigIssue]:
     source = (recipe.reward.function or "").rpartition(":")[0]
     if recipe.reward.name == "function" and source.endswith(".py") and not Path(source).is_file():
         yield ConfigIssue(
-            "reward.function", recipe.reward.function, f"no such file {source}", "correct it"
+            "reward.function", recipe.reward.function, f"no such file {source}", "correct the path"
         )

@@ -7,10 +7,10 @@ from math import lcm
 
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.rule import RoleCase, RuleContext, rule
-from mppo.config.schema import MegatronConfig
+from mppo.config.sections.megatron import MegatronConfig
 
 MODEL_KEYS = ("model", "critic.path", "ref.path")
-"""What decides the model of a role."""
+"""Keys that decide a role's model."""
 
 
 def divisors(number: int) -> str:
@@ -18,8 +18,8 @@ def divisors(number: int) -> str:
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
-def _misfit(role: RoleCase, name: str, value: object, why: str, fix: str) -> ConfigIssue:
-    """A key of a role's layout that does not go with the role's model."""
+def _layout_issue(role: RoleCase, name: str, value: object, why: str, fix: str) -> ConfigIssue:
+    """An issue of a key of a role's layout; it names the key of the role's own model."""
     if role.path_key != "model.path":
         why = f"{why} ({role.path_key})"
         if not role.key.startswith(role.name):
@@ -28,26 +28,26 @@ def _misfit(role: RoleCase, name: str, value: object, why: str, fix: str) -> Con
 
 
 @rule("trainer.nnodes", "trainer.n_gpus_per_node")
-def ranks_are_those_asked_for(case: RuleContext) -> Iterator[ConfigIssue]:
-    """The recipe's nodes times GPUs per node are the ranks started."""
-    nodes, per_node = case.recipe.trainer.nnodes, case.recipe.trainer.n_gpus_per_node
-    if nodes and per_node and nodes * per_node != case.world_size:
+def ranks_match_nodes_and_gpus(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Nodes times GPUs per node equal the ranks that were started."""
+    nodes, per_node = context.recipe.trainer.nnodes, context.recipe.trainer.n_gpus_per_node
+    if nodes and per_node and nodes * per_node != context.world_size:
         yield ConfigIssue(
             "trainer.n_gpus_per_node",
             per_node,
             f"trainer.nnodes x trainer.n_gpus_per_node = {nodes} x {per_node} = "
-            f"{nodes * per_node}, but {case.world_size} ranks were started",
+            f"{nodes * per_node}, but {context.world_size} ranks were started",
             f"start {nodes * per_node} ranks, or leave both keys out",
         )
 
 
 @rule("*.megatron")
-def layout_fits_world(case: RuleContext) -> Iterator[ConfigIssue]:
+def layout_fits_world(context: RuleContext) -> Iterator[ConfigIssue]:
     """The world size is a multiple of tp x pp x cp and of etp x ep x pp."""
-    for role in case.roles:
+    for role in context.roles:
         m = role.megatron
         try:
-            m.layout(case.world_size)
+            m.layout(context.world_size)
         except ValueError as error:
             dense = (
                 m.tensor_model_parallel_size
@@ -70,43 +70,45 @@ def layout_fits_world(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("*.megatron.tensor_model_parallel_size", *MODEL_KEYS)
-def tensor_parallel_divides_heads(case: RuleContext) -> Iterator[ConfigIssue]:
+def tensor_parallel_divides_heads(context: RuleContext) -> Iterator[ConfigIssue]:
     """TP divides the attention heads; KV heads divide TP or are divided by it."""
-    for role in case.roles:
-        shape, tp = case.shapes.get(role.name), role.megatron.tensor_model_parallel_size
+    for role in context.roles:
+        shape, tp = context.shapes.get(role.name), role.megatron.tensor_model_parallel_size
         if shape is None:
             continue
         key = "tensor_model_parallel_size"
         if shape.heads % tp:
             fix = f"choose one of {divisors(shape.heads)}"
-            yield _misfit(role, key, tp, f"does not divide the {shape.heads} attention heads", fix)
+            yield _layout_issue(
+                role, key, tp, f"does not divide the {shape.heads} attention heads", fix
+            )
         elif shape.kv_heads % tp and tp % shape.kv_heads:
             why = f"neither divides the {shape.kv_heads} key-value heads nor is a multiple of them"
-            yield _misfit(role, key, tp, why, f"choose one of {divisors(shape.kv_heads)}")
+            yield _layout_issue(role, key, tp, why, f"choose one of {divisors(shape.kv_heads)}")
 
 
 @rule("*.megatron.tensor_model_parallel_size", *MODEL_KEYS)
-def tensor_parallel_divides_widths(case: RuleContext) -> Iterator[ConfigIssue]:
+def tensor_parallel_divides_widths(context: RuleContext) -> Iterator[ConfigIssue]:
     """TP divides the feed-forward width of dense layers; ETP that of experts."""
-    for role in case.roles:
-        shape, m = case.shapes.get(role.name), role.megatron
+    for role in context.roles:
+        shape, m = context.shapes.get(role.name), role.megatron
         if shape is None:
             continue
         tp, etp = m.tensor_model_parallel_size, m.expert_tensor_parallel_size
         dense = not all(shape.sparse_layers) if shape.sparse_layers else True
         if dense and shape.ffn % tp:
             why = f"does not divide the feed-forward width {shape.ffn}"
-            yield _misfit(role, "tensor_model_parallel_size", tp, why, "lower it")
+            yield _layout_issue(role, "tensor_model_parallel_size", tp, why, "lower it")
         if shape.num_experts and shape.expert_ffn % etp:
             why = f"does not divide the expert width {shape.expert_ffn}"
-            yield _misfit(role, "expert_tensor_parallel_size", etp, why, "lower it")
+            yield _layout_issue(role, "expert_tensor_parallel_size", etp, why, "lower it")
 
 
 @rule("*.megatron", *MODEL_KEYS)
-def pipeline_divides_layers(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Every stage (and chunk of a stage) gets a whole number of layers."""
-    for role in case.roles:
-        shape, m = case.shapes.get(role.name), role.megatron
+def pipeline_divides_layers(context: RuleContext) -> Iterator[ConfigIssue]:
+    """The layers divide evenly among the stages, and those of a stage among its chunks."""
+    for role in context.roles:
+        shape, m = context.shapes.get(role.name), role.megatron
         pp, vpp = m.pipeline_model_parallel_size, m.virtual_pipeline_model_parallel_size or 1
         first, last = m.num_layers_in_first_pipeline_stage, m.num_layers_in_last_pipeline_stage
         if shape is None or pp == 1 or m.pipeline_layers is not None:
@@ -115,28 +117,28 @@ def pipeline_divides_layers(case: RuleContext) -> Iterator[ConfigIssue]:
         stated = [n for n in (first, last) if n is not None]
         rest, stages = shape.num_layers - sum(stated), pp - len(stated)
         if rest < 0 or (stages == 0) != (rest == 0):
-            yield _misfit(
+            yield _layout_issue(
                 role,
                 key,
                 pp,
-                f"{shape.num_layers} layers less the stated first and last stage leave {rest} "
-                f"for {stages} stages",
+                f"the layers of the first and last stage leave {rest} of {shape.num_layers} layers "
+                f"for {stages} other stages",
                 "correct num_layers_in_first_pipeline_stage / num_layers_in_last_pipeline_stage",
             )
         elif stages and rest % stages:
-            yield _misfit(
+            yield _layout_issue(
                 role,
                 key,
                 pp,
-                f"{rest} layers do not divide among {stages} stages",
-                f"choose one of {divisors(shape.num_layers)}, or state how many layers the first "
-                "or last stage holds (num_layers_in_last_pipeline_stage)",
+                f"{rest} layers do not divide evenly among {stages} stages",
+                f"choose one of {divisors(shape.num_layers)}, or set "
+                "num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage",
             )
         else:
             sizes = stated + ([rest // stages] if stages else [])
             uneven = [size for size in sizes if size % vpp]
             if uneven:
-                yield _misfit(
+                yield _layout_issue(
                     role,
                     "virtual_pipeline_model_parallel_size",
                     vpp,
@@ -147,9 +149,9 @@ def pipeline_divides_layers(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("*.megatron")
-def pipeline_options_need_a_pipeline(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Interleaving and uneven stages mean something only with PP > 1."""
-    for role in case.roles:
+def pipeline_options_need_a_pipeline(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Interleaving and uneven stages need PP > 1."""
+    for role in context.roles:
         m = role.megatron
         if m.pipeline_model_parallel_size > 1:
             continue
@@ -166,9 +168,9 @@ def pipeline_options_need_a_pipeline(case: RuleContext) -> Iterator[ConfigIssue]
 
 
 @rule("*.megatron")
-def exchange_of_keys_needs_context_parallelism(case: RuleContext) -> Iterator[ConfigIssue]:
-    """How keys and values are exchanged means something only with CP > 1."""
-    for role in case.roles:
+def exchange_of_keys_needs_context_parallelism(context: RuleContext) -> Iterator[ConfigIssue]:
+    """``cp_comm_type`` needs CP > 1."""
+    for role in context.roles:
         m = role.megatron
         if m.cp_comm_type is not None and m.context_parallel_size == 1:
             why = "has no effect with context_parallel_size = 1"
@@ -177,34 +179,34 @@ def exchange_of_keys_needs_context_parallelism(case: RuleContext) -> Iterator[Co
 
 
 @rule("*.megatron", *MODEL_KEYS)
-def stated_pipeline_layers_fit(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Layers stated for every chunk are as many as the model has, for as many chunks as there are.
-
-    Nothing else says then how layers are shared.
-    """
-    for role in case.roles:
-        shape, m = case.shapes.get(role.name), role.megatron
+def pipeline_layers_match_the_model(context: RuleContext) -> Iterator[ConfigIssue]:
+    """``pipeline_layers`` has one number per chunk, adds up to the model's layers, and is the only
+    key that divides them."""
+    for role in context.roles:
+        shape, m = context.shapes.get(role.name), role.megatron
         layers, pp = m.pipeline_layers, m.pipeline_model_parallel_size
         if layers is None or pp == 1:
             continue
         key = f"{role.key}.pipeline_layers"
         chunks = pp * (m.virtual_pipeline_model_parallel_size or 1)
         if len(layers) != chunks:
-            why = f"states {len(layers)} chunks; PP x VPP is {chunks}"
+            why = f"has {len(layers)} numbers, but there are PP x VPP = {chunks} chunks"
             yield ConfigIssue(key, list(layers), why, f"give {chunks} numbers")
         elif shape is not None and sum(layers) != shape.num_layers:
-            why = f"adds up to {sum(layers)} of the model's {shape.num_layers} layers"
-            yield _misfit(role, "pipeline_layers", list(layers), why, "correct the numbers")
+            why = f"adds up to {sum(layers)}, but the model has {shape.num_layers} layers"
+            yield _layout_issue(role, "pipeline_layers", list(layers), why, "correct the numbers")
         elif m.num_layers_in_first_pipeline_stage or m.num_layers_in_last_pipeline_stage:
-            why = "the layers of the first or last stage are stated too"
-            yield ConfigIssue(key, list(layers), why, "leave out one of the two")
+            why = (
+                "num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage is set too"
+            )
+            yield ConfigIssue(key, list(layers), why, "set one or the other")
 
 
 @rule("*.megatron", *MODEL_KEYS)
-def expert_parallel_divides_experts(case: RuleContext) -> Iterator[ConfigIssue]:
-    """EP divides the experts, and EP or ETP above one need a mixture of experts."""
-    for role in case.roles:
-        shape, m = case.shapes.get(role.name), role.megatron
+def expert_parallel_divides_experts(context: RuleContext) -> Iterator[ConfigIssue]:
+    """EP divides the experts; EP and ETP above 1 need a mixture of experts."""
+    for role in context.roles:
+        shape, m = context.shapes.get(role.name), role.megatron
         ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size
         if shape is None:
             continue
@@ -213,28 +215,28 @@ def expert_parallel_divides_experts(case: RuleContext) -> Iterator[ConfigIssue]:
             ("expert_tensor_parallel_size", etp),
         ):
             if size > 1 and not shape.num_experts:
-                why = f"{shape.model_type} is no mixture of experts"
-                yield _misfit(role, name, size, why, "set it to 1")
+                why = f"{shape.model_type} is not a mixture of experts"
+                yield _layout_issue(role, name, size, why, "set it to 1")
         if shape.num_experts and shape.num_experts % ep:
             why = f"does not divide the {shape.num_experts} experts"
             fix = f"choose one of {divisors(shape.num_experts)}"
-            yield _misfit(role, "expert_model_parallel_size", ep, why, fix)
+            yield _layout_issue(role, "expert_model_parallel_size", ep, why, fix)
 
 
 @rule("*.megatron", *MODEL_KEYS)
-def experts_and_latent_attention_under_tensor_parallel_need_sequence_parallel(
-    case: RuleContext,
+def moe_and_mla_under_tensor_parallel_need_sequence_parallel(
+    context: RuleContext,
 ) -> Iterator[ConfigIssue]:
-    """Megatron trains MoE under TP only with sequence parallelism; so it does MLA,
-    the gradients of whose down projections are not whole without."""
-    for role in case.roles:
-        shape, m = case.shapes.get(role.name), role.megatron
+    """With TP, MoE and MLA need sequence parallelism: Megatron-Core refuses MoE without it, and
+    the gradients of MLA's down projections are incomplete without it."""
+    for role in context.roles:
+        shape, m = context.shapes.get(role.name), role.megatron
         if shape is None or m.sequence_parallel or m.tensor_model_parallel_size == 1:
             continue
         if shape.num_experts or shape.mla is not None:
             what = "a mixture of experts" if shape.num_experts else "MLA"
-            why = f"{what} under tensor parallelism needs it"
-            yield _misfit(role, "sequence_parallel", False, why, "set it to true")
+            why = f"{what} with tensor parallelism needs sequence parallelism"
+            yield _layout_issue(role, "sequence_parallel", False, why, "set it to true")
 
 
 _ROUTER_KEYS = (
@@ -246,19 +248,19 @@ _ROUTER_KEYS = (
 
 
 @rule("*.megatron", *MODEL_KEYS)
-def expert_options_need_experts(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Router settings mean something only for a mixture of experts."""
-    for role in case.roles:
-        shape, m = case.shapes.get(role.name), role.megatron
+def expert_options_need_experts(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Router settings need a mixture of experts."""
+    for role in context.roles:
+        shape, m = context.shapes.get(role.name), role.megatron
         if shape is None:
             continue
         for name in _ROUTER_KEYS if not shape.num_experts else ():
             value = getattr(m, name)
             if value and value != MegatronConfig.model_fields[name].default:
-                why = f"{shape.model_type} is no mixture of experts"
-                yield _misfit(role, name, value, why, "leave it out")
+                why = f"{shape.model_type} is not a mixture of experts"
+                yield _layout_issue(role, name, value, why, "leave it out")
         if shape.num_experts and not shape.expert_bias and m.moe_router_bias_update_rate > 0:
-            yield _misfit(
+            yield _layout_issue(
                 role,
                 "moe_router_bias_update_rate",
                 m.moe_router_bias_update_rate,
@@ -268,15 +270,15 @@ def expert_options_need_experts(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("*.megatron")
-def router_options_agree(case: RuleContext) -> Iterator[ConfigIssue]:
+def router_options_agree(context: RuleContext) -> Iterator[ConfigIssue]:
     """Router settings do not contradict each other."""
-    for role in case.roles:
+    for role in context.roles:
         m = role.megatron
         if m.freeze_moe_router and m.moe_router_bias_update_rate > 0:
             yield ConfigIssue(
                 f"{role.key}.moe_router_bias_update_rate",
                 m.moe_router_bias_update_rate,
-                "moves the router's bias although freeze_moe_router is true",
+                "changes the router's bias, but freeze_moe_router is true",
                 "set it to 0, or freeze_moe_router to false",
             )
         if m.moe_aux_loss_coeff > 0 and m.moe_router_load_balancing_type == "none":
@@ -289,9 +291,9 @@ def router_options_agree(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("*.megatron")
-def dispatcher_suits_the_pipeline(case: RuleContext) -> Iterator[ConfigIssue]:
+def dispatcher_suits_the_pipeline(context: RuleContext) -> Iterator[ConfigIssue]:
     """Sequences of varying length under PP need the all-to-all dispatcher (Megatron-Core)."""
-    for role in case.roles:
+    for role in context.roles:
         m = role.megatron
         if m.pipeline_model_parallel_size > 1 and m.moe_token_dispatcher_type != "alltoall":
             yield ConfigIssue(
@@ -303,9 +305,9 @@ def dispatcher_suits_the_pipeline(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("*.megatron")
-def allgather_meets_equal_token_counts(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Ranks that gather tokens for their experts have equally many: those of one TP x CP group."""
-    for role in case.roles:
+def allgather_meets_equal_token_counts(context: RuleContext) -> Iterator[ConfigIssue]:
+    """ETP x EP divides TP x CP: ranks of one TP x CP group have equal token counts."""
+    for role in context.roles:
         m = role.megatron
         experts = m.expert_tensor_parallel_size * m.expert_model_parallel_size
         alike = m.tensor_model_parallel_size * m.context_parallel_size
@@ -313,37 +315,37 @@ def allgather_meets_equal_token_counts(case: RuleContext) -> Iterator[ConfigIssu
             yield ConfigIssue(
                 f"{role.key}.moe_token_dispatcher_type",
                 "allgather",
-                f"gathers equally many tokens from {experts} ranks (ETP x EP), but only the ranks "
-                f"of one TP x CP group, here {alike}, have equally many",
+                f"gathers the same number of tokens from {experts} ranks (ETP x EP), but only the "
+                f"{alike} ranks of a TP x CP group have the same number",
                 "set it to alltoall",
             )
 
 
 @rule("actor.router_replay", "critic.router_replay", "rollout.name", *MODEL_KEYS)
-def router_replay_has_routers_and_a_record(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Replay needs a mixture of experts; R3 an engine that returns the experts it chose."""
-    for role in case.roles:
-        replay, shape = getattr(role.section, "router_replay", "off"), case.shapes.get(role.name)
+def router_replay_has_routers_and_a_record(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Replay needs a mixture of experts; R3 also needs an engine that returns its experts."""
+    for role in context.roles:
+        replay, shape = getattr(role.section, "router_replay", "off"), context.shapes.get(role.name)
         key = f"{role.name}.router_replay"
         if replay != "off" and shape is not None and not shape.num_experts:
             yield ConfigIssue(
-                key, replay, f"{shape.model_type} is no mixture of experts", "set it to off"
+                key, replay, f"{shape.model_type} is not a mixture of experts", "set it to off"
             )
-        elif replay == "R3" and case.recipe.rollout.name == "local":
+        elif replay == "R3" and context.recipe.rollout.name == "local":
             why = "the local engine does not return the experts it chose"
             yield ConfigIssue(key, replay, why, "set rollout.name to sglang, or choose R2")
 
 
 @rule("*.megatron.moe_expert_capacity_factor", "actor.router_replay", "critic.router_replay")
-def replayed_choices_are_not_dropped(case: RuleContext) -> Iterator[ConfigIssue]:
-    """A capacity would drop replayed choices again, by the weights of the moment."""
-    for role in case.roles:
+def replayed_choices_are_not_dropped(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A capacity would drop replayed choices, according to the current routing weights."""
+    for role in context.roles:
         replay = getattr(role.section, "router_replay", "off")
         capacity = role.megatron.moe_expert_capacity_factor
         if replay != "off" and capacity is not None:
             yield ConfigIssue(
                 f"{role.key}.moe_expert_capacity_factor",
                 capacity,
-                f"drops choices that {role.name}.router_replay = {replay} is to repeat",
+                f"drops expert choices that {role.name}.router_replay = {replay} must repeat",
                 "leave it out, or set router_replay to off",
             )

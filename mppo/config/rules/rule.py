@@ -1,7 +1,7 @@
-"""What a cross-field rule is: a small function from a case to the issues it finds.
+"""Rules: small functions from a recipe and its models to config issues.
 
-Each rule names the keys it reads. A key that is already known to be wrong silences the rules that
-read it, so that one mistake gives one message.
+Each rule declares the keys it reads, and is skipped if one of them already has an issue: one
+mistake gives one message.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from functools import cached_property
 from math import lcm
 
 from mppo.config.errors import ConfigIssue
-from mppo.config.schema import BatchingConfig, MegatronConfig, Recipe
+from mppo.config.schema import Recipe
+from mppo.config.sections.megatron import MegatronConfig
+from mppo.config.sections.roles import BatchingConfig
 from mppo.weights.shape import ModelShape
 
 
 @dataclass(frozen=True)
 class RoleCase:
-    """One model of the run.
+    """A role of the run, with its model and layout.
 
     Args:
         name: ``actor``, ``critic`` or ``ref``.
         section: its section of the recipe.
         megatron: its layout; the actor's where ``ref.megatron`` is null.
-        key: dotted key under which that layout stands.
-        path: its model.
-        path_key: dotted key under which that model stands.
+        key: dotted key of that layout.
+        path: path of its model.
+        path_key: dotted key of that path.
     """
 
     name: str
@@ -39,13 +41,13 @@ class RoleCase:
 
 @dataclass(frozen=True)
 class RuleContext:
-    """What a rule may look at.
+    """The recipe, ranks and models that a rule reads.
 
     Args:
         recipe: the recipe.
         world_size: number of ranks.
-        shapes: model sizes by role; a role whose sizes are not known is absent.
-        positions: longest sequence the actor's position encoding knows; None: not known.
+        shapes: model sizes by role; without roles whose config has not been read.
+        positions: longest sequence of the actor's position encoding; None: unknown or unlimited.
     """
 
     recipe: Recipe
@@ -55,7 +57,7 @@ class RuleContext:
 
     @cached_property
     def roles(self) -> tuple[RoleCase, ...]:
-        """The models this recipe builds."""
+        """The roles that this recipe builds."""
         return roles_in_use(self.recipe)
 
 
@@ -65,21 +67,21 @@ RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 
 def rule(*keys: str) -> Callable[[Rule], Rule]:
-    """Enter a rule into ``RULES``.
+    """Register a function in ``RULES``.
 
     Args:
-        keys: dotted keys or sections it reads; ``*`` stands for every role.
+        keys: dotted keys or sections that the rule reads; ``*`` stands for any role.
     """
 
-    def enter(function: Rule) -> Rule:
+    def register(function: Rule) -> Rule:
         RULES.append((keys, function))
         return function
 
-    return enter
+    return register
 
 
 def roles_in_use(recipe: Recipe) -> tuple[RoleCase, ...]:
-    """Actor, then critic and reference where the recipe needs them."""
+    """The actor, then critic and reference if the recipe needs them."""
     actor, critic, ref = recipe.actor, recipe.critic, recipe.ref
     shared = (recipe.model.path, "model.path")
     roles = [RoleCase("actor", actor, actor.megatron, "actor.megatron", *shared)]
@@ -95,7 +97,7 @@ def roles_in_use(recipe: Recipe) -> tuple[RoleCase, ...]:
 
 
 def world_size_of(recipe: Recipe) -> int:
-    """Ranks a recipe asks for: nodes times GPUs per node, or the fewest that fit every role."""
+    """Number of ranks of a recipe: nodes times GPUs per node, or the fewest that fit every role."""
     trainer = recipe.trainer
     if trainer.n_gpus_per_node:
         return (trainer.nnodes or 1) * trainer.n_gpus_per_node

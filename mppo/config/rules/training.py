@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.layout import divisors
 from mppo.config.rules.rule import RuleContext, rule
-from mppo.config.schema import DrawingConfig
+from mppo.config.sections.rollout import DrawingConfig
 from mppo.safety.bounded_http import url_problem
 
 GROUP_ESTIMATORS = frozenset(
@@ -16,37 +16,37 @@ GROUP_ESTIMATORS = frozenset(
 """Estimators whose baseline is the mean over the samples of one prompt."""
 
 
-def mini_batches(case: RuleContext) -> Iterator[tuple[str, int]]:
+def mini_batches(context: RuleContext) -> Iterator[tuple[str, int]]:
     """Key and size, in prompts, of each trained role's mini-batch."""
-    actor = case.recipe.actor.ppo_mini_batch_size
+    actor = context.recipe.actor.ppo_mini_batch_size
     yield "actor.ppo_mini_batch_size", actor
-    if case.recipe.algorithm.uses_critic:
-        own = case.recipe.critic.ppo_mini_batch_size
+    if context.recipe.algorithm.uses_critic:
+        own = context.recipe.critic.ppo_mini_batch_size
         yield ("critic.ppo_mini_batch_size", own) if own else ("actor.ppo_mini_batch_size", actor)
 
 
 @rule("data.train_batch_size", "actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
-def mini_batch_divides_batch(case: RuleContext) -> Iterator[ConfigIssue]:
-    """A batch is a whole number of mini-batches (both counted in prompts)."""
-    batch = case.recipe.data.train_batch_size
-    for key, size in dict(mini_batches(case)).items():
+def mini_batch_divides_batch(context: RuleContext) -> Iterator[ConfigIssue]:
+    """The batch is a multiple of the mini-batch (both in prompts)."""
+    batch = context.recipe.data.train_batch_size
+    for key, size in dict(mini_batches(context)).items():
         if batch % size:
             why = f"data.train_batch_size = {batch} is not a multiple of it"
             yield ConfigIssue(key, size, why, f"choose one of {divisors(batch)}")
 
 
 @rule("actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size", "rollout.n", "*.megatron")
-def mini_batch_feeds_every_rank(case: RuleContext) -> Iterator[ConfigIssue]:
+def mini_batch_feeds_every_rank(context: RuleContext) -> Iterator[ConfigIssue]:
     """Every data-parallel rank gets at least one sequence of each mini-batch."""
-    sizes = dict(mini_batches(case))
-    samples = case.recipe.rollout.n
-    for role in case.roles:
+    sizes = dict(mini_batches(context))
+    samples = context.recipe.rollout.n
+    for role in context.roles:
         if role.name == "ref":
             continue
         key = f"{role.name}.ppo_mini_batch_size"
-        size = sizes.get(key, case.recipe.actor.ppo_mini_batch_size)
+        size = sizes.get(key, context.recipe.actor.ppo_mini_batch_size)
         try:
-            dp = role.megatron.layout(case.world_size).dp
+            dp = role.megatron.layout(context.world_size).dp
         except ValueError:
             continue  # layout_fits_world says so
         if size * samples < dp:
@@ -60,18 +60,18 @@ def mini_batch_feeds_every_rank(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("algorithm.adv_estimator", "rollout.n")
-def group_estimators_need_groups(case: RuleContext) -> Iterator[ConfigIssue]:
+def group_estimators_need_groups(context: RuleContext) -> Iterator[ConfigIssue]:
     """An estimator that compares samples of one prompt needs at least two of them."""
-    estimator, samples = case.recipe.algorithm.adv_estimator, case.recipe.rollout.n
+    estimator, samples = context.recipe.algorithm.adv_estimator, context.recipe.rollout.n
     if estimator in GROUP_ESTIMATORS and samples < 2:
         why = f"algorithm.adv_estimator = {estimator} compares the samples of one prompt"
         yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
 
 
 @rule("algorithm")
-def kl_control_needs_kl_in_reward(case: RuleContext) -> Iterator[ConfigIssue]:
+def kl_control_needs_kl_in_reward(context: RuleContext) -> Iterator[ConfigIssue]:
     """An adaptive coefficient steers the KL penalty in the reward."""
-    algorithm = case.recipe.algorithm
+    algorithm = context.recipe.algorithm
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         why = "has no effect with algorithm.use_kl_in_reward = false"
         fix = "set use_kl_in_reward to true, or the type to fixed"
@@ -79,38 +79,38 @@ def kl_control_needs_kl_in_reward(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("ref", "algorithm", "actor.use_kl_loss")
-def reference_path_needs_kl(case: RuleContext) -> Iterator[ConfigIssue]:
-    """A reference of its own is loaded only where a KL term looks at it."""
-    if case.recipe.ref.path and not case.recipe.uses_reference:
+def reference_path_needs_kl(context: RuleContext) -> Iterator[ConfigIssue]:
+    """``ref.path`` needs a KL term, the only reader of the reference."""
+    if context.recipe.ref.path and not context.recipe.uses_reference:
         yield ConfigIssue(
             "ref.path",
-            case.recipe.ref.path,
+            context.recipe.ref.path,
             "no KL term is on, so no reference is used",
             "set algorithm.use_kl_in_reward or actor.use_kl_loss, or leave ref.path out",
         )
 
 
 @rule("algorithm", "trainer.critic_warmup", "critic.path")
-def critic_keys_need_a_critic(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Keys that only a value model obeys are refused where none is trained."""
-    if case.recipe.algorithm.uses_critic:
+def critic_keys_need_a_critic(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Keys of the critic need an estimator that trains one."""
+    if context.recipe.algorithm.uses_critic:
         return
-    why = f"algorithm.adv_estimator = {case.recipe.algorithm.adv_estimator} trains no critic"
+    why = f"algorithm.adv_estimator = {context.recipe.algorithm.adv_estimator} trains no critic"
     fix = "leave it out, or set adv_estimator to gae"
-    if case.recipe.trainer.critic_warmup:
-        yield ConfigIssue("trainer.critic_warmup", case.recipe.trainer.critic_warmup, why, fix)
-    if case.recipe.critic.path:
-        yield ConfigIssue("critic.path", case.recipe.critic.path, why, fix)
+    if context.recipe.trainer.critic_warmup:
+        yield ConfigIssue("trainer.critic_warmup", context.recipe.trainer.critic_warmup, why, fix)
+    if context.recipe.critic.path:
+        yield ConfigIssue("critic.path", context.recipe.critic.path, why, fix)
     for name in ("lam_value", "lam_length_adaptive_alpha", "score_after_end"):
-        value = getattr(case.recipe.algorithm, name)
+        value = getattr(context.recipe.algorithm, name)
         if value not in (None, False):
             yield ConfigIssue(f"algorithm.{name}", value, why, fix)
 
 
 @rule("actor.loss_agg_mode", "actor.loss_scale_factor")
-def scale_factor_needs_its_mode(case: RuleContext) -> Iterator[ConfigIssue]:
-    """``loss_scale_factor`` divides in one aggregation mode only."""
-    actor = case.recipe.actor
+def scale_factor_needs_its_mode(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Only one aggregation mode uses ``loss_scale_factor``."""
+    actor = context.recipe.actor
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
         why = f"has no effect with actor.loss_agg_mode = {actor.loss_agg_mode}"
         fix = "set loss_agg_mode to seq-mean-token-sum-norm, or leave it out"
@@ -118,9 +118,9 @@ def scale_factor_needs_its_mode(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("actor.policy_loss")
-def covariance_bounds_are_ordered(case: RuleContext) -> Iterator[ConfigIssue]:
+def covariance_bounds_are_ordered(context: RuleContext) -> Iterator[ConfigIssue]:
     """Clip-Cov's band has a lower end below its upper end."""
-    loss = case.recipe.actor.policy_loss
+    loss = context.recipe.actor.policy_loss
     if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
         yield ConfigIssue(
             "actor.policy_loss.clip_cov_lb",
@@ -131,16 +131,16 @@ def covariance_bounds_are_ordered(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("algorithm.rollout_correction")
-def correction_bounds_are_ordered(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Lower thresholds of the rollout correction lie below the upper ones, and are used."""
-    c = case.recipe.algorithm.rollout_correction
+def correction_bounds_are_ordered(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Lower bounds of the rollout correction are below the upper ones, and their method is on."""
+    correction = context.recipe.algorithm.rollout_correction
     for method, lower_key, upper_key in (
         ("rollout_is", "rollout_is_lower", "rollout_is_threshold"),
         ("rollout_rs", "rollout_rs_threshold_lower", "rollout_rs_threshold"),
     ):
-        lower, upper = getattr(c, lower_key), getattr(c, upper_key)
+        lower, upper = getattr(correction, lower_key), getattr(correction, upper_key)
         key = f"algorithm.rollout_correction.{lower_key}"
-        if lower is not None and getattr(c, method) == "off":
+        if lower is not None and getattr(correction, method) == "off":
             why = f"has no effect with {method} = off"
             yield ConfigIssue(key, lower, why, f"leave it out, or choose a {method}")
         elif lower is not None and lower >= upper:
@@ -149,10 +149,13 @@ def correction_bounds_are_ordered(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("actor.optim", "critic.optim", "trainer.total_training_steps")
-def schedules_fit(case: RuleContext) -> Iterator[ConfigIssue]:
-    """The learning rate never decays upward, and warm-up ends before training does."""
-    total = case.recipe.trainer.total_training_steps
-    for name, optim in (("actor", case.recipe.actor.optim), ("critic", case.recipe.critic.optim)):
+def schedules_fit(context: RuleContext) -> Iterator[ConfigIssue]:
+    """``min_lr`` is at most ``lr``, warm-up ends within the run, and betas are in [0, 1)."""
+    total = context.recipe.trainer.total_training_steps
+    for name, optim in (
+        ("actor", context.recipe.actor.optim),
+        ("critic", context.recipe.critic.optim),
+    ):
         if optim.min_lr > optim.lr:
             why = f"is above {name}.optim.lr = {optim.lr}"
             yield ConfigIssue(f"{name}.optim.min_lr", optim.min_lr, why, "lower it")
@@ -169,9 +172,9 @@ def schedules_fit(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("rollout.temperature", "rollout.top_k", "rollout.n", "rollout.val_kwargs")
-def sampling_is_possible(case: RuleContext) -> Iterator[ConfigIssue]:
+def sampling_is_possible(context: RuleContext) -> Iterator[ConfigIssue]:
     """Training needs a distribution to sample from; several greedy samples are all the same."""
-    rollout = case.recipe.rollout
+    rollout = context.recipe.rollout
     if rollout.temperature == 0:
         why = "greedy decoding has no log-probabilities to train on"
         yield ConfigIssue("rollout.temperature", 0.0, why, "choose a value above 0 (1.0 is usual)")
@@ -187,11 +190,11 @@ def sampling_is_possible(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("reward", "data.max_response_length")
-def reward_source_is_complete(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Each kind of reward has what it needs, and nothing that it would ignore."""
-    reward = case.recipe.reward
-    needs = {"function": "function", "remote": "url"}
-    for name, key in needs.items():
+def reward_source_is_complete(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A reward has the key that its kind needs, and none that it ignores."""
+    reward = context.recipe.reward
+    key_by_name = {"function": "function", "remote": "url"}
+    for name, key in key_by_name.items():
         value = getattr(reward, key)
         if reward.name == name and not value:
             yield ConfigIssue(f"reward.{key}", value, f"reward.name = {name} needs it", "set it")
@@ -207,40 +210,40 @@ def reward_source_is_complete(case: RuleContext) -> Iterator[ConfigIssue]:
         why = "has no effect with reward.name = remote"
         yield ConfigIssue("reward.memory_mb", reward.memory_mb, why, "leave it out")
     if reward.name == "function" and reward.function and ":" not in reward.function:
-        why = "names no function"
+        why = "does not name a function"
         fix = "write package.module:function or path/file.py:function"
         yield ConfigIssue("reward.function", reward.function, why, fix)
     if reward.url and (problem := url_problem(reward.url)):
         fix = "write http://host:port/path; a key goes into reward.kwargs.api_key_env"
         yield ConfigIssue("reward.url", reward.url, problem, fix)
-    if reward.overlong_buffer_len > case.recipe.data.max_response_length:
+    if reward.overlong_buffer_len > context.recipe.data.max_response_length:
         yield ConfigIssue(
             "reward.overlong_buffer_len",
             reward.overlong_buffer_len,
-            f"is longer than data.max_response_length = {case.recipe.data.max_response_length}",
+            f"is longer than data.max_response_length = {context.recipe.data.max_response_length}",
             "lower it",
         )
 
 
 @rule("reward")
-def a_missing_end_is_answered_once(case: RuleContext) -> Iterator[ConfigIssue]:
-    """A score that is replaced has nothing that a penalty could be taken from."""
-    reward = case.recipe.reward
+def missing_eos_has_one_consequence(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A score that is replaced cannot also be reduced by a penalty."""
+    reward = context.recipe.reward
     if reward.missing_eos_score is not None and reward.missing_eos_penalty is not None:
         yield ConfigIssue(
             "reward.missing_eos_penalty",
             reward.missing_eos_penalty,
-            f"reward.missing_eos_score = {reward.missing_eos_score} replaces the score it is "
-            "taken from",
+            f"reward.missing_eos_score = {reward.missing_eos_score} replaces the score that "
+            "the penalty would reduce",
             "keep one of them",
         )
 
 
 @rule("data.max_prompt_length", "data.max_response_length", "model")
-def sequences_fit_positions(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Prompt and response fit the positions the model knows."""
-    limit = case.positions
-    data = case.recipe.data
+def sequences_fit_positions(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Prompt and response fit the model's positions."""
+    limit = context.positions
+    data = context.recipe.data
     longest = data.max_prompt_length + data.max_response_length
     if limit is not None and longest > limit:
         yield ConfigIssue(
@@ -253,15 +256,15 @@ def sequences_fit_positions(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("data.task", "data.train_files", "data.task_kwargs")
-def prompts_have_one_source(case: RuleContext) -> Iterator[ConfigIssue]:
+def prompts_have_one_source(context: RuleContext) -> Iterator[ConfigIssue]:
     """Prompts come from a procedural task or from files, not from both or neither."""
-    data = case.recipe.data
+    data = context.recipe.data
     if data.task and data.train_files:
         fix = "leave out data.task or data.train_files"
         yield ConfigIssue("data.task", data.task, "data.train_files is given too", fix)
     if not data.task and not data.train_files:
         fix = "set data.task (arithmetic, ...) or data.train_files ([train.jsonl])"
-        yield ConfigIssue("data.task", None, "there is nothing to train on", fix)
+        yield ConfigIssue("data.task", None, "there are no training prompts", fix)
     if data.task_kwargs and not data.task:
         why = "has no effect without data.task"
         yield ConfigIssue(
@@ -270,38 +273,38 @@ def prompts_have_one_source(case: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("trainer.test_freq", "data.val_files", "data.val_size", "data.task")
-def validation_has_prompts(case: RuleContext) -> Iterator[ConfigIssue]:
-    """Validation every n steps needs something to validate on."""
-    data, freq = case.recipe.data, case.recipe.trainer.test_freq
+def validation_has_prompts(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Validation every n steps needs validation prompts."""
+    data, freq = context.recipe.data, context.recipe.trainer.test_freq
     if freq <= 0:
         return
     if data.val_size == 0:
-        why = f"trainer.test_freq = {freq} asks for validation"
-        yield ConfigIssue("data.val_size", 0, why, "give at least 1, or set test_freq to -1")
+        why = f"trainer.test_freq = {freq} needs validation prompts"
+        yield ConfigIssue("data.val_size", 0, why, "set it to at least 1, or test_freq to -1")
     elif data.train_files and not data.val_files:
-        why = f"trainer.test_freq = {freq} asks for validation"
-        yield ConfigIssue("data.val_files", [], why, "name a file, or set test_freq to -1")
+        why = f"trainer.test_freq = {freq} needs validation prompts"
+        yield ConfigIssue("data.val_files", [], why, "give a file, or set test_freq to -1")
 
 
 @rule("trainer")
-def resume_path_and_mode_agree(case: RuleContext) -> Iterator[ConfigIssue]:
-    """A checkpoint named by path is taken in one resume mode only, which needs it."""
-    trainer = case.recipe.trainer
-    wanted, path = trainer.resume_mode == "resume_path", trainer.resume_from_path
+def resume_path_and_mode_agree(context: RuleContext) -> Iterator[ConfigIssue]:
+    """``resume_from_path`` and ``resume_mode: resume_path`` are set together."""
+    trainer = context.recipe.trainer
+    by_path, path = trainer.resume_mode == "resume_path", trainer.resume_from_path
     key = "trainer.resume_from_path"
-    if wanted and not path:
+    if by_path and not path:
         why = "trainer.resume_mode = resume_path needs it"
-        yield ConfigIssue(key, None, why, "name a global_step_N folder")
-    if path and not wanted:
+        yield ConfigIssue(key, None, why, "give a global_step_N folder")
+    if path and not by_path:
         why = f"has no effect with trainer.resume_mode = {trainer.resume_mode}"
         yield ConfigIssue(key, path, why, "set resume_mode to resume_path, or leave it out")
 
 
 @rule("trainer.best_metric", "trainer.save_freq", "trainer.save_every_minutes")
-def best_checkpoint_needs_saves(case: RuleContext) -> Iterator[ConfigIssue]:
+def best_checkpoint_needs_saves(context: RuleContext) -> Iterator[ConfigIssue]:
     """The best checkpoint is chosen among those saved on a schedule."""
-    trainer = case.recipe.trainer
+    trainer = context.recipe.trainer
     if trainer.best_metric and trainer.save_freq <= 0 and trainer.save_every_minutes is None:
-        why = "no checkpoint is saved on a schedule to choose from"
+        why = "no checkpoints are saved on a schedule"
         fix = "set trainer.save_freq or trainer.save_every_minutes, or leave it out"
         yield ConfigIssue("trainer.best_metric", trainer.best_metric, why, fix)

@@ -1,4 +1,4 @@
-"""Applies verl's rows to a recipe as read: verl's keys become ours, remarks, or issues."""
+"""Apply the table of verl's keys to a document: convert, ignore or refuse each key."""
 
 from __future__ import annotations
 
@@ -14,63 +14,72 @@ from mppo.config.verl.row import Converted, Ignored, Refused, VerlRow
 from mppo.config.verl.run_rows import RUN_ROWS
 
 
-class Settled:
-    """A recipe without verl's own keys.
+class VerlTranslation:
+    """A document with verl's remaining keys converted, removed or refused.
 
     Args:
-        document: nested mapping whose keys are ours where ``RENAMED`` has them; not changed.
+        document: nested mapping, with the names in ``RENAMED`` already replaced; not changed.
     """
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document: dict[str, Any] = _copied(document)
         self.issues: list[ConfigIssue] = []
-        """One for every reason to refuse keys, and for every key given twice."""
+        """One per reason to refuse keys, and one per key given twice with different values."""
         self.remarks: list[str] = []
-        """A line for every reason to ignore or convert keys."""
+        """A line for the log per reason to ignore keys, and per key that is converted."""
         self._join_reward_function()
-        told: dict[Ignored | Refused, list[tuple[str, Any]]] = {}
+        keys_by_action: dict[Ignored | Refused, list[tuple[str, Any]]] = {}
         for parts, value in list(_leaves(self.document)):
             row = row_of(parts, value)
             if row is None:
                 continue
             key = ".".join(parts)
             _pop(self.document, parts)
-            if isinstance(row.fate, Converted):
-                target, ours = row.fate.target(parts), row.fate.ours(value)
-                self._set(target, ours, key, value)
+            if isinstance(row.action, Converted):
+                target, converted = row.action.target(parts), row.action.convert(value)
+                self._set(target, converted, key, value)
             else:
-                told.setdefault(row.fate, []).append((key, value))
-        for fate, keys in told.items():
-            self._tell(fate, keys)
+                keys_by_action.setdefault(row.action, []).append((key, value))
+        for action, keys in keys_by_action.items():
+            self._report(action, keys)
 
-    def _tell(self, fate: Ignored | Refused, keys: list[tuple[str, Any]]) -> None:
-        """What has no effect or is refused for the same reason, together."""
-        if isinstance(fate, Ignored):
+    def _report(self, action: Ignored | Refused, keys: list[tuple[str, Any]]) -> None:
+        """One remark or one issue for all keys that are ignored or refused for the same reason."""
+        if isinstance(action, Ignored):
             named = ", ".join(f"{key}={value}" for key, value in keys)
-            self.remarks.append(f"no effect: {named} ({fate.why})")
+            self.remarks.append(f"no effect: {named} ({action.why})")
             return
         values = [value for _, value in keys]
         alike = all(value == values[0] for value in values)
         named = ", ".join(key for key, _ in keys)
-        self.issues.append(ConfigIssue(named, values[0] if alike else values, fate.why, fate.fix))
+        self.issues.append(
+            ConfigIssue(named, values[0] if alike else values, action.why, action.fix)
+        )
 
-    def _set(self, key: str, ours: Any, name: str, value: Any) -> None:
-        """Set our key for verl's; a issue where it is given too, with another value."""
+    def _set(self, key: str, converted: Any, name: str, value: Any) -> None:
+        """Set a key of mppo's in place of verl's; an issue if it already has a different value.
+
+        Args:
+            key: mppo's key.
+            converted: its value.
+            name: verl's key.
+            value: the value given for verl's key.
+        """
         *sections, last = key.split(".")
         section = self.document
         for part in sections:
             if not isinstance(section.setdefault(part, {}), dict):
-                return  # not a section: told when the recipe is validated
+                return  # not a section: validation reports it
             section = section[part]
-        if last in section and section[last] != ours:
-            why = f"means {key} = {ours!r}, also given as {section[last]!r}"
+        if last in section and section[last] != converted:
+            why = f"means {key} = {converted!r}, also given as {section[last]!r}"
             self.issues.append(ConfigIssue(name, value, why, f"keep {key} only"))
             return
-        section[last] = ours
-        self.remarks.append(f"{name}={value} is taken as {key}={ours}")
+        section[last] = converted
+        self.remarks.append(f"{name}={value} is taken as {key}={converted}")
 
     def _join_reward_function(self) -> None:
-        """verl names a reward function by file and name, a recipe by ``file:name``."""
+        """Convert verl's file and name of a reward function to ``reward.function: file:name``."""
         given = self.document.get("custom_reward_function")
         if not isinstance(given, dict) or not given.get("path"):
             return
@@ -82,24 +91,24 @@ class Settled:
 
 
 def row_of(parts: Sequence[str], value: Any) -> VerlRow | None:
-    """The first row about a key and its value; None where there is none."""
+    """The first row that matches a key and its value, or None."""
     for pattern, row in _patterns():
         if len(pattern) > len(parts) or (row.values is not None and value not in row.values):
             continue
-        if all(wanted in ("*", part) for wanted, part in zip(pattern, parts)):
+        if all(name in ("*", part) for name, part in zip(pattern, parts)):
             return row
     return None
 
 
 @cache
 def _patterns() -> tuple[tuple[tuple[str, ...], VerlRow], ...]:
-    """Every name of every row, its alternatives written out."""
+    """Every row with each of its names, alternatives expanded."""
     rows = (*ROLE_ROWS, *RUN_ROWS)
     return tuple((tuple(name.split(".")), row) for row in rows for name in _names(row.names))
 
 
 def _names(pattern: str) -> Iterator[str]:
-    """``{a,b}.c`` is ``a.c`` and ``b.c``."""
+    """Expand alternatives: ``{a,b}.c`` gives ``a.c`` and ``b.c``."""
     pieces = re.split(r"\{(.*?)\}", pattern)
     options = [piece.split(",") if index % 2 else [piece] for index, piece in enumerate(pieces)]
     for choice in product(*options):
@@ -107,7 +116,7 @@ def _names(pattern: str) -> Iterator[str]:
 
 
 def _leaves(document: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple]:
-    """Path and value of everything that is not a section with keys in it."""
+    """Path and value of every entry that is not a mapping, and of every empty mapping."""
     for name, value in document.items():
         if not isinstance(name, str):
             continue
@@ -118,12 +127,12 @@ def _leaves(document: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterato
 
 
 def _copied(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections anew: YAML's aliases make one section stand in two places."""
+    """A copy with separate sections: through YAML's aliases two keys can share one object."""
     return {k: _copied(v) if isinstance(v, Mapping) else v for k, v in document.items()}
 
 
 def _pop(document: dict[str, Any], parts: Sequence[str]) -> None:
-    """Take a key out, and the sections this leaves empty."""
+    """Remove a key, and sections that become empty."""
     head, *rest = parts
     if rest:
         _pop(document[head], rest)

@@ -1,6 +1,4 @@
-"""verl's other names for keys of this recipe. ``verl_role_rows`` and
-``verl_run_rows`` have all its other keys.
-"""
+"""verl's keys that mppo has under another name. ``role_rows`` and ``run_rows`` have all others."""
 
 from __future__ import annotations
 
@@ -90,11 +88,11 @@ RENAMED: dict[str, str] = {
         )
     },
 }
-"""verl's dotted name (a section or a key) to ours; applied in this order."""
+"""verl's dotted name of a section or key to mppo's; applied in this order."""
 
 
-def ours(key: str) -> str:
-    """A key under our name."""
+def canonical_key(key: str) -> str:
+    """mppo's name of a key given under any of its names."""
     for old, new in RENAMED.items():
         if f"{key}.".startswith(f"{old}."):
             key = new + key.removeprefix(old)

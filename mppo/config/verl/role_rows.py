@@ -1,4 +1,4 @@
-"""What becomes of verl's keys of models, roles and the algorithm."""
+"""verl's keys of models, roles and the algorithm, and what happens to each."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from mppo.config.verl.row import (
 
 _PACKED = Ignored("sequences are always packed; no padding is computed")
 _MEGATRON = Ignored("every role runs on Megatron-Core; <role>.megatron.* is its layout")
-_TEXT_ONLY = Ignored("prompts are texts; there are no images, videos or sounds")
-_LORA = "there is no LoRA: all weights are trained"
+_TEXT_ONLY = Ignored("prompts are text; images, video and audio are not supported")
+_LORA = "LoRA is not supported: all weights are trained"
 _DIST_CHECKPOINT = Refused(
-    "model.path is read as it is: no checkpoint has to be converted for Megatron first",
-    "remove it; where that checkpoint holds other weights, name it in model.path, critic.path or "
+    "model.path is read directly: no checkpoint has to be converted for Megatron first",
+    "remove it; if that checkpoint holds other weights, name it in model.path, critic.path or "
     "ref.path",
 )
 _OFFLOAD = Refused(
     "weights, gradients and optimizer states stay on the device between phases",
-    "remove it; --dry-run says what a rank needs: raise tensor or pipeline parallelism, or set "
+    "remove it; --dry-run shows the memory of a rank: raise tensor or pipeline parallelism, or set "
     "<role>.megatron.use_distributed_optimizer and offload_activations",
 )
 _CPU_ADAM = Refused(
-    "the optimizer works on the device, in float32",
-    "remove it; use_distributed_optimizer shares its states over the data-parallel ranks",
+    "the optimizer runs on the device, in float32",
+    "remove it; use_distributed_optimizer divides its states over the data-parallel ranks",
 )
-_MICRO_BATCH = "counts over all ranks; what is set here is one rank's"
+_MICRO_BATCH = "is a size over all ranks; mppo's key is the size on one rank"
 
 ROLE_ROWS: tuple[VerlRow, ...] = (
     # model
@@ -47,7 +47,7 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     VerlRow("{model,critic.model}.gradient_checkpointing_kwargs", _MEGATRON),
     VerlRow(
         "{model,critic.model}.{use_fused_kernels,fused_kernel_options,use_liger}",
-        Ignored("log-probabilities are always computed in pieces of the logits"),
+        Ignored("log-probabilities are always computed from chunks of the logits"),
     ),
     VerlRow("{model,critic.model}.{use_shm,external_lib,custom_chat_template,mtp}", OFF, NOTHING),
     VerlRow("{model,critic.model}.{lora_rank,lora_adapter_path,lora}", OFF, NOTHING),
@@ -61,7 +61,9 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     ),
     VerlRow(
         "{model,critic.model}.use_shm",
-        Refused("models are read where they are", "copy it to /dev/shm and name that folder"),
+        Refused(
+            "models are read directly from model.path", "copy it to /dev/shm, name that folder"
+        ),
     ),
     VerlRow(
         "model.custom_chat_template",
@@ -74,7 +76,7 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     VerlRow(
         "{model,critic.model}.override_config",
         Refused(
-            "a model is what its config.json says",
+            "a model is built from its config.json",
             "edit config.json, or set <role>.megatron.override_transformer_config",
         ),
     ),
@@ -94,7 +96,7 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     VerlRow("*.{megatron,fsdp_config}.{param_offload,grad_offload,optimizer_offload}", _OFFLOAD),
     VerlRow(
         "*.fsdp_config.{model_dtype,dtype}",
-        Refused("all roles compute in one type", "set model.dtype"),
+        Refused("all roles have the same dtype", "set model.dtype"),
     ),
     VerlRow("{actor,ref,critic}.{fsdp_config,strategy}", _MEGATRON),
     VerlRow("model_engine", _MEGATRON),
@@ -117,12 +119,14 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     VerlRow("*.megatron.{use_dist_checkpointing,dist_checkpointing_path}", _DIST_CHECKPOINT),
     VerlRow(
         "*.megatron.{use_mbridge,vanilla_mbridge,dist_checkpointing_prefix}",
-        Ignored("weights go between Hugging Face and Megatron by mppo's own table"),
+        Ignored("mppo's parameter table converts weights between Hugging Face and Megatron"),
     ),
     VerlRow("*.megatron.{override_ddp_config,override_mcore_model_config}", OFF, NOTHING),
     VerlRow(
         "*.megatron.{override_ddp_config,override_mcore_model_config}",
-        Refused("is not handed on", "set <role>.megatron.overlap_grad_reduce, or remove it"),
+        Refused(
+            "is not passed to Megatron", "set <role>.megatron.overlap_grad_reduce, or remove it"
+        ),
     ),
     VerlRow(
         "*.megatron.override_transformer_config.recompute_granularity",
@@ -137,7 +141,7 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     VerlRow("*.megatron.dtype", Converted("model.dtype")),
     VerlRow(
         "*.megatron.expert_tensor_parallel_size",
-        Refused("Megatron takes null for the tensor-parallel size", "give the number"),
+        Refused("Megatron reads null as the tensor-parallel size", "give the number"),
         (None, "None"),
     ),
     VerlRow(
@@ -146,13 +150,13 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     ),
     VerlRow(
         "{actor,ref}.{entropy_from_logits_with_chunking,use_fused_kernels,calculate_entropy}",
-        Ignored("log-probabilities and entropies are always computed in pieces of the logits"),
+        Ignored("log-probabilities and entropies are always computed from chunks of the logits"),
     ),
     VerlRow("*.checkpoint.async_save", Converted("trainer.async_save")),
     VerlRow(
         "{actor,critic}.checkpoint",
         Ignored(
-            "a checkpoint holds model, optimizer and all else a run needs; "
+            "a checkpoint holds model, optimizer and all other state of a run; "
             "trainer.checkpoint_hf: true also writes a Hugging Face folder"
         ),
     ),
@@ -171,10 +175,12 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
         Refused("the schedule runs over the run's steps", "set trainer.total_training_steps"),
     ),
     VerlRow("*.optim.{lr_warmup_init,use_checkpoint_opt_param_scheduler}", OFF, NOTHING),
-    VerlRow("*.optim.lr_warmup_init", Refused("a warm-up begins at 0", "remove it")),
+    VerlRow(
+        "*.optim.lr_warmup_init", Refused("a warm-up starts at a learning rate of 0", "remove it")
+    ),
     VerlRow(
         "*.optim.{weight_decay_incr_style,lr_wsd_decay_style,lr_wsd_decay_steps}",
-        Ignored("weight decay is constant, and there is no schedule wsd"),
+        Ignored("weight decay is constant, and the schedule wsd is not supported"),
         (None, "constant", "exponential"),
     ),
     VerlRow(
@@ -192,7 +198,7 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     VerlRow("global_profiler", PROFILER),
     VerlRow(
         "{actor,critic}.{ppo_micro_batch_size_per_gpu,ppo_max_token_len_per_gpu}",
-        Ignored("the default counts"),
+        Ignored("the default is used"),
         (None,),
     ),
     # actor, reference, algorithm
@@ -214,13 +220,16 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     ),
     VerlRow(
         "actor.{use_rollout_log_probs,tis_imp_ratio_cap}",
-        Refused("is another key here", "set algorithm.rollout_correction.*"),
+        Refused("has another name in mppo", "set algorithm.rollout_correction.*"),
     ),
     VerlRow("actor.freeze_vision_tower", _TEXT_ONLY),
-    VerlRow("actor_rollout_ref.hybrid_engine", Ignored("rollout.mode says it"), (True,)),
+    VerlRow("actor_rollout_ref.hybrid_engine", Ignored("rollout.mode decides it"), (True,)),
     VerlRow(
         "actor_rollout_ref.hybrid_engine",
-        Refused("servers apart are named", "set rollout.mode: disaggregated and rollout.urls"),
+        Refused(
+            "servers that run elsewhere are given by address",
+            "set rollout.mode: disaggregated and rollout.urls",
+        ),
     ),
     VerlRow(
         "algorithm.filter_groups.metric", Ignored("groups are compared by score"), (None, "score")
@@ -231,11 +240,11 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     ),
     VerlRow(
         "algorithm.{rollout_is,rollout_is_threshold,rollout_rs}",
-        Refused("is another key here", "set algorithm.rollout_correction.*"),
+        Refused("has another name in mppo", "set algorithm.rollout_correction.*"),
     ),
     VerlRow(
         "{actor,critic,algorithm,algorithm.kl_ctrl,algorithm.pf_ppo}._target_",
-        Ignored("it names a class of verl's"),
+        Ignored("it names a class of verl"),
     ),
-    VerlRow("critic.enable", Ignored("the critic is built where adv_estimator: gae needs it")),
+    VerlRow("critic.enable", Ignored("the critic is built for adv_estimator: gae only")),
 )

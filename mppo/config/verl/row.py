@@ -1,7 +1,7 @@
-"""What can become of a key of verl's that is neither one of this recipe nor another name for one.
+"""A row of the table of verl's keys: what happens to keys that mppo does not have.
 
-It is converted, has no effect, or is refused. ``verl_role_rows`` and ``verl_run_rows`` are the
-table, ``verl_keys`` applies it.
+A key is converted, ignored or refused. ``role_rows`` and ``run_rows`` are the table, ``keys``
+applies it; ``names`` has keys of which only the name differs.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Converted:
-    """The same wish under a key of ours.
+    """The key is replaced by one of mppo's with the same effect.
 
     Args:
-        key: the recipe's key; ``*`` is the first part of verl's, ``{}`` its last.
-        values: verl's value to ours; a value not named here is kept.
+        key: mppo's key; ``*`` stands for the first part of verl's key, ``{}`` for its last.
+        values: verl's values with mppo's; values that are absent stay as they are.
     """
 
     key: str
     values: dict[Any, Any] = field(default_factory=dict, hash=False)
 
     def target(self, parts: Sequence[str]) -> str:
-        """Our key for verl's."""
+        """mppo's key for one of verl's."""
         return self.key.replace("*", parts[0]).replace("{}", parts[-1])
 
-    def ours(self, value: Any) -> Any:
-        """Our value for verl's."""
+    def convert(self, value: Any) -> Any:
+        """mppo's value for one of verl's."""
         return next((new for old, new in self.values.items() if old == value), value)
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """No effect; the log says so, and why."""
+    """The key has no effect; the log says why."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A fault: why, and what to do."""
+    """The key is an issue, with its why and fix."""
 
     why: str
     fix: str
@@ -49,23 +49,23 @@ class Refused:
 
 @dataclass(frozen=True)
 class VerlRow:
-    """What becomes of some keys.
+    """A pattern of keys and what happens to them.
 
     Args:
-        names: dotted; ``{a,b}`` is either of two, ``*`` any one part. A row stands for everything
-            below its name, too; the first one that fits a key and its value counts.
-        fate: what becomes of them.
-        values: the values this row is about; None: any.
+        names: dotted; ``{a,b}`` matches either, ``*`` any one part. A row also matches all keys
+            below its names; the first row that matches a key and its value applies.
+        action: what happens to the key.
+        values: values that the row applies to; None: any.
     """
 
     names: str
-    fate: Converted | Ignored | Refused
+    action: Converted | Ignored | Refused
     values: tuple[Any, ...] | None = None
 
 
 NOTHING = (None, False, 0, "", "null", "None", [], {})
-"""Values that ask for nothing."""
+"""Values that turn an option off."""
 
-OFF = Ignored("it is off, and there is no such option here")
-NO_PROFILER = Ignored("there is no profiler of its own")
-PROFILER = Refused("there is no profiler of its own", "remove it; run torchrun under nsys profile")
+OFF = Ignored("the option is off, and mppo does not have it")
+NO_PROFILER = Ignored("mppo has no built-in profiler")
+PROFILER = Refused("mppo has no built-in profiler", "remove it; run torchrun under nsys profile")

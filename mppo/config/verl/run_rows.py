@@ -1,4 +1,4 @@
-"""What becomes of verl's keys of rollout, data, reward and the run."""
+"""verl's keys of rollout, data, reward and the run, and what happens to each."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from mppo.config.verl.row import (
     VerlRow,
 )
 
-_RAY = Ignored("there is no Ray: torchrun, srun or mpirun starts the ranks")
-_TEXT_ONLY = Ignored("prompts are texts; there are no images, videos or sounds")
-_REWARD_WORKER = Ignored("it describes verl's reward model workers; reward.* says who scores")
-_MULTI_TURN = Ignored("a prompt has one response; there are no turns or tools")
+_RAY = Ignored("mppo does not use Ray: torchrun, srun or mpirun starts the ranks")
+_TEXT_ONLY = Ignored("prompts are text; images, video and audio are not supported")
+_REWARD_WORKER = Ignored("it is about verl's reward model workers; scores come from reward.*")
+_MULTI_TURN = Ignored("a prompt has one response; turns and tools are not supported")
 _DUMP = Refused(
-    "a run writes responses to samples.jsonl in its folder, some at its start, middle and end",
-    "remove it; trainer.sample_table_rows says how many, a reward function sees every response",
+    "responses of the first, middle and last step are written to samples.jsonl in the run folder",
+    "remove it; trainer.sample_table_rows sets how many, a reward function gets every response",
 )
 
 RUN_ROWS: tuple[VerlRow, ...] = (
     # rollout
     VerlRow(
         "rollout.name",
-        Refused("there is no vLLM or TensorRT-LLM", "set rollout.name: sglang"),
+        Refused("vLLM and TensorRT-LLM are not supported", "set rollout.name: sglang"),
         ("vllm", "trtllm"),
     ),
     VerlRow("rollout.name", Converted("rollout.name", {"hf": "local"}), ("hf",)),
     VerlRow(
         "rollout.mode",
-        Ignored("requests to servers are asynchronous; rollout.mode says where servers are"),
+        Ignored("requests to servers are asynchronous; rollout.mode is where servers run"),
         ("sync", "async"),
     ),
-    VerlRow("rollout.do_sample", Ignored("responses are drawn"), (True,)),
+    VerlRow("rollout.do_sample", Ignored("responses are always sampled"), (True,)),
     VerlRow(
         "rollout.do_sample",
         Refused("greedy responses have no log-probabilities to train on", "remove it"),
     ),
     VerlRow(
-        "rollout.val_kwargs.do_sample", Ignored("the temperature says it: 0 is greedy"), (True,)
+        "rollout.val_kwargs.do_sample", Ignored("the temperature decides it: 0 is greedy"), (True,)
     ),
     VerlRow(
         "rollout.val_kwargs.do_sample",
@@ -50,7 +50,7 @@ RUN_ROWS: tuple[VerlRow, ...] = (
     ),
     VerlRow(
         "rollout.{free_cache_engine,multi_stage_wake_up,layered_summon}",
-        Ignored("a colocated engine always gives its memory back while the models train"),
+        Ignored("a colocated engine always frees its memory during training"),
     ),
     VerlRow(
         "rollout.enable_chunked_prefill",
@@ -66,7 +66,7 @@ RUN_ROWS: tuple[VerlRow, ...] = (
         "rollout.enable_prefix_caching",
         Converted("rollout.server_args.disable_radix_cache", {False: True}),
     ),
-    VerlRow("rollout.max_model_len", Ignored("the model's own length counts"), (None,)),
+    VerlRow("rollout.max_model_len", Ignored("the model's own limit is used"), (None,)),
     VerlRow("rollout.max_model_len", Converted("rollout.server_args.context_length")),
     VerlRow(
         "rollout.{load_format,layer_name_map}",
@@ -78,11 +78,13 @@ RUN_ROWS: tuple[VerlRow, ...] = (
         Ignored("these options of verl's servers have no counterpart"),
     ),
     VerlRow("rollout.{data_parallel_size,pipeline_model_parallel_size}", OFF, (*NOTHING, 1)),
-    VerlRow("rollout.data_parallel_size", Refused("is another key here", "set rollout.servers")),
+    VerlRow(
+        "rollout.data_parallel_size", Refused("has another name in mppo", "set rollout.servers")
+    ),
     VerlRow("rollout.{multi_turn,agent}", _MULTI_TURN, NOTHING),
     VerlRow(
         "rollout.multi_turn.enable",
-        Refused("a prompt has one response; there are no turns or tools", "remove it"),
+        Refused("a prompt has one response; turns and tools are not supported", "remove it"),
     ),
     VerlRow("rollout.multi_turn", _MULTI_TURN),
     VerlRow("rollout.agent", _MULTI_TURN),
@@ -100,7 +102,7 @@ RUN_ROWS: tuple[VerlRow, ...] = (
     ),
     VerlRow(
         "rollout.enable_rollout_routing_replay",
-        Refused("is another key here", "set actor.router_replay: R3"),
+        Refused("has another name in mppo", "set actor.router_replay: R3"),
     ),
     # data
     VerlRow(
@@ -131,25 +133,25 @@ RUN_ROWS: tuple[VerlRow, ...] = (
         NOTHING,
     ),
     # reward
-    VerlRow("reward_model.enable", Ignored("reward.* says who scores"), NOTHING),
+    VerlRow("reward_model.enable", Ignored("scores come from reward.*"), NOTHING),
     VerlRow(
         "reward_model.enable",
         Refused(
-            "no reward model runs within the trainer",
+            "mppo does not run a reward model in the trainer",
             "serve it, and set reward.name: remote and reward.url "
             "(docs/data_and_rewards.md has the request); remove reward_model.enable",
         ),
     ),
     VerlRow(
         "reward_model.reward_manager",
-        Ignored("reward.* says who scores: a rule by data_source, a function, or a server"),
+        Ignored("scores come from reward.*: a rule by data_source, a function, or a server"),
         ("naive", "prime", "dapo", "batch"),
     ),
     VerlRow("reward_model.{sandbox_fusion,sandbox_fusion_url}", OFF, NOTHING),
     VerlRow(
         "reward_model.{sandbox_fusion_url,sandbox_fusion.url}",
         Refused(
-            "programs run in a sandbox of mppo's own",
+            "programs run in mppo's own sandbox",
             "remove it: reward.name: rule runs data sources humaneval, mbpp and code, "
             "reward.verifier: code all others",
         ),
@@ -168,7 +170,7 @@ RUN_ROWS: tuple[VerlRow, ...] = (
     ),
     VerlRow(
         "reward_model.reward_kwargs.{overlong_buffer_cfg,max_resp_len}",
-        Ignored("reward.overlong_buffer_len says it, before data.max_response_length"),
+        Ignored("reward.overlong_buffer_len is the buffer, before data.max_response_length"),
     ),
     VerlRow("reward_model", _REWARD_WORKER),
     VerlRow("custom_reward_function", OFF, NOTHING),
@@ -177,17 +179,20 @@ RUN_ROWS: tuple[VerlRow, ...] = (
     ),
     VerlRow("reward.{num_workers,reward_manager,reward_loop}", _REWARD_WORKER),
     # trainer
-    VerlRow("trainer.balance_batch", Ignored("sequences are always shared out by length")),
+    VerlRow("trainer.balance_batch", Ignored("sequences are always balanced by length")),
     VerlRow(
         "{trainer,critic,actor}.{use_legacy_worker_impl,ray_wait_register_center_timeout}", _RAY
     ),
     VerlRow("{ray_init,ray_kwargs}", _RAY),
     VerlRow(
         "trainer.device",
-        Refused("devices are CPU and GPU", "remove it; the variable MPPO_DEVICE chooses"),
+        Refused(
+            "the devices are CPU and CUDA GPUs",
+            "remove it; the environment variable MPPO_DEVICE chooses",
+        ),
         ("cpu", "npu", "xpu"),
     ),
-    VerlRow("trainer.device", Ignored("MPPO_DEVICE chooses; without it, a GPU where there is one")),
+    VerlRow("trainer.device", Ignored("MPPO_DEVICE chooses; without it, a GPU if there is one")),
     VerlRow(
         "trainer.resume_from_path", Converted("trainer.resume_from_path", {False: None}), (False,)
     ),
@@ -204,7 +209,7 @@ RUN_ROWS: tuple[VerlRow, ...] = (
     ),
     VerlRow(
         "trainer.val_only",
-        Refused("a run trains", "remove it; mppo/evaluate.py scores a model folder"),
+        Refused("mppo/train.py always trains", "remove it; mppo/evaluate.py scores a model folder"),
     ),
     VerlRow(
         "trainer.{default_hdfs_dir,del_local_ckpt_after_load}",
@@ -212,11 +217,11 @@ RUN_ROWS: tuple[VerlRow, ...] = (
     ),
     VerlRow(
         "trainer.esi_redundant_time",
-        Refused("is another key here", "set trainer.checkpoint_must_save_by"),
+        Refused("has another name in mppo", "set trainer.checkpoint_must_save_by"),
     ),
     VerlRow(
         "trainer.remove_previous_ckpt_in_save",
-        Refused("is another key here", "set trainer.max_ckpt_to_keep: 1"),
+        Refused("has another name in mppo", "set trainer.max_ckpt_to_keep: 1"),
     ),
     VerlRow("trainer.profile_steps", PROFILER),
     VerlRow(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mppo.algos.packing import sequence_token_indices
 from mppo.batch import Batch
-from mppo.config.schema import MegatronConfig
+from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.microbatch import MicroBatch
 from mppo.models.moe.construction import routers
 from mppo.models.moe.micro_routing import MicroRouting

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from mppo.config.schema import SamplingConfig
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.cpu.packed_linear import packed_linears
 from mppo.rollout.local.row_attention import ColumnPositions
 from mppo.rollout.local.sampling import draw, uniforms

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mppo.batch import Prompt, Trajectory
-from mppo.config.schema import SamplingConfig
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused, ServerLost
 
 _QUICK_S = 5.0

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mppo.batch import Trajectory
-from mppo.config.schema import RolloutConfig
+from mppo.config.sections.rollout import RolloutConfig
 from mppo.rollout.engine import GenerationRequest, WeightBucket, WeightSource
 from mppo.rollout.exchange import (
     all_gather_varlen,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mppo.config.schema import RolloutConfig
+from mppo.config.sections.rollout import RolloutConfig
 from mppo.rollout.exchange import gather_objects, raise_on_any_rank
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost

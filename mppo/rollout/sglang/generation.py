@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mppo.batch import ResponsesBySample, Trajectory
-from mppo.config.schema import RolloutConfig
+from mppo.config.sections.rollout import RolloutConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.exchange import snake_partition
 from mppo.rollout.sglang.answers import complete_prompts, gather_answers, joined

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from mppo.config.schema import RolloutConfig
+from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device as device_seam
 from mppo.parallel.launch import LOOPBACK, address_towards, own_address
 from mppo.rollout.sglang.fleet import Fleet

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mppo.config.schema import RolloutConfig
+from mppo.config.sections.rollout import RolloutConfig
 from mppo.rollout.engine import WeightBucket, WeightSource
 from mppo.rollout.exchange import gather_objects
 from mppo.rollout.sglang.fleet import Fleet

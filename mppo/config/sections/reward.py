@@ -1,0 +1,53 @@
+"""The recipe's ``reward`` section: where scores come from."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from mppo.config.sections.section import Section
+
+OnError = Literal["raise", "zero"]
+
+
+class RewardConfig(Section):
+    """The source of scores and their shaping.
+
+    Shaping in this order: ``clip``, the score of a response that did not end by itself
+    (``missing_eos_*``), the overlong penalty.
+    """
+
+    name: Literal["rule", "function", "remote"] = "rule"
+    """Where scores come from: a verifier chosen by the prompt's data source (rule), a Python
+    function, or an HTTP server (remote)."""
+    verifier: str | None = None
+    """Verifier for all data sources, with ``name: rule``. null: chosen by data source."""
+    function: str | None = None
+    """``package.module:function`` or ``path/file.py:function``, with ``name: function``."""
+    url: str | None = None
+    """Address of the reward server, with ``name: remote``."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds for one request to a server, or for one response in a function or in a verifier
+    that runs in its own processes. Such a process is then killed, and the response scores 0."""
+    memory_mb: int | None = Field(default=None, gt=0)
+    """Address space, MiB, of a process that runs a verifier or function. null: 4096 for a
+    verifier, no limit for a function."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the function, or options of the verifier or server (``partial_credit``,
+    ``sandbox``, ``batch_size``...)."""
+    on_error: OnError = "raise"
+    """For a response without a valid score (the function raised, or the score is not a finite
+    number): end the run after saving the last complete step (raise), or score 0 and count it in
+    ``reward/errors`` (zero)."""
+    clip: float | None = Field(default=None, gt=0)
+    """Scores are clipped to [-clip, clip]. null: not clipped."""
+    missing_eos_penalty: float | None = Field(default=None, ge=0)
+    """Subtracted from the score of a response that did not end by itself. null: nothing."""
+    missing_eos_score: float | None = None
+    """Replaces the score of a response that did not end by itself. null: not replaced."""
+    overlong_buffer_len: int = Field(default=0, ge=0)
+    """DAPO's overlong penalty: length, in tokens before ``data.max_response_length``, over which
+    it grows; 0 turns it off."""
+    overlong_penalty_factor: float = Field(default=1.0, ge=0)
+    """The overlong penalty of a response of ``data.max_response_length`` tokens."""

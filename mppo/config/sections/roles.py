@@ -1,0 +1,173 @@
+"""The recipe's ``actor``, ``critic`` and ``ref`` sections."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mppo.config.sections.algorithm import KLType
+from mppo.config.sections.megatron import MegatronConfig
+from mppo.config.sections.optimizer import OptimConfig
+from mppo.config.sections.section import Section
+
+SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
+"""Policy losses defined with seq-mean-token-mean. They always use it, so ``actor.loss_agg_mode``
+may keep its default."""
+
+LossAggMode = Literal[
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "token-sum",
+]
+
+
+class BatchingConfig(Section):
+    """How a role's sequences are cut into micro-batches: affects speed and memory, not results."""
+
+    ppo_micro_batch_size_per_gpu: int = Field(default=8, gt=0)
+    """Most sequences of a data-parallel rank's micro-batch in training."""
+    use_dynamic_bsz: bool = False
+    """Also limit micro-batches by tokens (``*_max_token_len_per_gpu``), so that short sequences
+    share one."""
+    ppo_max_token_len_per_gpu: int = Field(default=16384, gt=0)
+    """Most tokens per GPU of a training micro-batch, with ``use_dynamic_bsz``."""
+    log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, gt=0)
+    """Most sequences of a micro-batch in forward-only passes. null:
+    ``ppo_micro_batch_size_per_gpu``."""
+    log_prob_max_token_len_per_gpu: int | None = Field(default=None, gt=0)
+    """Most tokens per GPU of a micro-batch in forward-only passes, with ``use_dynamic_bsz``. null:
+    ``ppo_max_token_len_per_gpu``."""
+    head_chunk_tokens: int = Field(default=1024, gt=0)
+    """Tokens whose logits are in memory at the same time."""
+
+
+class PolicyLossConfig(Section):
+    """The policy loss and the options of single losses."""
+
+    loss_mode: Literal[
+        "vanilla", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "gpg", "plain"
+    ] = "vanilla"
+    """The policy loss; ``vanilla`` is PPO's clipped loss. docs/algorithms.md has the formulas."""
+    tau_pos: float = Field(default=1.0, gt=0)
+    """SAPO: temperature where the advantage is positive."""
+    tau_neg: float = Field(default=1.05, gt=0)
+    """SAPO: temperature where the advantage is not positive."""
+    clip_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
+    """Clip-Cov: largest share of the mini-batch's tokens whose loss is set to 0."""
+    clip_cov_lb: float = 1.0
+    """Clip-Cov: lower bound of the covariance of these tokens."""
+    clip_cov_ub: float = 5.0
+    """Clip-Cov: upper bound of the covariance of these tokens."""
+    kl_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
+    """KL-Cov: share of the mini-batch's tokens, those of largest covariance, with a KL penalty."""
+    ppo_kl_coef: float = Field(default=0.1, ge=0)
+    """KL-Cov: coefficient of that penalty."""
+
+
+class ActorConfig(BatchingConfig):
+    """The policy: PPO update, optimizer and layout."""
+
+    ppo_mini_batch_size: int = Field(default=64, gt=0)
+    """Prompts per optimizer step, each with its ``rollout.n`` responses; divides
+    ``data.train_batch_size``."""
+    ppo_epochs: int = Field(default=1, gt=0)
+    """Passes over each batch."""
+    shuffle: bool = False
+    """Shuffle the batch's sequences in every epoch before the cut into mini-batches."""
+    clip_ratio: float = Field(default=0.2, ge=0)
+    """PPO's clip range epsilon of the probability ratio."""
+    clip_ratio_low: float | None = Field(default=None, ge=0)
+    """Clip range below 1. null: ``clip_ratio``."""
+    clip_ratio_high: float | None = Field(default=None, ge=0)
+    """Clip range above 1 (clip-higher). null: ``clip_ratio``."""
+    clip_ratio_c: float | None = Field(default=3.0, gt=1)
+    """Dual clip: bound of the ratio for negative advantages. null: no dual clip."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become the loss of a mini-batch."""
+    loss_scale_factor: float | None = Field(default=None, gt=0)
+    """Divisor of seq-mean-token-sum-norm, in tokens. null: ``data.max_response_length``."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    """The policy loss and its options."""
+    entropy_coeff: float = 0.0
+    """Coefficient of the entropy bonus; 0 turns it off."""
+    use_kl_loss: bool = False
+    """Add a KL term to the reference to the loss."""
+    kl_loss_coef: float = Field(default=0.001, ge=0)
+    """Coefficient of the KL loss."""
+    kl_loss_type: KLType = "low_var_kl"
+    """Estimator of the KL loss; ``full`` sums over the vocabulary, a trailing ``+`` takes the
+    gradient of k2."""
+    optim: OptimConfig = OptimConfig(lr=1e-6)
+    """The actor's optimizer."""
+    megatron: MegatronConfig = MegatronConfig()
+    """The actor's layout and Megatron-Core options."""
+    router_replay: Literal["off", "R2", "R3"] = "off"
+    """Experts of a mixture that the update uses again: those of the pass that computed the old
+    log-probabilities (R2), or those of the rollout engine, in that pass too (R3)."""
+    ptx_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the language-model loss on ``data.ptx_files``; 0 turns it off."""
+    ema_decay: float | None = Field(default=None, ge=0, lt=1)
+    """Decay per optimizer step of a moving average of the weights, which is saved in checkpoints
+    and exported beside the actor. null: no average."""
+
+    @property
+    def learns_full_kl(self) -> bool:
+        """Whether the loss has a KL term over the whole vocabulary."""
+        return self.use_kl_loss and self.kl_loss_type.startswith("full")
+
+
+class CriticConfig(BatchingConfig):
+    """The value model: update, optimizer and layout. Built for ``algorithm.adv_estimator: gae``."""
+
+    path: str | None = None
+    """Model that the critic starts from, which may be a reward model; its value head is used if it
+    has one, otherwise a new one. null: ``model.path``."""
+    ppo_mini_batch_size: int | None = Field(default=None, gt=0)
+    """Prompts per optimizer step. null: ``actor.ppo_mini_batch_size``."""
+    ppo_epochs: int = Field(default=1, gt=0)
+    """Passes over each batch."""
+    shuffle: bool = False
+    """Shuffle the batch's sequences in every epoch before the cut into mini-batches."""
+    cliprange_value: float | None = Field(default=0.5, gt=0)
+    """Clip range of the value around the old value. null: no clipping."""
+    value_loss_coef: float = Field(default=1.0, gt=0)
+    """Coefficient of the value loss."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become the loss of a mini-batch; seq-mean-token-sum-norm divides by
+    ``data.max_response_length``."""
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    """The critic's optimizer."""
+    megatron: MegatronConfig = MegatronConfig()
+    """The critic's layout and Megatron-Core options."""
+    router_replay: Literal["off", "R2"] = "off"
+    """R2: the update uses the experts of the pass that computed the old values."""
+
+
+class RefConfig(Section):
+    """The frozen reference of the KL terms. A key that is null has the actor's value."""
+
+    path: str | None = None
+    """The reference's model. null: the actor's initial weights."""
+    ppo_micro_batch_size_per_gpu: int | None = Field(default=None, gt=0)
+    """Most sequences of a micro-batch where ``log_prob_micro_batch_size_per_gpu`` is null."""
+    use_dynamic_bsz: bool | None = None
+    """Also limit micro-batches by tokens."""
+    ppo_max_token_len_per_gpu: int | None = Field(default=None, gt=0)
+    """Most tokens per GPU where ``log_prob_max_token_len_per_gpu`` is null."""
+    log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, gt=0)
+    """Most sequences of a micro-batch."""
+    log_prob_max_token_len_per_gpu: int | None = Field(default=None, gt=0)
+    """Most tokens per GPU of a micro-batch, with ``use_dynamic_bsz``."""
+    head_chunk_tokens: int | None = Field(default=None, gt=0)
+    """Tokens whose logits are in memory at the same time."""
+    megatron: MegatronConfig | None = None
+    """The reference's layout and Megatron-Core options."""
+
+    def batching(self, actor: ActorConfig) -> BatchingConfig:
+        """The reference's micro-batch limits, with the actor's where a key is null."""
+        own = {key: getattr(self, key) for key in BatchingConfig.model_fields}
+        actors = {key: getattr(actor, key) for key in own}
+        return BatchingConfig(**actors | {k: v for k, v in own.items() if v is not None})

@@ -1,0 +1,106 @@
+"""The recipe's ``trainer`` section: length, checkpoints, reports and supervision of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from mppo.config.sections.section import Section
+
+
+class TrainerConfig(Section):
+    """The run: how long, how often, where to."""
+
+    project_name: str = "mppo"
+    """Project in reports and trackers."""
+    experiment_name: str = "run"
+    """Name of the run in reports and trackers."""
+    default_local_dir: str | None = None
+    """The run folder. null: ``runs/<experiment_name>``."""
+    total_epochs: int = Field(default=1, gt=0)
+    """Passes over the training prompts, where ``total_training_steps`` is null."""
+    total_training_steps: int | None = Field(default=None, gt=0)
+    """PPO steps of the run. null: those of ``total_epochs``."""
+    warm_start_steps: int = Field(default=0, ge=0)
+    """Supervised steps on right answers before PPO, for models with random weights."""
+    warm_start_batch_size: int = Field(default=64, gt=0)
+    """Sequences per step of the warm start."""
+    warm_start_lr: float = Field(default=1e-3, gt=0)
+    """Learning rate of the warm start (cosine decay)."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    test_freq: int = Field(default=-1, ge=-1)
+    """Validate every this many PPO steps; -1: never."""
+    save_freq: int = Field(default=-1, ge=-1)
+    """Save a checkpoint every this many PPO steps and after the last; -1: not by steps."""
+    save_every_minutes: float | None = Field(default=None, gt=0)
+    """Save a checkpoint when this many minutes have passed since the last one, and after the last
+    step. null: not by time."""
+    checkpoint_must_save_by: str | None = Field(
+        default=None, pattern=r"^(\d+:)?\d{1,2}:\d{2}:\d{2}$"
+    )
+    """Time limit of the job since its start, ``[DD:]HH:MM:SS``: the run saves and stops before it.
+    null: no limit."""
+    save_on_signal: bool = True
+    """Save a checkpoint when the run is stopped by a signal."""
+    stop_within_s: float | None = Field(default=20.0, ge=0)
+    """After SIGTERM or Ctrl-C, a step that needs more than this many seconds is abandoned. null:
+    the step always finishes."""
+    async_save: bool = True
+    """Write checkpoints in the background, from a copy in host memory."""
+    max_ckpt_to_keep: int | None = Field(default=None, gt=0)
+    """Newest checkpoints that are kept. null: all."""
+    best_metric: str | None = None
+    """Metric whose best checkpoint is kept too: the highest, or with ``-name`` the lowest. null:
+    none."""
+    checkpoint_hf: bool = False
+    """Also export the actor with every checkpoint, as a Hugging Face folder
+    ``hf/global_step_N``."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """Start from the newest complete checkpoint of the run folder (auto), from the beginning
+    (disable), or from ``resume_from_path``."""
+    resume_from_path: str | None = None
+    """A ``global_step_N`` folder, for ``resume_mode: resume_path``."""
+    on_existing_run: Literal["refuse", "set_aside"] = "refuse"
+    """For a run folder that holds results of another recipe and no checkpoint: refuse to start, or
+    move them into its subfolder ``earlier-N``."""
+    export_hf: bool = True
+    """Export the actor at the end of the run, as a Hugging Face folder."""
+    critic_warmup: int = Field(default=0, ge=0)
+    """First PPO steps in which only the critic is trained."""
+    rollout_ahead: int = Field(default=0, ge=0, le=1)
+    """1: disaggregated servers generate the next step's batch while this step trains, with weights
+    that are one update older (one-step off-policy)."""
+    logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = ("console", "jsonl")
+    """Where metrics go."""
+    sample_table_rows: int = Field(default=4, ge=0)
+    """Responses shown and written to samples.jsonl at the first, middle and last step."""
+    nnodes: int | None = Field(default=None, gt=0)
+    """Nodes of the job. If ``n_gpus_per_node`` is set too, their product must be the number of
+    ranks that were started. null: not checked; --dry-run plans for one node."""
+    n_gpus_per_node: int | None = Field(default=None, gt=0)
+    """Ranks per node. null: not checked; --dry-run plans for the fewest ranks that fit."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a collective waits for a missing rank."""
+    heartbeat_timeout_s: float = Field(default=20.0, ge=2)
+    """Seconds without a heartbeat after which a rank counts as dead."""
+    hang_timeout_s: float | None = Field(default=None, gt=0)
+    """Seconds without progress on any rank after which the job ends. null: 0.9 x
+    ``collective_timeout_s``."""
+    on_nonfinite: Literal["skip", "stop"] = "stop"
+    """For a mini-batch whose loss or gradient is not finite: skip its optimizer step, or stop the
+    run."""
+    max_nonfinite_in_a_row: int = Field(default=3, gt=0)
+    """With ``on_nonfinite: skip``, optimizer steps skipped in a row after which the run stops."""
+    peak_tflops_per_rank: float | None = Field(default=None, gt=0)
+    """Peak of one device in TFLOP/s, the denominator of ``perf/mfu/*``. null: the GPU's dense
+    bfloat16 peak, by its name; without one ``perf/mfu/*`` is not reported."""
+    seed: int = 0
+    """Seed of initial weights, sampling, shuffling and resampling."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder."""
+        return Path(self.default_local_dir or Path("runs") / self.experiment_name)
