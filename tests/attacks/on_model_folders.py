@@ -280,7 +280,7 @@ TEXTS = (
     _rows_file("data that are a link to /dev/zero", "rows.jsonl", zeros, "is no file"),
     _rows_file("a terabyte without a line's end", "rows.jsonl", sparse, "line 1 has"),
     _rows_file("a parquet file with its table erased", "rows.parquet", _cut_parquet,
-               "no readable parquet file"),
+               "not a readable parquet file"),
 )  # fmt: skip
 """Rows on tokenizers, chat templates and data; evaluated, since they do not need a model."""
 
