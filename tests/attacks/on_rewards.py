@@ -161,7 +161,7 @@ TABLE = Table(
         _row(
             "a gzip bomb",
             says(gzip.compress(b" " * (8 << 20)), headers=b"Content-Encoding: gzip\r\n"),
-            "compressed, which was not asked for",
+            "compressed; the request did not accept that",
         ),
         _row(
             "a header line of 1 MB",
@@ -205,7 +205,7 @@ TABLE = Table(
         _json(
             "gives the scores twice",
             b'{"scores": [1, 1], "scores": [9, 9]}',
-            "the key 'scores' stands twice",
+            "the key 'scores' occurs twice",
         ),
         _json("has a score of NaN", b'{"scores": [NaN, 1]}', "is nan, not a finite number"),
         _json("has a score of 1e999", b'{"scores": [1e999, 1]}', "is inf, not a finite number"),

@@ -166,7 +166,7 @@ def outcomes(tmp_path_factory) -> dict[str, Told]:
 
 
 NAMED = {
-    "flipped bit": "its checksum is not the one that was written",
+    "flipped bit": "its checksum differs from the one that was written",
     "truncated shard": "has 100 bytes",
     "missing shard": ".distcp: is missing",
     "missing metadata": "actor/.metadata: is missing",
