@@ -16,7 +16,8 @@ from mppo.weights.hf.transfer import Copier, CopyTask
 from mppo.weights.load import known_extras
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.conversion import CheckpointReader, Share, whole_stretch
+from mppo.weights.torch_dist.conversion import Share, full_stretch
+from mppo.weights.torch_dist.reader import CheckpointReader
 
 HOLE = 0xFF  # a NaN in every float type
 
@@ -104,7 +105,7 @@ def _compare(
             shape = entry.row.shapes[number]
             target = StoredTensor(Path(), 0, reader.dtype(entry), shape)
             mine = CopyTask(name, target, reader.stretches(entry, number))
-            whole = CopyTask(name, target, (whole_stretch(source, name),))
+            whole = CopyTask(name, target, (full_stretch(source, name),))
             out.append(Compared(name, _checksum(ours, mine), _checksum(theirs, whole)))
         done += source.tensors[name].nbytes
     ours.close()

@@ -14,7 +14,7 @@ from mppo.weights.load import known_extras
 from mppo.weights.model_folder import checkpoint_folder, companion_folder, is_megatron_checkpoint
 from mppo.weights.shape import model_shape
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.conversion import model_prefix
+from mppo.weights.torch_dist.reader import model_prefix
 
 
 def check_weights(role: RoleCase, hf_config: Any) -> tuple[ConfigIssue, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mppo.safety.input_files import inside, read_json
-from mppo.weights.hf.safetensors_file import StoredTensor, read_header
+from mppo.weights.hf.safetensors_file import StoredTensor, byte_view, read_header
 
 INDEX = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"
@@ -165,7 +165,7 @@ class HFFolder:
 
     def _read_bytes(self, target: Tensor, stored: StoredTensor, start: int) -> None:
         row = stored.nbytes // max(stored.shape[0], 1) if stored.shape else 0
-        view = memoryview(target.detach().reshape(-1).view(torch.uint8).numpy())
+        view = byte_view(target)
         offset, done = stored.offset + start * row, 0
         with open(stored.file, "rb", buffering=0) as stream:
             while done < len(view):

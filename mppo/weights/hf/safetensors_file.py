@@ -113,6 +113,12 @@ def are_sizes(numbers: Any) -> TypeGuard[list[int]]:
     )
 
 
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """View the memory of a contiguous CPU tensor as bytes, to read or write a file."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)  # pyright: ignore[reportArgumentType] (NumPy declares no buffer before 3.12)
+
+
 def _shown(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -130,7 +136,8 @@ def make_header(
     Returns:
         The bytes before the data (a multiple of 8 long), and the places.
     """
-    entries, offset = {"__metadata__": {"format": "pt"}}, 0
+    entries: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for name, (dtype, shape) in tensors.items():
         nbytes = math.prod(shape) * dtype.itemsize
         entries[name] = {

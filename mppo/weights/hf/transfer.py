@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mppo.weights.hf.output_folder import write_all
-from mppo.weights.hf.safetensors_file import StoredTensor
+from mppo.weights.hf.safetensors_file import StoredTensor, byte_view
 
 BUFFER_BYTES = 32 << 20
 OPEN_FILES = 64
@@ -165,7 +165,7 @@ class Copier:
         part = window[(begin - first) * row_bytes : (end - first) * row_bytes]
         columns, width = matrix(target.shape)[1], matrix(source.shape)[1]
         if source.dtype == target.dtype and width == columns and stretch.scales is None:
-            self._read(source, source_row, end - begin, memoryview(part))
+            self._read(source, source_row, end - begin, byte_view(torch.from_numpy(part)))
             return
         values = self._rows(source, source_row, end - begin, stretch.scales)
         out = torch.from_numpy(part).view(target.dtype).view(end - begin, columns)
@@ -177,7 +177,7 @@ class Copier:
         if nbytes > len(self._temporary):
             self._temporary = np.empty(nbytes, dtype=np.uint8)
         raw = self._temporary[:nbytes]
-        self._read(source, first, count, memoryview(raw))
+        self._read(source, first, count, byte_view(torch.from_numpy(raw)))
         columns = matrix(source.shape)[1]
         values = torch.from_numpy(raw).view(source.dtype).view(count, columns)
         if scales is None:
@@ -187,8 +187,7 @@ class Copier:
         factors = torch.empty(
             bottom - top, matrix(scales.stored.shape)[1], dtype=scales.stored.dtype
         )
-        view = memoryview(factors.view(torch.uint8).numpy()).cast("B")
-        self._read(scales.stored, top, bottom - top, view)
+        self._read(scales.stored, top, bottom - top, byte_view(factors))
         row_index = torch.arange(first, first + count) // rows_per - top
         spread = factors.float()[row_index].repeat_interleave(columns_per, dim=1)[:, :columns]
         return values.float().mul_(spread)

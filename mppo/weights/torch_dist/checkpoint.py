@@ -19,7 +19,7 @@ from mppo.weights.load import load_hf_weights
 from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
 from mppo.weights.stream import Groups
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.conversion import model_prefix
+from mppo.weights.torch_dist.reader import model_prefix
 from mppo.weights.torch_dist.sharded_load import load_sharded
 
 VALUE_HEAD = "value_head.weight"

@@ -15,13 +15,14 @@ import torch
 from mppo.weights.hf.folder import FLOAT8, HFFolder
 from mppo.weights.hf.output_folder import MAX_SHARD_BYTES, plan_places
 from mppo.weights.hf.safetensors_file import StoredTensor, make_header, read_header
-from mppo.weights.hf.transfer import CopyTask, Scales, Stretch
+from mppo.weights.hf.transfer import CopyTask, Scales, Stretch, matrix
 from mppo.weights.load import is_extra_layer, known_extras
 from mppo.weights.shape import ModelShape
 from mppo.weights.table import Entry, Table, parameter_table
 from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
-from mppo.weights.torch_dist.format import ChunkFiles, archive_frame, file_bytes, locate
+from mppo.weights.torch_dist.format import ChunkFiles, archive_frame, file_bytes
 from mppo.weights.torch_dist.keys import extra_states, is_homogeneous, place
+from mppo.weights.torch_dist.reader import CheckpointReader, row_ranges
 
 EXTRA_FILE = "extra.safetensors"
 
@@ -181,149 +182,12 @@ def plan_hf(
     for number, (name, target) in enumerate(places.items()):
         if share.takes(done, total):
             if name in extras:
-                stretches = (Stretch(extras[name], 0, 0, _rows(target.shape)),)
+                stretches = (Stretch(extras[name], 0, 0, matrix(target.shape)[0]),)
             else:
                 stretches = reader.stretches(*parts[number])
             tasks[number] = CopyTask(name, target, stretches)
         done += target.nbytes
     return Plan(tasks, headers, total, len(places), tuple(extras)), places
-
-
-def model_prefix(checkpoint: Mapping[str, GlobalTensor]) -> str:
-    """What stands before the model's names in a checkpoint's keys.
-
-    Keys without a prefix are the model's, whatever else is kept under the same names with one: an
-    optimizer's state, a moving average.
-
-    Raises:
-        ValueError: no model in it, or several.
-    """
-    end = "embedding.word_embeddings.weight"
-    if end in checkpoint:
-        return ""
-    prefixes = [
-        key.removesuffix(end) for key in checkpoint if key.endswith(end) and "optimizer" not in key
-    ]
-    if len(prefixes) != 1:
-        raise ValueError(
-            f"the checkpoint holds {len(prefixes)} models ({', '.join(prefixes) or 'none'}); name "
-            "a checkpoint of one model"
-        )
-    return prefixes[0]
-
-
-class CheckpointReader:
-    """The table's entries in a ``torch_dist`` checkpoint.
-
-    Args:
-        checkpoint: its tensor keys.
-        table: the model's table.
-
-    Raises:
-        ValueError: no model in it, or several.
-    """
-
-    def __init__(self, checkpoint: Mapping[str, GlobalTensor], table: Table) -> None:
-        self.checkpoint, self.table = checkpoint, table
-        self.prefix = model_prefix(checkpoint)
-        start = f"{self.prefix}decoder.layers.self_attention."
-        self.homogeneous = any(key.startswith(start) for key in checkpoint)
-        self._boxes: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
-        self._located: dict[Chunk, StoredTensor] = {}
-
-    def entries(self) -> Iterable[Entry]:
-        """The entries the checkpoint should hold: a value model has no vocabulary projection."""
-        value = self.table.value_entry()
-        has_value = self._find(value) is not None
-        for entry in self.table.entries():
-            if not (has_value and entry.row.where == "output" and self._find(entry) is None):
-                yield entry
-        if has_value:
-            yield value
-
-    def dtype(self, entry: Entry) -> torch.dtype:
-        """Stored dtype of an entry."""
-        return self._tensor(entry)[1].dtype
-
-    def stretches(self, entry: Entry, source: int) -> tuple[Stretch, ...]:
-        """What fills Hugging Face tensor number ``source`` of an entry."""
-        key, tensor, leading = self._tensor(entry)
-        shape = entry.shard_shape(1)
-        stored = tensor.shape[len(leading) :]
-        longer = entry.row.kind == "vocab" and stored[0] >= shape[0] and stored[1:] == shape[1:]
-        if stored != shape and not longer:
-            raise ValueError(
-                f"the checkpoint's {key} has shape {list(stored)}, config.json says {list(shape)}; "
-                "they do not belong together"
-            )
-        out = []
-        boxes = self._group(key, len(leading)).get(tuple(leading), [])
-        located = [(chunk, self._locate(chunk)) for chunk in boxes]
-        for hf_row, row, length in row_ranges(entry, source, self.table.shape.kv_heads):
-            for chunk, data in located:
-                offsets, sizes = chunk.offsets[len(leading) :], chunk.sizes[len(leading) :]
-                begin, end = max(row, offsets[0]), min(row + length, offsets[0] + sizes[0])
-                if begin >= end:
-                    continue
-                column = offsets[1] if len(offsets) > 1 else 0
-                flat = StoredTensor(data.file, data.offset, data.dtype, sizes)
-                out.append(
-                    Stretch(flat, begin - offsets[0], hf_row + begin - row, end - begin, column)
-                )
-        return tuple(out)
-
-    def _locate(self, chunk: Chunk) -> StoredTensor:
-        """Where a chunk's data lies; looked up once for all tensors made of it."""
-        if chunk not in self._located:
-            self._located[chunk] = locate(chunk)
-        return self._located[chunk]
-
-    def _group(self, key: str, depth: int) -> dict[tuple[int, ...], list[Chunk]]:
-        """A key's chunks by their leading indices."""
-        if key not in self._boxes:
-            groups: dict[tuple[int, ...], list[Chunk]] = {}
-            for chunk in self.checkpoint[key].chunks:
-                if any(size != 1 for size in chunk.sizes[:depth]):
-                    raise ValueError(f"{key}: a chunk holds several layers or experts at once")
-                groups.setdefault(chunk.offsets[:depth], []).append(chunk)
-            self._boxes[key] = groups
-        return self._boxes[key]
-
-    def _find(self, entry: Entry) -> tuple[str, GlobalTensor, list[int]] | None:
-        where = place(entry, self.table, self.homogeneous, self.prefix)
-        leading = [index for index, _ in where.leading]
-        for key in where.keys:
-            if key in self.checkpoint:
-                return key, self.checkpoint[key], leading
-        if where.single_key is not None and where.single_key in self.checkpoint:
-            return where.single_key, self.checkpoint[where.single_key], leading[:-1]
-        return None
-
-    def _tensor(self, entry: Entry) -> tuple[str, GlobalTensor, list[int]]:
-        found = self._find(entry)
-        if found is None:
-            where = place(entry, self.table, self.homogeneous, self.prefix)
-            raise ValueError(
-                f"the checkpoint has no {where.keys[0]} (for {entry.hf[0]}); it is incomplete, or "
-                "of another model"
-            )
-        return found
-
-
-def row_ranges(entry: Entry, source: int, groups: int) -> list[tuple[int, int, int]]:
-    """Where rows of one Hugging Face tensor lie in the whole Megatron tensor.
-
-    Returns:
-        (first row there, first row here, rows) of each contiguous range.
-    """
-    if entry.row.kind == "copy":
-        return [(0, 0, _rows(entry.row.shapes[source]))]
-    ranges, position = [], 0
-    for block in entry.blocks(0, 1, groups):
-        if block.source == source:
-            ranges.append((block.start, position, block.length))
-        position += block.length
-    return ranges
 
 
 def _entries(table: Table, present: Mapping[str, StoredTensor]) -> Iterable[Entry]:
@@ -340,10 +204,10 @@ def _entries(table: Table, present: Mapping[str, StoredTensor]) -> Iterable[Entr
         yield value
 
 
-def whole_stretch(source: HFFolder, name: str) -> Stretch:
+def full_stretch(source: HFFolder, name: str) -> Stretch:
     """A tensor of a folder from its first row to its last, dequantised."""
     stored, scales = source.tensors[name], source.scales(name)
-    return Stretch(stored, 0, 0, _rows(stored.shape), scales=scales and Scales(*scales))
+    return Stretch(stored, 0, 0, matrix(stored.shape)[0], scales=scales and Scales(*scales))
 
 
 def _import_stretches(entry: Entry, source: HFFolder, shape: ModelShape) -> tuple[Stretch, ...]:
@@ -364,7 +228,7 @@ def _extra_tasks(
     head, places = make_header(types, file)
     for number, name in enumerate(types, first):
         if share.takes(done, total):
-            tasks[number] = CopyTask(name, places[name], (whole_stretch(source, name),))
+            tasks[number] = CopyTask(name, places[name], (full_stretch(source, name),))
         done += places[name].nbytes
     return {file: (head, len(head) + sum(p.nbytes for p in places.values()))}
 
@@ -401,10 +265,6 @@ def _target_dtypes(
 def _plain_dtype(stored: torch.dtype) -> torch.dtype:
     """The dtype of a tensor once dequantised."""
     return torch.bfloat16 if stored in FLOAT8 else stored
-
-
-def _rows(shape: tuple[int, ...]) -> int:
-    return shape[0] if shape else 1
 
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

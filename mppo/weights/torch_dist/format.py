@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -102,10 +102,12 @@ def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
     Raises:
         ValueError: it is not one, or not contiguous.
     """
-    known = type(saved) is Record and saved.name == "_rebuild_tensor_v2"
-    storage, first, shape, stride = saved.arguments[:4] if known else (None,) * 4
+    none: tuple[Any, ...] = (None,) * 4
+    is_tensor = type(saved) is Record and saved.name == "_rebuild_tensor_v2"
+    storage, first, shape, stride = saved.arguments[:4] if is_tensor else none
     outside = storage.arguments[0] if type(storage) is Record else None
-    kind = outside[1] if type(outside) is tuple and storage.name == OUTSIDE else None
+    is_storage = type(outside) is tuple and storage.name == OUTSIDE
+    kind = outside[1] if is_storage else None
     dtype = STORAGES.get(kind.name) if type(kind) is Name else None
     sizes = type(shape) is type(stride) is tuple and are_sizes([first, *shape, *stride])
     if dtype is None or not sizes or len(shape) != len(stride):
@@ -121,7 +123,7 @@ def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
 class _Slice(io.RawIOBase):
     """A chunk's archive as a seekable file."""
 
-    def __init__(self, stream: io.BufferedReader, chunk: Chunk) -> None:
+    def __init__(self, stream: BinaryIO, chunk: Chunk) -> None:
         self._stream, self._begin, self._size = stream, chunk.archive_offset, chunk.archive_bytes
         self._position = 0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -90,11 +90,14 @@ def read_pickle(data: bytes, types: Mapping[str, Collection[str]] = TYPES) -> An
         raise pickle.UnpicklingError(f"it is damaged ({type(error).__name__}: {error})") from error
 
 
-class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
+class _Reader(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue] (private, not in the stub)
     """Python's own reader in Python (the one in C cannot be told what to do) with the operations
     that call or change something replaced, and all that no table uses taken out."""
 
     dispatch: dict[int, Any] = {}  # noqa: RUF012 (the base class's own attribute)
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, data: bytes, types: Mapping[str, Collection[str]]) -> None:
         super().__init__(io.BytesIO(data))

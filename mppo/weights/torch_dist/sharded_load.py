@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch import Tensor
 
 from mppo.safety.input_files import open_file, read_json
-from mppo.weights.hf.safetensors_file import StoredTensor
+from mppo.weights.hf.safetensors_file import StoredTensor, byte_view
 from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
 from mppo.weights.torch_dist.format import BACKEND, locate
 
@@ -52,15 +52,17 @@ def load_sharded(
             chunks of a tensor have another shape or leave a hole.
     """
     _check_backend(folder)
-    wanted, _ = extract_sharded_tensors_and_factories(state)
-    # what Megatron calls "unexpected" is asked for and not in the checkpoint
-    loaded, _, absent = dist_checkpointing.load(
-        wanted,
+    tensors, _ = extract_sharded_tensors_and_factories(state)
+    # the third result, "unexpected" for Megatron: keys of the state that the checkpoint lacks
+    result = dist_checkpointing.load(
+        tensors,
         str(folder),
         sharded_strategy=_Tensors(folder, checkpoint),
         common_strategy=_NoCommonState(),
         strict=StrictHandling.RETURN_ALL,
     )
+    # RETURN_ALL makes it a triple; the annotation covers the other settings too
+    loaded, _, absent = cast("tuple[dict[str, Any], set[str], set[str]]", result)
     return loaded, absent
 
 
@@ -126,8 +128,8 @@ class _Tensors(LoadShardedStrategy):
             )
         if shard.data is None:
             shard.init_data("cpu")
-        whole = shard.data.detach()
-        target = whole.view((1,) * shard.prepend_axis_num + tuple(shard.local_shape))
+        data = cast("Tensor", shard.data).detach()  # init_data has set it
+        target = data.view((1,) * shard.prepend_axis_num + tuple(shard.local_shape))
         if shard.allow_shape_mismatch:
             target.zero_()
         filled = 0
@@ -140,7 +142,7 @@ class _Tensors(LoadShardedStrategy):
                 f"{self._folder}: the chunks of {shard.key} fill {filled} of {target.numel()} "
                 "numbers; copy the checkpoint again"
             )
-        return whole
+        return data
 
 
 class _Boxes:
@@ -188,7 +190,7 @@ def _read(stored: StoredTensor, first: int, count: int) -> Tensor:
     """``count`` rows of a stored tensor."""
     shape = (count, *stored.shape[1:]) if stored.shape else ()
     rows = torch.empty(shape, dtype=stored.dtype)
-    view = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+    view = byte_view(rows)
     offset, done = stored.offset + first * (rows.nbytes // max(count, 1)), 0
     with open_file(stored.file) as stream:
         while done < len(view):

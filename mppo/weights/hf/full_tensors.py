@@ -16,10 +16,10 @@ from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
 from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.conversion import CheckpointReader
+from mppo.weights.torch_dist.reader import CheckpointReader
 
 
-def whole_tensors(path: str | Path, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
+def full_tensors(path: str | Path, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a model, one by one, on the CPU.
 
     Args:
