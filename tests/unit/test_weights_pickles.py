@@ -70,9 +70,7 @@ def test_tensors_are_found_and_objects_left_out(tmp_path):
 
 def test_a_table_that_would_run_something_is_named_and_not_run(tmp_path):
     write(tmp_path, Deed(tmp_path / "mark"))
-    told = (
-        r"\.metadata: more than a table of contents and plain values: it names posix\.mkdir; take"
-    )
+    told = r"\.metadata: holds more than a checkpoint's metadata: it names posix\.mkdir; use"
     with pytest.raises(ValueError, match=told):
         read_checkpoint(tmp_path)
     assert not (tmp_path / "mark").exists()

@@ -1,8 +1,8 @@
-"""Tensor files assembled from stretches of other tensor files: the plan is data, the copier small.
+"""Copy tasks that assemble tensors from parts of other tensor files, and the copier that runs them.
 
-Every tensor is a matrix of rows (a vector has one column). A task says where a target lies and
-which rectangles of which sources fill it; the copier works through row windows of bounded size with
-``pread`` and ``pwrite``, so memory does not depend on the model.
+Every tensor is treated as a matrix (a vector has one column). A task holds the place of a target
+and the rectangles of the sources that fill it. The copier processes windows of rows of bounded size
+with ``pread`` and ``pwrite``, so its memory does not depend on the size of the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A rectangle of a source, and where it goes in the target; rows and columns of matrices."""
+    """A rectangle of a source and its place in the target, in rows and columns of matrices."""
 
     source: StoredTensor
     source_row: int
@@ -50,8 +50,8 @@ class CopyTask:
     """One tensor to write.
 
     Args:
-        name: what it is, for messages and checksums.
-        target: where it goes.
+        name: name of the tensor for messages and checksums.
+        target: place of the tensor.
         stretches: rectangles that cover it exactly once.
         head: bytes written just before the data.
         tail: bytes written just after it.
@@ -118,11 +118,11 @@ class Copier:
             write_all(descriptor, task.tail, target.offset + target.nbytes)
 
     def windows(self, task: CopyTask, fill: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """The target's bytes, window by window, without writing them.
+        """Yield the target's bytes, window by window, without writing them to the target.
 
         Args:
             task: the task.
-            fill: byte written first, so that a hole would show; None leaves what was there.
+            fill: byte with which each window is filled first, to make holes visible; None: none.
 
         Yields:
             First row and the bytes from there; the array is reused by the next window.
@@ -147,7 +147,7 @@ class Copier:
         self._files.clear()
 
     def flush(self) -> None:
-        """Wait until what was written is on disk."""
+        """Wait until all written data is on disk."""
         for (_, mode), descriptor in self._files.items():
             if mode == os.O_WRONLY:
                 os.fdatasync(descriptor)
@@ -172,7 +172,7 @@ class Copier:
         out[:, stretch.target_column : stretch.target_column + width].copy_(values)
 
     def _rows(self, source: StoredTensor, first: int, count: int, scales: Scales | None) -> Tensor:
-        """Rows of a source as a tensor, dequantised."""
+        """Read rows of a source as a tensor, dequantised."""
         nbytes = count * _row_bytes(source)
         if nbytes > len(self._temporary):
             self._temporary = np.empty(nbytes, dtype=np.uint8)

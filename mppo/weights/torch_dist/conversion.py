@@ -1,7 +1,7 @@
 """Plans of a conversion between a Hugging Face folder and a Megatron ``torch_dist`` checkpoint.
 
-Both directions are the parameter table's blocks turned into stretches of files. Plans are the same
-on every rank; only the tasks a rank runs itself are worked out in full.
+Both directions turn the blocks of the parameter table into byte ranges of files. The plan is the
+same on every rank, but a rank computes only the tasks of its own share in full.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXTRA_FILE = "extra.safetensors"
 
 @dataclass(frozen=True)
 class Share:
-    """One of ``world`` equal shares of a plan, cut by bytes."""
+    """One of ``world`` shares of a plan with an equal number of bytes."""
 
     rank: int = 0
     world: int = 1
@@ -41,13 +41,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to write.
+    """The files and copy tasks of a conversion.
 
     Args:
-        tasks: this share's tasks, by number in the whole plan.
+        tasks: this share's tasks, by number in the full plan.
         files: every file with the bytes at its start and its full size.
-        total_bytes: data bytes of the whole plan.
-        count: tasks of the whole plan.
+        total_bytes: data bytes of the full plan.
+        count: number of tasks of the full plan.
         extras: tensors of the source that are not converted.
     """
 
@@ -60,7 +60,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """What the checkpoint's index will say: tensor keys and byte objects."""
+    """Contents of the checkpoint's ``.metadata``: tensor keys and byte objects."""
 
     tensors: Mapping[str, GlobalTensor]
     objects: Mapping[str, tuple[Path, int, int]]
@@ -83,9 +83,9 @@ def plan_megatron(
         folder: the checkpoint folder to write into.
         dtype: cast weights to this (a router's float32 bias is kept); None: as stored, 8-bit floats
             as bfloat16.
-        keep_extra: also copy multi-token-prediction layers aside.
-        share: the tasks to work out.
-        max_file_bytes: a file is closed before it exceeds this; None: see ``file_bytes``.
+        keep_extra: also copy multi-token-prediction layers, to a file of their own.
+        share: the tasks to compute.
+        max_file_bytes: most bytes of a file; None: see ``file_bytes``.
 
     Returns:
         The plan and the checkpoint's index.
@@ -154,8 +154,8 @@ def plan_hf(
         shape: the model's sizes.
         folder: the folder to write into.
         dtype: cast weights to this (a router's float32 bias is kept); None: as stored.
-        extra_file: safetensors file of tensors to add as they are.
-        share: the tasks to work out.
+        extra_file: safetensors file of tensors to add unchanged.
+        share: the tasks to compute.
         max_shard_bytes: most bytes of one safetensors file.
 
     Returns:
@@ -191,7 +191,7 @@ def plan_hf(
 
 
 def _entries(table: Table, present: Mapping[str, StoredTensor]) -> Iterable[Entry]:
-    """The entries a folder holds: one with a value head may lack the vocabulary projection."""
+    """Yield the entries of a folder; with a value head, it may lack the vocabulary projection."""
     value = table.value_entry()
     has_value = value.hf[0] in present
     for entry in table.entries():
@@ -205,7 +205,7 @@ def _entries(table: Table, present: Mapping[str, StoredTensor]) -> Iterable[Entr
 
 
 def full_stretch(source: HFFolder, name: str) -> Stretch:
-    """A tensor of a folder from its first row to its last, dequantised."""
+    """Return the stretch of all rows of a folder's tensor, dequantised."""
     stored, scales = source.tensors[name], source.scales(name)
     return Stretch(stored, 0, 0, matrix(stored.shape)[0], scales=scales and Scales(*scales))
 
@@ -223,7 +223,7 @@ def _extra_tasks(
     folder: Path, source: HFFolder, types: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     first: int, share: Share, done: int, total: int, tasks: dict[int, CopyTask],
 ) -> dict[Path, tuple[bytes, int]]:  # fmt: skip
-    """Tasks that copy tensors aside, 8-bit floats dequantised; returns their file."""
+    """Add the tasks that copy extra tensors, dequantised, to their own file; return the file."""
     file = folder / EXTRA_FILE
     head, places = make_header(types, file)
     for number, name in enumerate(types, first):
@@ -236,11 +236,11 @@ def _extra_tasks(
 def _target_dtypes(
     source: HFFolder, table: Table, entries: list[Entry], dtype: torch.dtype | None
 ) -> list[torch.dtype]:
-    """What each entry is written as.
+    """Choose the dtype of each entry.
 
     Raises:
-        ValueError: parts of one Megatron tensor are stored in several dtypes, and no cast is asked
-            for; a silent one would lose bits.
+        ValueError: parts of one Megatron tensor are stored in several dtypes, and ``dtype`` is
+            None; an implicit cast would lose bits.
     """
     out: list[torch.dtype] = []
     known: dict[object, torch.dtype] = {}
@@ -263,7 +263,7 @@ def _target_dtypes(
 
 
 def _plain_dtype(stored: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor once dequantised."""
+    """Return the dtype of a tensor after dequantisation."""
     return torch.bfloat16 if stored in FLOAT8 else stored
 
 

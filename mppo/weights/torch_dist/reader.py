@@ -15,13 +15,13 @@ from mppo.weights.torch_dist.keys import place
 
 
 def model_prefix(checkpoint: Mapping[str, GlobalTensor]) -> str:
-    """What stands before the model's names in a checkpoint's keys.
+    """Return the prefix of the model's parameter names in a checkpoint's keys.
 
-    Keys without a prefix are the model's, whatever else is kept under the same names with one: an
-    optimizer's state, a moving average.
+    Keys without a prefix are the model's. The same names with a prefix then belong to something
+    else, such as an optimizer's state or a moving average.
 
     Raises:
-        ValueError: no model in it, or several.
+        ValueError: the checkpoint holds no model, or several.
     """
     end = "embedding.word_embeddings.weight"
     if end in checkpoint:
@@ -38,14 +38,14 @@ def model_prefix(checkpoint: Mapping[str, GlobalTensor]) -> str:
 
 
 class CheckpointReader:
-    """The table's entries in a ``torch_dist`` checkpoint.
+    """Finds the entries of a parameter table in a ``torch_dist`` checkpoint.
 
     Args:
         checkpoint: its tensor keys.
         table: the model's table.
 
     Raises:
-        ValueError: no model in it, or several.
+        ValueError: the checkpoint holds no model, or several.
     """
 
     def __init__(self, checkpoint: Mapping[str, GlobalTensor], table: Table) -> None:
@@ -57,7 +57,7 @@ class CheckpointReader:
         self._located: dict[Chunk, StoredTensor] = {}
 
     def entries(self) -> Iterable[Entry]:
-        """The entries the checkpoint should hold: a value model has no vocabulary projection."""
+        """Yield the entries to read; a value model has no vocabulary projection."""
         value = self.table.value_entry()
         has_value = self._find(value) is not None
         for entry in self.table.entries():
@@ -67,11 +67,11 @@ class CheckpointReader:
             yield value
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """Stored dtype of an entry."""
+        """Return the stored dtype of an entry."""
         return self._tensor(entry)[1].dtype
 
     def stretches(self, entry: Entry, source: int) -> tuple[Stretch, ...]:
-        """What fills Hugging Face tensor number ``source`` of an entry."""
+        """Return the stretches that fill Hugging Face tensor number ``source`` of an entry."""
         key, tensor, leading = self._tensor(entry)
         shape = entry.shard_shape(1)
         stored = tensor.shape[len(leading) :]
@@ -84,6 +84,7 @@ class CheckpointReader:
         out = []
         boxes = self._group(key, len(leading)).get(tuple(leading), [])
         located = [(chunk, self._locate(chunk)) for chunk in boxes]
+        # a row range may span several chunks: take its intersection with each
         for hf_row, row, length in row_ranges(entry, source, self.table.shape.kv_heads):
             for chunk, data in located:
                 offsets, sizes = chunk.offsets[len(leading) :], chunk.sizes[len(leading) :]
@@ -98,13 +99,13 @@ class CheckpointReader:
         return tuple(out)
 
     def _locate(self, chunk: Chunk) -> StoredTensor:
-        """Where a chunk's data lies; looked up once for all tensors made of it."""
+        """Locate a chunk's data; the result is cached for all tensors made from the chunk."""
         if chunk not in self._located:
             self._located[chunk] = locate(chunk)
         return self._located[chunk]
 
     def _group(self, key: str, depth: int) -> dict[tuple[int, ...], list[Chunk]]:
-        """A key's chunks by their leading indices."""
+        """Group a key's chunks by their leading indices."""
         if key not in self._boxes:
             groups: dict[tuple[int, ...], list[Chunk]] = {}
             for chunk in self.checkpoint[key].chunks:
@@ -136,10 +137,10 @@ class CheckpointReader:
 
 
 def row_ranges(entry: Entry, source: int, groups: int) -> list[tuple[int, int, int]]:
-    """Where rows of one Hugging Face tensor lie in the whole Megatron tensor.
+    """Map the rows of one Hugging Face tensor to rows of the full Megatron tensor.
 
     Returns:
-        (first row there, first row here, rows) of each contiguous range.
+        (first Hugging Face row, first Megatron row, number of rows) of each contiguous range.
     """
     if entry.row.kind == "copy":
         return [(0, 0, matrix(entry.row.shapes[source])[0])]
