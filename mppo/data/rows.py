@@ -216,6 +216,7 @@ def _row(content: Any, path: Path, where: str, prompt_key: str, answer_key: str)
     _check_prompt(prompt, prompt_key)
     if answer is None:
         raise _BadRow(f"{answer_key!r} is null")
+    # the columns used above; a column with a nested answer stays, its other keys may be useful
     used = {prompt_key.partition(".")[0], answer_key.partition(".")[0], "data_source"}
     if "." in answer_key:
         used.discard(answer_key.partition(".")[0])

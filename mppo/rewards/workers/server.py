@@ -90,6 +90,7 @@ class WorkerServer:
 
     def _score(self, waiting: deque[tuple[int, bytes]], seconds: float) -> bool:
         """Score a batch; return False if the trainer has ended."""
+        # a single-threaded loop: hand out, wait for a pipe or the nearest time limit, collect
         while waiting or any(one.item is not None for one in self._workers):
             self._hand_out(waiting)
             busy = [one for one in self._workers if one.item is not None]

@@ -164,6 +164,7 @@ class Copier:
         source_row = stretch.source_row + begin - stretch.target_row
         part = window[(begin - first) * row_bytes : (end - first) * row_bytes]
         columns, width = matrix(target.shape)[1], matrix(source.shape)[1]
+        # full rows of the same dtype need no intermediate buffer
         if source.dtype == target.dtype and width == columns and stretch.scales is None:
             self._read(source, source_row, end - begin, byte_view(torch.from_numpy(part)))
             return
@@ -182,6 +183,7 @@ class Copier:
         values = torch.from_numpy(raw).view(source.dtype).view(count, columns)
         if scales is None:
             return values
+        # read only the rows of scales that belong to these rows, then repeat each over its block
         rows_per, columns_per = scales.block
         top, bottom = first // rows_per, (first + count - 1) // rows_per + 1
         factors = torch.empty(

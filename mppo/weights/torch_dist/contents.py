@@ -98,6 +98,7 @@ def _places(
         if type(name) is not str or not are_sizes([begin, nbytes]):
             raise pickle.UnpicklingError(f"{key} does not lie in a stretch of a file")
         file, size = files[name]
+        # a range beyond the file's end would fail only in the middle of a load
         if begin + nbytes > size:
             raise ValueError(
                 f"{file}: cut short: {key} ends at byte {begin + nbytes}, the file has {size}; "

@@ -103,18 +103,16 @@ def plan_megatron(
     sizes = [
         _nbytes(entry.shard_shape(1), kind) for entry, kind in zip(entries, dtypes, strict=True)
     ]
-    kept = {
-        name: (_plain_dtype(source.tensors[name].dtype), source.tensors[name].shape)
-        for name in extras
-        if keep_extra and is_extra_layer(name, shape)
-    }
+    kept = _extra_types(source, extras, shape) if keep_extra else {}
     total = sum(sizes) + sum(_nbytes(size, kind) for kind, size in kept.values())
+    # every rank assigns all places, because the index lists all chunks and files
     layout = ChunkFiles(folder, max_file_bytes or file_bytes(total))
     tensors: dict[str, GlobalTensor] = {}
     tasks, done = {}, 0
     for number, (entry, kind, size) in enumerate(zip(entries, dtypes, sizes, strict=True)):
         where = place(entry, table, is_homogeneous(table))
         local = entry.shard_shape(1)
+        # a chunk holds one layer (and one expert): a box of size 1 in each leading dimension
         chunk_shape = (1,) * len(where.leading) + local
         head, tail = archive_frame(kind, chunk_shape)
         file, begin = layout.take(len(head) + size + len(tail))
@@ -124,6 +122,7 @@ def plan_megatron(
         for key in where.keys:
             before = tensors[key].chunks if key in tensors else ()
             tensors[key] = GlobalTensor(global_shape, kind, (*before, chunk))
+        # the costly part, for the tasks of this share only
         if share.takes(done, total):
             target = StoredTensor(file, begin + len(head), kind, local)
             stretches = _import_stretches(entry, source, shape)
@@ -217,6 +216,17 @@ def _import_stretches(entry: Entry, source: HFFolder, shape: ModelShape) -> tupl
         for hf_row, row, length in row_ranges(entry, number, shape.kv_heads):
             out.append(Stretch(stored, hf_row, row, length, scales=scales and Scales(*scales)))
     return tuple(out)
+
+
+def _extra_types(
+    source: HFFolder, extras: Iterable[str], shape: ModelShape
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape, after dequantisation, of the extra tensors that belong to a layer."""
+    return {
+        name: (_plain_dtype(source.tensors[name].dtype), source.tensors[name].shape)
+        for name in extras
+        if is_extra_layer(name, shape)
+    }
 
 
 def _extra_tasks(

@@ -79,6 +79,7 @@ def locate(chunk: Chunk) -> StoredTensor:
                 if pickled.file_size > MAX_PICKLE_BYTES:
                     raise ValueError(f"its pickle has {pickled.file_size} bytes")
                 saved = read_pickle(archive.read(pickled), _SAVED_TENSOR)
+            # zip's local header: 30 bytes, with the lengths of name and extra field in the last 4
             stream.seek(chunk.archive_offset + data.header_offset + 26)
             lengths = stream.read(4)
         dtype, first, shape = _contiguous(saved)

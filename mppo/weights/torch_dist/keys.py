@@ -77,6 +77,7 @@ def extra_states(table: Table, homogeneous: bool) -> Iterator[str]:
         }
         modules.add(("self_attention.core_attention", False))
         for module, expert in sorted(modules):
+            # Megatron shards the state like the weights: by layer (if keys are shared) and expert
             for number in range(table.shape.num_experts if expert else 1):
                 leading = [(layer, table.shape.num_layers)] if homogeneous else []
                 leading += [(number, table.shape.num_experts)] if expert else []
