@@ -99,20 +99,20 @@ def check_numbers(content: dict[str, Any]) -> None:
     for key, (least, most) in SIZES.items():
         value = content.get(key)
         if value is not None and not (type(value) is int and least <= value <= most):
-            raise refuse(key, value, "no size of a model", f"a whole number, {least} to {most}")
+            raise refuse(key, value, "not a valid size", f"give an integer from {least} to {most}")
     for key, (low, high) in NUMBERS.items():
         value = content.get(key)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and low <= value <= high):
-            raise refuse(key, value, "no such number of a model", f"from {low:g} to {high:g}")
+            raise refuse(key, value, "out of range", f"give a number from {low:g} to {high:g}")
     dense = content.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise refuse("mlp_only_layers", dense, "no list of layers", "give whole numbers")
+        raise refuse("mlp_only_layers", dense, "not a list of layers", "give integers")
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(content.get(key) or {}, dict):
-            raise refuse(key, content[key], "not an object", "give its settings by name")
+            raise refuse(key, content[key], "not a JSON object", "give its settings by name")
     layers = content.get("num_hidden_layers") or 1
     for key in ("num_experts", "n_routed_experts", "num_local_experts"):
         experts = content.get(key) or 0
         if layers * experts > MAX_EXPERT_LAYERS:
-            raise refuse(key, experts, f"in {layers} layers: too many", "correct one of the two")
+            raise refuse(key, experts, f"too many in {layers} layers", "correct one of the numbers")

@@ -92,11 +92,11 @@ def _places(
                          ("transform_descriptors",))  # fmt: skip
         name, begin, nbytes = (fields[name] for name in ("relative_path", "offset", "length"))
         if fields.get("transform_descriptors"):
-            raise pickle.UnpicklingError(f"{key} is compressed, which no reader here undoes")
+            raise pickle.UnpicklingError(f"{key} is compressed, which is not supported")
         if type(name) is str and name not in files:
             files[name] = _data_file(folder, name)
         if type(name) is not str or not are_sizes([begin, nbytes]):
-            raise pickle.UnpicklingError(f"{key} does not lie in a stretch of a file")
+            raise pickle.UnpicklingError(f"{key} has no valid byte range of a file")
         file, size = files[name]
         # a range beyond the file's end would fail only in the middle of a load
         if begin + nbytes > size:
@@ -150,7 +150,7 @@ def _tensor(
             and all(begin + size <= most for begin, size, most in zip(offsets, sizes, shape))
         )
         if not within or (key, offsets) not in places:
-            raise pickle.UnpicklingError(f"a chunk of {key} lies outside of it, or in no file")
+            raise pickle.UnpicklingError(f"a chunk of {key} exceeds it, or has no place in a file")
         chunks.append(Chunk(offsets, sizes, *places[key, offsets]))
     if sum(math.prod(chunk.sizes) for chunk in chunks) > math.prod(shape):
         raise pickle.UnpicklingError(f"chunks of {key} overlap")
