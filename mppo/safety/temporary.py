@@ -89,14 +89,14 @@ def remove_leftovers(place: Path | None = None) -> list[Path]:
     place = place or Path(tempfile.gettempdir())
     removed = []
     with suppress(OSError):  # a folder that cannot be listed
-        removed = [folder for folder in place.glob("mppo-*") if _remove_if_left(folder)]
+        removed = [folder for folder in place.glob("mppo-*") if _remove_leftover(folder)]
     return removed
 
 
 def _make(place: Path) -> tuple[Path, int]:
     """Create a folder of this process; return it with the descriptor that locks it."""
     pid = os.getpid()
-    prefix = f"mppo-{_host()}-{pid}-{_started(pid) or 0}-"
+    prefix = f"mppo-{_host()}-{pid}-{_start_ticks(pid) or 0}-"
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     with suppress(OSError):  # a file system without locks: the process id remains
@@ -109,9 +109,9 @@ def _remove_own(pid: int) -> None:
         _remove(_own.pop(pid))
 
 
-def _remove_if_left(folder: Path) -> bool:
+def _remove_leftover(folder: Path) -> bool:
     name = _NAME.fullmatch(folder.name)
-    if name is None or name[1] != _host() or _lives(int(name[2]), int(name[3])):
+    if name is None or name[1] != _host() or _is_running(int(name[2]), int(name[3])):
         return False
     try:
         status = folder.lstat()
@@ -153,12 +153,12 @@ def _host() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
-def _lives(pid: int, started: int) -> bool:
+def _is_running(pid: int, started: int) -> bool:
     """Whether the process with this id and start time still runs; True if that is unknown."""
-    return not Path("/proc/self/stat").exists() or _started(pid) == started
+    return not Path("/proc/self/stat").exists() or _start_ticks(pid) == started
 
 
-def _started(pid: int) -> int | None:
+def _start_ticks(pid: int) -> int | None:
     """Return a process's start in ticks since the boot; None if it has ended or is unknown."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

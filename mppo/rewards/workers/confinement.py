@@ -105,7 +105,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)  # the parent ended before the call
 
 
-def renounce() -> None:
+def drop_privileges() -> None:
     """Drop all capabilities and all ways to gain privileges, and allow only harmless system calls.
 
     Raises:

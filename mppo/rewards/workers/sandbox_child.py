@@ -31,9 +31,9 @@ from mppo.rewards.workers.confinement import (
     close_files,
     die_first,
     die_with_parent,
+    drop_privileges,
     libc,
     limit,
-    renounce,
 )
 
 NOBODY = 65534
@@ -88,7 +88,7 @@ def confine(job, root):
     if os.geteuid() == 0:
         for capability in range(64):
             if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-                break  # past the last capability, or not permitted: renounce() drops them all
+                break  # past the last capability, or not permitted: drop_privileges() drops them all
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -105,7 +105,7 @@ def confine(job, root):
             "MSGQUEUE": 0,
         }
     )
-    renounce()
+    drop_privileges()
 
 
 def run(job):

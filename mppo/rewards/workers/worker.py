@@ -22,8 +22,8 @@ from mppo.rewards.workers.confinement import (
     close_files,
     die_first,
     die_with_parent,
+    drop_privileges,
     limit,
-    renounce,
 )
 
 READY, SCORE, NO_SCORE, RAISED, NO_MEMORY = b"r", b"s", b"n", b"e", b"m"
@@ -109,7 +109,7 @@ def _prepare(task: ScoringTask, parent: int, requests: int, records: int) -> Non
     if task.confined:
         limit({"CORE": 0, "FSIZE": 0})
         if linux:
-            renounce()
+            drop_privileges()
 
 
 def _answer(function: Function, item: Any) -> tuple[bytes, float, str]:

@@ -43,7 +43,10 @@ class HFFolder:
         for file in self._files():
             for name, tensor in read_header(file).items():
                 if name in stored:
-                    raise ValueError(f"{name} is stored in {stored[name].file} and in {file}")
+                    raise ValueError(
+                        f"{name} is stored in {stored[name].file} and in {file}; remove one of "
+                        "the files"
+                    )
                 stored[name] = tensor
         self._check_index(stored)
         self._scales = {
@@ -81,7 +84,10 @@ class HFFolder:
         files = [inside(self.path, name) for name in set(index.values())]
         missing = sorted(file.name for file in files if not file.exists())
         if missing:
-            raise ValueError(f"{self.path}: {INDEX} names {', '.join(missing)}, not in the folder")
+            raise ValueError(
+                f"{self.path}: {INDEX} names {', '.join(missing)}, not in the folder; download "
+                "the folder again"
+            )
         return sorted(files)
 
     def _check_index(self, stored: dict[str, StoredTensor]) -> None:
@@ -89,7 +95,7 @@ class HFFolder:
         if lost:
             raise ValueError(
                 f"{self.path}: {INDEX} names {len(lost)} tensors that no file holds, such as "
-                f"{lost[0]}"
+                f"{lost[0]}; download the folder again"
             )
 
     def shape(self, name: str) -> tuple[int, ...]:

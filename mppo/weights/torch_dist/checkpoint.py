@@ -74,13 +74,19 @@ def load_megatron(path: str | Path, chunks: Sequence[Any]) -> tuple[str, ...]:
     lost = sorted(k.removeprefix(prefix) for k in absent_keys if "_extra_state" not in k)
     fresh = tuple(key for key in lost if key == VALUE_HEAD)
     if len(lost) > len(fresh):
-        raise ValueError(f"{folder}: lacks {len(lost)} parameters, such as {lost[0]}")
+        raise ValueError(
+            f"{folder}: lacks {len(lost)} parameters, such as {lost[0]}; use a complete checkpoint "
+            "of this model"
+        )
     for number, chunk in enumerate(chunks):
         absent, unexpected = chunk.load_state_dict(loaded[f"model{number}"], strict=False)
         names = [*absent, *unexpected]
         wrong = [n for n in names if not n.endswith("_extra_state") and n not in fresh]
         if wrong:
-            raise ValueError(f"{folder}: does not fit the model: {', '.join(wrong[:5])}")
+            raise ValueError(
+                f"{folder}: does not fit the model: {', '.join(wrong[:5])}; use a checkpoint of "
+                "this model"
+            )
     return fresh
 
 

@@ -57,6 +57,7 @@ BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_COPY = "copy the checkpoint again"
 MAX_PICKLE_BYTES = 1 << 16
 """Limit for the pickle of a chunk's archive: shape, strides and dtype of one tensor."""
 FILES, MIN_FILE_BYTES, MAX_FILE_BYTES = 16, 64 << 20, 5 * 10**9
@@ -85,15 +86,19 @@ def locate(chunk: Chunk) -> StoredTensor:
         dtype, first, shape = _contiguous(saved)
     except Exception as error:  # readers raise many types for a damaged archive
         raise ValueError(
-            f"{chunk.file}: unreadable chunk at byte {chunk.archive_offset} ({error})"
+            f"{chunk.file}: unreadable chunk at byte {chunk.archive_offset} ({error}); {_COPY}"
         ) from error
     if shape != chunk.sizes:
-        raise ValueError(f"{chunk.file}: a chunk of shape {chunk.sizes} is stored as {shape}")
+        raise ValueError(
+            f"{chunk.file}: a chunk of shape {chunk.sizes} is stored as {shape}; {_COPY}"
+        )
     name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
     begin = data.header_offset + 30 + name + extra + first * dtype.itemsize
     stored = StoredTensor(chunk.file, chunk.archive_offset + begin, dtype, shape)
     if begin + stored.nbytes > chunk.archive_bytes:
-        raise ValueError(f"{chunk.file}: the chunk at byte {chunk.archive_offset} is cut short")
+        raise ValueError(
+            f"{chunk.file}: the chunk at byte {chunk.archive_offset} is cut short; {_COPY}"
+        )
     return stored
 
 

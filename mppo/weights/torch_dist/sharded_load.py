@@ -123,8 +123,8 @@ class _Tensors(LoadShardedStrategy):
         boxes = self._stored[shard.key]
         if boxes.tensor.shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch:
             raise ValueError(
-                f"{self._folder}: {shard.key} has shape {list(boxes.tensor.shape)}, the model "
-                f"{list(shard.global_shape)}"
+                f"{self._folder}: {shard.key} has shape {list(boxes.tensor.shape)}, but the model "
+                f"has {list(shard.global_shape)}; use a checkpoint of this model"
             )
         if shard.data is None:
             shard.init_data("cpu")
