@@ -88,7 +88,7 @@ def confine(job, root):
     if os.geteuid() == 0:
         for capability in range(64):
             if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-                break  # past the last capability, or not permitted: drop_privileges() drops them all
+                break  # past the last, or not permitted: drop_privileges() drops all
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
