@@ -177,14 +177,14 @@ def mppo_worker(folder: str, dtype: str) -> None:
 class CountScorer:
     """The part of ``mppo.rewards.scorer.Scorer`` that a step asks for."""
 
-    def judged(self, trajectories):
-        from mppo.rewards.judgement import Judgement
+    def raw_scores(self, trajectories):
+        from mppo.rewards.scores import ResponseScore
 
-        return [Judgement(sum(t.response_ids) % 7 / 7) for t in trajectories]
+        return [ResponseScore(sum(t.response_ids) % 7 / 7) for t in trajectories]
 
-    score = judged_by_all = judged
+    score = raw_scores_divided = raw_scores
 
-    def shaped(self, scores, trajectories):
+    def shape_scores(self, scores, trajectories):
         return scores
 
 

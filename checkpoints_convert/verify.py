@@ -16,7 +16,8 @@ from mppo.weights.hf.transfer import Copier, CopyTask
 from mppo.weights.load import known_extras
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.conversion import CheckpointReader, Share, whole_stretch
+from mppo.weights.torch_dist.conversion import Share, full_stretch
+from mppo.weights.torch_dist.reader import CheckpointReader
 
 HOLE = 0xFF  # a NaN in every float type
 
@@ -104,7 +105,7 @@ def _compare(
             shape = entry.row.shapes[number]
             target = StoredTensor(Path(), 0, reader.dtype(entry), shape)
             converted = CopyTask(name, target, reader.stretches(entry, number))
-            stored = CopyTask(name, target, (whole_stretch(source, name),))
+            stored = CopyTask(name, target, (full_stretch(source, name),))
             sums = _checksum(checkpoint, converted), _checksum(folder, stored)
             out.append(Compared(name, *sums))
         done += source.tensors[name].nbytes

@@ -35,7 +35,7 @@ from mppo.safety.redact import redacted_output
 from mppo.supervision.last_words import refuse_recipe
 from mppo.trainer.failures import is_bad_input
 from mppo.trainer.metrics import errors_of, mean_numbers, mean_scores, unscored
-from mppo.weights.hf.whole_tensors import whole_tensors
+from mppo.weights.hf.full_tensors import full_tensors
 from mppo.weights.model_folder import companion_folder
 
 
@@ -160,7 +160,7 @@ def model_buckets(folder: Path, config, bucket_bytes: int) -> Iterator[WeightBuc
     """The tensors of a model folder or checkpoint, in buckets of about ``bucket_bytes`` bytes."""
     bucket: WeightBucket = []
     size = 0
-    for name, tensor in whole_tensors(folder, config):
+    for name, tensor in full_tensors(folder, config):
         bucket.append((name, tensor.to(device.device())))
         size += tensor.nbytes
         if size >= bucket_bytes:

@@ -1,12 +1,12 @@
-"""Renders conversations with a chat template, in a process that may be killed.
+"""Renders conversations with a chat template, in a process with limits.
 
-Started as a script by ``mppo.data.chat_template``. Reads a JSON job from standard input:
+Started as a script by ``mppo.data.chat_template``. The job is JSON on standard input:
 
-    path: Python's search path; template, variables: Jinja text, and what it may use besides
+    path: Python's search path; template, variables: the Jinja text and its variables
     conversations: lists of messages
-    cpu_s, memory_mb: limits, on top of what the imports took; most: characters of one result
+    cpu_s, memory_mb: limits, added to what the imports used; max_characters: of one rendered text
 
-Writes a JSON line per conversation: its text, or ``{"error": text}`` and nothing more.
+Writes a JSON line per conversation: its text, or ``{"error": text}`` and then ends.
 """
 
 import json
@@ -17,21 +17,21 @@ import time
 
 
 def limit_process(cpu_s, memory_mb):
-    """Bound processor time and address space from here on."""
+    """Allow ``cpu_s`` and ``memory_mb`` beyond the processor time and address space in use."""
     with open("/proc/self/statm") as stream:
         pages = int(stream.read().split()[0])
     memory = pages * resource.getpagesize() + (memory_mb << 20)
     seconds = math.ceil(time.process_time() + cpu_s)
-    for kind, most in (
+    for kind, limit in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(kind, (most, most))
+        resource.setrlimit(kind, (limit, limit))
 
 
 def main():
-    """See the module's text."""
+    """Render the job of standard input (see the module's docstring)."""
     job = json.load(sys.stdin)
     sys.path[:] = job["path"]
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -46,8 +46,10 @@ def main():
                 **job["variables"],
             )
             text = rendered[0]
-            if len(text) > job["most"]:
-                raise ValueError(f"a text of {len(text)} characters")
+            if len(text) > job["max_characters"]:
+                raise ValueError(
+                    f"a text of {len(text)} characters, more than {job['max_characters']}"
+                )
         except Exception as error:
             text = {"error": f"{type(error).__name__} in prompt {number}: {error}"[:500]}
         print(json.dumps(text))

@@ -12,18 +12,17 @@ from mppo.data.source import PromptSet
 
 
 class PromptLoader:
-    """Endless batches of prompts, epoch after epoch.
+    """Iterator over batches of prompts without end, epoch after epoch.
 
-    The state is the position and the prompts given back.
-
-    Every epoch holds each prompt once, in an order that depends on seed and epoch alone. Nothing
-    is dropped: a batch that an epoch's end cuts short goes on with the next epoch.
+    Every epoch holds each prompt once, in an order that depends on seed and epoch alone. No prompt
+    is dropped: a batch at the end of an epoch is filled up from the next epoch. The state consists
+    of the position and of the prompts that were returned with ``give_back``.
 
     Args:
         prompt_set: N prompts, at least one.
         batch_size: prompts per batch.
-        shuffle: a new order each epoch; otherwise the set's order.
-        seed: of the shuffling.
+        shuffle: use a new order in each epoch; otherwise the order of ``prompt_set``.
+        seed: seed of the orders.
     """
 
     def __init__(self, prompt_set: PromptSet, batch_size: int, shuffle: bool, seed: int) -> None:
@@ -42,23 +41,23 @@ class PromptLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches until every prompt was seen once (the last may reach into the next epoch)."""
+        """Batches per epoch, rounded up: the last one may reach into the next epoch."""
         return -(-len(self.prompt_set) // self.batch_size)
 
     @property
     def epoch(self) -> float:
-        """Epochs done so far, in parts."""
+        """Epochs done so far, as a fraction."""
         return self.position / len(self.prompt_set)
 
     def __iter__(self) -> Iterator[list[Prompt]]:
         return self
 
     def __next__(self) -> list[Prompt]:
-        """The next batch; each prompt's ``uid`` is its position in the run."""
+        """Return the next batch; each prompt's ``uid`` is its position in the run."""
         return self.take(self.batch_size)
 
     def take(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts, those given back first."""
+        """Return the next ``count`` prompts; those that were given back come first."""
         prompts = self.peek(count)
         again = len(self._returned[:count])
         self._returned = self._returned[again:]
@@ -66,17 +65,17 @@ class PromptLoader:
         return prompts
 
     def peek(self, count: int) -> list[Prompt]:
-        """What ``take`` would give; until it does, they count as not drawn."""
+        """Return what ``take`` would return, without a change of the state."""
         again = self._returned[:count]
         fresh = range(self.position, self.position + count - len(again))
         return [self._prompt(position) for position in (*again, *fresh)]
 
     def give_back(self, prompts: Sequence[Prompt]) -> None:
-        """Have prompts that were taken but not trained on come again, first of all."""
+        """Return prompts that were not trained on; they come first in the next ``take``."""
         self._returned = [prompt.uid for prompt in prompts] + self._returned
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, as JSON-able values."""
+        """Return the position in the data as values for JSON."""
         return {
             "position": self.position,
             "returned": list(self._returned),
@@ -85,17 +84,17 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position.
+        """Continue from a saved position.
 
         Raises:
-            ValueError: the state was saved with other data or another seed, so that the position
-                would mean other prompts.
+            ValueError: the state was saved with other data or another seed, with which the
+                position would refer to other prompts.
         """
         mine = self.state_dict()
         for key in ("seed", "num_prompts"):
             if state[key] != mine[key]:
                 raise ValueError(
-                    f"the checkpoint's data order has {key} = {state[key]}, this run "
+                    f"the checkpoint's data order has {key} = {state[key]}, this run has "
                     f"{mine[key]}: resume with the same data section, or start a new run"
                 )
         self.position = int(state["position"])

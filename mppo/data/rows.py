@@ -1,4 +1,4 @@
-"""Rows of jsonl and parquet files, with the place of every issue."""
+"""Rows of jsonl and parquet files; messages name the file and the line."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mppo.safety.input_files import open_file, parse_json
 
 MAX_LINE_BYTES = 64 << 20
 MAX_ROWS, ROWS_AT_ONCE = 100_000_000, 1024
-"""Of a parquet file: a small one can say that a row stands in it a billion times."""
+"""Limits for parquet files: a small file can claim to hold a row a billion times."""
 MAX_FAULTS, MAX_PLACES = 10, 5
-"""Causes told at once, and rows named for each."""
+"""Most causes in one message, and most rows named for each cause."""
 
 DEFAULT_ANSWER, VERL_ANSWER = "answer", "reward_model.ground_truth"
-"""The column of the answer, and where verl's rows have it instead."""
+"""The column of the answer, and the column of verl's rows."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class DataRow:
     """One data row.
 
     Args:
-        prompt: a text, or chat messages of ``role`` and ``content``.
-        answer: the ground truth; what is no text is kept as JSON.
-        data_source: the row's own ``data_source``, or the file's name without its ending.
+        prompt: a text, or chat messages with ``role`` and ``content``.
+        answer: the ground truth; a value that is not a text becomes JSON.
+        data_source: the row's ``data_source``, or the file's name without its suffix.
         extra: the row's other columns.
-        where: file and line, for messages.
+        where: file and line for messages.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -52,26 +52,26 @@ class _Unreadable:
 
 
 class _BadRow(ValueError):
-    """Why a row cannot be used."""
+    """A row that cannot be used; the message says why."""
 
 
 def read_rows(
     files: Sequence[str], key: str, prompt_key: str, answer_key: str, limit: int | None = None
 ) -> list[DataRow]:
-    """The rows of files, one file after the other.
+    """Read the rows of files, in the order of the files.
 
     Args:
-        files: paths ending in .jsonl or .parquet.
-        key: the recipe's key that names them, for messages.
-        prompt_key, answer_key: columns; dots reach into nested objects
-            (``reward_model.ground_truth``, where verl's rows have the answer: it is found there
-            without being named).
-        limit: rows to read at most, as evenly of each file as can be; None reads all.
+        files: paths ending in .jsonl, .ndjson or .parquet.
+        key: the recipe key that names the files, for messages.
+        prompt_key, answer_key: columns; a dot selects a key of a nested object. The default answer
+            column also finds verl's ``reward_model.ground_truth``.
+        limit: most rows to read, as evenly from each file as possible; None reads all.
 
     Raises:
-        ConfigError: missing, empty or unreadable files and faulty rows, one issue for each file
-            and cause, up to ``MAX_FAULTS``.
+        ConfigError: missing, empty or unreadable files and bad rows: one issue per file and cause,
+            up to ``MAX_FAULTS``.
     """
+    # one row of each file in turn, so that a limit takes as many rows from each
     sources = [_Source(Path(name).expanduser(), key) for name in files]
     turns = deque(sources)
     taken = 0
@@ -93,19 +93,19 @@ class _Source:
 
     Args:
         path: the file.
-        key: the recipe's key that names it.
+        key: the recipe key that names it.
     """
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
         self.rows: list[DataRow] = []
         self.causes: dict[str, list[tuple[str, Any]]] = {}
-        """Why rows cannot be used, to their places and contents."""
+        """Why rows cannot be used; the places and contents of the rows by cause."""
         self._records = _records(path, key)
         self._ended = False
 
     def read_row(self, prompt_key: str, answer_key: str) -> bool:
-        """Add the next usable row to ``rows``; whether there was one."""
+        """Append the next usable row to ``rows``; return whether there was one."""
         try:
             for where, content in self._records:
                 try:
@@ -125,7 +125,7 @@ class _Source:
         return False
 
     def issues(self) -> Iterator[ConfigIssue]:
-        """What is wrong with the file, and with its rows by cause."""
+        """Yield an issue for the file, or one per cause for its rows."""
         for why, places in self.causes.items():
             if not places:
                 yield ConfigIssue(self.key, str(self.path), why, "give the path of a readable file")
@@ -133,11 +133,11 @@ class _Source:
             where, content = places[0]
             yield ConfigIssue(where, _excerpt(content), why + self._further(places), _fix(self.key))
         if self._ended and not self.rows and not self.causes:
-            why = "the file holds no row"
+            why = "the file holds no rows"
             yield ConfigIssue(self.key, str(self.path), why, "give a file with rows")
 
     def _further(self, places: Sequence[tuple[str, Any]]) -> str:
-        """The rows that have the issue of the first, some of them by name."""
+        """Name further rows with the same cause, and count the rest."""
         if len(places) == 1:
             return ""
         named = [where.removeprefix(f"{self.path} ") for where, _ in places[1:MAX_PLACES]]
@@ -146,7 +146,7 @@ class _Source:
 
 
 def _records(path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    """Place and content of each record."""
+    """Yield place and content of each record."""
     if path.suffix in (".jsonl", ".ndjson"):
         yield from _jsonl(path)
     elif path.suffix == ".parquet":
@@ -190,15 +190,17 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
         try:
             table = parquet.ParquetFile(stream)
             if table.metadata.num_rows > MAX_ROWS:
-                raise ValueError(f"it says that it has {table.metadata.num_rows} rows")
+                raise ValueError(
+                    f"it claims to have {table.metadata.num_rows} rows, more than {MAX_ROWS}"
+                )
             batches = table.iter_batches(ROWS_AT_ONCE)
             contents = (content for batch in batches for content in batch.to_pylist())
             for number, content in enumerate(contents, start=1):
                 yield f"{path} row {number}", content
-        except Exception as error:  # whatever pyarrow makes of a damaged file
-            why = f"no readable parquet file: {error}"
+        except Exception as error:  # pyarrow raises many types for a damaged file
+            why = f"not a readable parquet file: {error}"
             raise ConfigError(
-                [ConfigIssue(key, str(path), why, "write it anew")], "data"
+                [ConfigIssue(key, str(path), why, "write the file again")], "data"
             ) from error
 
 
@@ -207,13 +209,14 @@ def _row(content: Any, path: Path, where: str, prompt_key: str, answer_key: str)
         raise _BadRow(f"not valid JSON: {content.why}")
     if not isinstance(content, dict):
         raise _BadRow(f"a JSON {type(content).__name__}, not an object")
-    if answer_key == DEFAULT_ANSWER and answer_key not in content and _is_verls(content):
+    if answer_key == DEFAULT_ANSWER and answer_key not in content and _has_verl_answer(content):
         answer_key = VERL_ANSWER
     prompt = _lookup(content, prompt_key)
     answer = _lookup(content, answer_key)
     _check_prompt(prompt, prompt_key)
     if answer is None:
         raise _BadRow(f"{answer_key!r} is null")
+    # the columns used above; a column with a nested answer stays, its other keys may be useful
     used = {prompt_key.partition(".")[0], answer_key.partition(".")[0], "data_source"}
     if "." in answer_key:
         used.discard(answer_key.partition(".")[0])
@@ -227,26 +230,26 @@ def _row(content: Any, path: Path, where: str, prompt_key: str, answer_key: str)
 
 
 def _lookup(content: dict[str, Any], key: str) -> Any:
-    """Value under a key, dots reaching into nested objects where no such column exists."""
+    """Return the value of a column, or of a key of a nested object if the key has dots."""
     if key in content:
         return content[key]
     value: Any = content
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
-            named = ", ".join(map(repr, _names(content))) or "none"
-            raise _BadRow(f"no key {key!r}; the row has {named}")
+            columns = ", ".join(map(repr, _names(content))) or "none"
+            raise _BadRow(f"no key {key!r}; the row has {columns}")
         value = value[part]
     return value
 
 
-def _is_verls(content: dict[str, Any]) -> bool:
-    """Whether a row has its answer where verl's data preparation puts it."""
+def _has_verl_answer(content: dict[str, Any]) -> bool:
+    """Whether a row has its answer in the column of verl's data preparation."""
     outer, _, inner = VERL_ANSWER.partition(".")
     return isinstance(content.get(outer), dict) and inner in content[outer]
 
 
 def _names(content: dict[str, Any]) -> list[str]:
-    """A row's columns, those within an object too, as ``data.answer_key`` would name them."""
+    """List a row's columns and those of nested objects, in the form of ``data.answer_key``."""
     return [
         name if inner is None else f"{name}.{inner}"
         for name, value in content.items()
@@ -267,11 +270,11 @@ def _check_prompt(prompt: Any, key: str) -> None:
 
 
 def _excerpt(content: Any) -> str:
-    unread = isinstance(content, _Unreadable)
-    text = content.line[:1000].decode(errors="replace") if unread else str(content)
-    text = text.strip()
+    if isinstance(content, _Unreadable):
+        content = content.line[:1000].decode(errors="replace")
+    text = str(content).strip()
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _fix(key: str) -> str:
-    return f"mend the row, or set data.prompt_key and data.answer_key to what {key} hold"
+    return f"correct the row, or set data.prompt_key and data.answer_key to columns of {key}"

@@ -1,4 +1,4 @@
-"""Prompts for a run, out of a procedural task or of jsonl and parquet files."""
+"""Prompts of a run, from a procedural task or from jsonl and parquet files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mppo.data.rows import DataRow, read_rows
 from mppo.hub.builtin import CHAT_TEMPLATE
 
 TASK_SIZES: dict[tasks.Split, int] = {"train": 4096, "val": 64}
-"""Prompts made from a task where ``data.train_size`` or ``data.val_size`` is null."""
+"""Number of prompts of a task if ``data.train_size`` or ``data.val_size`` is null."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class PromptSet:
     """The prompts of one split.
 
     Args:
-        prompts: N prompts; ``uid`` is the position in this tuple.
-        filtered: rows left out for being longer than ``data.max_prompt_length``.
-        truncated: prompts cut to that length.
+        prompts: N prompts; ``uid`` is the index in this tuple.
+        filtered: number of rows left out because they exceed ``data.max_prompt_length``.
+        truncated: number of prompts cut to that length.
     """
 
     prompts: tuple[Prompt, ...]
@@ -39,12 +39,12 @@ class PromptSet:
         return len(self.prompts)
 
     def summary(self) -> str:
-        """How many of each source there are, and what ``data.max_prompt_length`` did to others."""
+        """Count the prompts of each source, and those left out or truncated."""
         sources = Counter(prompt.data_source for prompt in self.prompts)
-        named = ", ".join(f"{name} {count}" for name, count in sources.items())
+        by_source = ", ".join(f"{name} {count}" for name, count in sources.items())
         changed = {"left out as too long": self.filtered, "truncated": self.truncated}
-        told = [f"{count} {how}" for how, count in changed.items() if count]
-        return ", ".join([f"{len(self)} ({named})" if named else "0", *told])
+        counts = [f"{count} {how}" for how, count in changed.items() if count]
+        return ", ".join([f"{len(self)} ({by_source})" if by_source else "0", *counts])
 
 
 def load_prompts(
@@ -54,16 +54,16 @@ def load_prompts(
 
     Args:
         data: the recipe's section.
-        tokenizer: with a chat template where ``data.apply_chat_template`` is set.
+        tokenizer: has a chat template if ``data.apply_chat_template`` is set.
         split: ``"train"`` or ``"val"``. Without ``data.val_files`` or a task, or with
             ``data.val_size`` 0, the validation split is empty.
 
     Returns:
-        The prompts in file or task order; ``PromptLoader`` shuffles.
+        The prompts in the order of the files or the task; ``PromptLoader`` shuffles them.
 
     Raises:
-        ConfigError: no or two sources, a bad file or row, a chat template that fails or does not
-            end, or no prompt short enough.
+        ConfigError: no source or two, a bad file or row, a chat template that fails or exceeds its
+            limits, or no prompt that is short enough.
     """
     if bool(data.task) == bool(data.train_files):
         found = "both" if data.task else "neither"
@@ -83,13 +83,13 @@ def _task_rows(data: DataConfig, split: tasks.Split) -> list[DataRow]:
     kwargs = dict(data.task_kwargs)
     template = kwargs.pop("template", "{question}")
     if not isinstance(template, str) or "{question}" not in template:
-        fix = "a text that contains {question}"
+        fix = "give a text that contains {question}"
         raise ConfigError(
-            [ConfigIssue("data.task_kwargs.template", template, "no place to fill", fix)]
+            [ConfigIssue("data.task_kwargs.template", template, "has no {question}", fix)]
         )
     source = tasks.task(data.task, **{"seed": data.seed, **kwargs})
-    asked = data.val_size if split == "val" else data.train_size
-    count = TASK_SIZES[split] if asked is None else asked
+    size = data.val_size if split == "val" else data.train_size
+    count = TASK_SIZES[split] if size is None else size
     return [
         DataRow(
             prompt=template.replace("{question}", example.prompt),
@@ -113,7 +113,7 @@ def _file_rows(data: DataConfig, split: tasks.Split) -> list[DataRow]:
 def _render(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[DataRow]
 ) -> list[str]:
-    """Text of each row, as the model will see it."""
+    """Return the text of each row as the model gets it."""
     if not data.apply_chat_template:
         return _render_plain(data, rows)
     if not tokenizer.chat_template:
@@ -133,7 +133,7 @@ def _render(
         raise ConfigError(
             [ConfigIssue("data.apply_chat_template", True, str(error), fix)]
         ) from error
-    if template == CHAT_TEMPLATE:  # the embedded models' own does end
+    if template == CHAT_TEMPLATE:  # the embedded models' template needs no limits
         return tokenizer.apply_chat_template(  # type: ignore[return-value]
             conversations, add_generation_prompt=True, tokenize=False
         )
@@ -143,12 +143,12 @@ def _render(
 def _render_plain(data: DataConfig, rows: Sequence[DataRow]) -> list[str]:
     issues = []
     if data.system_prompt:
-        why = "there is no place for it without a chat template"
-        fix = "drop it, or set data.apply_chat_template=true"
+        why = "a system prompt needs a chat template"
+        fix = "remove it, or set data.apply_chat_template=true"
         issues.append(ConfigIssue("data.system_prompt", data.system_prompt, why, fix))
     conversation = next((row for row in rows if not isinstance(row.prompt, str)), None)
     if conversation is not None:
-        why = f"{conversation.where} holds a list of messages"
+        why = f"{conversation.where} holds a list of messages, which needs a chat template"
         issues.append(ConfigIssue("data.apply_chat_template", False, why, "set it to true"))
     if issues:
         raise ConfigError(issues)
@@ -162,7 +162,7 @@ def _messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _fit(
     data: DataConfig, rows: Sequence[DataRow], texts: Sequence[str], token_ids: Sequence[list[int]]
 ) -> PromptSet:
-    """Leave out or cut what is longer than ``data.max_prompt_length``."""
+    """Leave out or cut prompts that are longer than ``data.max_prompt_length``."""
     limit = data.max_prompt_length
     kept: list[Prompt] = []
     filtered = truncated = 0
@@ -185,14 +185,14 @@ def _fit(
         )
     if not kept:
         shortest = min(len(ids) for ids in token_ids)
-        why = f"all {len(rows)} prompts are longer; the shortest has {shortest} tokens"
+        why = f"all {len(rows)} prompts are longer: the shortest has {shortest} tokens"
         fix = f"raise it to at least {shortest}, or set data.filter_overlong_prompts=false"
         raise ConfigError([ConfigIssue("data.max_prompt_length", limit, why, fix)])
     return PromptSet(tuple(kept), filtered, truncated)
 
 
 def _truncate(ids: list[int], limit: int, side: str, where: str) -> list[int]:
-    """``limit`` of the tokens: ``left`` cuts the beginning, ``right`` the end."""
+    """Cut a prompt to ``limit`` tokens at the ``left``, ``right`` or ``middle``."""
     if side == "error":
         issue = ConfigIssue(
             "data.max_prompt_length",

@@ -1,4 +1,4 @@
-"""Right answers to imitate, for the supervised warm start of a model with random weights."""
+"""Examples of right answers, for the supervised warm start (SFT) of a model with random weights."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from random import Random
 from transformers import PreTrainedTokenizerBase
 
 from mppo.data.source import PromptSet
+from mppo.hub.builtin import eos_id
 
 SupervisedExample = tuple[tuple[int, ...], tuple[int, ...]]
-"""Prompt tokens; answer tokens closed by the end-of-sequence token."""
+"""Prompt tokens, and answer tokens with the end-of-sequence token at their end."""
 
 
 def supervised_examples(
     prompt_set: PromptSet, tokenizer: PreTrainedTokenizerBase, n: int, seed: int
 ) -> list[SupervisedExample]:
-    """``n`` examples, each prompt used once before any is used again.
+    """Draw ``n`` examples; every prompt is used once before any is used again.
 
     Args:
         prompt_set: at least one prompt.
         tokenizer: turns the ground truth into tokens.
         n: number of examples.
-        seed: of the order.
+        seed: seed of the order.
     """
     random = Random(f"supervised {seed}")
     order: list[int] = []
@@ -33,8 +34,8 @@ def supervised_examples(
     if not chosen:
         return []
     answers = tokenizer([prompt.ground_truth for prompt in chosen], add_special_tokens=False)
-    end = (tokenizer.eos_token_id,)
+    eos = eos_id(tokenizer)
     return [
-        (prompt.token_ids, (*answer_ids, *end))
+        (prompt.token_ids, (*answer_ids, eos))
         for prompt, answer_ids in zip(chosen, answers["input_ids"])
     ]

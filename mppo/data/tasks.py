@@ -1,7 +1,7 @@
-"""Procedural tasks: endless, seeded questions whose answers a rule can check.
+"""Procedural tasks: seeded questions without end, whose answers a rule can check.
 
-Example ``i`` of a task depends on the task's parameters and ``i`` alone, so any machine makes the
-same data. ``reasoning_gym:NAME`` opens the task families of the optional package of that name.
+Example ``i`` of a task depends on the task's parameters and ``i`` alone, so every machine generates
+the same data. ``reasoning_gym:NAME`` is a task family of the optional package reasoning_gym.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mppo.config.errors import ConfigError, ConfigIssue, nearest
 Split = Literal["train", "val"]
 VAL_FRACTION = 0.1
 _PATIENCE = 1000
-"""Examples in a row without a new prompt, after which a task is taken to have no more."""
+"""Number of consecutive examples without a new prompt after which a task counts as exhausted."""
 REASONING_GYM = "reasoning_gym:"
 
 
@@ -30,9 +30,9 @@ class Example:
     """One question.
 
     Args:
-        prompt: what is asked.
-        answer: the one right answer, as the verifier compares it.
-        extra: what a verifier needs besides.
+        prompt: the question.
+        answer: the right answer in the form that the verifier compares.
+        extra: further values for the verifier.
     """
 
     prompt: str
@@ -44,7 +44,7 @@ class Task(Protocol):
     """A source of examples."""
 
     def example(self, index: int) -> Example:
-        """Example number ``index`` (any non-negative integer)."""
+        """Generate example number ``index`` (any non-negative integer)."""
         ...
 
 
@@ -53,11 +53,11 @@ class Arithmetic:
     """``12+5=`` -> ``17``.
 
     Args:
-        seed: another seed, another order of examples.
+        seed: selects the order of the examples.
         max_operand: operands are drawn from 0 to this, both included.
         terms: number of operands.
-        operations: characters out of ``+-*``, drawn anew between each pair of operands.
-        ending: what follows the expression.
+        operations: characters from ``+-*``; one is drawn for each pair of operands.
+        ending: text after the expression.
     """
 
     seed: int = 0
@@ -69,8 +69,8 @@ class Arithmetic:
     def __post_init__(self) -> None:
         _require(self, "max_operand", self.max_operand >= 0, "at least 0")
         _require(self, "terms", self.terms >= 2, "at least 2")
-        valid = bool(self.operations) and set(self.operations) <= set("+-*")
-        _require(self, "operations", valid, "one or more of + - *")
+        are_valid = bool(self.operations) and set(self.operations) <= set("+-*")
+        _require(self, "operations", are_valid, "one or more of + - *")
 
     def example(self, index: int) -> Example:
         random = _random(self, index)
@@ -86,7 +86,7 @@ class Reverse:
     """``reverse abc`` -> ``cba``.
 
     Args:
-        seed: another seed, another order of examples.
+        seed: selects the order of the examples.
         min_length, max_length: characters of the word.
         alphabet: characters a word is made of.
     """
@@ -111,7 +111,7 @@ class SortDigits:
     """``sort 3142`` -> ``1234``.
 
     Args:
-        seed: another seed, another order of examples.
+        seed: selects the order of the examples.
         min_length, max_length: number of digits.
     """
 
@@ -132,9 +132,9 @@ class CountLetters:
     """``count a in banana`` -> ``3``.
 
     Args:
-        seed: another seed, another order of examples.
+        seed: selects the order of the examples.
         min_length, max_length: letters of the word.
-        alphabet: letters a word is made of, and that are asked for.
+        alphabet: letters of the words, and letters to count.
     """
 
     seed: int = 0
@@ -158,14 +158,14 @@ class ReasoningGym:
 
     Args:
         name: the family, such as ``chain_sum`` or ``gsm_symbolic``.
-        seed: another seed, other examples.
+        seed: selects the examples.
         parameters: the family's own parameters.
 
     Raises:
-        ConfigError: the package is missing, or it knows no such family or parameter.
+        ConfigError: the package is missing, or has no such family or parameter.
     """
 
-    SIZE = 1_000_000  # some families draw this many numbers when they are opened
+    SIZE = 1_000_000  # some families draw this many numbers when they are created
 
     def __init__(self, name: str, seed: int = 0, **parameters: Any) -> None:
         self.name = name
@@ -179,8 +179,8 @@ class ReasoningGym:
             issue = ConfigIssue(
                 "data.task_kwargs",
                 parameters,
-                f"reasoning_gym refuses them for {name}: {error}",
-                f"see the configuration of {name} in the documentation of reasoning_gym",
+                f"reasoning_gym rejects them for {name}: {error}",
+                f"correct them; reasoning_gym documents the configuration of {name}",
             )
             raise ConfigError([issue]) from error
 
@@ -199,7 +199,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def task(name: str, **kwargs: Any) -> Task:
-    """A task by name.
+    """Create a task by name.
 
     Args:
         name: a key of ``TASKS``, or ``reasoning_gym:NAME``.
@@ -222,22 +222,23 @@ def task(name: str, **kwargs: Any) -> Task:
             fix = f"{hint}{name} takes {', '.join(known)}"
             issues.append(ConfigIssue(where, value, f"the task {name} has no such parameter", fix))
         elif type(value) is not type(known[key].default):
-            wanted = type(known[key].default).__name__
-            issues.append(ConfigIssue(where, value, "wrong type", f"give a value of type {wanted}"))
+            kind = type(known[key].default).__name__
+            why = f"of type {type(value).__name__}"
+            issues.append(ConfigIssue(where, value, why, f"give a value of type {kind}"))
     if issues:
         raise ConfigError(issues)
     return TASKS[name](**kwargs)
 
 
 def split_examples(source: Task, split: Split, count: int) -> Iterator[Example]:
-    """The first ``count`` examples of a split.
+    """Yield the first ``count`` examples of a split.
 
-    A hash of the prompt decides the split, so that no validation prompt is ever trained on, even
-    where a task is small enough for its prompts to repeat. Validation has each prompt once, and
-    fewer than ``count`` of them where the task has no more.
+    A hash of the prompt decides the split, so the run never trains on a validation prompt, even if
+    the task is so small that its prompts repeat. The validation split has each prompt once, and
+    fewer than ``count`` prompts if the task has no more.
 
     Raises:
-        ConfigError: so few prompts fall into the split that the task must be too small for one.
+        ConfigError: no example falls into the split, because the task is too small.
     """
     found, seen, last = 0, set(), 0
     for index in itertools.count():
@@ -261,7 +262,7 @@ def split_examples(source: Task, split: Split, count: int) -> Iterator[Example]:
 
 
 def import_reasoning_gym() -> Any:
-    """The package, or a ConfigError that says how to get it."""
+    """Import reasoning_gym; a ConfigError says how to install it."""
     try:
         return importlib.import_module("reasoning_gym")
     except ModuleNotFoundError as error:
@@ -288,7 +289,7 @@ def _word(random: Random, alphabet: str, min_length: int, max_length: int) -> st
 
 
 def _evaluate(expression: str) -> int:
-    """Value of an expression of non-negative integers and ``+ - *``, products first."""
+    """Evaluate an expression of non-negative integers and ``+ - *``; products come first."""
     total = 0
     for sum_term in expression.replace("-", "+-").split("+"):
         product = -1 if sum_term.startswith("-") else 1
@@ -303,16 +304,18 @@ def _require_lengths(source: Any, min_length: int, max_length: int) -> None:
     _require(source, "max_length", max_length >= min_length, "at least min_length")
 
 
-def _require(source: Any, key: str, holds: bool, wanted: str) -> None:
+def _require(source: Any, key: str, holds: bool, valid: str) -> None:
     if not holds:
         name = type(source).__name__
         value = getattr(source, key)
-        issue = ConfigIssue(f"data.task_kwargs.{key}", value, f"out of range for {name}", wanted)
+        issue = ConfigIssue(
+            f"data.task_kwargs.{key}", value, f"out of range for {name}", f"give {valid}"
+        )
         raise ConfigError([issue])
 
 
 def _unknown_name(name: str, known: list[str]) -> ConfigError:
     guess = nearest(name, known)
-    listing = ", ".join(known) if len(known) < 10 else f"{len(known)} of them"
-    fix = (f"did you mean {guess!r}? " if guess else "") + f"there are {listing}"
+    listing = ", ".join(known) if len(known) < 10 else f"{len(known)} names"
+    fix = (f"did you mean {guess!r}? " if guess else "") + f"the tasks are {listing}"
     return ConfigError([ConfigIssue("data.task", name, "no such task", fix)])

@@ -1,8 +1,8 @@
-"""Model folders: a Hugging Face folder on disk, or one of the embedded byte-sized models.
+"""Model folders: a Hugging Face folder on disk, or one of the embedded tiny models.
 
-The embedded models need no download: a config.json of a real family, a byte tokenizer and
-seeded random weights, written once into a cache folder in the ordinary Hugging Face form, so that
-everything downstream (weight import, rollout, export) takes the same road as with a real model.
+The embedded models need no download. Each has a config.json of a real family, a byte tokenizer and
+seeded random weights. They are written once into a cache folder in the Hugging Face form, so weight
+import, rollout and export run the same code as with a real model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mppo.safety.input_files import check_regular_files, read_json
 from mppo.safety.temporary import unfinished_folder
 from mppo.weights.model_folder import companion_folder
 
-if TYPE_CHECKING:  # imported where they are used: a recipe is judged in a second without them
+if TYPE_CHECKING:  # imported where they are used: the check of a recipe takes a second without
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PREFIX = "builtin:"
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %}{{ '\\n' }}{% endif %}"
     "{% endfor %}"
 )
-"""``<bos>question\\n``, then the answer closed by ``<eos>``: as few tokens as a turn can take."""
+"""``<bos>question\\n``, then the answer and ``<eos>``: the fewest tokens that a turn can have."""
 
 _TRUNK: dict[str, Any] = {
     "vocab_size": len(VOCAB),
@@ -96,20 +96,21 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def cache_folder() -> Path:
-    """Where embedded models are written unless told otherwise."""
+    """The folder of the embedded models: ``MPPO_CACHE``, or ``mppo`` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("MPPO_CACHE", Path(base) / "mppo"))
 
 
 def resolve_model(path: str, cache_dir: str | Path | None = None) -> Path:
-    """The folder a recipe's ``model.path``, ``critic.path`` or ``ref.path`` means.
+    """Return the folder of a recipe's ``model.path``, ``critic.path`` or ``ref.path``.
 
-    Several processes may ask at once: the folder appears whole or not at all.
+    Several processes may call this at the same time: an embedded model's folder gets its name when
+    it is complete.
 
     Args:
-        path: a Hugging Face folder, a Megatron checkpoint, or ``builtin:NAME`` with a name out of
+        path: a Hugging Face folder, a Megatron checkpoint, or ``builtin:NAME`` with a name from
             ``MODELS``.
-        cache_dir: where embedded models are written, made where missing; None: ``cache_folder``.
+        cache_dir: folder for embedded models, created if it is missing; None: ``cache_folder``.
 
     Returns:
         A folder with config.json (and, for embedded models, tokenizer and safetensors), or a
@@ -126,20 +127,24 @@ def resolve_model(path: str, cache_dir: str | Path | None = None) -> Path:
     try:
         companions = companion_folder(folder)
     except ValueError as error:
-        fix = "a model in Hugging Face form, or a checkpoint with its config.json"
+        fix = "name a model in Hugging Face form, or a checkpoint with its config.json"
         raise ConfigError([ConfigIssue("model.path", path, str(error), fix)]) from error
     if not (companions / "config.json").is_file():
-        fix = "a model in Hugging Face form, as save_pretrained writes it"
+        fix = "name a model in Hugging Face form, as save_pretrained writes it"
         raise ConfigError([ConfigIssue("model.path", path, "the folder has no config.json", fix)])
     return folder
 
 
 def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The transformers config of a Hugging Face folder, or of the one beside a Megatron checkpoint.
+    """Read the transformers config of a Hugging Face folder, or of the one beside a checkpoint.
+
+    Args:
+        folder: a Hugging Face folder, or a Megatron checkpoint.
+        trust_remote_code: run Python code of the folder.
 
     Raises:
-        ValueError: ``config.json`` is absent, unreadable, of no known family, or holds a value that
-            no model has.
+        ValueError: ``config.json`` is missing or unreadable, names an unknown family, or holds a
+            value out of range.
     """
     from transformers import AutoConfig
 
@@ -151,59 +156,71 @@ def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> Pr
         return AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except Exception as error:  # whatever transformers makes of a value it does not expect
+    except Exception as error:  # transformers raises many types for an unexpected value
         if trust_remote_code:
-            raise  # the folder's own code fails, with its own traceback
+            raise  # the folder's own code failed: its traceback says where
         raise ValueError(f"{folder / CONFIG}: {_one_line(error)}") from error
 
 
 @cache
 def load_config(path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The config of a model as a recipe names it; read once."""
+    """Read the config of a recipe's model path; the result is cached."""
     return read_model_config(resolve_model(str(path)), trust_remote_code)
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder, or the one beside a Megatron checkpoint.
+    """Load the tokenizer of a Hugging Face folder, or the one beside a Megatron checkpoint.
 
     Args:
-        folder: the folder; nothing is fetched from a network.
-        trust_remote_code: run Python code that the folder ships.
+        folder: the folder; nothing is downloaded.
+        trust_remote_code: run Python code of the folder.
 
     Returns:
-        A tokenizer with an end-of-sequence and a padding token (the former also serves as the
-        latter where the folder names none).
+        A tokenizer with an end-of-sequence and a padding token. If the folder names no padding
+        token, the end-of-sequence token is used.
 
     Raises:
-        ConfigError: the folder holds no tokenizer, or it knows no end-of-sequence token.
+        ConfigError: the folder holds no tokenizer, or the tokenizer has no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
     folder = companion_folder(folder)
     if not any(folder.glob("tokenizer*")) and not any(folder.glob("*vocab*")):
-        why = "no tokenizer.json, tokenizer.model or vocab.json in it"
-        raise _tokenizer_error(folder, why, "a folder that holds a tokenizer")
+        why = "the folder has no tokenizer.json, tokenizer.model or vocab.json"
+        raise _tokenizer_error(folder, why, "name a folder that holds a tokenizer")
     try:
         _check_tokenizer_files(folder)
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except Exception as error:  # whatever transformers makes of a value it does not expect
-        fix = "a folder with tokenizer.json and tokenizer_config.json"
+    except Exception as error:  # transformers raises many types for an unexpected value
+        fix = "name a folder with a valid tokenizer.json and tokenizer_config.json"
         raise _tokenizer_error(folder, f"unreadable: {_one_line(error)}", fix) from error
     if tokenizer.eos_token_id is None:
-        why = "the tokenizer names no eos_token, so that no response could end"
-        raise _tokenizer_error(folder, why, "name one in its tokenizer_config.json")
+        why = "the tokenizer has no eos_token, without which no response ends"
+        raise _tokenizer_error(folder, why, "set eos_token in its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def _check_tokenizer_files(folder: Path) -> None:
-    """None of the files that transformers opens makes it wait, or is no JSON where it should be.
+def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of a tokenizer's end-of-sequence token.
 
     Raises:
-        ValueError: naming the file.
+        ValueError: the tokenizer has no end-of-sequence token.
+    """
+    token = tokenizer.eos_token_id
+    if not isinstance(token, int):
+        raise ValueError(f"the tokenizer's eos_token_id is {token}, not a token; name an eos_token")
+    return token
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """Check the files that transformers opens: regular files, and valid JSON.
+
+    Raises:
+        ValueError: a file is not regular, or is not JSON; the message names it.
     """
     for place in (folder, folder / "additional_chat_templates"):
         if place.is_dir():
@@ -213,10 +230,10 @@ def _check_tokenizer_files(folder: Path) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte (a character, where the text is ASCII), and pad, bos, eos, sep.
+    """Create a tokenizer with one token per byte, and pad, bos, eos and sep.
 
-    It is a byte-level BPE without merges, the one form that every family's tokenizer class in
-    transformers keeps unchanged on load.
+    It is a byte-level BPE without merges, the only form that every family's tokenizer class in
+    transformers loads unchanged.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -253,7 +270,9 @@ def _builtin_names() -> str:
 def _write_builtin(name: str, cache_dir: Path) -> Path:
     if name not in MODELS:
         guess = nearest(PREFIX + name, [PREFIX + each for each in MODELS])
-        fix = (f"did you mean {guess!r}? " if guess else "") + f"there are {_builtin_names()}"
+        fix = (
+            f"did you mean {guess!r}? " if guess else ""
+        ) + f"the embedded models are {_builtin_names()}"
         raise ConfigError([ConfigIssue("model.path", PREFIX + name, "no such embedded model", fix)])
     definition = json.dumps([MODELS[name], VOCAB, CHAT_TEMPLATE, WEIGHTS_SEED], sort_keys=True)
     digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
@@ -267,7 +286,7 @@ def _write_builtin(name: str, cache_dir: Path) -> Path:
         try:
             unfinished.rename(folder)
         except OSError:
-            # Another process finished first; its folder holds the same bytes.
+            # another process finished first; its folder holds the same bytes
             if not folder.is_dir():
                 raise
     return folder
@@ -283,7 +302,7 @@ def _save_builtin(name: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(WEIGHTS_SEED)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    transformers_logging.disable_progress_bar()  # a bar of each rank, for a file of a few megabytes
+    transformers_logging.disable_progress_bar()  # one bar per rank, for a few megabytes
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     folder.chmod(0o755)

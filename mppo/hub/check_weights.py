@@ -1,4 +1,4 @@
-"""Whether the weights of a recipe's models can be loaded, found out from the files' headers."""
+"""Check, from the files' headers, that the weights of a recipe's models can be loaded."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from mppo.weights.load import known_extras
 from mppo.weights.model_folder import checkpoint_folder, companion_folder, is_megatron_checkpoint
 from mppo.weights.shape import model_shape
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.conversion import model_prefix
+from mppo.weights.torch_dist.reader import model_prefix
 
 
 def check_weights(role: RoleCase, hf_config: Any) -> tuple[ConfigIssue, ...]:
-    """Look at the headers of a role's weights, and at the files that go with them into an export,
-    before any model is built.
+    """Check the headers of a role's weights and the files that an export copies.
+
+    This runs before any model is built.
 
     Args:
-        role: the role; an embedded model has nothing to be looked at.
-        hf_config: transformers config of its model.
+        role: the role; an embedded model needs no check.
+        hf_config: transformers config of the role's model.
 
     Returns:
-        Nothing.
+        No issues: every problem is raised.
 
     Raises:
         OSError: a file is missing or cannot be read.
-        ValueError: a file is damaged, or does not belong to this config.
+        ValueError: a file is damaged, or does not match the config.
     """
     if not role.path.startswith(BUILTIN_PREFIX):
         folder = Path(role.path).expanduser()

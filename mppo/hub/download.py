@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub: by themselves never downloaded, with ``model.hub: true`` once."""
+"""Download of models from the Hugging Face Hub; runs only with ``model.hub: true``."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ LEFT_OUT = ("*/*", "consolidated*.safetensors")
 """Other forms of the same weights."""
 
 
-def wanted_files(weights: bool, trust_remote_code: bool) -> tuple[str, ...]:
-    """Patterns of the files that a model needs.
+def file_patterns(weights: bool, trust_remote_code: bool) -> tuple[str, ...]:
+    """Return the patterns of the files to download.
 
     Args:
-        weights: whether its weights are needed, not only config.json and tokenizer.
-        trust_remote_code: whether code that it ships may run.
+        weights: whether to download the weights, not only config.json and tokenizer.
+        trust_remote_code: whether to download the model's Python code.
     """
     parts = (CONFIG_FILES, WEIGHT_FILES if weights else (), CODE_FILES if trust_remote_code else ())
     return tuple(pattern for part in parts for pattern in part)
 
 
 def fetch_model(name: str, weights: bool, trust_remote_code: bool) -> Path:
-    """The folder of a model of the Hub, in the Hub's own cache; downloaded where it is not there.
+    """Return the folder of a Hub model in the Hub's cache; download it if it is not there.
 
-    Many processes of a node may ask: one downloads, the others wait for it and find the files.
+    If several processes of a node call this, one downloads and the others wait for it.
 
     Args:
         name: ``owner/model``.
-        weights, trust_remote_code: as for ``wanted_files``.
+        weights, trust_remote_code: as for ``file_patterns``.
 
     Raises:
-        ConfigError: the Hub cannot be reached, or gives no such model.
+        ConfigError: the Hub cannot be reached, or has no such model.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -47,13 +47,13 @@ def fetch_model(name: str, weights: bool, trust_remote_code: bool) -> Path:
         with _one_at_a_time(cache / f"mppo--{name.replace('/', '--')}.lock"):
             folder = snapshot_download(
                 name,
-                allow_patterns=list(wanted_files(weights, trust_remote_code)),
+                allow_patterns=list(file_patterns(weights, trust_remote_code)),
                 ignore_patterns=list(LEFT_OUT),
             )
     except (OSError, ValueError) as error:
         fix = (
-            "where the Hub cannot be reached, download the model elsewhere and name its folder; a "
-            "model that asks for consent needs HF_TOKEN"
+            "check the name; if this host cannot reach the Hub, download the model elsewhere and "
+            "name its folder; a gated model needs HF_TOKEN"
         )
         raise ConfigError([ConfigIssue("model.path", name, _why(error), fix)]) from error
     return Path(folder)
@@ -61,12 +61,14 @@ def fetch_model(name: str, weights: bool, trust_remote_code: bool) -> Path:
 
 def _why(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return re.sub(r"\s*\(Request ID.*", "", f"is not to be had from the Hugging Face Hub: {text}")
+    return re.sub(
+        r"\s*\(Request ID.*", "", f"cannot be downloaded from the Hugging Face Hub: {text}"
+    )
 
 
 @contextmanager
 def _one_at_a_time(lock: Path) -> Iterator[None]:
-    """Hold a file's lock, which goes with the process."""
+    """Hold a lock on a file; the system releases it when the process ends."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

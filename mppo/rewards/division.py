@@ -1,4 +1,4 @@
-"""Judging shared out over the ranks."""
+"""Scoring divided over the ranks."""
 
 from __future__ import annotations
 
@@ -7,60 +7,63 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from mppo.rewards.judgement import Judgement
 from mppo.rewards.response import Response
+from mppo.rewards.scores import ResponseScore
 
 T = TypeVar("T")
 
 
 class ScoringError(RuntimeError):
-    """Responses could not be judged. Raised on every rank, at the same place."""
+    """Responses could not be scored. All ranks raise it at the same point of the program."""
 
 
 def score_divided(
-    judge: Callable[[Sequence[Response]], list[Judgement]], responses: Sequence[Response]
-) -> list[Judgement]:
-    """Each rank judges every W-th response; all ranks get all judgements.
+    score: Callable[[Sequence[Response]], list[ResponseScore]], responses: Sequence[Response]
+) -> list[ResponseScore]:
+    """Score every W-th response on each of W ranks and return all scores on every rank.
 
-    So a server, a sandbox or a slow verifier does the work once and not once per rank, and a judge
-    that does not always say the same cannot make ranks disagree. Collective where a process group
-    is there.
+    A server, a sandbox or a slow verifier then scores each response once and not once per rank, and
+    all ranks use the same score even if the reward function is not deterministic. Collective if
+    there is a process group.
 
     Args:
-        judge: judges responses, or raises.
+        score: scores responses, or raises.
         responses: the same on every rank.
 
     Raises:
-        ScoringError: judging failed on some rank.
+        ScoringError: scoring failed on some rank.
     """
     world, rank = 1, 0
     if dist.is_initialized():
         world, rank = dist.get_world_size(), dist.get_rank()
     mine = responses[rank::world]
-    judgements: list[Judgement] = []
+    scores: list[ResponseScore] = []
     failure: Exception | None = None
     try:
-        judgements = judge(mine) if mine else []
-    except Exception as error:  # told to the other ranks first, or they would wait for this one
+        scores = score(mine) if mine else []
+    except Exception as error:  # raised after the exchange, in which the other ranks wait
         failure = error
-    everyone = exchange_results(judgements, failure)
+    everyone = exchange_results(scores, failure)
     return [everyone[index % world][index // world] for index in range(len(responses))]
 
 
 def exchange_results(mine: T, failure: Exception | None) -> list[T]:
-    """Every rank's result, or every rank's failure. Collective where a process group is there.
+    """Gather the results of all ranks, or raise on all. Collective if there is a process group.
 
     Args:
-        mine: this rank's.
-        failure: what went wrong here, told to the others, which would wait for this rank otherwise.
+        mine: this rank's result.
+        failure: this rank's exception, None if it succeeded. The other ranks get its message.
+
+    Returns:
+        The results by rank.
 
     Raises:
-        ScoringError: it failed on some rank.
+        ScoringError: some rank passed a failure.
     """
     message = None
     if failure is not None:
         message = str(failure)
-        if not isinstance(failure, ValueError):  # its text alone may be no more than a name
+        if not isinstance(failure, ValueError):  # the text of a KeyError, say, is only the key
             message = f"{type(failure).__name__}: {message}"
     everyone: list[tuple[T, str | None]] = [(mine, message)]
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -7,59 +7,62 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from mppo.batch import Trajectory
 from mppo.rewards.division import exchange_results
-from mppo.rewards.judgement import Judgement
 from mppo.rewards.scorer import Scorer
+from mppo.rewards.scores import ResponseScore
 
 
 class EarlyScores:
-    """Judges responses on the rank that received them, in a thread beside generation.
+    """Scores responses on the rank that received them, in a thread, during generation.
 
-    A judge sees the responses in parts, as they come.
+    The reward function gets the responses in parts, in the order in which they finish.
 
     Args:
-        scorer: judges and shapes.
+        scorer: calls the reward function, and applies clip and penalties.
     """
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._parts: list[tuple[tuple[int, ...], Future[list[Judgement]]]] = []
-        # one thread: judges need not be safe for several
+        self._parts: list[tuple[tuple[int, ...], Future[list[ResponseScore]]]] = []
+        # one thread: a reward function need not be thread-safe
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scoring")
 
     def take(self, keys: Sequence[int], trajectories: Sequence[Trajectory]) -> None:
-        """Have finished responses judged; returns at once, any thread may call it.
+        """Start to score finished responses; returns at once, any thread may call it.
 
         Args:
-            keys: by which ``finish`` will know them.
+            keys: one per trajectory; ``finish`` finds the scores by them.
             trajectories: the responses.
         """
-        self._parts.append((tuple(keys), self._pool.submit(self._scorer.judged, trajectories)))
+        scores = self._pool.submit(self._scorer.raw_scores, trajectories)
+        self._parts.append((tuple(keys), scores))
 
     def drop(self) -> None:
-        """Judge nothing more."""
+        """Cancel the parts that have not started yet."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def finish(self, keys: Sequence[int], trajectories: Sequence[Trajectory]) -> list[Judgement]:
-        """As ``Scorer.score``; what was not taken early is judged now. Collective.
+    def finish(
+        self, keys: Sequence[int], trajectories: Sequence[Trajectory]
+    ) -> list[ResponseScore]:
+        """Return what ``Scorer.score`` returns; score now what was not taken early. Collective.
 
         Args:
-            keys: one for each trajectory; whatever else was taken is forgotten.
+            keys: one per trajectory; scores under other keys are dropped.
             trajectories: the same on every rank.
 
         Raises:
-            ScoringError: judging failed on some rank.
+            ScoringError: scoring failed on some rank.
         """
-        mine: dict[int, Judgement] = {}
+        mine: dict[int, ResponseScore] = {}
         failure: Exception | None = None
         try:
-            for taken, judged in self._parts:
-                mine.update(zip(taken, judged.result(), strict=True))
-        except Exception as error:  # told to the other ranks first, or they would wait for this one
+            for taken, scores in self._parts:
+                mine.update(zip(taken, scores.result(), strict=True))
+        except Exception as error:  # raised after the exchange, in which the other ranks wait
             failure = error
         self.drop()
         known = {
             key: each for part in exchange_results(mine, failure) for key, each in part.items()
         }
         late = {key: t for key, t in zip(keys, trajectories, strict=True) if key not in known}
-        known.update(zip(late, self._scorer.judged_by_all(list(late.values()))))
-        return self._scorer.shaped([known[key] for key in keys], trajectories)
+        known.update(zip(late, self._scorer.raw_scores_divided(list(late.values()))))
+        return self._scorer.shape_scores([known[key] for key in keys], trajectories)

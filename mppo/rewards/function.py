@@ -1,4 +1,4 @@
-"""Scores by a user's Python function."""
+"""Scores from a Python function of the user."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.rewards.judgement import JudgingError, no_score
 from mppo.rewards.response import Response, describe, shorten
+from mppo.rewards.scores import FailedScore, no_score
 from mppo.rewards.workers.pool import Result, WorkerPool
 from mppo.rewards.workers.server import DIED, NO_SCORE, SCORE
 from mppo.rewards.workers.user_function import import_function
@@ -22,17 +22,17 @@ SIGNATURE = "(data_source, solution_str, ground_truth, extra_info)"
 
 
 @dataclass(frozen=True)
-class FunctionJudge:
-    """Calls a function once per response, in one process beside the trainer.
+class FunctionReward:
+    """Calls a function once per response, in one separate process per rank.
 
     Args:
         name: ``module:function`` or ``path.py:function``. The function takes ``data_source``,
-            ``solution_str`` (the response), ``ground_truth`` and ``extra_info`` by name, and gives
-            a number, or a dict with ``score`` and further numbers: the signature of verl's
+            ``solution_str`` (the response), ``ground_truth`` and ``extra_info`` by name, and
+            returns a number, or a dict with ``score`` and further numbers: the signature of verl's
             ``compute_score``.
-        kwargs: passed along.
-        timeout_s: seconds for one response, which scores 0 after that.
-        memory_mb: address space of the process; a response that needs more scores 0.
+        kwargs: further arguments of the function.
+        timeout_s: time limit for one response in seconds; a response that exceeds it scores 0.
+        memory_mb: limit of the process's address space in MiB; a response that needs more scores 0.
     """
 
     name: str
@@ -46,7 +46,7 @@ class FunctionJudge:
 
     @cached_property
     def _pool(self) -> WorkerPool:
-        """One worker: what the function keeps between two calls, it finds again."""
+        """One worker, so that the function keeps its state from one call to the next."""
         loader = f"{import_function.__module__}:load_in_worker"
         task = ScoringTask(loader, (self.name, dict(self.kwargs)), memory_mb=self.memory_mb)
         return WorkerPool(task, 1, self.timeout_s)
@@ -55,11 +55,11 @@ class FunctionJudge:
         if result.happened == SCORE:
             return {**json.loads(result.text), "score": result.score}
         if result.happened == NO_SCORE:
-            return JudgingError(no_score(result.text, response))
+            return FailedScore(no_score(result.text, response))
         if result.unscored is not None:
             return result.unscored
-        how = "it ended its process: " if result.happened == DIED else ""
-        return JudgingError(
+        how = "its process ended: " if result.happened == DIED else ""
+        return FailedScore(
             f"the reward function {self.name} failed on {describe(response.prompt)}, "
             f"response {shorten(response.text)!r}: {how}{result.text}"
         )
@@ -71,10 +71,10 @@ def _item(response: Response) -> tuple[str, str, str, dict[str, Any]]:
 
 
 def extra_info(prompt: Prompt) -> dict[str, Any]:
-    """What a function sees of a row besides its answer.
+    """Build the ``extra_info`` that the function gets for a data row.
 
     Returns:
-        The row's own ``extra_info``, where it has that column, as verl's rows do; else its other
+        The row's column ``extra_info`` if it has one, as verl's rows do; otherwise its other
         columns and ``prompt``. A new dict at every call.
     """
     if "extra_info" in prompt.extra:
@@ -86,34 +86,36 @@ def extra_info(prompt: Prompt) -> dict[str, Any]:
 
 def load_function(
     name: str, kwargs: Mapping[str, Any], timeout_s: float = 60.0, memory_mb: int | None = None
-) -> FunctionJudge:
-    """Try the function that ``reward.function`` names, before any process is started for it.
+) -> FunctionReward:
+    """Import the function of ``reward.function`` and check its signature before a worker starts.
 
     Args:
         name: ``module:function`` or ``path.py:function``.
-        kwargs: what the function gets besides the response.
-        timeout_s, memory_mb: as ``FunctionJudge``.
+        kwargs: further arguments of the function.
+        timeout_s, memory_mb: as ``FunctionReward``.
 
     Raises:
-        ConfigError: it cannot be imported, or does not take what it will be given.
+        ConfigError: the function cannot be imported, or does not accept the arguments.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
-        raise _error(name, "not of this form", "module:function or path.py:function")
+        raise _error(name, "no module and function", "write module:function or path.py:function")
     try:
         function = import_function(name)
     except Exception as error:
         why = f"importing {where} failed: {type(error).__name__}: {error}"
-        raise _error(name, why, "mend the module, or the path") from error
+        raise _error(name, why, "correct the module, or its path") from error
     if not callable(function):
-        raise _error(name, f"{where} has no function {attribute!r}", "the name of one it has")
+        raise _error(name, f"{where} has no function {attribute!r}", "name a function of it")
     given = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
     try:
         inspect.signature(function).bind(**{**given, **kwargs})
     except TypeError as error:
         extra = f" and reward.kwargs {', '.join(kwargs)}" if kwargs else ""
-        raise _error(name, f"its parameters do not fit: {error}", SIGNATURE + extra) from error
-    return FunctionJudge(name, kwargs, timeout_s, memory_mb)
+        raise _error(
+            name, f"its parameters do not fit: {error}", f"accept {SIGNATURE}{extra}"
+        ) from error
+    return FunctionReward(name, kwargs, timeout_s, memory_mb)
 
 
 def _error(name: str, why: str, fix: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""Scores by a server: batched JSON over HTTP.
+"""Scores from a reward server: batched JSON over HTTP.
 
 Request: ``{"items": [{"uid", "prompt", "response", "ground_truth", "data_source", "extra"}, ...]}``
 Answer: ``{"scores": [number, ...]}``, in the same order.
@@ -24,11 +24,12 @@ from mppo.safety.foreign_text import quoted
 from mppo.safety.redact import query_secrets, remember
 
 MAX_ANSWER_BYTES = 16 << 20
-"""Scores of a batch take kilobytes; servers may send more along, which is not read."""
+"""Limit of an answer's size: the scores of a batch take kilobytes, but servers may send other keys
+too."""
 
 
 class _Retryable(Exception):
-    """A failure that may pass: no connection, time-out, 429 or 5xx."""
+    """A failure that a retry may cure: no connection, a time-out, HTTP 429 or 5xx."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ class RemoteReward:
     """Sends responses to a reward server, batch by batch.
 
     Args:
-        url: where to POST. A loopback address is reached directly, whatever proxy is set.
-        timeout_s: seconds that one request may take, from the first connection to the last byte.
+        url: address of the POST requests. A loopback address is reached directly, without a proxy.
+        timeout_s: time limit for one request in seconds, from connecting to the last byte.
         batch_size: responses per request.
-        retries: further attempts after a failure that may pass.
+        retries: further attempts after a failure that a retry may cure.
         backoff_s: seconds before the first retry; doubled each time.
         api_key_env: environment variable whose value is sent as ``Authorization: Bearer``. The
-            key itself never stands in a recipe.
+            recipe never holds the key itself.
     """
 
     url: str
@@ -55,31 +56,33 @@ class RemoteReward:
     def __post_init__(self) -> None:
         problem = url_problem(self.url)
         if problem:
-            fix = "http://host:port/path; a key goes into reward.kwargs.api_key_env"
+            fix = "write http://host:port/path; a key goes into reward.kwargs.api_key_env"
             raise ConfigError([ConfigIssue("reward.url", self.url, problem, fix)])
         limits = {"batch_size": (int, 1), "retries": (int, 0), "backoff_s": ((int, float), 0)}
         for name, (kind, least) in limits.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool) or not value >= least:
-                why = f"is not a number from {least} on"
-                raise ConfigError([ConfigIssue(f"reward.kwargs.{name}", value, why, "correct it")])
+                why = f"is not a number of at least {least}"
+                fix = f"give a number of at least {least}"
+                raise ConfigError([ConfigIssue(f"reward.kwargs.{name}", value, why, fix)])
         if self.api_key_env is not None:
             self._check_key(self.api_key_env)
 
     def _check_key(self, variable: str) -> None:
         key = os.environ.get(variable, "") if isinstance(variable, str) else ""
-        why = None
+        why, fix = None, ""
         if not key:
-            why = "no such environment variable is set"
+            why, fix = "no such environment variable is set", "set it to the server's key"
         elif not key.isascii() or not key.isprintable():
             why = "its value holds line breaks or other characters that no HTTP header can hold"
+            fix = "set it to the key alone"
         if why:
-            raise ConfigError([ConfigIssue("reward.kwargs.api_key_env", variable, why, "set it")])
+            raise ConfigError([ConfigIssue("reward.kwargs.api_key_env", variable, why, fix)])
         remember(key)
 
     @property
     def shown_url(self) -> str:
-        """The URL without credentials and query, for messages."""
+        """The URL as messages show it: without credentials and query."""
         parts = urlsplit(self.url)
         host = parts.netloc.rpartition("@")[2]
         return f"{parts.scheme}://{host}{parts.path}"
@@ -97,7 +100,7 @@ class RemoteReward:
         answer = self._post_with_retries(body)
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != len(responses):
-            found = f"{len(scores)} of them" if isinstance(scores, list) else "no such list"
+            found = f"a list of {len(scores)}" if isinstance(scores, list) else "no such list"
             raise ValueError(
                 f"the reward server {self.shown_url} must answer with a list 'scores' of "
                 f"{len(responses)} numbers, for prompts {responses[0].prompt.uid} to "
@@ -136,16 +139,16 @@ class RemoteReward:
             ) from None
 
     def _check_status(self, answer: Answer) -> None:
-        """Raises where the status is not 200."""
+        """Raise unless the status is 200."""
         if answer.status == 200:
             return
         message = f"HTTP {answer.status} {self._quoted(answer.reason)}"
         if 300 <= answer.status < 400:
             raise ValueError(
                 f"the reward server {self.shown_url} answered {message}, a redirect to "
-                f"{self._quoted(answer.location) or 'nowhere'}; redirects are not followed, for "
-                "they would take responses and key to another address: set reward.url to the final "
-                "one"
+                f"{self._quoted(answer.location) or 'no address'}; redirects are not followed, "
+                "because the responses and the key would go to another address: set reward.url to "
+                "the final address"
             )
         message += f": {self._quoted(answer.body)}"
         if answer.status == 429 or answer.status >= 500:
@@ -163,7 +166,7 @@ class RemoteReward:
         return os.environ[self.api_key_env or ""]
 
     def _quoted(self, text: bytes | str) -> str:
-        """What the server has sent, without control characters, the key and the URL's query."""
+        """Quote the server's text without control characters, the key and the URL's query."""
         query = urlsplit(self.url).query
         own = query_secrets(self.url) | ({query} if query else set())
         return quoted(text, own | ({self._key} if self.api_key_env else set()))

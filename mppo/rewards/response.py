@@ -1,4 +1,4 @@
-"""What a judge sees."""
+"""The input of a reward function."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Response:
 
 
 RewardFunction = Callable[[Sequence[Response]], Sequence[Any]]
-"""A result per response, as ``mppo.rewards.result`` reads it, a ``JudgingError`` or
-``Unscored`` (``mppo.rewards.judgement``)."""
+"""Returns one result per response: a value that ``mppo.rewards.result`` reads, a ``FailedScore`` or
+an ``Unscored`` (``mppo.rewards.scores``)."""
 
 
 def describe(prompt: Prompt) -> str:
-    """A prompt, named for a message."""
+    """Name a prompt in a message."""
     return f"prompt {prompt.uid} ({prompt.data_source}: {shorten(prompt.text)!r})"
 
 
 def shorten(text: str) -> str:
-    """At most 80 characters."""
+    """Cut a text to 80 characters."""
     return text if len(text) <= 80 else text[:77] + "..."

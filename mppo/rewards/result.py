@@ -1,6 +1,6 @@
-"""What a reward function may return: a number, or a mapping with ``score`` and further numbers.
+"""Reading of a reward function's result: a number, or a mapping with ``score`` and further numbers.
 
-Standard library only: the process that runs the function reads its results too.
+Imports the standard library only, because the worker process that runs the function uses it too.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from numbers import Real
 from typing import Any
 
 SHOWN = 80
-"""Characters of a result in a message."""
+"""Most characters of a result that a message quotes."""
 
 
 def read_result(result: Any) -> tuple[float, dict[str, float]]:
-    """Score and further numbers by name; what is neither ``score`` nor a number is left out.
+    """Split a result into its score and further numbers by name; drop other values.
 
     Raises:
-        ValueError: why there is no score, to be read after "the score".
+        ValueError: there is no score; the message continues a sentence that begins "the score".
     """
     if not isinstance(result, Mapping):
         return _score(result), {}
@@ -38,7 +38,7 @@ def _score(value: Any) -> float:
 
 
 def number(value: Any) -> float | None:
-    """A Python, NumPy or torch number as float, arrays of one element among them; else None."""
+    """Convert a Python, NumPy or torch number, or an array of one element, else return None."""
     item = getattr(value, "item", None)
     if callable(item):
         try:

@@ -1,4 +1,4 @@
-"""Scores by rules: each prompt's data source picks a verifier."""
+"""Scores from rules: the prompt's data source selects the verifier."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.rewards import verifiers
-from mppo.rewards.judgement import Unscored
 from mppo.rewards.response import Response, describe
+from mppo.rewards.scores import Unscored
 from mppo.rewards.workers.pool import Result, WorkerPool, cores
 from mppo.rewards.workers.sandbox import CodeVerifier, Sandbox
 from mppo.rewards.workers.server import SCORE
@@ -21,22 +21,22 @@ from mppo.rewards.workers.worker import ScoringTask
 from mppo.supervision.phase import tick
 
 MEMORY_MB = 4096
-"""Address space of a process that runs a verifier."""
-SERVES = {"math": 200, "reasoning_gym": 1}
-"""Responses for which a process lives: sympy's caches grow, and a family of reasoning_gym that runs
-an answer gives it the process."""
+"""Default limit of the address space of a process that runs a verifier, in MiB."""
+ITEMS_PER_PROCESS = {"math": 200, "reasoning_gym": 1}
+"""Responses after which a process is replaced: the caches of sympy grow, and some families of
+reasoning_gym execute the response, which can then change the process."""
 
 
 @dataclass(frozen=True)
 class RuleReward:
-    """Scores by the verifier that each prompt's data source gets, or by one for all.
+    """Scores with the verifier of each prompt's data source, or with one verifier for all prompts.
 
     Args:
-        verifier: name of a verifier, or None to go by data source.
-        partial_credit: part of a point for part of an answer, where the verifier knows it.
-        sandbox: limits for programs, the arguments of ``Sandbox``.
-        timeout_s: seconds for a response, where the verifier cannot bound its time itself.
-        memory_mb: address space for it then, None for ``MEMORY_MB``.
+        verifier: name of a verifier; None selects it by data source.
+        partial_credit: give part of a point for part of an answer; not every verifier can.
+        sandbox: limits for programs, as arguments of ``Sandbox``.
+        timeout_s: time limit per response in seconds, for verifiers that run in worker processes.
+        memory_mb: limit of a worker's address space in MiB; None means ``MEMORY_MB``.
     """
 
     verifier: str | None = None
@@ -51,21 +51,21 @@ class RuleReward:
             self._find(self.verifier)
 
     def __call__(self, responses: Sequence[Response]) -> list[float | Unscored]:
-        """Side by side, as many as this rank has cores: programs, and verifiers in processes of
-        their own; everything else in turn."""
+        """Score responses: programs and worker verifiers in parallel on the cores of this rank, all
+        other verifiers one after the other."""
         by_name: dict[str, list[int]] = {}
         for index, response in enumerate(responses):
             by_name.setdefault(self._name(response.prompt), []).append(index)
         scores: list[float | Unscored] = [0.0] * len(responses)
         for name, indices in by_name.items():
-            part = self._judge(name, [responses[index] for index in indices])
+            part = self._score_with(name, [responses[index] for index in indices])
             for index, score in zip(indices, part):
                 scores[index] = score
         return scores
 
-    def _judge(self, name: str, responses: Sequence[Response]) -> list[float | Unscored]:
+    def _score_with(self, name: str, responses: Sequence[Response]) -> list[float | Unscored]:
         if name in verifiers.PACKAGES:
-            return [_bounded(result) for result in self._run(name, responses)]
+            return [_worker_score(result) for result in self._run(name, responses)]
         if name != verifiers.CODE:
             return [self._score(response) for response in responses]
         with ThreadPoolExecutor(cores()) as pool:
@@ -88,17 +88,17 @@ class RuleReward:
             loader = f"{verifiers.__name__}:load_in_worker"
             memory = self.memory_mb or MEMORY_MB
             task = ScoringTask(
-                loader, (name,), confined=True, memory_mb=memory, serves=SERVES[name]
+                loader, (name,), confined=True, memory_mb=memory, max_items=ITEMS_PER_PROCESS[name]
             )
             self._pools[name] = WorkerPool(task, cores(), self.timeout_s)
         return self._pools[name]
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Find out before the first rollout that a data source has no verifier, or a ground truth
-        that its verifier cannot read.
+        """Score each prompt's ground truth, to find unusable prompts before the first rollout.
 
         Raises:
-            ConfigError, ValueError: as above.
+            ConfigError: a data source has no verifier, or a package is missing.
+            ValueError: a verifier cannot read its ground truth.
         """
         for prompt in prompts:
             name, response = self._name(prompt), Response(prompt, prompt.ground_truth)
@@ -112,11 +112,11 @@ class RuleReward:
 
     @cached_property
     def _code(self) -> CodeVerifier:
-        """Made when first needed: it tries the sandbox out."""
+        """The verifier of programs, created at first use because this tests the sandbox."""
         known = Sandbox.__dataclass_fields__
         for key in self.sandbox.keys() - known.keys():
             where = f"reward.kwargs.sandbox.{key}"
-            fix = f"there are {', '.join(known)}"
+            fix = f"the limits are {', '.join(known)}"
             raise ConfigError([ConfigIssue(where, self.sandbox[key], "no such limit", fix)])
         sandbox = Sandbox(**self.sandbox)
         sandbox.check()
@@ -141,16 +141,18 @@ class RuleReward:
             return plain[name]
         known = [*plain, verifiers.CODE]
         if name in verifiers.VERIFIERS:
-            why = f"the verifier {name} knows no partial credit"
-            fix = f"drop it, or use reward.verifier out of {', '.join(known)}"
+            why = f"the verifier {name} gives no partial credit"
+            fix = f"remove it, or set reward.verifier to one of {', '.join(known)}"
             raise ConfigError([ConfigIssue("reward.kwargs.partial_credit", True, why, fix)])
         guess = nearest(name, known)
-        fix = (f"did you mean {guess!r}? " if guess else "") + f"there are {', '.join(known)}"
+        fix = (
+            f"did you mean {guess!r}? " if guess else ""
+        ) + f"the verifiers are {', '.join(known)}"
         raise ConfigError([ConfigIssue("reward.verifier", name, "no such verifier", fix)])
 
 
-def _bounded(result: Result) -> float | Unscored:
-    """A verifier's score, or none, whatever the reason: the response may be it."""
+def _worker_score(result: Result) -> float | Unscored:
+    """Read the score of a worker verifier; a failure is ``Unscored``: the response may cause it."""
     if result.happened == SCORE and result.score in (0.0, 1.0):
         return result.score
     return result.unscored or Unscored("failures")
@@ -158,7 +160,7 @@ def _bounded(result: Result) -> float | Unscored:
 
 @contextmanager
 def _naming(prompt: Prompt) -> Iterator[None]:
-    """A ground truth that cannot be read is told with its prompt."""
+    """Add the prompt to the message of a ``ValueError`` about its ground truth."""
     try:
         yield
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Trajectories to outcome rewards."""
+"""Outcome rewards of trajectories: decode, score, clip, subtract penalties."""
 
 from __future__ import annotations
 
@@ -14,78 +14,82 @@ from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.division import score_divided
 from mppo.rewards.function import load_function
-from mppo.rewards.judgement import Judgement, read_judgements
 from mppo.rewards.remote import RemoteReward
 from mppo.rewards.response import Response, RewardFunction
 from mppo.rewards.rules import RuleReward
+from mppo.rewards.scores import ResponseScore, read_scores
 from mppo.rewards.shaping import clip_score, overlong_penalty
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Decodes responses, has them judged, and shapes the scores.
+    """Decodes responses, calls the reward function, and clips and penalises the scores.
 
     Args:
-        judge: raw scores of responses.
-        tokenizer: decodes response tokens, special tokens left out.
-        reward: clip, penalties, and what becomes of a response that cannot be judged.
-        max_response_length: in tokens; where the overlong penalty ends.
+        reward_function: returns the raw scores of responses.
+        tokenizer: decodes response tokens without special tokens.
+        reward: clip, penalties, and ``on_error`` for a response that cannot be scored.
+        max_response_length: in tokens; the overlong penalty is full at this length.
     """
 
-    judge: RewardFunction
+    reward_function: RewardFunction
     tokenizer: PreTrainedTokenizerBase
     reward: RewardConfig
     max_response_length: int | None = None
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Try the first prompt of each data source on the rule verifiers.
+        """Run the rule verifiers on the first prompt of each data source.
 
         Raises:
-            ConfigError, ValueError: they could not be scored.
+            ConfigError, ValueError: a prompt cannot be scored.
         """
-        if isinstance(self.judge, RuleReward):
+        if isinstance(self.reward_function, RuleReward):
             first = {prompt.data_source: prompt for prompt in reversed(prompts)}
-            self.judge.check(first.values())
+            self.reward_function.check(first.values())
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
-        """Every trajectory's judgement, its score clipped, then less the penalties.
+    def score(self, trajectories: Sequence[Trajectory]) -> list[ResponseScore]:
+        """Score trajectories, clip the scores and subtract the penalties.
 
-        Collective: the ranks share the judging, and all get all judgements.
+        Collective: each rank scores a part of the responses and gets the scores of all.
 
         Args:
             trajectories: the same on every rank.
 
         Raises:
-            ScoringError: on every rank: a response could not be judged; the message names the
+            ScoringError: on every rank: a response could not be scored; the message names the
                 prompt.
         """
-        return self.shaped(self.judged_by_all(trajectories), trajectories)
+        return self.shape_scores(self.raw_scores_divided(trajectories), trajectories)
 
-    def judged(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
-        """Judgements with raw scores, of this rank alone.
+    def raw_scores(self, trajectories: Sequence[Trajectory]) -> list[ResponseScore]:
+        """Score trajectories on this rank, without clip and penalties.
 
         Raises:
-            ValueError: a response could not be judged.
+            ValueError: a response could not be scored.
         """
         responses = self._responses(trajectories)
-        return self._judge(responses) if responses else []
+        return self._score(responses) if responses else []
 
-    def judged_by_all(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
-        """The same, the judging shared by the ranks; collective. As ``score`` otherwise."""
+    def raw_scores_divided(self, trajectories: Sequence[Trajectory]) -> list[ResponseScore]:
+        """Score trajectories without clip and penalties; collective as ``score``.
+
+        Raises:
+            ScoringError: as ``score``.
+        """
         responses = self._responses(trajectories)
-        return score_divided(self._judge, responses) if responses else []
+        return score_divided(self._score, responses) if responses else []
 
-    def shaped(
-        self, judgements: Sequence[Judgement], trajectories: Sequence[Trajectory]
-    ) -> list[Judgement]:
-        """The same with scores clipped or replaced, then less the penalties."""
+    def shape_scores(
+        self, scores: Sequence[ResponseScore], trajectories: Sequence[Trajectory]
+    ) -> list[ResponseScore]:
+        """Clip or replace raw scores and subtract the penalties."""
         return [
-            replace(judgement, score=self._shape(judgement.score, each))
-            for judgement, each in zip(judgements, trajectories)
+            replace(raw, score=self._shape(raw.score, trajectory))
+            for raw, trajectory in zip(scores, trajectories)
         ]
 
-    def _judge(self, responses: Sequence[Response]) -> list[Judgement]:
-        return read_judgements(self.judge(responses), responses, self.reward.on_error)
+    def _score(self, responses: Sequence[Response]) -> list[ResponseScore]:
+        return read_scores(self.reward_function(responses), responses, self.reward.on_error)
 
     def _responses(self, trajectories: Sequence[Trajectory]) -> list[Response]:
         texts = self.tokenizer.batch_decode(
@@ -118,7 +122,7 @@ def build_scorer(
     tokenizer: PreTrainedTokenizerBase,
     max_response_length: int | None = None,
 ) -> Scorer:
-    """The scorer a recipe asks for.
+    """Build the scorer of a recipe.
 
     Args:
         reward: the recipe's section.
@@ -126,25 +130,25 @@ def build_scorer(
         max_response_length: ``data.max_response_length``; needed for the overlong penalty.
 
     Raises:
-        ConfigError: unknown verifier, unusable function or URL, wrong or missing keys.
+        ConfigError: an unknown verifier, an unusable function or URL, or wrong or missing keys.
     """
     if reward.overlong_buffer_len:
         limit = max_response_length or 0
         if reward.overlong_buffer_len > limit:
             why = f"longer than data.max_response_length = {limit}"
             issue = ConfigIssue(
-                "reward.overlong_buffer_len", reward.overlong_buffer_len, why, "less"
+                "reward.overlong_buffer_len", reward.overlong_buffer_len, why, "lower it"
             )
             raise ConfigError([issue])
-    return Scorer(_build_judge(reward), tokenizer, reward, max_response_length)
+    return Scorer(_build_reward_function(reward), tokenizer, reward, max_response_length)
 
 
-def _build_judge(reward: RewardConfig) -> RewardFunction:
+def _build_reward_function(reward: RewardConfig) -> RewardFunction:
     needed = {"rule": None, "function": "function", "remote": "url"}[reward.name]
     if needed and not getattr(reward, needed):
         why = f"reward.name={reward.name} needs it"
-        fix = {"function": "module:function or path.py:function", "url": "http://host:port/path"}
-        raise ConfigError([ConfigIssue(f"reward.{needed}", None, why, fix[needed])])
+        forms = {"function": "module:function or path.py:function", "url": "http://host:port/path"}
+        raise ConfigError([ConfigIssue(f"reward.{needed}", None, why, f"set it: {forms[needed]}")])
     if reward.name == "rule":
         keys = ("partial_credit", "sandbox")
         make = partial(
@@ -165,7 +169,7 @@ def _with_kwargs(
     issues = []
     for key in kwargs.keys() - set(known):
         guess = nearest(key, known)
-        fix = (f"did you mean {guess!r}? " if guess else "") + f"there are {', '.join(known)}"
+        fix = (f"did you mean {guess!r}? " if guess else "") + f"the keys are {', '.join(known)}"
         issues.append(ConfigIssue(f"reward.kwargs.{key}", kwargs[key], "no such parameter", fix))
     if issues:
         raise ConfigError(issues)

@@ -1,4 +1,4 @@
-"""What is done to a raw score before it becomes the reward: pure formulas."""
+"""Formulas that turn a raw score into the reward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def clip_score(score: float, limit: float) -> float:
 
 
 def overlong_penalty(response_length: int, max_length: int, buffer: int, factor: float) -> float:
-    """Soft punishment of the last ``buffer`` tokens before the length limit.
+    """Penalise a response that reaches into the last ``buffer`` tokens before the length limit.
 
     0 up to ``max_length - buffer`` tokens, then linear down to ``-factor`` at ``max_length``
     (Soft Overlong Punishment, DAPO, https://arxiv.org/abs/2503.14476, eq. 13).

@@ -1,10 +1,10 @@
 """Rules that compare a response with the ground truth: pure functions of text.
 
-A verifier gives 1 for a right answer and 0 for any other. Nothing in between, unless a recipe asks
-for partial credit: half a point for half an answer is what a policy learns to collect.
+A verifier gives 1 for a right answer and 0 for any other. Only ``partial_credit`` gives values in
+between: a policy that gets half a point for half an answer learns to give half answers.
 
-The time of a verifier grows in proportion to the length of the response, whatever it says; those of
-``PACKAGES`` cannot promise that, and run in processes of their own.
+The time of a verifier is linear in the length of the response, whatever its content. The verifiers
+of ``PACKAGES`` cannot guarantee that and run in worker processes with a time limit.
 """
 
 from __future__ import annotations
@@ -30,50 +30,51 @@ BRACES = re.compile(r"\\boxed\{|[{}]")
 
 
 def exact(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
-    """The whole response is the answer, white space around it aside."""
+    """1 if the response equals the answer, apart from leading and trailing white space."""
     return float(response.strip() == ground_truth.strip())
 
 
 def exact_partial(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
-    """Share of positions at which response and answer hold the same character.
+    """Return the share of positions at which response and answer hold the same character.
 
-    The longer of the two counts, so that neither rambling nor silence gains; 1 only where equal.
+    The longer of the two is the denominator, so that a long or an empty response gains nothing; the
+    score is 1 only if they are equal.
     """
     response, ground_truth = response.strip(), ground_truth.strip()
     longest = max(len(response), len(ground_truth))
-    same = sum(given == wanted for given, wanted in zip(response, ground_truth))
+    same = sum(given == right for given, right in zip(response, ground_truth))
     return same / longest if longest else 1.0
 
 
 def final_answer(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
-    """What stands in the last ``\\boxed{}``, in ``<answer></answer>``, after ``####``, or on the
-    last line is the answer; case, spaces and a closing full stop aside."""
+    """1 if the final answer (``extract_final``) equals the ground truth, apart from case, spaces
+    and a closing full stop."""
     return float(_plain(extract_final(response)) == _plain(ground_truth))
 
 
 def gsm8k(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
-    """The last ``#### NUMBER`` is the answer (GSM8K's own form)."""
+    """1 if the number of the last ``#### NUMBER`` (GSM8K's form) is the ground truth."""
     found = GSM8K_ANSWER.findall(response)
     return _same_number(found[-1] if found else "", ground_truth)
 
 
 def gsm8k_flexible(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
-    """The last number in the response is the answer."""
+    """1 if the last number in the response is the ground truth."""
     found = NUMBER.findall(response)
     return _same_number(found[-1] if found else "", ground_truth)
 
 
 def choice(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
-    """The last option letter, A to J, alone or in parentheses, is the answer."""
+    """1 if the last option letter, A to J, alone or in parentheses, is the ground truth."""
     found = CHOICE.findall(response)
     return float(bool(found) and found[-1] == ground_truth.strip().strip("()").upper())
 
 
 def math(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
-    """Mathematically equal, as the package math-verify judges.
+    """1 if response and ground truth are mathematically equal for the package math-verify.
 
-    Where the response has a ``\\boxed{}``, only the last one counts. Takes as long as sympy does:
-    forever for ``9^{9^{9^9}}``.
+    If the response has a ``\\boxed{}``, only the last one counts. The time is not bounded: sympy
+    never finishes ``9^{9^{9^9}}``.
 
     Raises:
         ConfigError: math-verify is not installed.
@@ -81,19 +82,18 @@ def math(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
     package = import_math_verify()
     boxed = last_boxed(response)
     given = f"${boxed}$" if boxed is not None else response
-    wanted = last_boxed(ground_truth) or ground_truth.strip("$ ")
-    parsed = [package.parse(text, parsing_timeout=None) for text in (f"${wanted}$", given)]
+    right = last_boxed(ground_truth) or ground_truth.strip("$ ")
+    parsed = [package.parse(text, parsing_timeout=None) for text in (f"${right}$", given)]
     if not all(parsed):
         return 0.0
     return float(package.verify(*parsed, timeout_seconds=None))
 
 
 def reasoning_gym(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
-    """The task family's own scorer, a full score or nothing.
+    """1 if the task family's scorer gives the final answer (``extract_final``) a full score.
 
-    The answer is what ``extract_final`` finds. Families give parts of a point to answers that
-    merely contain the right one, hence the threshold. Some give the answer to ``eval``: only for a
-    process that may do nothing.
+    Families give part of a point to an answer that only contains the right one, hence the
+    threshold. Some call ``eval`` on the answer, so this must run in a confined process.
     """
     entry = gym_entry(extra)
     scorer = importlib.import_module("reasoning_gym").get_score_answer_fn(extra["reasoning_gym"])
@@ -111,14 +111,14 @@ VERIFIERS: dict[str, Verifier] = {
 }
 
 PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
-"""The verifiers that hand text of the model to a package which may take any time or memory for it,
-or even run it."""
+"""The verifiers that pass the response to a package, by the package's name. The package may need
+any time or memory for the response, or even execute it."""
 
 PARTIAL: dict[str, Verifier] = {"exact": exact_partial}
-"""The verifiers that know partial credit, in that form."""
+"""The verifiers that can give partial credit."""
 
 CODE = "code"
-"""The verifier that runs programs; it lives in ``mppo.rewards.workers.sandbox``."""
+"""The verifier that runs programs, defined in ``mppo.rewards.workers.sandbox``."""
 
 BY_DATA_SOURCE: tuple[tuple[str, str], ...] = (
     (r"arithmetic|reverse|sort_digits|count_letters", "exact"),
@@ -128,40 +128,48 @@ BY_DATA_SOURCE: tuple[tuple[str, str], ...] = (
     (r"(.*/)?(mmlu|arc|gpqa).*", "choice"),
     (r"(.*/)?(code|humaneval|mbpp|apps|taco|codecontests|livecodebench).*", CODE),
 )
-"""Which verifier a data source gets (whole name, any case); the first match wins."""
+"""The verifier of each data source: a pattern for the full name in any case; the first match
+counts."""
 
 
 def load_in_worker(name: str) -> Callable[[tuple[str, str, Mapping[str, Any]]], float]:
-    """A verifier of ``PACKAGES`` for (response, ground truth, extra), its package loaded and warm:
-    what grows with the first call need not grow again in each process forked afterwards."""
+    """Import a verifier of ``PACKAGES`` and its package; return its function of (response, ground
+    truth, extra).
+
+    The first call initialises caches of the package. It happens here, once, so that the processes
+    forked afterwards share them.
+    """
     verify = VERIFIERS[name]
     importlib.import_module(PACKAGES[name])
     if name == "math":
-        # it warns that nothing bounds its time; here something does
+        # math-verify warns that its time is not bounded; the worker pool bounds it
         logging.getLogger(PACKAGES[name]).setLevel(logging.ERROR)
         verify(r"\boxed{\frac{1}{2} x^2}", "0.5x^2", {})
     return lambda item: verify(*item)
 
 
 def verifier_for(data_source: str) -> str:
-    """Name of the verifier for a data source.
+    """Return the name of the verifier for a data source.
 
     Raises:
-        ConfigError: none is known for it.
+        ConfigError: no pattern matches the data source.
     """
     for pattern, name in BY_DATA_SOURCE:
         if re.fullmatch(pattern, data_source, re.IGNORECASE):
             return name
     why = f"no verifier is known for the data source {data_source!r}"
-    fix = f"one of {', '.join([*VERIFIERS, CODE])}; or reward.name=function with reward.function"
+    fix = (
+        f"set it to one of {', '.join([*VERIFIERS, CODE])}, or set reward.name=function and "
+        "reward.function"
+    )
     raise ConfigError([ConfigIssue("reward.verifier", None, why, fix)])
 
 
 def gym_entry(extra: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entry of reasoning_gym that a row was made of.
+    """Return the reasoning_gym entry from which a row was made.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the row has none.
     """
     if extra.get("entry") is None:
         raise ValueError("the row has no reasoning_gym entry: use data.task=reasoning_gym:NAME")
@@ -169,7 +177,7 @@ def gym_entry(extra: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def import_math_verify() -> Any:
-    """The package, or a ConfigError that says how to get it."""
+    """Import math_verify; a ConfigError says how to install it."""
     try:
         return importlib.import_module("math_verify")
     except ModuleNotFoundError as error:
@@ -179,10 +187,10 @@ def import_math_verify() -> Any:
 
 
 def extract_final(response: str) -> str:
-    """The final answer of a response that may think aloud first.
+    """Return the final answer of a response, without the reasoning before it.
 
-    In this order: the last ``\\boxed{}``; the last ``<answer></answer>``; what follows the last
-    ``####``; the last line that is not empty; an empty text.
+    The first of these that exists: the last ``\\boxed{}``; the last ``<answer></answer>``; what
+    follows the last ``####``; the last line that is not empty; an empty string.
     """
     boxed = last_boxed(response)
     if boxed is not None:
@@ -197,7 +205,7 @@ def extract_final(response: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last complete ``\\boxed{...}``, nested braces kept; None without one."""
+    """Content of the last complete ``\\boxed{...}`` with nested braces; None if there is none."""
     opened: list[int] = []
     last = -1
     end = 0
@@ -212,7 +220,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_tagged(text: str) -> str | None:
-    """Content of the last complete ``<answer></answer>``; None without one."""
+    """Content of the last complete ``<answer></answer>``; None if there is none."""
     found, end = None, 0
     while (start := text.find("<answer>", end)) >= 0:
         start += len("<answer>")
@@ -223,28 +231,30 @@ def last_tagged(text: str) -> str | None:
     return found
 
 
-def _same_number(given: str, wanted: str) -> float:
-    given_value, wanted_value = parse_number(given), parse_number(wanted.rpartition("####")[2])
-    if wanted_value is None:
-        raise ValueError(f"the ground truth {wanted!r} is no number")
-    return float(given_value == wanted_value)
+def _same_number(given: str, ground_truth: str) -> float:
+    value = parse_number(ground_truth.rpartition("####")[2])
+    if value is None:
+        raise ValueError(f"the ground truth {ground_truth!r} is not a number")
+    return float(parse_number(given) == value)
 
 
 def parse_number(text: str) -> tuple[bool, str, str] | None:
-    """A decimal number with optional thousands commas and dollar sign, in the one form that every
-    number has: whether it is negative, the digits before the point without leading zeros, those
-    after it without trailing zeros. None for another text.
+    """Parse a decimal number with optional thousands commas and dollar sign into a canonical form.
 
-    Text, because turning a million digits into a number takes minutes.
+    The digits stay text, because the conversion of a million digits to an integer takes minutes.
+
+    Returns:
+        Whether the number is negative, the digits before the point without leading zeros, and the
+        digits after it without trailing zeros. None if the text is not a number.
     """
     digits = text.strip().replace(",", "").replace("$", "")
     if not re.fullmatch(r"-?(\d+(\.\d+)?|\.\d+)", digits):
         return None
     if not digits.isascii():  # \d matches the digits of every script
         digits = "".join(str(unicodedata.decimal(sign, sign)) for sign in digits)
-    whole, _, part = digits.lstrip("-").partition(".")
-    whole, part = whole.lstrip("0"), part.rstrip("0")
-    return digits.startswith("-") and bool(whole or part), whole, part
+    integer, _, fraction = digits.lstrip("-").partition(".")
+    integer, fraction = integer.lstrip("0"), fraction.rstrip("0")
+    return digits.startswith("-") and bool(integer or fraction), integer, fraction
 
 
 def _plain(text: str) -> str:

@@ -1,8 +1,9 @@
-"""HTTP with servers that may be slow, wrong or hostile: each exchange is bounded in time and size.
+"""HTTP client for slow, faulty or hostile servers: every exchange has a limit of time and size.
 
-Timeouts of sockets bound a single read; a server that sends a byte a second passes them for ever.
-Here the bytes of an answer, headers and chunk marks included, are counted and read against one
-deadline. Redirects are not followed: they would take what is sent, and the key, to another address.
+A socket's timeout limits a single read only; a server that sends a byte per second never exceeds
+it. This client counts all bytes of an answer, headers and chunk marks included, and reads them
+before one deadline. It does not follow redirects, which would send the request and the key to
+another address.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PIECE = 1 << 16
 
 
 class AnswerRefused(http.client.HTTPException):
-    """An answer that is too large, or packed."""
+    """An answer that is too large, or compressed."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Answer:
     """A complete answer.
 
     Args:
-        status: of HTTP.
-        reason: the server's own words for it.
-        location: where a redirect leads to, empty where the server does not say.
-        body: as sent.
+        status: HTTP status code.
+        reason: the server's text for the status.
+        location: target of a redirect; empty if the server names none.
+        body: the bytes of the body.
     """
 
     status: int
@@ -46,7 +47,7 @@ class Answer:
 
 
 def url_problem(url: str) -> str | None:
-    """What is wrong with the URL of a server, None where nothing is."""
+    """Return what is wrong with the URL of a server, None if it is valid."""
     if not url.isascii() or any(not char.isprintable() or char == " " for char in url):
         return "holds blanks, control characters or letters outside ASCII"
     try:
@@ -70,11 +71,10 @@ def is_loopback(host: str) -> bool:
 
 
 def parse_answer(text: bytes) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text; NaN and infinities are accepted, because Python's servers send them.
 
     Raises:
-        ValueError: it is not JSON (but for NaN and infinities, which Python's own servers send),
-            repeats a key, or is nested too deeply.
+        ValueError: the text is not JSON, repeats a key, or is nested too deeply.
     """
     try:
         return json.loads(text.decode(), object_pairs_hook=_object)
@@ -85,18 +85,18 @@ def parse_answer(text: bytes) -> Any:
 
 
 def fetch(request: urllib.request.Request, timeout_s: float, max_bytes: int) -> Answer:
-    """One exchange with a server, through the proxy of the environment unless it is on loopback.
+    """Send a request and read the answer, through the environment's proxy unless it is on loopback.
 
-    It runs in a thread of its own: looking up a name, connecting to several addresses and sending
-    through TLS are bounded by nothing else.
+    The exchange runs in its own thread, because no other timeout covers name resolution, connecting
+    to several addresses and sending through TLS.
 
     Args:
-        request: to an ``http`` or ``https`` URL.
-        timeout_s: for all of it.
-        max_bytes: of the answer, headers included.
+        request: a request to an ``http`` or ``https`` URL.
+        timeout_s: time limit for the exchange in seconds.
+        max_bytes: limit of the answer in bytes, headers included.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: the exchange exceeded the limit.
         OSError, http.client.HTTPException, ValueError: there is no usable answer.
     """
     outcome: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
@@ -120,12 +120,12 @@ def fetch(request: urllib.request.Request, timeout_s: float, max_bytes: int) -> 
 def bounded(
     connection: http.client.HTTPConnection, timeout_s: float, max_bytes: int
 ) -> http.client.HTTPConnection:
-    """Bound the next answer on a connection.
+    """Limit time and size of the next answer on a connection.
 
     Args:
-        connection: to a server; may be open already.
-        timeout_s: from now to the end of the answer.
-        max_bytes: of the answer, headers included.
+        connection: a connection to a server, open or not.
+        timeout_s: seconds from now to the end of the answer.
+        max_bytes: limit of the answer in bytes, headers included.
     """
     deadline = time.monotonic() + timeout_s
     connection.response_class = partial(_BoundedResponse, deadline=deadline, max_bytes=max_bytes)  # type: ignore[assignment]
@@ -133,20 +133,20 @@ def bounded(
 
 
 def read_body(answer: http.client.HTTPResponse, max_bytes: int) -> bytes:
-    """The body of an answer on a bounded connection.
+    """Read the body of an answer on a bounded connection.
 
     Raises:
-        http.client.HTTPException: it is too large, packed, cut short or malformed.
+        http.client.HTTPException: the body is too large, compressed, cut short or malformed.
     """
     if answer.getheader("Content-Encoding", "identity").lower() != "identity":
-        raise AnswerRefused("its answer is compressed, which was not asked for")
+        raise AnswerRefused("its answer is compressed; the request did not accept that")
     if (answer.length or 0) > max_bytes:
         raise AnswerRefused(f"its answer is larger than {max_bytes >> 20} MiB")
     pieces = []
     try:
         while piece := answer.read(_PIECE):
             pieces.append(piece)
-    except ValueError as error:  # the length of a chunk
+    except ValueError as error:  # an invalid length of a chunk
         raise http.client.HTTPException(f"malformed answer: {error}") from error
     if answer.length:
         raise http.client.IncompleteRead(b"".join(pieces), answer.length)
@@ -192,7 +192,7 @@ class _BoundedResponse(http.client.HTTPResponse):
 
 
 class _BoundedReader(io.RawIOBase):
-    """What a socket receives, up to a deadline and a number of bytes."""
+    """Bytes from a socket, up to a deadline and a number of bytes."""
 
     def __init__(self, sock: Any, deadline: float, max_bytes: int) -> None:
         self._socket, self._raw = sock, sock.makefile("rb", buffering=0)
@@ -221,6 +221,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {name[:40]!r} stands twice")
+            raise ValueError(f"the key {name[:40]!r} occurs twice")
         found[name] = value
     return found

@@ -1,7 +1,7 @@
-"""Files that are there in full or not at all, and that are known again when they are read.
+"""Atomic replacement of files, and checksums that show whether a file has changed.
 
-A folder that mppo writes as a whole (an exported model) holds ``.mppo.json``: the size and CRC-32
-of each of its files. It says that mppo may replace the folder, and whether a file has changed.
+A folder that mppo writes at once (an exported model) holds ``.mppo.json``: the size and CRC-32 of
+each of its files. With it, mppo knows whether it may replace the folder and whether a file changed.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _BLOCK = 16 << 20
 
 
 class Damaged(ValueError):
-    """A file is not what was written."""
+    """A file differs from what was written."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What is known of a file: length in bytes and CRC-32 of the contents."""
+    """Length of a file in bytes and CRC-32 of its contents."""
 
     size: int
     crc32: int
 
 
 Files = Mapping[str, FileEntry]
-"""By path relative to their folder."""
+"""Entries of files by their path relative to the folder."""
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An ``OSError`` inside says which file it is about; writing to an open file does not."""
+    """Add the file name to an ``OSError``; an error on an open file does not have it."""
     try:
         yield
     except OSError as error:
@@ -51,9 +51,9 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name to write to; what was written takes the place of ``path`` at the end, in one step.
+    """Yield a temporary path to write to; at the end, rename it to ``path`` atomically.
 
-    On an error ``path`` stays as it was.
+    On an error ``path`` stays unchanged.
     """
     building = path.with_name(f".partial-{path.name}")
     try:
@@ -66,12 +66,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file in one step."""
+    """Write a text file atomically."""
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Write a file in one step."""
+    """Write a file atomically."""
     with replacing(path) as building:
         building.write_bytes(data)
 
@@ -95,7 +95,7 @@ def flush(path: Path) -> None:
 
 
 def free_name(path: Path, ending: str) -> Path:
-    """``<path><ending>-1``, or the next number under which nothing lies."""
+    """Return ``<path><ending>-1``, or the same with the next number that is not in use."""
     number = 1
     while (other := path.with_name(f"{path.name}{ending}-{number}")).exists():
         number += 1
@@ -118,10 +118,10 @@ def file_checksum(file: Path) -> FileEntry:
 
 
 def check_sizes(folder: Path, files: Files) -> None:
-    """Every listed file is there in full length.
+    """Check that every listed file exists in full length.
 
     Raises:
-        Damaged: naming the first that is not.
+        Damaged: a file is missing or has another size; the message names it.
     """
     for name, entry in files.items():
         try:
@@ -131,20 +131,20 @@ def check_sizes(folder: Path, files: Files) -> None:
         except ValueError as error:
             raise Damaged(str(error)) from error
         if size != entry.size:
-            raise Damaged(f"{folder / name}: has {size} bytes, {entry.size} were written")
+            raise Damaged(f"{folder / name}: has {size} bytes, but {entry.size} were written")
 
 
 def check_contents(folder: Path, files: Files, share: int = 0, shares: int = 1) -> None:
-    """The files hold the bytes that were written.
+    """Check that the files hold the bytes that were written.
 
     Args:
-        folder: where they lie.
-        files: what was written.
+        folder: the folder of the files.
+        files: the entries that were written.
         share, shares: check every ``shares``-th file from the ``share``-th on, so that ranks can
             divide the work.
 
     Raises:
-        Damaged: naming the first file that differs or cannot be read.
+        Damaged: a file differs or cannot be read; the message names the first one.
     """
     for name in sorted(files)[share::shares]:
         try:
@@ -154,18 +154,18 @@ def check_contents(folder: Path, files: Files, share: int = 0, shares: int = 1) 
         except ValueError as error:  # not a file
             raise Damaged(str(error)) from error
         if entry != files[name]:
-            raise Damaged(f"{folder / name}: its checksum is not the one that was written")
+            raise Damaged(f"{folder / name}: its checksum differs from the one that was written")
 
 
 def write_marker(folder: Path, files: Files) -> None:
-    """Say that mppo wrote a folder, and what is in it."""
+    """Write ``.mppo.json``: mppo wrote this folder, with these files."""
     entries = {name: asdict(entry) for name, entry in sorted(files.items())}
     marker = {"format": _FORMAT, "files": entries}
     write_bytes(folder / MARKER, f"{json.dumps(marker, indent=1)}\n".encode())
 
 
 def read_marker(folder: Path) -> Files | None:
-    """The files that mppo wrote to a folder; None for a folder of another origin.
+    """Read the entries of the files that mppo wrote; None if mppo did not write the folder.
 
     Raises:
         Damaged: the marker cannot be read.
@@ -180,8 +180,10 @@ def read_marker(folder: Path) -> Files | None:
 
 
 def is_as_written(folder: Path) -> bool:
-    """Whether mppo wrote a folder and nothing was added to it, removed or changed since: the marker
-    is the last file written, and gigabytes are not read for the answer."""
+    """Whether mppo wrote a folder and no file was added, removed or changed since.
+
+    The contents are not read: the marker is written last, so a changed file has a later time.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return False
     try:

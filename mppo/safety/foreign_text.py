@@ -1,4 +1,4 @@
-"""What another host has sent, made fit for a message."""
+"""Quoting of text from another host in a message."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _SHORTEST_PART = 4
 
 
 def quoted(text: bytes | str, secrets: Collection[str] = ()) -> str:
-    """A text on one line, cut, without control characters and secrets.
+    """Return a text on one line, at most ``SHOWN`` long, without control characters and secrets.
 
     Args:
-        text: any.
-        secrets: what must not be shown, besides what ``redact_text`` finds.
+        text: any text.
+        secrets: values to hide, besides those that ``redact_text`` finds.
     """
     text = text[:_SEARCHED]
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
     text = "".join(_clean(char) for char in text)
     for secret in sorted(secrets, key=len, reverse=True):
-        text = _without_its_begin(text.replace(secret, HIDDEN), secret)
+        text = _without_cut_secret(text.replace(secret, HIDDEN), secret)
     text = redact_text(text)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
@@ -34,8 +34,8 @@ def _clean(char: str) -> str:
     return " " if char.isspace() else ""
 
 
-def _without_its_begin(text: str, secret: str) -> str:
-    """The text without a secret's first letters at its end, where the search has cut it off."""
+def _without_cut_secret(text: str, secret: str) -> str:
+    """Remove the first letters of a secret at the end of the text, where the text was cut."""
     for length in range(len(secret) - 1, _SHORTEST_PART - 1, -1):
         if text.endswith(secret[:length]):
             return text[:-length]

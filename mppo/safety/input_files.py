@@ -1,7 +1,8 @@
-"""Files that others wrote: opened and parsed in bounded time and memory.
+"""Opening and parsing of files that others wrote, in bounded time and memory.
 
-Opening a FIFO waits for its writer, a device may never end, and a link or a name with ``..`` leads
-out of its folder. Every file of a model, a checkpoint, a data set or a recipe is opened here.
+Opening a FIFO waits for its writer, reading a device may never end, and a link or a name with
+``..`` may lead out of its folder. All files of models, checkpoints, data sets and recipes are
+opened here.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 MAX_FILE_BYTES = 512 << 20
-"""Files that are read in one piece; the largest tokenizers have 40 MB."""
+"""Limit for files that are read at once; the largest tokenizers have 40 MB."""
 MAX_DEPTH = 100
-"""Lists and objects inside each other, in JSON and YAML."""
+"""Most levels of nested lists and objects in JSON and YAML."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -28,16 +29,16 @@ _KINDS = {
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file to read; never waits, as opening a FIFO would.
+    """Open a regular file for reading, without waiting for the writer of a FIFO.
 
     Raises:
         OSError: no such file, or not readable.
-        ValueError: a folder, FIFO, device or socket.
+        ValueError: the path is a folder, FIFO, device or socket.
     """
     _check_regular(path, os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _check_regular(path, os.fstat(descriptor))  # another file may bear the name by now
+        _check_regular(path, os.fstat(descriptor))  # the path may name another file by now
     except ValueError:
         os.close(descriptor)
         raise
@@ -45,7 +46,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
-    """The bytes of a regular file.
+    """Read the bytes of a regular file.
 
     Raises:
         OSError: no such file, or not readable.
@@ -62,20 +63,20 @@ def read_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
 
 
 def read_text(path: Path, limit: int = MAX_FILE_BYTES) -> str:
-    """The text of a regular file in UTF-8. Raises as ``read_file``."""
+    """Read a regular file as UTF-8; raises as ``read_file``, and ValueError for other encodings."""
     return _decoded(read_file(path, limit), str(path))
 
 
 def read_json(path: Path, limit: int = MAX_FILE_BYTES, nan: bool = False) -> dict[str, Any]:
-    """The JSON object in a regular file.
+    """Read the JSON object in a regular file.
 
     Args:
         path: the file.
-        limit: most bytes of it.
-        nan: take ``NaN`` and ``Infinity`` for numbers, as Python writes them.
+        limit: most bytes of the file.
+        nan: accept ``NaN`` and ``Infinity``, which Python writes.
 
     Raises:
-        ValueError: absent, not readable, no JSON object, or a key stands in it twice.
+        ValueError: the file is missing or not readable, is not a JSON object, or repeats a key.
     """
     try:
         text = read_text(path, limit)
@@ -92,16 +93,16 @@ def read_json(path: Path, limit: int = MAX_FILE_BYTES, nan: bool = False) -> dic
 
 
 def parse_json(text: str | bytes, unique: bool = False, nan: bool = False) -> Any:
-    """What a JSON text means.
+    """Parse a JSON text.
 
     Args:
         text: the text; bytes are UTF-8.
-        unique: refuse an object that holds a key twice.
-        nan: take ``NaN`` and ``Infinity`` for numbers, as Python writes them.
+        unique: reject an object that repeats a key.
+        nan: accept ``NaN`` and ``Infinity``, which Python writes.
 
     Raises:
-        ValueError: not JSON, nested deeper than ``MAX_DEPTH``, a number of
-            thousands of digits, or half a surrogate pair.
+        ValueError: the text is not JSON, is nested deeper than ``MAX_DEPTH``, or holds a number of
+            thousands of digits or half a surrogate pair.
     """
     text = _decoded(text, "the text") if isinstance(text, bytes) else text
     hook, constant = _unique_keys if unique else None, None if nan else _refuse_constant
@@ -114,7 +115,7 @@ def parse_json(text: str | bytes, unique: bool = False, nan: bool = False) -> An
         raise ValueError(f"{error.msg} at {line}column {error.colno}") from error
     except ValueError as error:
         if "integer string conversion" in str(error):
-            raise ValueError("a whole number of more than 4300 digits") from error
+            raise ValueError("an integer of more than 4300 digits") from error
         raise
     if text.count("[") + text.count("{") > MAX_DEPTH and _deeper_than(content, MAX_DEPTH):
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
@@ -124,17 +125,17 @@ def parse_json(text: str | bytes, unique: bool = False, nan: bool = False) -> An
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """The path of a file that a folder's own index names.
+    """Return the path of a file that a folder's index names.
 
-    A link may lead to another place of the folder, or from a snapshot of Hugging Face's cache to
-    its ``blobs``.
+    A link may lead to another file of the folder, or from a snapshot of Hugging Face's cache to its
+    ``blobs``.
 
     Args:
         folder: the folder.
         name: relative path.
 
     Raises:
-        ValueError: no relative path, or it leads out of the folder.
+        ValueError: the name is not a relative path, or leads out of the folder.
     """
     if not isinstance(name, str) or not name or "\0" in name:
         raise ValueError(f"{folder}: {name!r} is not a file name")
@@ -157,15 +158,16 @@ def _roots(folder: Path) -> Iterator[Path]:
 
 
 def check_regular_files(folder: Path) -> None:
-    """A library will open files of this folder by itself: none may make it wait or fill memory.
+    """Check a folder whose files a library will open: no file may block it or fill memory.
 
     Raises:
-        ValueError: a FIFO, device or socket in it, or a text file larger than ``MAX_FILE_BYTES``.
+        ValueError: the folder holds a FIFO, device or socket, or a text file larger than
+            ``MAX_FILE_BYTES``.
     """
     for entry in sorted(folder.iterdir()):
         try:
             found = entry.stat()
-        except OSError:  # a broken link: whoever wants the file says that it is missing
+        except OSError:  # a broken link: the reader of the file reports it
             continue
         if stat.S_ISDIR(found.st_mode):
             continue
@@ -181,7 +183,7 @@ def check_regular_files(folder: Path) -> None:
 def _check_regular(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "special")
-        raise ValueError(f"{path}: is {kind}, not a file; put the file in its place")
+        raise ValueError(f"{path}: is {kind}, not a file; replace it by the file")
 
 
 def _decoded(data: bytes, name: str) -> str:
@@ -196,12 +198,12 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"{twice!r} stands in it twice")
+        raise ValueError(f"the key {twice!r} occurs twice")
     return content
 
 
 def _check_pairs(text: str) -> None:
-    """No encoding and no tokenizer takes half a surrogate pair."""
+    """Reject half a surrogate pair, which no encoding and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

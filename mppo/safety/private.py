@@ -1,4 +1,4 @@
-"""What a run writes is for its user alone, unless its folder is shared with a group on purpose."""
+"""Permissions of a run's files: for its user alone, or also for the group of a shared folder."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PRIVATE = 0o077
-"""The umask that leaves nothing to others."""
+"""The umask that denies group and others all access."""
 
 
 @contextmanager
 def private_files(folder: Path) -> Iterator[None]:
-    """Folders and files that this process and its servers make inside are private (0700 and 0600).
+    """Make the files of this process and its servers private (0700 and 0600) inside the context.
 
-    A folder that is there already, with the set-group-ID bit, is shared: its group gets in files
-    what it has in the folder (``chmod 2750``: may read, ``2770``: may write as well). Other users
-    get nothing in either case.
+    An existing folder with the set-group-ID bit is shared: its group gets the same access to files
+    as to the folder (``chmod 2750``: read, ``2770``: read and write). Other users never get access.
 
     Args:
-        folder: the run's.
+        folder: the run's folder.
     """
     before = os.umask(_umask(folder))
     try:
@@ -33,6 +32,6 @@ def private_files(folder: Path) -> Iterator[None]:
 def _umask(folder: Path) -> int:
     try:
         mode = folder.stat().st_mode
-    except OSError:  # not there yet
+    except OSError:  # does not exist yet
         return PRIVATE
     return PRIVATE & ~(mode & stat.S_IRWXG) if mode & stat.S_ISGID else PRIVATE

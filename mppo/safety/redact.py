@@ -1,4 +1,4 @@
-"""Keeps keys, tokens and passwords out of what a program writes down or prints."""
+"""Removal of keys, tokens and passwords from everything that a program writes or prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 HIDDEN = "***"
 MIN_SECRET_LENGTH = 8
-"""Shorter values are not looked for in texts: they would be found in ordinary words."""
+"""Shorter values are not hidden in texts, because ordinary words contain them."""
 
 _KEY_NAMES = r"(?:api|access|private|secret|auth|signing|encryption|account|master|admin)[_-]?keys?"
 _NAME = re.compile(
@@ -28,7 +28,7 @@ _ORDINARY = re.compile(
     r"|first|last|next|each|every|new)[_-]token$",
     re.IGNORECASE,
 )
-"""Tokens of a tokenizer."""
+"""Names of tokens of a tokenizer, which are not secrets."""
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 _URL = re.compile(r"(?<=://)[^\s\"<>]+")
@@ -41,7 +41,7 @@ _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
 _NAMED = re.compile(r"(?<![\w.-])([\w.-]+)[\"']?\s*([=:])\s*")
 _VALUE = re.compile(r"\"[^\"]*\"?|'[^']*'?|[^\s,;&\"'}\])]+")
 _BARE_NAMES = ("token", "auth", "pass", "pat", "sig", "signature", "credentials")
-"""Before a colon, these are ordinary words as well."""
+"""Names that are also ordinary words before a colon."""
 _LIKE_A_KEY = re.compile(r"(?=\S{0,40}[A-Za-z])(?=\S{0,40}\d)\S{8}")
 _FLAG = re.compile(r"(?<!\S)(--?[\w-]+)(\s+)([^\s-]\S*)")
 _SHAPES = re.compile(
@@ -51,14 +51,14 @@ _SHAPES = re.compile(
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)",
     re.DOTALL,
 )
-"""Private keys, and tokens that begin as their makers' do: Hugging Face, OpenAI, Anthropic, GitHub,
-GitLab, Slack, Google, AWS; JSON web tokens."""
+"""Private keys, JSON web tokens, and tokens with the prefix of a known issuer: Hugging Face,
+OpenAI, Anthropic, GitHub, GitLab, Slack, Google, AWS."""
 
 _remembered: set[str] = set()
 
 
 def remember(secret: str) -> None:
-    """Have this value hidden in every text from now on, if it is long enough to be looked for."""
+    """Hide this value in every text from now on, if it has ``MIN_SECRET_LENGTH``."""
     if len(secret) >= MIN_SECRET_LENGTH:
         _remembered.update(_forms(secret))
 
@@ -70,24 +70,24 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(value: Any) -> Any:
-    """A copy with every secret replaced by ``***``.
+    """Return a copy with every secret replaced by ``***``.
 
-    A secret is: whatever stands under a name such as ``api_key``, ``password`` or ``auth``, in
-    lists and mappings, too; and in texts, keys of mappings included, what ``redact_text`` finds.
+    Secrets are all values under a name such as ``api_key``, ``password`` or ``auth``, also inside
+    lists and mappings, and what ``redact_text`` finds in texts and in keys of mappings.
 
     Args:
-        value: nested mappings, sequences and plain values, as a resolved recipe holds.
+        value: nested mappings, sequences and plain values, such as a resolved recipe.
     """
     return _redact(value, {})
 
 
 def redact_text(text: str) -> str:
-    """A text with every secret in it replaced by ``***``.
+    """Return a text with every secret replaced by ``***``.
 
-    A secret is: the value of an environment variable with a secret's name; a value that was
-    remembered; user and password of a URL; a URL's parameter and a ``name=value``, ``name: value``
-    or ``--name value`` with a secret's name; what follows ``Authorization:`` or ``Bearer``; and
-    what has the shape of a well-known kind of token or private key.
+    Secrets are the value of an environment variable with a secret's name; a value passed to
+    ``remember``; user and password of a URL; the value of a URL's parameter and of ``name=value``,
+    ``name: value`` or ``--name value`` with a secret's name; the text after ``Authorization:`` or
+    ``Bearer``; and text in the form of a well-known token or private key.
     """
     for secret in sorted(_remembered | _environment_secrets(), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
@@ -101,7 +101,7 @@ def redact_text(text: str) -> str:
 
 
 def query_secrets(url: str) -> set[str]:
-    """Values of a URL's parameters that are secrets, or may be for their length."""
+    """Return values of a URL's parameters that have a secret's name or the length of a secret."""
     return {
         form
         for name, value in parse_qsl(urlsplit(url).query)
@@ -112,7 +112,7 @@ def query_secrets(url: str) -> set[str]:
 
 @contextmanager
 def redacted_output() -> Iterator[None]:
-    """What Python prints inside goes through ``redact_text``; for the ``main`` of a program."""
+    """Pass everything that Python prints inside the context through ``redact_text``."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _RedactedStream(before[0]), _RedactedStream(before[1])  # type: ignore[assignment]
     try:
@@ -122,7 +122,7 @@ def redacted_output() -> Iterator[None]:
 
 
 class _RedactedStream:
-    """A text stream that hides secrets; everything but writing is the stream's own."""
+    """A text stream that hides secrets; all methods except writing are the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -140,8 +140,8 @@ class _RedactedStream:
 
 
 def _redact(value: Any, done: dict[int, Any]) -> Any:
-    """``redact``; ``done`` holds containers by identity: aliases are followed once, and a container
-    inside itself ends there."""
+    """Redact a value. ``done`` holds the result of each container by id, so a shared container is
+    copied once and a container inside itself becomes ``***``."""
     if isinstance(value, str):
         return redact_text(value)
     if not isinstance(value, (Mapping, list, tuple, set, frozenset)):
@@ -162,7 +162,7 @@ def _entry(key: Any, entry: Any, done: dict[int, Any]) -> Any:
 
 
 def _hide_all(value: Any, numbers: bool, inside: set[int]) -> Any:
-    """The same containers with everything hidden in them that says something."""
+    """Copy containers with every text and, if ``numbers``, every number hidden."""
     if isinstance(value, (Mapping, list, tuple, set, frozenset)):
         if id(value) in inside:
             return HIDDEN
@@ -177,7 +177,7 @@ def _hide_all(value: Any, numbers: bool, inside: set[int]) -> Any:
 
 
 def _redact_arguments(values: list[Any], done: dict[int, Any]) -> list[Any]:
-    """Items of a list; what follows a flag such as ``--api-key`` is hidden whole."""
+    """Redact the items of a list; the item after a flag such as ``--api-key`` is hidden."""
     hidden: list[Any] = []
     previous: Any = None
     for each in values:
@@ -189,9 +189,10 @@ def _redact_arguments(values: list[Any], done: dict[int, Any]) -> list[Any]:
 
 
 def _hide_credentials(match: re.Match[str]) -> str:
-    """A URL's part after ``://`` without what may be user and password.
+    """Hide what may be user and password in a URL's part after ``://``.
 
-    Up to the last ``@``: passwords are found in URLs with ``@`` and ``/`` in them unquoted.
+    Everything up to the last ``@`` is hidden, because passwords can hold an unquoted ``@`` or
+    ``/``.
     """
     rest = match.group(0)
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
@@ -235,7 +236,7 @@ def _hide_flag(match: re.Match[str]) -> str:
 
 
 def _forms(secret: str) -> set[str]:
-    """How a value is spelled in texts: as it is, and in a URL."""
+    """Return the spellings of a value in texts: unchanged, and quoted for a URL."""
     return {secret, quote(secret), quote(secret, safe="")}
 
 

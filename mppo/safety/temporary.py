@@ -1,11 +1,11 @@
-"""Temporary folders and shared memory: one name for all, and their removal after a SIGKILL.
+"""Temporary folders and shared memory, with their removal after a SIGKILL.
 
-Every process has one temporary folder, for its user alone, ``mppo-HOST-PID-START-RANDOM``: HOST is
-a hash of host name and boot, PID and START (in ticks since the boot) name the process for good.
-What a process makes elsewhere, such as shared memory, it notes in that folder. Where a process
-could not remove its folder, the next program does at its start: the folder must be this user's,
-made on this host since its last boot, its process gone, and its lock free (a forked child holds
-it).
+Every process has one private temporary folder, ``mppo-HOST-PID-START-RANDOM``: HOST is a hash of
+host name and boot; PID and START (in ticks since the boot) identify the process uniquely. The
+folder also lists what the process created elsewhere, such as shared memory. If a process could not
+remove its folder, the next program removes it at its start, provided that the folder belongs to
+this user and was created on this host since its last boot, that its process has ended, and that its
+lock is free (a forked child holds it).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SHARED_MEMORY = Path("/dev/shm")
 _NAME = re.compile(r"mppo-([0-9a-f]{6})-(\d+)-(\d+)-\w+")
 _NOTES = "made_elsewhere"
 _own: dict[int, Path] = {}
-"""This process's folder by its id: a forked child makes its own."""
+"""Folder by process id, because a forked child creates its own."""
 _making = threading.Lock()
 
 
 def own_folder() -> Path:
-    """This process's temporary folder; made at the first call, removed when the process ends."""
+    """Return this process's temporary folder, created at the first call and removed at exit."""
     pid = os.getpid()
     with _making:
         if pid not in _own:
@@ -46,9 +46,9 @@ def own_folder() -> Path:
 
 @contextmanager
 def unfinished_folder(place: Path) -> Iterator[Path]:
-    """A new folder in ``place``, to be renamed when it is finished; otherwise removed on leaving.
+    """Create a folder in ``place`` that the caller renames when it is finished; else remove it.
 
-    Those that other processes left there unfinished are removed first.
+    Unfinished folders of processes that have ended are removed first.
     """
     remove_leftovers(place)
     folder, lock = _make(place)
@@ -60,17 +60,17 @@ def unfinished_folder(place: Path) -> Iterator[Path]:
 
 
 def note(path: Path) -> None:
-    """Have something that this process or a server of it made elsewhere removed with its folder.
+    """Register a path that this process or its server created, to be removed with its folder.
 
     Args:
-        path: in shared memory or the folder for temporary files.
+        path: a path in shared memory or in the folder for temporary files.
     """
     with (own_folder() / _NOTES).open("a") as stream:
         stream.write(f"{path}\n")
 
 
 def private_file(path: Path, text: str) -> None:
-    """Write a new file that only this user can read; what is there already is replaced."""
+    """Write a file that only this user can read; replaces an existing file."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as stream:
@@ -78,28 +78,28 @@ def private_file(path: Path, text: str) -> None:
 
 
 def remove_leftovers(place: Path | None = None) -> list[Path]:
-    """Remove what processes that are gone have left.
+    """Remove the temporary folders of processes that have ended.
 
     Args:
-        place: where to look; the folder for temporary files by default.
+        place: the folder to search; None: the folder for temporary files.
 
     Returns:
         The folders removed.
     """
     place = place or Path(tempfile.gettempdir())
     removed = []
-    with suppress(OSError):  # cannot be listed: then nothing in it can be removed
-        removed = [folder for folder in place.glob("mppo-*") if _remove_if_left(folder)]
+    with suppress(OSError):  # a folder that cannot be listed
+        removed = [folder for folder in place.glob("mppo-*") if _remove_leftover(folder)]
     return removed
 
 
 def _make(place: Path) -> tuple[Path, int]:
-    """A new folder of this process, and the descriptor that locks it."""
+    """Create a folder of this process; return it with the descriptor that locks it."""
     pid = os.getpid()
-    prefix = f"mppo-{_host()}-{pid}-{_started(pid) or 0}-"
+    prefix = f"mppo-{_host()}-{pid}-{_start_ticks(pid) or 0}-"
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    with suppress(OSError):  # a file system without locks: the process's number must do
+    with suppress(OSError):  # a file system without locks: the process id remains
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return folder, lock
 
@@ -109,16 +109,16 @@ def _remove_own(pid: int) -> None:
         _remove(_own.pop(pid))
 
 
-def _remove_if_left(folder: Path) -> bool:
+def _remove_leftover(folder: Path) -> bool:
     name = _NAME.fullmatch(folder.name)
-    if name is None or name[1] != _host() or _lives(int(name[2]), int(name[3])):
+    if name is None or name[1] != _host() or _is_running(int(name[2]), int(name[3])):
         return False
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return False
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # gone meanwhile
+    except OSError:  # removed in the meantime
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,13 +131,13 @@ def _remove_if_left(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder and what its process noted as made elsewhere."""
+    """Remove a folder and the paths that its process registered."""
     notes = folder / _NOTES
     lines = notes.read_text().splitlines() if notes.is_file() else []
     for path in map(Path, lines):
         if path.parent not in (SHARED_MEMORY, folder.parent):
             continue
-        with suppress(OSError):  # gone, or another user's
+        with suppress(OSError):  # removed already, or of another user
             if stat.S_ISDIR(path.lstat().st_mode):
                 shutil.rmtree(path)
             else:
@@ -147,19 +147,19 @@ def _remove(folder: Path) -> None:
 
 @cache
 def _host() -> str:
-    """Short hash of this host's name and boot; a container with its own name is another host."""
+    """Return a short hash of host name and boot; a container with its own name is another host."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     text = socket.gethostname() + (boot.read_text() if boot.is_file() else "")
     return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
-def _lives(pid: int, started: int) -> bool:
-    """Whether the process with this number that started then still runs (or that is unknown)."""
-    return not Path("/proc/self/stat").exists() or _started(pid) == started
+def _is_running(pid: int, started: int) -> bool:
+    """Whether the process with this id and start time still runs; True if that is unknown."""
+    return not Path("/proc/self/stat").exists() or _start_ticks(pid) == started
 
 
-def _started(pid: int) -> int | None:
-    """When a process started, in ticks since the boot; None where it has ended or is unknown."""
+def _start_ticks(pid: int) -> int | None:
+    """Return a process's start in ticks since the boot; None if it has ended or is unknown."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

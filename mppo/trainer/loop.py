@@ -11,7 +11,7 @@ from mppo.batch import Batch, Experience, Trajectory
 from mppo.report.console import SampleRow
 from mppo.report.history import Metrics
 from mppo.rewards.division import ScoringError
-from mppo.rewards.judgement import Judgement
+from mppo.rewards.scores import ResponseScore
 from mppo.rollout.engine import WeightSource
 from mppo.safety.redact import redact
 from mppo.supervision import stop_request
@@ -187,7 +187,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
     prompts = run.validation.prompts
     size = run.recipe.data.val_batch_size or len(prompts)
     trajectories: list[Trajectory] = []
-    judged: list[Judgement] = []
+    judged: list[ResponseScore] = []
     with run.stage("testing", step):
         for first in range(0, len(prompts), size):
             part = prompts[first : first + size]

@@ -19,7 +19,7 @@ from mppo.config.schema import Recipe
 from mppo.config.sections.roles import ActorConfig
 from mppo.parallel import device
 from mppo.pipeline.microbatches import partition
-from mppo.rewards.judgement import UNSCORED, Judgement
+from mppo.rewards.scores import UNSCORED, ResponseScore
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:
@@ -229,7 +229,7 @@ def update_metrics(mini_batches: Sequence[dict[str, float]]) -> dict[str, float]
 
 
 def mean_scores(
-    trajectories: Sequence[Trajectory], judgements: Sequence[Judgement]
+    trajectories: Sequence[Trajectory], judgements: Sequence[ResponseScore]
 ) -> dict[str, float]:
     """Mean score by data source."""
     scores: dict[str, list[float]] = {}
@@ -239,7 +239,7 @@ def mean_scores(
 
 
 def mean_numbers(
-    trajectories: Sequence[Trajectory], judgements: Sequence[Judgement]
+    trajectories: Sequence[Trajectory], judgements: Sequence[ResponseScore]
 ) -> dict[tuple[str, str], float]:
     """Means of the numbers that came with scores, by data source and name.
 
@@ -254,8 +254,8 @@ def mean_numbers(
 
 def reward_metrics(
     trajectories: Sequence[Trajectory],
-    judgements: Sequence[Judgement],
-    greedy: Sequence[Judgement],
+    judgements: Sequence[ResponseScore],
+    greedy: Sequence[ResponseScore],
 ) -> dict[str, float]:
     """``reward/<source>/<name>/mean`` of the numbers that came with scores, ``reward/errors``, and
     ``reward/timeouts`` and the like of responses that have no score of their own.
@@ -273,7 +273,7 @@ def reward_metrics(
 
 
 def validation_metrics(
-    trajectories: Sequence[Trajectory], judgements: Sequence[Judgement]
+    trajectories: Sequence[Trajectory], judgements: Sequence[ResponseScore]
 ) -> dict[str, float]:
     """Scores and numbers of validation prompts under verl's names.
 
@@ -293,12 +293,12 @@ def validation_metrics(
     }
 
 
-def errors_of(judgements: Sequence[Judgement]) -> list[str]:
+def errors_of(judgements: Sequence[ResponseScore]) -> list[str]:
     """Why responses could not be judged, one text for each of them."""
     return [each.error for each in judgements if each.error is not None]
 
 
-def unscored(judgements: Sequence[Judgement]) -> dict[str, float]:
+def unscored(judgements: Sequence[ResponseScore]) -> dict[str, float]:
     """How many responses have no score of their own, by reason."""
     found = [each.unscored for each in judgements]
     return {reason: float(found.count(reason)) for reason in UNSCORED}

@@ -14,7 +14,7 @@ from mppo.config.schema import Recipe
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.report.reporter import Reporter
 from mppo.rewards.early import EarlyScores
-from mppo.rewards.judgement import UNSCORED, Judgement
+from mppo.rewards.scores import UNSCORED, ResponseScore
 from mppo.rollout.engine import GenerationRequest
 from mppo.trainer.advantages import needs_greedy_baseline
 from mppo.trainer.metrics import errors_of, reward_metrics, unscored
@@ -59,8 +59,8 @@ class ScoredRollout:
     trajectories: list[Trajectory]
     batch: Batch
     baseline_B: Tensor
-    judged: list[Judgement]
-    judged_greedy: list[Judgement]
+    judged: list[ResponseScore]
+    judged_greedy: list[ResponseScore]
 
 
 class DynamicSampling:
@@ -238,7 +238,7 @@ def sampling_seed(run: Run, step: int) -> int:
     return run.recipe.trainer.seed * 1_000_003 + step
 
 
-def show_errors(reporter: Reporter, step: int, judgements: Sequence[Judgement]) -> None:
+def show_errors(reporter: Reporter, step: int, judgements: Sequence[ResponseScore]) -> None:
     """A line where responses could not be judged, how many, and the first one's error; and one for
     each reason why responses have no score of their own."""
     for reason, count in unscored(judgements).items():

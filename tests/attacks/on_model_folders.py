@@ -164,7 +164,7 @@ CONFIGS = (
     _config_text("NaN in config.json", '{"rms_norm_eps": NaN}', "NaN is not JSON"),
     _config_text("500 levels in config.json", f'{{"x": {DEEP}}}', "levels deep"),
     _config_text("5000 digits in config.json", f'{{"vocab_size": {LONG}}}', "4300 digits"),
-    _config_text("a key twice in config.json", '{"a": 1, "a": 2}', "'a' stands in it twice"),
+    _config_text("a key twice in config.json", '{"a": 1, "a": 2}', "'a' occurs twice"),
     _config_text("a list as config.json", "[]", "not an object"),
     _config_text("bytes that are no text as config.json", b"\xff{}", "not UTF-8"),
     _config_file("a FIFO as config.json", fifo, "no config.json"),
@@ -205,7 +205,7 @@ WEIGHTS = (
     _converted(
         "a name twice in a header",
         weights(f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry(16, 32))}}}'.encode()),
-        "'a' stands in it twice",
+        "'a' occurs twice",
     ),
     _converted("an entry that is a number", weights({"a": 1}), "a has shape None"),
     _converted("a dtype there is not", weights({"a": entry(dtype="F31")}), "has dtype F31"),
@@ -280,7 +280,7 @@ TEXTS = (
     _rows_file("data that are a link to /dev/zero", "rows.jsonl", zeros, "is not a file"),
     _rows_file("a terabyte without a line's end", "rows.jsonl", sparse, "line 1 has"),
     _rows_file("a parquet file with its table erased", "rows.parquet", _cut_parquet,
-               "no readable parquet file"),
+               "not a readable parquet file"),
 )  # fmt: skip
 """Rows on tokenizers, chat templates and data; evaluated, since they do not need a model."""
 

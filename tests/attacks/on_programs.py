@@ -40,9 +40,9 @@ def _scored(program: str, tests: tuple[str, ...], says: str):
 
         from mppo.batch import Prompt
         from mppo.config.errors import ConfigError
-        from mppo.rewards.judgement import read_judgements
         from mppo.rewards.response import Response
         from mppo.rewards.rules import RuleReward
+        from mppo.rewards.scores import read_scores
 
         before = os.getpriority(os.PRIO_PROCESS, 0), len(os.listdir("/proc/self/fd"))
         limits = {"cpu_s": 1, "memory_mb": 256, "output_mb": 1}
@@ -56,7 +56,7 @@ def _scored(program: str, tests: tuple[str, ...], says: str):
             return 0 if refused else 2
         text = program.replace("PARENT", str(os.getpid())).replace("FOLDER", str(folder))
         responses = [Response(prompt, text)]
-        (judgement,) = read_judgements(judge(responses), responses)
+        (judgement,) = read_scores(judge(responses), responses)
         after = os.getpriority(os.PRIO_PROCESS, 0), len(os.listdir("/proc/self/fd"))
         harm = "as before" if before == after else f"not as before: {before}, {after}"
         print(f"score {judgement.score}; the trainer is {harm}; {judgement.unscored}")

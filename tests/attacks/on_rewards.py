@@ -26,9 +26,9 @@ def judged(url: str, count: int = 2, **settings: Any) -> int:
     from mppo.batch import Prompt
     from mppo.config.errors import ConfigError
     from mppo.config.sections.reward import RewardConfig
-    from mppo.rewards.judgement import read_judgements
     from mppo.rewards.response import Response
     from mppo.rewards.scorer import build_scorer
+    from mppo.rewards.scores import read_scores
 
     os.environ["REWARD_KEY_OF_TEST"] = KEY
     kwargs = {"retries": 0, "api_key_env": "REWARD_KEY_OF_TEST", **settings}
@@ -36,8 +36,8 @@ def judged(url: str, count: int = 2, **settings: Any) -> int:
     code, shown = 0, ""
     try:
         reward = RewardConfig(name="remote", url=url, timeout_s=2.0, kwargs=kwargs)
-        judge = build_scorer(reward, tokenizer=None).judge
-        found = read_judgements(judge(responses), responses)
+        judge = build_scorer(reward, tokenizer=None).reward_function
+        found = read_scores(judge(responses), responses)
         shown = f"scores: {[judgement.score for judgement in found]}"
     except ConfigError as error:
         code, shown = 2, str(error)
@@ -161,7 +161,7 @@ TABLE = Table(
         _row(
             "a gzip bomb",
             says(gzip.compress(b" " * (8 << 20)), headers=b"Content-Encoding: gzip\r\n"),
-            "compressed, which was not asked for",
+            "compressed; the request did not accept that",
         ),
         _row(
             "a header line of 1 MB",
@@ -205,7 +205,7 @@ TABLE = Table(
         _json(
             "gives the scores twice",
             b'{"scores": [1, 1], "scores": [9, 9]}',
-            "the key 'scores' stands twice",
+            "the key 'scores' occurs twice",
         ),
         _json("has a score of NaN", b'{"scores": [NaN, 1]}', "is nan, not a finite number"),
         _json("has a score of 1e999", b'{"scores": [1e999, 1]}', "is inf, not a finite number"),
@@ -215,7 +215,7 @@ TABLE = Table(
             "..., not a finite number",
         ),
         _json("has a score of 5,000 digits", b'{"scores": [1%05000d, 1]}' % 0, "sent no JSON"),
-        _json("has one score for two", b'{"scores": [1]}', "it sent 1 of them"),
+        _json("has one score for two", b'{"scores": [1]}', "it sent a list of 1"),
         _json("nests the scores", b'{"scores": [[1], [1]]}', "is [1], not a finite number"),
         _json("has scores as texts", b'{"scores": ["1", "1"]}', "is '1', not a finite number"),
         _json("has a score of null", b'{"scores": [null, 1]}', "is None, not a finite number"),

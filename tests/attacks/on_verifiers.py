@@ -18,9 +18,9 @@ def _judged(verifier: str, response: str, honest: str, truth: str, says: str):
 
     def run(folder: Path) -> int:
         from mppo.batch import Prompt
-        from mppo.rewards.judgement import read_judgements
         from mppo.rewards.response import Response
         from mppo.rewards.rules import RuleReward
+        from mppo.rewards.scores import read_scores
 
         package, _, family = verifier.partition(":")
         needed = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}.get(package)
@@ -33,7 +33,7 @@ def _judged(verifier: str, response: str, honest: str, truth: str, says: str):
         text = response.replace("PARENT", "__import__('os').getppid()")
         with _beating() as beats:
             first, second = (
-                read_judgements(judge([response]), [response])[0]
+                read_scores(judge([response]), [response])[0]
                 for response in (
                     Response(prompt, text.replace("FOLDER", str(folder))),
                     Response(prompt, answer),

@@ -166,7 +166,7 @@ def outcomes(tmp_path_factory) -> dict[str, Told]:
 
 
 NAMED = {
-    "flipped bit": "its checksum is not the one that was written",
+    "flipped bit": "its checksum differs from the one that was written",
     "truncated shard": "has 100 bytes",
     "missing shard": ".distcp: is missing",
     "missing metadata": "actor/.metadata: is missing",
@@ -210,7 +210,7 @@ def test_a_checkpoint_from_elsewhere_that_would_run_code_is_refused(outcomes):
     stranger = outcomes["stranger"]
     assert stranger.step is None
     assert "trainer.resume_from_path" in stranger.refusal
-    assert "actor/.metadata: more than a table of contents" in stranger.refusal
+    assert "actor/.metadata: holds more than a checkpoint's metadata" in stranger.refusal
     assert "it names posix.mkdir" in stranger.refusal
     assert stranger.folders == ["global_step_1", "global_step_2"], "and nothing was run"
 

@@ -11,9 +11,9 @@ from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.rewards.division import ScoringError, score_divided
 from mppo.rewards.early import EarlyScores
-from mppo.rewards.judgement import read_judgements
 from mppo.rewards.response import Response
 from mppo.rewards.scorer import Scorer
+from mppo.rewards.scores import read_scores
 
 RESPONSES = [Response(Prompt(uid, (1,), "t", "", "p"), "x") for uid in range(5)]
 
@@ -30,7 +30,7 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
         return [1.0 if response.prompt.uid != 3 else float("nan") for response in responses]
 
     def divided(judge) -> list[float]:
-        judgements = score_divided(lambda part: read_judgements(judge(part), part), RESPONSES)
+        judgements = score_divided(lambda part: read_scores(judge(part), part), RESPONSES)
         return [judgement.score for judgement in judgements]
 
     try:

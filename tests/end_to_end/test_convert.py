@@ -369,8 +369,8 @@ def test_a_checkpoint_that_would_run_code_is_refused(models, tmp_path, capsys):
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 3
     for line in told:
-        assert f"{file}: more than a table of contents and plain values" in line
-        assert "it names posix.mkdir; take a checkpoint from whom you trust" in line
+        assert f"{file}: holds more than a checkpoint's metadata" in line
+        assert "it names posix.mkdir; use a checkpoint from a source you trust" in line
     assert not (tmp_path / "done").exists()
     assert not (tmp_path / "back").exists()
 

@@ -221,8 +221,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_pat
     bring_a_deed(case / "models/actor/.metadata", tmp_path / "done")
     assert replay([str(case)]) == 2
     told = capsys.readouterr().err
-    assert "actor/.metadata: more than a table of contents" in told
-    assert "it names posix.mkdir; take a checkpoint from whom you trust" in told
+    assert "actor/.metadata: holds more than a checkpoint's metadata" in told
+    assert "it names posix.mkdir; use a checkpoint from a source you trust" in told
     assert not (tmp_path / "done").exists()
     assert re.search(r"rank \d: actor: gradient of chunk 0 \S+ has \d+ of \d+", again.texts())
     assert re.search(r"rank \d: critic: loss nan", again.texts())

@@ -43,8 +43,8 @@ def flip(path):
 
 
 DAMAGE = {
-    "truncated shard": (truncate, "has 106 bytes, 107 were written"),
-    "flipped bit": (flip, "its checksum is not the one that was written"),
+    "truncated shard": (truncate, "has 106 bytes, but 107 were written"),
+    "flipped bit": (flip, "its checksum differs from the one that was written"),
     "missing file": (lambda p: (p / "actor/a.distcp").unlink(), "a.distcp: is missing"),
     "missing manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
     "cut manifest": (lambda p: (p / "manifest.json").write_text('{"form'), "cannot be read"),

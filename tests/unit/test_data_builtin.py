@@ -60,7 +60,7 @@ def test_chat_template_is_bos_question_newline_answer_eos(tmp_path):
     [
         ("/no/such/folder", "no such folder"),
         (".", "no config.json"),
-        ("builtin:huge", "no such embedded model(.|\\n)*there are builtin:tiny"),
+        ("builtin:huge", "no such embedded model(.|\\n)*the embedded models are builtin:tiny"),
     ],
 )
 def test_wrong_path_says_what_would_be_right(path, message, tmp_path, monkeypatch):

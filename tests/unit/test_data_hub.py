@@ -13,7 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.hub.builtin import read_model_config, resolve_model
-from mppo.hub.download import LEFT_OUT, wanted_files
+from mppo.hub.download import LEFT_OUT, file_patterns
 
 ROOT = Path(__file__).parents[2]
 NAME = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -41,7 +41,7 @@ WEIGHTS = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors
     ],
 )
 def test_only_what_a_model_needs_is_downloaded(weights, code, files):
-    patterns = list(wanted_files(weights, code))
+    patterns = list(file_patterns(weights, code))
     taken = filter_repo_objects(REPOSITORY, allow_patterns=patterns, ignore_patterns=list(LEFT_OUT))
     assert set(taken) == files
 
@@ -120,6 +120,6 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_fault(environment, tmp_path):
     )  # fmt: skip
     assert result.returncode == 2, result.stderr
     assert ": 1 issue\n" in result.stderr
-    assert "is not to be had from the Hugging Face Hub" in result.stderr
+    assert "cannot be downloaded from the Hugging Face Hub" in result.stderr
     assert "download the model elsewhere and name its folder" in result.stderr
     assert "Traceback" not in result.stderr

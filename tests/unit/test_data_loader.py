@@ -53,9 +53,9 @@ def test_a_resumed_loader_goes_on_where_the_first_stood():
 
 def test_a_position_in_other_data_is_refused():
     state = PromptLoader(prompt_set(7), 3, True, 0).state_dict()
-    with pytest.raises(ValueError, match="num_prompts = 7, this run 8"):
+    with pytest.raises(ValueError, match="num_prompts = 7, this run has 8"):
         PromptLoader(prompt_set(8), 3, True, 0).load_state_dict(state)
-    with pytest.raises(ValueError, match="seed = 0, this run 1"):
+    with pytest.raises(ValueError, match="seed = 0, this run has 1"):
         PromptLoader(prompt_set(7), 3, True, 1).load_state_dict(state)
 
 

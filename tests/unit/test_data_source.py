@@ -190,7 +190,7 @@ def test_several_bad_rows_are_told_at_once_but_not_thousands(tokenizer, tmp_path
         ),
         (
             {"task": "arithmetic", "apply_chat_template": False, "system_prompt": "x"},
-            "without a chat template",
+            "needs a chat template",
         ),
     ],
 )
@@ -216,7 +216,7 @@ def test_missing_pyarrow_says_how_to_install_it(tokenizer, tmp_path, monkeypatch
 def test_a_file_that_is_no_parquet_is_named(tokenizer, tmp_path):
     pytest.importorskip("pyarrow", reason="the optional package pyarrow is missing")
     (tmp_path / "a.parquet").write_text("oops")
-    with pytest.raises(ConfigError, match="no readable parquet"):
+    with pytest.raises(ConfigError, match="not a readable parquet"):
         load(tokenizer, str(tmp_path / "a.parquet"))
 
 

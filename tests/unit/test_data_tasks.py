@@ -101,7 +101,7 @@ def test_reasoning_gym_families_are_seeded_and_random_access():
     [
         ("reasoning_gym:chain_sun", {}, "did you mean 'reasoning_gym:chain_sum'"),
         ("reasoning_gym:chain_sum", {"foo": 1}, "foo"),
-        ("reasoning_gym:chain_sum", {"min_terms": 9, "max_terms": 2}, "refuses"),
+        ("reasoning_gym:chain_sum", {"min_terms": 9, "max_terms": 2}, "rejects"),
     ],
 )
 def test_reasoning_gym_faults_are_explained(name, kwargs, message):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mppo.rewards.workers.confinement import ANSWERS, ONLY_WITH, SYSTEM_CALLS, filter_program
+from mppo.rewards.workers.confinement import ONLY_WITH, REFUSALS, SYSTEM_CALLS, filter_program
 
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 HEADERS = {0: "x86_64-linux-gnu/asm/unistd_64.h", 1: "asm-generic/unistd.h"}
@@ -55,8 +55,8 @@ def test_the_numbers_are_the_kernels(column):
 def test_what_is_named_is_allowed_and_nothing_else():
     numbers = dict(calls(0))
     for name, number in numbers.items():
-        if name in ANSWERS:
-            assert answer(number) == REFUSE | ANSWERS[name]
+        if name in REFUSALS:
+            assert answer(number) == REFUSE | REFUSALS[name]
         elif name not in ONLY_WITH:
             assert answer(number) == ALLOW, name
     for number in set(range(600)) - set(numbers.values()):

@@ -8,8 +8,8 @@ import torch
 
 from mppo.batch import Prompt
 from mppo.rewards.function import extra_info, load_function
-from mppo.rewards.judgement import Judgement, JudgingError, read_judgements
 from mppo.rewards.response import Response
+from mppo.rewards.scores import FailedScore, ResponseScore, read_scores
 
 VERL_ROW = {
     "ability": "math",
@@ -23,7 +23,7 @@ def response(extra=None, text="17"):
 
 
 def judged(result, on_error="raise"):
-    (judgement,) = read_judgements([result], [response()], on_error)
+    (judgement,) = read_scores([result], [response()], on_error)
     return judgement
 
 
@@ -65,7 +65,7 @@ def test_python_numpy_and_torch_numbers_are_numbers(one):
 
 def test_further_numbers_are_kept_by_name_and_texts_are_not():
     found = judged({"score": 0.5, "acc": np.bool_(False), "format": torch.tensor(2), "pred": "x"})
-    assert found == Judgement(0.5, {"acc": 0.0, "format": 2.0})
+    assert found == ResponseScore(0.5, {"acc": 0.0, "format": 2.0})
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_further_numbers_are_kept_by_name_and_texts_are_not():
         (1j, "not a finite number"),
         ([1.0], "not a finite number"),
         ("x" * 10**6, r"is 'x{70,80}\.\.\., not a finite number"),
-        (JudgingError("prompt 41 was too much"), "prompt 41 was too much"),
+        (FailedScore("prompt 41 was too much"), "prompt 41 was too much"),
     ],
 )
 def test_what_cannot_be_judged_is_told_or_scores_zero(result, message):
@@ -100,8 +100,8 @@ def test_what_cannot_be_judged_is_told_or_scores_zero(result, message):
 
 
 def test_every_response_has_its_result():
-    with pytest.raises(ValueError, match="2 responses were judged, 1 scores came back"):
-        read_judgements([1.0], [response(), response()], on_error="zero")
+    with pytest.raises(ValueError, match="returned 1 results for 2 responses"):
+        read_scores([1.0], [response(), response()], on_error="zero")
 
 
 def test_a_failing_function_is_named_with_the_line_of_its_own_file(tmp_path):
@@ -119,4 +119,4 @@ def test_a_failing_function_is_named_with_the_line_of_its_own_file(tmp_path):
         f"response '17': JSONDecodeError: Extra data: line 1 column 3 (char 2) "
         f"({tmp_path}/mine.py line 5)"
     )
-    assert result == JudgingError(expected)
+    assert result == FailedScore(expected)

@@ -71,7 +71,7 @@ def test_a_passing_failure_is_retried(server):
         ([400], "answered HTTP 400 Bad Request: go away"),
         (["oops"], "sent no JSON"),
         (["[1, 2]"], "no such list"),
-        (['{"scores": [1]}'], "2 numbers, for prompts 0 to 1; it sent 1 of them"),
+        (['{"scores": [1]}'], "2 numbers, for prompts 0 to 1; it sent a list of 1"),
     ],
 )
 def test_a_lasting_failure_is_explained_without_the_urls_secrets(server, plan, message):

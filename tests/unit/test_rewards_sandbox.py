@@ -8,9 +8,9 @@ import pytest
 
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError
-from mppo.rewards.judgement import Unscored
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleReward
+from mppo.rewards.scores import Unscored
 from mppo.rewards.workers.sandbox import CodeVerifier, Sandbox, extract_program, parse_tests
 
 ADD = "def add(a, b):\n    return a + b\n"

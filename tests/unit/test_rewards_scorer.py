@@ -158,7 +158,7 @@ def test_data_that_no_rule_can_score_is_found_before_the_first_rollout(tokenizer
     scorer.check(good)
     with pytest.raises(ConfigError, match="'poems'"):
         scorer.check([*good, trajectory(tokenizer, "", source="poems").prompt])
-    with pytest.raises(ValueError, match=r"prompt 7 .*no number"):
+    with pytest.raises(ValueError, match=r"prompt 7 .*not a number"):
         scorer.check([trajectory(tokenizer, "", truth="x", source="gsm8k", uid=7).prompt])
 
 

@@ -172,5 +172,5 @@ def test_numbers_are_compared_exactly_however_long():
 
 
 def test_a_ground_truth_that_is_no_number_is_an_error():
-    with pytest.raises(ValueError, match="'many' is no number"):
+    with pytest.raises(ValueError, match="'many' is not a number"):
         verifiers.gsm8k("#### 3", "many", {})

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from mppo.batch import Prompt
-from mppo.rewards.function import FunctionJudge
-from mppo.rewards.judgement import Unscored, read_judgements
+from mppo.rewards.function import FunctionReward
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleReward
+from mppo.rewards.scores import Unscored, read_scores
 from mppo.rewards.workers.pool import WorkerPool
 from mppo.rewards.workers.worker import ScoringTask
 
@@ -54,9 +54,9 @@ def judged(tmp_path):
     path.write_text(FUNCTION)
 
     def judge(*texts, **limits):
-        subject = FunctionJudge(f"{path}:score", {}, **limits)
+        subject = FunctionReward(f"{path}:score", {}, **limits)
         responses = [Response(PROMPT, text) for text in texts]
-        judgements = read_judgements(subject(responses), responses)
+        judgements = read_scores(subject(responses), responses)
         return [each.score for each in judgements], [each.unscored for each in judgements]
 
     return judge
@@ -97,7 +97,7 @@ def test_a_limit_of_memory_is_a_score_of_0_and_counted(judged):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("exit", "it ended its process: exit code 3"), ("leave", "SystemExit: enough")],
+    [("exit", "its process ended: exit code 3"), ("leave", "SystemExit: enough")],
 )
 def test_a_function_that_ends_its_process_is_named_with_the_prompt(text, message, judged):
     with pytest.raises(ValueError, match=rf"mine\.py:score failed on prompt 5 .*{message}"):
@@ -138,9 +138,9 @@ def test_where_one_has_taken_too_long_the_next_gets_half(judged):
 SLEEPER = """
 import sys
 from mppo.batch import Prompt
-from mppo.rewards.function import FunctionJudge
+from mppo.rewards.function import FunctionReward
 from mppo.rewards.response import Response
-judge = FunctionJudge(sys.argv[1] + ":score", {})
+judge = FunctionReward(sys.argv[1] + ":score", {})
 prompt = Prompt(5, (1,), "poems", "", "p")
 print(int(judge([Response(prompt, "pid")])[0]["score"]), flush=True)
 judge([Response(prompt, "sleep")])

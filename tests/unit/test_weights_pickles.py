@@ -70,9 +70,7 @@ def test_tensors_are_found_and_objects_left_out(tmp_path):
 
 def test_a_table_that_would_run_something_is_named_and_not_run(tmp_path):
     write(tmp_path, Deed(tmp_path / "mark"))
-    told = (
-        r"\.metadata: more than a table of contents and plain values: it names posix\.mkdir; take"
-    )
+    told = r"\.metadata: holds more than a checkpoint's metadata: it names posix\.mkdir; use"
     with pytest.raises(ValueError, match=told):
         read_checkpoint(tmp_path)
     assert not (tmp_path / "mark").exists()
@@ -149,11 +147,11 @@ def forge(contents: Metadata, how: str) -> object:
         ("a negative size", "weight has no shape and chunks"),
         ("a size of true", "weight has no shape and chunks"),
         ("no dtype", "a tensor has no dtype"),
-        ("a chunk outside", "a chunk of weight lies outside of it"),
+        ("a chunk outside", "a chunk of weight exceeds it"),
         ("a chunk twice", "chunks of weight overlap"),
-        ("an offset before the file", "weight does not lie in a stretch of a file"),
+        ("an offset before the file", "weight has no valid byte range of a file"),
         ("a length beyond the file", "cut short: weight ends at byte"),
-        ("a length of a fraction", "weight does not lie in a stretch of a file"),
+        ("a length of a fraction", "weight has no valid byte range of a file"),
         ("a name with dots", "leads out of the folder"),
         ("an absolute name", "leads out of the folder"),
         ("a packed chunk", "is compressed"),

@@ -1,6 +1,7 @@
-"""What a process gives up for good before it touches what a model wrote.
+"""Confinement of a process that runs text of a model: limits, privileges, system calls.
 
-Standard library only: the sandbox imports this before it closes its doors.
+No step can be undone by the process. Imports the standard library only, because the sandbox imports
+this module before it hides the file system.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CAPABILITY_VERSION_3 = 0x20080522
 EPERM, EAGAIN, ENOSYS = 1, 11, 38
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine to its column in ``SYSTEM_CALLS`` and its ``AUDIT_ARCH`` number."""
+"""The column in ``SYSTEM_CALLS`` and the ``AUDIT_ARCH`` number of each machine."""
 
 SYSTEM_CALLS = """
 access 21 -; alarm 37 -; brk 12 214; clock_getres 229 114; clock_gettime 228 113; clock_nanosleep 230 115;
@@ -40,11 +41,12 @@ socketpair 53 199; stat 4 -; statfs 137 43; statx 332 291; sysinfo 99 179; time 
 umask 95 166; uname 63 160; wait4 61 260; waitid 247 95; write 1 64; writev 20 66;
 clone 56 220; clone3 435 435; fork 57 -; vfork 58 -
 """  # noqa: E501
-"""Every system call that the filter names, with its number on x86_64 and on aarch64."""
+"""Every system call that the filter names, with its number on x86_64 and on aarch64 (- if none)."""
 
-ANSWERS = {"clone": EAGAIN, "clone3": ENOSYS, "fork": EAGAIN, "vfork": EAGAIN}
-"""Named to be refused: with the error that a process at its limit gets, or that makes libc fall
-back on a call which is. All that are not named are refused with EPERM."""
+REFUSALS = {"clone": EAGAIN, "clone3": ENOSYS, "fork": EAGAIN, "vfork": EAGAIN}
+"""Calls that are refused with an error of their own: EAGAIN, which a process at its limit gets, or
+ENOSYS, which makes libc fall back to an older call. Calls that are not named are refused with
+EPERM."""
 
 OPEN_TO_WRITE = 0o1103  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 ONLY_WITH: dict[str, tuple[int, int, tuple[int, ...]]] = {
@@ -55,22 +57,22 @@ ONLY_WITH: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "fcntl": (1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 1030)),
     "ioctl": (1, 0xFFFFFFFF, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
 }
-"""Call to the place of an argument, the bits of it that count, and the values they may have:
-reading, one's own limits, pairs of local sockets, copies and flags of descriptors, questions about
-a terminal."""
+"""Calls that are allowed for some values of one argument: the argument's index, a mask, and the
+masked values. They allow reading, the process's own limits, pairs of local sockets, copies and
+flags of descriptors, and queries of a terminal."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: object) -> None:
-    """Call into libc; a failure is an OSError that names the call."""
+    """Call a libc function; raise an OSError that names it if it fails."""
     if getattr(libc, name)(*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def close_files(kept: Collection[int]) -> None:
-    """Close every open file but standard input, output, error and ``kept``."""
+    """Close every open descriptor except standard input, output, error and ``kept``."""
     for name in os.listdir("/dev/fd"):
         if int(name) > 2 and int(name) not in kept:
             try:
@@ -81,30 +83,33 @@ def close_files(kept: Collection[int]) -> None:
 
 
 def limit(limits: Mapping[str, int]) -> None:
-    """Set resource limits, soft and hard; names without ``RLIMIT_``."""
+    """Set soft and hard resource limits; the names lack ``RLIMIT_``."""
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
 def die_first() -> None:
-    """Where memory runs out, the kernel ends this process and those it starts before any other."""
+    """Have the kernel kill this process and its children first if memory runs out."""
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent's thread ends; ``parent``: its pid, or 0
-    where that is in another namespace."""
+    """Have the kernel kill this process when its parent's thread ends.
+
+    Args:
+        parent: the parent's pid, or 0 if the parent is in another namespace.
+    """
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(1)  # it had ended before
+        os._exit(1)  # the parent ended before the call
 
 
-def renounce() -> None:
-    """No capability, no other privilege, no way to get any, and only harmless system calls.
+def drop_privileges() -> None:
+    """Drop all capabilities and all ways to gain privileges, and allow only harmless system calls.
 
     Raises:
-        OSError: the kernel refused, or the processor's system calls are not known.
+        OSError: the kernel refused, or the table has no system calls for this processor.
     """
     filter_ = filter_program(platform.machine())
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
@@ -117,32 +122,38 @@ def renounce() -> None:
 
 
 def filter_program(machine: str) -> bytes:
-    """The system calls of ``SYSTEM_CALLS`` as a seccomp filter (classic BPF, 8 bytes a step).
+    """Build the seccomp filter that allows the calls of ``SYSTEM_CALLS``.
 
     Args:
-        machine: as ``platform.machine`` calls it.
+        machine: a result of ``platform.machine``.
+
+    Returns:
+        The program in classic BPF, 8 bytes per instruction.
 
     Raises:
-        OSError: no table for it.
+        OSError: the table has no system calls for the machine.
     """
     if machine not in ARCHITECTURES:
         raise OSError(ENOSYS, f"the system calls of {machine} are not known to the filter")
     column, architecture = ARCHITECTURES[machine]
     load, equal, and_, return_ = 0x20, 0x15, 0x54, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x00050000, 0x80000000
-    # struct seccomp_data: number at 0, architecture at 4, arguments from 16 on
+    # struct seccomp_data: number at 0, architecture at 4, arguments from 16 on. A program of
+    # another architecture numbers its calls differently, so it is killed.
     steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (return_, 0, 0, kill), (load, 0, 0, 0)]
     for entry in SYSTEM_CALLS.split(";"):
         name, *numbers = entry.split()
         if numbers[column] == "-":
             continue
-        body = [(return_, 0, 0, refuse | ANSWERS[name] if name in ANSWERS else allow)]
+        body = [(return_, 0, 0, refuse | REFUSALS[name] if name in REFUSALS else allow)]
         if name in ONLY_WITH:
             place, mask, values = ONLY_WITH[name]
+            # compares 32 bits: the kernel ignores the upper half of these arguments too
             body = [(load, 0, 0, 16 + 8 * place), (and_, 0, 0, mask)]
             for value in values:
                 body += [(equal, 0, 1, value), (return_, 0, 0, allow)]
             body.append((return_, 0, 0, refuse | EPERM))
+        # another call jumps over the body, to the comparison with the next number
         steps += [(equal, 0, len(body), int(numbers[column])), *body]
     steps.append((return_, 0, 0, refuse | EPERM))
     return b"".join(struct.pack("HBBI", *step) for step in steps)

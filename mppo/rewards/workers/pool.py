@@ -1,7 +1,7 @@
-"""Scoring in processes of its own: no response can hold up, end or change the trainer.
+"""Pool of worker processes for scoring, so that no response can block, end or change the trainer.
 
-The trainer talks to one process (``mppo.rewards.workers.server``), which forks the workers and
-kills those that take too long.
+The trainer starts one process (``mppo.rewards.workers.server``), which forks the workers and kills
+those that exceed the time limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from mppo.rewards.judgement import Unscored
+from mppo.rewards.scores import Unscored
 from mppo.rewards.workers.server import BATCH, NO_MEMORY, TIMEOUT, UNUSABLE
 from mppo.rewards.workers.worker import LENGTH, ScoringTask
 from mppo.supervision.phase import tick
@@ -31,19 +31,19 @@ PASSED_ON = (
     "PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME", "TMPDIR", "PYTHONDONTWRITEBYTECODE",
     "MPLCONFIGDIR",
 )  # fmt: skip
-"""Environment variables that the processes of a confined task get: no keys of any service."""
+"""Environment variables of the processes of a confined task: they hold no key of any service."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of an item.
+    """The result of one item.
 
     Args:
-        happened: one of the words of ``mppo.rewards.workers.server``.
-        score: of the item; 0 where there is none.
+        happened: one of the outcomes of ``mppo.rewards.workers.server``.
+        score: the item's score; 0 if there is none.
         text: further numbers as JSON, why there is no score, an exception, or how the process
-            ended.
+            ended, depending on ``happened``.
     """
 
     happened: str
@@ -52,19 +52,19 @@ class Result:
 
     @property
     def unscored(self) -> Unscored | None:
-        """Where a limit was reached."""
+        """The reason for score 0 if the item exceeded a limit, else None."""
         reason = {TIMEOUT: "timeouts", NO_MEMORY: "failures"}.get(self.happened)
         return Unscored(reason) if reason else None
 
 
 class WorkerPool:
-    """Processes for one task, started when first needed. Any thread may use it, one at a time.
+    """Worker processes for one task, started at first use. Threads use the pool one at a time.
 
     Args:
-        task: what they do.
-        workers: at most so many at a time.
-        timeout_s: seconds for one item. Where many of the last items have taken too long, each
-            gets less: half after as many as there are workers, then a third...
+        task: the function that the workers call.
+        workers: most workers at a time.
+        timeout_s: time limit for one item in seconds. If n of the last items exceeded it, the limit
+            is divided by ``1 + n // workers``, so that many slow items cannot stop the run.
     """
 
     def __init__(self, task: ScoringTask, workers: int, timeout_s: float) -> None:
@@ -74,15 +74,15 @@ class WorkerPool:
         self._replies: BinaryIO | None = None
 
     def run(self, items: Sequence[Any]) -> list[Result]:
-        """What became of each item.
+        """Run the task on each item.
 
         Raises:
-            RuntimeError: the processes cannot work on this machine, or somebody ended them.
+            RuntimeError: the workers cannot start on this machine, or something killed the server.
         """
         with self._lock:
             try:
                 return self._run(items)
-            except BaseException:  # whatever was left half done must not reach the next batch
+            except BaseException:  # a late reply must not be read as one of the next batch
                 self._stop()
                 raise
 
@@ -101,7 +101,7 @@ class WorkerPool:
             place, *result = json.loads(line)
             results[place] = Result(*result)
             if results[place].happened == UNUSABLE:
-                raise RuntimeError(f"the process for scores could not start: {results[place].text}")
+                raise RuntimeError(f"a reward worker could not start: {results[place].text}")
             tick()
         return [results[place] for place in range(len(items))]
 
@@ -144,7 +144,10 @@ class WorkerPool:
         assert self._server is not None
         code = self._server.wait()
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        return f"the process that keeps the workers for scores has ended ({how})"
+        return (
+            f"the process that keeps the reward workers has ended ({how}); resume the run, with a "
+            "lower reward.memory_mb if the kernel killed the process for lack of memory"
+        )
 
     def _stop(self) -> None:
         if self._server is not None:
@@ -153,9 +156,9 @@ class WorkerPool:
 
 
 def _end(server: subprocess.Popen[bytes], replies: BinaryIO) -> None:
-    """The server ends its workers and itself with its standard input."""
+    """End the server: it kills its workers and exits when its standard input closes."""
     assert server.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended before
+    with suppress(BrokenPipeError):  # the server has already ended
         server.stdin.close()
     server.wait()
     replies.close()
@@ -167,5 +170,5 @@ def _with_length(value: Any) -> bytes:
 
 
 def cores() -> int:
-    """Processor cores that this rank may count as its own."""
+    """The number of processor cores per rank of this node."""
     return max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)

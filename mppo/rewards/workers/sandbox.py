@@ -1,10 +1,9 @@
-"""Scores programs by their tests, each run in a sandbox of its own.
+"""Scores of programs by their tests; each program runs in its own sandbox.
 
-The sandbox is made of what the Linux kernel offers an ordinary process, so that no container
-service is needed: namespaces of its own (network without an interface, processes, IPC, an empty
-read-only root directory), no privilege and no capability, and limits of time, memory, output and
-processes. Where the kernel refuses these, nothing is run and the recipe is refused: there is no
-weaker mode.
+The sandbox uses what the Linux kernel offers to an unprivileged process, so it needs no container
+service: its own namespaces (network without an interface, processes, IPC, an empty read-only root
+directory), no privileges or capabilities, and limits of time, memory, output and processes. If the
+kernel refuses any of them, no program runs and the recipe is rejected. There is no weaker mode.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.rewards.judgement import Unscored
+from mppo.rewards.scores import Unscored
 
 PACKAGES = str(Path(__file__).parents[3])
 START = (
@@ -30,12 +29,12 @@ START = (
 )
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 GRACE_S = 30.0
-"""Seconds for starting and ending an interpreter, on top of the program's own wall-clock limit."""
+"""Seconds for the start and end of an interpreter, added to the program's wall-clock limit."""
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 RAN = b"R"
-VERDICT = re.compile(rb"R(?:D(?P<passed>[01]*)|E(?P<error>.*))\.", re.DOTALL)
-"""What the child writes where the program came to its end."""
-MAX_VERDICT_BYTES = 1 << 16
+RESULT = re.compile(rb"R(?:D(?P<passed>[01]*)|E(?P<error>.*))\.", re.DOTALL)
+"""The bytes that the child writes if the program and its tests ran to their end."""
+MAX_RESULT_BYTES = 1 << 16
 PROBE = """
 import os
 try:
@@ -48,14 +47,15 @@ assert seen == [] and os.getuid() != 0
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended.
+    """The result of a program.
 
     Args:
-        passed: one entry per test; none where the program itself failed.
-        finished: the program and its tests came to their end within the limits.
-        output: what it wrote to standard output.
+        passed: one entry per test; empty if the program itself failed.
+        finished: whether the program and its tests ran to their end within the limits.
+        output: the program's standard output.
         error: traceback of the program itself, or None.
-        forged: its process wrote something that is no verdict; it did not finish.
+        forged: the process wrote bytes to the result pipe that are not a result; ``finished`` is
+            False then.
     """
 
     passed: tuple[bool, ...]
@@ -67,15 +67,15 @@ class ProgramResult:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Where programs run.
+    """The limits under which programs run.
 
     Args:
-        cpu_s: processor seconds a program may use, tests included.
-        memory_mb: address space. No memory can be had outside it: the system calls that give some
+        cpu_s: processor seconds of a program and its tests.
+        memory_mb: limit of the address space in MiB. System calls that give memory outside of it
             (shared memory, message queues, files in memory) are refused.
-        output_mb: size of its output.
-        modules: installed modules a program may import besides common ones of the standard library
-            (numpy, for instance); they are loaded before the file system goes away.
+        output_mb: limit of the standard output in MiB.
+        modules: installed modules, such as numpy, that a program may import besides common ones of
+            the standard library. They are imported before the file system is hidden.
     """
 
     cpu_s: int = 5
@@ -89,14 +89,14 @@ class Sandbox:
             if not isinstance(value, int) or value < 1:
                 where = f"reward.kwargs.sandbox.{name}"
                 raise ConfigError(
-                    [ConfigIssue(where, value, "no positive whole number", "1 or more")]
+                    [ConfigIssue(where, value, "is not a positive integer", "give 1 or more")]
                 )
 
     def check(self) -> None:
-        """Find out whether this machine can isolate programs.
+        """Check that this machine can isolate programs.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the kernel refuses, or a test program was not isolated.
         """
         try:
             outcome = self.run(PROBE)
@@ -113,10 +113,10 @@ class Sandbox:
         raise ConfigError([ConfigIssue("reward.verifier", "code", why, fix)])
 
     def run(self, program: str, tests: Sequence[str] = (), stdin: str = "") -> ProgramResult:
-        """Run a program and then its tests in the same namespace.
+        """Run a program and then its tests in the same Python namespace.
 
         Raises:
-            OSError: the kernel refused to isolate it; it was not run.
+            OSError: the kernel refused to isolate the program; it did not run.
         """
         job = {
             "program": program,
@@ -130,21 +130,21 @@ class Sandbox:
             "modules": list(self.modules),
         }
         with tempfile.TemporaryFile() as output:
-            in_order, verdict = self._start(job, output)
+            ended_normally, written = self._start(job, output)
             output.seek(0)
             text = output.read(self.output_mb << 20).decode(errors="replace")
-        if verdict.startswith(b"!"):  # before the program runs, only our own code writes
-            raise OSError(verdict[1:].decode(errors="replace"))
-        return _judge(verdict, in_order, len(tests), text)
+        if written.startswith(b"!"):  # written before the program starts, by our own code
+            raise OSError(written[1:].decode(errors="replace"))
+        return _program_result(written, ended_normally, len(tests), text)
 
     def _start(self, job: dict[str, Any], output: Any) -> tuple[bool, bytes]:
-        """Whether the program's process ended by itself, in order, and what it said."""
+        """Run a job; return whether its process ended by itself with exit code 0, and the bytes
+        that it wrote to the result pipe."""
         site = [] if self.modules else ["-S"]
         reading, writing = os.pipe()
         for end in (reading, writing):
-            os.set_blocking(
-                end, False
-            )  # a program that fills the pipe gets an error, and none waits
+            # a program that fills the pipe gets an error, and neither side waits for the other
+            os.set_blocking(end, False)
         try:
             with os.fdopen(writing, "wb"):
                 process = subprocess.Popen(
@@ -157,26 +157,26 @@ class Sandbox:
                     env=ENVIRONMENT,
                     start_new_session=True,
                 )
-            text = json.dumps({**job, "verdict_fd": writing}).encode()
+            text = json.dumps({**job, "result_fd": writing}).encode()
             try:
                 process.communicate(text, timeout=job["wall_s"] + GRACE_S)
             except subprocess.TimeoutExpired:
-                process.kill()  # the program goes with it: it asked the kernel to die with it
+                process.kill()  # the kernel then kills the program too (die_with_parent)
                 process.communicate()
             try:
-                verdict = os.read(reading, MAX_VERDICT_BYTES)
-            except BlockingIOError:  # it is empty, and the program's end not complete
-                verdict = b""
+                written = os.read(reading, MAX_RESULT_BYTES)
+            except BlockingIOError:  # nothing was written, and the program still holds the pipe
+                written = b""
         finally:
             os.close(reading)
-        return process.returncode == 0, verdict
+        return process.returncode == 0, written
 
 
-def _judge(verdict: bytes, in_order: bool, tests: int, output: str) -> ProgramResult:
-    """The outcome, from what the parent has seen itself."""
-    match = VERDICT.fullmatch(verdict)
-    if match is None or not in_order:
-        forged = match is None and verdict not in (b"", RAN)
+def _program_result(written: bytes, ended_normally: bool, tests: int, output: str) -> ProgramResult:
+    """Read the result pipe; believe it only if the program's process ended normally."""
+    match = RESULT.fullmatch(written)
+    if match is None or not ended_normally:
+        forged = match is None and written not in (b"", RAN)
         return ProgramResult((), finished=False, output=output, error=None, forged=forged)
     if match["error"] is not None:
         error = match["error"].decode(errors="replace")
@@ -192,8 +192,8 @@ class CodeVerifier:
     """Share of tests that a response's program passes.
 
     Args:
-        sandbox: where it runs.
-        partial_credit: give the share; otherwise 1 where all pass and else 0.
+        sandbox: the limits under which the program runs.
+        partial_credit: return the share; otherwise 1 if all tests pass, else 0.
     """
 
     sandbox: Sandbox
@@ -202,16 +202,16 @@ class CodeVerifier:
     def __call__(
         self, response: str, ground_truth: str, extra: Mapping[str, Any]
     ) -> float | Unscored:
-        """Score of a response.
+        """Score a response.
 
         Args:
-            response: its last fenced Python block is the program; without one, all of it.
-            ground_truth: JSON list: of Python statements that raise where the program is wrong, or
+            response: its last fenced Python block is the program; without a block, all of it.
+            ground_truth: JSON list of Python statements that raise if the program is wrong, or
                 of ``{"input": text, "output": text}``.
             extra: not used.
 
         Raises:
-            ValueError: the ground truth is of neither form.
+            ValueError: the ground truth has neither form.
         """
         tests = parse_tests(ground_truth)
         program = extract_program(response)
@@ -233,26 +233,26 @@ def _answers(outcome: ProgramResult, test: Mapping[str, str]) -> bool:
 
 
 def extract_program(response: str) -> str:
-    """The last fenced Python block of a response, or all of it."""
+    """Return the last fenced Python block of a response, or all of it if it has none."""
     blocks = FENCED.findall(response)
     return blocks[-1] if blocks else response
 
 
 def parse_tests(ground_truth: str) -> list[Any]:
-    """The tests of a ground truth, all of one form.
+    """Read the tests of a ground truth; all have the same form.
 
     Raises:
-        ValueError: it is of neither form, or empty.
+        ValueError: the ground truth has neither form, or no tests.
     """
     try:
         tests = json.loads(ground_truth)
     except ValueError:
         tests = None
-    wanted = {"input", "output"}
+    keys = {"input", "output"}
     if isinstance(tests, list) and tests:
         if all(isinstance(test, str) for test in tests):
             return tests
-        if all(isinstance(test, dict) and wanted <= test.keys() for test in tests):
+        if all(isinstance(test, dict) and keys <= test.keys() for test in tests):
             return tests
     raise ValueError(
         "the ground truth of a program must be a JSON list of test statements, or of objects "

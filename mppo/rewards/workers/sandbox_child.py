@@ -1,18 +1,18 @@
-"""Runs one program cut off from network, files, other processes and privileges.
+"""Runs one program without network, files, other processes and privileges.
 
-Started by ``mppo.rewards.workers.sandbox`` with ``python -I``, it imports the standard library and
-``mppo.rewards.workers.confinement`` only. Two processes: the first enters the namespaces, watches
-the second and ends with what it saw (exit code 0: the second ended by itself, in order); the second
-runs the program. Reads a JSON job from standard input:
+Started by ``mppo.rewards.workers.sandbox`` with ``python -I``. Imports only the standard library
+and ``mppo.rewards.workers.confinement``. There are two processes: the first enters the namespaces,
+waits for the second and reports in its exit code how it ended (0: by itself, with exit code 0); the
+second runs the program. The job is JSON on standard input:
 
     program, tests: Python source, and source lines run after it in the same namespace
-    stdin: what the program reads; parent: the process that waits for this one
-    verdict_fd: a pipe for the verdict
-    cpu_s, wall_s, memory_mb, output_mb: limits; modules: imported before the doors close
+    stdin: standard input of the program; parent: pid of the process that waits for this one
+    result_fd: descriptor of the result pipe
+    cpu_s, wall_s, memory_mb, output_mb: limits; modules: imported before the confinement
 
-The verdict: ``!text`` where nothing was run; otherwise ``R`` before the program runs, then
-``Etext.`` (the program raised) or ``D``, a ``1`` or ``0`` for each test, and ``.``. What follows
-``R`` can also come from the program, which shares this process.
+The result: ``!text`` if nothing was run; otherwise ``R`` before the program runs, then ``Etext.``
+(the program raised) or ``D``, a ``1`` or ``0`` for each test, and ``.``. The program shares this
+process, so it can forge everything after ``R``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from mppo.rewards.workers.confinement import (
     close_files,
     die_first,
     die_with_parent,
+    drop_privileges,
     libc,
     limit,
-    renounce,
 )
 
 NOBODY = 65534
@@ -53,8 +53,10 @@ STANDARD_MODULES = (
 
 
 def enter_namespaces(root):
-    """Own user (unless root already), network, mount, process and IPC namespaces; an empty
-    read-only file system hides the folder ``root``, in this namespace only."""
+    """Enter new network, mount, process and IPC namespaces, and a user namespace unless root.
+
+    Mounts an empty read-only file system over the folder ``root``, in this namespace only.
+    """
     flags = CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC
     if os.geteuid() == 0:
         call("unshare", flags)
@@ -73,24 +75,24 @@ def enter_namespaces(root):
     call("mount", b"none", root.encode(), b"tmpfs", flags, b"size=4k,mode=555")
 
 
-def close_doors(job, root):
-    """A session of its own; nobody, without capabilities, in an empty root, under limits.
+def confine(job, root):
+    """Become the user nobody in a new session and an empty root, without capabilities, with limits.
 
-    The session keeps signals to a process group, and niceness, from the group of the trainer, which
-    no process namespace does.
+    The session separates the process group from the trainer's. A process namespace alone does not
+    stop signals to the process group or changes of its niceness.
     """
     os.setsid()
-    close_files({job["verdict_fd"]})
+    close_files({job["result_fd"]})
     os.chroot(root)
     os.chdir("/")
     if os.geteuid() == 0:
         for capability in range(64):
             if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-                break  # past the last; where none may be dropped, capset and NO_NEW_PRIVS do
+                break  # past the last, or not permitted: drop_privileges() drops all
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    die_with_parent(0)  # after the change of user, which takes it back
+    die_with_parent(0)  # after the change of user, which resets the setting
     limit(
         {
             "CPU": job["cpu_s"],
@@ -103,11 +105,11 @@ def close_doors(job, root):
             "MSGQUEUE": 0,
         }
     )
-    renounce()
+    drop_privileges()
 
 
 def run(job):
-    """The program, then its tests one by one; the end of the verdict as bytes."""
+    """Run the program, then its tests one by one; return the rest of the result as bytes."""
     namespace = {"__name__": "__main__"}
     sys.stdin = io.StringIO(job["stdin"])
     error = None
@@ -116,7 +118,7 @@ def run(job):
     except SystemExit as stop:
         if stop.code not in (None, 0):
             error = f"SystemExit: {stop.code}"
-    except BaseException:  # whatever a program raises, Ctrl-C's exception too, it has failed
+    except BaseException:  # a program that raises KeyboardInterrupt has failed as well
         error = traceback.format_exc(limit=-1)
     if error is not None:
         # the last line of a traceback is the exception itself
@@ -126,16 +128,16 @@ def run(job):
         try:
             exec(compile(test, "<test>", "exec"), namespace)
             passed += b"1"
-        except BaseException:  # the same of a test, which may call what the program defined
+        except BaseException:  # a test may call functions of the program, which may raise anything
             passed += b"0"
     return b"D" + passed + b"."
 
 
 def watch(pid, job):
-    """Wait for the program, and kill it when its time is over or nobody waits for it any more.
+    """Wait for the program; kill it at the time limit, or when the trainer has ended.
 
     Returns:
-        Its exit code, 1 for a signal.
+        0 if the program's process ended with exit code 0, else 1.
     """
     signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
     deadline = time.monotonic() + job["wall_s"]
@@ -149,10 +151,12 @@ def watch(pid, job):
 
 
 def main():
+    """Run the job of standard input."""
     job = json.load(sys.stdin)
-    verdict_fd, root, write = job["verdict_fd"], os.path.dirname(__file__), os.write
+    result_fd, root, write = job["result_fd"], os.path.dirname(__file__), os.write
     for name in (*STANDARD_MODULES, *job["modules"]):
         importlib.import_module(name)
+    # both import modules at their first use, which is not possible in the empty root
     compile("0", "<warm>", "exec")
     traceback.format_exc()
     try:
@@ -160,23 +164,23 @@ def main():
         enter_namespaces(root)
         pid = os.fork()
     except OSError as error:
-        write(verdict_fd, f"!{error}".encode())
+        write(result_fd, f"!{error}".encode())
         sys.exit(1)
     if pid:
-        os.close(verdict_fd)
+        os.close(result_fd)
         sys.exit(watch(pid, job))
     try:
-        close_doors(job, root)
+        confine(job, root)
     except OSError as error:
-        write(verdict_fd, f"!{error}".encode())
+        write(result_fd, f"!{error}".encode())
         os._exit(1)
     code = 1
     try:
-        write(verdict_fd, b"R")
+        write(result_fd, b"R")
         end = run(job)
         if sys.stdout is not None:
             sys.stdout.flush()
-        write(verdict_fd, end)
+        write(result_fd, end)
         code = 0
-    finally:  # whatever the program has done to the interpreter: no handler of its own runs now
+    finally:  # skips the exit handlers and threads that the program may have installed
         os._exit(code)

@@ -1,15 +1,14 @@
-"""Keeps the processes that score responses: starts them, hands out the work, kills what takes too
-long.
+"""Server of the reward workers: forks them, distributes items, kills those over the time limit.
 
-A process of its own, started anew (not forked) by ``mppo.rewards.workers.pool``: it has one thread,
-no device and none of the trainer's files, so that it can fork; and nothing that a worker does keeps
-it from killing that worker. It ends, and its workers with it, when its standard input does, that is
-with the trainer.
+``mppo.rewards.workers.pool`` starts the server as a new process (it is not forked). It has one
+thread, no device and none of the trainer's descriptors, so it can fork safely, and no worker can
+stop it from killing that worker. The server kills its workers and exits when its standard input
+closes, so at the latest when the trainer ends.
 
-Standard input: a pickled ``ScoringTask``, then batches: ``BATCH``, then the items. A length stands
-before the task and before each item. The descriptor named on the command line gets a line of JSON
-for each item, as it is done: its place in the batch, what happened (a value of ``HAPPENED``,
-``TIMEOUT``, ``DIED``, ``UNUSABLE``), the score and a text.
+Standard input: a pickled ``ScoringTask``, then batches: ``BATCH``, then the items. Task and items
+are preceded by their lengths. The descriptor named on the command line gets a line of JSON for each
+finished item: its index in the batch, the outcome (a value of ``HAPPENED``, ``TIMEOUT``, ``DIED``
+or ``UNUSABLE``), the score and a text.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from mppo.rewards.workers import worker
 from mppo.rewards.workers.worker import LENGTH, RECORD, ScoringTask, read_exactly
 
 BATCH = struct.Struct("<Qd")
-"""Number of items, and seconds for one."""
+"""Number of items, and time limit for one in seconds."""
 SCORE, NO_SCORE, RAISED, NO_MEMORY = "score", "no score", "raised", "no memory"
 TIMEOUT, DIED, UNUSABLE = "timeout", "died", "unusable"
 HAPPENED = {
@@ -40,14 +39,14 @@ HAPPENED = {
     worker.NO_MEMORY: NO_MEMORY,
 }
 REMEMBERED = 256
-"""The last so many items decide how much time the next one gets."""
+"""The number of last items whose time-outs shorten the time limit of the next items."""
 _LOOK_S = 1.0
-"""How often to look whether the trainer is still there."""
+"""Seconds between two checks that the trainer is alive."""
 
 
 @dataclass
 class Worker:
-    """A worker, and the item that it has."""
+    """A worker and its current item."""
 
     pid: int
     requests: int
@@ -64,9 +63,9 @@ class WorkerServer:
     """Workers for one task.
 
     Args:
-        task: what they do.
-        workers: at most so many at a time.
-        replies: descriptor of the trainer's.
+        task: the function that the workers call.
+        workers: most workers at a time.
+        replies: descriptor to which the results go.
     """
 
     def __init__(self, task: ScoringTask, workers: int, replies: int) -> None:
@@ -77,11 +76,11 @@ class WorkerServer:
         self._late: deque[bool] = deque(maxlen=REMEMBERED)
 
     def serve(self) -> None:
-        """Until standard input ends."""
+        """Score batches until standard input ends."""
         while (header := read_exactly(0, BATCH.size)) is not None:
             count, seconds = BATCH.unpack(header)
-            items = [read_item() for _ in range(count)]
-            if None in items or not self._score(deque(enumerate(items)), seconds):
+            items = [item for _ in range(count) if (item := read_item()) is not None]
+            if len(items) < count or not self._score(deque(enumerate(items)), seconds):
                 return
 
     def stop(self) -> None:
@@ -90,11 +89,12 @@ class WorkerServer:
             self._end(one)
 
     def _score(self, waiting: deque[tuple[int, bytes]], seconds: float) -> bool:
-        """Have a batch scored; False where the trainer is gone."""
+        """Score a batch; return False if the trainer has ended."""
+        # a single-threaded loop: hand out, wait for a pipe or the nearest time limit, collect
         while waiting or any(one.item is not None for one in self._workers):
             self._hand_out(waiting)
             busy = [one for one in self._workers if one.item is not None]
-            # where many take too long, each gets less: together they must not stop the run
+            # every time-out shortens the limit, or many slow items together would stop the run
             limit = seconds / (1 + sum(self._late) // self._most)
             now = time.monotonic()
             wait = min([_LOOK_S, *(one.since + limit - now for one in busy if one.ready)])
@@ -105,7 +105,7 @@ class WorkerServer:
                 max(wait, 0.0),
             )
             if 0 in readable or os.getppid() != self._trainer:
-                return False  # nothing comes on standard input during a batch but its end
+                return False  # during a batch, standard input becomes readable only by its end
             for one in busy:
                 if one.requests in writable:
                     _write(one)
@@ -131,7 +131,7 @@ class WorkerServer:
             worker.work(self._task, self._function, parent, theirs, ours)
         os.close(theirs)
         os.close(ours)
-        os.set_blocking(requests, False)  # a worker that does not read must not stop this process
+        os.set_blocking(requests, False)  # a worker that does not read must not block the server
         self._workers.append(Worker(pid, requests, records))
         return self._workers[-1]
 
@@ -154,28 +154,29 @@ class WorkerServer:
                 self._done(one, HAPPENED[kind] if one.ready else UNUSABLE, text, score)
                 return
             else:
-                self._done(one, DIED, "it sent what is no record")
+                self._done(one, DIED, "it sent an invalid record")
                 return
 
     def _done(self, one: Worker, happened: str, text: str = "", score: float = 0.0) -> None:
-        """Tell the trainer of a worker's item; only a worker in order gets another."""
+        """Send the result of a worker's item; end the worker unless it can take another item."""
         reply = json.dumps([one.item, happened, score, text]) + "\n"
         one.item, one.served = None, one.served + 1
         self._late.append(happened == TIMEOUT)
-        fine = happened in (SCORE, NO_SCORE, RAISED) and not one.received and not one.unsent
-        if not fine or one.served == self._task.serves:
+        # bytes left over in a pipe belong to no item: the next reply could not be trusted
+        usable = happened in (SCORE, NO_SCORE, RAISED) and not one.received and not one.unsent
+        if not usable or one.served == self._task.max_items:
             self._end(one)
         content = reply.encode()
         while content:
             content = content[os.write(self._replies, content) :]
 
     def _end(self, one: Worker) -> None:
-        """Kill a worker, and what it has started."""
+        """Kill a worker and the processes it has started."""
         self._workers.remove(one)
-        for kill in (os.killpg, os.kill):  # it may not have its own group yet, or be gone
+        for kill in (os.killpg, os.kill):  # it may not have its own group yet, or may have ended
             with suppress(ProcessLookupError):
                 kill(one.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):  # where that was found out before
+        with suppress(ChildProcessError):  # _how_it_ended has already waited for it
             os.waitpid(one.pid, 0)
         os.close(one.requests)
         os.close(one.records)
@@ -186,7 +187,7 @@ def _write(one: Worker) -> None:
         sent = os.write(one.requests, one.unsent)
     except BlockingIOError:
         return
-    except BrokenPipeError:  # it has ended, as the end of its records tells
+    except BrokenPipeError:  # the worker has ended; _read sees it too
         sent = len(one.unsent)
     one.unsent = one.unsent[sent:]
 
@@ -198,14 +199,19 @@ def _how_it_ended(one: Worker) -> str:
 
 
 def read_item() -> bytes | None:
-    """An item with its length in front, or None where standard input ends."""
+    """Read an item with its length prefix; None if standard input ends."""
     length = read_exactly(0, LENGTH.size)
     item = None if length is None else read_exactly(0, *LENGTH.unpack(length))
     return None if length is None or item is None else length + item
 
 
 def main(workers: int, replies: int) -> None:
-    """Serve the trainer, until it ends."""
+    """Serve the trainer until it ends.
+
+    Args:
+        workers: most workers at a time.
+        replies: descriptor to which the results go.
+    """
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     task = read_item()
     if task is None:

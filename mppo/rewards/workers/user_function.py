@@ -1,4 +1,4 @@
-"""The user's own function for scores, found by its name."""
+"""Import of the user's reward function by its name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 
 
 def import_function(name: str) -> Any:
-    """What ``module:function`` or ``path.py:function`` names; None where the module has no such
-    name. Raises whatever the module raises."""
+    """Import ``module:function`` or ``path.py:function``; None if the module lacks the name.
+
+    Raises:
+        Exception: any exception of the module's own code.
+    """
     where, _, attribute = name.rpartition(":")
     module = _import_file(where) if where.endswith(".py") else importlib.import_module(where)
     return getattr(module, attribute, None)
@@ -20,7 +23,7 @@ def import_function(name: str) -> Any:
 def load_in_worker(
     name: str, kwargs: Mapping[str, Any]
 ) -> Callable[[tuple[str, str, str, dict[str, Any]]], Any]:
-    """The function, of (data source, response, ground truth, extra info)."""
+    """Return the function as one of (data source, response, ground truth, extra info)."""
     function = import_function(name)
 
     def score(item: tuple[str, str, str, dict[str, Any]]) -> Any:

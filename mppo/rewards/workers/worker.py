@@ -1,4 +1,4 @@
-"""A process that scores responses, one after the other; ``mppo.rewards.workers.server`` forks it.
+"""A process that scores responses one by one; ``mppo.rewards.workers.server`` forks it.
 
 It reads responses from one pipe and writes a record for each to another: a kind, a number and a
 text of at most ``TEXT_BYTES``.
@@ -22,13 +22,14 @@ from mppo.rewards.workers.confinement import (
     close_files,
     die_first,
     die_with_parent,
+    drop_privileges,
     limit,
-    renounce,
 )
 
 READY, SCORE, NO_SCORE, RAISED, NO_MEMORY = b"r", b"s", b"n", b"e", b"m"
-"""Kinds of records: once before the first item; then the score, with further numbers as JSON; why
-the result holds none; the exception that the function raised; or that it ran out of memory."""
+"""Kinds of records. The worker sends READY once, before the first item. Per item it sends SCORE
+with further numbers as JSON, NO_SCORE with the reason, RAISED with the function's exception, or
+NO_MEMORY."""
 RECORD = struct.Struct("<cdH")
 LENGTH = struct.Struct("<Q")
 TEXT_BYTES = (1 << 16) - 1
@@ -40,25 +41,26 @@ Function = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class ScoringTask:
-    """What the workers of a pool do.
+    """The task of the workers of a pool.
 
     Args:
-        loader: ``module:function`` that gives the function of an item, called with ``arguments``.
-        arguments: as above.
-        confined: the function hands text of the model to code that may do anything with it: the
-            worker may read files and compute, and nothing else. It is loaded once, and forked.
-        memory_mb: address space of a worker, None without a limit.
-        serves: items after which a worker gives way to a fresh one, None for any number.
+        loader: ``module:function``; called with ``arguments``, it returns the function that scores
+            an item.
+        arguments: arguments of ``loader``.
+        confined: whether the function may execute text of the model. A confined worker can only
+            read files and compute. Its function is loaded once, in the server, before the fork.
+        memory_mb: limit of a worker's address space in MiB; None sets no limit.
+        max_items: a worker is replaced after this many items; None never replaces it.
     """
 
     loader: str
     arguments: tuple[Any, ...] = ()
     confined: bool = False
     memory_mb: int | None = None
-    serves: int | None = None
+    max_items: int | None = None
 
     def load(self) -> Function:
-        """The function that gives an item's score."""
+        """Import and return the function that scores an item."""
         module, _, name = self.loader.partition(":")
         return getattr(importlib.import_module(module), name)(*self.arguments)
 
@@ -66,12 +68,12 @@ class ScoringTask:
 def work(
     task: ScoringTask, function: Function | None, parent: int, requests: int, records: int
 ) -> None:
-    """Score until ``requests`` ends; never returns.
+    """Score items until ``requests`` ends; never returns.
 
     Args:
-        task: what to do.
-        function: of a confined task, which is loaded already.
-        parent: process that forked this one.
+        task: the task.
+        function: the function of a confined task, which the server has loaded; else None.
+        parent: pid of the process that forked this one.
         requests, records: descriptors to read from and to write to.
     """
     try:
@@ -86,14 +88,14 @@ def work(
             _send(records, *record)
             if record[0] == NO_MEMORY:
                 break
-    except BaseException as error:  # before it is ready, this says why it cannot be
+    except BaseException as error:  # without READY, the server reports it as UNUSABLE
         _send(records, RAISED, 0.0, f"{type(error).__name__}: {error}")
     finally:
         os._exit(0)
 
 
 def _prepare(task: ScoringTask, parent: int, requests: int, records: int) -> None:
-    os.setsid()  # a kill reaches what a user's function starts
+    os.setsid()  # a kill of the group reaches the processes that a user's function starts
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2) if task.confined else (0,):
         os.dup2(nowhere, standard)
@@ -107,7 +109,7 @@ def _prepare(task: ScoringTask, parent: int, requests: int, records: int) -> Non
     if task.confined:
         limit({"CORE": 0, "FSIZE": 0})
         if linux:
-            renounce()
+            drop_privileges()
 
 
 def _answer(function: Function, item: Any) -> tuple[bytes, float, str]:
@@ -119,18 +121,22 @@ def _answer(function: Function, item: Any) -> tuple[bytes, float, str]:
             return NO_SCORE, 0.0, str(why)[:ERROR_CHARACTERS]
         text = json.dumps(numbers)
         if len(text) > TEXT_BYTES:
-            return NO_SCORE, 0.0, f"comes with {len(numbers)} further numbers, which are too many"
+            return (
+                NO_SCORE,
+                0.0,
+                f"comes with {len(numbers)} further numbers, too many for a record",
+            )
         return SCORE, score, text
     except MemoryError:
         return NO_MEMORY, 0.0, ""
-    except BaseException as error:  # a user's function may leave with SystemExit
+    except BaseException as error:  # a user's function may raise SystemExit
         return RAISED, 0.0, f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS] + _place(error)
     finally:
         sys.stdout.flush()
 
 
 def _place(error: BaseException) -> str:
-    """Where in the function's own file it failed, however deep in a library that was."""
+    """Name the last line of the function's own file on the stack, also if a library raised."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if os.path.dirname(frame.filename) != OWN_FOLDER]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
@@ -143,7 +149,7 @@ def _send(records: int, kind: bytes, number: float, text: str) -> None:
 
 
 def read_exactly(descriptor: int, size: int) -> bytes | None:
-    """``size`` bytes, or None where the pipe ends before."""
+    """Read ``size`` bytes; None if the pipe ends before."""
     parts = []
     while size:
         part = os.read(descriptor, min(size, 1 << 20))

@@ -1,6 +1,7 @@
-"""A model's ``config.json``, looked at before any library builds a configuration of it.
+"""Checks of a model's ``config.json`` before a library builds a configuration from it.
 
-Configuration classes make lists of ``num_hidden_layers`` entries, and take any value for a size.
+Configuration classes allocate lists of ``num_hidden_layers`` entries and accept any value as a
+size.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ SIZES: dict[str, tuple[int, int]] = {
     "max_position_embeddings": (1, _TOKENS),
     "sliding_window": (0, _TOKENS),
 }
-"""Least and most of every size: whole numbers, far beyond any model there is. Null is left to the
-family to judge."""
+"""Least and most value of every size, an integer; the limits are far beyond existing models. Each
+family checks for itself where null is valid."""
 
 NUMBERS: dict[str, tuple[float, float]] = {
     "rms_norm_eps": (0.0, 1.0),
@@ -57,22 +58,24 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "query_pre_attn_scalar": (1e-9, 1e9),
     "initializer_range": (0.0, 1e6),
 }
-"""Least and most of other numbers."""
+"""Least and most value of other numbers."""
 
 MAX_EXPERT_LAYERS = 1 << 17
-"""Layers times experts of one model: its tensors are counted one by one."""
+"""Limit for layers times experts of one model, because every expert tensor is listed."""
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
-    """A model folder's ``config.json``, once nothing in the folder can harm a reader.
+    """Read and check ``config.json`` of a model folder, after a check of the folder's files.
 
     Raises:
-        ValueError: a FIFO, device or socket in the folder; ``config.json`` is absent or no JSON
-            object, names no known family, or holds a value that no model has.
+        ValueError: the folder holds a FIFO, device or socket; ``config.json`` is missing or not a
+            JSON object, names an unknown family, or holds a value out of range.
     """
     check_regular_files(folder)
     content = read_json(folder / CONFIG)
-    if "auto_map" not in content:  # code of its own, which only who trusts it lets run
+    if (
+        "auto_map" not in content
+    ):  # the model has its own code, for which trust_remote_code is required
         check_model_type(content.get("model_type"))
     check_numbers(content)
     generation = folder / GENERATION
@@ -83,33 +86,33 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         end = found.get("eos_token_id")
         ends = end if isinstance(end, list) else [] if end is None else [end]
         if not all(type(token) is int and 0 <= token < _LONG for token in ends):
-            raise ValueError(f"{file}: eos_token_id = {str(end)[:60]}: no token; give its number")
+            raise ValueError(f"{file}: eos_token_id = {str(end)[:60]}: not a token id; give the id")
     return content
 
 
 def check_numbers(content: dict[str, Any]) -> None:
-    """Every size is a whole number within reason, and the other numbers are numbers.
+    """Check the sizes and numbers of a config against their limits.
 
     Raises:
-        ValueError: naming the first that is not.
+        ValueError: a value is out of range or of the wrong type; the message names the first one.
     """
     for key, (least, most) in SIZES.items():
         value = content.get(key)
         if value is not None and not (type(value) is int and least <= value <= most):
-            raise refuse(key, value, "no size of a model", f"a whole number, {least} to {most}")
+            raise refuse(key, value, "not a valid size", f"give an integer from {least} to {most}")
     for key, (low, high) in NUMBERS.items():
         value = content.get(key)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and low <= value <= high):
-            raise refuse(key, value, "no such number of a model", f"from {low:g} to {high:g}")
+            raise refuse(key, value, "out of range", f"give a number from {low:g} to {high:g}")
     dense = content.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise refuse("mlp_only_layers", dense, "no list of layers", "give whole numbers")
+        raise refuse("mlp_only_layers", dense, "not a list of layers", "give integers")
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(content.get(key) or {}, dict):
-            raise refuse(key, content[key], "not an object", "give its settings by name")
+            raise refuse(key, content[key], "not a JSON object", "give its settings by name")
     layers = content.get("num_hidden_layers") or 1
     for key in ("num_experts", "n_routed_experts", "num_local_experts"):
         experts = content.get(key) or 0
         if layers * experts > MAX_EXPERT_LAYERS:
-            raise refuse(key, experts, f"in {layers} layers: too many", "correct one of the two")
+            raise refuse(key, experts, f"too many in {layers} layers", "correct one of the numbers")

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a set of named tensors from which slices can be read."""
+"""The tensors of a Hugging Face folder by name, with reading of slices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mppo.safety.input_files import inside, read_json
-from mppo.weights.hf.safetensors_file import StoredTensor, read_header
+from mppo.weights.hf.safetensors_file import StoredTensor, byte_view, read_header
 
 INDEX = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"
@@ -20,19 +20,19 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 class HFFolder:
     """The tensors of a folder's safetensors files.
 
-    8-bit float weights with ``<name>_scale_inv`` beside them are dequantised when read; the scales
-    are not listed as tensors of their own.
+    8-bit float weights that have a tensor ``<name>_scale_inv`` are dequantised when they are read;
+    ``tensors`` does not list the scales.
 
     Args:
         path: the folder.
 
     Attributes:
-        tensors: every tensor by name, scales left out.
-        bytes_read: data bytes taken from the files so far, as stored there; headers not counted.
+        tensors: every tensor by name, without the scales.
+        bytes_read: stored data bytes read from the files so far, without headers.
 
     Raises:
-        ValueError: no safetensors, a shard named by the index is missing, a file is cut short, a
-            tensor is stored twice or not at all.
+        ValueError: there is no safetensors file, a shard of the index is missing, a file is cut
+            short, or a tensor is stored twice or not at all.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -43,7 +43,10 @@ class HFFolder:
         for file in self._files():
             for name, tensor in read_header(file).items():
                 if name in stored:
-                    raise ValueError(f"{name} is stored in {stored[name].file} and in {file}")
+                    raise ValueError(
+                        f"{name} is stored in {stored[name].file} and in {file}; remove one of "
+                        "the files"
+                    )
                 stored[name] = tensor
         self._check_index(stored)
         self._scales = {
@@ -81,7 +84,10 @@ class HFFolder:
         files = [inside(self.path, name) for name in set(index.values())]
         missing = sorted(file.name for file in files if not file.exists())
         if missing:
-            raise ValueError(f"{self.path}: {INDEX} names {', '.join(missing)}, not in the folder")
+            raise ValueError(
+                f"{self.path}: {INDEX} names {', '.join(missing)}, not in the folder; download "
+                "the folder again"
+            )
         return sorted(files)
 
     def _check_index(self, stored: dict[str, StoredTensor]) -> None:
@@ -89,7 +95,7 @@ class HFFolder:
         if lost:
             raise ValueError(
                 f"{self.path}: {INDEX} names {len(lost)} tensors that no file holds, such as "
-                f"{lost[0]}"
+                f"{lost[0]}; download the folder again"
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -97,10 +103,10 @@ class HFFolder:
         return self._stored(name).shape
 
     def scales(self, name: str) -> tuple[StoredTensor, tuple[int, int]] | None:
-        """A quantised tensor's scales and the rows and columns each is for; None if it has none.
+        """Return a tensor's scales and the block (rows, columns) of each; None if not quantised.
 
         Raises:
-            ValueError: 8-bit floats without scales, or scales of a wrong shape.
+            ValueError: an 8-bit float tensor has no scales, or scales of a wrong shape.
         """
         stored, scale = self._stored(name), self._scales.get(name + SCALE_SUFFIX)
         if stored.dtype not in FLOAT8:
@@ -122,16 +128,17 @@ class HFFolder:
         return scale, (rows, columns)
 
     def read_into(self, target: Tensor, name: str, dim: int = 0, start: int = 0) -> None:
-        """Fill ``target`` from a stretch of a tensor.
+        """Fill ``target`` from a slice of a tensor.
 
         Args:
-            target: any device, dtype and strides; its length along ``dim`` is what is read.
-            name: the tensor.
-            dim: the dimension the stretch runs along.
-            start: its first index.
+            target: tensor of any device, dtype and strides; its size along ``dim`` is the length
+                of the slice.
+            name: the tensor in the folder.
+            dim: the dimension of the slice.
+            start: first index of the slice.
 
         Raises:
-            ValueError: no such tensor, shapes that do not fit, 8-bit floats without scales.
+            ValueError: no such tensor, a shape that does not fit, or 8-bit floats without scales.
         """
         stored = self._stored(name)
         length = target.shape[dim] if target.dim() else 1
@@ -151,7 +158,7 @@ class HFFolder:
             self._forget(stored, dim, start, length)
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor in its stored dtype (float32 where it is dequantised)."""
+        """Read a full tensor in its stored dtype (float32 if it is dequantised)."""
         stored = self._stored(name)
         dtype = torch.float32 if stored.dtype in FLOAT8 else stored.dtype
         target = torch.empty(stored.shape, dtype=dtype)
@@ -165,7 +172,7 @@ class HFFolder:
 
     def _read_bytes(self, target: Tensor, stored: StoredTensor, start: int) -> None:
         row = stored.nbytes // max(stored.shape[0], 1) if stored.shape else 0
-        view = memoryview(target.detach().reshape(-1).view(torch.uint8).numpy())
+        view = byte_view(target)
         offset, done = stored.offset + start * row, 0
         with open(stored.file, "rb", buffering=0) as stream:
             while done < len(view):
@@ -176,13 +183,13 @@ class HFFolder:
         self.bytes_read += done
 
     def _stretch(self, stored: StoredTensor, dim: int, start: int, length: int) -> Tensor:
-        """A stretch of a tensor, mapped, about to be read."""
+        """Map a slice of a tensor, and count its bytes as read."""
         part = self._view(stored).narrow(dim, start, length)
         self.bytes_read += part.nbytes
         return part
 
     def _view(self, stored: StoredTensor) -> Tensor:
-        """The stored bytes as a tensor, mapped, not read."""
+        """Map the stored bytes as a tensor, without reading them."""
         mapped = self._maps.get(stored.file)
         if mapped is None:
             with open(stored.file, "rb") as stream:
@@ -198,7 +205,7 @@ class HFFolder:
         return raw.view(stored.dtype).view(stored.shape)
 
     def _forget(self, stored: StoredTensor, dim: int, start: int, length: int) -> None:
-        """Give the mapped pages of what was read back to the system."""
+        """Return the mapped pages of a slice to the system after it was read."""
         row = stored.nbytes // max(stored.shape[0], 1) if stored.shape else 0
         first = stored.offset + (start * row if dim == 0 else 0)
         last = first + length * row if dim == 0 else stored.offset + stored.nbytes
@@ -209,7 +216,7 @@ class HFFolder:
             mapped.madvise(mmap.MADV_DONTNEED, begin, min(last, len(mapped)) - begin)
 
     def _dequantise_into(self, target: Tensor, name: str, dim: int, start: int) -> None:
-        """``weight * scale`` with one scale per block, for the stretch asked for."""
+        """Fill ``target`` with ``weight * scale`` of a slice, with one scale per block."""
         stored, found = self._stored(name), self.scales(name)
         assert found is not None
         scale, (rows, columns) = found

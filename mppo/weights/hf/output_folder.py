@@ -1,4 +1,4 @@
-"""An output folder that appears whole or not at all, and Hugging Face files written by offset."""
+"""Atomic publication of an output folder, and safetensors files written by offset."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgp
 
 
 def partial_path(folder: Path) -> Path:
-    """Where a folder is built before it gets its name."""
+    """Return the path under which a folder is built before it is renamed."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def check_free(folder: Path) -> None:
-    """The output does not exist yet.
+    """Check that the output does not exist yet.
 
     Raises:
-        ValueError: it does and is not empty.
+        ValueError: the path exists and is not an empty folder.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder}: already exists; remove it or name another output")
 
 
 def publish(folder: Path) -> Path | None:
-    """Flush the partial folder's files to disk and give it its name.
+    """Flush the partial folder's files to disk and rename the folder to its final name.
 
-    A folder that bears the name already is replaced if it is empty, or as mppo wrote it.
+    An existing folder of that name is replaced if it is empty, or unchanged since mppo wrote it.
 
     Returns:
-        Where anything else that bore the name is now; None where nothing did.
+        The new path of anything else that had the name; None if there was nothing else.
     """
     building, old = partial_path(folder), folder.with_name(f".{folder.name}.replaced")
     for file in sorted(building.rglob("*")):
@@ -66,7 +66,7 @@ def publish(folder: Path) -> Path | None:
 
 @contextmanager
 def open_for_offsets(file: Path) -> Iterator[int]:
-    """A descriptor for ``pwrite`` into an existing file."""
+    """Open an existing file for ``pwrite``."""
     descriptor = os.open(file, os.O_WRONLY)
     try:
         yield descriptor
@@ -75,7 +75,7 @@ def open_for_offsets(file: Path) -> Iterator[int]:
 
 
 def write_all(descriptor: int, data: Any, offset: int) -> None:
-    """``pwrite`` everything.
+    """Write all bytes with ``pwrite``.
 
     Raises:
         OSError: the disk is full, or failed.
@@ -87,7 +87,7 @@ def write_all(descriptor: int, data: Any, offset: int) -> None:
 
 
 def write_tensor(place: StoredTensor, tensor: Tensor) -> None:
-    """Write a tensor's bytes to its place."""
+    """Write a tensor's bytes to its place in a file."""
     assert (tuple(tensor.shape), tensor.dtype) == (place.shape, place.dtype)
     if not tensor.numel():
         return
@@ -99,12 +99,12 @@ def write_tensor(place: StoredTensor, tensor: Tensor) -> None:
 def plan_files(
     folder: Path, tensors: TensorTypes, max_shard_bytes: int
 ) -> dict[Path, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Which tensors go into which safetensors file, in order.
+    """Assign tensors to safetensors files, in order.
 
     Args:
         folder: the folder of the files.
         tensors: dtype and shape by name.
-        max_shard_bytes: a file is closed before it exceeds this (one larger tensor excepted).
+        max_shard_bytes: most bytes of a file, unless a single tensor is larger.
     """
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = 0
@@ -126,7 +126,7 @@ def plan_files(
 def plan_places(
     folder: Path, tensors: TensorTypes, max_shard_bytes: int
 ) -> tuple[dict[Path, tuple[bytes, int]], dict[str, StoredTensor]]:
-    """Headers and total sizes of the files, and the place of each tensor."""
+    """Plan the headers and total sizes of the files, and the place of each tensor."""
     headers, places = {}, {}
     for file, shard in plan_files(folder, tensors, max_shard_bytes).items():
         head, found = make_header(shard, file)
@@ -136,7 +136,7 @@ def plan_places(
 
 
 def create_files(headers: Mapping[Path, tuple[bytes, int]]) -> None:
-    """Create the files at full length, headers written, data to come."""
+    """Create the files with their headers at full length; the data is written later."""
     for file, (head, size) in headers.items():
         with naming(file), file.open("wb") as stream:
             stream.write(head)
@@ -144,7 +144,7 @@ def create_files(headers: Mapping[Path, tuple[bytes, int]]) -> None:
 
 
 def write_index(folder: Path, places: Mapping[str, StoredTensor]) -> None:
-    """Write ``model.safetensors.index.json`` where there is more than one file."""
+    """Write ``model.safetensors.index.json`` if there is more than one file."""
     if len({place.file for place in places.values()}) < 2:
         return
     total = sum(place.nbytes for place in places.values())
@@ -159,7 +159,7 @@ def companion_files(source: Path) -> list[str]:
     """Names of a Hugging Face folder's files that are not weights.
 
     Raises:
-        ValueError: a link among them leads out of the folder: a copy would hold what lies there.
+        ValueError: a link among them leads out of the folder; a copy would hold that foreign file.
     """
     return [
         inside(source, file.name).name
@@ -173,9 +173,9 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None
 
     Args:
         source: the folder.
-        folder: where to.
-        dtype: written into ``config.json`` as the weights' dtype; quantisation settings are then
-            removed. None copies it as it is.
+        folder: the folder to copy to.
+        dtype: written to ``config.json`` as the weights' dtype; quantisation settings are then
+            removed. None copies ``config.json`` unchanged.
 
     Returns:
         Names of the copied files.

@@ -1,4 +1,4 @@
-"""The safetensors format: headers read and written, tensor data located by file offset.
+"""Headers of safetensors files: reading, writing, and the file offsets of tensors.
 
 A file is 8 bytes of header length, a JSON header, then the data
 (https://github.com/huggingface/safetensors#format).
@@ -27,12 +27,12 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS, MAX_SIZE = 16, 1 << 48
-"""Of a tensor, and of one of its dimensions or offsets; more does not fit in any file system."""
+"""Limits for the dimensions of a tensor, and for a size or an offset; no file system holds more."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's bytes lie: ``nbytes`` from ``offset`` in ``file``, row-major."""
+    """Place of a tensor's bytes: ``nbytes`` from ``offset`` in ``file``, row-major."""
 
     file: Path
     offset: int
@@ -46,12 +46,12 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file.
+    """Read the places of all tensors of one file.
 
     Raises:
         OSError: no such file.
         ValueError: the file is not safetensors, is shorter than its header says, or its header
-            names a tensor twice or places two in the same bytes.
+            repeats a name or has overlapping tensors.
     """
     with open_file(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -87,7 +87,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
-    """An entry of a header whose data begin at byte ``begin``."""
+    """Check an entry of a header; the file's data starts at byte ``begin``."""
     entry = entry if isinstance(entry, dict) else {}
     kind, shape, places = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not are_sizes(shape) or not are_sizes(places) or len(places) != 2:
@@ -96,21 +96,30 @@ def _stored(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
             "from 0; put a good copy in its place"
         )
     if not isinstance(kind, str) or kind not in DTYPES:
-        raise ValueError(f"{file}: {name} has dtype {_shown(kind)}, which is not known here")
+        raise ValueError(f"{file}: {name} has dtype {_shown(kind)}, which is not supported")
     stored = StoredTensor(file, begin + places[0], DTYPES[kind], tuple(shape))
     if stored.nbytes != places[1] - places[0]:
-        said = places[1] - places[0]
-        raise ValueError(f"{file}: {name} says {said} bytes, needs {stored.nbytes}")
+        given = places[1] - places[0]
+        raise ValueError(
+            f"{file}: {name} has {given} bytes, but its shape and dtype need {stored.nbytes}; put "
+            "a good copy in its place"
+        )
     return stored
 
 
 def are_sizes(numbers: Any) -> TypeGuard[list[int]]:
-    """Whether a value is a list of whole numbers that can be sizes or offsets of a tensor."""
+    """Whether a value is a list of integers that can be sizes or offsets of a tensor."""
     return (
         isinstance(numbers, list)
         and len(numbers) <= MAX_DIMS
         and all(type(number) is int and 0 <= number < MAX_SIZE for number in numbers)
     )
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """View the memory of a contiguous CPU tensor as bytes, to read or write a file."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)  # pyright: ignore[reportArgumentType] (NumPy declares no buffer before 3.12)
 
 
 def _shown(value: Any) -> str:
@@ -121,16 +130,17 @@ def _shown(value: Any) -> str:
 def make_header(
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], file: Path
 ) -> tuple[bytes, dict[str, StoredTensor]]:
-    """The header of a file to be written, and where each tensor goes.
+    """Build the header of a new file, and the place of each tensor.
 
     Args:
-        tensors: dtype and shape by name, in the order the data will lie.
+        tensors: dtype and shape by name, in the order of the data.
         file: the file's path.
 
     Returns:
-        The bytes before the data (a multiple of 8 long), and the places.
+        The bytes before the data (their number is a multiple of 8), and the places by name.
     """
-    entries, offset = {"__metadata__": {"format": "pt"}}, 0
+    entries: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for name, (dtype, shape) in tensors.items():
         nbytes = math.prod(shape) * dtype.itemsize
         entries[name] = {

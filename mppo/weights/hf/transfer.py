@@ -1,8 +1,8 @@
-"""Tensor files assembled from stretches of other tensor files: the plan is data, the copier small.
+"""Copy tasks that assemble tensors from parts of other tensor files, and the copier that runs them.
 
-Every tensor is a matrix of rows (a vector has one column). A task says where a target lies and
-which rectangles of which sources fill it; the copier works through row windows of bounded size with
-``pread`` and ``pwrite``, so memory does not depend on the model.
+Every tensor is treated as a matrix (a vector has one column). A task holds the place of a target
+and the rectangles of the sources that fill it. The copier processes windows of rows of bounded size
+with ``pread`` and ``pwrite``, so its memory does not depend on the size of the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mppo.weights.hf.output_folder import write_all
-from mppo.weights.hf.safetensors_file import StoredTensor
+from mppo.weights.hf.safetensors_file import StoredTensor, byte_view
 
 BUFFER_BYTES = 32 << 20
 OPEN_FILES = 64
@@ -35,7 +35,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A rectangle of a source, and where it goes in the target; rows and columns of matrices."""
+    """A rectangle of a source and its place in the target, in rows and columns of matrices."""
 
     source: StoredTensor
     source_row: int
@@ -50,8 +50,8 @@ class CopyTask:
     """One tensor to write.
 
     Args:
-        name: what it is, for messages and checksums.
-        target: where it goes.
+        name: name of the tensor for messages and checksums.
+        target: place of the tensor.
         stretches: rectangles that cover it exactly once.
         head: bytes written just before the data.
         tail: bytes written just after it.
@@ -118,11 +118,11 @@ class Copier:
             write_all(descriptor, task.tail, target.offset + target.nbytes)
 
     def windows(self, task: CopyTask, fill: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """The target's bytes, window by window, without writing them.
+        """Yield the target's bytes, window by window, without writing them to the target.
 
         Args:
             task: the task.
-            fill: byte written first, so that a hole would show; None leaves what was there.
+            fill: byte with which each window is filled first, to make holes visible; None: none.
 
         Yields:
             First row and the bytes from there; the array is reused by the next window.
@@ -147,7 +147,7 @@ class Copier:
         self._files.clear()
 
     def flush(self) -> None:
-        """Wait until what was written is on disk."""
+        """Wait until all written data is on disk."""
         for (_, mode), descriptor in self._files.items():
             if mode == os.O_WRONLY:
                 os.fdatasync(descriptor)
@@ -164,31 +164,32 @@ class Copier:
         source_row = stretch.source_row + begin - stretch.target_row
         part = window[(begin - first) * row_bytes : (end - first) * row_bytes]
         columns, width = matrix(target.shape)[1], matrix(source.shape)[1]
+        # full rows of the same dtype need no intermediate buffer
         if source.dtype == target.dtype and width == columns and stretch.scales is None:
-            self._read(source, source_row, end - begin, memoryview(part))
+            self._read(source, source_row, end - begin, byte_view(torch.from_numpy(part)))
             return
         values = self._rows(source, source_row, end - begin, stretch.scales)
         out = torch.from_numpy(part).view(target.dtype).view(end - begin, columns)
         out[:, stretch.target_column : stretch.target_column + width].copy_(values)
 
     def _rows(self, source: StoredTensor, first: int, count: int, scales: Scales | None) -> Tensor:
-        """Rows of a source as a tensor, dequantised."""
+        """Read rows of a source as a tensor, dequantised."""
         nbytes = count * _row_bytes(source)
         if nbytes > len(self._temporary):
             self._temporary = np.empty(nbytes, dtype=np.uint8)
         raw = self._temporary[:nbytes]
-        self._read(source, first, count, memoryview(raw))
+        self._read(source, first, count, byte_view(torch.from_numpy(raw)))
         columns = matrix(source.shape)[1]
         values = torch.from_numpy(raw).view(source.dtype).view(count, columns)
         if scales is None:
             return values
+        # read only the rows of scales that belong to these rows, then repeat each over its block
         rows_per, columns_per = scales.block
         top, bottom = first // rows_per, (first + count - 1) // rows_per + 1
         factors = torch.empty(
             bottom - top, matrix(scales.stored.shape)[1], dtype=scales.stored.dtype
         )
-        view = memoryview(factors.view(torch.uint8).numpy()).cast("B")
-        self._read(scales.stored, top, bottom - top, view)
+        self._read(scales.stored, top, bottom - top, byte_view(factors))
         row_index = torch.arange(first, first + count) // rows_per - top
         spread = factors.float()[row_index].repeat_interleave(columns_per, dim=1)[:, :columns]
         return values.float().mul_(spread)

@@ -1,7 +1,7 @@
-"""Built stages to and from Megatron ``torch_dist`` checkpoints, in any layout.
+"""Saving and loading of model stages as Megatron ``torch_dist`` checkpoints, in any layout.
 
-Megatron's distributed checkpointing maps parameters to chunks: one saved in one layout loads in any
-other. The layout's groups must be active.
+Megatron's distributed checkpointing maps parameters to chunks of global tensors, so a checkpoint of
+one layout loads in any other. The layout's groups must be active.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mppo.weights.load import load_hf_weights
 from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
 from mppo.weights.stream import Groups
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.conversion import model_prefix
+from mppo.weights.torch_dist.reader import model_prefix
 from mppo.weights.torch_dist.sharded_load import load_sharded
 
 VALUE_HEAD = "value_head.weight"
@@ -29,7 +29,7 @@ def save_megatron(folder: str | Path, chunks: Sequence[Any]) -> Path:
     """Save a role's parameters; collective over all ranks.
 
     Args:
-        folder: the output, on a file system all ranks see; must not exist.
+        folder: the output, on a file system that all ranks share; must not exist.
         chunks: this rank's ``GPTModel`` chunks.
 
     Returns:
@@ -57,30 +57,36 @@ def load_megatron(path: str | Path, chunks: Sequence[Any]) -> tuple[str, ...]:
     """Fill a role's parameters; collective over all ranks.
 
     Args:
-        path: a checkpoint folder, or the folder of iterations above it.
+        path: a checkpoint folder, or its parent folder of iterations.
         chunks: this rank's ``GPTModel`` chunks.
 
     Returns:
         Parameters left as initialised: a value head the checkpoint does not have.
 
     Raises:
-        ValueError: no such checkpoint, it lacks parameters, or its table would run code.
+        ValueError: no such checkpoint, it lacks parameters, or its metadata would run code.
     """
     folder = checkpoint_folder(path)
     checkpoint = read_checkpoint(folder)
-    prefix, wanted = model_prefix(checkpoint), _sharded(chunks)
-    add_prefix_for_sharding(wanted, prefix)
-    loaded, absent_keys = load_sharded(folder, checkpoint, wanted)
+    prefix, state = model_prefix(checkpoint), _sharded(chunks)
+    add_prefix_for_sharding(state, prefix)
+    loaded, absent_keys = load_sharded(folder, checkpoint, state)
     lost = sorted(k.removeprefix(prefix) for k in absent_keys if "_extra_state" not in k)
     fresh = tuple(key for key in lost if key == VALUE_HEAD)
     if len(lost) > len(fresh):
-        raise ValueError(f"{folder}: lacks {len(lost)} parameters, such as {lost[0]}")
+        raise ValueError(
+            f"{folder}: lacks {len(lost)} parameters, such as {lost[0]}; use a complete checkpoint "
+            "of this model"
+        )
     for number, chunk in enumerate(chunks):
         absent, unexpected = chunk.load_state_dict(loaded[f"model{number}"], strict=False)
         names = [*absent, *unexpected]
         wrong = [n for n in names if not n.endswith("_extra_state") and n not in fresh]
         if wrong:
-            raise ValueError(f"{folder}: does not fit the model: {', '.join(wrong[:5])}")
+            raise ValueError(
+                f"{folder}: does not fit the model: {', '.join(wrong[:5])}; use a checkpoint of "
+                "this model"
+            )
     return fresh
 
 
@@ -90,7 +96,7 @@ def load_weights(
     hf_config: Any,
     groups: Groups,
 ) -> tuple[str, ...]:
-    """Fill a role's parameters from either form; collective over all ranks, groups active.
+    """Fill a role's parameters from a folder or a checkpoint; collective over all ranks.
 
     Args:
         path: a Hugging Face folder (every rank reads the slices it owns) or a checkpoint.

@@ -1,8 +1,7 @@
-"""The table of contents of a ``torch_dist`` checkpoint: read once, and checked in every entry.
+"""Reading and checking of a ``torch_dist`` checkpoint's ``.metadata``.
 
-``.metadata`` says which tensors there are, the chunks of each, and the stretch of which file holds
-a chunk. Nothing is taken from it but strings, whole numbers and dtypes, in the places where torch
-puts them.
+``.metadata`` lists the tensors, the chunks of each, and the byte range of the file that holds each
+chunk. The reader accepts only strings, integers and dtypes, at the places where torch writes them.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ METADATA = ".metadata"
 MAX_TABLE_BYTES = 2 << 30
 _TABLE = ("state_dict_metadata", "storage_data")
 _BESIDE = ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans")
-"""Attributes of a table that are not looked at."""
+"""Attributes of the metadata that are ignored."""
 
 
 class Chunk(NamedTuple):
-    """A box of a global tensor: where it starts, how large it is, and where its archive lies."""
+    """A box of a global tensor: offsets, sizes, and the place of its archive."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -53,16 +52,16 @@ class _Place(NamedTuple):
 
 
 def read_checkpoint(folder: Path) -> dict[str, GlobalTensor]:
-    """Every tensor key of a checkpoint; nothing that its table names is run.
+    """Read all tensor keys of a checkpoint without running code that its metadata names.
 
-    Objects that are no tensors are pickles of their own. They are left out: nothing reads them.
+    Objects other than tensors are separate pickles; they are left out, because nothing reads them.
 
     Args:
-        folder: with ``.metadata``: a checkpoint, or one role's part of one.
+        folder: a folder with ``.metadata``: a checkpoint, or one role's part of one.
 
     Raises:
         OSError: no such checkpoint.
-        ValueError: naming the file, what is wrong with it, and the fix.
+        ValueError: the metadata or a data file is invalid; the message names the file and the fix.
     """
     where = folder / METADATA
     data = read_file(where, MAX_TABLE_BYTES)
@@ -75,8 +74,8 @@ def read_checkpoint(folder: Path) -> dict[str, GlobalTensor]:
         found = {key: _tensor(key, entry, places) for key, entry in entries.items()}
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{where}: more than a table of contents and plain values: {error}; "
-            "take a checkpoint from whom you trust, or safetensors"
+            f"{where}: holds more than a checkpoint's metadata: {error}; "
+            "use a checkpoint from a source you trust, or safetensors"
         ) from error
     return {key: tensor for key, tensor in found.items() if tensor is not None}
 
@@ -84,7 +83,7 @@ def read_checkpoint(folder: Path) -> dict[str, GlobalTensor]:
 def _places(
     folder: Path, stored: dict[Any, Any]
 ) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
-    """Where each chunk and object lies, by key and offsets; every stretch lies within its file."""
+    """Read the place of each chunk and object by key and offsets; check it against the file."""
     files: dict[str, tuple[Path, int]] = {}
     places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
     for index, info in stored.items():
@@ -93,12 +92,13 @@ def _places(
                          ("transform_descriptors",))  # fmt: skip
         name, begin, nbytes = (fields[name] for name in ("relative_path", "offset", "length"))
         if fields.get("transform_descriptors"):
-            raise pickle.UnpicklingError(f"{key} is compressed, which no reader here undoes")
+            raise pickle.UnpicklingError(f"{key} is compressed, which is not supported")
         if type(name) is str and name not in files:
             files[name] = _data_file(folder, name)
         if type(name) is not str or not are_sizes([begin, nbytes]):
-            raise pickle.UnpicklingError(f"{key} does not lie in a stretch of a file")
+            raise pickle.UnpicklingError(f"{key} has no valid byte range of a file")
         file, size = files[name]
+        # a range beyond the file's end would fail only in the middle of a load
         if begin + nbytes > size:
             raise ValueError(
                 f"{file}: cut short: {key} ends at byte {begin + nbytes}, the file has {size}; "
@@ -109,7 +109,7 @@ def _places(
 
 
 def _data_file(folder: Path, name: str) -> tuple[Path, int]:
-    """A data file, and its size."""
+    """Return a data file and its size."""
     file = inside(folder, name)
     if not file.exists():
         raise ValueError(f"{folder}: data file {name} is missing; copy the checkpoint again")
@@ -129,7 +129,7 @@ def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
 def _tensor(
     key: Any, entry: Any, places: dict[tuple[str, tuple[int, ...] | None], _Place]
 ) -> GlobalTensor | None:
-    """A tensor's entry; None for an object's."""
+    """Read the entry of a tensor; None for another object."""
     if type(key) is not str:
         raise pickle.UnpicklingError("a key is not a text")
     if type(entry) is Record and entry.name == "BytesStorageMetadata":
@@ -150,7 +150,7 @@ def _tensor(
             and all(begin + size <= most for begin, size, most in zip(offsets, sizes, shape))
         )
         if not within or (key, offsets) not in places:
-            raise pickle.UnpicklingError(f"a chunk of {key} lies outside of it, or in no file")
+            raise pickle.UnpicklingError(f"a chunk of {key} exceeds it, or has no place in a file")
         chunks.append(Chunk(offsets, sizes, *places[key, offsets]))
     if sum(math.prod(chunk.sizes) for chunk in chunks) > math.prod(shape):
         raise pickle.UnpicklingError(f"chunks of {key} overlap")
@@ -158,7 +158,7 @@ def _tensor(
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """Of ``TensorProperties``, whose state is a tuple that begins with it."""
+    """Read the dtype of ``TensorProperties``: the first value of its state, a tuple."""
     known = type(properties) is Record and properties.name == "TensorProperties"
     state = properties.state if known else None
     if type(state) is not tuple or not state or not isinstance(state[0], torch.dtype):
@@ -173,7 +173,7 @@ def _is_shape(sizes: Any) -> bool:
 def _fields(
     value: Any, names: Collection[str], needed: Collection[str], more: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The attributes of a record, which are its class's own and no others."""
+    """Return the attributes of a record, and check that its class has no others."""
     if type(value) is not Record or value.name not in names:
         kind = value.name if type(value) is Record else type(value).__name__
         raise pickle.UnpicklingError(f"it holds a {kind} in the place of a {min(names)}")

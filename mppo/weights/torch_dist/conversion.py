@@ -1,7 +1,7 @@
 """Plans of a conversion between a Hugging Face folder and a Megatron ``torch_dist`` checkpoint.
 
-Both directions are the parameter table's blocks turned into stretches of files. Plans are the same
-on every rank; only the tasks a rank runs itself are worked out in full.
+Both directions turn the blocks of the parameter table into byte ranges of files. The plan is the
+same on every rank, but a rank computes only the tasks of its own share in full.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import torch
 from mppo.weights.hf.folder import FLOAT8, HFFolder
 from mppo.weights.hf.output_folder import MAX_SHARD_BYTES, plan_places
 from mppo.weights.hf.safetensors_file import StoredTensor, make_header, read_header
-from mppo.weights.hf.transfer import CopyTask, Scales, Stretch
+from mppo.weights.hf.transfer import CopyTask, Scales, Stretch, matrix
 from mppo.weights.load import is_extra_layer, known_extras
 from mppo.weights.shape import ModelShape
 from mppo.weights.table import Entry, Table, parameter_table
 from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
-from mppo.weights.torch_dist.format import ChunkFiles, archive_frame, file_bytes, locate
+from mppo.weights.torch_dist.format import ChunkFiles, archive_frame, file_bytes
 from mppo.weights.torch_dist.keys import extra_states, is_homogeneous, place
+from mppo.weights.torch_dist.reader import CheckpointReader, row_ranges
 
 EXTRA_FILE = "extra.safetensors"
 
 
 @dataclass(frozen=True)
 class Share:
-    """One of ``world`` equal shares of a plan, cut by bytes."""
+    """One of ``world`` shares of a plan with an equal number of bytes."""
 
     rank: int = 0
     world: int = 1
@@ -40,13 +41,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to write.
+    """The files and copy tasks of a conversion.
 
     Args:
-        tasks: this share's tasks, by number in the whole plan.
+        tasks: this share's tasks, by number in the full plan.
         files: every file with the bytes at its start and its full size.
-        total_bytes: data bytes of the whole plan.
-        count: tasks of the whole plan.
+        total_bytes: data bytes of the full plan.
+        count: number of tasks of the full plan.
         extras: tensors of the source that are not converted.
     """
 
@@ -59,7 +60,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """What the checkpoint's index will say: tensor keys and byte objects."""
+    """Contents of the checkpoint's ``.metadata``: tensor keys and byte objects."""
 
     tensors: Mapping[str, GlobalTensor]
     objects: Mapping[str, tuple[Path, int, int]]
@@ -82,9 +83,9 @@ def plan_megatron(
         folder: the checkpoint folder to write into.
         dtype: cast weights to this (a router's float32 bias is kept); None: as stored, 8-bit floats
             as bfloat16.
-        keep_extra: also copy multi-token-prediction layers aside.
-        share: the tasks to work out.
-        max_file_bytes: a file is closed before it exceeds this; None: see ``file_bytes``.
+        keep_extra: also copy multi-token-prediction layers, to a file of their own.
+        share: the tasks to compute.
+        max_file_bytes: most bytes of a file; None: see ``file_bytes``.
 
     Returns:
         The plan and the checkpoint's index.
@@ -102,18 +103,16 @@ def plan_megatron(
     sizes = [
         _nbytes(entry.shard_shape(1), kind) for entry, kind in zip(entries, dtypes, strict=True)
     ]
-    kept = {
-        name: (_plain_dtype(source.tensors[name].dtype), source.tensors[name].shape)
-        for name in extras
-        if keep_extra and is_extra_layer(name, shape)
-    }
+    kept = _extra_types(source, extras, shape) if keep_extra else {}
     total = sum(sizes) + sum(_nbytes(size, kind) for kind, size in kept.values())
+    # every rank assigns all places, because the index lists all chunks and files
     layout = ChunkFiles(folder, max_file_bytes or file_bytes(total))
     tensors: dict[str, GlobalTensor] = {}
     tasks, done = {}, 0
     for number, (entry, kind, size) in enumerate(zip(entries, dtypes, sizes, strict=True)):
         where = place(entry, table, is_homogeneous(table))
         local = entry.shard_shape(1)
+        # a chunk holds one layer (and one expert): a box of size 1 in each leading dimension
         chunk_shape = (1,) * len(where.leading) + local
         head, tail = archive_frame(kind, chunk_shape)
         file, begin = layout.take(len(head) + size + len(tail))
@@ -123,6 +122,7 @@ def plan_megatron(
         for key in where.keys:
             before = tensors[key].chunks if key in tensors else ()
             tensors[key] = GlobalTensor(global_shape, kind, (*before, chunk))
+        # the costly part, for the tasks of this share only
         if share.takes(done, total):
             target = StoredTensor(file, begin + len(head), kind, local)
             stretches = _import_stretches(entry, source, shape)
@@ -153,8 +153,8 @@ def plan_hf(
         shape: the model's sizes.
         folder: the folder to write into.
         dtype: cast weights to this (a router's float32 bias is kept); None: as stored.
-        extra_file: safetensors file of tensors to add as they are.
-        share: the tasks to work out.
+        extra_file: safetensors file of tensors to add unchanged.
+        share: the tasks to compute.
         max_shard_bytes: most bytes of one safetensors file.
 
     Returns:
@@ -181,7 +181,7 @@ def plan_hf(
     for number, (name, target) in enumerate(places.items()):
         if share.takes(done, total):
             if name in extras:
-                stretches = (Stretch(extras[name], 0, 0, _rows(target.shape)),)
+                stretches = (Stretch(extras[name], 0, 0, matrix(target.shape)[0]),)
             else:
                 stretches = reader.stretches(*parts[number])
             tasks[number] = CopyTask(name, target, stretches)
@@ -189,145 +189,8 @@ def plan_hf(
     return Plan(tasks, headers, total, len(places), tuple(extras)), places
 
 
-def model_prefix(checkpoint: Mapping[str, GlobalTensor]) -> str:
-    """What stands before the model's names in a checkpoint's keys.
-
-    Keys without a prefix are the model's, whatever else is kept under the same names with one: an
-    optimizer's state, a moving average.
-
-    Raises:
-        ValueError: no model in it, or several.
-    """
-    end = "embedding.word_embeddings.weight"
-    if end in checkpoint:
-        return ""
-    prefixes = [
-        key.removesuffix(end) for key in checkpoint if key.endswith(end) and "optimizer" not in key
-    ]
-    if len(prefixes) != 1:
-        raise ValueError(
-            f"the checkpoint holds {len(prefixes)} models ({', '.join(prefixes) or 'none'}); name "
-            "a checkpoint of one model"
-        )
-    return prefixes[0]
-
-
-class CheckpointReader:
-    """The table's entries in a ``torch_dist`` checkpoint.
-
-    Args:
-        checkpoint: its tensor keys.
-        table: the model's table.
-
-    Raises:
-        ValueError: no model in it, or several.
-    """
-
-    def __init__(self, checkpoint: Mapping[str, GlobalTensor], table: Table) -> None:
-        self.checkpoint, self.table = checkpoint, table
-        self.prefix = model_prefix(checkpoint)
-        start = f"{self.prefix}decoder.layers.self_attention."
-        self.homogeneous = any(key.startswith(start) for key in checkpoint)
-        self._boxes: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
-        self._located: dict[Chunk, StoredTensor] = {}
-
-    def entries(self) -> Iterable[Entry]:
-        """The entries the checkpoint should hold: a value model has no vocabulary projection."""
-        value = self.table.value_entry()
-        has_value = self._find(value) is not None
-        for entry in self.table.entries():
-            if not (has_value and entry.row.where == "output" and self._find(entry) is None):
-                yield entry
-        if has_value:
-            yield value
-
-    def dtype(self, entry: Entry) -> torch.dtype:
-        """Stored dtype of an entry."""
-        return self._tensor(entry)[1].dtype
-
-    def stretches(self, entry: Entry, source: int) -> tuple[Stretch, ...]:
-        """What fills Hugging Face tensor number ``source`` of an entry."""
-        key, tensor, leading = self._tensor(entry)
-        shape = entry.shard_shape(1)
-        stored = tensor.shape[len(leading) :]
-        longer = entry.row.kind == "vocab" and stored[0] >= shape[0] and stored[1:] == shape[1:]
-        if stored != shape and not longer:
-            raise ValueError(
-                f"the checkpoint's {key} has shape {list(stored)}, config.json says {list(shape)}; "
-                "they do not belong together"
-            )
-        out = []
-        boxes = self._group(key, len(leading)).get(tuple(leading), [])
-        located = [(chunk, self._locate(chunk)) for chunk in boxes]
-        for hf_row, row, length in row_ranges(entry, source, self.table.shape.kv_heads):
-            for chunk, data in located:
-                offsets, sizes = chunk.offsets[len(leading) :], chunk.sizes[len(leading) :]
-                begin, end = max(row, offsets[0]), min(row + length, offsets[0] + sizes[0])
-                if begin >= end:
-                    continue
-                column = offsets[1] if len(offsets) > 1 else 0
-                flat = StoredTensor(data.file, data.offset, data.dtype, sizes)
-                out.append(
-                    Stretch(flat, begin - offsets[0], hf_row + begin - row, end - begin, column)
-                )
-        return tuple(out)
-
-    def _locate(self, chunk: Chunk) -> StoredTensor:
-        """Where a chunk's data lies; looked up once for all tensors made of it."""
-        if chunk not in self._located:
-            self._located[chunk] = locate(chunk)
-        return self._located[chunk]
-
-    def _group(self, key: str, depth: int) -> dict[tuple[int, ...], list[Chunk]]:
-        """A key's chunks by their leading indices."""
-        if key not in self._boxes:
-            groups: dict[tuple[int, ...], list[Chunk]] = {}
-            for chunk in self.checkpoint[key].chunks:
-                if any(size != 1 for size in chunk.sizes[:depth]):
-                    raise ValueError(f"{key}: a chunk holds several layers or experts at once")
-                groups.setdefault(chunk.offsets[:depth], []).append(chunk)
-            self._boxes[key] = groups
-        return self._boxes[key]
-
-    def _find(self, entry: Entry) -> tuple[str, GlobalTensor, list[int]] | None:
-        where = place(entry, self.table, self.homogeneous, self.prefix)
-        leading = [index for index, _ in where.leading]
-        for key in where.keys:
-            if key in self.checkpoint:
-                return key, self.checkpoint[key], leading
-        if where.single_key is not None and where.single_key in self.checkpoint:
-            return where.single_key, self.checkpoint[where.single_key], leading[:-1]
-        return None
-
-    def _tensor(self, entry: Entry) -> tuple[str, GlobalTensor, list[int]]:
-        found = self._find(entry)
-        if found is None:
-            where = place(entry, self.table, self.homogeneous, self.prefix)
-            raise ValueError(
-                f"the checkpoint has no {where.keys[0]} (for {entry.hf[0]}); it is incomplete, or "
-                "of another model"
-            )
-        return found
-
-
-def row_ranges(entry: Entry, source: int, groups: int) -> list[tuple[int, int, int]]:
-    """Where rows of one Hugging Face tensor lie in the whole Megatron tensor.
-
-    Returns:
-        (first row there, first row here, rows) of each contiguous range.
-    """
-    if entry.row.kind == "copy":
-        return [(0, 0, _rows(entry.row.shapes[source]))]
-    ranges, position = [], 0
-    for block in entry.blocks(0, 1, groups):
-        if block.source == source:
-            ranges.append((block.start, position, block.length))
-        position += block.length
-    return ranges
-
-
 def _entries(table: Table, present: Mapping[str, StoredTensor]) -> Iterable[Entry]:
-    """The entries a folder holds: one with a value head may lack the vocabulary projection."""
+    """Yield the entries of a folder; with a value head, it may lack the vocabulary projection."""
     value = table.value_entry()
     has_value = value.hf[0] in present
     for entry in table.entries():
@@ -340,10 +203,10 @@ def _entries(table: Table, present: Mapping[str, StoredTensor]) -> Iterable[Entr
         yield value
 
 
-def whole_stretch(source: HFFolder, name: str) -> Stretch:
-    """A tensor of a folder from its first row to its last, dequantised."""
+def full_stretch(source: HFFolder, name: str) -> Stretch:
+    """Return the stretch of all rows of a folder's tensor, dequantised."""
     stored, scales = source.tensors[name], source.scales(name)
-    return Stretch(stored, 0, 0, _rows(stored.shape), scales=scales and Scales(*scales))
+    return Stretch(stored, 0, 0, matrix(stored.shape)[0], scales=scales and Scales(*scales))
 
 
 def _import_stretches(entry: Entry, source: HFFolder, shape: ModelShape) -> tuple[Stretch, ...]:
@@ -355,16 +218,27 @@ def _import_stretches(entry: Entry, source: HFFolder, shape: ModelShape) -> tupl
     return tuple(out)
 
 
+def _extra_types(
+    source: HFFolder, extras: Iterable[str], shape: ModelShape
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape, after dequantisation, of the extra tensors that belong to a layer."""
+    return {
+        name: (_plain_dtype(source.tensors[name].dtype), source.tensors[name].shape)
+        for name in extras
+        if is_extra_layer(name, shape)
+    }
+
+
 def _extra_tasks(
     folder: Path, source: HFFolder, types: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     first: int, share: Share, done: int, total: int, tasks: dict[int, CopyTask],
 ) -> dict[Path, tuple[bytes, int]]:  # fmt: skip
-    """Tasks that copy tensors aside, 8-bit floats dequantised; returns their file."""
+    """Add the tasks that copy extra tensors, dequantised, to their own file; return the file."""
     file = folder / EXTRA_FILE
     head, places = make_header(types, file)
     for number, name in enumerate(types, first):
         if share.takes(done, total):
-            tasks[number] = CopyTask(name, places[name], (whole_stretch(source, name),))
+            tasks[number] = CopyTask(name, places[name], (full_stretch(source, name),))
         done += places[name].nbytes
     return {file: (head, len(head) + sum(p.nbytes for p in places.values()))}
 
@@ -372,11 +246,11 @@ def _extra_tasks(
 def _target_dtypes(
     source: HFFolder, table: Table, entries: list[Entry], dtype: torch.dtype | None
 ) -> list[torch.dtype]:
-    """What each entry is written as.
+    """Choose the dtype of each entry.
 
     Raises:
-        ValueError: parts of one Megatron tensor are stored in several dtypes, and no cast is asked
-            for; a silent one would lose bits.
+        ValueError: parts of one Megatron tensor are stored in several dtypes, and ``dtype`` is
+            None; an implicit cast would lose bits.
     """
     out: list[torch.dtype] = []
     known: dict[object, torch.dtype] = {}
@@ -399,12 +273,8 @@ def _target_dtypes(
 
 
 def _plain_dtype(stored: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor once dequantised."""
+    """Return the dtype of a tensor after dequantisation."""
     return torch.bfloat16 if stored in FLOAT8 else stored
-
-
-def _rows(shape: tuple[int, ...]) -> int:
-    return shape[0] if shape else 1
 
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -1,8 +1,8 @@
 """Megatron's ``torch_dist`` checkpoint format: chunks of global tensors located by file offset.
 
 A folder holds ``.metadata`` (torch.distributed.checkpoint's index: the chunks of every key, and the
-stretch of which ``.distcp`` file holds each), ``metadata.json``, ``common.pt`` and the ``.distcp``
-files, in which every chunk is one ``torch.save`` archive.
+byte range of the ``.distcp`` file that holds each), ``metadata.json``, ``common.pt`` and the
+``.distcp`` files, in which every chunk is one ``torch.save`` archive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -50,24 +50,25 @@ _SAVED_TENSOR = {
     "torch": tuple(STORAGES),
     "collections": ("OrderedDict",),
 }
-"""What the pickle of a tensor names."""
+"""The names in the pickle of a tensor."""
 BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_COPY = "copy the checkpoint again"
 MAX_PICKLE_BYTES = 1 << 16
-"""Of a chunk's archive: shape, strides and dtype of one tensor."""
+"""Limit for the pickle of a chunk's archive: shape, strides and dtype of one tensor."""
 FILES, MIN_FILE_BYTES, MAX_FILE_BYTES = 16, 64 << 20, 5 * 10**9
 
 
 def locate(chunk: Chunk) -> StoredTensor:
-    """Where a chunk's data lies inside its archive.
+    """Locate a chunk's data inside its archive.
 
     Raises:
-        ValueError: the archive is cut short, packed, or holds no contiguous tensor of the chunk's
-            shape.
+        ValueError: the archive is cut short or compressed, or holds no contiguous tensor of the
+            chunk's shape.
     """
     try:
         with open_file(chunk.file) as stream:
@@ -79,33 +80,40 @@ def locate(chunk: Chunk) -> StoredTensor:
                 if pickled.file_size > MAX_PICKLE_BYTES:
                     raise ValueError(f"its pickle has {pickled.file_size} bytes")
                 saved = read_pickle(archive.read(pickled), _SAVED_TENSOR)
+            # zip's local header: 30 bytes, with the lengths of name and extra field in the last 4
             stream.seek(chunk.archive_offset + data.header_offset + 26)
             lengths = stream.read(4)
         dtype, first, shape = _contiguous(saved)
-    except Exception as error:  # whatever a reader makes of a damaged archive
+    except Exception as error:  # readers raise many types for a damaged archive
         raise ValueError(
-            f"{chunk.file}: unreadable chunk at byte {chunk.archive_offset} ({error})"
+            f"{chunk.file}: unreadable chunk at byte {chunk.archive_offset} ({error}); {_COPY}"
         ) from error
     if shape != chunk.sizes:
-        raise ValueError(f"{chunk.file}: a chunk of shape {chunk.sizes} is stored as {shape}")
+        raise ValueError(
+            f"{chunk.file}: a chunk of shape {chunk.sizes} is stored as {shape}; {_COPY}"
+        )
     name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
     begin = data.header_offset + 30 + name + extra + first * dtype.itemsize
     stored = StoredTensor(chunk.file, chunk.archive_offset + begin, dtype, shape)
     if begin + stored.nbytes > chunk.archive_bytes:
-        raise ValueError(f"{chunk.file}: the chunk at byte {chunk.archive_offset} is cut short")
+        raise ValueError(
+            f"{chunk.file}: the chunk at byte {chunk.archive_offset} is cut short; {_COPY}"
+        )
     return stored
 
 
 def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
-    """Dtype, first element and shape of a tensor that was pickled.
+    """Return dtype, first element and shape of a pickled tensor.
 
     Raises:
-        ValueError: it is not one, or not contiguous.
+        ValueError: the value is not a tensor, or is not contiguous.
     """
-    known = type(saved) is Record and saved.name == "_rebuild_tensor_v2"
-    storage, first, shape, stride = saved.arguments[:4] if known else (None,) * 4
+    none: tuple[Any, ...] = (None,) * 4
+    is_tensor = type(saved) is Record and saved.name == "_rebuild_tensor_v2"
+    storage, first, shape, stride = saved.arguments[:4] if is_tensor else none
     outside = storage.arguments[0] if type(storage) is Record else None
-    kind = outside[1] if type(outside) is tuple and storage.name == OUTSIDE else None
+    is_storage = type(outside) is tuple and storage.name == OUTSIDE
+    kind = outside[1] if is_storage else None
     dtype = STORAGES.get(kind.name) if type(kind) is Name else None
     sizes = type(shape) is type(stride) is tuple and are_sizes([first, *shape, *stride])
     if dtype is None or not sizes or len(shape) != len(stride):
@@ -121,7 +129,7 @@ def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
 class _Slice(io.RawIOBase):
     """A chunk's archive as a seekable file."""
 
-    def __init__(self, stream: io.BufferedReader, chunk: Chunk) -> None:
+    def __init__(self, stream: BinaryIO, chunk: Chunk) -> None:
         self._stream, self._begin, self._size = stream, chunk.archive_offset, chunk.archive_bytes
         self._position = 0
 
@@ -148,7 +156,7 @@ class _Slice(io.RawIOBase):
 
 @lru_cache(maxsize=4096)
 def archive_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What surrounds a tensor's data in its ``torch.save`` archive: bytes before, bytes after."""
+    """Return the bytes before and after a tensor's data in its ``torch.save`` archive."""
     with tempfile.TemporaryFile() as stream:
         tensor = torch.empty(shape, dtype=dtype)
         with torch.serialization.skip_data():
@@ -201,26 +209,26 @@ def write_metadata(
 
 
 def empty_object() -> bytes:
-    """The archive of a layer's empty extra state."""
+    """Build the archive of a layer's empty extra state."""
     buffer = io.BytesIO()
     torch.save([None], buffer)
     return buffer.getvalue()
 
 
 def file_bytes(total: int) -> int:
-    """Size of a checkpoint's files, whoever writes it: sixteen, or as many of 5 GB as it takes.
+    """Return the size of a checkpoint's files: sixteen files, or more files of 5 GB.
 
-    The system lets one process at a time write to a file, so shares want files of their own.
+    Only one process at a time can write to a file, so parallel writers need several files.
     """
     return min(MAX_FILE_BYTES, max(MIN_FILE_BYTES, total // FILES))
 
 
 class ChunkFiles:
-    """Hands out places in ``.distcp`` files; the first begins with an empty object.
+    """Assigns places in ``.distcp`` files; the first file begins with an empty object.
 
     Args:
         folder: the checkpoint folder.
-        max_file_bytes: a file is closed before it exceeds this.
+        max_file_bytes: most bytes of a file, unless a single chunk is larger.
     """
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
@@ -229,7 +237,7 @@ class ChunkFiles:
         self._sizes = [len(self._nothing)]
 
     def take(self, nbytes: int) -> tuple[Path, int]:
-        """A place for ``nbytes``: file and offset."""
+        """Reserve ``nbytes``; return file and offset."""
         if self._sizes[-1] and self._sizes[-1] + nbytes > self._max:
             self._sizes.append(0)
         begin = self._sizes[-1]
@@ -240,11 +248,11 @@ class ChunkFiles:
         return self._folder / f"__{number}_0.distcp"
 
     def empty_object_place(self) -> tuple[Path, int, int]:
-        """Where the empty object lies."""
+        """Return file, offset and length of the empty object."""
         return self._file(0), 0, len(self._nothing)
 
     def files(self) -> dict[Path, tuple[bytes, int]]:
-        """Every file with the bytes at its start and its size."""
+        """Return every file with the bytes at its start and its size."""
         return {
             self._file(i): (self._nothing if i == 0 else b"", size)
             for i, size in enumerate(self._sizes)

@@ -1,7 +1,7 @@
-"""Under which keys and in which boxes Megatron's checkpoints hold the table's entries.
+"""Keys and leading indices of the table's entries in Megatron's checkpoints.
 
-Models of equal layers keep one key per parameter with the layer as leading dimension; models with
-experts keep one key per layer, and the experts of a layer as leading dimension.
+Models whose layers are all alike have one key per parameter, with the layer as leading dimension.
+Models with experts have one key per layer, with the layer's experts as leading dimension.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ CHECKPOINT_EXPERTS = "mlp.experts.experts."
 
 @dataclass(frozen=True)
 class Place:
-    """Keys an entry is known by, and its leading indices: (index, size) per leading dimension.
+    """Possible keys of an entry, and its leading indices: (index, size) per leading dimension.
 
-    ``single_key`` is where some checkpoints keep an expert by itself, with one leading index less.
+    ``single_key`` is the key of checkpoints that store each expert separately; it has one leading
+    index less.
     """
 
     keys: tuple[str, ...]
@@ -34,13 +35,13 @@ def is_homogeneous(table: Table) -> bool:
 
 
 def place(entry: Entry, table: Table, homogeneous: bool, prefix: str = "") -> Place:
-    """Where an entry is kept.
+    """Return the keys and leading indices of an entry.
 
     Args:
         entry: the parameter.
         table: the model's table.
-        homogeneous: layers share keys.
-        prefix: put before every key.
+        homogeneous: whether layers share keys.
+        prefix: prefix of every key.
     """
     row, leading = entry.row, []
     start = prefix
@@ -58,14 +59,14 @@ def place(entry: Entry, table: Table, homogeneous: bool, prefix: str = "") -> Pl
 
 
 def names(row: Row) -> tuple[str, ...]:
-    """A row's names in checkpoints, relative to its layer."""
+    """Return a row's names in checkpoints, relative to its layer."""
     if row.where == "expert":
         return (row.name.replace(EXPERTS, CHECKPOINT_EXPERTS),)
     return (row.name, *row.aliases)
 
 
 def extra_states(table: Table, homogeneous: bool) -> Iterator[str]:
-    """Keys of the empty extra state that Megatron's linear and attention modules ask for."""
+    """Yield keys of the empty extra states of Megatron's linear and attention modules."""
     for layer in range(table.shape.num_layers):
         rows = [row for row in table.rows if table.applies(row, layer)]
         modules = {
@@ -76,6 +77,7 @@ def extra_states(table: Table, homogeneous: bool) -> Iterator[str]:
         }
         modules.add(("self_attention.core_attention", False))
         for module, expert in sorted(modules):
+            # Megatron shards the state like the weights: by layer (if keys are shared) and expert
             for number in range(table.shape.num_experts if expert else 1):
                 leading = [(layer, table.shape.num_layers)] if homogeneous else []
                 leading += [(number, table.shape.num_experts)] if expert else []

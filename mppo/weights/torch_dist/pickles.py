@@ -1,16 +1,16 @@
-"""Pickles of checkpoints, read without running what they name.
+"""Reading of pickles without running the functions that they name.
 
-A ``torch_dist`` checkpoint keeps its table of contents, ``.metadata``, as a pickle, and a pickle is
-a program: it names functions, calls them, and sets attributes of what they return. The reader here
-makes nothing of what a pickle names but a record of the name, the arguments and the state, so no
-foreign class is ever built, called or changed. What the records say is for the caller to check.
+A ``torch_dist`` checkpoint stores its ``.metadata`` as a pickle, and a pickle is a program: it
+names functions, calls them, and sets attributes of the results. This reader turns each call into a
+record of the name, the arguments and the state, so it never creates, calls or changes a foreign
+class. The caller must check the records.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -33,11 +33,10 @@ TYPES: dict[str, tuple[str, ...]] = {
     # Megatron-Core's own subclasses, gone since 0.16
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
 }  # fmt: skip
-"""What a table of contents may name."""
-
+"""The names that ``.metadata`` may contain, by module."""
 
 OUTSIDE = "an object outside the pickle"
-"""Name of the record of one: in ``torch.save``'s archives, the data of a tensor."""
+"""Name of the record of such an object: in ``torch.save``'s archives, a tensor's data."""
 
 
 class Name:
@@ -54,11 +53,11 @@ class Name:
 
 
 class Record:
-    """What a pickle would have built.
+    """A call that a pickle contains.
 
     Args:
         name: the class or function, without its module.
-        arguments: what it would have been called with.
+        arguments: arguments of the call.
     """
 
     __slots__ = ("arguments", "name", "state")
@@ -66,19 +65,19 @@ class Record:
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
         self.name, self.arguments = name, arguments
         self.state: Any = None
-        """What would have been set on the result."""
+        """The state that the pickle sets on the result."""
 
 
 def read_pickle(data: bytes, types: Mapping[str, Collection[str]] = TYPES) -> Any:
-    """The value of a pickle: plain values, ``torch.dtype``, and records of everything else.
+    """Read a pickle: plain values, ``torch.dtype``, and records of everything else.
 
     Args:
         data: the pickle, of protocol 2 or later.
-        types: what it may name, by module.
+        types: the names that it may contain, by module.
 
     Raises:
-        pickle.UnpicklingError: it names something else, uses an operation that neither a table of
-            contents nor a tensor needs, or is cut short.
+        pickle.UnpicklingError: the pickle contains another name, uses an operation that neither
+            ``.metadata`` nor a tensor needs, or is cut short.
     """
     try:
         return _Reader(data, types).load()
@@ -86,15 +85,18 @@ def read_pickle(data: bytes, types: Mapping[str, Collection[str]] = TYPES) -> An
         raise
     except EOFError as error:
         raise pickle.UnpicklingError("it is cut short") from error
-    except Exception as error:  # whatever an operation makes of operands it is not meant for
+    except Exception as error:  # operations raise many types for wrong operands
         raise pickle.UnpicklingError(f"it is damaged ({type(error).__name__}: {error})") from error
 
 
-class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
-    """Python's own reader in Python (the one in C cannot be told what to do) with the operations
-    that call or change something replaced, and all that no table uses taken out."""
+class _Reader(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue] (private, not in the stub)
+    """Python's unpickler in Python (the one in C cannot be changed). The operations that call or
+    change an object are replaced, and those that ``.metadata`` does not use are removed."""
 
     dispatch: dict[int, Any] = {}  # noqa: RUF012 (the base class's own attribute)
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, data: bytes, types: Mapping[str, Collection[str]]) -> None:
         super().__init__(io.BytesIO(data))
@@ -138,7 +140,7 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
     def _update(self, items: list[Any]) -> None:
         target = self.stack[-1]
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # hashing what is nested deeply ends the process
+            # hashing a deeply nested key overflows the stack and ends the process
             if type(target) is not dict or type(key) not in (str, int, Record):
                 raise pickle.UnpicklingError(f"its {type(target).__name__} has no plain keys")
             target[key] = value

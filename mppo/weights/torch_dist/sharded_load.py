@@ -1,8 +1,8 @@
-"""Megatron sharded state filled from a ``torch_dist`` checkpoint, nothing of it unpickled.
+"""Loading of Megatron sharded state from a ``torch_dist`` checkpoint, without Python's pickle.
 
-``megatron.core.dist_checkpointing.load`` reads the table of contents, objects that are no tensors
-and ``common.pt`` with Python's pickle. It takes the readers as arguments, though: here are two that
-hand it what ``read_checkpoint`` has checked, and the bytes of tensors.
+``megatron.core.dist_checkpointing.load`` unpickles ``.metadata``, ``common.pt`` and all objects
+other than tensors, but it accepts other readers as arguments. The two readers here return what
+``read_checkpoint`` has checked, and the bytes of tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch import Tensor
 
 from mppo.safety.input_files import open_file, read_json
-from mppo.weights.hf.safetensors_file import StoredTensor
+from mppo.weights.hf.safetensors_file import StoredTensor, byte_view
 from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
 from mppo.weights.torch_dist.format import BACKEND, locate
 
@@ -41,8 +41,8 @@ def load_sharded(
     Args:
         folder: the checkpoint.
         checkpoint: its tensors, from ``read_checkpoint``.
-        state: Megatron sharded state. Objects in it are left out: they are pickles, and no module
-            here reads any.
+        state: Megatron sharded state. Its objects are left out: they are pickles, and no module
+            here reads them.
 
     Returns:
         The state with tensors in the place of their shards, and the keys the checkpoint lacks.
@@ -52,20 +52,22 @@ def load_sharded(
             chunks of a tensor have another shape or leave a hole.
     """
     _check_backend(folder)
-    wanted, _ = extract_sharded_tensors_and_factories(state)
-    # what Megatron calls "unexpected" is asked for and not in the checkpoint
-    loaded, _, absent = dist_checkpointing.load(
-        wanted,
+    tensors, _ = extract_sharded_tensors_and_factories(state)
+    # the third result, "unexpected" for Megatron: keys of the state that the checkpoint lacks
+    result = dist_checkpointing.load(
+        tensors,
         str(folder),
         sharded_strategy=_Tensors(folder, checkpoint),
         common_strategy=_NoCommonState(),
         strict=StrictHandling.RETURN_ALL,
     )
+    # RETURN_ALL makes it a triple; the annotation covers the other settings too
+    loaded, _, absent = cast("tuple[dict[str, Any], set[str], set[str]]", result)
     return loaded, absent
 
 
 def _check_backend(folder: Path) -> None:
-    """Megatron looks into ``metadata.json``, without checking what it finds."""
+    """Check ``metadata.json``, which Megatron reads without checks."""
     file = folder / "metadata.json"
     content = read_json(file)
     if content.get("sharded_backend") != "torch_dist" or not content.keys() <= BACKEND.keys():
@@ -73,7 +75,7 @@ def _check_backend(folder: Path) -> None:
 
 
 class _NoCommonState(LoadCommonStrategy):
-    """``common.pt`` holds nothing that is needed here."""
+    """Reader of ``common.pt`` that returns nothing, because nothing in it is needed."""
 
     def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
         return {}
@@ -87,7 +89,7 @@ class _NoCommonState(LoadCommonStrategy):
 
 
 class _Tensors(LoadShardedStrategy):
-    """Copies the parts of chunks that a shard overlaps."""
+    """Reader of tensors: copies the overlap of each chunk with a shard."""
 
     def __init__(self, folder: Path, checkpoint: Mapping[str, GlobalTensor]) -> None:
         self._folder = folder
@@ -117,17 +119,17 @@ class _Tensors(LoadShardedStrategy):
     def check_version_compatibility(self, loaded_version: Any) -> None: ...
 
     def _fill(self, shard: ShardedTensor) -> Tensor:
-        """The shard's own tensor, filled; what padding adds to a checkpoint's is zero."""
+        """Fill and return the shard's tensor; padding that the checkpoint lacks is zero."""
         boxes = self._stored[shard.key]
         if boxes.tensor.shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch:
             raise ValueError(
-                f"{self._folder}: {shard.key} has shape {list(boxes.tensor.shape)}, the model "
-                f"{list(shard.global_shape)}"
+                f"{self._folder}: {shard.key} has shape {list(boxes.tensor.shape)}, but the model "
+                f"has {list(shard.global_shape)}; use a checkpoint of this model"
             )
         if shard.data is None:
             shard.init_data("cpu")
-        whole = shard.data.detach()
-        target = whole.view((1,) * shard.prepend_axis_num + tuple(shard.local_shape))
+        data = cast("Tensor", shard.data).detach()  # init_data has set it
+        target = data.view((1,) * shard.prepend_axis_num + tuple(shard.local_shape))
         if shard.allow_shape_mismatch:
             target.zero_()
         filled = 0
@@ -140,11 +142,11 @@ class _Tensors(LoadShardedStrategy):
                 f"{self._folder}: the chunks of {shard.key} fill {filled} of {target.numel()} "
                 "numbers; copy the checkpoint again"
             )
-        return whole
+        return data
 
 
 class _Boxes:
-    """The chunks of a tensor, to be found by place."""
+    """The chunks of a tensor, with a search by position."""
 
     def __init__(self, tensor: GlobalTensor) -> None:
         self.tensor = tensor
@@ -156,7 +158,7 @@ class _Boxes:
         return begin, begin + sizes
 
     def overlapping(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Chunk]:
-        """Chunks that share an element with a box."""
+        """Return the chunks that overlap a box."""
         if not self.tensor.chunks or not math.prod(sizes):
             return []
         begin, end = self._bounds
@@ -166,10 +168,10 @@ class _Boxes:
 
 
 def _copy(chunk: Chunk, stored: StoredTensor, offsets: tuple[int, ...], target: Tensor) -> int:
-    """Copy what a chunk and a box share; returns the number of elements."""
+    """Copy the overlap of a chunk and a box; return its number of elements."""
     shared = [
-        (max(there, here), min(there + size, here + wanted))
-        for there, size, here, wanted in zip(chunk.offsets, chunk.sizes, offsets, target.shape)
+        (max(there, here), min(there + size, here + length))
+        for there, size, here, length in zip(chunk.offsets, chunk.sizes, offsets, target.shape)
     ]
     for dim, (begin, end) in enumerate(shared):
         target = target.narrow(dim, begin - offsets[dim], end - begin)
@@ -185,10 +187,10 @@ def _copy(chunk: Chunk, stored: StoredTensor, offsets: tuple[int, ...], target: 
 
 
 def _read(stored: StoredTensor, first: int, count: int) -> Tensor:
-    """``count`` rows of a stored tensor."""
+    """Read ``count`` rows of a stored tensor from row ``first``."""
     shape = (count, *stored.shape[1:]) if stored.shape else ()
     rows = torch.empty(shape, dtype=stored.dtype)
-    view = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+    view = byte_view(rows)
     offset, done = stored.offset + first * (rows.nbytes // max(count, 1)), 0
     with open_file(stored.file) as stream:
         while done < len(view):

@@ -1,4 +1,4 @@
-"""Whole tensors of a model under Hugging Face names, from either form it may be stored in."""
+"""Full tensors of a model under Hugging Face names, from a folder or a Megatron checkpoint."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
 from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.conversion import CheckpointReader
+from mppo.weights.torch_dist.reader import CheckpointReader
 
 
-def whole_tensors(path: str | Path, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model, one by one, on the CPU.
+def full_tensors(path: str | Path, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a model, one by one, on the CPU.
 
     Args:
         path: a Hugging Face folder, or a Megatron checkpoint.
@@ -40,14 +40,14 @@ def whole_tensors(path: str | Path, hf_config: Any) -> Iterator[tuple[str, Tenso
     reader, copier = CheckpointReader(checkpoint, parameter_table(model_shape(hf_config))), Copier()
     for entry in reader.entries():
         for number, (name, shape) in enumerate(zip(entry.hf, entry.row.shapes, strict=True)):
-            whole = torch.empty(shape, dtype=reader.dtype(entry))
-            bytes_ = whole.view(-1).view(torch.uint8).numpy()
-            target = StoredTensor(Path(), 0, whole.dtype, shape)
+            tensor = torch.empty(shape, dtype=reader.dtype(entry))
+            bytes_ = tensor.view(-1).view(torch.uint8).numpy()
+            target = StoredTensor(Path(), 0, tensor.dtype, shape)
             done = 0
             for _, window in copier.windows(
                 CopyTask(name, target, reader.stretches(entry, number))
             ):
                 bytes_[done : done + len(window)] = window
                 done += len(window)
-            yield name, whole
+            yield name, tensor
     copier.close()

@@ -1,0 +1,152 @@
+"""The parameters of a model in a ``torch_dist`` checkpoint, as stretches of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from mppo.weights.hf.safetensors_file import StoredTensor
+from mppo.weights.hf.transfer import Stretch, matrix
+from mppo.weights.table import Entry, Table
+from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
+from mppo.weights.torch_dist.format import locate
+from mppo.weights.torch_dist.keys import place
+
+
+def model_prefix(checkpoint: Mapping[str, GlobalTensor]) -> str:
+    """Return the prefix of the model's parameter names in a checkpoint's keys.
+
+    Keys without a prefix are the model's. The same names with a prefix then belong to something
+    else, such as an optimizer's state or a moving average.
+
+    Raises:
+        ValueError: the checkpoint holds no model, or several.
+    """
+    end = "embedding.word_embeddings.weight"
+    if end in checkpoint:
+        return ""
+    prefixes = [
+        key.removesuffix(end) for key in checkpoint if key.endswith(end) and "optimizer" not in key
+    ]
+    if len(prefixes) != 1:
+        raise ValueError(
+            f"the checkpoint holds {len(prefixes)} models ({', '.join(prefixes) or 'none'}); name "
+            "a checkpoint of one model"
+        )
+    return prefixes[0]
+
+
+class CheckpointReader:
+    """Finds the entries of a parameter table in a ``torch_dist`` checkpoint.
+
+    Args:
+        checkpoint: its tensor keys.
+        table: the model's table.
+
+    Raises:
+        ValueError: the checkpoint holds no model, or several.
+    """
+
+    def __init__(self, checkpoint: Mapping[str, GlobalTensor], table: Table) -> None:
+        self.checkpoint, self.table = checkpoint, table
+        self.prefix = model_prefix(checkpoint)
+        start = f"{self.prefix}decoder.layers.self_attention."
+        self.homogeneous = any(key.startswith(start) for key in checkpoint)
+        self._boxes: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
+        self._located: dict[Chunk, StoredTensor] = {}
+
+    def entries(self) -> Iterable[Entry]:
+        """Yield the entries to read; a value model has no vocabulary projection."""
+        value = self.table.value_entry()
+        has_value = self._find(value) is not None
+        for entry in self.table.entries():
+            if not (has_value and entry.row.where == "output" and self._find(entry) is None):
+                yield entry
+        if has_value:
+            yield value
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """Return the stored dtype of an entry."""
+        return self._tensor(entry)[1].dtype
+
+    def stretches(self, entry: Entry, source: int) -> tuple[Stretch, ...]:
+        """Return the stretches that fill Hugging Face tensor number ``source`` of an entry."""
+        key, tensor, leading = self._tensor(entry)
+        shape = entry.shard_shape(1)
+        stored = tensor.shape[len(leading) :]
+        longer = entry.row.kind == "vocab" and stored[0] >= shape[0] and stored[1:] == shape[1:]
+        if stored != shape and not longer:
+            raise ValueError(
+                f"the checkpoint's {key} has shape {list(stored)}, config.json says {list(shape)}; "
+                "they do not belong together"
+            )
+        out = []
+        boxes = self._group(key, len(leading)).get(tuple(leading), [])
+        located = [(chunk, self._locate(chunk)) for chunk in boxes]
+        # a row range may span several chunks: take its intersection with each
+        for hf_row, row, length in row_ranges(entry, source, self.table.shape.kv_heads):
+            for chunk, data in located:
+                offsets, sizes = chunk.offsets[len(leading) :], chunk.sizes[len(leading) :]
+                begin, end = max(row, offsets[0]), min(row + length, offsets[0] + sizes[0])
+                if begin >= end:
+                    continue
+                column = offsets[1] if len(offsets) > 1 else 0
+                flat = StoredTensor(data.file, data.offset, data.dtype, sizes)
+                out.append(
+                    Stretch(flat, begin - offsets[0], hf_row + begin - row, end - begin, column)
+                )
+        return tuple(out)
+
+    def _locate(self, chunk: Chunk) -> StoredTensor:
+        """Locate a chunk's data; the result is cached for all tensors made from the chunk."""
+        if chunk not in self._located:
+            self._located[chunk] = locate(chunk)
+        return self._located[chunk]
+
+    def _group(self, key: str, depth: int) -> dict[tuple[int, ...], list[Chunk]]:
+        """Group a key's chunks by their leading indices."""
+        if key not in self._boxes:
+            groups: dict[tuple[int, ...], list[Chunk]] = {}
+            for chunk in self.checkpoint[key].chunks:
+                if any(size != 1 for size in chunk.sizes[:depth]):
+                    raise ValueError(f"{key}: a chunk holds several layers or experts at once")
+                groups.setdefault(chunk.offsets[:depth], []).append(chunk)
+            self._boxes[key] = groups
+        return self._boxes[key]
+
+    def _find(self, entry: Entry) -> tuple[str, GlobalTensor, list[int]] | None:
+        where = place(entry, self.table, self.homogeneous, self.prefix)
+        leading = [index for index, _ in where.leading]
+        for key in where.keys:
+            if key in self.checkpoint:
+                return key, self.checkpoint[key], leading
+        if where.single_key is not None and where.single_key in self.checkpoint:
+            return where.single_key, self.checkpoint[where.single_key], leading[:-1]
+        return None
+
+    def _tensor(self, entry: Entry) -> tuple[str, GlobalTensor, list[int]]:
+        found = self._find(entry)
+        if found is None:
+            where = place(entry, self.table, self.homogeneous, self.prefix)
+            raise ValueError(
+                f"the checkpoint has no {where.keys[0]} (for {entry.hf[0]}); it is incomplete, or "
+                "of another model"
+            )
+        return found
+
+
+def row_ranges(entry: Entry, source: int, groups: int) -> list[tuple[int, int, int]]:
+    """Map the rows of one Hugging Face tensor to rows of the full Megatron tensor.
+
+    Returns:
+        (first Hugging Face row, first Megatron row, number of rows) of each contiguous range.
+    """
+    if entry.row.kind == "copy":
+        return [(0, 0, matrix(entry.row.shapes[source])[0])]
+    ranges, position = [], 0
+    for block in entry.blocks(0, 1, groups):
+        if block.source == source:
+            ranges.append((block.start, position, block.length))
+        position += block.length
+    return ranges
