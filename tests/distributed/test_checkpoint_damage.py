@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deed import bring_a_deed
 from layout_case import Case, build_role, run_cases
+from malicious_pickle import add_malicious_pickle
 from test_checkpoint_layouts import checkpointer, resume, train
 
 SMALL_DISK_MB = 1
@@ -91,7 +91,7 @@ def stranger(folder: Path) -> dict[str, str]:
     copy = folder.parents[2] / "elsewhere" / folder.name
     shutil.copytree(folder, copy)
     table = copy / "actor/.metadata"
-    bring_a_deed(table, folder.with_name("global_step_9"))
+    add_malicious_pickle(table, folder.with_name("global_step_9"))
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["files"]["actor/.metadata"] = asdict(file_checksum(table))
     (copy / "manifest.json").write_text(json.dumps(manifest))
@@ -346,13 +346,13 @@ def draws(role) -> tuple[float, ...]:
 
 def background(case: Case, folder: Path, registry) -> dict[str, object]:
     """An asynchronous save while training goes on holds the weights of its moment; pruning."""
-    from late_copies import late
+    from delayed_save import delay_copies
 
     role, said = build_role(case, folder, registry), []
     root = folder / "background"
     trainer = {"async_save": True, "max_ckpt_to_keep": 2, "best_metric": "reward"}
     saver = checkpointer(role, root, said, **trainer)
-    changed, before, meanwhile = late(saver), {}, []
+    changed, before, meanwhile = delay_copies(saver), {}, []
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(dist.get_rank())
     for step in range(1, 6):

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from deed import bring_a_deed
 from hf_families import CONFIGS, assert_same_tensors, save, tensors
 from launched_run import mpirun, torchrun
+from malicious_pickle import add_malicious_pickle
 from safetensors.torch import load_file, save_file
 
 import checkpoints_convert.job as job
@@ -357,7 +357,7 @@ def test_a_hole_in_a_checkpoint_is_told(models, tmp_path, capsys):
 def test_a_checkpoint_that_would_run_code_is_refused(models, tmp_path, capsys):
     assert to_megatron(models("llama"), tmp_path / "megatron") == 0
     file = tmp_path / "megatron" / "release" / ".metadata"
-    bring_a_deed(file, tmp_path / "done")
+    add_malicious_pickle(file, tmp_path / "done")
     capsys.readouterr()
     megatron = str(tmp_path / "megatron")
     for code in (

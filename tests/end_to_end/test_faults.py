@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from deed import bring_a_deed
 from launched_run import (
     STEPS,
     LaunchedRun,
@@ -24,6 +23,7 @@ from launched_run import (
     steps_logged,
     torchrun,
 )
+from malicious_pickle import add_malicious_pickle
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -216,7 +216,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_pat
     (case,) = (tmp_path / "nonfinite").iterdir()
     again = LaunchedRun(tmp_path / "again", program="mppo.replay", argv=[str(case)])
     assert again.codes() == [0, 0], again.texts()
-    bring_a_deed(case / "models/actor/.metadata", tmp_path / "done")
+    add_malicious_pickle(case / "models/actor/.metadata", tmp_path / "done")
     assert replay([str(case)]) == 2
     told = capsys.readouterr().err
     assert "actor/.metadata: more than a table of contents" in told

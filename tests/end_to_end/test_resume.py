@@ -69,7 +69,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def _run(info, overrides: list[str], run_dir: Path) -> None:
-    from late_copies import late_in_loop
+    from delayed_save import delay_copies_in_loop
 
     from mppo.config.load import load_recipe
     from mppo.supervision.signals import listening
@@ -79,7 +79,9 @@ def _run(info, overrides: list[str], run_dir: Path) -> None:
     overrides = [*COMMON, *overrides, f"trainer.default_local_dir={run_dir}"]
     with listening() as stop:
         run = build_run(load_recipe(None, overrides), info, stop)
-        late_in_loop(run)  # a loop that does not wait for a save's copies saves the next step's
+        delay_copies_in_loop(
+            run
+        )  # a loop that does not wait for a save's copies saves the next step's
         train(run)
     run.roles.actor.weights.save(run_dir / "actor")
     if run.roles.actor.weights.average is not None:

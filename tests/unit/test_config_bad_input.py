@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from deed import Deed
+from malicious_pickle import MaliciousPickle
 
 from mppo.config.checks import load_checked
 from mppo.train import main
@@ -128,9 +128,9 @@ SETTINGS = [
     ("a model without weights", "model.path={bare}", "model.path", "holds no *.safetensors"),
     ("no such embedded model", "model.path=builtin:tny", "model.path", "no such embedded model"),
     ("an unknown family", "model.path={alien}", "model.path", "no such family"),
-    ("a checkpoint that would run code", "model.path={deed}", "model.path",
+    ("a checkpoint that would run code", "model.path={malicious}", "model.path",
      "plain values: it names posix.mkdir"),
-    ("a critic that would run code", "critic.path={deed}", "critic.path", "it names posix.mkdir"),
+    ("a critic that would run code", "critic.path={malicious}", "critic.path", "it names posix.mkdir"),
     ("no such critic", "critic.path=nowhere/critic", "critic.path", "no such folder"),
     ("no such embedded critic", "critic.path=builtin:tny", "critic.path",
      "no such embedded model"),
@@ -376,10 +376,10 @@ def places(tmp_path_factory):
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps({**sizes, **changes}))
     (root / "alien" / "model.safetensors").touch()
-    (root / "deed" / "hf").mkdir(parents=True)
-    (root / "deed" / ".metadata").write_bytes(pickle.dumps(Deed(Path("done"))))
-    shutil.copy(root / "bare" / "config.json", root / "deed" / "hf")
-    places = {name: root / name for name in ("folder", "deed", *models)}
+    (root / "malicious" / "hf").mkdir(parents=True)
+    (root / "malicious" / ".metadata").write_bytes(pickle.dumps(MaliciousPickle(Path("done"))))
+    shutil.copy(root / "bare" / "config.json", root / "malicious" / "hf")
+    places = {name: root / name for name in ("folder", "malicious", *models)}
     return places | {
         "file": root / "rows.jsonl", "empty": root / "empty.jsonl", "text": root / "rows.txt"
     }  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deed import Deed
+from malicious_pickle import MaliciousPickle
 from megatron.core.dist_checkpointing.strategies import torch as strategy
 from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -69,7 +69,7 @@ def test_tensors_are_found_and_objects_left_out(tmp_path):
 
 
 def test_a_table_that_would_run_something_is_named_and_not_run(tmp_path):
-    write(tmp_path, Deed(tmp_path / "mark"))
+    write(tmp_path, MaliciousPickle(tmp_path / "mark"))
     told = (
         r"\.metadata: more than a table of contents and plain values: it names posix\.mkdir; take"
     )

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from fake_stage import fake_stage
 from hf_families import assert_same_tensors, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
-from twin_modules import twin
 
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import padded_vocab_size
@@ -148,7 +148,7 @@ def stage_of(table, layout: Layout, place, stage: range, ends: tuple[bool, bool]
             entry, size = Entry(row), group(Entry(row), layout, place)[1]
             shapes[row.name] = entry.shard_shape(size, padded_vocab_size(shape.vocab, size))
             entries[row.name] = entry
-    return twin(layers, shapes, stage.start + 1), entries
+    return fake_stage(layers, shapes, stage.start + 1), entries
 
 
 def group(entry, layout: Layout, place) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The objectives of a mini-batch, evaluated on all of its sequences at once."""
+"""The objectives of a mini-batch, evaluated on all of its sequences in one micro-batch."""
 
 from __future__ import annotations
 

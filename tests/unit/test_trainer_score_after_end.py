@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from whole_objectives import value_objective
+from mini_batch_objectives import value_objective
 
 from mppo.batch import ModelOutputs, Prompt, Trajectory, pack_trajectories
 from mppo.config.algorithm import AlgorithmConfig

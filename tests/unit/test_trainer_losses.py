@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from whole_objectives import policy_objective, value_objective
+from mini_batch_objectives import policy_objective, value_objective
 
 from mppo.algos.packing import select_sequences
 from mppo.batch import Batch, Experience, ModelOutputs

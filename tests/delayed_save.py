@@ -1,8 +1,8 @@
-"""Background saves that copy the models as late as training lets them.
+"""Background saves whose copies of the models start as late as training allows.
 
-A copy begins only when somebody waits for the save, or when the models have changed. Where training
-waits before it changes them, the save is right all the same; where it does not, the save is wrong
-every time, not once in a while.
+A copy starts only when training waits for the save, or after the models have changed. If training
+waits before it changes the models, the save is correct; if it does not, the save is wrong every
+time instead of rarely.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mppo.trainer.run import Run
 from mppo.trainer.update_phase import UpdatePhase
 
 
-class _LateBuffers(HostBuffers):
+class _DelayedBuffers(HostBuffers):
     def __init__(self, begin: threading.Event) -> None:
         super().__init__()
         self._begin = begin
@@ -29,8 +29,8 @@ class _LateBuffers(HostBuffers):
         return super().copy(key, tensor)
 
 
-class _AwaitedThread(SaveThread):
-    """Lets the copies begin where it is waited for."""
+class _DelayedSaveThread(SaveThread):
+    """Starts the copies when somebody waits for them."""
 
     def __init__(self, begin: threading.Event) -> None:
         super().__init__()
@@ -49,16 +49,20 @@ class _AwaitedThread(SaveThread):
         return super().wait()
 
 
-def late(saver: Checkpointer) -> threading.Event:
-    """Have a checkpointer copy late; the event is to be set once the models have changed."""
+def delay_copies(saver: Checkpointer) -> threading.Event:
+    """Delay a checkpointer's copies.
+
+    Returns:
+        The event to set once the models have changed; it starts the copies.
+    """
     begin = threading.Event()
-    saver._buffers, saver._thread = _LateBuffers(begin), _AwaitedThread(begin)
+    saver._buffers, saver._thread = _DelayedBuffers(begin), _DelayedSaveThread(begin)
     return begin
 
 
-def late_in_loop(run: Run) -> None:
-    """The same for the run of this process: its updates change the models."""
-    changed, metrics = late(run.checkpoints), UpdatePhase.metrics
+def delay_copies_in_loop(run: Run) -> None:
+    """Delay the copies of the run of this process until an update has changed the models."""
+    changed, metrics = delay_copies(run.checkpoints), UpdatePhase.metrics
 
     def metrics_once_changed(phase: UpdatePhase) -> dict[str, float]:
         found = metrics(phase)

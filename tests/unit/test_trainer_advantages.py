@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from whole_objectives import policy_objective, value_objective
+from mini_batch_objectives import policy_objective, value_objective
 
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch import Batch, ModelOutputs
