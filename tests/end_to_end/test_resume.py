@@ -79,9 +79,7 @@ def _run(info, overrides: list[str], run_dir: Path) -> None:
     overrides = [*COMMON, *overrides, f"trainer.default_local_dir={run_dir}"]
     with listening() as stop:
         run = build_run(load_recipe(None, overrides), info, stop)
-        delay_copies_in_loop(
-            run
-        )  # a loop that does not wait for a save's copies saves the next step's
+        delay_copies_in_loop(run)  # without the wait for copies, a save is of the next step
         train(run)
     run.roles.actor.weights.save(run_dir / "actor")
     if run.roles.actor.weights.average is not None:

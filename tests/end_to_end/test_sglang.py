@@ -19,8 +19,11 @@ from sglang_case import (
     Case,
     needs_sglang,
     own,
+    processes_of,
     prompts,
     response_logprobs,
+    server_process,
+    synced_case,
 )
 from torch import Tensor
 
@@ -41,21 +44,7 @@ pytestmark = [pytest.mark.server, needs_sglang]
 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory) -> Iterator[Case]:
-    case = Case(tmp_path_factory.mktemp("qwen2"), "qwen2", own(verify_sync="checksum"))
-    case.change_weights()
-    case.sync()
-    yield case
-    case.engine.stop()
-
-
-def _family_of(case: Case) -> list[psutil.Process]:
-    """Guard, server, and the server's processes."""
-    guard = psutil.Process(case.engine._fleet._processes[0]._process.pid)
-    return [guard, *guard.children(), *guard.children()[0].children(recursive=True)]
-
-
-def _server_process(case: Case) -> psutil.Process:
-    return _family_of(case)[1]
+    yield from synced_case(tmp_path_factory.mktemp("qwen2"))
 
 
 def test_it_listens_where_it_was_told_and_answers_only_who_has_the_key(qwen2) -> None:
@@ -64,7 +53,7 @@ def test_it_listens_where_it_was_told_and_answers_only_who_has_the_key(qwen2) ->
     assert "Failed to apply hooks" not in (qwen2.run_dir / "rollout" / "server_0.log").read_text()
     listening = {
         (connection.laddr.ip, connection.laddr.port)
-        for process in _family_of(qwen2)
+        for process in processes_of(qwen2)
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
@@ -280,7 +269,7 @@ def test_sleeping_gives_back_and_waking_takes_what_is_next_needed(qwen2, monkeyp
 def test_a_refused_stream_stops_with_a_reason_and_leaves_the_server(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
-    server = _server_process(qwen2)
+    server = server_process(qwen2)
     misshapen = [[("model.norm.weight", torch.ones(3))]]
     with pytest.raises(RuntimeError, match="update_weights_from_tensor"):
         qwen2.engine.update_weights(misshapen, qwen2.version)
@@ -368,7 +357,7 @@ def test_other_weights_than_the_oracles_stop_the_job(qwen2, monkeypatch) -> None
 def test_stop_leaves_no_process(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
-    family = _family_of(qwen2)
+    family = processes_of(qwen2)
     assert {os.getpgid(p.pid) for p in family} == {family[0].pid}, "what the guard kills at once"
     assert len(family) >= 4
     qwen2.engine.stop()

@@ -13,9 +13,10 @@ from sglang_case import (
     TOLERANCE,
     Case,
     needs_sglang,
-    own,
     prompts,
     response_logprobs,
+    server_process,
+    synced_case,
 )
 from torch import Tensor
 
@@ -29,21 +30,7 @@ pytestmark = [pytest.mark.server, needs_sglang]
 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory) -> Iterator[Case]:
-    case = Case(tmp_path_factory.mktemp("qwen2"), "qwen2", own(verify_sync="checksum"))
-    case.change_weights()
-    case.sync()
-    yield case
-    case.engine.stop()
-
-
-def _family_of(case: Case) -> list[psutil.Process]:
-    """Guard, server, and the server's processes."""
-    guard = psutil.Process(case.engine._fleet._processes[0]._process.pid)
-    return [guard, *guard.children(), *guard.children()[0].children(recursive=True)]
-
-
-def _server_process(case: Case) -> psutil.Process:
-    return _family_of(case)[1]
+    yield from synced_case(tmp_path_factory.mktemp("qwen2"))
 
 
 @pytest.mark.parametrize(("end", "why"), [("kill", ""), ("suspend", "no answer within 15 s")])
@@ -52,14 +39,20 @@ def test_a_server_killed_or_hung_in_mid_generation_loses_nothing(
 ) -> None:
     qwen2.change_weights()
     qwen2.sync()
-    victim = _server_process(qwen2)
+    victim = server_process(qwen2)
     if end == "suspend":
         monkeypatch.setattr(qwen2.engine._fleet._apis[0]._client, "_timeout_s", 15.0)
 
-    killer = threading.Timer(0.5, getattr(victim, end))
-    killer.start()
-    trajectories = qwen2.engine.generate(Request(prompts(16), SamplingConfig(), 400, seed=0))
-    killer.join()
+    struck = threading.Event()
+
+    def strike(places, responses) -> None:
+        """End the server once its first response has arrived."""
+        if not struck.is_set():
+            struck.set()
+            getattr(victim, end)()
+
+    sampling = SamplingConfig(stop_token_ids=tuple(range(3, 12)))
+    trajectories = qwen2.engine.generate(Request(prompts(16), sampling, 400, 0, strike))
     assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
     assert re.search(rf"restarting SGLang server 0: .*/generate: {why}", capsys.readouterr().out)
     assert [t.prompt.uid for t in trajectories] == list(range(16))
@@ -69,16 +62,16 @@ def test_a_server_killed_or_hung_in_mid_generation_loses_nothing(
 def test_kill_9_while_generating_ahead_loses_nothing(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
-    old, version, victim = copy.deepcopy(qwen2.model), qwen2.version, _server_process(qwen2)
-    told: dict[int, Trajectory] = {}
+    old, version, victim = copy.deepcopy(qwen2.model), qwen2.version, server_process(qwen2)
+    received: dict[int, Trajectory] = {}
     answered = threading.Event()
 
-    def tell(keys, done) -> None:
-        told.update(zip(keys, done))
+    def receive(places, responses) -> None:
+        received.update(zip(places, responses))
         answered.set()
 
     sampling = SamplingConfig(stop_token_ids=tuple(range(3, 12)))
-    ahead = qwen2.engine.submit(Request(prompts(24), sampling, 400, 0, tell))
+    ahead = qwen2.engine.submit(Request(prompts(24), sampling, 400, 0, receive))
     assert answered.wait(timeout=300)
     victim.kill()
     qwen2.change_weights()
@@ -86,7 +79,7 @@ def test_kill_9_while_generating_ahead_loses_nothing(qwen2) -> None:
     trajectories = ahead.collect()
     assert not victim.is_running()
     assert [t.prompt.uid for t in trajectories] == list(range(24))
-    assert sorted(told) == list(range(24))
+    assert sorted(received) == list(range(24))
     assert {t.weight_version for t in trajectories} == {version, qwen2.version}
     for t in trajectories:
         model = old if t.weight_version == version else qwen2.model
@@ -101,7 +94,7 @@ def test_kill_9_in_mid_update_and_while_asleep(qwen2) -> None:
         for number, bucket in enumerate(qwen2.stream()):
             yield bucket
             if number == 1 and not killed:
-                killed.append(_server_process(qwen2))
+                killed.append(server_process(qwen2))
                 killed[0].kill()
                 killed[0].wait()
 
@@ -110,7 +103,7 @@ def test_kill_9_in_mid_update_and_while_asleep(qwen2) -> None:
     assert killed
     qwen2.check()
     qwen2.engine.sleep()
-    asleep = _server_process(qwen2)
+    asleep = server_process(qwen2)
     asleep.kill()
     asleep.wait()
     qwen2.engine.wake()

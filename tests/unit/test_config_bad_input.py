@@ -5,24 +5,13 @@ Each row spoils one thing of a good recipe. Layout rows are judged for four rank
 
 from __future__ import annotations
 
-import json
-import pickle
 import re
-import shutil
-from pathlib import Path
 
 import pytest
-from malicious_pickle import MaliciousPickle
+from bad_recipe import GOOD, assert_one_fault, refusal, write_files
 
 from mppo.config.checks import load_checked
 from mppo.train import main
-
-GOOD = """
-model: {path: "builtin:tiny", dtype: float32}
-data: {task: arithmetic, max_prompt_length: 32, max_response_length: 16, train_batch_size: 8}
-actor: {ppo_mini_batch_size: 4}
-trainer: {experiment_name: spoilt}
-"""
 
 # what is wrong with the file itself: name, text, key, message
 DOCUMENTS = [
@@ -128,9 +117,9 @@ SETTINGS = [
     ("a model without weights", "model.path={bare}", "model.path", "holds no *.safetensors"),
     ("no such embedded model", "model.path=builtin:tny", "model.path", "no such embedded model"),
     ("an unknown family", "model.path={alien}", "model.path", "no such family"),
-    ("a checkpoint that would run code", "model.path={malicious}", "model.path",
+    ("a checkpoint that would run code", "model.path={unsafe}", "model.path",
      "plain values: it names posix.mkdir"),
-    ("a critic that would run code", "critic.path={malicious}", "critic.path", "it names posix.mkdir"),
+    ("a critic that would run code", "critic.path={unsafe}", "critic.path", "it names posix.mkdir"),
     ("no such critic", "critic.path=nowhere/critic", "critic.path", "no such folder"),
     ("no such embedded critic", "critic.path=builtin:tny", "critic.path",
      "no such embedded model"),
@@ -349,59 +338,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """Files and folders that rows name in braces."""
-    root = tmp_path_factory.mktemp("places")
-    (root / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    (root / "empty.jsonl").touch()
-    (root / "rows.txt").write_text("1+1=2\n")
-    (root / "folder").mkdir()
-    sizes = {
-        "model_type": "qwen2", "hidden_size": 36, "intermediate_size": 36, "vocab_size": 64,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    }  # fmt: skip
-    experts = {
-        "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-    }  # fmt: skip
-    models = {
-        "bare": {},
-        "alien": {"model_type": "gpt2", "n_embd": 32},
-        "nine_heads": {"num_attention_heads": 9, "num_key_value_heads": 9},
-        "three_layers": {"num_hidden_layers": 3},
-        "odd_width": {"intermediate_size": 37},
-        "six_experts": experts,
-        "mixed_layers": {**experts, "mlp_only_layers": [0]},
-    }
-    for name, changes in models.items():
-        (root / name).mkdir()
-        (root / name / "config.json").write_text(json.dumps({**sizes, **changes}))
-    (root / "alien" / "model.safetensors").touch()
-    (root / "malicious" / "hf").mkdir(parents=True)
-    (root / "malicious" / ".metadata").write_bytes(pickle.dumps(MaliciousPickle(Path("done"))))
-    shutil.copy(root / "bare" / "config.json", root / "malicious" / "hf")
-    places = {name: root / name for name in ("folder", "malicious", *models)}
-    return places | {
-        "file": root / "rows.jsonl", "empty": root / "empty.jsonl", "text": root / "rows.txt"
-    }  # fmt: skip
-
-
-def refusal(tmp_path: Path, capsys, text: str, settings: str, *options: str) -> str:
-    """Run the entry point; its message."""
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text)
-    code = main(["--config", str(path), *options, *settings.split()])
-    shown = capsys.readouterr()
-    assert code == 2, shown.err
-    assert "Traceback" not in shown.err
-    assert shown.out == ""
-    return shown.err
-
-
-def assert_one_fault(message: str, key: str, wanted: str) -> None:
-    assert ": 1 issue\n" in message, message
-    assert re.search(rf"^  1\. {re.escape(key)} = ", message, re.MULTILINE), message
-    assert wanted in " ".join(message.split()), message
-    assert re.search(r"^ +fix: \S", message, re.MULTILINE), message
+    return write_files(tmp_path_factory.mktemp("places"))
 
 
 @pytest.mark.parametrize(("text", "key", "wanted"), [row[1:] for row in DOCUMENTS],

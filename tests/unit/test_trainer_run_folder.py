@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -11,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import yaml
+from exported_model import exported
 from test_checkpoint_folder import flip, make
 
-from mppo.checkpoint.pruning import Pruner
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.config.schema import TrainerConfig
 from mppo.report.status import Status, write_status
 from mppo.safety import disk
 from mppo.safety.redact import redact
-from mppo.trainer.run_folder import Earlier, RunFolder, check_written, decide
+from mppo.trainer.run_folder import Earlier, RunFolder, decide
 
 STEPS = 4
 NUMBERS = "".join(f'{{"step": {step}, "a": {step}.5}}\n' for step in range(1, STEPS + 1))
@@ -36,14 +35,6 @@ def alone():
 
 def recipe_of(run: Path, *keys: str):
     return load_recipe(None, [f"trainer.default_local_dir={run}", "data.task=arithmetic", *keys])
-
-
-def exported(folder: Path, text: bytes = b"weights") -> Path:
-    """A folder as mppo exports a model."""
-    folder.mkdir(parents=True)
-    entry = disk.write_bytes(folder / "model.safetensors", text)
-    disk.write_marker(folder, {"model.safetensors": entry})
-    return folder
 
 
 def ran(run: Path, *keys: str, checkpoints=(), status: str = "finished", step: int = STEPS) -> Path:
@@ -318,15 +309,6 @@ def test_a_flipped_bit_in_the_warm_start_is_noticed(tmp_path):
     assert opened(run, *keys).warm_start() == run / "warm_start"
 
 
-def test_weights_that_mppo_exported_are_compared_and_others_are_not(tmp_path):
-    folder = exported(tmp_path / "model")
-    (folder / "config.json").write_text("{}")
-    check_written("model.path", folder, "restore it", (".safetensors",))
-    (folder / "model.safetensors").write_bytes(b"weightz")
-    with pytest.raises(ConfigError, match=r"model\.safetensors: its checksum"):
-        check_written("model.path", folder, "restore it", (".safetensors",))
-
-
 def can_mount(folder: Path) -> bool:
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
     return not os.geteuid() and not subprocess.run(command, capture_output=True).returncode
@@ -361,43 +343,3 @@ def test_a_full_disk_keeps_the_report_that_is_there(small_disk):
         disk.replace_text(report, "x" * 8192)
     assert report.read_text() == "the earlier one"
     assert sorted(path.name for path in small_disk.iterdir()) == ["filler", "report.md"]
-
-
-def test_only_sound_checkpoints_count_when_old_ones_go(tmp_path):
-    said: list[str] = []
-    for step in (1, 2, 3, 5):
-        make(tmp_path, step)
-    flip(tmp_path / "global_step_5")
-    trainer = TrainerConfig(max_ckpt_to_keep=1)
-    pruner = Pruner(trainer, tmp_path, said.append)
-    pruner.published(3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "global_step_5"]
-    make(tmp_path, 4)
-    pruner.published(4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_4", "global_step_5"]
-    assert len([line for line in said if "left alone" in line]) == 1
-
-
-def test_an_export_replaces_what_mppo_wrote_and_renames_anything_else(tmp_path):
-    from mppo.weights.hf.output_folder import partial_path, publish
-
-    actor = tmp_path / "actor"
-
-    def publish_new(text: bytes) -> Path | None:
-        exported(partial_path(actor), text)
-        return publish(actor)
-
-    assert publish_new(b"first") is None
-    assert publish_new(b"second") is None
-    assert [path.name for path in tmp_path.iterdir()] == ["actor"]
-    (actor / "notes.txt").write_text("of the user")
-    assert publish_new(b"third") == tmp_path / "actor.old-1"
-    assert (tmp_path / "actor.old-1/notes.txt").read_text() == "of the user"
-    (actor / "model.safetensors").write_bytes(b"merged by the user")
-    assert publish_new(b"fourth") == tmp_path / "actor.old-2"
-    (actor / "model.safetensors").write_bytes(b"ofuser")  # of the same length
-    later = (actor / ".mppo.json").stat().st_mtime + 1
-    os.utime(actor / "model.safetensors", (later, later))  # clocks of file systems are coarse
-    assert publish_new(b"fifth!") == tmp_path / "actor.old-3"
-    assert (tmp_path / "actor.old-3/model.safetensors").read_bytes() == b"ofuser"
-    assert json.loads((actor / ".mppo.json").read_text())["files"]["model.safetensors"]["size"] == 6

@@ -1,0 +1,47 @@
+"""Exported models: when a folder is replaced or renamed, and when its weights are compared."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from exported_model import exported
+
+from mppo.config.errors import ConfigError
+from mppo.trainer.run_folder import check_written
+
+
+def test_weights_that_mppo_exported_are_compared_and_others_are_not(tmp_path):
+    folder = exported(tmp_path / "model")
+    (folder / "config.json").write_text("{}")
+    check_written("model.path", folder, "restore it", (".safetensors",))
+    (folder / "model.safetensors").write_bytes(b"weightz")
+    with pytest.raises(ConfigError, match=r"model\.safetensors: its checksum"):
+        check_written("model.path", folder, "restore it", (".safetensors",))
+
+
+def test_an_export_replaces_what_mppo_wrote_and_renames_anything_else(tmp_path):
+    from mppo.weights.hf.output_folder import partial_path, publish
+
+    actor = tmp_path / "actor"
+
+    def publish_new(text: bytes) -> Path | None:
+        exported(partial_path(actor), text)
+        return publish(actor)
+
+    assert publish_new(b"first") is None
+    assert publish_new(b"second") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["actor"]
+    (actor / "notes.txt").write_text("of the user")
+    assert publish_new(b"third") == tmp_path / "actor.old-1"
+    assert (tmp_path / "actor.old-1/notes.txt").read_text() == "of the user"
+    (actor / "model.safetensors").write_bytes(b"merged by the user")
+    assert publish_new(b"fourth") == tmp_path / "actor.old-2"
+    (actor / "model.safetensors").write_bytes(b"ofuser")  # of the same length
+    later = (actor / ".mppo.json").stat().st_mtime + 1
+    os.utime(actor / "model.safetensors", (later, later))  # clocks of file systems are coarse
+    assert publish_new(b"fifth!") == tmp_path / "actor.old-3"
+    assert (tmp_path / "actor.old-3/model.safetensors").read_bytes() == b"ofuser"
+    assert json.loads((actor / ".mppo.json").read_text())["files"]["model.safetensors"]["size"] == 6
