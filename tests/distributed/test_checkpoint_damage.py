@@ -176,7 +176,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_the_checkpoint_before_a_damaged_one_is_taken_and_the_file_named(outcomes, name):
+def test_a_run_resumes_before_a_damaged_checkpoint_and_names_the_file(outcomes, name):
     outcome = outcomes[name]
     assert outcome.step == 1
     assert outcome.said[0].startswith("damaged checkpoint passed over: ")
@@ -184,7 +184,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken_and_the_file_named(outcome
     assert outcome.folders == ["global_step_1", "global_step_2"], "the damaged one is left alone"
 
 
-def test_one_that_is_still_being_written_counts_for_nothing(outcomes):
+def test_an_unfinished_checkpoint_is_ignored(outcomes):
     outcome = outcomes["being written"]
     assert outcome.step == 1
     assert not any("damaged" in line for line in outcome.said)
@@ -200,7 +200,7 @@ def test_one_that_is_still_being_written_counts_for_nothing(outcomes):
         ("all", "none of its 2 checkpoints is whole"),
     ],
 )
-def test_it_refuses_rather_than_lose_progress(outcomes, name, message):
+def test_a_resume_is_refused_rather_than_lose_progress(outcomes, name, message):
     assert outcomes[name].step is None
     assert message in outcomes[name].refusal
     assert "resume_mode=disable" in outcomes[name].refusal
@@ -215,35 +215,35 @@ def test_a_checkpoint_from_elsewhere_that_would_run_code_is_refused(outcomes):
     assert stranger.folders == ["global_step_1", "global_step_2"], "and nothing was run"
 
 
-def test_without_checkpoints_it_starts_at_the_beginning(outcomes):
+def test_without_checkpoints_a_run_starts_at_the_beginning(outcomes):
     assert outcomes["none"] == Told(0, "", [], [])
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_a_job_its_launcher_restarts_goes_on_whatever_the_recipe_says(outcomes, name):
+def test_a_restarted_job_resumes_whatever_resume_mode_says(outcomes, name):
     assert outcomes[name].step == 1
     assert outcomes[name].folders == ["global_step_1", "global_step_2"]
 
 
-def test_asked_to_stop_it_stops_and_saves_where_the_recipe_lets_it(outcomes):
+def test_a_stop_request_saves_unless_save_on_signal_is_false(outcomes):
     assert outcomes["asked"].step == outcomes["asked not to save"].step == 1
     assert outcomes["asked"].folders == ["global_step_3"]
     assert outcomes["asked not to save"].folders == []
 
 
-def test_it_saves_and_stops_before_a_known_limit(outcomes):
+def test_a_run_saves_and_stops_before_checkpoint_must_save_by(outcomes):
     assert outcomes["time limit"].step == 1
     assert outcomes["time limit"].folders == ["global_step_3"]
     assert "checkpoint_must_save_by leaves no time" in outcomes["time limit"].said[0]
 
 
-def test_it_saves_by_the_clock_and_goes_on(outcomes):
+def test_a_run_saves_every_few_minutes_and_continues(outcomes):
     assert outcomes["minutes"].step == 0
     assert outcomes["minutes"].folders == ["global_step_3"]
     assert outcomes["unscheduled"].folders == []
 
 
-def test_one_folder_is_for_one_job(outcomes):
+def test_a_second_job_in_a_run_folder_is_refused(outcomes):
     second = outcomes["second job"].refusal
     assert "trainer.default_local_dir" in second
     assert "another job runs there: pid " in second
@@ -319,12 +319,12 @@ def on_small_disk(tmp_path_factory) -> dict[str, object]:
     return run_cases([Case("qwen2")], 1, folder, full)[0]
 
 
-def test_a_read_only_disk_is_said_and_left_as_it_is(on_small_disk):
+def test_a_read_only_disk_is_reported_and_not_changed(on_small_disk):
     assert "global_step_99 could not be written: Read-only" in on_small_disk["read only"][-1]
     assert on_small_disk["still"] == on_small_disk["left"]
 
 
-def test_a_full_disk_harms_no_earlier_checkpoint(on_small_disk):
+def test_a_full_disk_does_not_damage_earlier_checkpoints(on_small_disk):
     outcome = on_small_disk
     whole = outcome["step"] - 1
     assert whole >= 1
@@ -374,7 +374,7 @@ def background(case: Case, folder: Path, registry) -> dict[str, object]:
     return {"left": left, "same": same, "said": said, "meanwhile": meanwhile, "draws": everyone}
 
 
-def test_an_asynchronous_save_is_of_its_moment_and_old_ones_go(tmp_path):
+def test_an_asynchronous_save_is_a_snapshot_and_old_ones_are_removed(tmp_path):
     layout = {"tensor_model_parallel_size": 2}
     (outcome,) = run_cases([Case("qwen2", layout)], 2, tmp_path, background)
     assert outcome["meanwhile"] == [True] * 5, "a save that has not copied yet returns"

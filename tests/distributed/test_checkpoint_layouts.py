@@ -150,13 +150,13 @@ def test_two_ranks_resume_in_other_layouts(two_ranks, folder, model, head):
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_bfloat16_parameters_go_on_bitwise_from_their_main_weights(two_ranks, name):
+def test_bfloat16_parameters_resume_bitwise_from_float32_weights(two_ranks, name):
     expected, resumed = two_ranks[name]
     assert {tensor.dtype for tensor in expected.values()} == {torch.bfloat16}
     assert largest_difference(resumed, expected) == 0
 
 
-def test_what_ranks_hold_alike_is_written_once_and_the_ranks_share_the_writing(two_ranks, folder):
+def test_replicated_tensors_are_written_once_and_writing_is_divided_over_ranks(two_ranks, folder):
     saved = FileSystemReader(folder / "qwen2_moe policy" / f"global_step_{STEPS}" / "actor")
     metadata = saved.read_metadata()
     for key, entry in metadata.state_dict_metadata.items():

@@ -227,7 +227,7 @@ def _logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([token_ids])).logits[0, :-1]
 
 
-def test_kl_over_the_vocabulary_is_that_of_whole_logits(outcomes):
+def test_full_kl_equals_that_of_complete_logits(outcomes):
     alone, _, folder = outcomes
     batch = batch_of()
     for i in (0, 4):
@@ -284,14 +284,14 @@ def test_the_average_is_resumed_in_another_layout(outcomes):
             assert torch.equal(outcome["resumed"][name], average), name
 
 
-def test_the_average_is_exported_whole(outcomes):
+def test_the_average_is_exported_completely(outcomes):
     alone, variants, _ = outcomes
     for outcome in (alone, variants[KEPT[1]]):
         for name, average in outcome["average"].items():
             assert torch.equal(outcome["exported"][name], average), name
 
 
-def test_an_infinite_gradient_or_loss_of_the_critic_stops_the_actors_step_too(overflows):
+def test_a_nonfinite_gradient_or_loss_of_the_critic_skips_the_actors_step_too(overflows):
     for outcome in overflows.values():
         before, *skipped, after = outcome["weights"]
         for role, (start, stepped) in enumerate(zip(before, after)):
@@ -301,7 +301,7 @@ def test_an_infinite_gradient_or_loss_of_the_critic_stops_the_actors_step_too(ov
             assert any(not torch.equal(stepped[name], weight) for name, weight in start.items())
 
 
-def test_the_average_leaves_out_a_step_that_overflowed(overflows):
+def test_the_average_ignores_a_skipped_step(overflows):
     for model in ("dense", f"dense {KEPT[1]}"):
         (start, _), *_, (stepped, _) = overflows[model]["weights"]
         for name, average in overflows[model]["average"].items():
@@ -309,7 +309,7 @@ def test_the_average_leaves_out_a_step_that_overflowed(overflows):
             torch.testing.assert_close(average, want, rtol=1e-5, atol=1e-6)
 
 
-def test_expert_biases_move_with_the_step_that_is_applied(overflows):
+def test_expert_biases_change_only_with_an_applied_step(overflows):
     alone, together = overflows["experts"], overflows["experts TP2 x EP2"]
     for role in (0, 1):
         start, stepped = alone["weights"][0][role], alone["weights"][-1][role]

@@ -157,7 +157,7 @@ def test_a_collective_that_hangs_ends_every_rank_with_its_stacks(tmp_path):
     assert "in _never_comes" in _stacks(tmp_path, 1)
 
 
-def test_a_rank_that_fails_ends_those_that_wait_for_it_with_its_reason(tmp_path):
+def test_a_failed_rank_ends_the_waiting_ranks_with_its_reason(tmp_path):
     assert _codes(tmp_path, _waits, _fails) == [1, 1]
     verdict = _stacks(tmp_path, 0).split("\n\n")[0]
     assert verdict.startswith("rank 1 of 2 failed in: reward, step 3; last completed step: 2: ")
@@ -170,7 +170,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it_with_its_reason(tmp_path)
 
 
 @pytest.mark.parametrize("deeds", [(_fails, _fails_as_well), (_fails_as_well, _fails)])
-def test_a_failure_of_every_rank_is_told_once_and_all_leave_in_order(tmp_path, deeds):
+def test_the_same_failure_on_every_rank_is_printed_once_and_all_exit_cleanly(tmp_path, deeds):
     """Also the rank that fails while its watch knows of the other, and takes time to leave."""
     assert _codes(tmp_path, *deeds, ending=_leaves_slowly) == [1, 1]
     assert _told(tmp_path) == [f"rank {deeds.index(_fails)}: no such answer"]
@@ -178,14 +178,14 @@ def test_a_failure_of_every_rank_is_told_once_and_all_leave_in_order(tmp_path, d
     assert not (tmp_path / "stacks").exists()
 
 
-def test_another_reason_is_told_as_well(tmp_path):
+def test_different_failures_are_all_printed(tmp_path):
     assert _codes(tmp_path, _fails, _fails_otherwise) == [1, 1]
     assert sorted(_told(tmp_path)) == ["rank 0: no such answer", "rank 1: another answer"]
     assert _left(tmp_path) == [0, 1]
     assert not (tmp_path / "stacks").exists()
 
 
-def test_a_failed_rank_that_does_not_get_out_ends_with_its_stacks(tmp_path):
+def test_a_failed_rank_that_cannot_exit_ends_with_its_stacks(tmp_path):
     assert _codes(tmp_path, _fails, _fails, ending=_never_comes) == [1, 1]
     assert len(_told(tmp_path)) == 1
     assert _left(tmp_path) == [0]
@@ -194,7 +194,7 @@ def test_a_failed_rank_that_does_not_get_out_ends_with_its_stacks(tmp_path):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_first_rank_that_stands_still_ends_the_others(tmp_path, world):
+def test_a_stopped_first_rank_ends_the_others(tmp_path, world):
     """It hosts the store that all watch; no collective fails, for its connections stay open."""
     codes = _codes_with_the_first_rank_stopped(tmp_path, _never_comes, *[_waits] * (world - 1))
     assert codes == [1] * (world - 1)
@@ -209,7 +209,7 @@ def test_a_first_rank_that_stands_still_ends_the_others(tmp_path, world):
     assert "mppo: no sign of life for" in (tmp_path / "stderr_1").read_text()
 
 
-def test_a_rank_that_fails_while_the_first_stands_still_tells_its_own_error(tmp_path):
+def test_a_rank_that_fails_while_the_first_is_stopped_prints_its_own_error(tmp_path):
     fails = partial(_fails_once_the_first_has_stopped, tmp_path)
     assert _codes_with_the_first_rank_stopped(tmp_path, _never_comes, fails) == [1]
     assert _told(tmp_path) == ["rank 1: no such answer"]

@@ -211,7 +211,7 @@ def test_the_policy_of_the_first_update_is_the_one_that_sampled_and_the_referenc
         assert step["actor/grad_norm"] > 1e-3
 
 
-def test_the_options_are_at_work(results):
+def test_the_options_have_an_effect(results):
     (lines, _), *_ = results
     assert 1 <= lines[1]["train/num_gen_batches"] <= 2
     assert 0 < lines[1]["train/informative_groups"] <= 1
@@ -272,7 +272,7 @@ def test_the_first_step_is_the_same_with_and_without_a_batch_ahead(results):
         assert all(torch.equal(other[name], tensor) for name, tensor in one.items()) == same
 
 
-def test_a_resumed_run_trains_on_the_batch_that_was_ahead(results):
+def test_a_resumed_run_trains_on_the_prefetched_batch(results):
     _, _, ahead, resumed, _ = results[2]
     saved = [step for step in (1, 2, 3) if (_checkpoint(ahead, step) / RESPONSES).exists()]
     assert saved == [1, 2], "none is ahead of the last step"
@@ -284,7 +284,7 @@ def test_a_resumed_run_trains_on_the_batch_that_was_ahead(results):
         assert [want[name] for name in names] == [got[name] for name in names]
 
 
-def test_no_prompt_is_lost_or_doubled_by_a_batch_ahead(results):
+def test_prefetching_neither_loses_nor_repeats_a_prompt(results):
     _, plain, ahead, resumed, _ = results[2]
     for step in (1, 2, 3):
         assert _drawn(ahead, step) == _drawn(plain, step)

@@ -105,14 +105,14 @@ def routed(tmp_path_factory) -> dict[str, Routed]:
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp32 of bfloat16"])
-def test_a_router_computes_in_float32_unless_asked(name, routed) -> None:
+def test_a_router_computes_in_float32_by_default(name, routed) -> None:
     assert routed[name].logits.dtype == routed[name].weights.dtype == torch.float32
     error = (routed[name].logits - routed[name].exact).abs().max()
     assert 0 < error < 1e-5
 
 
 @pytest.mark.parametrize("name", ["fp64", "fp64 of bfloat16"])
-def test_a_router_computes_in_float64_where_asked(name, routed) -> None:
+def test_a_router_computes_in_float64_with_fp64(name, routed) -> None:
     assert routed[name].logits.dtype == routed[name].weights.dtype == torch.float64
     assert (routed[name].logits - routed[name].exact).abs().max() < 1e-13
     assert (routed[name].near == torch.tensor([2, 1])).all()  # to float32, 0 and 1 are equal
@@ -125,7 +125,7 @@ def test_replayed_choices_are_the_recorded_ones_bit_for_bit(routed) -> None:
         assert not torch.equal(found.moved, found.recorded)
 
 
-def test_a_capacity_keeps_the_weightiest_choices_of_every_expert(routed) -> None:
+def test_a_capacity_keeps_each_experts_choices_of_largest_weight(routed) -> None:
     free, limited = routed["balance"], routed["capacity"]
     assert free.kept.sum() == TOKENS * CHOSEN
     room = math.ceil(CAPACITY["moe_expert_capacity_factor"] * TOKENS * CHOSEN / EXPERTS)

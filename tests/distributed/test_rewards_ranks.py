@@ -59,5 +59,5 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_response_is_judged_once_and_all_ranks_get_all_scores(tmp_path, world: int) -> None:
+def test_every_response_is_scored_once_and_all_ranks_get_all_scores(tmp_path, world: int) -> None:
     start_ranks(_worker, (world, str(tmp_path / "store"), str(tmp_path)), world)

@@ -72,7 +72,7 @@ def gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max())
 
 
-def test_every_family_is_varied_and_windows_are_exceeded():
+def test_every_family_is_varied_and_sequences_exceed_windows():
     assert {variant.config.model_type for variant in VARIANTS.values()} == set(FAMILIES)
     assert min(LENGTHS) > WINDOW
 

@@ -149,7 +149,7 @@ def test_checkpoints_and_exports_give_back_every_byte(models, outcomes, family):
     assert main(verified) == 0
 
 
-def test_a_value_head_is_fresh_or_the_reward_models(models, outcomes):
+def test_a_value_head_is_new_or_the_reward_models(models, outcomes):
     fresh, scored = outcomes["value", "fresh"], outcomes["value", "scored"]
     assert scored["fresh"] == ()
     assert_same_tensors(scored["streamed"], tensors(models / "reward"))

@@ -203,7 +203,7 @@ def test_every_pair_of_options_trains_three_steps_on_two_processes(found):
 
 
 @pytest.mark.distributed
-def test_the_actor_stands_still_while_the_critic_warms_up(found):
+def test_the_actor_does_not_change_during_critic_warmup(found):
     outcome = found["critic_only"]
     assert outcome["kept"]
     assert outcome["moved"]

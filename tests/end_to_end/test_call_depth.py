@@ -41,7 +41,7 @@ def _rank(rank: int, folder: Path) -> None:
     (folder / "stack.json").write_text(json.dumps(stack))
 
 
-def test_few_functions_lie_between_main_and_the_policy_loss(tmp_path):
+def test_at_most_eight_functions_between_main_and_the_policy_loss(tmp_path):
     start_ranks(_rank, (tmp_path,), 1)
     stack = json.loads((tmp_path / "stack.json").read_text())
     assert stack[0] == "policy_loss"

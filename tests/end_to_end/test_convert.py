@@ -72,7 +72,7 @@ def test_there_and_back_is_byte_identical_and_the_logits_are_equal(models, tmp_p
     assert not list(tmp_path.glob(".*.partial"))
 
 
-def test_transformers_loads_the_export_and_progress_is_told(models, tmp_path, capsys):
+def test_transformers_loads_the_export_and_progress_is_printed(models, tmp_path, capsys):
     assert to_megatron(models("qwen3_moe"), tmp_path / "megatron") == 0
     assert re.search(r"#{30}\] 100\.0%  0\.00 GB  [0-9.]+ GB/s", capsys.readouterr().err)
     assert to_hf(tmp_path / "megatron", tmp_path / "back", "--max-shard-gb", "0.0001") == 0
@@ -99,7 +99,7 @@ def test_dtypes_are_kept_or_cast_except_the_routers_bias(tmp_path):
     assert verify(folder, tmp_path / "wide") == 0
 
 
-def test_extra_prediction_layers_are_told_and_kept_aside_when_asked(tmp_path, capsys):
+def test_multi_token_prediction_layers_are_reported_and_kept_with_keep_extra(tmp_path, capsys):
     folder = save("moonlight", tmp_path / "hf", num_nextn_predict_layers=1)
     (folder / "model.safetensors.index.json").unlink()
     extra = {"model.layers.4.eh_proj.weight": torch.randn(64, 128)}
@@ -135,7 +135,7 @@ def eight_bit(folder: Path, block: int) -> dict[str, torch.Tensor]:
     return meant
 
 
-def test_eight_bit_floats_come_back_as_what_they_stand_for(tmp_path):
+def test_eight_bit_floats_come_back_dequantised(tmp_path):
     folder = save("deepseek_v3", tmp_path / "hf", torch.bfloat16, num_nextn_predict_layers=1)
     (folder / "model.safetensors.index.json").unlink()
     extra = {"model.layers.4.eh_proj.weight": torch.randn(64, 128)}
@@ -163,7 +163,7 @@ def test_a_changed_byte_is_found(models, tmp_path, capsys):
     assert "logits DIFFERENT" in said
 
 
-def test_a_tensor_that_only_one_side_has_is_found(models, tmp_path, capsys):
+def test_a_tensor_on_one_side_only_is_reported(models, tmp_path, capsys):
     critic = tmp_path / "critic"
     shutil.copytree(models("qwen2"), critic)
     (critic / "model.safetensors.index.json").unlink()
@@ -291,7 +291,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_told_and_leaves_nothing(models, tmp_path, capsys, case):
+def test_bad_input_is_reported_and_leaves_nothing(models, tmp_path, capsys, case):
     folder, out = tmp_path / "hf", tmp_path / "megatron"
     shutil.copytree(models("llama"), folder)
     spoil, message = BAD[case]
@@ -301,7 +301,7 @@ def test_bad_input_is_told_and_leaves_nothing(models, tmp_path, capsys, case):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
-def test_a_full_disk_is_told_before_writing(models, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_reported_before_writing(models, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert to_megatron(models("llama"), tmp_path / "megatron") == 2
@@ -319,7 +319,7 @@ def test_a_disk_that_fills_up_leaves_no_complete_folder(models, tmp_path, capsys
     assert not (tmp_path / "megatron").exists()
 
 
-def test_bad_checkpoints_and_outputs_that_exist_are_told(models, tmp_path, capsys):
+def test_bad_checkpoints_and_existing_outputs_are_reported(models, tmp_path, capsys):
     assert to_hf(tmp_path, tmp_path / "back") == 2
     assert "no torch_dist checkpoint" in capsys.readouterr().err
     assert to_megatron(models("llama"), tmp_path / "megatron") == 0
@@ -342,7 +342,7 @@ def test_bad_checkpoints_and_outputs_that_exist_are_told(models, tmp_path, capsy
     assert "names seven, which is not a checkpoint" in capsys.readouterr().err
 
 
-def test_a_hole_in_a_checkpoint_is_told(models, tmp_path, capsys):
+def test_a_hole_in_a_checkpoint_is_reported(models, tmp_path, capsys):
     assert to_megatron(models("llama"), tmp_path / "megatron") == 0
     file = tmp_path / "megatron" / "release" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
@@ -375,7 +375,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(models, tmp_path, capsys):
     assert not (tmp_path / "back").exists()
 
 
-def test_inspect_lists_what_a_folder_holds(models, tmp_path, capsys):
+def test_inspect_lists_a_folders_content(models, tmp_path, capsys):
     assert main(["inspect", str(models("llama"))]) == 0
     assert "model.norm.weight" in capsys.readouterr().out
     assert to_megatron(models("llama"), tmp_path / "megatron") == 0

@@ -46,20 +46,20 @@ def run(tmp_path: Path, launcher: list[str], how: str, leaving: str, *overrides:
 
 
 @pytest.mark.parametrize("leaving", ["0", "1"])
-def test_the_launcher_fails_when_one_rank_leaves_with_code_0(leaving, tmp_path):
+def test_the_launcher_fails_if_one_rank_exits_early_with_code_0(leaving, tmp_path):
     result = run(tmp_path, torchrun(), "system", leaving)
     assert result.returncode != 0
     assert f"rank {leaving} of 2" in result.stderr
     assert "Root Cause" in result.stderr
 
 
-def test_the_launcher_fails_when_all_ranks_leave_with_code_0(tmp_path):
+def test_the_launcher_fails_if_all_ranks_exit_early_with_code_0(tmp_path):
     result = run(tmp_path, torchrun(), "python", "0,1")
     assert result.returncode != 0
     assert "os._exit(0) was called before the run had finished, while " in result.stderr
 
 
-def test_a_single_process_that_is_left_with_code_0_fails(tmp_path):
+def test_a_single_process_that_exits_early_with_code_0_fails(tmp_path):
     one_rank = [f"{role}.megatron.{axis}_model_parallel_size=1"
                 for role, axis in (("actor", "tensor"), ("critic", "pipeline"))]  # fmt: skip
     result = run(tmp_path, [sys.executable], "python", "0", *one_rank)

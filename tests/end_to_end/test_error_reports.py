@@ -61,7 +61,7 @@ def of_another_size(folder: Path) -> None:
         (of_another_size, "they do not belong together"),
     ],
 )
-def test_a_damaged_model_is_told_without_a_traceback(damage, message, sharded, tmp_path, capfd):
+def test_a_damaged_model_is_reported_without_a_traceback(damage, message, sharded, tmp_path, capfd):
     folder = tmp_path / "model"
     shutil.copytree(sharded, folder)
     damage(folder)
@@ -73,7 +73,7 @@ def test_a_damaged_model_is_told_without_a_traceback(damage, message, sharded, t
     assert "Traceback" not in shown
 
 
-def test_a_rendezvous_port_in_use_is_told(tmp_path, capfd, monkeypatch):
+def test_a_rendezvous_port_in_use_is_reported(tmp_path, capfd, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -87,7 +87,7 @@ def test_a_rendezvous_port_in_use_is_told(tmp_path, capfd, monkeypatch):
     assert "Traceback" not in shown
 
 
-def test_the_last_lines_under_torchrun_say_the_reason(tmp_path):
+def test_torchruns_last_lines_give_the_reason(tmp_path):
     result = subprocess.run(
         [*torchrun(), TRAIN, *TINY, "actor.ppo_mini_batch=3"],
         capture_output=True, text=True, timeout=300, cwd=tmp_path,
@@ -102,7 +102,7 @@ def test_the_last_lines_under_torchrun_say_the_reason(tmp_path):
     assert len(report.splitlines()) < 15
 
 
-def test_a_shard_that_is_missing_ends_an_evaluation_in_the_same_way(sharded, tmp_path):
+def test_a_missing_shard_ends_an_evaluation_without_a_traceback(sharded, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(sharded, folder)
     without_a_shard(folder)

@@ -64,7 +64,7 @@ def test_samples_are_shown_at_the_start_in_the_middle_and_at_the_end(undisturbed
     assert not re.search(r"step \d+: samples", (undisturbed / "output_1.txt").read_text())
 
 
-def test_a_checkpoint_is_as_large_as_was_told(undisturbed):
+def test_a_checkpoint_has_the_estimated_size(undisturbed):
     shown = (undisturbed / "output_0.txt").read_text()
     told = re.search(r"^checkpoints: every 1 steps, ([\d.]+) MB each; all 6 stay: ", shown, re.M)
     (checkpoint,) = (undisturbed / "checkpoints").glob("global_step_6")
@@ -86,7 +86,7 @@ def test_the_exported_actor_is_a_model_that_transformers_loads_and_generates_wit
     assert tokenizer.decode(answer[0], skip_special_tokens=True).startswith("1+2=")
 
 
-def test_the_first_line_of_a_resumed_run_tells_how_long_it_will_take(tmp_path, undisturbed):
+def test_the_first_line_of_a_resumed_run_shows_the_remaining_time(tmp_path, undisturbed):
     shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
     run = LaunchedRun(tmp_path, ["trainer.total_training_steps=10000"])
     try:
@@ -97,7 +97,7 @@ def test_the_first_line_of_a_resumed_run_tells_how_long_it_will_take(tmp_path, u
     assert re.fullmatch(r"\d+(m|h)\d\d[sm]", eta), eta
 
 
-def test_a_killed_rank_ends_the_job_and_the_next_start_goes_on(tmp_path, undisturbed):
+def test_a_killed_rank_ends_the_job_and_the_next_start_continues(tmp_path, undisturbed):
     run = LaunchedRun(tmp_path)
     run.until_saved(2)
     run.send(1, signal.SIGKILL)
@@ -115,7 +115,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_start_goes_on(tmp_path, undistu
         (signal.SIGSTOP, r"mppo: no sign of life for \d+ s from rank 0 of 2 \(pid \d+ on"),
     ],
 )
-def test_under_torchrun_a_job_whose_first_rank_is_killed_or_stopped_starts_again_and_goes_on(
+def test_under_torchrun_a_job_whose_first_rank_is_killed_or_stopped_starts_again_and_continues(
     tmp_path, undisturbed, number, verdict
 ):
     """torchrun sends a stopped rank SIGKILL, 30 s after the SIGTERM that it does not take."""
@@ -138,7 +138,7 @@ def test_under_torchrun_a_job_whose_first_rank_is_killed_or_stopped_starts_again
     assert same_weights(tmp_path, undisturbed)
 
 
-def test_a_rank_that_hangs_is_named_and_every_other_leaves_its_stacks(tmp_path):
+def test_a_hanging_rank_is_named_and_every_other_rank_writes_its_stacks(tmp_path):
     run = LaunchedRun(tmp_path)
     run.until_step(1)
     run.send(1, signal.SIGSTOP)
@@ -153,7 +153,7 @@ def test_a_rank_that_hangs_is_named_and_every_other_leaves_its_stacks(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "mpi"), [(signal.SIGUSR1, True), (signal.SIGINT, False)])
-def test_asked_to_stop_it_saves_and_leaves_cleanly(tmp_path, undisturbed, number, mpi):
+def test_on_a_stop_request_a_run_saves_and_exits_cleanly(tmp_path, undisturbed, number, mpi):
     """The first one goes on under mpirun, bit for bit."""
     launcher = mpirun() if mpi else ()
     run = LaunchedRun(tmp_path, ["trainer.save_freq=-1"])
@@ -167,7 +167,9 @@ def test_asked_to_stop_it_saves_and_leaves_cleanly(tmp_path, undisturbed, number
     finishes_like(undisturbed, tmp_path, launcher)
 
 
-def test_a_step_too_long_for_sigterm_is_abandoned_and_the_one_before_saved(tmp_path, undisturbed):
+def test_a_step_too_long_for_sigterm_is_interrupted_and_the_step_before_is_saved(
+    tmp_path, undisturbed
+):
     run = LaunchedRun(tmp_path, ["trainer.save_freq=-1", "trainer.stop_within_s=0"])
     run.until_step(2)
     run.send(0, signal.SIGTERM)
@@ -181,7 +183,7 @@ def test_a_step_too_long_for_sigterm_is_abandoned_and_the_one_before_saved(tmp_p
     finishes_like(undisturbed, tmp_path)
 
 
-def test_asked_twice_it_exits_at_once(tmp_path):
+def test_a_second_stop_request_exits_at_once(tmp_path):
     run = LaunchedRun(tmp_path, ["trainer.total_training_steps=200"])
     run.until_step(1)
     run.send(1, signal.SIGSTOP)
@@ -203,7 +205,7 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_path, capsys):
+def test_a_nonfinite_gradient_stops_the_run_and_can_be_replayed(tmp_path, capsys):
     run = LaunchedRun(tmp_path, BLOWN_UP, program=__name__)
     codes = run.codes()
     assert codes == [1, 1]
@@ -226,7 +228,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_pat
     assert re.search(r"rank \d: critic: loss nan", again.texts())
 
 
-def test_steps_that_are_not_finite_are_left_out_counted_and_limited(tmp_path):
+def test_nonfinite_steps_are_skipped_counted_and_limited(tmp_path):
     skip = ["trainer.on_nonfinite=skip", "trainer.max_nonfinite_in_a_row=3", "actor.ppo_epochs=4"]
     skip.append("critic.ppo_epochs=4")  # in a row within one step: a policy of nan cannot generate
     run = LaunchedRun(tmp_path, [*BLOWN_UP, *skip])
@@ -234,7 +236,7 @@ def test_steps_that_are_not_finite_are_left_out_counted_and_limited(tmp_path):
     assert "3 time(s) in a row" in run.texts()
 
 
-def test_a_warm_start_that_is_not_finite_ends_the_run_and_writes_no_model(tmp_path):
+def test_a_nonfinite_warm_start_ends_the_run_and_writes_no_model(tmp_path):
     steps = ["trainer.warm_start_lr=1e30", "trainer.warm_start_steps=6"]
     run = LaunchedRun(tmp_path, steps)
     assert run.codes() == [1, 1]

@@ -158,7 +158,7 @@ def test_the_moving_average_resumes_bitwise(runs):
     assert any(not torch.equal(want[key], weights[key]) for key in want)
 
 
-def test_what_resumes_had_something_to_remember(runs):
+def test_the_resumed_state_is_not_trivial(runs):
     lines = _metrics(runs / "dense")
     assert len({line["actor/reward_kl_penalty_coeff"] for line in lines}) == 4
     assert len({line["actor/ptx_loss"] for line in lines}) == 4
@@ -172,7 +172,7 @@ def test_learning_rates_follow_the_schedules_of_their_roles(runs):
     assert [line["critic/lr"] for line in lines] == pytest.approx([0.0, 5e-4, 1e-3, 1e-3])
 
 
-def test_an_update_says_how_much_arithmetic_it_did(runs):
+def test_an_update_logs_its_flops(runs):
     for line in _metrics(runs / "dense"):
         for role in ("actor", "critic"):
             rate = line[f"perf/tflops_per_rank/{role}"]

@@ -106,7 +106,7 @@ def test_a_run_folder_through_several_starts(tmp_path):
 KL = "algorithm.use_kl_in_reward=true"
 
 
-def test_told_to_stop_in_its_warm_start_a_run_ends_at_once(tmp_path):
+def test_a_stop_request_in_the_warm_start_ends_the_run_at_once(tmp_path):
     started = start(tmp_path, ["trainer.warm_start_steps=5000"])
     said = tmp_path / "output_0.txt"
     started.until(lambda: said.exists() and "validation: 4" in said.read_text())
@@ -126,7 +126,7 @@ main = train_with_short_files
 ONE = ["trainer.total_training_steps=1"]
 
 
-def test_a_model_longer_than_a_file_may_be_ends_the_run_in_a_sentence(tmp_path):
+def test_a_model_over_the_file_size_limit_ends_the_run_with_one_line(tmp_path):
     code, text = ended(tmp_path, ONE, program=__name__)
     assert code == 1, text
     assert "failed while export: the file is longer than this process may write: " in text
@@ -134,7 +134,7 @@ def test_a_model_longer_than_a_file_may_be_ends_the_run_in_a_sentence(tmp_path):
     assert "Failed after 1 steps" in (tmp_path / "run/report.md").read_text()
 
 
-def test_a_disk_that_fills_ends_the_run_in_a_sentence(tmp_path):
+def test_a_disk_that_fills_up_ends_the_run_with_one_line(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_BYTES}", "tmpfs", str(run)]

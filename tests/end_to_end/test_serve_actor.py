@@ -86,13 +86,13 @@ def test_a_served_actor_has_the_log_probabilities_of_its_own_weights(actor, port
     assert max(abs(a - b) for a, b in zip(served, start)) > 100 * TOLERANCE
 
 
-def test_a_run_may_ask_it_as_it_asks_an_empty_server(port):
+def test_a_run_can_use_a_server_with_weights_like_an_empty_one(port):
     asked = sampling_parameters(SamplingConfig(), 4, [])
     (answer,) = SGLangApi(f"http://127.0.0.1:{port}", KEY, 60.0).generate([[5, 6, 7]], asked)
     assert 0 < len(answer.tokens) == len(answer.logprobs) <= 4
 
 
-def test_a_served_actor_answers_a_chat_as_it_would_itself(actor, port):
+def test_a_served_actor_answers_a_chat_like_the_local_engine(actor, port):
     tokenizer = AutoTokenizer.from_pretrained(actor)
     model = AutoModelForCausalLM.from_pretrained(actor, dtype=torch.float32)
     messages = [{"role": "user", "content": "12+7="}]

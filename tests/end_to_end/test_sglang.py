@@ -47,7 +47,7 @@ def qwen2(tmp_path_factory) -> Iterator[Case]:
     yield from synced_case(tmp_path_factory.mktemp("qwen2"))
 
 
-def test_it_listens_where_it_was_told_and_answers_only_who_has_the_key(qwen2) -> None:
+def test_the_server_listens_on_loopback_and_requires_the_key(qwen2) -> None:
     port = qwen2.engine._fleet._processes[0].port
     told = yaml.safe_load((own_folder() / f"server_{port}.yaml").read_text())
     assert "Failed to apply hooks" not in (qwen2.run_dir / "rollout" / "server_0.log").read_text()
@@ -66,7 +66,7 @@ def test_it_listens_where_it_was_told_and_answers_only_who_has_the_key(qwen2) ->
     qwen2.check()
 
 
-def test_it_loads_what_the_conversion_tool_exports(qwen2, tmp_path) -> None:
+def test_the_server_loads_an_export_of_the_conversion_tool(qwen2, tmp_path) -> None:
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(qwen2.config).eval()
     model.save_pretrained(tmp_path / "model")
@@ -123,7 +123,7 @@ def test_greedy_and_stops_equal_the_local_engine(qwen2) -> None:
         assert not set(t.response_ids[:-1]) & set(stops)
 
 
-def test_finished_responses_are_told_while_others_are_generated(qwen2) -> None:
+def test_on_response_gets_responses_while_others_are_generated(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     parts: list[dict[int, Trajectory]] = []
@@ -136,7 +136,7 @@ def test_finished_responses_are_told_while_others_are_generated(qwen2) -> None:
     assert all(everything[key] == t for part in parts for key, t in part.items())
 
 
-def test_the_tail_is_aborted_once_enough_prompts_are_answered(qwen2) -> None:
+def test_remaining_requests_are_aborted_once_enough_prompts_are_complete(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     told: set[int] = set()
@@ -161,7 +161,7 @@ def test_the_tail_is_aborted_once_enough_prompts_are_answered(qwen2) -> None:
     qwen2.check()
 
 
-def test_broken_off_responses_go_on_under_the_next_weights_of_a_resumed_run(
+def test_a_resumed_run_continues_partial_responses_with_new_weights(
     qwen2, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
@@ -202,7 +202,7 @@ def test_broken_off_responses_go_on_under_the_next_weights_of_a_resumed_run(
         assert not set(t.response_ids[:-1]) & set(sampling.stop_token_ids)
 
 
-def test_new_weights_wait_for_what_is_generated_ahead(qwen2) -> None:
+def test_new_weights_wait_for_a_submitted_request(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     old, version = copy.deepcopy(qwen2.model), qwen2.version
@@ -225,7 +225,7 @@ def test_new_weights_wait_for_what_is_generated_ahead(qwen2) -> None:
         assert t.logprobs == pytest.approx(response_logprobs(old, t), abs=TOLERANCE)
 
 
-def test_the_end_aborts_what_is_generated_ahead(qwen2, monkeypatch) -> None:
+def test_stop_aborts_a_submitted_request(qwen2, monkeypatch) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
     url = qwen2.engine._fleet._apis[0].url
     engine = qwen2.connect(own(urls=(url,), server_args={}))
@@ -243,7 +243,7 @@ def test_the_end_aborts_what_is_generated_ahead(qwen2, monkeypatch) -> None:
     assert len(told) < 8
 
 
-def test_sleeping_gives_back_and_waking_takes_what_is_next_needed(qwen2, monkeypatch) -> None:
+def test_sleep_releases_memory_and_wake_takes_back_what_is_needed_next(qwen2, monkeypatch) -> None:
     asked: list[tuple[str, tuple[str, ...]]] = []
     api = qwen2.engine._fleet._apis[0]
 
@@ -281,7 +281,7 @@ def test_a_refused_stream_stops_with_a_reason_and_leaves_the_server(qwen2) -> No
     assert server.is_running()
 
 
-def test_a_bucket_is_made_while_another_is_loaded(qwen2, monkeypatch) -> None:
+def test_the_next_bucket_is_produced_while_one_is_loaded(qwen2, monkeypatch) -> None:
     """The next but one waits for the memory of the one that is loaded."""
     qwen2.change_weights()
     content, made, loaded = qwen2.stream(), [], []
@@ -333,7 +333,7 @@ def test_one_wrong_byte_stops_the_job_and_names_the_tensor(qwen2, monkeypatch, n
     qwen2.check()
 
 
-def test_other_weights_than_the_oracles_stop_the_job(qwen2, monkeypatch) -> None:
+def test_weights_that_differ_from_the_references_stop_the_job(qwen2, monkeypatch) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
     url = qwen2.engine._fleet._apis[0].url
     engine = qwen2.connect(own(urls=(url,), verify_sync="logprob", server_args={}))
@@ -365,7 +365,7 @@ def test_stop_leaves_no_process(qwen2) -> None:
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_missing_model_folder_is_told(tmp_path) -> None:
+def test_a_missing_model_folder_is_reported(tmp_path) -> None:
     config = FAMILIES["qwen2"]()
     engine = SGLangEngine(
         tmp_path / "nowhere", config, torch.float32, own(), run_dir=tmp_path / "run"

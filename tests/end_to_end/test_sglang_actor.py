@@ -281,7 +281,7 @@ def test_engine_and_actor_agree(gaps_of, ranks: str, case: Served) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "case"), EACH)
-def test_pieces_move_no_more_than_they_must(gaps_of, ranks: str, case: Served) -> None:
+def test_slices_are_not_sent_more_often_than_needed(gaps_of, ranks: str, case: Served) -> None:
     moved: dict[str, list[dict[str, float]]] = {mode: [] for mode in (*MODES, *AGAIN)}
     for _, _, mode, bytes_, *_ in (gap for gap in gaps_of(ranks) if gap[0] == case.name):
         moved[mode].append({key.rsplit("/", 1)[1]: value for key, value in bytes_.items()})
@@ -296,7 +296,7 @@ def test_pieces_move_no_more_than_they_must(gaps_of, ranks: str, case: Served) -
     assert moved["delta"][0]["crossing"] <= 0.6 * everything["crossing"]
 
 
-def test_a_server_that_was_killed_is_sent_everything(gaps_of) -> None:
+def test_a_restarted_server_gets_all_weights(gaps_of) -> None:
     ((*_, moved, gap, tokens),) = (gap for gap in gaps_of("1") if gap[0] == "killed")
     assert tokens > 50
     assert gap < TOLERANCE

@@ -135,7 +135,7 @@ def test_the_server_computes_the_actors_model(served, name: str) -> None:
 
 
 @pytest.mark.parametrize("key", OTHER)
-def test_what_is_refused_differs(served, key: str) -> None:
+def test_refused_settings_change_the_servers_function(served, key: str) -> None:
     engine, folder, config = served(key)
     (fault,) = _issues(config)
     assert key in fault.why

@@ -76,7 +76,7 @@ def test_training_with_a_colocated_server(colocated) -> None:
         assert 0 < row["rollout/sync_bytes/sent"] <= 1.1 * row["rollout/sync_bytes/total"]
 
 
-def test_training_with_a_server_apart(tmp_path, colocated) -> None:
+def test_training_with_a_disaggregated_server(tmp_path, colocated) -> None:
     from transformers import AutoConfig
 
     from mppo.hub.builtin import resolve_model

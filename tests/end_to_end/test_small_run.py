@@ -89,7 +89,7 @@ def test_greedy_and_validation_responses_end_as_the_sampled_ones_do(tmp_path):
         assert int(sample["ground_truth"]) == first + second
 
 
-def test_no_sample_is_shown_or_stored_where_none_is_asked_for(tmp_path):
+def test_no_sample_is_shown_or_stored_with_sample_table_rows_0(tmp_path):
     train(tmp_path, "trainer.sample_table_rows=0")
     assert not (tmp_path / "samples.jsonl").exists()
     assert "Samples at" not in (tmp_path / "report.md").read_text()
@@ -143,7 +143,7 @@ def test_a_run_that_a_reward_function_ends_is_resumed_after_the_last_step(tmp_pa
     assert resumed[-1]["actor/pg_loss"] == undisturbed[-1]["actor/pg_loss"]
 
 
-def test_a_response_that_cannot_be_judged_may_score_zero(tmp_path):
+def test_on_error_zero_scores_a_failed_response_0(tmp_path):
     settings = [*graded(tmp_path), "reward.on_error=zero", "reward.kwargs.bad=5"]
     first, second = train(tmp_path / "run", *settings)
     assert (first["reward/errors"], first["critic/score/min"]) == (0, 0.5)

@@ -51,7 +51,7 @@ def test_equal_scores_give_no_advantage():
         torch.testing.assert_close(advantage, torch.zeros(4), msg=name)
 
 
-def test_no_sequence_at_all():
+def test_an_empty_batch_gives_empty_advantages():
     nothing = torch.zeros(0)
     for formula in groups.OUTCOME_ESTIMATORS.values():
         group = torch.zeros(0, dtype=torch.int64)

@@ -100,7 +100,7 @@ def test_sampled_estimates_are_unbiased_for_the_full_kl():
         torch.testing.assert_close(expected_value, full_kl(logits, ref)[0])
 
 
-def test_wrong_names_say_what_there_is():
+def test_wrong_names_list_the_valid_ones():
     one = torch.zeros(1)
     with pytest.raises(ValueError, match="low_var_kl"):
         kl_estimate(one, one, "k4")
@@ -121,7 +121,7 @@ def test_the_adaptive_controller_moves_by_verls_formula():
     assert controller.coef == pytest.approx(0.1 * 0.98)
 
 
-def test_a_fixed_controller_stays_and_a_resumed_one_goes_on():
+def test_a_fixed_controller_is_constant_and_a_resumed_one_continues():
     fixed = KLController("fixed", 0.05, 0.1, 1000)
     fixed.update(9.0, 1000)
     assert fixed.coef == 0.05

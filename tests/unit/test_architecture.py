@@ -116,7 +116,7 @@ def test_every_room_and_module_has_its_layer():
     assert found - {"py.typed"} == set.union(*LAYERS)
 
 
-def test_parallel_knows_no_formula_and_no_recipe():
+def test_parallel_imports_no_formula_and_no_recipe():
     rooms = {
         room_of(target)
         for module, path in modules().items()
@@ -126,7 +126,7 @@ def test_parallel_knows_no_formula_and_no_recipe():
     assert rooms <= {"parallel", "cpu", "safety"}
 
 
-def test_no_circle_between_files():
+def test_files_do_not_import_each_other_in_a_circle():
     """Depth-first: a file that is met again on the way from itself closes a circle."""
     done: set[str] = set()
 
@@ -156,7 +156,7 @@ def test_nothing_imports_the_entry_point():
     assert not wrong
 
 
-def test_pure_modules_know_no_process_group_device_or_engine():
+def test_pure_modules_import_no_process_group_device_or_engine():
     wrong = [
         f"{module} imports {target}"
         for module, path in modules().items()
@@ -206,7 +206,7 @@ def test_functions_fit_a_screen():
     assert not long, "\n".join(long)
 
 
-def test_no_exception_is_swallowed_unseen():
+def test_no_exception_is_silently_ignored():
     """A bare ``except:``, or a handler of everything that only passes."""
     wrong = []
     for path in python_files():
@@ -222,7 +222,7 @@ def test_no_exception_is_swallowed_unseen():
     assert not wrong, "\n".join(wrong)
 
 
-def test_tests_fake_nothing():
+def test_tests_use_no_mocks():
     wrong = [
         str(path.relative_to(ROOT))
         for path in python_files()

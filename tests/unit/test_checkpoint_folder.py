@@ -26,7 +26,7 @@ def make(root, step: int, metrics=None):
     return path
 
 
-def test_a_whole_checkpoint_passes(tmp_path):
+def test_a_complete_checkpoint_is_valid(tmp_path):
     manifest = folders.read_sound(make(tmp_path, 7, {"reward": 0.5}))
     assert (manifest.step, manifest.metrics) == (7, {"reward": 0.5})
     assert manifest.files["run.json"] == FileEntry(2, zlib.crc32(b"{}"))
@@ -130,7 +130,7 @@ def test_the_later_of_two_equally_good_ones_is_the_best():
     assert folders.best_step({1: {"r": 1.0}, 2: {"r": 1.0}}, "r") == 2
 
 
-def test_only_sound_checkpoints_count_when_old_ones_go(tmp_path):
+def test_only_valid_checkpoints_count_in_max_ckpt_to_keep(tmp_path):
     said: list[str] = []
     for step in (1, 2, 3, 5):
         make(tmp_path, step)

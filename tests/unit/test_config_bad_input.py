@@ -343,13 +343,15 @@ def places(tmp_path_factory):
 
 @pytest.mark.parametrize(("text", "key", "wanted"), [row[1:] for row in DOCUMENTS],
                          ids=[row[0] for row in DOCUMENTS])  # fmt: skip
-def test_malformed_file(text, key, wanted, tmp_path, capsys):
+def test_a_malformed_recipe_file_is_one_issue(text, key, wanted, tmp_path, capsys):
     assert_one_fault(refusal(tmp_path, capsys, text, ""), key, wanted)
 
 
 @pytest.mark.parametrize(("setting", "key", "wanted"), [row[1:] for row in SETTINGS],
                          ids=[row[0] for row in SETTINGS])  # fmt: skip
-def test_malformed_setting(setting, key, wanted, tmp_path, capsys, places, monkeypatch):
+def test_a_malformed_setting_is_one_issue(
+    setting, key, wanted, tmp_path, capsys, places, monkeypatch
+):
     if "{" in setting:
         setting = setting.format(**places)
     settings = " ".join(part.replace(" ", "") for part in re.split(r" (?=\w+\.)", setting))
@@ -360,13 +362,13 @@ def test_malformed_setting(setting, key, wanted, tmp_path, capsys, places, monke
 
 @pytest.mark.parametrize(("settings", "key", "wanted"), [row[1:] for row in LAYOUTS],
                          ids=[row[0] for row in LAYOUTS])  # fmt: skip
-def test_layout_that_does_not_fit(settings, key, wanted, tmp_path, capsys, places):
+def test_a_layout_that_does_not_fit_is_one_issue(settings, key, wanted, tmp_path, capsys, places):
     options = ("--dry-run", "--world-size", "4")
     message = refusal(tmp_path, capsys, GOOD, settings.format(**places), *options)
     assert_one_fault(message, key, wanted)
 
 
-def test_the_good_recipe_is_good(tmp_path):
+def test_the_good_recipe_has_no_issue(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(GOOD)
     assert load_checked(path, [], 1).trainer.experiment_name == "spoilt"
@@ -376,12 +378,12 @@ def test_the_table_is_long_enough():
     assert len(DOCUMENTS) + len(SETTINGS) + len(LAYOUTS) >= 80
 
 
-def test_a_recipe_that_is_not_there(tmp_path, capsys):
+def test_a_missing_recipe_is_reported(tmp_path, capsys):
     assert main(["--config", str(tmp_path / "nowhere.yaml")]) == 2
     assert "No such file" in capsys.readouterr().err
 
 
-def test_many_faults_are_told_together(tmp_path, capsys):
+def test_all_issues_are_reported_together(tmp_path, capsys):
     settings = "actor.ppo_mini_batch_size=3 rollout.temperature=0 actor.lr=1 data.seed=x"
     message = refusal(tmp_path, capsys, GOOD, settings)
     assert ": 4 issues" in message

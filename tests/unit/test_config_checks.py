@@ -87,7 +87,7 @@ def test_the_critic_has_its_own_model():
     ]
 
 
-def test_a_reference_without_layout_takes_the_actors():
+def test_a_reference_without_layout_uses_the_actors():
     wanted = recipe("algorithm.use_kl_in_reward=true", f"actor.megatron.{TP}=2")
     roles = {role.name: role for role in roles_in_use(wanted)}
     assert roles["ref"].megatron is wanted.actor.megatron
@@ -95,13 +95,13 @@ def test_a_reference_without_layout_takes_the_actors():
     assert keys(issues) == ["actor.megatron"], "told once, not once per role"
 
 
-def test_unused_roles_are_not_judged():
+def test_unused_roles_are_not_checked():
     estimator = ("algorithm.adv_estimator=reinforce_plus_plus",)
     assert check_recipe(recipe(f"critic.megatron.{TP}=7", *estimator), 1, models(DENSE)) == []
     assert check_recipe(recipe("ref.megatron.tensor_model_parallel_size=7"), 1, models(DENSE)) == []
 
 
-def test_rescaled_positions_are_not_judged():
+def test_rescaled_positions_are_not_checked():
     scaled = SimpleNamespace(**vars(DENSE), rope_scaling={"rope_type": "yarn", "factor": 4.0})
     assert check_recipe(recipe("data.max_response_length=9000"), 1, models(scaled)) == []
     assert keys(check_recipe(recipe("data.max_response_length=9000"), 1, models(DENSE))) == [
@@ -117,7 +117,7 @@ def test_one_mistake_gives_one_message():
     assert keys(caught.value.issues) == ["actor.ppo_mini_batch_size"]
 
 
-def test_a_model_that_cannot_be_read_is_a_fault_of_its_key():
+def test_an_unreadable_model_is_an_issue_of_its_key():
     def unreadable(path):
         raise OSError("not a JSON file")
 
@@ -126,7 +126,7 @@ def test_a_model_that_cannot_be_read_is_a_fault_of_its_key():
     assert keys(caught.value.issues) == ["model.path"]
 
 
-def test_every_rule_says_what_it_holds():
+def test_every_rule_has_a_docstring():
     for keys_read, function in RULES:
         assert function.__doc__, function.__name__
         assert keys_read, function.__name__
@@ -138,7 +138,7 @@ def test_world_size_comes_from_the_recipe():
     assert world_size_of(recipe(*layouts)) == 12
 
 
-def test_layers_go_round_the_stages_once_per_chunk():
+def test_layers_are_assigned_to_stages_round_robin_by_chunk():
     assert stage_layers(8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert stage_layers(8, 2, vpp=2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert stage_layers(7, 3, last=1) == [[0, 1, 2], [3, 4, 5], [6]]
@@ -156,7 +156,7 @@ def by_hand(config) -> int:
 
 
 @pytest.mark.parametrize("config", [DENSE, TIED], ids=["untied", "tied"])
-def test_whole_model_count_is_the_sum_worked_out_by_hand(config):
+def test_the_parameter_count_equals_a_sum_by_hand(config):
     table = parameter_table(model_shape(config))
     assert count_parameters(table, Layout(world=1), 0, list(range(6)), False).total == by_hand(
         config
@@ -170,7 +170,7 @@ def test_a_critic_has_one_output():
     assert policy - value == 101 * 64 - 64
 
 
-def test_stages_hold_the_model_once():
+def test_stages_hold_every_parameter_once():
     table = parameter_table(model_shape(DENSE))
     layout = Layout(world=3, pp=3)
     counts = [
@@ -224,7 +224,7 @@ def test_recomputation_lowers_activations_and_the_first_stage_holds_most():
     assert saved[0].activations < plain[0].activations
 
 
-def test_a_ring_holds_less_of_the_exchanged_keys_and_values():
+def test_a_ring_needs_less_memory_for_exchanged_keys_and_values():
     """Gathered: three times keys and values of 2 x 2 heads x 8; a ring: six times a rank's."""
     layout = [f"actor.megatron.{CP}=4", "model.dtype=float32"]
     chosen, gather, ring = (
@@ -257,7 +257,7 @@ def test_dynamic_micro_batches_follow_the_token_budget():
     assert (actor.micro_batches, actor.micro_batch_tokens) == (11, 3 * 128)
 
 
-def test_a_large_world_is_cut_short_in_the_plan():
+def test_the_plan_abbreviates_a_large_world():
     text = describe_plan(recipe(), 128, models(DENSE))
     assert "... and 64 more ranks" in text
 

@@ -32,7 +32,7 @@ def test_a_preset_alone_is_a_valid_recipe_with_its_values(name):
             assert value == row.value, row.key
 
 
-def test_what_the_user_set_stays_even_null():
+def test_values_set_by_the_user_stay_even_null():
     document = {
         "algorithm": {"preset": "verl", "lam": 0.9, "kl_ctrl": {"horizon": 5}},
         "actor": {"clip_ratio_c": None},
@@ -45,7 +45,7 @@ def test_what_the_user_set_stays_even_null():
     assert "critic" not in document
 
 
-def test_rows_that_follow_another_key_follow_the_user():
+def test_defaults_derived_from_another_key_follow_the_users_value():
     document = {
         "algorithm": {"preset": "openrlhf"},
         "actor": {"optim": {"lr": 4e-6}, "ppo_epochs": 3},
@@ -57,7 +57,7 @@ def test_rows_that_follow_another_key_follow_the_user():
     assert Recipe.model_validate(trl).actor.ppo_mini_batch_size == 48
 
 
-def test_rows_that_need_another_key_wait_for_it():
+def test_defaults_that_need_another_key_apply_only_with_it():
     for name, coef in (("openrlhf", 0.05), ("deepspeed_chat", 27.8)):
         preset = {"algorithm": {"preset": name}}
         assert "ptx_coef" not in apply_preset(preset)["actor"]
@@ -82,7 +82,7 @@ def test_the_documented_table_is_the_code():
     assert preset_table() in page
 
 
-def test_every_key_the_migration_guide_sends_people_to_exists():
+def test_every_key_in_the_migration_guide_exists():
     page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
     right = [
         cells[1]

@@ -28,19 +28,19 @@ def test_the_tables_hold_every_variable_and_no_other():
     assert words("slurm/*") - in_code == SCRIPT_VARIABLES
 
 
-def test_the_page_has_the_table():
+def test_the_documentation_lists_the_variables():
     page = (ROOT / "docs" / "configuration.md").read_text()
     for name, meaning in PROGRAM_VARIABLES.items():
         assert f"| `{name}` | {meaning} |" in page
 
 
-def test_an_unknown_variable_is_told_with_the_nearest_name():
+def test_an_unknown_variable_is_reported_with_the_nearest_name():
     lines = unknown_variables({"MPPO_DEVCE": "cpu", "MPPO_PYTHON": "python3", "HOME": "/"})
     assert lines == ["the environment variable MPPO_DEVCE is not read: did you mean MPPO_DEVICE?"]
     assert "there are MPPO_CACHE, " in unknown_variables({"MPPO_X": "1"})[0]
 
 
-def test_the_program_tells_it_and_a_key_given_twice(tmp_path, capsys, monkeypatch):
+def test_a_run_reports_unknown_variables_and_repeated_keys(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MPPO_CACH", str(tmp_path))
     data = ["data.task=arithmetic", "data.max_prompt_length=64", "data.max_response_length=64"]
     twice = ["actor.optim.lr=1e-5", "actor_rollout_ref.actor.optim.lr=1e-6", "rollout.n=2"]

@@ -72,7 +72,7 @@ def test_attentions_gradient_is_the_float32_one_rounded_once():
     assert all(torch.equal(x, y.bfloat16()) for x, y in zip(got, expected, strict=True))
 
 
-def test_float32_keeps_torchs_own_kernels_to_the_bit():
+def test_float32_uses_torchs_own_kernels():
     a, b = torch.randn(5, 7), torch.randn(7, 3)
     assert torch.equal(a @ b, torch.mm(a, b, out=torch.empty(5, 3)))
 
@@ -92,7 +92,9 @@ def test_the_step_is_recorded_for_float64_too():
         ("amx_bf16", "AVX2", False),
     ],
 )
-def test_training_and_generation_widen_on_the_same_processors(monkeypatch, unit, limit, multiplies):
+def test_training_and_generation_use_float32_on_the_same_processors(
+    monkeypatch, unit, limit, multiplies
+):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, unit: True})
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert onednn.multiplies_bfloat16() is multiplies

@@ -40,7 +40,7 @@ WEIGHTS = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors
         (True, True, TEXTS | WEIGHTS | {"modeling_x.py"}),
     ],
 )
-def test_only_what_a_model_needs_is_downloaded(weights, code, files):
+def test_only_files_of_the_model_are_downloaded(weights, code, files):
     patterns = list(wanted_files(weights, code))
     taken = filter_repo_objects(REPOSITORY, allow_patterns=patterns, ignore_patterns=list(LEFT_OUT))
     assert set(taken) == files
@@ -75,13 +75,13 @@ def load(hub: Hub, *settings: str, files: bool = True):
     return load_checked(None, overrides, 1, read, files, fetch_model=hub.fetch)
 
 
-def test_nothing_is_downloaded_unless_asked(hub):
+def test_nothing_is_downloaded_without_model_hub(hub):
     with pytest.raises(ConfigError, match="not downloaded by itself"):
         load(hub, f"model.path={NAME}")
     assert hub.asked == []
 
 
-def test_a_model_of_the_hub_becomes_a_folder(hub):
+def test_a_hub_name_becomes_a_folder(hub):
     recipe = load(hub, f"model.path={NAME}", "model.hub=true", "model.trust_remote_code=true")
     assert recipe.model.path == str(hub.folder)
     assert hub.asked == [(NAME, True, True)]
@@ -92,7 +92,7 @@ def test_a_dry_run_needs_no_weights(hub):
     assert hub.asked == [(NAME, False, False)]
 
 
-def test_only_models_that_are_used_and_are_no_folders_are_downloaded(hub, tmp_path, monkeypatch):
+def test_only_used_models_that_are_not_folders_are_downloaded(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("owner").mkdir()
     Path("owner/model").symlink_to(hub.folder)
@@ -101,7 +101,7 @@ def test_only_models_that_are_used_and_are_no_folders_are_downloaded(hub, tmp_pa
     assert hub.asked == [(NAME, True, False)]
 
 
-def test_a_model_that_is_not_to_be_had_is_a_fault_of_its_key(hub):
+def test_an_unavailable_model_is_an_issue_of_its_key(hub):
     hub.missing = "owner/none"
     with pytest.raises(ConfigError) as caught:
         load(hub, "model.hub=true", "critic.path=owner/none")
@@ -111,7 +111,7 @@ def test_a_model_that_is_not_to_be_had_is_a_fault_of_its_key(hub):
 @pytest.mark.parametrize(
     "environment", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}]
 )
-def test_a_hub_that_cannot_be_reached_is_one_clear_fault(environment, tmp_path):
+def test_an_unreachable_hub_is_one_clear_issue(environment, tmp_path):
     environment = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), **environment}
     result = subprocess.run(
         [sys.executable, str(ROOT / "mppo" / "train.py"), "--dry-run", "model.hub=true",

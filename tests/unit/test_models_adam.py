@@ -26,7 +26,7 @@ def _train(optimizer, params, steps=20):
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_it_moves_parameters_exactly_as_torch_does(weight_decay):
+def test_adam_updates_parameters_exactly_as_torch_does(weight_decay):
     ours, theirs = _parameters(), _parameters()
     keywords = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
     _train(AdamW(ours, **keywords), ours)
@@ -53,7 +53,7 @@ def test_the_step_is_in_the_group_and_the_state_holds_two_tensors():
     }
 
 
-def test_a_saved_state_goes_on_bitwise():
+def test_a_restored_state_continues_bitwise():
     whole, first = _parameters(), _parameters()
     _train(AdamW(whole, lr=1e-3), whole, steps=20)
     optimizer = AdamW(first, lr=1e-3)
@@ -72,7 +72,7 @@ def test_a_saved_state_goes_on_bitwise():
         assert torch.equal(mine, other)
 
 
-def test_parameters_without_a_gradient_stay():
+def test_parameters_without_a_gradient_do_not_change():
     params = _parameters()
     before = params[0].detach().clone()
     optimizer = AdamW(params, lr=1.0)

@@ -16,7 +16,7 @@ def _splits(lengths, size, multiple, merge=True):
 
 @EXAMPLES
 @given(lengths=LENGTHS, size=st.integers(2, 4), multiple=st.integers(1, 6))
-def test_every_token_is_on_one_rank_and_ranks_are_even(lengths, size, multiple) -> None:
+def test_every_token_is_on_one_rank_and_ranks_have_equally_many(lengths, size, multiple) -> None:
     splits = _splits(lengths, size, multiple)
     origin = torch.cat([split.origin_t for split in splits])
     assert sorted(origin[origin >= 0].tolist()) == list(range(sum(lengths)))
@@ -28,7 +28,7 @@ def test_every_token_is_on_one_rank_and_ranks_are_even(lengths, size, multiple) 
 
 @EXAMPLES
 @given(lengths=LENGTHS, size=st.integers(2, 4))
-def test_padding_is_less_than_a_unit_for_each_sequence(lengths, size) -> None:
+def test_padding_is_less_than_2n_tokens_per_sequence(lengths, size) -> None:
     split = split_context(lengths, ContextPlace(size, 0), 1)
     padding = size * len(split.origin_t) - sum(lengths)
     assert padding <= max(1, sum(length > 0 for length in lengths)) * 2 * size

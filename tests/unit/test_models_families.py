@@ -66,7 +66,7 @@ def test_dense_and_sparse_layers_follow_the_config():
     assert model_shape(CONFIGS["moonlight"]()).sparse_layers == (False, True, True, True)
 
 
-def test_rope_of_before_transformers_5_is_read():
+def test_rope_settings_from_before_transformers_5_are_read():
     class Old:
         model_type = "qwen2"
         rope_theta = 1e6
@@ -147,7 +147,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_megatron_cannot_represent_is_refused(case):
+def test_settings_that_megatron_cannot_represent_are_refused(case):
     build, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         family_config(build())

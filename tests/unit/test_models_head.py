@@ -61,7 +61,7 @@ def test_padded_rows_get_no_gradient():
     assert torch.equal(weight.grad[VOCAB:], torch.zeros(PADDED - VOCAB, HIDDEN))
 
 
-def test_no_position_still_joins_the_graph():
+def test_no_position_is_still_part_of_the_graph():
     hidden, weight, target = tensors()
     logprobs, _ = chunked_logprobs(hidden[:0], weight, target[:0], case())
     logprobs.sum().backward()
@@ -102,7 +102,7 @@ def test_kl_over_the_vocabulary_and_its_gradients(temperature, softcap, chunk):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
 
 
-def test_kl_over_the_vocabulary_of_no_position_joins_the_graph():
+def test_full_kl_of_no_position_is_still_part_of_the_graph():
     hidden, weight, _ = tensors()
     reference = Projection(weight.detach(), case())
     chunked_full_kl(hidden[:0], weight, hidden.detach()[:0], case(), reference).sum().backward()

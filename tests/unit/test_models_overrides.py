@@ -50,18 +50,18 @@ def refused(hf_config, overrides, **keys) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-moonlight"])
-def test_whatever_is_set_is_refused_or_known_to_be_harmless(name):
+def test_every_field_is_refused_or_known_to_be_harmless(name):
     hf_config = read(name)
     given = fields_set(family_config(hf_config), MegatronConfig(), Layout(1), torch.float32)
     assert given.keys() - refused(hf_config, given) <= MAY_CHANGE
 
 
-def test_every_field_named_is_one_of_megatrons():
+def test_every_listed_field_exists_in_megatron():
     named = ARCHITECTURE | DECIDED.keys() | OTHER_NAMES.keys()
     assert named <= transformer_fields(latent=True)
 
 
-def test_a_field_that_changes_how_is_passed_on():
+def test_a_field_that_changes_how_a_model_is_computed_is_passed_on():
     hf_config, overrides = read("tiny"), {"attention_softmax_in_fp32": False}
     assert refused(hf_config, overrides) == set()
     assert build(hf_config).attention_softmax_in_fp32
@@ -69,7 +69,7 @@ def test_a_field_that_changes_how_is_passed_on():
 
 
 @pytest.mark.parametrize("modules", [["nonsense"], 3])
-def test_a_value_megatron_does_not_take_is_a_fault_of_the_recipe(modules):
+def test_a_value_that_megatron_rejects_is_an_issue_of_the_recipe(modules):
     hf_config, overrides = read("tiny-moe"), {"recompute_modules": modules}
     assert refused(hf_config, overrides, recompute_granularity="selective") == set()
     with pytest.raises(ConfigError, match=r"megatron\.override_transformer_config"):

@@ -91,7 +91,7 @@ def test_merged_halves_are_attention_on_both(cut):
     torch.testing.assert_close(lse[0, :, 0], wanted_lse[:, -1], rtol=1e-13, atol=1e-13)
 
 
-def test_a_block_out_of_sight_changes_nothing():
+def test_a_block_outside_the_mask_changes_nothing():
     """Its output is 0 and its log-sum-exp -inf; merged, the other block's stand."""
     q, k, v = (x.detach()[None] for x in random_qkv(20))
     block = BlockAttention(window=2)
@@ -104,7 +104,7 @@ def test_a_block_out_of_sight_changes_nothing():
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_every_chunk_sees_all_before_it_once_and_work_is_even(size):
+def test_every_chunk_attends_once_to_all_before_it_and_work_is_even(size):
     places = [ContextPlace(size, rank) for rank in range(size)]
     seen = []
     for place in places:

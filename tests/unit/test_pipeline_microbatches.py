@@ -51,7 +51,7 @@ def test_partition_with_equal_counts():
     assert sorted(len(part) for part in parts) == [3, 3]
 
 
-def test_a_plan_of_some_of_the_batch_names_only_those():
+def test_a_plan_for_part_of_the_batch_contains_only_that_part():
     plan = plan_microbatches([5, 6, 7, 8], [3, 1], 2, MicroBatchLimits(4))
     assert sorted(i for rank in plan for part in rank for i in part) == [1, 3]
 
@@ -61,7 +61,7 @@ def test_a_sequence_over_the_budget_is_alone():
     assert sorted(map(sorted, plan[0])) == [[0, 2], [1]]
 
 
-def test_measure_schedule_is_one_forward_of_each_role():
+def test_the_forward_schedule_is_one_forward_pass_of_each_role():
     roles = [MicroBatchSpec(name, 2, 1, MicroBatchLimits(2)) for name in ("actor", "critic")]
     actions = forward_schedule([4, 4, 4, 4, 4], roles)
     assert [(a.kind, a.role, a.mini_batch) for a in actions] == [
@@ -70,7 +70,7 @@ def test_measure_schedule_is_one_forward_of_each_role():
     ]
 
 
-def test_update_schedule_steps_after_every_gradient():
+def test_the_update_schedule_steps_after_every_mini_batch():
     role = MicroBatchSpec("actor", 1, 2, MicroBatchLimits(1))
     actions = update_schedule([4] * 5, role, [[0, 1, 2], [3, 4]])
     assert [a.kind for a in actions] == ["forward_backward", "optimizer_step"] * 2

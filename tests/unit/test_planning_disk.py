@@ -50,12 +50,12 @@ def test_bytes_of_a_checkpoint(settings, actor, critic):
         (["save_every_minutes=30"], 9, "every 30 minutes, 205.6 GB each; all stay: "),
     ],
 )
-def test_what_is_kept_is_told(settings, steps, text):
+def test_the_disk_space_of_kept_checkpoints_is_reported(settings, steps, text):
     keys = [f"trainer.{key}" for key in settings]
     assert text in describe_checkpoints(*planned(f"model.path={CONFIG}", *keys), steps)
 
 
-def test_a_dry_run_tells_it(capsys):
+def test_a_dry_run_prints_the_disk_space(capsys):
     keys = ["data.max_prompt_length=64", "data.max_response_length=64"]
     save = ["trainer.save_freq=3", "trainer.total_training_steps=9"]
     assert main(["--dry-run", "data.task=arithmetic", *keys, *save]) == 0

@@ -31,7 +31,7 @@ def test_a_dense_model_by_hand():
     assert counted.training([3, 2], 2) == 3 * counted.forward([3, 2], 2)
 
 
-def test_a_mixture_counts_the_experts_a_token_visits():
+def test_a_mixture_counts_the_experts_of_a_token():
     # attention 768 as above, router 8x16, two experts of 3 * 16*12; the first layer is dense
     config = hf.Qwen3MoeConfig(**DENSE, **EXPERTS, mlp_only_layers=[0])
     per_token = 3 * 768 + 1152 + 2 * (128 + 2 * 576)
@@ -49,7 +49,7 @@ def test_latent_attention_by_hand():
     assert counted.per_pair == 2 * 4 * (6 + 5)
 
 
-def test_a_window_bounds_what_a_query_sees():
+def test_a_window_limits_the_keys_of_a_query():
     assert [seen_pairs(n, None) for n in (0, 1, 4)] == [0, 1, 10]
     assert [seen_pairs(n, 2) for n in (0, 1, 4)] == [0, 1, 7]
     windows = model_flops(hf.MistralConfig(**DENSE, sliding_window=5), "policy").windows

@@ -7,7 +7,7 @@ from mppo.parallel.launch import LaunchInfo
 from mppo.report.opening import opening_lines
 
 
-def test_a_run_says_what_trains_where_and_on_what(tmp_path):
+def test_the_first_lines_describe_the_run(tmp_path):
     recipe = load_recipe(
         None,
         [

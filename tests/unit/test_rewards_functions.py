@@ -90,7 +90,7 @@ def test_further_numbers_are_kept_by_name_and_texts_are_not():
         (JudgingError("prompt 41 was too much"), "prompt 41 was too much"),
     ],
 )
-def test_what_cannot_be_judged_is_told_or_scores_zero(result, message):
+def test_what_cannot_be_judged_is_reported_or_scores_zero(result, message):
     with pytest.raises(ValueError, match=message):
         judged(result)
     found = judged(result, on_error="zero")

@@ -83,18 +83,18 @@ def test_a_tensor_the_server_drops_is_named(tmp_path, name: str) -> None:
     assert told == f"ValueError: verify_sync: {name} was sent, but SGLang holds something else\n"
 
 
-def test_a_tensor_without_a_place_is_named(tmp_path) -> None:
+def test_a_tensor_without_a_parameter_is_named(tmp_path) -> None:
     stranger = ("layers.0.mlp.gate_proj.weight", torch.ones(2, 2))
     told = _loaded(Server(), [*_bucket(), stranger], tmp_path / "report")
     assert "layers.0.mlp.gate_proj.weight was sent, but SGLang's model has no such tensor" in told
 
 
-def test_what_the_server_refuses_is_told_without_checks_too(tmp_path) -> None:
+def test_a_servers_refusal_is_reported_without_checks_too(tmp_path) -> None:
     misshapen = [("norm.weight", torch.ones(5))]
     assert "RuntimeError" in _loaded(Server(), misshapen, tmp_path / "report", checked=False)
 
 
-def test_checksums_see_every_byte() -> None:
+def test_checksums_depend_on_every_byte() -> None:
     flat = torch.randint(256, (37,), dtype=torch.uint8)
     before = checked_load.tensor_checksum(flat)
     for place in range(37):

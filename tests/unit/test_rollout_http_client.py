@@ -66,7 +66,7 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def test_the_client_tells_refusals_from_lost_servers(url: str) -> None:
+def test_the_client_distinguishes_refusals_from_lost_servers(url: str) -> None:
     client = JsonClient(url, "key", timeout_s=30.0)
     answer = client.post("/echo", {"a": [1]})
     assert (answer["got"], answer["key"]) == ({"a": [1]}, "Bearer key")
@@ -97,7 +97,7 @@ CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (says(b"\x1b[2Jsesame-sesame\r\n", b"500 No"), ServerLost, r"status 500: \[2J\*\*\*  $"),
     ],
 )
-def test_a_hostile_server_is_bounded_and_its_words_are_cleaned(answer, error, message) -> None:
+def test_a_hostile_servers_answer_is_limited_and_sanitised(answer, error, message) -> None:
     timeout_s = 1.0 if "no answer" in message else 60.0
     with hostile_server(answer) as url, pytest.raises(error, match=message) as caught:
         JsonClient(url, "sesame-sesame", timeout_s).post("/generate", {})
@@ -111,7 +111,7 @@ def test_a_kept_alive_connection_that_was_closed_is_opened_again(url: str) -> No
         time.sleep(0.1)
 
 
-def test_a_connection_serves_whichever_thread_asks_next(url: str) -> None:
+def test_a_connection_is_reused_by_other_threads(url: str) -> None:
     client, used = JsonClient(url, None, timeout_s=30.0), []
     for _ in range(3):
         asking = threading.Thread(target=lambda: used.append(client.post("/echo")["from"]))
@@ -121,7 +121,7 @@ def test_a_connection_serves_whichever_thread_asks_next(url: str) -> None:
     assert len(set(used)) == 1
 
 
-def test_a_server_of_others_at_the_same_port_is_not_taken_for_ours(url: str, tmp_path) -> None:
+def test_another_runs_server_on_the_same_port_does_not_count_as_ours(url: str, tmp_path) -> None:
     assert is_ours(SGLangApi(url, "key", 5.0))
     stranger = SGLangApi(url, "another", 5.0)
     assert stranger.is_up()
@@ -133,7 +133,7 @@ def test_a_server_of_others_at_the_same_port_is_not_taken_for_ours(url: str, tmp
         server.wait_until_up()
 
 
-def test_a_version_without_a_needed_call_is_told(url: str) -> None:
+def test_a_version_without_a_needed_call_is_reported(url: str) -> None:
     api = SGLangApi(url, "key", 5.0)
     api.begin_update()  # versions before 0.5.21 have no sessions
     api.end_update()
@@ -150,7 +150,9 @@ def _external(url: str, folder: Path, **options: object) -> Fleet:
     )
 
 
-def test_an_external_server_that_refuses_the_key_is_told(url: str, tmp_path, monkeypatch) -> None:
+def test_an_external_server_that_refuses_the_key_is_reported(
+    url: str, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, "another")
     with pytest.raises(RuntimeError, match=rf"{url} .*does not take the key in {API_KEY_VARIABLE}"):
         _external(url, tmp_path).revive()
@@ -158,7 +160,7 @@ def test_an_external_server_that_refuses_the_key_is_told(url: str, tmp_path, mon
     assert _external(url, tmp_path).revive() == [0]
 
 
-def test_an_external_address_without_a_server_is_told(url: str, tmp_path) -> None:
+def test_an_external_address_without_a_server_is_reported(url: str, tmp_path) -> None:
     """At once where another program answers, and after ``start_timeout_s`` where none does."""
     wiki = f"{url}/wiki"
     with pytest.raises(RuntimeError, match=rf"{wiki} .*no SGLang server: .*/health: status 404"):
@@ -169,7 +171,7 @@ def test_an_external_address_without_a_server_is_told(url: str, tmp_path) -> Non
     assert not is_ours(SGLangApi(wiki, "key", 5.0))
 
 
-def test_what_no_attempt_serves_is_told_with_the_servers_reason(
+def test_a_request_that_fails_every_attempt_is_reported_with_the_servers_reason(
     url: str, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, "key")

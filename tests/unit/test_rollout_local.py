@@ -314,7 +314,7 @@ def test_empty_prompts_are_refused(engine_and_reference) -> None:
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_weights_that_are_not_finite_are_told(engine_and_reference, top_p: float) -> None:
+def test_weights_that_are_not_finite_are_reported(engine_and_reference, top_p: float) -> None:
     engine, reference = engine_and_reference("qwen2")
     weights = [(name, tensor * float("nan")) for name, tensor in reference.state_dict().items()]
     engine.update_weights([weights], version=6)
@@ -322,7 +322,7 @@ def test_weights_that_are_not_finite_are_told(engine_and_reference, top_p: float
         engine.generate(GenerationRequest(_prompts(), SamplingConfig(top_p=top_p), 4, seed=0))
 
 
-def test_finished_responses_are_told_while_others_are_generated(engine_and_reference) -> None:
+def test_on_response_gets_responses_while_others_are_generated(engine_and_reference) -> None:
     engine, _ = engine_and_reference("qwen2", batch_size=4)
     told: dict[int, Trajectory] = {}
     everything = engine.generate(

@@ -142,12 +142,12 @@ def test_every_family_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_what_sglang_computes_too_is_taken(name: str) -> None:
+def test_settings_that_sglang_supports_are_accepted(name: str) -> None:
     assert list(engine_issues(recipe(), FITS[name](), on_cpu=True)) == []
 
 
 @pytest.mark.parametrize("name", DIFFERS)
-def test_what_sglang_computes_otherwise_is_refused(name: str) -> None:
+def test_settings_that_sglang_computes_differently_are_refused(name: str) -> None:
     make, why = DIFFERS[name]
     (issue,) = engine_issues(recipe(), make(), on_cpu=False)
     assert (issue.key, issue.value) == ("rollout.name", "sglang")
@@ -187,7 +187,7 @@ def test_soft_capped_scores_need_a_backend_that_caps() -> None:
     assert "attention_backend" not in server_options("/m", "bfloat16", 1, 0, False, {}, uncapped)
 
 
-def test_sglang_is_told_the_rotary_scaling_in_its_own_words() -> None:
+def test_rotary_scaling_is_translated_for_sglang() -> None:
     told = sglang_settings(FITS["qwen2 yarn"]())["rope_parameters"]
     assert told["truncate"] is False
     # SGLang knows no attention_factor: (0.1 mscale ln(4) + 1) / (0.1 * 0 ln(4) + 1) is 1.5
@@ -206,14 +206,14 @@ def test_a_servers_groups_of_experts_are_the_actors() -> None:
     assert told["scoring_func"] == "softmax"
 
 
-def test_weights_come_dequantised() -> None:
+def test_weights_are_sent_dequantised() -> None:
     quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     told = sglang_settings(hf.DeepseekV3Config(**V3, quantization_config=quantised))
     assert told["quantization_config"] is None
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_own_classes_are_asked_for_where_sglangs_differ(name: str) -> None:
+def test_own_classes_are_selected_where_sglangs_differ(name: str) -> None:
     model_type = FITS[name]().model_type
     asked = "SGLANG_EXTERNAL_MODEL_PACKAGE" in server_environment(1, False, model_type)
     assert asked == (model_type in ("gemma", "deepseek_v2", "deepseek_v3"))

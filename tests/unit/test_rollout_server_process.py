@@ -43,7 +43,7 @@ def process_server(
     return ServerProcess("test", lambda port: command, {}, tmp_path / "log", up, timeout_s)
 
 
-def test_the_servers_environment_knows_nothing_of_the_launcher(monkeypatch) -> None:
+def test_the_servers_environment_has_no_variables_of_the_launcher(monkeypatch) -> None:
     for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "PMI_RANK"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("KEPT", "yes")
@@ -55,7 +55,7 @@ def test_the_servers_environment_knows_nothing_of_the_launcher(monkeypatch) -> N
     )
 
 
-def test_stop_kills_the_whole_tree(tmp_path) -> None:
+def test_stop_kills_the_process_tree(tmp_path) -> None:
     server = process_server(tmp_path, SLEEPER)
     server.start()
     guard = psutil.Process(server._process.pid)
@@ -66,7 +66,7 @@ def test_stop_kills_the_whole_tree(tmp_path) -> None:
     assert _wait(lambda: not any(_running(p.pid) for p in family))
 
 
-def test_an_option_that_a_server_does_not_know_is_told_without_those_it_knows(tmp_path) -> None:
+def test_an_unknown_server_option_is_reported_without_the_known_ones(tmp_path) -> None:
     code = "import argparse; p = argparse.ArgumentParser('server')\nfor i in range(99):"
     code += " p.add_argument(f'--known-{i}')\np.parse_args(['--unknown', '3'])"
     server = process_server(tmp_path, [sys.executable, "-c", code], up=lambda port: False)
@@ -78,7 +78,9 @@ def test_an_option_that_a_server_does_not_know_is_told_without_those_it_knows(tm
     )
 
 
-def test_a_server_that_ends_or_stays_silent_is_told_with_its_last_words(tmp_path, capsys) -> None:
+def test_a_server_that_exits_or_does_not_start_is_reported_with_its_last_output(
+    tmp_path, capsys
+) -> None:
     talker = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
     server = process_server(tmp_path, talker, up=lambda port: False)
     server.start()
@@ -151,7 +153,7 @@ time.sleep(600)
                 process.kill()
 
 
-def test_shared_memory_of_a_server_is_removed_though_its_owner_was_killed(tmp_path) -> None:
+def test_shared_memory_of_a_server_is_removed_after_its_owner_was_killed(tmp_path) -> None:
     """SGLang names its segments itself, and a killed server leaves them behind."""
     shared = SHARED_MEMORY / f"server-test-{secrets.token_hex(8)}"
     maps = f"""
@@ -211,7 +213,7 @@ def test_the_key_is_not_in_the_command_and_its_file_is_private(tmp_path) -> None
     assert "host: 127.0.0.1" in text
 
 
-def test_every_start_gives_the_servers_ranks_a_port_to_meet_at(tmp_path) -> None:
+def test_every_start_chooses_a_rendezvous_port_for_the_servers_ranks(tmp_path) -> None:
     def nccl_port(server_args: dict[str, object]) -> int:
         options = server_options("/model", "float32", 1, 0, True, server_args, CONFIG)
         server = own_server(0, options, server_environment(1, True, "qwen2"), "key", tmp_path, 1.0)
@@ -225,14 +227,14 @@ def test_every_start_gives_the_servers_ranks_a_port_to_meet_at(tmp_path) -> None
     assert nccl_port({"nccl_port": 23456}) == 23456
 
 
-def test_a_server_on_gpus_begins_at_its_first_and_can_give_memory_back() -> None:
+def test_gpu_options_set_the_first_device_and_memory_saver() -> None:
     gpu = server_options("/model", "bfloat16", 4, 4, False, {"mem_fraction_static": 0.6}, CONFIG)
     assert gpu["base_gpu_id"] == 4
     assert gpu["enable_memory_saver"] is True
     assert gpu["mem_fraction_static"] == 0.6
 
 
-def test_settings_sglang_misses_in_the_folder_are_given() -> None:
+def test_settings_missing_in_config_json_are_passed_to_sglang() -> None:
     latent = SimpleNamespace(model_type="deepseek_v3", scoring_func="sigmoid")
     options = server_options("/model", "float32", 1, 0, True, {}, latent)
     given = json.loads(options["json_model_override_args"])

@@ -73,7 +73,7 @@ def _told(
     return report.read_text() if report.exists() else ""
 
 
-def test_everything_then_what_changed(tmp_path) -> None:
+def test_the_first_update_writes_everything_and_later_ones_only_changes(tmp_path) -> None:
     server, first, second = Server(), _values(1), _values(1)
     before = _packed(first)
     assert _told(server, tmp_path / "report", before, WHOLE, PIECES) == ""
@@ -99,7 +99,7 @@ def test_everything_then_what_changed(tmp_path) -> None:
     assert "verify_sync: mlp.experts.w13_weight would not be what the trainer holds" in told
 
 
-def test_a_message_that_changed_throughout_goes_whole() -> None:
+def test_a_message_with_all_blocks_changed_is_sent_in_full() -> None:
     packed = torch.arange(4 * BLOCK, dtype=torch.uint8)
     changed = torch.ones(4, dtype=torch.bool)
     blocks, content = block_message(packed, changed, [(0, 2 * BLOCK), (3 * BLOCK, 4 * BLOCK)])
@@ -115,7 +115,7 @@ def test_a_message_that_changed_throughout_goes_whole() -> None:
         ({"whole": (3, 20)}, r"shape [3, 40] on a rank of SGLang, not [3, 20]"),
     ],
 )
-def test_a_parameter_kept_otherwise_is_named(tmp_path, wrong: dict, why: str) -> None:
+def test_a_parameter_of_another_shape_is_named(tmp_path, wrong: dict, why: str) -> None:
     pieces = [replace(COLUMNS, **wrong)]
     server = Server()
     told = _told(server, tmp_path / "report", _packed(_values(1))[:128], WHOLE, pieces)
@@ -124,7 +124,7 @@ def test_a_parameter_kept_otherwise_is_named(tmp_path, wrong: dict, why: str) ->
     assert server.held["mlp.down_proj.weight"].eq(0).all()
 
 
-def test_gates_after_ups_are_refused(tmp_path) -> None:
+def test_kernels_with_up_before_gate_are_refused(tmp_path) -> None:
     server = Server()
     server.quant_method = SimpleNamespace(load_up_proj_weight_first=True)
     told = _told(server, tmp_path / "report", _packed(_values(1)), WHOLE, PIECES)
@@ -132,7 +132,7 @@ def test_gates_after_ups_are_refused(tmp_path) -> None:
     assert server.held["mlp.down_proj.weight"].eq(0).all()
 
 
-def test_a_parameter_that_rounds_takes_no_blocks(tmp_path) -> None:
+def test_a_rounded_parameter_is_not_updated_by_blocks(tmp_path) -> None:
     server = Server()
     server.held["mlp.down_proj.weight"] = torch.zeros(3, 40, dtype=torch.bfloat16)
     content = torch.zeros(2 * BLOCK, dtype=torch.uint8)
@@ -141,7 +141,7 @@ def test_a_parameter_that_rounds_takes_no_blocks(tmp_path) -> None:
     )
 
 
-def test_what_is_derived_follows(tmp_path) -> None:
+def test_derived_parameters_are_updated(tmp_path) -> None:
     latent = PieceRow("attn.kv_b_proj.weight", (4,), None, 0, 0, (4,), "float32", 0)
     server = Server()
     content = torch.ones(4).view(torch.uint8)

@@ -66,7 +66,7 @@ def test_a_folder_may_itself_be_a_link(tmp_path):
     assert inside(tmp_path / "link", "x") == tmp_path / "link/x"
 
 
-def test_a_file_that_is_not_there_is_told_so(tmp_path):
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json: no such file"):
         read_json(tmp_path / "config.json")
     with pytest.raises(ValueError, match="no such folder"):
@@ -95,6 +95,6 @@ def test_a_template_gives_the_same_text_in_its_own_process():
     assert render(TEMPLATE, tokenizer.special_tokens_map, conversations) == expected
 
 
-def test_a_template_that_refuses_its_messages_is_told_with_its_words():
+def test_a_templates_own_error_is_reported():
     with pytest.raises(ConfigError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}", {}, [MESSAGES])

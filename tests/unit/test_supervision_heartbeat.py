@@ -18,7 +18,7 @@ def beat(number: int, progress: int, phase: str = "gen, step 3", last_step: int 
     return Beat(number, progress, phase, last_step, "node7", 123)
 
 
-def test_a_job_that_beats_and_goes_on_is_well():
+def test_a_job_with_heartbeats_and_progress_is_healthy():
     judge = HealthMonitor(2, silence_s=20, hang_s=100)
     for second in range(300):
         judge.update({0: beat(second, second // 50), 1: beat(second, 0)}, float(second))
@@ -48,7 +48,7 @@ def test_by_default_a_dead_rank_is_found_well_within_half_a_minute():
     assert "rank 1 of 2" in judge.diagnose(25.0)
 
 
-def test_a_hang_says_where_every_rank_is():
+def test_a_hang_reports_where_every_rank_is():
     judge = HealthMonitor(5, silence_s=20, hang_s=60)
     for second in range(62):
         beats = {rank: beat(second, 7, "updating actor, step 3") for rank in (0, 1, 2, 4)}
@@ -62,7 +62,7 @@ def test_a_hang_says_where_every_rank_is():
     ]
 
 
-def test_ranks_that_have_not_begun_are_not_missed():
+def test_ranks_without_a_first_heartbeat_are_not_reported():
     judge = HealthMonitor(3, silence_s=20, hang_s=1000)
     for second in range(100):
         judge.update({0: beat(second, second)}, float(second))

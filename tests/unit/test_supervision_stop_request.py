@@ -17,7 +17,7 @@ def clock(monkeypatch):
     stop_request.reset()
 
 
-def test_nothing_is_left_unasked(clock):
+def test_without_a_request_no_step_is_interrupted(clock):
     stop_request.reset(20.0)
     stop_request.expect(1e6)
     clock[0] += 1e6
@@ -37,7 +37,7 @@ def test_a_step_expected_to_end_in_time_is_finished(clock):
     stop_request.sync()
 
 
-def test_a_step_expected_to_end_too_late_is_left_at_once(clock):
+def test_a_step_expected_to_end_too_late_is_interrupted_at_once(clock):
     stop_request.reset(20.0)
     stop_request.expect(60.0)
     clock[0] += 30.0
@@ -47,7 +47,7 @@ def test_a_step_expected_to_end_too_late_is_left_at_once(clock):
     assert not left.value.half_done
 
 
-def test_a_step_that_takes_longer_than_expected_is_left_in_the_end(clock):
+def test_a_step_that_takes_longer_than_expected_is_interrupted_in_the_end(clock):
     stop_request.reset(20.0)
     stop_request.request()
     stop_request.raise_if_due()
@@ -56,7 +56,7 @@ def test_a_step_that_takes_longer_than_expected_is_left_in_the_end(clock):
         stop_request.raise_if_due()
 
 
-def test_updates_are_finished_where_the_rest_fits(clock):
+def test_updates_are_finished_if_there_is_time(clock):
     stop_request.reset(20.0)
     stop_request.request()
     clock[0] += 10.0
@@ -66,7 +66,7 @@ def test_updates_are_finished_where_the_rest_fits(clock):
     assert left.value.half_done
 
 
-def test_null_never_leaves_a_step(clock):
+def test_with_null_no_step_is_interrupted(clock):
     stop_request.reset(None)
     stop_request.request()
     clock[0] += 1e6
@@ -74,7 +74,7 @@ def test_null_never_leaves_a_step(clock):
     assert not stop_request.overdue()
 
 
-def test_before_the_launcher_kills_the_process_speaks(clock):
+def test_the_deadline_is_before_the_launchers_kill(clock):
     stop_request.reset(20.0)
     stop_request.request()
     clock[0] += 27.0
@@ -92,7 +92,7 @@ def test_a_launcher_that_waits_longer_gives_more_time(clock):
     assert stop_request.overdue()
 
 
-def test_once_training_has_ended_nothing_is_late(clock):
+def test_after_training_there_is_no_deadline(clock):
     stop_request.reset(20.0)
     stop_request.request()
     stop_request.over()
@@ -100,7 +100,7 @@ def test_once_training_has_ended_nothing_is_late(clock):
     assert not stop_request.overdue()
 
 
-def test_whoever_wants_to_know_is_told_at_once_and_once(clock):
+def test_listeners_are_called_at_once_and_only_once(clock):
     told = []
     stop_request.reset(20.0)
     stop_request.on_ask(lambda: told.append(clock[0]))

@@ -46,7 +46,7 @@ def test_score_and_kl_penalty_become_token_rewards():
     assert current_kl(outputs, algorithm) == pytest.approx((0.5 - 1.0) / 2)
 
 
-def test_values_and_policy_may_have_their_own_lambda():
+def test_returns_may_have_a_lambda_of_their_own():
     outputs = outputs_of([3, 4])
     both = AlgorithmConfig(lam=0.5, lam_value=1.0, whiten_advantages=False)
     experience = estimate(outputs, both, 0.0)
@@ -68,7 +68,7 @@ def test_reinforce_plus_plus_and_remax_by_hand():
         estimate(outputs, remax, 0)
 
 
-def test_group_estimators_spread_one_number_over_the_response():
+def test_group_estimators_assign_one_number_to_all_tokens():
     outputs = outputs_of([2, 1], scores=[1.0, 3.0])
     experience = estimate(outputs, AlgorithmConfig(adv_estimator="dr_grpo"), 0)
     assert experience.advantages_T.tolist() == [0.0, -1.0, -1.0, 0.0, 1.0]
@@ -147,12 +147,12 @@ def test_bypass_trains_against_the_engine_and_refuses_double_correction():
         estimate(outputs, AlgorithmConfig(rollout_correction=both), 0)
 
 
-def test_truncated_responses_can_be_left_out_of_the_loss():
+def test_mask_truncated_removes_truncated_responses_from_the_loss():
     experience = estimate(outputs_of([2, 2]), AlgorithmConfig(mask_truncated=True), 0)
     assert experience.loss_weight_T.tolist() == [0, 1, 1, 0, 0, 0]
 
 
-def test_scores_are_normalised_as_asked():
+def test_score_normalisation_modes_by_hand():
     batch = outputs_of([1, 1, 1, 1], scores=[1.0, 3.0, 5.0, 5.0]).batch
     moments = RewardStats()
     moments.merge(batch.scores_B)
@@ -181,7 +181,7 @@ def test_scores_are_normalised_as_asked():
         ({"mode": "group"}, [-6 / 2**0.5, -4 / 2**0.5, 4.0, 4.0]),
     ],
 )
-def test_remax_compares_scores_and_greedy_scores_on_one_scale(mode, expected):
+def test_remax_normalises_scores_and_greedy_scores_alike(mode, expected):
     outputs = outputs_of([1, 1, 1, 1], scores=[1.0, 3.0, 6.0, 6.0])
     moments = RewardStats()
     moments.merge(outputs.batch.scores_B)
@@ -217,7 +217,7 @@ def test_experience_metrics_by_hand():
 # Each system's published formula, on padded rows as that system has them, in float64.
 
 
-def test_the_controller_a_recipe_asks_for():
+def test_the_recipe_selects_the_kl_controller():
     config = KLControlConfig(type="adaptive", kl_coef=0.2, target_kl=0.1, horizon=100)
     controller = kl_controller(config)
     controller.update(0.2, 10)

@@ -69,7 +69,7 @@ def test_a_rank_without_memory_says_what_it_did_and_what_would_help(capsys, monk
         (errno.EFBIG, "the file is longer than this process may write: runs/x/metrics.jsonl"),
     ],
 )
-def test_a_disk_that_takes_no_more_is_told_without_a_traceback(capsys, number, why):
+def test_a_disk_that_takes_no_more_is_reported_without_a_traceback(capsys, number, why):
     error = OSError(number, os.strerror(number), "runs/x/metrics.jsonl")
     _report_failure(error, LaunchInfo(0, 2, 0, 2, "127.0.0.1", 1, "torchrun"), RECIPE)
     (line,) = capsys.readouterr().err.splitlines()

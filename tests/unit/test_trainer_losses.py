@@ -81,7 +81,7 @@ def evaluate(targets, actor, cuts, logprobs, entropy):
 
 @pytest.mark.parametrize("loss_agg_mode", AGGREGATIONS)
 @pytest.mark.parametrize("loss_mode", LOSS_MODES)
-def test_any_cut_gives_the_same_loss_gradient_and_statistics(loss_mode, loss_agg_mode):
+def test_micro_batches_do_not_change_loss_gradient_and_statistics(loss_mode, loss_agg_mode):
     experience = experience_of([3, 0, 5, 1, 4], rejected=[3])
     actor = actor_of(loss_mode, loss_agg_mode, use_kl_loss=True, entropy_coeff=0.01)
     targets = policy_targets(experience, [4, 0, 1, 2, 3], actor)
@@ -108,7 +108,7 @@ def test_a_micro_batch_without_a_trained_token_keeps_its_graph():
     assert all(math.isfinite(value) for value in stats.values())
 
 
-def test_what_lies_outside_the_mask_counts_for_nothing_not_even_nan():
+def test_masked_tokens_do_not_count_not_even_nan():
     experience = experience_of([2, 3])
     actor = actor_of(use_kl_loss=True, entropy_coeff=0.1)
     targets = policy_targets(experience, [0, 1], actor)
@@ -138,7 +138,7 @@ def test_the_policy_loss_by_hand():
     assert stats["actor/entropy"] == 1.0
 
 
-def test_importance_weights_touch_neither_entropy_nor_kl_loss():
+def test_importance_weights_do_not_change_entropy_or_kl_loss():
     experience = experience_of([3, 2])
     actor = actor_of(use_kl_loss=True, kl_loss_type="k2")
     targets = policy_targets(experience, [0, 1], actor)
@@ -148,7 +148,7 @@ def test_importance_weights_touch_neither_entropy_nor_kl_loss():
     torch.testing.assert_close(stats["actor/entropy"], torch.tensor(1.0))
 
 
-def test_rejected_sequences_leave_the_normaliser():
+def test_rejected_sequences_do_not_count_in_the_normaliser():
     kept = experience_of([3, 2, 4], seed=4)
     rejected = experience_of([3, 2, 4], seed=4, rejected=[1])
     for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
@@ -206,13 +206,13 @@ def test_the_value_objective_by_hand_and_over_micro_batches():
     torch.testing.assert_close(sum(parts), loss)
 
 
-def test_targets_move_between_devices_whole():
+def test_targets_move_between_devices_completely():
     targets = policy_targets(experience_of([2]), [0], actor_of())
     moved = to_device(targets, "meta")
     assert moved.cu_seqlens.device.type == moved.weight_T.device.type == "meta"
 
 
-def test_covariance_selection_speaks_of_the_whole_mini_batch():
+def test_covariance_selection_covers_the_complete_mini_batch():
     experience = experience_of([30, 30])
     for mode in ("clip_cov", "kl_cov"):
         targets = policy_targets(experience, [0, 1], actor_of(mode))

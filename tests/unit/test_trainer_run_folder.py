@@ -109,7 +109,7 @@ FAILED = Earlier(recipe={})
         (ENDED, "auto", ["x"], SET_ASIDE, 4, "over another"),
     ],
 )
-def test_what_a_start_makes_of_a_folder(earlier, start, changed, on_existing_run, total, expected):
+def test_the_decision_of_a_start(earlier, start, changed, on_existing_run, total, expected):
     trainer = TrainerConfig(on_existing_run=on_existing_run)
     if expected is None:
         with pytest.raises(ConfigError, match="holds results of another recipe"):
@@ -118,7 +118,7 @@ def test_what_a_start_makes_of_a_folder(earlier, start, changed, on_existing_run
         assert decide(earlier, trainer, start, total, changed) == expected
 
 
-def test_other_servers_and_schedules_make_no_other_training(tmp_path):
+def test_other_servers_and_schedules_count_as_the_same_training(tmp_path):
     keys = ["rollout.name=sglang", "rollout.mode=disaggregated", "rollout.urls=[http://a:1]"]
     run = ran(tmp_path / "run", *keys)
     keys[2] = "rollout.urls=[http://b:2]"
@@ -127,14 +127,14 @@ def test_other_servers_and_schedules_make_no_other_training(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "recipe.yaml"])
-def test_what_is_no_file_where_a_run_writes_one_is_refused(tmp_path, name):
+def test_anything_but_a_file_in_place_of_a_runs_file_is_refused(tmp_path, name):
     run = ran(tmp_path / "run")
     (run / name).unlink()
     os.mkfifo(run / name)  # whoever opened it would wait for ever
     assert f"{name} is not a file" in refused(run)
 
 
-def test_a_finished_run_whose_export_is_gone_goes_on_from_its_checkpoint():
+def test_a_finished_run_without_its_export_resumes_from_its_checkpoint():
     earlier = Earlier(steps=(4,), finished=STEPS, results=True, recipe={})
     assert decide(earlier, TrainerConfig(), "auto", STEPS, []) == "goes on"
     assert decide(earlier, TrainerConfig(export_hf=False), "auto", STEPS, []) == "finished"
@@ -160,7 +160,7 @@ def test_a_run_that_finished_before_there_was_a_status_is_known_by_its_report(tm
     assert (folder.finished, folder.found.manifest.step) == (False, 2)
 
 
-def test_a_finished_run_is_no_answer_to_a_recipe_of_another_model(tmp_path):
+def test_a_finished_run_of_another_model_is_refused(tmp_path):
     run = ran(tmp_path / "run", checkpoints=(4,))
     with pytest.raises(ConfigError, match="has no actor, this recipe trains one"):
         RunFolder(run, recipe_of(run), STEPS, {"actor": {"hidden_size": 1}}, print)
@@ -176,7 +176,7 @@ def test_a_finished_run_is_no_answer_to_a_recipe_of_another_model(tmp_path):
         (["critic.path={}/warm_start", "trainer.warm_start_steps=3"], "critic.path"),
     ],
 )  # fmt: skip
-def test_a_refused_start_leaves_everything_as_it_was(tmp_path, keys, message):
+def test_a_refused_start_changes_nothing(tmp_path, keys, message):
     run = ran(tmp_path / "run")
     exported(run / "warm_start")
     assert message in refused(run, *[key.format(run) for key in keys])
@@ -191,7 +191,7 @@ def test_a_refused_start_leaves_everything_as_it_was(tmp_path, keys, message):
         ("", ["actor.optim.lr=0.5", "trainer.on_existing_run=set_aside"]),
     ],
 )
-def test_results_are_set_aside_whole_and_twice(tmp_path, status, keys):
+def test_results_are_set_aside_completely_and_repeatedly(tmp_path, status, keys):
     run = ran(tmp_path / "run", status=status)
     (run / "notes.txt").write_text("of the user")
     for number in (1, 2):
@@ -212,7 +212,7 @@ def test_results_are_set_aside_whole_and_twice(tmp_path, status, keys):
             write_status(run, Status(status, STEPS, STEPS))
 
 
-def test_what_is_newer_than_where_a_run_goes_on_is_set_aside(tmp_path):
+def test_files_newer_than_the_resumed_checkpoint_are_set_aside(tmp_path):
     run = ran(tmp_path / "run", checkpoints=(1, 2, 3, 4))
     exported(run / "hf/global_step_4")
     before = contents(run)
@@ -230,7 +230,7 @@ def test_what_is_newer_than_where_a_run_goes_on_is_set_aside(tmp_path):
     assert opened(run).found.manifest.step == 1, "the next start does not take the old branch"
 
 
-def test_a_damaged_newer_checkpoint_is_set_aside_where_the_run_goes_on(tmp_path):
+def test_a_damaged_newer_checkpoint_is_set_aside_on_resume(tmp_path):
     run, said = ran(tmp_path / "run", status="running", checkpoints=(2, 5)), []
     flip(run / "checkpoints/global_step_5")
     folder = opened(run, said=said)
@@ -241,7 +241,7 @@ def test_a_damaged_newer_checkpoint_is_set_aside_where_the_run_goes_on(tmp_path)
     assert (run / "earlier-1/checkpoints/global_step_5/manifest.json").exists()
 
 
-def test_going_on_where_it_was_killed_moves_nothing(tmp_path):
+def test_resuming_a_killed_run_moves_nothing(tmp_path):
     run = ran(tmp_path / "run", status="running", step=2, checkpoints=(1, 2))
     (run / "checkpoints/.global_step_3.partial").mkdir()
     before = contents(run)
@@ -277,7 +277,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("line", METRICS, ids=lambda line: repr(line[:20]))
-def test_damaged_numbers_are_refused_with_the_line(tmp_path, line):
+def test_damaged_metrics_are_refused_with_the_line(tmp_path, line):
     run = ran(tmp_path / "run", status="running", checkpoints=(2,))
     (run / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line)
     message = refused(run)
@@ -286,7 +286,7 @@ def test_damaged_numbers_are_refused_with_the_line(tmp_path, line):
 
 
 @pytest.mark.parametrize("last", [b"", b'{"ste', b"\xff\xff"])
-def test_a_line_that_was_cut_off_is_no_damage(tmp_path, last):
+def test_an_incomplete_last_line_is_ignored(tmp_path, last):
     run = ran(tmp_path / "run", status="running", checkpoints=(2,))
     (run / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + last)
     assert opened(run).found.manifest.step == 2
@@ -325,7 +325,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_read_only_disk_is_refused_and_left_as_it_is(small_disk):
+def test_a_read_only_disk_is_refused_and_not_changed(small_disk):
     run = ran(small_disk / "run", status="running")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     before, folder = contents(run), opened(run)
@@ -334,7 +334,7 @@ def test_a_read_only_disk_is_refused_and_left_as_it_is(small_disk):
     assert contents(run) == before
 
 
-def test_a_full_disk_keeps_the_report_that_is_there(small_disk):
+def test_a_full_disk_keeps_the_earlier_report(small_disk):
     report = small_disk / "report.md"
     report.write_text("the earlier one")
     with pytest.raises(OSError, match="No space left"):

@@ -50,7 +50,7 @@ def whiten(x, mask, shift_mean=True):
     return whitened if shift_mean else whitened + mean
 
 
-def test_a_slot_follows_every_response_that_stopped_before_the_last_place():
+def test_a_slot_follows_every_response_that_stopped_before_the_last_position():
     batch = outputs_of(0).batch
     assert batch.lengths_B.tolist() == [6, 8, 4, 7, 8]
     assert batch.end_mask_T.nonzero()[:, 0].tolist() == [5, 17, 24]
@@ -101,7 +101,7 @@ def test_advantages_and_returns_are_those_of_trls_loop(seed, whiten_rewards):
     assert loss.item() == pytest.approx(vf[mask_p1].mean().item(), rel=1e-5)
 
 
-def test_a_rejected_response_takes_its_slot_along():
+def test_rejecting_a_response_rejects_its_slot():
     outputs = outputs_of(0)
     algorithm = AlgorithmConfig(score_after_end=True, mask_truncated=True)
     weight_T = estimate(outputs, algorithm, 0.0).loss_weight_T

@@ -21,7 +21,7 @@ from mppo.trainer.selection import (
 )
 
 
-def test_pf_ppo_draws_whole_sequences_of_the_experience():
+def test_pf_ppo_resamples_complete_sequences():
     experience = estimate(
         outputs_of([3, 0, 5, 2], scores=[0.0, 0.0, 0.0, 9.0]), AlgorithmConfig(), 0
     )
@@ -45,13 +45,13 @@ def test_selecting_and_concatenating_batches():
         concatenate_batches([])
 
 
-def test_dynamic_sampling_keeps_groups_that_differ():
+def test_dynamic_sampling_keeps_groups_with_differing_scores():
     scores, group = torch.tensor([1.0, 1, 0, 1, 2]), torch.tensor([5, 5, 3, 3, 9])
     assert informative_sequences(scores, group).tolist() == [2, 3, 4]
     assert informative_sequences(scores[:0], group[:0]).tolist() == []
 
 
-def test_a_batch_takes_the_first_groups_that_differ_and_fills_up():
+def test_a_batch_takes_the_first_informative_groups_and_is_filled_up():
     scores = torch.tensor([1.0, 1, 0, 1, 2, 2, 3, 5])
     group = torch.tensor([8, 8, 3, 3, 9, 9, 1, 1])
     assert first_groups(scores, group, 1).tolist() == [2, 3]

@@ -137,7 +137,7 @@ def test_experts_stored_transposed_in_one_matrix(tmp_path_factory):
         assert torch.equal(second[expert].t(), down)
 
 
-def test_stages_that_do_not_fit_are_told(tmp_path_factory):
+def test_stages_that_do_not_match_are_reported(tmp_path_factory):
     _, _, table = folder_of("qwen2", tmp_path_factory)
     layers = [te_names(table, layer) for layer in range(4)]
     place = (table, Layout(world=1), Layout(world=1).coordinates(0))
@@ -150,7 +150,7 @@ def test_stages_that_do_not_fit_are_told(tmp_path_factory):
         find_slots([fake_stage([lacking], {})], *place)
 
 
-def test_a_dimension_cut_otherwise_than_megatron_says_is_refused(tmp_path_factory):
+def test_a_dimension_sharded_otherwise_than_in_megatron_is_refused(tmp_path_factory):
     folder, config, table = folder_of("qwen2", tmp_path_factory)
     layout = Layout(world=2, tp=2)
     layers = [

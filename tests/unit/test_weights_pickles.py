@@ -57,7 +57,7 @@ def save(folder: Path, contents: object) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(contents))
 
 
-def test_tensors_are_found_and_objects_left_out(tmp_path):
+def test_tensors_are_read_and_objects_are_not(tmp_path):
     write(tmp_path, {"key": (1, 2)})
     found = read_checkpoint(tmp_path)
     assert found.keys() == {"weight"}
@@ -68,7 +68,7 @@ def test_tensors_are_found_and_objects_left_out(tmp_path):
     assert struct.unpack("<6q", data) == (0, 1, 2, 3, 4, 5)
 
 
-def test_a_table_that_would_run_something_is_named_and_not_run(tmp_path):
+def test_a_table_that_would_run_code_is_named_and_not_run(tmp_path):
     write(tmp_path, MaliciousPickle(tmp_path / "mark"))
     told = (
         r"\.metadata: more than a table of contents and plain values: it names posix\.mkdir; take"
@@ -218,7 +218,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_no_operation_of_a_pickle_does_harm(program):
+def test_no_pickle_operation_has_an_effect(program):
     """Each ran, changed a class for the whole process, or ended it, under Python's own reader."""
     body, told = PROGRAMS[program]
     data = pickle.PROTO + b"\4" + body + pickle.STOP if body else b""
