@@ -1,4 +1,4 @@
-"""Tiny random models of every family and variant, saved to disk by transformers."""
+"""Tiny random models of every family and variant, saved by transformers."""
 
 from __future__ import annotations
 

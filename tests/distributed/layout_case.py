@@ -1,4 +1,4 @@
-"""One training step of a tiny model on a layout, run in gloo processes of its own."""
+"""One training step of a tiny model in a layout, in separate gloo processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that loads a checkpoint with megatron.core alone; imports nothing of this project."""
+"""A worker that loads a checkpoint with megatron.core only; imports nothing of this project."""
 
 from __future__ import annotations
 

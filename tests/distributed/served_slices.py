@@ -1,4 +1,4 @@
-"""A model's pieces as rollout ranks hold them: planned, moved and loaded, next to what they are."""
+"""A model's slices on rollout ranks: planned, sent and loaded, with the expected values."""
 
 from __future__ import annotations
 

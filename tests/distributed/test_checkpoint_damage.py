@@ -1,4 +1,4 @@
-"""Which checkpoint a run takes up when some are damaged, and what it leaves when it cannot save."""
+"""Which checkpoint a run resumes from when some are damaged, and what a failed save leaves."""
 
 from __future__ import annotations
 

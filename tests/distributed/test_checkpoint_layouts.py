@@ -1,4 +1,4 @@
-"""A checkpoint is taken up under any layout and world size, optimizer included."""
+"""A checkpoint can be resumed in any layout and world size, optimizer included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splitting sequences over ranks changes nothing: log-probs, values, losses, gradients, weights."""
+"""Context parallelism does not change log-probs, values, losses, gradients or weights."""
 
 import pytest
 from layout_case import Case, compare, pairs_of, run_matrix

@@ -1,4 +1,4 @@
-"""KL over the vocabulary, text beside the mini-batch and the moving average, in every layout."""
+"""KL over the vocabulary, pretraining loss and moving average, in every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits of all positions exist neither while a role measures nor while it trains."""
+"""Neither the forward pass nor training of a role holds the logits of all positions."""
 
 from __future__ import annotations
 

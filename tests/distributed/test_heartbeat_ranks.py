@@ -1,4 +1,4 @@
-"""A rank that waits for another in vain ends with the reason, and says where every rank was."""
+"""A rank that waits for a dead or hanging one ends with the reason and every rank's phase."""
 
 from __future__ import annotations
 

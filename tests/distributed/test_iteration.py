@@ -1,4 +1,4 @@
-"""Whole PPO iterations: the same metrics and weights in every combination of role layouts."""
+"""Complete PPO iterations: the same metrics and weights in every combination of role layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts train alike on every layout: losses, gradient norms, updated weights."""
+"""Mixtures of experts: the same loss, gradient norm and updated weights in every layout."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A router alone: the precision it computes in, choices replayed, choices a capacity drops."""
+"""A single router: precision, replayed choices, choices dropped by a capacity."""
 
 from __future__ import annotations
 

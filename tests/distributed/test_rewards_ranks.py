@@ -1,4 +1,4 @@
-"""Ranks share the judging, agree on every score, and fail together."""
+"""Ranks divide the scoring, have the same scores, and fail together."""
 
 import os
 

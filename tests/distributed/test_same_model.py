@@ -1,4 +1,4 @@
-"""The actor, transformers and the local engine compute the same model, whatever its settings.
+"""The actor, transformers and the local engine compute the same function, for all settings.
 
 The yardstick is transformers with its explicit ("eager") attention and its own masks. Where
 transformers departs from the code that a family was published with, the yardstick is that code

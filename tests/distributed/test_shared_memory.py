@@ -1,4 +1,4 @@
-"""Large collectives through shared memory give what gloo gives."""
+"""Large collectives through shared memory give the same results as gloo."""
 
 import platform
 

@@ -1,4 +1,4 @@
-"""Every family on every layout: same logits as transformers, same bytes back."""
+"""Every family in every layout: transformers' logits, and the same bytes after export."""
 
 from __future__ import annotations
 

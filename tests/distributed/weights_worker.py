@@ -1,4 +1,4 @@
-"""Models loaded, run, streamed and saved on layouts of four gloo ranks."""
+"""Load, run, stream and save models in layouts of four gloo ranks."""
 
 from __future__ import annotations
 

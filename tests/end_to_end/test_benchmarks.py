@@ -1,4 +1,4 @@
-"""Benchmarks that call the library themselves still run, in their smallest form."""
+"""Every benchmark that calls the library runs, at its smallest size."""
 
 import json
 import os
@@ -24,11 +24,11 @@ SMALLEST = {
     "sync_routes.py": ["--layers", "1", "--repeat", "1"],
 }  # fmt: skip
 LOOKED_AT = {"checkpoint.py", "rollout.py", "soak.py", "weight_sync.py", "sync_routes.py"}
-"""Those whose results have a test of their own."""
+"""Benchmarks with a separate test of their results."""
 
 
 def smallest(name: str, folder: Path, *more: str) -> dict:
-    """What a benchmark writes in its smallest form, and shows."""
+    """Run a benchmark at its smallest size; the result it writes."""
     out = folder / "result.json"
     run = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / name, *SMALLEST[name], *more, "--out", out],

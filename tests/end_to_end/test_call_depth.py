@@ -1,4 +1,4 @@
-"""From the entry point to the policy loss in few hops, on the stack of a real run."""
+"""The number of functions between the entry point and the policy loss, in a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversion tool as a user runs it: both ways, in parallel, interrupted, and on bad input."""
+"""The conversion tool from the command line: both ways, in parallel, interrupted, on bad input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders by family, made when first asked for."""
+    """Model folders by family, created at the first access."""
     folder = tmp_path_factory.mktemp("models")
 
     def get(name: str) -> Path:
@@ -51,7 +51,7 @@ def verify(folder: Path, checkpoint: Path, *options: str) -> int:
 
 
 COMPARED = ("gemma2", "deepseek_v2", "moonlight")
-"""Whose logits the tool compares, too; every family's are compared on all layouts elsewhere."""
+"""Families whose logits the tool compares here; other tests compare all on every layout."""
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json")
 
 
@@ -116,7 +116,7 @@ def test_multi_token_prediction_layers_are_reported_and_kept_with_keep_extra(tmp
 
 
 def eight_bit(folder: Path, block: int) -> dict[str, torch.Tensor]:
-    """Store a folder's projections as 8-bit floats with a scale per block; what they stand for."""
+    """Store a folder's projections as 8-bit floats with scales; the dequantised values."""
     meant = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored = load_file(file)
@@ -180,7 +180,7 @@ def test_a_tensor_on_one_side_only_is_reported(models, tmp_path, capsys):
 
 
 class Interrupted(Exception):
-    """Stands for a kill."""
+    """Raised in place of a kill."""
 
 
 def test_an_interrupted_run_leaves_nothing_and_is_continued(models, tmp_path, monkeypatch):
@@ -203,7 +203,7 @@ def test_an_interrupted_run_leaves_nothing_and_is_continued(models, tmp_path, mo
             to_megatron(folder, out)
         assert not out.exists()
         with (tmp_path / ".megatron.partial" / "done.0.log").open("a") as journal:
-            journal.write("3")  # what a kill left of a line
+            journal.write("3")  # an incomplete line, as after a kill
     monkeypatch.setattr(Copier, "run", stop_after(None))
     assert to_megatron(folder, out) == 0
     assert len(done) == len(set(done)) == 61
@@ -253,7 +253,7 @@ def cut_short(folder: Path) -> None:
 
 
 def recast(dtype: torch.dtype, word: str):
-    """Stores the first matrix of that name in another dtype."""
+    """Store the first matrix of that name in another dtype."""
 
     def spoil(folder: Path) -> None:
         for file in sorted(folder.glob("*.safetensors")):

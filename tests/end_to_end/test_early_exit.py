@@ -1,4 +1,4 @@
-"""A run that has not finished does not end with exit code 0, whatever ends a rank."""
+"""A run that has not finished never ends with exit code 0, however a rank exits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mppo.train import main
 sys.exit(main())
 """
 STEPS = 400
-"""More than are done when a rank leaves after two."""
+"""More steps than are done when a rank exits after two."""
 
 
 def run(tmp_path: Path, launcher: list[str], how: str, leaving: str, *overrides: str):

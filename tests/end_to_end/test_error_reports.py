@@ -27,7 +27,7 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory) -> Path:
-    """A model in several files."""
+    """A model in several weight files."""
     folder, builtin = tmp_path_factory.mktemp("models") / "whole", resolve_model("builtin:tiny")
     AutoModelForCausalLM.from_pretrained(builtin).save_pretrained(folder, max_shard_size="1MB")
     AutoTokenizer.from_pretrained(builtin).save_pretrained(folder)

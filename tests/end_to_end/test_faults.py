@@ -1,4 +1,4 @@
-"""What happens to a run when a rank dies, hangs, is told to stop, or numbers cease to be finite."""
+"""A run whose rank dies, hangs, gets a stop request, or computes non-finite numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mppo.train import main as train
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
-    """The run that nothing happened to."""
+    """The undisturbed run."""
     run_dir = tmp_path_factory.mktemp("undisturbed")
     run = LaunchedRun(run_dir)
     assert run.codes() == [0, 0], run.texts()
@@ -118,7 +118,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_start_continues(tmp_path, undis
 def test_under_torchrun_a_job_whose_first_rank_is_killed_or_stopped_starts_again_and_continues(
     tmp_path, undisturbed, number, verdict
 ):
-    """torchrun sends a stopped rank SIGKILL, 30 s after the SIGTERM that it does not take."""
+    """torchrun sends a stopped rank SIGTERM, which it cannot handle, and SIGKILL 30 s later."""
     saved, log = tmp_path / "checkpoints/global_step_2", tmp_path / "output.txt"
     launcher = start_under(torchrun(restarts=1), tmp_path)
     try:
@@ -154,7 +154,7 @@ def test_a_hanging_rank_is_named_and_every_other_rank_writes_its_stacks(tmp_path
 
 @pytest.mark.parametrize(("number", "mpi"), [(signal.SIGUSR1, True), (signal.SIGINT, False)])
 def test_on_a_stop_request_a_run_saves_and_exits_cleanly(tmp_path, undisturbed, number, mpi):
-    """The first one goes on under mpirun, bit for bit."""
+    """The first run resumes under mpirun, with the same bits."""
     launcher = mpirun() if mpi else ()
     run = LaunchedRun(tmp_path, ["trainer.save_freq=-1"])
     run.until_step(1)
@@ -199,7 +199,7 @@ BLOWN_UP = ["actor.optim.lr=1e30", "critic.optim.lr=1e17", "trainer.save_freq=-1
 
 
 def main(argv: Sequence[str]) -> int:
-    """A training rank that says whether it came out in order."""
+    """A training rank that records whether it exited cleanly."""
     code = train(argv)
     print("left in order:", not dist.is_initialized())
     return code

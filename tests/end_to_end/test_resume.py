@@ -1,4 +1,4 @@
-"""A run that is interrupted and resumed ends as one that was not: bitwise in the same layout."""
+"""A resumed run ends like an uninterrupted one: bit for bit in the same layout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ REMEMBERING = [
     f"reward.function={__file__}:score",
     f"trainer.peak_tflops_per_rank={PEAK}",
 ]
-"""What keeps state from step to step beside the weights, with the adaptive KL and the schedules."""
+"""Options with state beside the weights: adaptive KL, schedules and others."""
 SETUPS = {
     "dense": [*REMEMBERING, f"actor.{TP}", f"critic.{PP}"],
     "experts": ["model.path=builtin:tiny-moe", "actor.megatron.expert_model_parallel_size=2"],
@@ -64,7 +64,7 @@ COMPARED = ("actor/", "critic/", "response", "prompt", "training/", "val", "obje
 
 
 def score(data_source, solution_str, ground_truth, extra_info):
-    """A reward that is not the same for all random responses."""
+    """A reward that differs between random responses."""
     return float(sum(map(ord, solution_str)) % 3)
 
 

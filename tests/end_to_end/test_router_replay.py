@@ -1,4 +1,4 @@
-"""Routers of training and of SGLang: the same experts where replayed, others near a tie."""
+"""Routers of the actor and of SGLang: with replay the same experts, without it others near ties."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = "key"
 
 
 def _save_near_ties(folder: Path) -> None:
-    """A model whose routers hardly tell the experts of a triple apart; each token takes two."""
+    """A model whose router scores nearly tie within triples of experts; each token uses two."""
     import transformers
 
     from mppo.hub.builtin import VOCAB
@@ -83,7 +83,7 @@ def _logprobs(role, batch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Server:
-    """A running server, and the folder of the model it was started for."""
+    """A running server, and the folder of its model."""
 
     url: str
     model: Path

@@ -1,4 +1,4 @@
-"""A run folder through several starts: finished, refused, gone back; stopped early; a full disk."""
+"""Several starts in one run folder: finished, refused, resumed earlier, stopped, full disk."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ RECIPE = [
     "trainer.warm_start_batch_size=4",
 ]
 SMALL_BYTES = 500_000
-"""Less than a model, more than anything else a run writes."""
+"""Bytes: less than a model, more than any other file of a run."""
 
 
 def start(folder: Path, keys: Sequence[str], program: str = "mppo.train") -> LaunchedRun:
-    """One rank whose run folder is ``folder``/run; its output lies beside it."""
+    """Start one rank with the run folder ``folder``/run; its output is beside that folder."""
     argv = [*RECIPE, f"trainer.default_local_dir={folder}/run", *keys]
     return LaunchedRun(folder, program=program, argv=argv, world=1)
 
 
 def ended(folder: Path, keys: Sequence[str], program: str = "mppo.train") -> tuple[int | None, str]:
-    """Exit code and output of a start, which has no traceback."""
+    """Exit code and output of a start; checks that there is no traceback."""
     started = start(folder, keys, program)
     (code,) = started.codes()
     text = started.text(0)
@@ -48,7 +48,7 @@ def ended(folder: Path, keys: Sequence[str], program: str = "mppo.train") -> tup
 
 
 def contents(run: Path) -> dict[str, str]:
-    """A hash of every file of a run; the lock says who held it last."""
+    """A hash of every file of a run except the lock, which names its last holder."""
     return {
         str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(run.rglob("*"))
@@ -117,7 +117,7 @@ def test_a_stop_request_in_the_warm_start_ends_the_run_at_once(tmp_path):
 
 
 def train_with_short_files(argv: Sequence[str]) -> int:
-    """Train where no file may be as long as a model."""
+    """Train with a limit on the file size below that of a model."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_BYTES, SMALL_BYTES))
     return train(argv)
 

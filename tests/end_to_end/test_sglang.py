@@ -1,4 +1,4 @@
-"""The real SGLang server: equal log-probabilities after every route."""
+"""A real SGLang server: equal log-probabilities after every route of weight sync."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_a_refused_stream_stops_with_a_reason_and_leaves_the_server(qwen2) -> No
 
 
 def test_the_next_bucket_is_produced_while_one_is_loaded(qwen2, monkeypatch) -> None:
-    """The next but one waits for the memory of the one that is loaded."""
+    """Two buckets are in memory: the one after next waits until the first is loaded."""
     qwen2.change_weights()
     content, made, loaded = qwen2.stream(), [], []
     moved = threading.Condition()
@@ -318,7 +318,7 @@ def test_one_wrong_byte_stops_the_job_and_names_the_tensor(qwen2, monkeypatch, n
     described = buckets.bucket_table
 
     def corrupted(entries, report, whole):
-        """Changes a byte once the checksums are taken."""
+        """Change a byte after the checksums are computed."""
         for buffer in qwen2.engine._route._buffers:
             for row_name, _, _, start, _ in buffer._rows:
                 if row_name == name and [e.name for e in entries] == [r[0] for r in buffer._rows]:
@@ -343,7 +343,7 @@ def test_weights_that_differ_from_the_references_stop_the_job(qwen2, monkeypatch
     send = engine._route.send
 
     def corrupted(bucket) -> None:
-        """Sends one tensor a little larger than the oracle gets it."""
+        """Send one tensor scaled by 1.01; the reference gets the original."""
         send([(n, t * 1.01 if n == "model.layers.1.mlp.up_proj.weight" else t) for n, t in bucket])
 
     monkeypatch.setattr(engine._route, "send", corrupted)

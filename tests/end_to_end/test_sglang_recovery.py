@@ -1,4 +1,4 @@
-"""A real SGLang server that is killed or hangs: no work is lost."""
+"""No response is lost when a real SGLang server is killed or hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of two steps says of itself, and leaves behind: metrics, samples, checkpoints."""
+"""The output of a run of two steps: console, metrics, samples, checkpoints, export."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ COMMON = [
 
 
 def characters(data_source, solution_str, ground_truth, extra_info):
-    """A reward that knows where a response ended."""
+    """A reward that depends on where a response ends."""
     return len(solution_str)
 
 
 def grade(data_source, solution_str, ground_truth, extra_info, bad=None):
-    """verl's way: a score with further numbers; it stumbles over the row ``bad``."""
+    """A function in verl's form: a score with further numbers; it raises on the row ``bad``."""
     if extra_info["index"] == bad:
         return {"score": 1 / len(ground_truth)}
     return {"score": torch.tensor(0.5), "acc": True, "format": np.float32(0.25), "pred": "17"}
@@ -52,7 +52,7 @@ def _rank(rank: int, arguments: list[str], environment: dict[str, str], code: in
 
 
 def train(run_dir: Path, *overrides: str, code: int = 0, world: int = 1) -> list[dict]:
-    """The metrics of each step, that before the first among them."""
+    """The metrics of each step, including those before the first step."""
     from mppo.parallel.launch import free_port
 
     environment = {

@@ -8,7 +8,7 @@ from mppo.safety import disk
 
 
 def exported(folder: Path, text: bytes = b"weights") -> Path:
-    """A folder as mppo exports a model."""
+    """Write a folder like an exported model."""
     folder.mkdir(parents=True)
     entry = disk.write_bytes(folder / "model.safetensors", text)
     disk.write_marker(folder, {"model.safetensors": entry})

@@ -1,4 +1,4 @@
-"""Means, whitening and sums over masked tokens, and cutting sequences out."""
+"""Means, whitening and sums over masked tokens, and selecting sequences."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The rules of the house: who may import whom, one device seam, short files, scripts that parse."""
+"""Rules of the code: import directions, one device seam, short files, scripts that parse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders: manifests, damage, names, and which may go."""
+"""Checkpoint folders: manifests, damage, names, and pruning."""
 
 from __future__ import annotations
 

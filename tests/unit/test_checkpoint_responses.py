@@ -1,4 +1,4 @@
-"""Responses still to be trained on go through a checkpoint, and count where they fit."""
+"""A checkpoint stores responses for later steps; they are used if they match the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combinations of algorithm options that make no sense are refused, with key and fix."""
+"""Contradictory algorithm options are refused, with key and fix."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""The bad-input table: every malformed recipe gives one clear message and exit code 2.
+"""The tables of bad recipes: each gives one clear message and exit code 2.
 
-Each row spoils one thing of a good recipe. Layout rows are judged for four ranks.
+Each row makes one error in a good recipe. Layout rows are checked for four ranks.
 """
 
 from __future__ import annotations

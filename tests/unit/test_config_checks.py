@@ -1,4 +1,4 @@
-"""Rules between keys, and what a dry run counts."""
+"""Rules between keys, and the counts of a dry run."""
 
 from __future__ import annotations
 

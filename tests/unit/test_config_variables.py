@@ -1,4 +1,4 @@
-"""Environment variables: every one has its place in the table, others are told."""
+"""Environment variables: all are in the table, and unknown ones are reported."""
 
 from __future__ import annotations
 

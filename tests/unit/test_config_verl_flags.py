@@ -1,4 +1,4 @@
-"""What becomes of verl's flags: each is accepted, converted, told to have no effect, or refused."""
+"""Each of verl's flags is accepted, converted, reported as without effect, or refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_becomes_of_a_flag(flag, monkeypatch):
 
 
 def flag_of(setting: str) -> Flag | None:
-    """The row of a script's setting: with its value, else the first one of its name."""
+    """The row of a script's setting: that with its value, or the first with its name."""
     wanted = setting.lstrip("+")
     exact = [flag for flag in SCRIPT_FLAGS if flag.setting == wanted]
     named = [flag for flag in SCRIPT_FLAGS if flag.name == wanted.partition("=")[0]]

@@ -1,4 +1,4 @@
-"""Products and attention in bfloat16 that go through float32 on CPUs where that is faster."""
+"""bfloat16 products and attention that are computed in float32 on CPUs where that is faster."""
 
 import pytest
 import torch

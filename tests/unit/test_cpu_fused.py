@@ -1,4 +1,4 @@
-"""Fused rotary embedding, SwiGLU and weight gradients: the numbers of the unfused operations."""
+"""Fused rotary embedding, SwiGLU and weight gradients equal the unfused operations."""
 
 import inspect
 

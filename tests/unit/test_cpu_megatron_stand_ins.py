@@ -1,4 +1,4 @@
-"""The CPU's stand-ins reach Megatron whatever was imported before them."""
+"""The CPU's stand-ins apply to Megatron whatever was imported before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of Megatron's linear layers by oneDNN: the same numbers; other products stay."""
+"""oneDNN computes the products of Megatron's linear layers, with the same numbers; no others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS = {
     "LinearWithGradAccumulationAndAsyncCommunication": (None, False, False, False, None, 0, None),
     "LinearWithFrozenWeight": (None, False, None),
 }
-"""Megatron's functions and their arguments after input and weight: no bias, no parallelism."""
+"""Megatron's functions with their arguments after input and weight (no bias, no parallelism)."""
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_other_products_stay_as_they_are(x: torch.Tensor, sent) -> None:
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_megatrons_layers_are_replaced_where_it_is_faster(faster: bool, monkeypatch) -> None:
-    for name in LAYERS:  # put back at the end
+    for name in LAYERS:  # restored at the end
         monkeypatch.setattr(layers, name, getattr(layers, name))
     before = {name: getattr(layers, name) for name in LAYERS}
     monkeypatch.setattr(products, "is_faster", lambda: faster)

@@ -1,4 +1,4 @@
-"""Plain text for the unsupervised loss."""
+"""Plain text for the pretraining loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts out of tasks and files."""
+"""Prompts from tasks and files."""
 
 import json
 

@@ -76,7 +76,7 @@ def test_folder_without_tokenizer_names_the_key_to_set(tmp_path):
 
 
 def ships_code(folder: Path, kind: str, told: dict[str, object]) -> Path:
-    """A folder whose config or tokenizer is made by Python code in it; the code leaves a mark."""
+    """A folder whose config or tokenizer needs its Python code; the code creates a file."""
     folder.mkdir()
     (folder / "code.py").write_text(f"open({str(folder / 'mark')!r}, 'w')\nclass Mine: pass\n")
     told = {**told, "auto_map": {kind: ["code.Mine", None] if "Token" in kind else "code.Mine"}}
@@ -98,6 +98,6 @@ def test_code_in_a_model_folder_is_run_only_where_the_recipe_trusts_it(tmp_path,
         load_tokenizer(tokens)
     assert not (model / "mark").exists()
     assert not (tokens / "mark").exists()
-    with pytest.raises(AttributeError):  # Mine makes nothing
+    with pytest.raises(AttributeError):  # Mine builds no tokenizer
         read_model_config(model, trust_remote_code=True)
     assert (model / "mark").exists()

@@ -1,4 +1,4 @@
-"""Which models are downloaded from the Hub, which of their files, and what a lost network says."""
+"""Downloads from the Hub: which models and files, and the message without a network."""
 
 from __future__ import annotations
 

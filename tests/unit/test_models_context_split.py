@@ -1,4 +1,4 @@
-"""Splitting sequences over context-parallel ranks: everything once, evenly, in order."""
+"""Splitting sequences over context-parallel ranks: every token once, evenly, in order."""
 
 import torch
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Families: Hugging Face configs as Megatron's, or a refusal that says why."""
+"""Families: Hugging Face configs become Megatron's, or are refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models end at the tokens that the head reads."""
+"""Which models' last layer computes only the tokens that the head reads."""
 
 from __future__ import annotations
 

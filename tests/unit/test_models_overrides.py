@@ -1,4 +1,4 @@
-"""``override_transformer_config``: what it may set, and that Megatron then has it."""
+"""``override_transformer_config``: the allowed fields, and that Megatron gets them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAY_CHANGE = {
     "bias_dropout_fusion", "apply_rope_fusion", "persist_layer_norm", "recompute_method",
     "recompute_num_layers",
 }  # fmt: skip
-"""What mppo sets and a recipe may set otherwise: how, not what, is computed."""
+"""Fields that mppo sets and a recipe may change: they do not change the model's function."""
 
 
 def read(name: str) -> PretrainedConfig:

@@ -1,4 +1,4 @@
-"""Ring attention's parts: chunk on chunk, added up over the ranks, equals attention on all keys."""
+"""Ring attention: blocks merged over the ranks equal attention on all keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = {
 
 
 def attention(q, k, v, block: BlockAttention):
-    """Output ``[T, heads, value_dim]`` and log-sum-exp ``[heads, T]`` of one whole sequence."""
+    """Output ``[T, heads, value_dim]`` and log-sum-exp ``[heads, T]`` of one complete sequence."""
     k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) * (block.scale or KEY_WIDTH**-0.5)
     if block.softcap is not None:
@@ -92,7 +92,7 @@ def test_merged_halves_are_attention_on_both(cut):
 
 
 def test_a_block_outside_the_mask_changes_nothing():
-    """Its output is 0 and its log-sum-exp -inf; merged, the other block's stand."""
+    """Its output is 0 and its log-sum-exp -inf; merging gives the other block's values."""
     q, k, v = (x.detach()[None] for x in random_qkv(20))
     block = BlockAttention(window=2)
     out, lse = block.forward(q, k, v, apart=40)

@@ -1,4 +1,4 @@
-"""What a run's checkpoints take on the disk is told before they are written."""
+"""The disk space of checkpoints is reported before they are written."""
 
 from __future__ import annotations
 

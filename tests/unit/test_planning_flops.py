@@ -1,4 +1,4 @@
-"""What a pass costs in arithmetic: by hand, and against PyTorch's own count."""
+"""FLOPs of a pass: by hand, and against PyTorch's own count."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The filter of system calls names the right ones."""
+"""The system-call filter has the right numbers."""
 
 import re
 import struct

@@ -1,4 +1,4 @@
-"""Responses taken early are judged once, and rewarded as if scored at the end."""
+"""Responses that arrive early are scored once, with the same result as at the end."""
 
 import threading
 

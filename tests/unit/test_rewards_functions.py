@@ -1,4 +1,4 @@
-"""What a reward function may return, what it is given, and what becomes of its failures."""
+"""Reward functions: arguments, results and failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_verl_function_sees_its_rows_extra_info_itself():
     for _ in range(2):
         found = extra_info(response(VERL_ROW).prompt)
         assert found == VERL_ROW["extra_info"]
-        found.clear()  # the row stays as it is
+        found.clear()  # does not change the row
     assert extra_info(response({"extra_info": None}).prompt) == {}
 
 

@@ -1,4 +1,4 @@
-"""Programs run cut off from everything, and are scored by their tests."""
+"""The sandbox isolates programs and scores them by their tests."""
 
 import json
 import os

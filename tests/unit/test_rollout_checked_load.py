@@ -1,4 +1,4 @@
-"""What a server gets is what was sent, and what it holds is what it got; or the report says so."""
+"""A server compares the received tensors, and its parameters, with the sent checksums."""
 
 from __future__ import annotations
 

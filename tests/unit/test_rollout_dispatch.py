@@ -1,4 +1,4 @@
-"""Jobs over several servers: balanced, retried elsewhere when a server is lost, never doubled."""
+"""Jobs over several servers: balanced, retried on another server, never done twice."""
 
 import threading
 

@@ -161,7 +161,7 @@ def test_an_external_server_that_refuses_the_key_is_reported(
 
 
 def test_an_external_address_without_a_server_is_reported(url: str, tmp_path) -> None:
-    """At once where another program answers, and after ``start_timeout_s`` where none does."""
+    """At once if another program answers, after ``start_timeout_s`` if none does."""
     wiki = f"{url}/wiki"
     with pytest.raises(RuntimeError, match=rf"{wiki} .*no SGLang server: .*/health: status 404"):
         _external(wiki, tmp_path, start_timeout_s=20.0).revive()

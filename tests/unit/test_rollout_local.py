@@ -1,4 +1,4 @@
-"""The embedded engine equals plain transformers, for any mix of lengths and any batching."""
+"""The local engine equals transformers, for any lengths and batching."""
 
 from collections.abc import Callable
 
@@ -220,14 +220,14 @@ def test_layers_that_read_the_same_input_are_multiplied_once() -> None:
         with packed_linears(layers, rows=4, products=100):
             for name, layer in layers.items():
                 torch.testing.assert_close(layer(first), expected[name][0])
-            for name, layer in reversed(layers.items()):  # in any order, and one of them alone
+            for name, layer in reversed(layers.items()):  # in any order, including one alone
                 torch.testing.assert_close(layer(second), expected[name][1])
                 torch.testing.assert_close(layer(first), expected[name][0])
             query, value, other = (layers[f"{name}_proj"](first) for name in "qvo")
             assert query.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
             assert query.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
             layers.q_proj(second)
-            second.zero_()  # one that asks again is not given what was computed before
+            second.zero_()  # a second call does not return the earlier result
             torch.testing.assert_close(layers.q_proj(second)[0, 0], layers.q_proj.bias)
 
 
@@ -280,7 +280,7 @@ def test_bfloat16_weights_are_rounded_whatever_type_computes(tmp_path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_of_any_width_are_multiplied(tmp_path, dtype: torch.dtype) -> None:
-    """Torch's grouped product takes rows of a multiple of 16 bytes only: 6 and 12 are none."""
+    """Torch's grouped product needs rows of a multiple of 16 bytes; 6 and 12 are not."""
     settings = {**SIZES, **MOE, "moe_intermediate_size": 6 if dtype == torch.float32 else 12}
     config = transformers.Qwen3MoeConfig(**settings, head_dim=16)
     engine = LocalEngine(tmp_path, config, dtype)

@@ -1,4 +1,4 @@
-"""A recipe is refused where SGLang would compute another model than the actor, and only there."""
+"""A recipe is refused if, and only if, SGLang would not compute the actor's function."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_soft_capped_scores_need_a_backend_that_caps() -> None:
 def test_rotary_scaling_is_translated_for_sglang() -> None:
     told = sglang_settings(FITS["qwen2 yarn"]())["rope_parameters"]
     assert told["truncate"] is False
-    # SGLang knows no attention_factor: (0.1 mscale ln(4) + 1) / (0.1 * 0 ln(4) + 1) is 1.5
+    # SGLang has no attention_factor: (0.1 mscale ln(4) + 1) / (0.1 * 0 ln(4) + 1) is 1.5
     assert told["mscale"] == pytest.approx(0.5 / 0.13862943611)
     assert told["mscale_all_dim"] == 0.0
     whole = hf.LlamaConfig(**BASE, rope_parameters={**LINEAR, "factor": 4})

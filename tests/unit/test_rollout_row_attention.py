@@ -1,4 +1,4 @@
-"""Prefill in blocks of queries equals the formula written out, windows and caps included."""
+"""Prefill in blocks of queries equals the explicit formula, windows and soft-caps included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server processes: clean environment, refusals, no orphan whatever way the owner ends."""
+"""Server processes: environment, options, start-up errors, and no orphan however the owner ends."""
 
 import json
 import os
@@ -154,7 +154,7 @@ time.sleep(600)
 
 
 def test_shared_memory_of_a_server_is_removed_after_its_owner_was_killed(tmp_path) -> None:
-    """SGLang names its segments itself, and a killed server leaves them behind."""
+    """SGLang chooses the segments' names, and a killed server does not remove them."""
     shared = SHARED_MEMORY / f"server-test-{secrets.token_hex(8)}"
     maps = f"""
 import mmap, time

@@ -1,4 +1,4 @@
-"""Pieces of parameters are written where they belong, block by block, or the report says why."""
+"""Slices are written into their parameters block by block, or the report gives the reason."""
 
 from __future__ import annotations
 

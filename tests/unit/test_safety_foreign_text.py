@@ -1,4 +1,4 @@
-"""What another host sends is fit for a message."""
+"""Text from other hosts is sanitised before it appears in a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of others: what is refused stands in ``tests/attacks``; here is what must go on working."""
+"""Input files that must be accepted; ``tests/attacks`` has those that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing temporary outlives its process for long, and nothing of a living process is touched."""
+"""Temporary files are removed after their process ends, and never before."""
 
 from __future__ import annotations
 

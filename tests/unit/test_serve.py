@@ -1,4 +1,4 @@
-"""A server starts with the recipe's options and the model's weights, and only with a key."""
+"""``mppo.serve`` uses the recipe's options and the model's weights, and needs a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the batch scripts would start, shown by scripts in the place of Slurm's programs."""
+"""The commands of the batch scripts, recorded by scripts in place of Slurm's programs."""
 
 from __future__ import annotations
 

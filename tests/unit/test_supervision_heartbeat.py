@@ -1,4 +1,4 @@
-"""The judgement on a job from its ranks' signs of life."""
+"""The health of a job, judged by its ranks' heartbeats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reason that a rank leaves for torchrun's report."""
+"""The reason that a failing rank writes for torchrun's report."""
 
 from __future__ import annotations
 

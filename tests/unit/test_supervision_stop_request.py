@@ -1,4 +1,4 @@
-"""Which step is finished and which is left when the run is asked to stop."""
+"""Which steps a stop request finishes and which it interrupts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mppo.supervision.stop_request import StepInterrupted
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that a test sets."""
+    """A clock that the test sets."""
     now = [100.0]
     monkeypatch.setattr(stop_request.time, "monotonic", lambda: now[0])
     yield now

@@ -1,4 +1,4 @@
-"""From outputs batch to experience: by hand, at the edges, and against each system's own loop."""
+"""From model outputs to experience: by hand, and in edge cases."""
 
 import dataclasses
 import math

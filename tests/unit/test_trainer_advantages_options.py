@@ -1,4 +1,4 @@
-"""What each estimator, whitening and lambda gives through a recipe: numbers worked out by hand."""
+"""Estimators, whitening and lambdas set by a recipe, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HALF = 0.5**0.5
 
 
 def outputs_of(lengths, scores, prompt=1, seed=None):
-    """Responses, two to a prompt, after ``prompt`` tokens; all measurements 0, or drawn by seed."""
+    """Two responses per prompt of ``prompt`` tokens; all outputs are 0, or random by ``seed``."""
     masks = [torch.tensor([0.0] * prompt + [1.0] * n) for n in lengths]
     mask = torch.cat(masks)
     inside = mask > 0
@@ -45,7 +45,7 @@ def outputs_of(lengths, scores, prompt=1, seed=None):
 
 
 def of_responses(x_T, outputs):
-    """One row of numbers for each response."""
+    """The numbers of each response's tokens."""
     batch = outputs.batch
     spans = zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist())
     return [x_T[a:b][batch.response_mask_T[a:b] > 0].tolist() for a, b in spans]
@@ -169,7 +169,7 @@ def test_explained_variance_by_hand():
     mask = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
     # errors 0, 0, 0, 2: variance 1; returns: variance 5 / 3
     assert explained_variance(values, returns, mask) == pytest.approx(0.4, abs=1e-5)
-    # of equal returns there is nothing to explain; of one token neither
+    # equal returns, or one token, have no variance to explain
     assert math.isfinite(explained_variance(values, torch.ones(5), mask))
     assert explained_variance(values[:1], returns[:1], mask[:1]) == 1.0
 

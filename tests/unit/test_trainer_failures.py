@@ -1,4 +1,4 @@
-"""What a failure says to the user."""
+"""Messages of failures."""
 
 from __future__ import annotations
 

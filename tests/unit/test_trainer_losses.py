@@ -1,4 +1,4 @@
-"""Losses and statistics of a mini-batch: the same under any cut, order, padding or rejection."""
+"""Losses and statistics of a mini-batch do not depend on micro-batches, order or padding."""
 
 import math
 from dataclasses import replace

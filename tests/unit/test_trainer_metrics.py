@@ -1,4 +1,4 @@
-"""Metrics of a step that need no run."""
+"""Metrics of a step, computed without a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_mismatch_that_nobody_computed_is_not_reported_not_even_of_a_resampled
     assert MISMATCH not in mismatch_metrics(taken, 1)
     algorithm = AlgorithmConfig(use_pf_ppo=True)
     experience = resample_experience(estimate(taken, algorithm, 0.0), algorithm, seed=0)
-    # resampling copies tensors: that the two are equal objects says nothing
+    # resampling copies tensors, so the flag cannot depend on object identity
     assert experience.old.logprobs_T is not experience.old.batch.rollout_logprobs_T
     assert MISMATCH not in mismatch_metrics(experience.old, 1)
     reported = experience_metrics(experience).keys()

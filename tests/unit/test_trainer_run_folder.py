@@ -1,4 +1,4 @@
-"""What a start makes of its run folder, and that it loses nothing."""
+"""A start in an existing run folder: its decision, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mppo.config.schema import TrainerConfig
 from mppo.report.status import Status, write_status
 from mppo.safety import disk
 from mppo.safety.redact import redact
-from mppo.trainer.run_folder import Earlier, RunFolder, decide
+from mppo.trainer.run_folder import Earlier, RunFolder, check_written, decide
 
 STEPS = 4
 NUMBERS = "".join(f'{{"step": {step}, "a": {step}.5}}\n' for step in range(1, STEPS + 1))
@@ -38,7 +38,7 @@ def recipe_of(run: Path, *keys: str):
 
 
 def ran(run: Path, *keys: str, checkpoints=(), status: str = "finished", step: int = STEPS) -> Path:
-    """A folder as a run of ``STEPS`` steps leaves it."""
+    """The folder of a run of ``STEPS`` steps."""
     run.mkdir()
     (run / "metrics.jsonl").write_text(NUMBERS)
     (run / "samples.jsonl").write_text('{"step": 1, "prompt": "a", "response": "b", "score": 1}\n')
@@ -61,7 +61,7 @@ def opened(run: Path, *keys: str, said: list[str] | None = None, total: int = ST
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Every file below a folder by its path, with a hash."""
+    """A hash of every file below a folder, by path."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -70,7 +70,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def refused(run: Path, *keys: str, **settings) -> str:
-    """The refusal, which left everything as it was."""
+    """The message of a refused start; checks that no file has changed."""
     before = contents(run)
     with pytest.raises(ConfigError) as caught:
         opened(run, *keys, **settings)
@@ -130,7 +130,7 @@ def test_other_servers_and_schedules_count_as_the_same_training(tmp_path):
 def test_anything_but_a_file_in_place_of_a_runs_file_is_refused(tmp_path, name):
     run = ran(tmp_path / "run")
     (run / name).unlink()
-    os.mkfifo(run / name)  # whoever opened it would wait for ever
+    os.mkfifo(run / name)  # opening it would block
     assert f"{name} is not a file" in refused(run)
 
 
@@ -305,7 +305,7 @@ def test_a_flipped_bit_in_the_warm_start_is_noticed(tmp_path):
     (run / "warm_start/.mppo.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         opened(run, *keys).warm_start()
-    (run / "warm_start/.mppo.json").unlink()  # as older versions left it
+    (run / "warm_start/.mppo.json").unlink()  # as in folders of older versions
     assert opened(run, *keys).warm_start() == run / "warm_start"
 
 
@@ -343,3 +343,12 @@ def test_a_full_disk_keeps_the_earlier_report(small_disk):
         disk.replace_text(report, "x" * 8192)
     assert report.read_text() == "the earlier one"
     assert sorted(path.name for path in small_disk.iterdir()) == ["filler", "report.md"]
+
+
+def test_weights_that_mppo_exported_are_compared_and_others_are_not(tmp_path):
+    folder = exported(tmp_path / "model")
+    (folder / "config.json").write_text("{}")
+    check_written("model.path", folder, "restore it", (".safetensors",))
+    (folder / "model.safetensors").write_bytes(b"weightz")
+    with pytest.raises(ConfigError, match=r"model\.safetensors: its checksum"):
+        check_written("model.path", folder, "restore it", (".safetensors",))

@@ -1,4 +1,4 @@
-"""TRL's place for the score: one slot behind the stop token, with a value of its own."""
+"""TRL's position of the score: one slot after the stop token, with a value of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GAMMA, LAM, BETA = 0.9, 0.95, 0.05
 
 
 def outputs_of(seed: int) -> ModelOutputs:
-    """Five responses after prompts of two tokens; of those of six, one is cut off, one stopped."""
+    """Five responses to prompts of two tokens; of the two with six tokens, one is cut off."""
     random = torch.Generator().manual_seed(seed)
     trajectories = [
         Trajectory(Prompt(i, (7, 8), "", "", ""), tuple(range(n)), (0.0,) * n, reason, 0)
@@ -35,7 +35,7 @@ def outputs_of(seed: int) -> ModelOutputs:
 
 
 def rows(x_T: torch.Tensor, outputs: ModelOutputs) -> torch.Tensor:
-    """States from the first response token on as rows of 6, zeros on the right."""
+    """States from the first response token on, as rows of 6 padded with zeros on the right."""
     padded = torch.zeros(5, LIMIT, dtype=torch.float64)
     for i, (first, last) in enumerate(
         zip(outputs.batch.cu_seqlens[:-1] + 2, outputs.batch.cu_seqlens[1:])
@@ -70,7 +70,7 @@ def test_advantages_and_returns_are_those_of_trls_loop(seed, whiten_rewards):
         score_after_end=True,
     )
     experience = estimate(outputs, algorithm, BETA)
-    # PPOTrainer.train: sequence_lengths is the last token's index, p1 the one behind it
+    # PPOTrainer.train: sequence_lengths is the last token's index, p1 the next one
     lengths = torch.tensor(LENGTHS) - 1
     index = torch.arange(LIMIT).expand(5, LIMIT)
     mask, mask_p1 = index <= lengths[:, None], index <= lengths[:, None] + 1

@@ -1,4 +1,4 @@
-"""Blocks: every shard is a partition of its tensors, whatever the sizes."""
+"""Blocks: the shards are a partition of the tensors, for all sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of other layer specs: twins with Transformer Engine's parameter names load the same."""
+"""Names of other layer specs: stages with Transformer Engine's parameter names load the same."""
 
 from __future__ import annotations
 

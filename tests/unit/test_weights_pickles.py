@@ -1,4 +1,4 @@
-"""A checkpoint from elsewhere is read without running, building or changing what it names."""
+"""A foreign checkpoint is read without calling, creating or changing what its pickles name."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def cut(whole: torch.Tensor, row, rank: int, size: int) -> torch.Tensor:
 
 
 def without_padding(entry: Entry, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """What of a shard is the model's: a padded vocabulary ends in rows that nobody stored."""
+    """A shard without the rows that pad the vocabulary."""
     if entry.row.kind != "vocab":
         return tensor
     return tensor[: max(0, entry.row.shapes[0][0] - rank * len(tensor))]
@@ -221,11 +221,11 @@ HALVED = {
     "EP2": (Layout(2, ep=2), 0.63),  # attention, shared experts and both ends on every rank
 }
 SMALL_READS = 20_000
-"""Most bytes of what else is read: the header, rounded up to a buffer, and the counter itself."""
+"""Upper limit of other bytes read: the header, rounded up to a buffer, and the counter itself."""
 
 
 def bytes_read_by_calls() -> int:
-    """What this process has read so far by read calls, as the kernel counts it."""
+    """Bytes that this process has read by read calls, as counted by the kernel."""
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 

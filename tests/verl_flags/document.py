@@ -1,4 +1,4 @@
-"""Writes what becomes of verl's flags into ``docs/migrating.md``: ``make verl-flags``."""
+"""Write the table of verl's flags into ``docs/migrating.md``: ``make verl-flags``."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_normalisation_by_hand():
     torch.testing.assert_close(grouped, torch.tensor([-(0.5**0.5), 0.5**0.5, 5.0]))
 
 
-def test_equal_scores_normalise_to_zero():
+def test_equal_scores_become_zero_without_a_division():
     scores, other = torch.full((6,), 0.1), torch.full((6,), 1.1)
     moments = RewardStats()
     moments.merge(scores)
