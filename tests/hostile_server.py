@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 Answer = Callable[[socket.socket, bytes], None]
-"""Sends an answer to a request."""
+"""A function that sends an answer to a request."""
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def output(folder: Path, rank: int) -> Path:
 
 
 class LaunchedRun:
-    """Ranks on this machine, started as a launcher would, without one that interferes.
+    """Ranks on this machine with a launcher's environment, but without a launcher.
 
     Args:
         run_dir: the run's folder.
@@ -139,7 +139,7 @@ class LaunchedRun:
         return "\n".join(self.text(rank) for rank in range(len(self.processes)))
 
     def until(self, condition: Callable[[], bool], patience_s: float = 500) -> None:
-        """Wait for something to become true while the ranks run."""
+        """Wait until a condition is true while the ranks run."""
         deadline = time.monotonic() + patience_s
         while not condition():
             dead = [p for p in self.processes if p.exitcode is not None]

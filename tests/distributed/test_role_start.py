@@ -1,4 +1,4 @@
-"""A role starts alike from a Hugging Face folder and from a Megatron checkpoint, on every layout;
+"""A role is the same from a Hugging Face folder and from a Megatron checkpoint, in every layout;
 a critic also from a reward model, with a value head of its own or a fresh one."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def together(folder):
-    """Everything else, on four ranks."""
+    """All other starts, on four ranks."""
     cases = {
         (name, layout): Case(
             name, LAYOUTS[name][layout], steps=1, micro_batch=3,
@@ -100,7 +100,7 @@ def test_a_checkpoint_starts_a_role_like_its_folder(pair, alone, together):
 
 
 def expected_values(folder, name: str) -> torch.Tensor:
-    """What transformers' reward model says of every prefix of a response: ``[T]``."""
+    """The scores of every prefix of a response by transformers' reward model: ``[T]``."""
     model = (
         REWARD[name]
         .from_pretrained(

@@ -37,7 +37,7 @@ def _worker(rank: int, world: int, store: str) -> None:
         pair = dist.new_group([0, 2])
         memory = shared_memory_of(None)
         assert memory is shared_memory_of(dist.group.WORLD)
-        # one element a rank; a slot and a bit; twice in a row, so that both halves are used again
+        # one element per rank; more than a slot; twice, so that both halves are reused
         for count in (world, world * 1001, (12 << 20) // 4 * world, 2 * world):
             _compare(memory, dist.group.WORLD, torch.randn(count))
         _compare(memory, dist.group.WORLD, torch.randn(4 * world).bfloat16())

@@ -1,4 +1,4 @@
-"""A converted checkpoint loads in megatron.core by itself: its GPTModel, its loader, no code of
+"""A converted checkpoint loads in plain megatron.core: its GPTModel, its loader, no code of
 this project on the ranks. What each rank holds is compared with slices worked out by hand."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a user gets wrong ends in its own words: no traceback, exit code 2, and torchrun's report
-says it again in its last lines."""
+"""A user's error gives one message: no traceback, exit code 2, and torchrun's report
+repeats it in its last lines."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _engines(rank: int, folder: Path, ranks: str) -> Iterator[tuple]:
 
 
 def _update(engine, role, mode: str, version: int) -> dict[str, float]:
-    """Other weights, by whole tensors, by all their pieces, or by what changed of them; the bytes
+    """Send new weights as complete tensors, all slices, or changed blocks; the bytes
     moved."""
     from mppo.rollout.engine import WeightSource
 

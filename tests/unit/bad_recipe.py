@@ -57,7 +57,7 @@ def write_files(root: Path) -> dict[str, Path]:
 
 
 def refusal(tmp_path: Path, capsys, text: str, settings: str, *options: str) -> str:
-    """Run the entry point; its message."""
+    """Run the entry point; the message of its refusal."""
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     code = main(["--config", str(path), *options, *settings.split()])
