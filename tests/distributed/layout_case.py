@@ -110,8 +110,8 @@ def starting_from(before: tuple[torch.Tensor, ...], batch: Batch, loss_of):
     """``loss_of``, asserting that training gives the forward pass's outputs: a ratio of 1."""
 
     def loss(outputs, indices):
-        for output, whole in zip(tensors_of(outputs), before, strict=True):
-            expected = select_sequences(whole, batch.cu_seqlens, list(indices))
+        for output, complete in zip(tensors_of(outputs), before, strict=True):
+            expected = select_sequences(complete, batch.cu_seqlens, list(indices))
             torch.testing.assert_close(output.detach().float(), expected, atol=1e-6, rtol=0)
         return loss_of(outputs, indices)
 

@@ -84,11 +84,11 @@ def _check_slices(stages, config, layout, groups, folder: Path, experts: int) ->
     stream = SliceStream(stages, config, layout, request)
     for version, since in ((1, None), (2, 1), (3, 1)):
         _load_all(stream.update(version, since), servers, folder / f"refused_{rank}")
-        whole = dict(
+        complete = dict(
             pair for bucket in WeightStream(stages, config, groups, 40_000) for pair in bucket
         )
         for slot, server in servers.items():
-            for name, tensor in expected(config, whole, slot % SIZE, experts).items():
+            for name, tensor in expected(config, complete, slot % SIZE, experts).items():
                 assert torch.equal(server.held[name].nan_to_num(7e9), tensor.nan_to_num(7e9)), name
         moved = stream.bytes
         if version == 2:

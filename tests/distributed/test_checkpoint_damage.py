@@ -33,7 +33,7 @@ class Told:
     folders: list[str]
 
 
-def told(role, root: Path, **trainer) -> Told:
+def reported(role, root: Path, **trainer) -> Told:
     from mppo.config.errors import ConfigError
 
     said: list[str] = []
@@ -107,24 +107,26 @@ def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
         for step in (1, 2):
             checkpointer(role, root, []).save(step, {})
         harm(root / "global_step_2")
-        outcomes[name] = told(role, root)
+        outcomes[name] = reported(role, root)
     root = folder / "flipped bit/checkpoints"
     explicit = str(root / "global_step_2")
-    outcomes["explicit"] = told(role, root, resume_mode="resume_path", resume_from_path=explicit)
-    outcomes["stranger"] = told(role, root, **stranger(root / "global_step_1"))
+    outcomes["explicit"] = reported(
+        role, root, resume_mode="resume_path", resume_from_path=explicit
+    )
+    outcomes["stranger"] = reported(role, root, **stranger(root / "global_step_1"))
     flip(root / "global_step_1")
-    outcomes["all"] = told(role, root)
-    outcomes["none"] = told(role, folder / "empty/checkpoints")
+    outcomes["all"] = reported(role, root)
+    outcomes["none"] = reported(role, folder / "empty/checkpoints")
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         restarted = folder / "missing manifest/checkpoints"
         os.environ[name] = "1"
-        outcomes[name] = told(role, restarted, resume_mode="disable")
+        outcomes[name] = reported(role, restarted, resume_mode="disable")
         del os.environ[name]
     outcomes["time limit"] = after_step(role, folder / "limit", checkpoint_must_save_by="00:00:01")
     outcomes["minutes"] = after_step(role, folder / "minutes", save_every_minutes=1e-9)
     outcomes["unscheduled"] = after_step(role, folder / "unscheduled")
-    outcomes["asked"] = after_step(role, folder / "asked", asked=True)
-    unsaved = {"asked": True, "save_on_signal": False}
+    outcomes["asked"] = after_step(role, folder / "asked", requested=True)
+    unsaved = {"requested": True, "save_on_signal": False}
     outcomes["asked not to save"] = after_step(role, folder / "unsaved", **unsaved)
     with locked(folder / "locked"), locked(folder / "locked") as outcomes["second job"]:
         pass
@@ -136,11 +138,11 @@ def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
     return outcomes
 
 
-def after_step(role, run_dir: Path, asked: bool = False, **trainer) -> Told:
+def after_step(role, run_dir: Path, requested: bool = False, **trainer) -> Told:
     """Whether a run stops after its third step, and what it has saved."""
     said: list[str] = []
     saver = checkpointer(role, run_dir / "checkpoints", said, **trainer)
-    saver._stop.signal_name = "SIGUSR1" if asked else None
+    saver._stop.signal_name = "SIGUSR1" if requested else None
     stops = saver.after_step(3, last=False, metrics={})
     saver.finish()
     return Told(int(stops), "", said, sorted(path.name for path in run_dir.glob("*/global_step_*")))
@@ -326,10 +328,10 @@ def test_a_read_only_disk_is_reported_and_not_changed(on_small_disk):
 
 def test_a_full_disk_does_not_damage_earlier_checkpoints(on_small_disk):
     outcome = on_small_disk
-    whole = outcome["step"] - 1
-    assert whole >= 1
-    assert outcome["taken"] == whole
-    assert outcome["left"] == sorted(f"global_step_{step + 1}" for step in range(whole))
+    complete = outcome["step"] - 1
+    assert complete >= 1
+    assert outcome["taken"] == complete
+    assert outcome["left"] == sorted(f"global_step_{step + 1}" for step in range(complete))
     assert "could not be written: " in outcome["said"][-1]
     assert "No space left on device" in outcome["said"][-1]
     assert outcome["ended"].startswith("the last checkpoint could not be written")

@@ -78,9 +78,9 @@ def _route(case: Case, folder, registry) -> Routed:
         recorded = choices(x)
         router.weight.add_(torch.randn(router.weight.shape, generator=random), alpha=0.1)
         moved = choices(x)
-        wanted = recorded.long().clone()
-        wanted[-1] = -1
-        replayed = choices(x, wanted[None])
+        expected = recorded.long().clone()
+        expected[-1] = -1
+        replayed = choices(x, expected[None])
         router.weight.zero_()
         router.weight[:, 0] = torch.tensor([1.0, 1.0, 2.0, 0.0])
         router.weight[1, 1] = 2.0**-26

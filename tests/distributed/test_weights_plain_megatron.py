@@ -71,8 +71,8 @@ def test_feed_forward_halves_hold_gate_and_up(loaded):
     for rank in range(2):
         _, parameters = got[rank]["llama", "TP2"]
         gate, up = (half(hf[f"{prefix}.{x}_proj.weight"], rank) for x in ("gate", "up"))
-        whole = torch.cat([gate, up])
-        assert torch.equal(parameters["decoder.layers.0.mlp.linear_fc1.weight"], whole)
+        complete = torch.cat([gate, up])
+        assert torch.equal(parameters["decoder.layers.0.mlp.linear_fc1.weight"], complete)
 
 
 def test_experts_are_those_of_the_rank(loaded):

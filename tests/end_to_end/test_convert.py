@@ -366,9 +366,9 @@ def test_a_checkpoint_that_would_run_code_is_refused(models, tmp_path, capsys):
         main(["inspect", megatron]),
     ):
         assert code == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 3
-    for line in told:
+    reported = capsys.readouterr().err.splitlines()
+    assert len(reported) == 3
+    for line in reported:
         assert f"{file}: more than a table of contents and plain values" in line
         assert "it names posix.mkdir; take a checkpoint from whom you trust" in line
     assert not (tmp_path / "done").exists()

@@ -66,10 +66,12 @@ def test_samples_are_shown_at_the_start_in_the_middle_and_at_the_end(undisturbed
 
 def test_a_checkpoint_has_the_estimated_size(undisturbed):
     shown = (undisturbed / "output_0.txt").read_text()
-    told = re.search(r"^checkpoints: every 1 steps, ([\d.]+) MB each; all 6 stay: ", shown, re.M)
+    reported = re.search(
+        r"^checkpoints: every 1 steps, ([\d.]+) MB each; all 6 stay: ", shown, re.M
+    )
     (checkpoint,) = (undisturbed / "checkpoints").glob("global_step_6")
     written = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-    assert float(told[1]) * 1e6 == pytest.approx(written, rel=0.05)
+    assert float(reported[1]) * 1e6 == pytest.approx(written, rel=0.05)
 
 
 def test_the_exported_actor_is_a_model_that_transformers_loads_and_generates_with(undisturbed):
@@ -220,9 +222,9 @@ def test_a_nonfinite_gradient_stops_the_run_and_can_be_replayed(tmp_path, capsys
     assert again.codes() == [0, 0], again.texts()
     add_malicious_pickle(case / "models/actor/.metadata", tmp_path / "done")
     assert replay([str(case)]) == 2
-    told = capsys.readouterr().err
-    assert "actor/.metadata: more than a table of contents" in told
-    assert "it names posix.mkdir; take a checkpoint from whom you trust" in told
+    reported = capsys.readouterr().err
+    assert "actor/.metadata: more than a table of contents" in reported
+    assert "it names posix.mkdir; take a checkpoint from whom you trust" in reported
     assert not (tmp_path / "done").exists()
     assert re.search(r"rank \d: actor: gradient of chunk 0 \S+ has \d+ of \d+", again.texts())
     assert re.search(r"rank \d: critic: loss nan", again.texts())

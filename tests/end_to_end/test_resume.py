@@ -140,10 +140,10 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_two_steps_resume_and_two_more_are_four_steps_bitwise(runs, name):
-    whole, resumed = runs / name, runs / f"{name} resumed"
-    want, got = _weights(whole / "actor"), _weights(resumed / "actor")
+    complete, resumed = runs / name, runs / f"{name} resumed"
+    want, got = _weights(complete / "actor"), _weights(resumed / "actor")
     assert all(torch.equal(want[key], got[key]) for key in want)
-    lines, again = _metrics(whole), _metrics(resumed)
+    lines, again = _metrics(complete), _metrics(resumed)
     assert [line["step"] for line in again] == [line["step"] for line in lines] == [1, 2, 3, 4]
     for line, other in zip(lines, again):
         for key, value in line.items():
@@ -186,11 +186,11 @@ def test_the_checkpoints_of_both_runs_hold_the_same_bytes(runs, name):
     from mppo.checkpoint.folder import read_manifest
 
     step = "checkpoints/global_step_4"
-    whole = read_manifest(runs / name / step)
+    complete = read_manifest(runs / name / step)
     resumed = read_manifest(runs / f"{name} resumed" / step)
-    shards = [file for file in whole.files if file.endswith(".distcp")]
+    shards = [file for file in complete.files if file.endswith(".distcp")]
     assert len(shards) >= 4
-    assert all(whole.files[file] == resumed.files[file] for file in shards)
+    assert all(complete.files[file] == resumed.files[file] for file in shards)
 
 
 def test_in_another_layout_the_weights_agree_to_a_millionth(runs):

@@ -87,8 +87,8 @@ def test_a_served_actor_has_the_log_probabilities_of_its_own_weights(actor, port
 
 
 def test_a_served_actor_answers_a_runs_generation_requests(port):
-    asked = sampling_parameters(SamplingConfig(), 4, [])
-    (answer,) = SGLangApi(f"http://127.0.0.1:{port}", KEY, 60.0).generate([[5, 6, 7]], asked)
+    requested = sampling_parameters(SamplingConfig(), 4, [])
+    (answer,) = SGLangApi(f"http://127.0.0.1:{port}", KEY, 60.0).generate([[5, 6, 7]], requested)
     assert 0 < len(answer.tokens) == len(answer.logprobs) <= 4
 
 

@@ -49,7 +49,7 @@ def qwen2(tmp_path_factory) -> Iterator[Case]:
 
 def test_the_server_listens_on_loopback_and_requires_the_key(qwen2) -> None:
     port = qwen2.engine._fleet._processes[0].port
-    told = yaml.safe_load((own_folder() / f"server_{port}.yaml").read_text())
+    reported = yaml.safe_load((own_folder() / f"server_{port}.yaml").read_text())
     assert "Failed to apply hooks" not in (qwen2.run_dir / "rollout" / "server_0.log").read_text()
     listening = {
         (connection.laddr.ip, connection.laddr.port)
@@ -57,8 +57,8 @@ def test_the_server_listens_on_loopback_and_requires_the_key(qwen2) -> None:
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
-    assert ("127.0.0.1", told["port"]) in listening
-    assert told["nccl-port"] in {port for _, port in listening}
+    assert ("127.0.0.1", reported["port"]) in listening
+    assert reported["nccl-port"] in {port for _, port in listening}
     url = qwen2.engine._fleet._apis[0].url
     for key in (None, "another"):
         with pytest.raises(RequestRefused, match="status 401"):
@@ -139,7 +139,7 @@ def test_on_response_gets_responses_while_others_are_generated(qwen2) -> None:
 def test_remaining_requests_are_aborted_once_enough_prompts_are_complete(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
-    told: set[int] = set()
+    reported: set[int] = set()
     sampling = SamplingConfig(n=2, stop_token_ids=tuple(range(3, 12)))
     kept = qwen2.engine.generate(
         Request(
@@ -147,7 +147,7 @@ def test_remaining_requests_are_aborted_once_enough_prompts_are_complete(qwen2) 
             sampling,
             400,
             0,
-            lambda keys, done: told.update(keys),
+            lambda keys, done: reported.update(keys),
             num_prompts_needed=4,
         )
     )
@@ -155,8 +155,8 @@ def test_remaining_requests_are_aborted_once_enough_prompts_are_complete(qwen2) 
     uids = [t.prompt.uid for t in kept]
     assert uids == sorted(uids)
     assert all(uids.count(uid) == 2 for uid in uids)
-    assert {2 * uid + sample for uid in uids for sample in (0, 1)} <= told
-    assert len(told) < 48
+    assert {2 * uid + sample for uid in uids for sample in (0, 1)} <= reported
+    assert len(reported) < 48
     qwen2.check_logprobs(kept, 1.0)
     qwen2.check()
 
@@ -206,19 +206,19 @@ def test_new_weights_wait_for_a_submitted_request(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     old, version = copy.deepcopy(qwen2.model), qwen2.version
-    told: dict[int, Trajectory] = {}
+    reported: dict[int, Trajectory] = {}
     request = Request(
-        prompts(8), SamplingConfig(n=2), 40, 0, lambda keys, done: told.update(zip(keys, done))
+        prompts(8), SamplingConfig(n=2), 40, 0, lambda keys, done: reported.update(zip(keys, done))
     )
     ahead = qwen2.engine.submit(request)
     qwen2.change_weights()
     qwen2.sync()
-    assert sorted(told) == list(range(16))
+    assert sorted(reported) == list(range(16))
     fresh = qwen2.engine.generate(Request(prompts(2), SamplingConfig(temperature=0.0), 6, seed=0))
     qwen2.check_logprobs(fresh, 1.0)
     resumed = qwen2.engine.generate(replace(request, resumable=ahead.left_over))
     trajectories = ahead.collect()
-    assert trajectories == resumed == [told[row] for row in range(16)]
+    assert trajectories == resumed == [reported[row] for row in range(16)]
     assert not ahead.left_over, "what was collected is not left over"
     for t in trajectories:
         assert t.weight_versions == [version] * len(t.response_ids)
@@ -230,9 +230,9 @@ def test_stop_aborts_a_submitted_request(qwen2, monkeypatch) -> None:
     url = qwen2.engine._fleet._apis[0].url
     engine = qwen2.connect(own(urls=(url,), server_args={}))
     qwen2.sync(engine)
-    told: list[int] = []
+    reported: list[int] = []
     engine.submit(
-        Request(prompts(8), SamplingConfig(), 1900, 0, lambda keys, done: told.extend(keys))
+        Request(prompts(8), SamplingConfig(), 1900, 0, lambda keys, done: reported.extend(keys))
     )
     flying = [thread for thread in threading.enumerate() if thread.name == "rollout"]
     assert flying
@@ -240,16 +240,16 @@ def test_stop_aborts_a_submitted_request(qwen2, monkeypatch) -> None:
     for thread in flying:
         thread.join(timeout=60)
         assert not thread.is_alive()
-    assert len(told) < 8
+    assert len(reported) < 8
 
 
 def test_sleep_releases_memory_and_wake_takes_back_what_is_needed_next(qwen2, monkeypatch) -> None:
-    asked: list[tuple[str, tuple[str, ...]]] = []
+    requested: list[tuple[str, tuple[str, ...]]] = []
     api = qwen2.engine._fleet._apis[0]
 
     def note(call) -> None:
         def noted(tags) -> None:
-            asked.append((call.__name__, tuple(tags)))
+            requested.append((call.__name__, tuple(tags)))
             call(tags)
 
         monkeypatch.setattr(api, call.__name__, noted)
@@ -257,13 +257,13 @@ def test_sleep_releases_memory_and_wake_takes_back_what_is_needed_next(qwen2, mo
     note(api.release_memory)
     note(api.resume_memory)
     qwen2.engine.sleep()
-    assert asked == [("release_memory", ("weights", "kv_cache"))]
+    assert requested == [("release_memory", ("weights", "kv_cache"))]
     qwen2.change_weights()
     qwen2.engine.wake()
     qwen2.sync()
-    assert asked[1:] == [("resume_memory", ("weights",))]
+    assert requested[1:] == [("resume_memory", ("weights",))]
     qwen2.check()
-    assert asked[2:] == [("resume_memory", ("kv_cache",))]
+    assert requested[2:] == [("resume_memory", ("kv_cache",))]
 
 
 def test_a_refused_stream_stops_with_a_reason_and_leaves_the_server(qwen2) -> None:
@@ -317,13 +317,13 @@ def test_one_wrong_byte_stops_the_job_and_names_the_tensor(qwen2, monkeypatch, n
     qwen2.change_weights()
     described = buckets.bucket_table
 
-    def corrupted(entries, report, whole):
+    def corrupted(entries, report, complete):
         """Change a byte after the checksums are computed."""
         for buffer in qwen2.engine._route._buffers:
             for row_name, _, _, start, _ in buffer._rows:
                 if row_name == name and [e.name for e in entries] == [r[0] for r in buffer._rows]:
                     buffer._bytes[start + 5] ^= 1
-        return described(entries, report, whole)
+        return described(entries, report, complete)
 
     monkeypatch.setattr(buckets, "bucket_table", corrupted)
     with pytest.raises(RuntimeError, match=rf"verify_sync: {name} arrived with other bytes"):

@@ -272,9 +272,9 @@ def gaps_of(tmp_path_factory) -> Callable[[str], list]:
 def test_engine_and_actor_agree(gaps_of, ranks: str, case: Served) -> None:
     found = [gap for gap in gaps_of(ranks) if gap[0] == case.name]
     layouts = case.layouts
-    wanted = [[layout, mode] for layout in layouts for mode in _modes(layout, layouts)]
-    wanted += [[layouts[-1], mode] for mode in AGAIN]
-    assert [gap[1:3] for gap in found] == wanted
+    expected = [[layout, mode] for layout in layouts for mode in _modes(layout, layouts)]
+    expected += [[layouts[-1], mode] for mode in AGAIN]
+    assert [gap[1:3] for gap in found] == expected
     for _, layout, mode, _, gap, tokens in found:
         assert tokens > 50, (layout, mode)
         assert gap < TOLERANCE, (layout, mode)

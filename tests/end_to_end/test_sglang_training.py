@@ -158,10 +158,10 @@ def _check_taken_up(root: Path, model: Path, rows: list[dict], resumed: list[dic
     tokenizer = load_tokenizer(model)
     begun = responses.load_responses(root / "killed/checkpoints/global_step_1")
     assert begun
-    whole, later = (_texts(root / name, step=2) for name in ("run", "killed"))
-    both = whole.keys() & later.keys()
+    complete, later = (_texts(root / name, step=2) for name in ("run", "killed"))
+    both = complete.keys() & later.keys()
     assert len(both) >= 16
-    same = sum(whole[prompt] == later[prompt] for prompt in both)
+    same = sum(complete[prompt] == later[prompt] for prompt in both)
     assert same >= len(both) - 1, "but for a tie between the likeliest tokens"
     prompts = {key: tokenizer.decode(r.prompt.token_ids) for key, r in begun.items()}
     starts = tokenizer.batch_decode(

@@ -68,8 +68,8 @@ def refusal(tmp_path: Path, capsys, text: str, settings: str, *options: str) -> 
     return shown.err
 
 
-def assert_one_fault(message: str, key: str, wanted: str) -> None:
+def assert_one_fault(message: str, key: str, expected: str) -> None:
     assert ": 1 issue\n" in message, message
     assert re.search(rf"^  1\. {re.escape(key)} = ", message, re.MULTILINE), message
-    assert wanted in " ".join(message.split()), message
+    assert expected in " ".join(message.split()), message
     assert re.search(r"^ +fix: \S", message, re.MULTILINE), message

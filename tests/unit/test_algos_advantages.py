@@ -105,8 +105,8 @@ def test_gae_does_not_depend_on_other_sequences(batch, which):
     part = slice(int(cu_seqlens[which]), int(cu_seqlens[which + 1]))
     alone = torch.tensor([0, part.stop - part.start])
     expected = gae(rewards[part], values[part], mask[part], alone, 0.9, 0.8)
-    whole = gae(rewards, values, mask, cu_seqlens, 0.9, 0.8)
-    torch.testing.assert_close(whole[part], expected)
+    complete = gae(rewards, values, mask, cu_seqlens, 0.9, 0.8)
+    torch.testing.assert_close(complete[part], expected)
 
 
 @pytest.mark.parametrize(("piece", "short"), [(32, 100), (64, 2), (1024, 4)])

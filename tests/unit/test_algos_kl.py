@@ -78,10 +78,10 @@ def test_full_kl_of_vocabulary_shards_adds_up_with_its_gradient():
     log_z, ref_log_z = logits.detach().logsumexp(-1), ref.logsumexp(-1)
     shards = list(zip(logits.detach().split(5, -1), ref.split(5, -1)))
     parts = [full_kl_shard(shard, ref_shard, log_z, ref_log_z) for shard, ref_shard in shards]
-    whole = full_kl(logits, ref)
-    torch.testing.assert_close(sum(parts), whole.detach())
-    grads = [full_kl_shard_grad(*shard, log_z, ref_log_z, whole.detach()) for shard in shards]
-    (expected,) = torch.autograd.grad(whole.sum(), logits)
+    complete = full_kl(logits, ref)
+    torch.testing.assert_close(sum(parts), complete.detach())
+    grads = [full_kl_shard_grad(*shard, log_z, ref_log_z, complete.detach()) for shard in shards]
+    (expected,) = torch.autograd.grad(complete.sum(), logits)
     torch.testing.assert_close(torch.cat(grads, -1), expected)
     assert torch.autograd.gradcheck(lambda x: full_kl(x, ref), logits)
 

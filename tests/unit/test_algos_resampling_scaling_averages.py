@@ -110,9 +110,9 @@ def test_moving_average_by_hand_and_in_its_own_precision():
 def test_ptx_loss_by_hand_and_over_micro_batches():
     logprobs = torch.tensor([0.0, -1.0, -3.0, -5.0])
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0])
-    whole = ptx_loss(logprobs, mask, 3.0, 2.0)
-    assert whole.item() == pytest.approx(2.0 * 9 / 3)
+    complete = ptx_loss(logprobs, mask, 3.0, 2.0)
+    assert complete.item() == pytest.approx(2.0 * 9 / 3)
     parts = ptx_loss(logprobs[:2], mask[:2], 3.0, 2.0) + ptx_loss(logprobs[2:], mask[2:], 3.0, 2.0)
-    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(parts, complete)
     assert ptx_loss(logprobs[:0], mask[:0], 0.0, 1.0).item() == 0.0
     assert math.isfinite(ptx_loss(logprobs, mask * 0, 0.0, 1.0).item())

@@ -244,8 +244,8 @@ def test_shell_scripts_parse(path):
 def test_the_sglang_cpu_extra_is_the_requirements_file():
     text = (ROOT / "pyproject.toml").read_text()
     extra = re.search(r"^sglang-cpu = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-    wanted = (ROOT / "extras" / "sglang_cpu" / "requirements.txt").read_text().split()
-    assert re.findall(r'"(.*?)"', extra[1]) == wanted
+    expected = (ROOT / "extras" / "sglang_cpu" / "requirements.txt").read_text().split()
+    assert re.findall(r'"(.*?)"', extra[1]) == expected
 
 
 def test_pypi_apex_is_never_a_dependency():

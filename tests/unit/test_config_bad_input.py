@@ -341,31 +341,31 @@ def places(tmp_path_factory):
     return write_files(tmp_path_factory.mktemp("places"))
 
 
-@pytest.mark.parametrize(("text", "key", "wanted"), [row[1:] for row in DOCUMENTS],
+@pytest.mark.parametrize(("text", "key", "expected"), [row[1:] for row in DOCUMENTS],
                          ids=[row[0] for row in DOCUMENTS])  # fmt: skip
-def test_a_malformed_recipe_file_is_one_issue(text, key, wanted, tmp_path, capsys):
-    assert_one_fault(refusal(tmp_path, capsys, text, ""), key, wanted)
+def test_a_malformed_recipe_file_is_one_issue(text, key, expected, tmp_path, capsys):
+    assert_one_fault(refusal(tmp_path, capsys, text, ""), key, expected)
 
 
-@pytest.mark.parametrize(("setting", "key", "wanted"), [row[1:] for row in SETTINGS],
+@pytest.mark.parametrize(("setting", "key", "expected"), [row[1:] for row in SETTINGS],
                          ids=[row[0] for row in SETTINGS])  # fmt: skip
 def test_a_malformed_setting_is_one_issue(
-    setting, key, wanted, tmp_path, capsys, places, monkeypatch
+    setting, key, expected, tmp_path, capsys, places, monkeypatch
 ):
     if "{" in setting:
         setting = setting.format(**places)
     settings = " ".join(part.replace(" ", "") for part in re.split(r" (?=\w+\.)", setting))
     monkeypatch.chdir(tmp_path)
-    assert_one_fault(refusal(tmp_path, capsys, GOOD, settings), key, wanted)
+    assert_one_fault(refusal(tmp_path, capsys, GOOD, settings), key, expected)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"], "nothing was run"
 
 
-@pytest.mark.parametrize(("settings", "key", "wanted"), [row[1:] for row in LAYOUTS],
+@pytest.mark.parametrize(("settings", "key", "expected"), [row[1:] for row in LAYOUTS],
                          ids=[row[0] for row in LAYOUTS])  # fmt: skip
-def test_a_layout_that_does_not_fit_is_one_issue(settings, key, wanted, tmp_path, capsys, places):
+def test_a_layout_that_does_not_fit_is_one_issue(settings, key, expected, tmp_path, capsys, places):
     options = ("--dry-run", "--world-size", "4")
     message = refusal(tmp_path, capsys, GOOD, settings.format(**places), *options)
-    assert_one_fault(message, key, wanted)
+    assert_one_fault(message, key, expected)
 
 
 def test_the_good_recipe_has_no_issue(tmp_path):

@@ -88,10 +88,10 @@ def test_the_critic_has_its_own_model():
 
 
 def test_a_reference_without_layout_uses_the_actors():
-    wanted = recipe("algorithm.use_kl_in_reward=true", f"actor.megatron.{TP}=2")
-    roles = {role.name: role for role in roles_in_use(wanted)}
-    assert roles["ref"].megatron is wanted.actor.megatron
-    issues = check_recipe(wanted, 3, models(DENSE))
+    expected = recipe("algorithm.use_kl_in_reward=true", f"actor.megatron.{TP}=2")
+    roles = {role.name: role for role in roles_in_use(expected)}
+    assert roles["ref"].megatron is expected.actor.megatron
+    issues = check_recipe(expected, 3, models(DENSE))
     assert keys(issues) == ["actor.megatron"], "told once, not once per role"
 
 
@@ -204,8 +204,8 @@ def test_memory_of_weights_gradients_and_optimizer():
     layout, count = Layout(world=4), Count(1000, 0)
     memory = role_memory(role, layout, 0, count, "bfloat16", 0, [], model_shape(DENSE))
     assert (memory.weights, memory.gradients, memory.optimizer) == (2000, 4000, 12 * 250)
-    whole = role_memory(role, layout, 0, count, "float32", 0, [], model_shape(DENSE))
-    assert (whole.weights, whole.optimizer) == (4000, 8 * 250)
+    complete = role_memory(role, layout, 0, count, "float32", 0, [], model_shape(DENSE))
+    assert (complete.weights, complete.optimizer) == (4000, 8 * 250)
 
 
 def test_a_frozen_role_keeps_weights_only():
@@ -238,22 +238,22 @@ def test_a_ring_needs_less_memory_for_exchanged_keys_and_values():
 
 
 def test_micro_batches_cover_the_mini_batch():
-    wanted = recipe(
+    expected = recipe(
         "data.train_batch_size=64", "actor.ppo_mini_batch_size=32", "rollout.n=2",
         "actor.ppo_micro_batch_size_per_gpu=5", "actor.ppo_epochs=3",
         "data.max_prompt_length=100", "data.max_response_length=28",
     )  # fmt: skip
-    actor, critic = plan_roles(wanted, 2, models(DENSE))
+    actor, critic = plan_roles(expected, 2, models(DENSE))
     assert (actor.mini_batches, actor.micro_batches, actor.micro_batch_tokens) == (6, 7, 5 * 128)
     assert (critic.mini_batches, critic.micro_batches) == (2, 4)
 
 
 def test_dynamic_micro_batches_follow_the_token_budget():
-    wanted = recipe(
+    expected = recipe(
         "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=500",
         "data.max_prompt_length=100", "data.max_response_length=28",
     )  # fmt: skip
-    actor = plan_roles(wanted, 2, models(DENSE))[0]
+    actor = plan_roles(expected, 2, models(DENSE))[0]
     assert (actor.micro_batches, actor.micro_batch_tokens) == (11, 3 * 128)
 
 
@@ -263,8 +263,8 @@ def test_the_plan_abbreviates_a_large_world():
 
 
 def test_every_role_is_planned_with_its_own_model():
-    wanted = recipe("algorithm.use_kl_in_reward=true", "critic.path=c", "ref.path=r")
-    actor, critic, ref = plan_roles(wanted, 1, models(DENSE, critic=MOE, ref=TIED))
+    expected = recipe("algorithm.use_kl_in_reward=true", "critic.path=c", "ref.path=r")
+    actor, critic, ref = plan_roles(expected, 1, models(DENSE, critic=MOE, ref=TIED))
     _, alike = plan_roles(recipe("model.path=c"), 1, models(MOE))
     assert critic.memory == alike.memory
     assert critic.parameters == alike.parameters

@@ -45,8 +45,8 @@ def test_a_run_reports_unknown_variables_and_repeated_keys(tmp_path, capsys, mon
     data = ["data.task=arithmetic", "data.max_prompt_length=64", "data.max_response_length=64"]
     twice = ["actor.optim.lr=1e-5", "actor_rollout_ref.actor.optim.lr=1e-6", "rollout.n=2"]
     assert main(["--dry-run", *data, *twice, "rollout.n=2"]) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mppo: ")]
-    assert told == [
+    reported = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mppo: ")]
+    assert reported == [
         "mppo: the environment variable MPPO_CACH is not read: did you mean MPPO_CACHE?",
         "mppo: actor.optim.lr is given twice: 1e-5, then 1e-6; the last counts",
     ]

@@ -55,9 +55,9 @@ def test_what_becomes_of_a_flag(flag, monkeypatch):
 
 def flag_of(setting: str) -> Flag | None:
     """The row of a script's setting: that with its value, or the first with its name."""
-    wanted = setting.lstrip("+")
-    exact = [flag for flag in SCRIPT_FLAGS if flag.setting == wanted]
-    named = [flag for flag in SCRIPT_FLAGS if flag.name == wanted.partition("=")[0]]
+    needed = setting.lstrip("+")
+    exact = [flag for flag in SCRIPT_FLAGS if flag.setting == needed]
+    named = [flag for flag in SCRIPT_FLAGS if flag.name == needed.partition("=")[0]]
     return next(iter(exact or named), None)
 
 
@@ -65,11 +65,11 @@ def flag_of(setting: str) -> Flag | None:
 def test_every_flag_of_a_script_has_a_row_and_nothing_else_is_refused(script):
     flags = [flag_of(setting) for setting in SCRIPTS[script]]
     assert all(flags), SCRIPTS[script][flags.index(None)]
-    wanted = {flag.words for flag in flags if flag.fate == REFUSED}
+    needed = {flag.words for flag in flags if flag.fate == REFUSED}
     _, faults = read_recipe(None, SCRIPTS[script])
-    told = [f"{fault.why} {fault.fix}" for fault in faults]
-    assert len(told) == len(wanted), told
-    assert all(any(words in text for text in told) for words in wanted)
+    reported = [f"{fault.why} {fault.fix}" for fault in faults]
+    assert len(reported) == len(needed), reported
+    assert all(any(words in text for text in reported) for words in needed)
 
 
 def test_there_are_sixteen_scripts():
@@ -104,8 +104,8 @@ def test_the_log_names_what_has_no_effect_and_what_is_taken_otherwise(tmp_path, 
     settings = ["actor.megatron.param_offload=False", "critic.megatron.param_offload=False"]
     settings += ["actor_rollout_ref.model.enable_gradient_checkpointing=True"]
     assert main(["--config", str(path), "--dry-run", *settings]) == 0
-    told = capsys.readouterr().err.splitlines()
-    assert [line for line in told if line.startswith("mppo: ")] == [
+    reported = capsys.readouterr().err.splitlines()
+    assert [line for line in reported if line.startswith("mppo: ")] == [
         "mppo: model.enable_gradient_checkpointing=True is taken as "
         "actor.megatron.recompute_granularity=full",
         "mppo: no effect: model.use_remove_padding=True (sequences are always packed; no padding "

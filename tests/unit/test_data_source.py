@@ -114,8 +114,8 @@ def test_every_source_contributes_evenly_and_is_listed_with_its_count(tokenizer,
         write(tmp_path / "gsm8k.jsonl", [{**ROWS[0], "data_source": "openai/gsm8k"}] * 40),
         write(tmp_path / "math.jsonl", ROWS * 20),
     ]
-    whole = load(tokenizer, *files)
-    assert whole.summary() == "81 (short 1, openai/gsm8k 40, math 40)"
+    complete = load(tokenizer, *files)
+    assert complete.summary() == "81 (short 1, openai/gsm8k 40, math 40)"
     cut = load(tokenizer, *files, train_size=21)
     assert cut.summary() == "21 (short 1, openai/gsm8k 10, math 10)"
     assert [prompt.data_source for prompt in cut.prompts[:12]][-1] == "math"

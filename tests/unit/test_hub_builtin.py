@@ -50,9 +50,9 @@ def test_chat_template_is_bos_question_newline_answer_eos(tmp_path):
     tokenizer = load_tokenizer(resolve_model("builtin:tiny", tmp_path))
     question = [{"role": "user", "content": "1+2="}]
     both = [*question, {"role": "assistant", "content": "3"}]
-    asked = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
-    assert asked == "<bos>1+2=\n"
-    assert tokenizer.apply_chat_template(both, tokenize=False) == asked + "3<eos>"
+    requested = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    assert requested == "<bos>1+2=\n"
+    assert tokenizer.apply_chat_template(both, tokenize=False) == requested + "3<eos>"
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,16 @@ def test_folder_without_tokenizer_names_the_key_to_set(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def ships_code(folder: Path, kind: str, told: dict[str, object]) -> Path:
+def ships_code(folder: Path, kind: str, reported: dict[str, object]) -> Path:
     """A folder whose config or tokenizer needs its Python code; the code creates a file."""
     folder.mkdir()
     (folder / "code.py").write_text(f"open({str(folder / 'mark')!r}, 'w')\nclass Mine: pass\n")
-    told = {**told, "auto_map": {kind: ["code.Mine", None] if "Token" in kind else "code.Mine"}}
+    reported = {
+        **reported,
+        "auto_map": {kind: ["code.Mine", None] if "Token" in kind else "code.Mine"},
+    }
     (folder / ("tokenizer_config.json" if "Token" in kind else "config.json")).write_text(
-        json.dumps(told)
+        json.dumps(reported)
     )
     return folder
 

@@ -54,8 +54,8 @@ def test_the_step_is_in_the_group_and_the_state_holds_two_tensors():
 
 
 def test_a_restored_state_continues_bitwise():
-    whole, first = _parameters(), _parameters()
-    _train(AdamW(whole, lr=1e-3), whole, steps=20)
+    complete, first = _parameters(), _parameters()
+    _train(AdamW(complete, lr=1e-3), complete, steps=20)
     optimizer = AdamW(first, lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     for step in range(20):
@@ -68,7 +68,7 @@ def test_a_restored_state_continues_bitwise():
         for p in first:
             p.grad = torch.randn(p.shape, generator=generator)
         optimizer.step()
-    for mine, other in zip(first, whole):
+    for mine, other in zip(first, complete):
         assert torch.equal(mine, other)
 
 

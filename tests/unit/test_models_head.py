@@ -83,7 +83,7 @@ def test_kl_over_the_vocabulary_and_its_gradients(temperature, softcap, chunk):
     ref_hidden, ref_weight = torch.randn(N, 3), torch.randn(PADDED, 3)
     reference = Projection(ref_weight, case(temperature, None, chunk))
 
-    def whole(hidden, weight):
+    def complete(hidden, weight):
         logits, _ = vocabulary_logits(hidden, weight, vocabulary)
         ref_logits, _ = vocabulary_logits(ref_hidden, ref_weight, reference.shard)
         return full_kl(logits[:, :VOCAB], ref_logits[:, :VOCAB])
@@ -92,7 +92,7 @@ def test_kl_over_the_vocabulary_and_its_gradients(temperature, softcap, chunk):
         return chunked_full_kl(hidden, weight, ref_hidden, vocabulary, reference)
 
     results = []
-    for function in (chunked, whole):
+    for function in (chunked, complete):
         hidden, weight, _ = tensors()
         kl = function(hidden, weight)
         (kl * torch.arange(N)).sum().backward()

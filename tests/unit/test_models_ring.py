@@ -73,9 +73,9 @@ def test_blocks_of_all_ranks_add_up_to_attention(name, size):
                 x += y
     for rank, mine in enumerate(grads):
         real = splits[rank].origin_t >= 0
-        for x, whole in zip(mine, qkv, strict=True):
-            wanted = local(whole.grad, rank)
-            torch.testing.assert_close(x[real], wanted[real], rtol=1e-11, atol=1e-11)
+        for x, complete in zip(mine, qkv, strict=True):
+            expected = local(complete.grad, rank)
+            torch.testing.assert_close(x[real], expected[real], rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 19])
@@ -86,8 +86,8 @@ def test_merged_halves_are_attention_on_both(cut):
     out, lse = block.forward(last, k[:, :cut], v[:, :cut], apart=19)
     more, more_lse = block.forward(last, k[:, cut:], v[:, cut:], apart=19 - cut)
     out, lse = merge_attention(out, lse, more, more_lse)
-    wanted, wanted_lse = attention(q[0], k[0], v[0], block)
-    torch.testing.assert_close(out[0, 0], wanted[-1], rtol=1e-13, atol=1e-13)
+    expected, wanted_lse = attention(q[0], k[0], v[0], block)
+    torch.testing.assert_close(out[0, 0], expected[-1], rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(lse[0, :, 0], wanted_lse[:, -1], rtol=1e-13, atol=1e-13)
 
 
@@ -99,8 +99,8 @@ def test_a_block_outside_the_mask_changes_nothing():
     assert torch.equal(out, torch.zeros_like(out))
     assert bool((lse == -torch.inf).all())
     near = block.forward(q, k, v, apart=0)
-    for found, wanted in zip(merge_attention(*near, out, lse), near, strict=True):
-        assert torch.equal(found, wanted)
+    for found, expected in zip(merge_attention(*near, out, lse), near, strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -22,7 +22,7 @@ def response(extra=None, text="17"):
     return Response(Prompt(41, (1,), "gsm8k", "4", "2+2?", extra or {}), text)
 
 
-def judged(result, on_error="raise"):
+def scored(result, on_error="raise"):
     (judgement,) = read_judgements([result], [response()], on_error)
     return judgement
 
@@ -57,14 +57,14 @@ def test_without_such_a_column_a_function_sees_the_others_and_the_prompt(tmp_pat
     ],
 )  # fmt: skip
 def test_python_numpy_and_torch_numbers_are_numbers(one):
-    for judgement in (judged(one), judged({"score": one, "acc": one})):
+    for judgement in (scored(one), scored({"score": one, "acc": one})):
         assert judgement.score == 1.0
         assert type(judgement.score) is float
     assert judgement.numbers == {"acc": 1.0}
 
 
 def test_further_numbers_are_kept_by_name_and_texts_are_not():
-    found = judged({"score": 0.5, "acc": np.bool_(False), "format": torch.tensor(2), "pred": "x"})
+    found = scored({"score": 0.5, "acc": np.bool_(False), "format": torch.tensor(2), "pred": "x"})
     assert found == Judgement(0.5, {"acc": 0.0, "format": 2.0})
 
 
@@ -92,8 +92,8 @@ def test_further_numbers_are_kept_by_name_and_texts_are_not():
 )
 def test_what_cannot_be_judged_is_reported_or_scores_zero(result, message):
     with pytest.raises(ValueError, match=message):
-        judged(result)
-    found = judged(result, on_error="zero")
+        scored(result)
+    found = scored(result, on_error="zero")
     assert (found.score, found.numbers) == (0.0, {})
     with pytest.raises(ValueError, match=message):
         raise ValueError(found.error)

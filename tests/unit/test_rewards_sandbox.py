@@ -167,13 +167,13 @@ def test_output_is_bounded(sandbox):
 
 
 def test_scores_of_programs(sandbox):
-    whole, parts = CodeVerifier(sandbox), CodeVerifier(sandbox, partial_credit=True)
+    complete, parts = CodeVerifier(sandbox), CodeVerifier(sandbox, partial_credit=True)
     answer = f"Like this:\n```python\nprint(1)\n```\nor better:\n```python\n{ADD}```\nDone."
-    assert whole(answer, TESTS, {}) == 1.0
+    assert complete(answer, TESTS, {}) == 1.0
     wrong = ADD.replace("+", "*")
-    assert whole(wrong, TESTS, {}) == 0.0
+    assert complete(wrong, TESTS, {}) == 0.0
     assert parts(wrong, TESTS, {}) == 0.5
-    assert whole("import os\nos._exit(0)", TESTS, {}) == 0.0
+    assert complete("import os\nos._exit(0)", TESTS, {}) == 0.0
 
 
 def test_programs_that_read_and_write_are_compared_by_words(sandbox):

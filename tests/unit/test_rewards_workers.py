@@ -49,7 +49,7 @@ PROMPT = Prompt(5, (1,), "poems", "", "p")
 
 
 @pytest.fixture
-def judged(tmp_path):
+def scored(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(FUNCTION)
 
@@ -62,21 +62,21 @@ def judged(tmp_path):
     return judge
 
 
-def test_a_function_runs_in_another_process_and_keeps_its_state(judged):
-    scores, _ = judged("a", "b", "pid", "c")
+def test_a_function_runs_in_another_process_and_keeps_its_state(scored):
+    scores, _ = scored("a", "b", "pid", "c")
     assert scores[:2] == [1, 2]
     assert scores[3] == 4
     assert scores[2] != os.getpid()
 
 
-def test_a_timeout_scores_0_and_is_counted_and_the_others_are_scored(judged):
-    scores, unscored = judged("a", "sleep", "b", timeout_s=4.0)  # "b" has half of it
+def test_a_timeout_scores_0_and_is_counted_and_the_others_are_scored(scored):
+    scores, unscored = scored("a", "sleep", "b", timeout_s=4.0)  # "b" has half of it
     assert scores == [1, 0, 1]
     assert unscored == [None, "timeouts", None]
 
 
-def test_processes_started_by_a_function_end_with_it(judged):
-    scores, _ = judged("pid", "spawn", timeout_s=1.0)
+def test_processes_started_by_a_function_end_with_it(scored):
+    scores, _ = scored("pid", "spawn", timeout_s=1.0)
     gone = (psutil.NoSuchProcess, psutil.ZombieProcess)
     group = int(scores[0])
     members = []
@@ -89,8 +89,8 @@ def test_processes_started_by_a_function_end_with_it(judged):
     assert not [process for process in members if process.is_running()]
 
 
-def test_exceeding_the_memory_limit_scores_0_and_is_counted(judged):
-    scores, unscored = judged("a", "memory", "b", memory_mb=2048)
+def test_exceeding_the_memory_limit_scores_0_and_is_counted(scored):
+    scores, unscored = scored("a", "memory", "b", memory_mb=2048)
     assert scores == [1, 0, 1]
     assert unscored == [None, "failures", None]
 
@@ -99,16 +99,16 @@ def test_exceeding_the_memory_limit_scores_0_and_is_counted(judged):
     ("text", "message"),
     [("exit", "it ended its process: exit code 3"), ("leave", "SystemExit: enough")],
 )
-def test_a_function_that_ends_its_process_is_named_with_the_prompt(text, message, judged):
+def test_a_function_that_ends_its_process_is_named_with_the_prompt(text, message, scored):
     with pytest.raises(ValueError, match=rf"mine\.py:score failed on prompt 5 .*{message}"):
-        judged("a", text)
+        scored("a", text)
 
 
-def test_a_worker_has_no_file_or_socket_of_the_trainer(judged):
+def test_a_worker_has_no_file_or_socket_of_the_trainer(scored):
     with socket.create_server(("127.0.0.1", 0)) as server, open(os.devnull) as file:
         server.set_inheritable(True)
         os.set_inheritable(file.fileno(), True)
-        (count,), _ = judged("files")
+        (count,), _ = scored("files")
     assert count == 6  # standard input, output and error, its two pipes, and the folder it lists
 
 
@@ -128,9 +128,9 @@ def test_the_worker_server_is_restarted_for_the_next_batch():
     assert [result.score for result in pool.run(["ab"])] == [2]
 
 
-def test_after_a_timeout_the_next_response_gets_half_the_time(judged):
-    assert judged("nap", timeout_s=60.0)[0] == [1]
-    scores, unscored = judged("sleep", "nap", timeout_s=5.0)
+def test_after_a_timeout_the_next_response_gets_half_the_time(scored):
+    assert scored("nap", timeout_s=60.0)[0] == [1]
+    scores, unscored = scored("sleep", "nap", timeout_s=5.0)
     assert scores == [0, 0]
     assert unscored == ["timeouts", "timeouts"]
 

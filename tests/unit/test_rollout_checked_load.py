@@ -79,14 +79,18 @@ def test_a_good_bucket_is_loaded(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_tensor_the_server_drops_is_named(tmp_path, name: str) -> None:
-    told = _loaded(Server(forgets=name), _bucket(), tmp_path / "report")
-    assert told == f"ValueError: verify_sync: {name} was sent, but SGLang holds something else\n"
+    reported = _loaded(Server(forgets=name), _bucket(), tmp_path / "report")
+    assert (
+        reported == f"ValueError: verify_sync: {name} was sent, but SGLang holds something else\n"
+    )
 
 
 def test_a_tensor_without_a_parameter_is_named(tmp_path) -> None:
     stranger = ("layers.0.mlp.gate_proj.weight", torch.ones(2, 2))
-    told = _loaded(Server(), [*_bucket(), stranger], tmp_path / "report")
-    assert "layers.0.mlp.gate_proj.weight was sent, but SGLang's model has no such tensor" in told
+    reported = _loaded(Server(), [*_bucket(), stranger], tmp_path / "report")
+    assert (
+        "layers.0.mlp.gate_proj.weight was sent, but SGLang's model has no such tensor" in reported
+    )
 
 
 def test_a_servers_refusal_is_reported_without_checks_too(tmp_path) -> None:

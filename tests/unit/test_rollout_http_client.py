@@ -178,24 +178,24 @@ def test_a_request_that_fails_every_attempt_is_reported_with_the_servers_reason(
     fleet = _external(url, tmp_path)
     fleet.revive()
     revived: list[int] = []
-    asked: list[str] = []
+    requested: list[str] = []
 
     def restore() -> int:
         revived.extend(fleet.revive())
         return 0
 
     def call(api: SGLangApi, job: str) -> object:
-        asked.append(job)
-        served = job == "at once" or (job == "at last" and asked.count(job) == ATTEMPTS)
+        requested.append(job)
+        served = job == "at once" or (job == "at last" and requested.count(job) == ATTEMPTS)
         return JsonClient(api.url, "key", 30.0).post("/echo" if served else "/fail", {"job": job})
 
     requests = Requests(fleet, restore, 0, 1, torch.device("cpu"), None)
     answered = requests.answers(["at once", "at last"], call, in_flight=1)
     assert [answered[index]["got"]["job"] for index in (0, 1)] == ["at once", "at last"]
-    assert asked == ["at once", *["at last"] * ATTEMPTS]
+    assert requested == ["at once", *["at last"] * ATTEMPTS]
     assert revived == [0] * (ATTEMPTS - 1)
-    asked.clear()
+    requested.clear()
     why = rf"rank 0: 1 of 2 requests not served in {ATTEMPTS} attempts: .*{url}: /fail: status 500"
     with pytest.raises(RuntimeError, match=why):
         requests.answers(["at once", "never"], call, in_flight=1)
-    assert asked == ["at once", *["never"] * ATTEMPTS]
+    assert requested == ["at once", *["never"] * ATTEMPTS]

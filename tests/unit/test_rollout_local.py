@@ -145,17 +145,17 @@ def test_tokens_do_not_depend_on_batching_or_order(engine_and_reference) -> None
     small, _ = engine_and_reference("qwen2", batch_size=3)
     sampling = SamplingConfig(n=3)
     prompts = _prompts()
-    whole = engine.generate(GenerationRequest(prompts, sampling, 15, seed=4))
-    assert [t.response_ids for t in whole] == [
+    complete = engine.generate(GenerationRequest(prompts, sampling, 15, seed=4))
+    assert [t.response_ids for t in complete] == [
         t.response_ids for t in small.generate(GenerationRequest(prompts, sampling, 15, seed=4))
     ]
     backwards = engine.generate(GenerationRequest(prompts[::-1], sampling, 15, seed=4))
     by_uid = {}
     for t in backwards:
         by_uid.setdefault(t.prompt.uid, []).append(t.response_ids)
-    assert [t.response_ids for t in whole] == [r for p in prompts for r in by_uid[p.uid]]
-    assert len({t.response_ids for t in whole}) == len(whole)
-    assert whole != engine.generate(GenerationRequest(prompts, sampling, 15, seed=5))
+    assert [t.response_ids for t in complete] == [r for p in prompts for r in by_uid[p.uid]]
+    assert len({t.response_ids for t in complete}) == len(complete)
+    assert complete != engine.generate(GenerationRequest(prompts, sampling, 15, seed=5))
 
 
 def test_rows_stop_at_stop_tokens_and_at_the_length(engine_and_reference) -> None:
@@ -324,11 +324,15 @@ def test_weights_that_are_not_finite_are_reported(engine_and_reference, top_p: f
 
 def test_on_response_gets_responses_while_others_are_generated(engine_and_reference) -> None:
     engine, _ = engine_and_reference("qwen2", batch_size=4)
-    told: dict[int, Trajectory] = {}
+    reported: dict[int, Trajectory] = {}
     everything = engine.generate(
         GenerationRequest(
-            _prompts(), SamplingConfig(n=2), 5, 0, lambda keys, done: told.update(zip(keys, done))
+            _prompts(),
+            SamplingConfig(n=2),
+            5,
+            0,
+            lambda keys, done: reported.update(zip(keys, done)),
         )
     )
-    assert len(told) == 8
-    assert all(everything[key] == trajectory for key, trajectory in told.items())
+    assert len(reported) == 8
+    assert all(everything[key] == trajectory for key, trajectory in reported.items())

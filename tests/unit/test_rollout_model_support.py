@@ -188,35 +188,35 @@ def test_soft_capped_scores_need_a_backend_that_caps() -> None:
 
 
 def test_rotary_scaling_is_translated_for_sglang() -> None:
-    told = sglang_settings(FITS["qwen2 yarn"]())["rope_parameters"]
-    assert told["truncate"] is False
+    reported = sglang_settings(FITS["qwen2 yarn"]())["rope_parameters"]
+    assert reported["truncate"] is False
     # SGLang has no attention_factor: (0.1 mscale ln(4) + 1) / (0.1 * 0 ln(4) + 1) is 1.5
-    assert told["mscale"] == pytest.approx(0.5 / 0.13862943611)
-    assert told["mscale_all_dim"] == 0.0
-    whole = hf.LlamaConfig(**BASE, rope_parameters={**LINEAR, "factor": 4})
-    factor = sglang_settings(whole)["rope_parameters"]["factor"]
+    assert reported["mscale"] == pytest.approx(0.5 / 0.13862943611)
+    assert reported["mscale_all_dim"] == 0.0
+    complete = hf.LlamaConfig(**BASE, rope_parameters={**LINEAR, "factor": 4})
+    factor = sglang_settings(complete)["rope_parameters"]["factor"]
     assert isinstance(factor, float), "SGLang takes a whole number for a list of factors"
     assert sglang_settings(FITS["llama"]()) == {}
 
 
 def test_a_servers_groups_of_experts_are_the_actors() -> None:
     config = hf.DeepseekV2Config(**{**V2, "n_group": 4, "topk_group": 2})
-    told = sglang_settings(config)
-    assert (told["n_group"], told["topk_group"]) == (1, 1)
-    assert told["scoring_func"] == "softmax"
+    reported = sglang_settings(config)
+    assert (reported["n_group"], reported["topk_group"]) == (1, 1)
+    assert reported["scoring_func"] == "softmax"
 
 
 def test_weights_are_sent_dequantised() -> None:
     quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    told = sglang_settings(hf.DeepseekV3Config(**V3, quantization_config=quantised))
-    assert told["quantization_config"] is None
+    reported = sglang_settings(hf.DeepseekV3Config(**V3, quantization_config=quantised))
+    assert reported["quantization_config"] is None
 
 
 @pytest.mark.parametrize("name", FITS)
 def test_own_classes_are_selected_where_sglangs_differ(name: str) -> None:
     model_type = FITS[name]().model_type
-    asked = "SGLANG_EXTERNAL_MODEL_PACKAGE" in server_environment(1, False, model_type)
-    assert asked == (model_type in ("gemma", "deepseek_v2", "deepseek_v3"))
+    requested = "SGLANG_EXTERNAL_MODEL_PACKAGE" in server_environment(1, False, model_type)
+    assert requested == (model_type in ("gemma", "deepseek_v2", "deepseek_v3"))
 
 
 def test_the_recipe_is_refused_before_any_model_is_built() -> None:

@@ -64,7 +64,7 @@ def _values(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes]
 
 
-def _told(
+def _reported(
     server: Server, report: Path, content: Tensor, blocks: int, pieces: list[PieceRow]
 ) -> str:
     """What the report says after a message."""
@@ -76,7 +76,7 @@ def _told(
 def test_the_first_update_writes_everything_and_later_ones_only_changes(tmp_path) -> None:
     server, first, second = Server(), _values(1), _values(1)
     before = _packed(first)
-    assert _told(server, tmp_path / "report", before, WHOLE, PIECES) == ""
+    assert _reported(server, tmp_path / "report", before, WHOLE, PIECES) == ""
     for held, sent in zip(server.stretches(), first, strict=True):
         assert torch.equal(held, sent)
     second[0][2, 9] += 1
@@ -89,14 +89,14 @@ def test_the_first_update_writes_everything_and_later_ones_only_changes(tmp_path
         replace(piece, checksum=tensor_checksum(after[piece.begin :][: held.numel() * size]))
         for piece, held, size in zip(PIECES, server.stretches(), (4, 4, 2), strict=True)
     ]
-    assert _told(server, tmp_path / "report", content, blocks, checked) == ""
+    assert _reported(server, tmp_path / "report", content, blocks, checked) == ""
     for held, sent in zip(server.stretches(), second, strict=True):
         assert torch.equal(held, sent)
     assert server.held["mlp.down_proj.weight"][:, :30].eq(0).all()
     assert server.held["mlp.experts.w13_weight"][0].eq(0).all()
     server.held["mlp.experts.w13_weight"][1, 7, 3] += 1
-    told = _told(server, tmp_path / "report", content, blocks, checked)
-    assert "verify_sync: mlp.experts.w13_weight would not be what the trainer holds" in told
+    reported = _reported(server, tmp_path / "report", content, blocks, checked)
+    assert "verify_sync: mlp.experts.w13_weight would not be what the trainer holds" in reported
 
 
 def test_a_message_with_all_blocks_changed_is_sent_in_full() -> None:
@@ -118,17 +118,17 @@ def test_a_message_with_all_blocks_changed_is_sent_in_full() -> None:
 def test_a_parameter_of_another_shape_is_named(tmp_path, wrong: dict, why: str) -> None:
     pieces = [replace(COLUMNS, **wrong)]
     server = Server()
-    told = _told(server, tmp_path / "report", _packed(_values(1))[:128], WHOLE, pieces)
-    assert why in told
-    assert "rollout.sync_mode" in told
+    reported = _reported(server, tmp_path / "report", _packed(_values(1))[:128], WHOLE, pieces)
+    assert why in reported
+    assert "rollout.sync_mode" in reported
     assert server.held["mlp.down_proj.weight"].eq(0).all()
 
 
 def test_kernels_with_up_before_gate_are_refused(tmp_path) -> None:
     server = Server()
     server.quant_method = SimpleNamespace(load_up_proj_weight_first=True)
-    told = _told(server, tmp_path / "report", _packed(_values(1)), WHOLE, PIECES)
-    assert "set rollout.sync_mode to full" in told
+    reported = _reported(server, tmp_path / "report", _packed(_values(1)), WHOLE, PIECES)
+    assert "set rollout.sync_mode to full" in reported
     assert server.held["mlp.down_proj.weight"].eq(0).all()
 
 
@@ -136,7 +136,7 @@ def test_a_rounded_parameter_is_not_updated_by_blocks(tmp_path) -> None:
     server = Server()
     server.held["mlp.down_proj.weight"] = torch.zeros(3, 40, dtype=torch.bfloat16)
     content = torch.zeros(2 * BLOCK, dtype=torch.uint8)
-    assert "set rollout.sync_mode to sliced" in _told(
+    assert "set rollout.sync_mode to sliced" in _reported(
         server, tmp_path / "report", content, 1, [COLUMNS]
     )
 
@@ -145,5 +145,5 @@ def test_derived_parameters_are_updated(tmp_path) -> None:
     latent = PieceRow("attn.kv_b_proj.weight", (4,), None, 0, 0, (4,), "float32", 0)
     server = Server()
     content = torch.ones(4).view(torch.uint8)
-    assert _told(server, tmp_path / "report", content, WHOLE, [latent]) == ""
+    assert _reported(server, tmp_path / "report", content, WHOLE, [latent]) == ""
     assert server.derived == ["attn.kv_b_proj.weight"]

@@ -88,12 +88,12 @@ def test_micro_batches_do_not_change_loss_gradient_and_statistics(loss_mode, los
     generator = torch.Generator().manual_seed(9)
     logprobs = -torch.rand(len(targets.mask_T), generator=generator)
     entropy = torch.rand(len(targets.mask_T), generator=generator)
-    whole = evaluate(targets, actor, [range(5)], logprobs, entropy)
+    complete = evaluate(targets, actor, [range(5)], logprobs, entropy)
     parts = evaluate(targets, actor, [[3, 1], [2], [], [0, 4]], logprobs, entropy)
-    torch.testing.assert_close(parts[0], whole[0])
-    torch.testing.assert_close(parts[2], whole[2])
-    for name in whole[1]:
-        torch.testing.assert_close(parts[1][name], whole[1][name], msg=name)
+    torch.testing.assert_close(parts[0], complete[0])
+    torch.testing.assert_close(parts[2], complete[2])
+    for name in complete[1]:
+        torch.testing.assert_close(parts[1][name], complete[1][name], msg=name)
 
 
 def test_a_micro_batch_without_a_trained_token_keeps_its_graph():

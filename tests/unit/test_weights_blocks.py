@@ -30,9 +30,9 @@ def test_qkv_shards_are_chunks_of_the_interleaved_tensor(groups, queries, width,
         base + torch.arange(groups * n * width).float()
         for base, n in ((0, queries), (1e4, 1), (2e4, 1))
     )
-    whole = torch.cat([x.view(groups, -1) for x in (q, k, v)], 1).flatten()
+    complete = torch.cat([x.view(groups, -1) for x in (q, k, v)], 1).flatten()
     shards = [assemble("qkv", (q, k, v), rank, size, groups) for rank in range(size)]
-    assert torch.equal(torch.cat(shards), whole)
+    assert torch.equal(torch.cat(shards), complete)
 
 
 @settings(max_examples=40, deadline=None)

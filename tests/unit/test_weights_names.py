@@ -72,12 +72,12 @@ def test_a_dense_te_layer_has_these_names(tmp_path_factory):
     folder, config, table = folder_of("qwen2", tmp_path_factory)
     layers = [te_names(table, layer) for layer in range(4)]
     assert set(layers[0]) == set(DENSE)
-    parameters, whole = loaded(fake_stage(layers, ends(table)), folder, config), tensors(folder)
+    parameters, complete = loaded(fake_stage(layers, ends(table)), folder, config), tensors(folder)
     for name, hf in DENSE.items():
         if hf:
             got = parameters[f"decoder.layers.2.{name}"]
-            assert torch.equal(got, whole[f"model.layers.2.{hf}.weight"])
-    q, k, v = (whole[f"model.layers.1.self_attn.{x}_proj.bias"].view(2, -1) for x in "qkv")
+            assert torch.equal(got, complete[f"model.layers.2.{hf}.weight"])
+    q, k, v = (complete[f"model.layers.1.self_attn.{x}_proj.bias"].view(2, -1) for x in "qkv")
     interleaved = torch.cat([q, k, v], 1).flatten()
     assert torch.equal(parameters["decoder.layers.1.self_attention.linear_qkv.bias"], interleaved)
 
@@ -89,9 +89,9 @@ def test_te_grouped_experts_and_fused_latent_norms(tmp_path_factory):
     assert "mlp.experts.linear_fc1.weight15" in layers[1]
     assert "pre_mlp_layernorm.weight" in layers[1]
     assert "mlp.linear_fc1.layer_norm_weight" in layers[0]
-    parameters, whole = loaded(fake_stage(layers, ends(table)), folder, config), tensors(folder)
+    parameters, complete = loaded(fake_stage(layers, ends(table)), folder, config), tensors(folder)
     start = "model.layers.3.mlp.experts.7"
-    fc1 = torch.cat([whole[f"{start}.{x}_proj.weight"] for x in ("gate", "up")])
+    fc1 = torch.cat([complete[f"{start}.{x}_proj.weight"] for x in ("gate", "up")])
     assert torch.equal(parameters["decoder.layers.3.mlp.experts.linear_fc1.weight7"], fc1)
 
 
@@ -112,9 +112,9 @@ def test_te_keeps_latent_down_projections_whole_under_tensor_parallelism(tmp_pat
         name: (-(-shape[0] // 2), shape[1]) if len(shape) > 1 else shape
         for name, shape in ends(table).items()
     }
-    parameters, whole = loaded(fake_stage(layers, cut), folder, config, layout), tensors(folder)
+    parameters, complete = loaded(fake_stage(layers, cut), folder, config, layout), tensors(folder)
     down = parameters["decoder.layers.1.self_attention.linear_kv_down_proj.weight"]
-    assert torch.equal(down, whole["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"])
+    assert torch.equal(down, complete["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"])
 
 
 def test_experts_stored_transposed_in_one_matrix(tmp_path_factory):
@@ -130,10 +130,10 @@ def test_experts_stored_transposed_in_one_matrix(tmp_path_factory):
     for layer in chunk.decoder.layers:
         layer.mlp.experts.num_local_experts = shape.num_experts
         layer.mlp.experts.config = SimpleNamespace(hidden_size=shape.hidden)
-    parameters, whole = loaded(chunk, folder, config), tensors(folder)
+    parameters, complete = loaded(chunk, folder, config), tensors(folder)
     second = parameters["decoder.layers.0.mlp.experts.weight2"].view(4, -1, shape.hidden)
     for expert in range(4):
-        down = whole[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"]
+        down = complete[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"]
         assert torch.equal(second[expert].t(), down)
 
 

@@ -70,10 +70,10 @@ def test_tensors_are_read_and_objects_are_not(tmp_path):
 
 def test_a_table_that_would_run_code_is_named_and_not_run(tmp_path):
     write(tmp_path, MaliciousPickle(tmp_path / "mark"))
-    told = (
+    reported = (
         r"\.metadata: more than a table of contents and plain values: it names posix\.mkdir; take"
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         read_checkpoint(tmp_path)
     assert not (tmp_path / "mark").exists()
 
@@ -138,7 +138,7 @@ def forge(contents: Metadata, how: str) -> object:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "reported"),
     [
         ("a list", "it holds a list in the place of a MCoreMetadata"),
         ("no tables", "it holds no tables"),
@@ -159,9 +159,9 @@ def forge(contents: Metadata, how: str) -> object:
         ("a packed chunk", "is compressed"),
     ],
 )
-def test_a_forged_table_is_refused(tmp_path, how, told):
+def test_a_forged_table_is_refused(tmp_path, how, reported):
     save(tmp_path, forge(write(tmp_path), how))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         read_checkpoint(tmp_path)
 
 
@@ -220,12 +220,12 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_pickle_operation_has_an_effect(program):
     """Each ran, changed a class for the whole process, or ended it, under Python's own reader."""
-    body, told = PROGRAMS[program]
+    body, reported = PROGRAMS[program]
     data = pickle.PROTO + b"\4" + body + pickle.STOP if body else b""
-    if told is None:
+    if reported is None:
         read_pickle(data)
     else:
-        with pytest.raises(pickle.UnpicklingError, match=told):
+        with pytest.raises(pickle.UnpicklingError, match=reported):
             read_pickle(data)
     assert not hasattr(BytesStorageMetadata, "chunks")
     assert not hasattr(torch.serialization._get_layout, "chunks")

@@ -162,16 +162,16 @@ def parameters(chunk, entries) -> dict[Entry, torch.Tensor]:
     return {entry: named[name] for name, entry in entries.items()}
 
 
-def cut(whole: torch.Tensor, row, rank: int, size: int) -> torch.Tensor:
+def cut(complete: torch.Tensor, row, rank: int, size: int) -> torch.Tensor:
     """Megatron's own rule: gate and up each cut, all else cut as it lies, vocabulary padded."""
     if row.dim is None:
-        return whole
+        return complete
     if row.kind == "gated":
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+        return torch.cat([half.chunk(size)[rank] for half in complete.chunk(2)])
     if row.kind == "vocab":
-        rows = padded_vocab_size(len(whole), size)
-        whole = torch.cat([whole, torch.zeros(rows - len(whole), whole.shape[1])])
-    return whole.chunk(size, row.dim)[rank]
+        rows = padded_vocab_size(len(complete), size)
+        complete = torch.cat([complete, torch.zeros(rows - len(complete), complete.shape[1])])
+    return complete.chunk(size, row.dim)[rank]
 
 
 def without_padding(entry: Entry, tensor: torch.Tensor, rank: int) -> torch.Tensor:
@@ -201,9 +201,9 @@ def test_any_rank_of_any_layout_loads_its_slices(tmp_path_factory, config, tp, e
     ends = (stage.start == 0, stage.stop == count)
     chunk, entries = stage_of(table, layout, place, stage, ends)
     report = load_hf_weights(folder, [chunk], config, layout, place)
-    whole, held = parameters(model, of_model), parameters(chunk, entries)
+    complete, held = parameters(model, of_model), parameters(chunk, entries)
     for entry, tensor in held.items():
-        expected = cut(whole[entry], entry.row, *group(entry, layout, place))
+        expected = cut(complete[entry], entry.row, *group(entry, layout, place))
         assert torch.equal(tensor, expected), entry.name
     assert report.bytes_read == sum(
         without_padding(*pair, place.tp).nbytes for pair in held.items()

@@ -96,16 +96,16 @@ def check(
                 if not blocks:
                     assert all(move.destination != host for move in plan.moves)
                     continue
-                wanted = assembled(blocks, tensors, dim)
-                got = torch.zeros_like(wanted)
+                expected = assembled(blocks, tensors, dim)
+                got = torch.zeros_like(expected)
                 for move in plan.moves:
                     if move.destination == host:
                         shard = training_shard(entry, shape, layout, move.source, tensors, owner)
                         part = shard.narrow(dim, move.source_offset, move.length)
                         got.narrow(dim, move.destination_offset, move.length).copy_(part)
-                assert torch.equal(got, wanted), entry.name
+                assert torch.equal(got, expected), entry.name
                 held = training_shard(entry, shape, layout, host, tensors, owner)
-                needed = wanted[wanted > 0]
+                needed = expected[expected > 0]
                 everything += len(needed)
                 least += len(needed) if held is None else int((~torch.isin(needed, held)).sum())
         assert (plan.crossing, plan.total) == (least, everything), entry.name
