@@ -1,4 +1,4 @@
-"""Runs one row of the attacks' tables and checks what it did."""
+"""Run one row of the attacks' tables and check its effects."""
 
 from __future__ import annotations
 

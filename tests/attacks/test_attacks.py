@@ -1,4 +1,4 @@
-"""Every row of the attacks' tables as the user who runs the tests, and the page made of them."""
+"""Every row of the attacks' tables as the user who runs the tests, and the generated page."""
 
 from __future__ import annotations
 
