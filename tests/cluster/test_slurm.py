@@ -25,7 +25,7 @@ pytestmark = [
 
 COUNTED, STEPS = 60, 10
 
-# trains by counting: saves and ends on USR1, goes on from what it saved
+# "trains" by counting: on USR1 it saves and ends, then resumes
 COUNTING = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -174,7 +174,7 @@ def test_a_node_that_goes_down_costs_only_a_restart(cluster, count):
     cluster.wait_for_text(log, "counting from 0 by torchrun of 4", 200)
     first = cluster.field(number, "NodeList")
     lost = cluster.command("scontrol", "show", "hostnames", first).split()[1]
-    # its daemon lives on, so that the node returns to service by itself
+    # its daemon keeps running, so the node returns to service by itself
     cluster.command("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
     assert cluster.wait_until_ended(number, 300) == "COMPLETED", text_of(log)
     text = text_of(log)
@@ -199,7 +199,7 @@ def test_a_failing_node_is_reported_and_sigusr1_during_preflight_requeues(
     cluster, submit, tmp_path
 ):
     number, log = submit(tmp_path, str(ROOT / "recipes" / "tiny_cpu_tp2_pp2.yaml"))
-    with socket.socket() as taken:  # the nodes are looked at some seconds after the recipe
+    with socket.socket() as taken:  # the nodes are checked some seconds after the recipe
         taken.bind(("", 20_000 + number % 10_000))
         taken.listen()
         cluster.wait_for_text(log, "start 1: 2 nodes", 100)
@@ -276,7 +276,7 @@ def answers(port: int) -> bool:
 
 
 def test_conversion_and_evaluation_are_started_with_their_arguments(cluster, tmp_path):
-    showing = tmp_path / "apptainer"  # stands for that program, too
+    showing = tmp_path / "apptainer"  # in place of that program
     showing.write_text(SHOWING)
     showing.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"

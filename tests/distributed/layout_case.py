@@ -23,7 +23,7 @@ VOCABULARY = 101
 
 @dataclass(frozen=True)
 class Case:
-    """What to run.
+    """A case to run.
 
     Args:
         model: key of ``tiny_models.CONFIGS``.
@@ -86,7 +86,7 @@ def batch_of(sequences: int = 7, longest: int = 11) -> Batch:
 
 
 def engine_choices(tokens: int, layers: int, experts: int, chosen: int) -> torch.Tensor:
-    """What an engine might have chosen for every token: int16 ``[T, layers, chosen]``."""
+    """Random experts for every token, as an engine returns them: int16 ``[T, layers, chosen]``."""
     random = torch.Generator().manual_seed(4)
     order = torch.rand(tokens, layers, experts, generator=random).argsort(-1)
     return order[..., :chosen].to(torch.int16)
@@ -159,7 +159,7 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
 
 
 def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
-    """A role's passes over the batch, None after each, and what came out."""
+    """A role's passes over the batch and their outputs; yields None after each."""
     from mppo.models.role_spec import MiniBatch
     from mppo.pipeline.schedule import forward_schedule, update_schedule
 

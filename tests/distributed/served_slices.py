@@ -22,7 +22,7 @@ from mppo.weights.table import parameter_table
 
 SIZE = 2
 HOSTS = ((0, 1), (3, 3))
-"""Two engines of two ranks; one rank stands beside both ranks of the second."""
+"""Two engines of two ranks; one training rank hosts both ranks of the second."""
 
 
 class Server(nn.Module):
@@ -41,7 +41,7 @@ class Server(nn.Module):
 
 
 def held_entries(shape: ModelShape, rank: int, experts: int):
-    """What a rollout rank holds: entries, and their blocks."""
+    """The entries of a rollout rank and their blocks."""
     for entry in parameter_table(shape).entries():
         blocks = engine_blocks(entry, shape, rank, SIZE, expert_parallel=experts)
         if blocks:
@@ -49,7 +49,7 @@ def held_entries(shape: ModelShape, rank: int, experts: int):
 
 
 def expected(config, tensors: dict[str, Tensor], rank: int, experts: int) -> dict[str, Tensor]:
-    """Those parameters cut from whole tensors; NaN where nothing of the model belongs."""
+    """These parameters, sliced from complete tensors; NaN in padding."""
     shape = model_shape(config)
     held = Server(config, rank, experts).held
     for entry, blocks in held_entries(shape, rank, experts):
@@ -93,7 +93,7 @@ def _check_slices(stages, config, layout, groups, folder: Path, experts: int) ->
         moved = stream.bytes
         if version == 2:
             assert 0 < moved.sent < 0.5 * moved.total
-        else:  # nobody holds version 1 any more
+        else:  # no rank has version 1 any more
             assert moved.total <= moved.sent <= 1.1 * moved.total
             assert moved.least <= moved.crossing <= 1.1 * moved.least + 64
         _change_some(stages)

@@ -25,7 +25,7 @@ SMALL_DISK_MB = 1
 
 @dataclass(frozen=True)
 class Told:
-    """What ``resume`` did: the step it took up, or what it refused with; and what it said."""
+    """The result of ``resume``: the step or the refusal, and its messages."""
 
     step: int | None
     refusal: str
@@ -139,7 +139,7 @@ def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
 
 
 def after_step(role, run_dir: Path, requested: bool = False, **trainer) -> Told:
-    """Whether a run stops after its third step, and what it has saved."""
+    """Whether a run stops after its third step, and the saved steps."""
     said: list[str] = []
     saver = checkpointer(role, run_dir / "checkpoints", said, **trainer)
     saver._stop.signal_name = "SIGUSR1" if requested else None
@@ -150,7 +150,7 @@ def after_step(role, run_dir: Path, requested: bool = False, **trainer) -> Told:
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[Told]:
-    """What a job is told that wants a run's folder."""
+    """The message to a second job in a run's folder."""
     from mppo.checkpoint.lock import run_folder_lock
     from mppo.config.errors import ConfigError
 
@@ -347,7 +347,7 @@ def draws(role) -> tuple[float, ...]:
 
 
 def background(case: Case, folder: Path, registry) -> dict[str, object]:
-    """An asynchronous save while training goes on holds the weights of its moment; pruning."""
+    """An asynchronous save during training stores the weights at its start; pruning."""
     from delayed_save import delay_copies
 
     role, said = build_role(case, folder, registry), []

@@ -57,7 +57,7 @@ def checkpointer(role, root: Path, said: list[str], part=None, **trainer):
 
 
 def resume(role, root: Path, said: list[str], part=None, **trainer) -> int:
-    """Take up what a run of this role under ``root`` goes on from."""
+    """Resume this role from the checkpoints under ``root``."""
     from mppo.checkpoint.resume import choose
     from mppo.checkpoint.role_state import describe_role
 

@@ -66,7 +66,7 @@ def kl_loss(batch):
 
 
 def train(case: Case, folder: Path, registry) -> dict[str, Any]:
-    """Measure against a reference of another family and layout, then train beside text."""
+    """Compute the full KL to a reference of another family and layout, then train with ptx text."""
     from mppo.config.schema import MegatronConfig
     from mppo.models.heads.outputs import tensors_of
     from mppo.models.role import Role
@@ -207,7 +207,7 @@ def outcomes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def overflows(outcomes):
-    """What an overflow left, by model and layout."""
+    """The state after an overflow, by model and layout."""
     alone, variants, folder = outcomes
     found = {"dense": alone["overflow"], f"dense {KEPT[1]}": variants[KEPT[1]]["overflow"]}
     for name, layout in EXPERTS.items():
@@ -222,7 +222,7 @@ def overflows(outcomes):
 
 @torch.no_grad()
 def _logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
-    """What transformers predicts for every token but the first: ``[tokens - 1, V]``."""
+    """Transformers' log-probabilities for every token but the first: ``[tokens - 1, V]``."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     return model(torch.tensor([token_ids])).logits[0, :-1]
 

@@ -17,7 +17,7 @@ FLOAT = 4
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the bytes of the largest memory that a result of any operation lies in."""
+    """Record the largest storage, in bytes, of any operation's result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -175,7 +175,7 @@ objective/{kl,entropy,non_score_reward,rlhf_reward,scores}
 policy/{approxkl_avg,clipfrac_avg,entropy_avg} loss/{policy_avg,value_avg}
 val/{clipfrac_avg,ratio,ratio_var,num_eos_tokens} {lr,episode,eps}
 """
-"""verl's names of what a step logs, then TRL's."""
+"""The metric names of a step: verl's, then TRL's."""
 
 
 def _spelt_out(pattern: str) -> list[str]:
@@ -250,7 +250,7 @@ def _model(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def _drawn(run_dir: Path, step: int) -> dict:
-    """Where the order of prompts stands in a checkpoint."""
+    """The position in the order of prompts of a checkpoint."""
     state = _checkpoint(run_dir, step) / "run.json"
     return json.loads(state.read_text())["parts"]["prompts"]
 
@@ -260,7 +260,9 @@ def test_a_batch_generated_ahead_is_one_update_old(results):
     assert _lags(plain) == [(0, 0)] * 3
     assert _lags(ahead) == [(0, 0), (1, 1), (1, 1)]
     assert _lags(resumed) == [(1, 1), (1, 1)]
-    first, second = _lags(dynamic)  # a second batch, where the first does not do, is a fresh one
+    first, second = _lags(
+        dynamic
+    )  # if the first batch does not suffice, the second one is not prefetched
     assert first == (0, 0)
     assert 0 < second[0] <= second[1] == 1
 

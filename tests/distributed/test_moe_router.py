@@ -25,7 +25,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Routed:
-    """What a router made of random tokens.
+    """A router's results for random tokens.
 
     Args:
         logits, weights: ``[n, E]``.

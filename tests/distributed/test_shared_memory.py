@@ -11,7 +11,7 @@ from mppo.cpu.shared_memory import shared_memory_of
 
 
 def _compare(memory, group, mine: torch.Tensor) -> None:
-    """All three collectives against gloo's, in place where Megatron runs them in place."""
+    """Compare the three collectives with gloo's, in place if Megatron runs them in place."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     summed, ours = mine.clone(), mine.clone()
     dist.all_reduce(summed, group=group)

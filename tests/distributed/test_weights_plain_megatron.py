@@ -17,7 +17,7 @@ CASES = [("llama", "TP2"), ("llama", "PP2"), ("qwen3_moe", "EP2"), ("qwen3_moe",
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """Hugging Face tensors of each model, and what two plain ranks loaded."""
+    """Hugging Face tensors of each model, and the tensors that two plain ranks loaded."""
     folder = tmp_path_factory.mktemp("plain")
     models = {}
     for name in {model for model, _ in CASES}:

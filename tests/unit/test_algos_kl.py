@@ -1,4 +1,4 @@
-"""KL estimates, the whole-vocabulary KL, and the controller."""
+"""KL estimates, the KL over the vocabulary, and the controller."""
 
 import math
 

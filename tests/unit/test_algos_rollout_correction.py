@@ -7,7 +7,7 @@ import torch
 
 from mppo.algos import rollout_correction as rc
 
-# two sequences: tokens 0..2 and 3..4; the last token of the first is no response token
+# two sequences: tokens 0..2 and 3..4; the last token of the first is not a response token
 CU = torch.tensor([0, 3, 5])
 MASK = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
 D = torch.log(torch.tensor([2.0, 0.5, 9.0, 4.0, 2.0]))

@@ -282,7 +282,7 @@ def test_every_recipe_key_is_read_somewhere():
 
 
 SAME_ON_PURPOSE = {"main", "install", "load", "load_in_worker", "EntryClass"}
-"""Programs; what replaces Megatron's parts; what SGLang and the workers look up by name."""
+"""Programs, replacements of Megatron's parts, and names that SGLang and the workers look up."""
 
 
 def test_one_public_name_means_one_thing():

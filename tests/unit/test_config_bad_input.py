@@ -13,7 +13,7 @@ from bad_recipe import GOOD, assert_one_fault, refusal, write_files
 from mppo.config.checks import load_checked
 from mppo.train import main
 
-# what is wrong with the file itself: name, text, key, message
+# errors of the file itself: name, text, key, message
 DOCUMENTS = [
     ("no YAML", "actor: [1, 2", "--config", "no valid YAML"),
     ("a tab for indentation", "actor:\n\toptim: 1", "--config", "no valid YAML"),

@@ -1,4 +1,4 @@
-"""The bad-input table of data files: every malformed one gives one clear message."""
+"""The table of malformed data files: each gives one clear message."""
 
 from __future__ import annotations
 

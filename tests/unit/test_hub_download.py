@@ -47,7 +47,7 @@ def test_only_files_of_the_model_are_downloaded(weights, code, files):
 
 
 class Hub:
-    """Answers as ``fetch_model`` does, with a folder of this disk, and knows what it was asked."""
+    """In place of ``fetch_model``: returns a local folder and records the calls."""
 
     def __init__(self, folder: Path, missing: str = "") -> None:
         self.folder, self.missing = folder, missing

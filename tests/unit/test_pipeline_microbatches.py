@@ -32,7 +32,7 @@ def test_plan_by_token_budget(lengths, dp, max_tokens, multiple):
 
 
 def check_plan(plan, lengths, dp, multiple):
-    """Every sequence once; equally many micro-batches everywhere, a multiple as asked."""
+    """Check that every sequence occurs once, in equally many micro-batches on every rank."""
     assert len(plan) == dp
     assert sorted(i for rank in plan for part in rank for i in part) == list(range(len(lengths)))
     counts = {len(rank) for rank in plan}

@@ -19,7 +19,7 @@ EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, h
 def test_a_dense_model_by_hand():
     # heads of 4: q 16x16, k and v 8x16 each, output 16x16: 768; gate, up, down 3 * 16*24: 1152
     counted = model_flops(hf.Qwen2Config(**DENSE), "policy")
-    # the last layer's 1152 only where the head, 40x16, reads
+    # the last layer's 1152 only for the tokens that the head (40x16) reads
     # one pair: 4 heads * (4 for the score + 4 for the value)
     per_token, per_output = 2 * (3 * 768 + 2 * 1152), 2 * (40 * 16 + 1152)
     assert counted == ModelFlops(per_token, per_output, 2 * 32, (None,) * 3)
@@ -68,7 +68,7 @@ def test_pytorch_counts_the_same_of_the_models_themselves(family):
     with FlopCounterMode(display=False) as counter:
         logits = model(input_ids=torch.arange(length)[None]).logits
     counted = model_flops(config, "policy")
-    # PyTorch multiplies the whole square of queries and keys, and the rotary angles
+    # PyTorch multiplies all queries with all keys, and the rotary angles
     square = 3 * counted.per_pair * length**2
     angles = 2 * length * 2
     expected = length * (counted.per_token + counted.per_output) + square + angles

@@ -22,7 +22,7 @@ def calls(column):
 
 
 def answer(number, *arguments, architecture=X86_64):
-    """What the filter answers to a system call: a small machine for its steps."""
+    """The filter's decision on a system call, by an interpreter of its instructions."""
     data = struct.pack("IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
     program = filter_program("x86_64")
     steps = list(struct.iter_unpack("HBBI", program))

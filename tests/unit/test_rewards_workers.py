@@ -1,4 +1,4 @@
-"""Scores from processes of their own: limits, failures, and their end."""
+"""Scoring in separate processes: limits, failures, and shutdown."""
 
 import os
 import signal
@@ -109,7 +109,7 @@ def test_a_worker_has_no_file_or_socket_of_the_trainer(scored):
         server.set_inheritable(True)
         os.set_inheritable(file.fileno(), True)
         (count,), _ = scored("files")
-    assert count == 6  # standard input, output and error, its two pipes, and the folder it lists
+    assert count == 6  # standard input, output and error, two pipes, and the listed folder
 
 
 def test_a_worker_that_cannot_start_says_why():

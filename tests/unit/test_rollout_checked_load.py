@@ -24,7 +24,7 @@ PLACES = {
     "mlp.experts.1.down_proj.weight": ("mlp.experts.w2_weight", 1),
     "norm.weight": ("norm.weight", slice(None)),
 }
-"""Checkpoint names, and where a server keeps them."""
+"""Checkpoint names, and the server's parameters for them."""
 
 
 class Server(nn.Module):
@@ -61,7 +61,7 @@ def _bucket() -> list[tuple[str, Tensor]]:
 
 
 def _loaded(server: Server, bucket, report: Path, checked: bool = True) -> str:
-    """What the report says after a bucket went to a server."""
+    """The report after a bucket was sent to a server."""
     buffer = SharedBuffer(torch.device("cpu"))
     buffer.fill(bucket)
     payload = buffer.own_payload(report, whole=True, checked=checked)

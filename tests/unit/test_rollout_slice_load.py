@@ -22,7 +22,7 @@ TOTAL = 192 + BLOCK
 
 
 class Server(nn.Module):
-    """Parameters of one rank; remembers what it was told to derive from them."""
+    """Parameters of one rank; records which derived parameters were requested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def _values(seed: int) -> list[Tensor]:
 def _reported(
     server: Server, report: Path, content: Tensor, blocks: int, pieces: list[PieceRow]
 ) -> str:
-    """What the report says after a message."""
+    """The report after a message."""
     described = slice_table([MessageRow(0, len(content), blocks, pieces)], report)
     load(server, [(BYTES, content), (TABLE, described)])
     return report.read_text() if report.exists() else ""

@@ -105,7 +105,7 @@ def test_whitening_over_the_batch_or_over_each_group_by_hand():
 
 
 def test_a_length_adaptive_lambda_by_hand():
-    # four tokens, alpha 0.5: lambda 1 - 1 / 2; the score 4 stands on the last
+    # four tokens, alpha 0.5: lambda 1 - 1 / 2; the score 4 is on the last
     outputs = outputs_of([4], [4.0])
     algorithm = AlgorithmConfig(lam_length_adaptive_alpha=0.5, whiten_advantages=False)
     experience = estimate(outputs, algorithm, 0.0)

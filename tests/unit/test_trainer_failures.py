@@ -51,7 +51,9 @@ def test_the_message_names_phase_sizes_and_keys_with_their_values():
 
 
 def test_a_rank_without_memory_says_what_it_did_and_what_would_help(capsys, monkeypatch):
-    monkeypatch.setattr("mppo.supervision.phase._failed_in", [])  # where an earlier test failed
+    monkeypatch.setattr(
+        "mppo.supervision.phase._failed_in", []
+    )  # the phase of an earlier test's failure
     error = torch.OutOfMemoryError("CUDA out of memory")
     with phase("weight sync"):
         _report_failure(error, LaunchInfo(3, 8, 3, 8, "127.0.0.1", 1, "torchrun"), RECIPE)

@@ -65,7 +65,7 @@ def evaluate(targets, actor, cuts, logprobs, entropy):
     """Loss, statistics and gradient, summed over the cuts."""
     logprobs = logprobs.clone().requires_grad_()
     total, sums = torch.zeros(()), {}
-    sequences = (14, 10, 11, 12, 13)  # where the mini-batch's sequences stand in the batch
+    sequences = (14, 10, 11, 12, 13)  # indices of the mini-batch's sequences in the batch
     objective = PolicyObjective(targets, sequences, actor)
     for cut in cuts:
         outputs = PolicyOutputs(

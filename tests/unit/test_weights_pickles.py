@@ -80,7 +80,7 @@ def test_a_table_that_would_run_code_is_named_and_not_run(tmp_path):
 
 @pytest.mark.parametrize("old", ["MCoreMetadata", "TensorProperties"])
 def test_tables_of_older_programs_are_read(tmp_path, old):
-    """Megatron-Core 0.15 named a subclass of its own; torch 2.2 kept a class elsewhere."""
+    """Megatron-Core 0.15 used its own subclass; torch 2.2 had a class in another module."""
     contents = write(tmp_path)
     if old == "MCoreMetadata":
         as_saved = dict(vars(contents), mcore_data={"weight": (2, 3)})
@@ -166,7 +166,7 @@ def test_a_forged_table_is_refused(tmp_path, how, reported):
 
 
 def name(module: str, attribute: str) -> bytes:
-    """What names something in a pickle."""
+    """The pickle operations that name an object."""
     return pickle.GLOBAL + f"{module}\n{attribute}\n".encode()
 
 
@@ -219,7 +219,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_pickle_operation_has_an_effect(program):
-    """Each ran, changed a class for the whole process, or ended it, under Python's own reader."""
+    """With Python's own unpickler each of these runs code, changes a class or ends the process."""
     body, reported = PROGRAMS[program]
     data = pickle.PROTO + b"\4" + body + pickle.STOP if body else b""
     if reported is None:

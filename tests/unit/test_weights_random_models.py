@@ -36,7 +36,7 @@ FOURS = st.sampled_from([4, 8, 12])
 
 @st.composite
 def configs(draw):
-    """A config of random sizes; what tensor parallelism cuts is a multiple of 4."""
+    """A config of random sizes; dimensions cut by tensor parallelism are multiples of 4."""
     kind = draw(st.sampled_from([*DENSE, *SPARSE]))
     kv_heads, layers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -157,7 +157,7 @@ def group(entry, layout: Layout, place) -> tuple[int, int]:
 
 
 def parameters(chunk, entries) -> dict[Entry, torch.Tensor]:
-    """What a stage holds of each entry."""
+    """The shard of each entry on a stage."""
     named = {**dict(chunk.named_parameters()), **dict(chunk.named_buffers())}
     return {entry: named[name] for name, entry in entries.items()}
 
