@@ -74,21 +74,15 @@ def test_with_null_no_step_is_interrupted(clock):
     assert not stop_request.overdue()
 
 
-def test_the_deadline_is_before_the_launchers_kill(clock):
-    stop_request.reset(20.0)
+@pytest.mark.parametrize(
+    ("launcher", "in_time", "late"), [({}, 27.0, 29.0), ({"patience_s": 300.0}, 290.0, 299.0)]
+)
+def test_the_deadline_is_before_the_launchers_kill(clock, launcher, in_time, late):
+    stop_request.reset(20.0, **launcher)
     stop_request.request()
-    clock[0] += 27.0
+    clock[0] += in_time
     assert not stop_request.overdue()
-    clock[0] += 2.0
-    assert stop_request.overdue()
-
-
-def test_a_launcher_that_waits_longer_gives_more_time(clock):
-    stop_request.reset(20.0, patience_s=300.0)
-    stop_request.request()
-    clock[0] += 290.0
-    assert not stop_request.overdue()
-    clock[0] += 9.0
+    clock[0] += late - in_time
     assert stop_request.overdue()
 
 
