@@ -24,7 +24,7 @@ SMALL_DISK_MB = 1
 
 
 @dataclass(frozen=True)
-class Told:
+class ResumeResult:
     """The result of ``resume``: the step or the refusal, and its messages."""
 
     step: int | None
@@ -33,7 +33,7 @@ class Told:
     folders: list[str]
 
 
-def reported(role, root: Path, **trainer) -> Told:
+def reported(role, root: Path, **trainer) -> ResumeResult:
     from mppo.config.errors import ConfigError
 
     said: list[str] = []
@@ -43,7 +43,7 @@ def reported(role, root: Path, **trainer) -> Told:
     except ConfigError as error:
         refusal = str(error)
     folders = sorted(path.name for path in root.parent.glob("**/*global_step_*"))
-    return Told(step, refusal, said, folders)
+    return ResumeResult(step, refusal, said, folders)
 
 
 def shard(folder: Path) -> Path:
@@ -98,7 +98,7 @@ def stranger(folder: Path) -> dict[str, str]:
     return {"resume_mode": "resume_path", "resume_from_path": str(copy)}
 
 
-def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
+def damaged(case: Case, folder: Path, registry) -> dict[str, ResumeResult]:
     """Two checkpoints each time, the newer one harmed."""
     role = build_role(case, folder, registry)
     outcomes = {}
@@ -138,18 +138,18 @@ def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
     return outcomes
 
 
-def after_step(role, run_dir: Path, requested: bool = False, **trainer) -> Told:
+def after_step(role, run_dir: Path, requested: bool = False, **trainer) -> ResumeResult:
     """Whether a run stops after its third step, and the saved steps."""
     said: list[str] = []
     saver = checkpointer(role, run_dir / "checkpoints", said, **trainer)
     saver._stop.signal_name = "SIGUSR1" if requested else None
     stops = saver.after_step(3, last=False, metrics={})
     saver.finish()
-    return Told(int(stops), "", said, sorted(path.name for path in run_dir.glob("*/global_step_*")))
+    return ResumeResult(int(stops), "", said, sorted(path.name for path in run_dir.glob("*/global_step_*")))
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[Told]:
+def locked(run_dir: Path) -> Iterator[ResumeResult]:
     """The message to a second job in a run's folder."""
     from mppo.checkpoint.lock import run_folder_lock
     from mppo.config.errors import ConfigError
@@ -157,13 +157,13 @@ def locked(run_dir: Path) -> Iterator[Told]:
     said: list[str] = []
     try:
         with run_folder_lock(run_dir, said.append, patience_s=0.0):
-            yield Told(0, "", said, [])
+            yield ResumeResult(0, "", said, [])
     except ConfigError as error:
-        yield Told(None, str(error), said, [])
+        yield ResumeResult(None, str(error), said, [])
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> dict[str, Told]:
+def outcomes(tmp_path_factory) -> dict[str, ResumeResult]:
     return run_cases([Case("qwen2")], 1, tmp_path_factory.mktemp("damage"), damaged)[0]
 
 
@@ -218,7 +218,7 @@ def test_a_checkpoint_from_elsewhere_that_would_run_code_is_refused(outcomes):
 
 
 def test_without_checkpoints_a_run_starts_at_the_beginning(outcomes):
-    assert outcomes["none"] == Told(0, "", [], [])
+    assert outcomes["none"] == ResumeResult(0, "", [], [])
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
@@ -250,7 +250,7 @@ def test_a_second_job_in_a_run_folder_is_refused(outcomes):
     assert "trainer.default_local_dir" in second
     assert "another job runs there: pid " in second
     assert "use another folder" in second
-    assert outcomes["later job"] == Told(0, "", [], [])
+    assert outcomes["later job"] == ResumeResult(0, "", [], [])
 
 
 def test_a_folder_that_cannot_be_made_is_refused(outcomes):
