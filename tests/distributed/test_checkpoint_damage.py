@@ -145,7 +145,9 @@ def after_step(role, run_dir: Path, requested: bool = False, **trainer) -> Resum
     saver._stop.signal_name = "SIGUSR1" if requested else None
     stops = saver.after_step(3, last=False, metrics={})
     saver.finish()
-    return ResumeResult(int(stops), "", said, sorted(path.name for path in run_dir.glob("*/global_step_*")))
+    return ResumeResult(
+        int(stops), "", said, sorted(path.name for path in run_dir.glob("*/global_step_*"))
+    )
 
 
 @contextmanager
