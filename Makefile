@@ -1,5 +1,5 @@
-# Every target makes what it needs by itself: `make demo` and `make test` work on a fresh machine
-# with Python 3.10 or newer. A stamp file in .venv says what is installed; a second run is quick.
+# Every target installs what it needs: `make demo` and `make test` work on a fresh machine with
+# Python 3.10 or newer. Stamp files in .venv record what is installed, so a second run is quick.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --shutdown-timeout 300
 RECIPE ?= recipes/demo.yaml
-# Two test files at a time, in the order of tests/ (the cluster first): servers and clusters mostly wait.
+# Two test files at a time, in the order of tests/ (the cluster first): tests of servers mostly wait.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 SGLANG_COMPAT := extras/sglang_cpu
@@ -15,15 +15,17 @@ SGLANG_COMPAT := extras/sglang_cpu
 .PHONY: help demo test lint format schema attacks verl-flags sglang-cpu slurm soak trl clean
 
 help:
-	@echo "make demo        train a small model by PPO on 2 processes, live (about 5 minutes)"
-	@echo "make test        lint and the tests"
-	@echo "make lint        ruff check and format check"
-	@echo "make format      rewrite by ruff"
+	@echo "make demo        train a small model by PPO on two processes (about five minutes)"
+	@echo "make test        run lint and all tests"
+	@echo "make lint        run ruff: rules and format"
+	@echo "make format      reformat the code with ruff"
 	@echo "make schema      write docs/recipe.schema.json from mppo/config/sections"
 	@echo "make attacks     print docs/attacks.md from the rows of tests/attacks"
 	@echo "make verl-flags  write verl's flags into docs/migrating.md from tests/verl_flags"
-	@echo "make soak        kill and resume at random for ten minutes"
-	@echo "make trl         an environment with TRL, for benchmarks/ppo_step.py"
+	@echo "make soak        kill and resume a run at random for ten minutes"
+	@echo "make sglang-cpu  install SGLang for the CPU into the environment"
+	@echo "make slurm       install Slurm for the cluster tests (Debian, as root)"
+	@echo "make trl         make an environment with TRL for benchmarks/ppo_step.py"
 	@echo "make clean       remove the environments"
 
 demo: $(VENV)/.mppo
@@ -56,7 +58,7 @@ sglang-cpu: $(VENV)/.sglang
 
 trl: $(VENV)-trl/.trl
 
-# Debian's Slurm for the cluster tests, where root may install it; they say why they skip otherwise.
+# Debian's Slurm for the cluster tests, if root can install it; otherwise they are skipped with a reason.
 slurm:
 	@command -v slurmctld >/dev/null || ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ] || \
 	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \

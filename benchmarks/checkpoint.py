@@ -35,7 +35,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 
 
 def make_model(folder: Path, vocabulary: int, hidden: int, layers: int) -> int:
-    """Write a random Qwen2 model; returns its parameter count."""
+    """Write a random Qwen2 model; its parameter count."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -97,7 +97,7 @@ def timed(action) -> float:
 
 
 def timed_and_busy(action) -> tuple[float, float]:
-    """Seconds on the clock, and on the processor of the rank that was busiest."""
+    """Wall-clock seconds, and processor seconds of the busiest rank."""
     start = time.process_time()
     seconds = timed(action)
     busy = torch.tensor(time.process_time() - start)
@@ -141,7 +141,7 @@ def worker(rank: int, root: Path, repeat: int, tokens: int) -> None:
             found[f"processor in a load, {name} layout"] = busy
             del load
             del fresh
-            gc.collect()  # or the next would be built in memory never touched before
+            gc.collect()  # otherwise the next is built in untouched memory
         if rank == 0:
             shutil.rmtree(target)
         dist.barrier()
@@ -153,19 +153,19 @@ def worker(rank: int, root: Path, repeat: int, tokens: int) -> None:
 
 
 def by_turns(cases: list, turn: int) -> list:
-    """The cases, each first by turns: the first finds memory as others have left it."""
+    """The cases in alternating order, because the first one finds the memory in another state."""
     return cases[turn % len(cases) :] + cases[: turn % len(cases)]
 
 
 def read_files(folder: Path) -> None:
-    """Bring files into the page cache, which may have dropped some of them since the save."""
+    """Read files into the page cache, which may have dropped some of them since the save."""
     if dist.get_rank() == 0:
         for file in folder.iterdir():
             file.read_bytes()
 
 
 def measuring(role, tokens: int) -> Callable[[], object]:
-    """A pass of the role over some sequences of 128 random tokens."""
+    """A forward pass of the role over sequences of 128 random tokens."""
     from mppo.batch import Prompt, Trajectory, pack_trajectories
     from mppo.pipeline.schedule import forward_schedule
 
@@ -200,7 +200,7 @@ def copy_time(source: Path, target: Path) -> float:
 
 
 def over(seconds: dict[str, list[float]], name: str, other: str) -> float:
-    """Median, over the turns, of one time by another."""
+    """Median over the turns of the ratio of two times."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
 
 
@@ -209,7 +209,7 @@ def main() -> int:
     options.add_argument("--hidden", type=int, default=768)
     options.add_argument("--layers", type=int, default=6)
     options.add_argument("--vocabulary", type=int, default=32_000)
-    options.add_argument("--tokens", type=int, default=2048, help="of the measuring pass")
+    options.add_argument("--tokens", type=int, default=2048, help="of the forward pass")
     options.add_argument("--folder", type=Path, help="on the disk to measure")
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

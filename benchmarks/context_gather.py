@@ -1,4 +1,4 @@
-"""What the exchange of keys and values in context parallelism takes of a rank's memory.
+"""Memory of a rank for the exchange of keys and values in context parallelism.
 
     python benchmarks/context_gather.py [--length 512] [--ranks 2 4 8] [--timed 4096] [--out FILE]
 
@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 
 GROUPS = 8
 WIDTHS = {"grouped": (128, 128), "latent": (192, 128)}
-"""Of a key and of a value: grouped-query heads, and MLA of Moonlight's sizes."""
+"""Widths of a key and of a value: grouped-query heads, and MLA of Moonlight's sizes."""
 
 
 EXCHANGES = ("all_gather", "p2p")
@@ -44,7 +44,7 @@ TURNS = 5
 
 
 def build_attention(world: int, exchange: str):
-    """The core attention alone, on one context-parallel group of all ranks."""
+    """Only the core attention, on one context-parallel group of all ranks."""
     from transformers import Qwen2Config
 
     from mppo.config.sections.megatron import MegatronConfig
@@ -123,7 +123,7 @@ def ring_over_gather(name: str, world: int, length: int) -> float:
 
 
 def peak(name: str, world: int, exchange: str, length: int) -> float:
-    """Of the rank with most; ranks are forked, with the libraries imported."""
+    """The peak of the rank with the highest; ranks are forked after the imports."""
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
         arguments = (world, name, exchange, length, folder)

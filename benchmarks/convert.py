@@ -1,4 +1,4 @@
-"""Conversion speed and memory: a synthetic dense model or one of many experts, both ways.
+"""Conversion speed and memory, both ways: a synthetic dense model or one with many experts.
 
     python benchmarks/convert.py --model experts --gb 2 --folder /somewhere/on/the/disk
 
@@ -88,7 +88,7 @@ def write_model(config: dict, folder: Path) -> tuple[int, int]:
 
 
 def forget(folder: Path) -> None:
-    """Drop a folder's pages from memory, so that the next read is the disk's."""
+    """Drop a folder's pages from the page cache, so that the next read is from the disk."""
     for file in folder.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)
@@ -98,7 +98,7 @@ def forget(folder: Path) -> None:
 
 
 def copy_seconds(source: Path, target: Path) -> float:
-    """Seconds a plain copy takes, flushed to disk."""
+    """Seconds of a plain copy, flushed to disk."""
     forget(source)
     target.mkdir()
     started = time.monotonic()
@@ -176,7 +176,7 @@ def measure(
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """Medians over rounds, and how much faster each number of processes is than the first one."""
+    """Medians over rounds, and the speed-up of each number of processes over the first."""
     keys = ("seconds", "gb_per_s", "copying_gb_per_s", "copy_gb_per_s", "of_copy", "peak_mb")
     median = {
         case: {
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=2.0, help="size of the synthetic model")
     parser.add_argument("--hidden", type=int, help="its width (default: 2048 or, experts, 1024)")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="tried in turn")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="in alternation")
     parser.add_argument(
         "--folder", type=Path, required=True, help="a folder on the disk to measure"
     )

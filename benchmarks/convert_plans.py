@@ -1,4 +1,4 @@
-"""What a conversion of the largest models costs besides moving bytes: planning time and memory.
+"""Planning time and memory of converting the largest models, without copying bytes.
 
     python benchmarks/convert_plans.py --folder /somewhere/on/the/disk [--out FILE]
 
@@ -79,7 +79,7 @@ def write_headers(config: dict, folder: Path):
 
 
 def spent(started: float) -> float:
-    """Processor seconds since then."""
+    """Processor seconds since ``start``."""
     return round(time.process_time() - started, 2)
 
 
@@ -114,7 +114,7 @@ def main() -> None:
     """Measure every model, smallest first, and show the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--folder", type=Path, required=True, help="its disk must know sparse files"
+        "--folder", type=Path, required=True, help="on a file system with sparse files"
     )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""How long rewards to advantages take, on one core.
+"""Time from rewards to advantages, on one core.
 
     python benchmarks/estimators.py [--sequences 1024] [--tokens 8192] [--out FILE]
 

@@ -46,7 +46,7 @@ ESTIMATORS = {
     "rloo": [*FOUR, *CRITIC_FREE, "algorithm.whiten_advantages=true"],
     "reinforce_plus_plus": CRITIC_FREE,
 }
-"""What each changes in the demo's recipe."""
+"""Changes of each estimator or engine to the demo's recipe."""
 ALONE = [
     "actor.megatron.tensor_model_parallel_size=1",
     "critic.megatron.pipeline_model_parallel_size=1",
@@ -105,7 +105,7 @@ def smoothed(points: Curve, width: int = 5) -> Curve:
 
 
 def compared(a: list[float], b: list[float]) -> dict[str, object]:
-    """How far two groups of rewards are apart, beside what chance makes of it."""
+    """The difference of two groups of rewards, and its standard error."""
     noise = 2 * sqrt(variance(a) / len(a) + variance(b) / len(b))
     gap = abs(mean(a) - mean(b))
     return {"difference": gap, "two_standard_errors": noise, "agree": gap <= noise}

@@ -1,4 +1,4 @@
-"""How fast a mixture of experts is updated, what router replay costs, what CP2 saves.
+"""Speed of updating a mixture of experts, cost of router replay, memory saved by CP2.
 
     python benchmarks/moe_step.py speed [--repeat 3] [--sequences 16] [--longest 512] [--out FILE]
     python benchmarks/moe_step.py memory [--long 16384] [--layers 4 12] [--out FILE]
@@ -51,7 +51,7 @@ TRUNK = {
 
 
 def save_models(folder: Path, layers: int = 4) -> None:
-    """The mixture of experts, and the dense model of the same active parameters."""
+    """The mixture of experts, and a dense model with as many active parameters."""
     torch.manual_seed(0)
     trunk = {**TRUNK, "num_hidden_layers": layers}
     sparse = transformers.Qwen3MoeConfig(
@@ -68,7 +68,7 @@ def save_models(folder: Path, layers: int = 4) -> None:
 
 
 def make_batch(lengths: list[int]):
-    """Random sequences, an eighth of each the prompt."""
+    """Random sequences; the prompt is an eighth of each."""
     from mppo.batch import Prompt, Trajectory, pack_trajectories
 
     generator = torch.Generator().manual_seed(1)
@@ -128,13 +128,13 @@ def make_update(role, batch) -> Callable[[], object]:
 
 
 def as_chosen(role, batch):
-    """The batch with what a role recorded, as if the rollout engine had chosen it."""
+    """The batch with a role's recorded routing, as if from the rollout engine."""
     chosen = role.routing._taken(batch, range(len(batch.lengths_B)))
     return replace(batch, routed_experts_T=chosen.transpose(0, 1).to(torch.int16))
 
 
 def make_hf_update(folder: Path, batch, micro_batch: int, by_length: bool) -> Callable[[], object]:
-    """The same by transformers, in padded micro-batches, of similar lengths where asked."""
+    """The same by transformers in padded micro-batches, optionally of similar lengths."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
     ).train()
@@ -168,7 +168,7 @@ def peak_bytes() -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Undo ``mppo.parallel.device.keep_freed_memory``: every large tensor its own pages.
+    """Undo ``mppo.parallel.device.keep_freed_memory``: every large tensor gets its own pages.
 
     The process then holds what its tensors take, not the gaps between those that were freed.
     """
@@ -176,7 +176,7 @@ def give_back_freed_memory() -> None:
 
 
 def start(rank: int, world: int, store: Path):
-    """A process group of gloo ranks that meet in a file; the registry of its layouts."""
+    """A process group of gloo ranks with a file store; the registry of its layouts."""
     torch.set_num_threads(1)
     from mppo.parallel import device
 
@@ -188,7 +188,7 @@ def start(rank: int, world: int, store: Path):
 
 
 def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
-    """Bytes a long sequence's update adds at its peak, written to ``memory_<world>_<rank>``."""
+    """Peak bytes added by a long sequence's update, written to ``memory_<world>_<rank>``."""
     registry = start(rank, world, folder / f"store_{world}")
     give_back_freed_memory()
     role = make_role(folder / "dense", registry, 1, cp=world)
@@ -210,7 +210,7 @@ def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
 
 
 def measure_speed(folder: Path, repeat: int, sequences: int, longest: int) -> dict[str, object]:
-    """Seconds of every update, and what they mean."""
+    """Seconds and rates of every update."""
     registry = start(0, 1, folder / "store")
     generator = torch.Generator().manual_seed(2)
     lengths = torch.randint(longest // 8, longest, (sequences,), generator=generator).tolist()
@@ -247,7 +247,7 @@ def measure_speed(folder: Path, repeat: int, sequences: int, longest: int) -> di
 
 
 def measure_memory(folder: Path, length: int, depths: list[int]) -> dict[str, object]:
-    """Peak growth by one long sequence, alone and split over two ranks, for each depth."""
+    """Peak growth by one long sequence, on one rank and on two, for each depth."""
     found = {}
     for layers in depths:
         here = folder / str(layers)
@@ -267,7 +267,7 @@ def main() -> None:
     """Run one part and show its result."""
     arguments = parser(__doc__, repeat=3)
     arguments.add_argument("part", choices=("speed", "memory"))
-    arguments.add_argument("--sequences", type=int, default=16, help="in the batch that is timed")
+    arguments.add_argument("--sequences", type=int, default=16, help="in the timed batch")
     arguments.add_argument("--longest", type=int, default=512, help="tokens; the shortest an 8th")
     arguments.add_argument("--long", type=int, default=16384, help="tokens of the long sequence")
     arguments.add_argument("--layers", type=int, nargs="+", default=[4, 12], help="for memory")

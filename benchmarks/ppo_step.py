@@ -6,7 +6,7 @@ reward model is made negligible (hidden 8); mppo's reward is a count. Actor, cri
 are separate models on both sides, KL is in the reward. Old log-probabilities are those of the
 generation on both sides (mppo: ``bypass_mode``); TRL knows no other way.
 
-    make trl    # TRL 1.12, the last with a PPOTrainer, in an environment of its own
+    make trl    # TRL 1.12, the last with a PPOTrainer, in a separate environment
     python benchmarks/ppo_step.py
 """
 
@@ -43,7 +43,7 @@ TRL_PYTHON = HERE.parent / ".venv-trl/bin/python"
 
 
 class Worker:
-    """A group of processes that run one step each time they are told to."""
+    """A group of processes that run one step per command."""
 
     def __init__(self, commands: list[list[str]], environments: list[dict[str, str]]) -> None:
         self.processes = [
@@ -67,7 +67,7 @@ class Worker:
         raise SystemExit(f"worker died: {' '.join(process.args)}; run it alone to see why")
 
     def step(self) -> dict:
-        """Run one step everywhere; the first process's answer, with the wall-clock seconds."""
+        """Run one step in all processes; the first one's answer, with the wall-clock seconds."""
         start = time.perf_counter()
         for process in self.processes:
             process.stdin.write("step\n")
@@ -166,7 +166,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
         )
         sync_weights(run, version=0)
         say(ready=True)
-        step = 1  # the sample tables of steps 1 and total are not asked for
+        step = 1  # no sample tables, as in steps 1 and total
         for _ in sys.stdin:
             step += 1
             run.seconds.clear()
@@ -175,7 +175,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
 
 
 class CountScorer:
-    """The part of ``mppo.rewards.scorer.Scorer`` that a step asks for."""
+    """The part of ``mppo.rewards.scorer.Scorer`` that a step uses."""
 
     def raw_scores(self, trajectories):
         from mppo.rewards.scores import ResponseScore
@@ -272,7 +272,7 @@ def trl_worker(folder: str, dtype: str) -> None:
 
 
 def matmul_peak(dtype: str, cores: int) -> float:
-    """ModelOutputs GFLOP/s of a 2048-cubed matrix multiply on ``cores`` threads, best of ten.
+    """Measured GFLOP/s of a 2048-cubed matrix multiply on ``cores`` threads, best of ten.
 
     In float32 where the processor has no instructions for ``dtype``.
     """
@@ -322,7 +322,7 @@ def start(python: str, name: str, folder: str, dtype: str, ranks: int, cores: in
 
 
 def compare(arguments: argparse.Namespace, dtype: str, folder: str) -> dict:
-    """Alternate the two and summarise."""
+    """Run the two alternately and summarise."""
     workers = {"mppo": start(sys.executable, "mppo", folder, dtype, 2, arguments.cores)}
     if not arguments.without_trl:
         workers["trl"] = start(str(arguments.trl_python), "trl", folder, dtype, 1, arguments.cores)
@@ -357,8 +357,10 @@ def compare(arguments: argparse.Namespace, dtype: str, folder: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON, help="it has trl==1.12.0")
-    parser.add_argument("--without-trl", action="store_true", help="measure mppo alone")
+    parser.add_argument(
+        "--trl-python", type=Path, default=TRL_PYTHON, help="interpreter with trl==1.12.0"
+    )
+    parser.add_argument("--without-trl", action="store_true", help="measure only mppo")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm-up", type=int, default=3)

@@ -1,4 +1,4 @@
-"""Train a recipe on two processes and keep what it learned.
+"""Train a recipe on two processes and record what it learned.
 
     python benchmarks/recipe_run.py RECIPE [section.key=value ...] [--processes 2] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing by turns, and a result with what it was measured on."""
+"""Shared by the benchmarks: alternating timings, and a result with machine and versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import transformers
 
 @dataclass
 class Seconds:
-    """Wall-clock and processor seconds, one of each for every turn."""
+    """Wall-clock and processor seconds of every turn."""
 
     walls: list[float] = field(default_factory=list)
     processors: list[float] = field(default_factory=list)
@@ -37,19 +37,19 @@ class Seconds:
         return min(self.processors)
 
     def take(self, work: Callable[[], object]) -> None:
-        """Do a piece of work once and note its time."""
+        """Run a piece of work once and record its time."""
         start, start_processor = time.perf_counter(), time.process_time()
         work()
         self.walls.append(time.perf_counter() - start)
         self.processors.append(time.process_time() - start_processor)
 
     def over(self, other: Seconds) -> float:
-        """Median, over the turns, of this work's wall-clock seconds by the other's."""
+        """Median over the turns of the ratio of this work's wall-clock seconds to another's."""
         return median(mine / theirs for mine, theirs in zip(self.walls, other.walls, strict=True))
 
 
 def alternate(works: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, Seconds]:
-    """Time of each work, taking turns, after one round that does not count."""
+    """Times of several works in alternation, after one round of warm-up."""
     for work in works.values():
         work()
     times = {name: Seconds() for name in works}
@@ -60,16 +60,16 @@ def alternate(works: Mapping[str, Callable[[], object]], repeat: int) -> dict[st
 
 
 def parser(description: str, repeat: int | None = None) -> argparse.ArgumentParser:
-    """Arguments every benchmark has: ``--out``, and ``--repeat`` where it has a default."""
+    """Arguments of every benchmark: ``--out``, and ``--repeat`` if it has a default."""
     made = argparse.ArgumentParser(description=description.splitlines()[0])
     if repeat is not None:
         made.add_argument("--repeat", type=int, default=repeat)
-    made.add_argument("--out", type=Path, help="JSON file for the result, shown in any case")
+    made.add_argument("--out", type=Path, help="JSON file for the result (always printed)")
     return made
 
 
 def record(measured: Mapping[str, object], out: Path | None) -> None:
-    """Show a result with command, date, machine and versions, and write it where asked."""
+    """Print a result with command, date, machine and versions, and write it to ``--out``."""
     result = {
         "command": " ".join(["python", *sys.argv]),
         "date": date.today().isoformat(),

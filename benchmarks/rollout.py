@@ -1,4 +1,4 @@
-"""Generation speed of the rollout engines beside what they are built on.
+"""Generation speed of the rollout engines against the libraries they are built on.
 
     python benchmarks/rollout.py [--engine local|sglang] [--dtype float32] [--out FILE]
 
@@ -43,7 +43,7 @@ MODEL = {
 }
 PADDING = 0
 ALL_BUT_GREEDY = 1e-5
-"""A temperature at which both draw, and in float32 draw the same tokens: rows end alike in both."""
+"""With this temperature both sample the same tokens in float32, so rows have equal lengths."""
 
 
 def make_prompts(lengths: Sequence[int]) -> list[Prompt]:
@@ -54,18 +54,18 @@ def make_prompts(lengths: Sequence[int]) -> list[Prompt]:
 
 
 def mixed_lengths(count: int, mean: int) -> list[int]:
-    """Lengths evenly spread over 1 to ``2 * mean - 1``."""
+    """Lengths evenly distributed over 1 to ``2 * mean - 1``."""
     return torch.linspace(1, 2 * mean - 1, count).round().int().tolist()
 
 
 def frequent_ends(length: int) -> tuple[int, ...]:
-    """Stop tokens so many that even draws meet one within about half of ``length`` tokens."""
+    """So many stop tokens that uniform sampling ends after about half of ``length`` tokens."""
     vocabulary = MODEL["vocab_size"]
     return tuple(range(vocabulary - 2 * vocabulary // (length + 2), vocabulary))
 
 
 def local(arguments: argparse.Namespace) -> dict[str, object]:
-    """The embedded engine beside ``transformers.generate``, prompts of one length and of many."""
+    """The local engine against ``transformers.generate``, prompts of one length and of many."""
     dtype = getattr(torch, arguments.dtype)
     config = transformers.Qwen2Config(**MODEL)
     torch.manual_seed(0)
@@ -155,7 +155,7 @@ def _generated(responses: torch.Tensor, stops: Sequence[int]) -> int:
 
 
 def sglang(arguments: argparse.Namespace) -> dict[str, object]:
-    """mppo's engine beside plain requests to the same server: one for each prompt, one for all."""
+    """mppo's engine against plain requests to the same server: one per prompt, and one for all."""
     from mppo.rollout.sglang.api import sampling_parameters
     from mppo.rollout.sglang.engine import SGLangEngine
 

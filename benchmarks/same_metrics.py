@@ -1,4 +1,4 @@
-"""Whether two commits train alike: the same recipe run in both checkouts, every metric compared.
+"""Compare every metric of the same recipe between the checkouts of two commits.
 
     python benchmarks/same_metrics.py OTHER_CHECKOUT [--recipe RECIPE] [section.key=value ...]
 
@@ -35,7 +35,7 @@ def train(checkout: Path, recipe: str, run_dir: Path, overrides: list[str]) -> l
 
 
 def differences(here: list[dict], there: list[dict]) -> list[str]:
-    """Metrics of both that are not equal, by step, and those of one alone."""
+    """Metrics that differ, by step, and metrics that only one has."""
     found = [] if len(here) == len(there) else [f"{len(here)} and {len(there)} steps"]
     for mine, other in zip(here, there):
         names = {n for n in mine.keys() | other.keys() if not n.startswith(OF_THE_MACHINE)}

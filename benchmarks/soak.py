@@ -1,4 +1,4 @@
-"""Kill a training run at random, again and again; every resume must lose nothing.
+"""Kill a training run repeatedly at random; a resume must lose nothing.
 
 ``make soak``, or ``python benchmarks/soak.py --minutes 10 --seed 0``. One run goes undisturbed.
 Then runs of the same recipe are killed with SIGKILL at random moments (a rank, the launcher; while
@@ -47,13 +47,13 @@ ENGINES = {
     ),
 }
 OF_THE_SERVER = ("rollout", "training/rollout")
-"""Metrics that hold the server's probabilities, equal to float noise only."""
+"""Metrics of the server's probabilities, which are equal only up to rounding."""
 MOMENTS = ("while saving", "while training", "soon after the start")
 
 
 @dataclass
 class Tally:
-    """What was done and what came of it."""
+    """Kills and their results."""
 
     kills: Counter = field(default_factory=Counter)
     resumed_from: list[int] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Job:
-    """What to do to runs.
+    """Settings of a soak.
 
     Args:
         engine: rollout engine, a key of ``ENGINES``.
@@ -89,12 +89,12 @@ class Job:
     rng: random.Random
 
     def over(self, tally: Tally) -> bool:
-        """Whether there were enough kills, or the time is up."""
+        """Whether enough processes were killed or the time is up."""
         return tally.kills.total() >= self.kills or time.monotonic() >= self.deadline
 
 
 def wait_for(moment: str, launcher: subprocess.Popen, run_dir: Path, typical_s: float, rng) -> bool:
-    """Wait for a moment of the kind; False if the run ended before it came."""
+    """Wait for a moment of this kind; False if the run ended before."""
     before, came = steps_logged(run_dir), None
     delay = rng.uniform(0, {"soon after the start": 0.5, "while training": 0.1}.get(moment, 0.0))
     while launcher.poll() is None:
@@ -116,7 +116,7 @@ def is_saving(run_dir: Path) -> bool:
 
 
 def kill(target: str, launcher: subprocess.Popen, rng) -> bool:
-    """SIGKILL to the target; False if it is not there. Without a rank, all processes must end."""
+    """Send SIGKILL to the target; False if it does not exist. If it is a rank, all must end."""
     family = psutil.Process(launcher.pid).children(recursive=True)
     commands = {p.pid: command_of(p) for p in family}
     ranks = [pid for pid, command in commands.items() if "train.py" in command]
@@ -136,7 +136,7 @@ def kill(target: str, launcher: subprocess.Popen, rng) -> bool:
 
 
 def command_of(process: psutil.Process) -> str:
-    """The command line; empty for one that has ended meanwhile."""
+    """A process's command line; empty if it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:  # a zombie, too
@@ -144,7 +144,7 @@ def command_of(process: psutil.Process) -> str:
 
 
 def disturb(run_dir: Path, job: Job, tally: Tally) -> None:
-    """Kill and resume one run until it finishes; undisturbed once enough was killed."""
+    """Kill and resume one run until it finishes; no more kills once there were enough."""
     launcher = None
     while True:
         launcher = launcher or start_under(torchrun(), run_dir, job.steps, ENGINES[job.engine])
@@ -174,13 +174,13 @@ def compare(run_dir: Path, reference: Path, engine: str) -> list[str]:
 
 
 def resumed_steps(run_dir: Path) -> list[int]:
-    """The steps a run was resumed from, by its recorded checkpoints' names in its output."""
+    """The steps from which a run was resumed, by the checkpoints named in its output."""
     text = (run_dir / "output.txt").read_text()
     return [int(part.split()[0]) for part in text.split("after step ")[1:]]
 
 
 def soak(root: Path, reference: Path, job: Job) -> Tally:
-    """Runs that are killed, until there were enough kills or the time is up; the last finishes."""
+    """Kill runs until there were enough kills or the time is up; the last run finishes."""
     tally = Tally()
     while not tally.failures and not job.over(tally):
         run_dir = root / f"run_{tally.runs}"
@@ -195,7 +195,7 @@ def soak(root: Path, reference: Path, job: Job) -> Tally:
 
 
 def result(tally: Tally, minutes: float) -> dict[str, object]:
-    """What a record holds."""
+    """The content of a record."""
     return {
         "minutes": round(minutes, 1),
         "runs_finished": tally.runs,
@@ -209,7 +209,7 @@ def result(tally: Tally, minutes: float) -> dict[str, object]:
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--minutes", type=float, default=10.0)
-    options.add_argument("--kills", type=int, default=20, help="enough; the last run then finishes")
+    options.add_argument("--kills", type=int, default=20, help="then the last run finishes")
     options.add_argument("--engine", choices=list(ENGINES), default="local")
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--seed", type=int, default=0)

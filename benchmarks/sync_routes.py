@@ -1,4 +1,4 @@
-"""The routes of a weight update side by side, and how few bytes have to cross ranks.
+"""The routes of a weight update compared, and the bytes that must cross ranks.
 
     python benchmarks/sync_routes.py [--repeat 10] [--layers 8] [--out FILE]
 
@@ -45,7 +45,7 @@ CASES = {
     "Qwen2.5-32B-Instruct": (Layout(32, tp=8, pp=2), 8),
     "Moonlight-16B-A3B-Instruct": (Layout(32, tp=8, pp=2, ep=8), 8),
 }
-"""Training layout and the rollout engines' tensor parallelism; every rank hosts a rollout rank."""
+"""Training layout and tensor parallelism of the engines; every rank has a rollout rank."""
 
 
 def measure_routes(repeat: int, layers: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Seconds per weight update of the sending side, beside this machine's memory copy.
+"""Seconds per weight update on the sending side, against this machine's memory copy.
 
     python benchmarks/weight_sync.py [--model dense|moe] [--layers N] [--route tensor|disk]
         [--out FILE]
@@ -59,7 +59,7 @@ def moe(layers: int = 24) -> list[tuple[str, tuple[int, ...]]]:
 def buckets_of(
     shapes: list[tuple[str, tuple[int, ...]]], limit: int, scattered: bool
 ) -> list[WeightBucket]:
-    """Buckets of bfloat16 tensors, each the views of one buffer unless ``scattered``."""
+    """Buckets of bfloat16 tensors; each bucket's are views of one buffer unless ``scattered``."""
     buckets: list[WeightBucket] = []
     group: list[tuple[str, tuple[int, ...]]] = []
     size = 0
@@ -90,7 +90,7 @@ def buckets_of(
 
 
 def _reader(connection) -> None:
-    """Open handles and touch what they name, until told to stop."""
+    """Open handles and touch their memory until the end marker."""
     torch.set_num_threads(1)
     while (payload := connection.recv()) is not None:
         content = dict(pickle.loads(base64.b64decode(payload)))
@@ -107,7 +107,7 @@ class Spent:
     processor: float = 0.0
 
     def take(self, work: Callable[[], T]) -> T:
-        """Do a piece of work and add its time; what it returns."""
+        """Run a piece of work and add its time; its result."""
         start, start_processor = time.perf_counter(), time.process_time()
         result = work()
         self.wall += time.perf_counter() - start
@@ -116,7 +116,7 @@ class Spent:
 
 
 def memcpy(nbytes: int) -> Spent:
-    """A copy of so many bytes, both sides already touched."""
+    """A copy of this many bytes between touched buffers."""
     size = min(nbytes, 256 << 20)
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     seconds = Seconds()
@@ -127,7 +127,7 @@ def memcpy(nbytes: int) -> Spent:
 
 @dataclass
 class Update:
-    """One update: all of it, and mppo's own part."""
+    """One update: total time, and mppo's own part."""
 
     seconds: float
     own: Spent
@@ -177,10 +177,10 @@ def main() -> None:
     arguments = parser(__doc__, repeat=50)
     arguments.add_argument("--model", choices=("dense", "moe"), default="dense")
     arguments.add_argument("--route", choices=("tensor", "disk"), default="tensor")
-    arguments.add_argument("--layers", type=int, help="other than the model's")
+    arguments.add_argument("--layers", type=int, help="default: the model's")
     arguments.add_argument("--bucket-mb", type=int, default=128)
     arguments.add_argument(
-        "--scattered", action="store_true", help="tensors in storages of their own"
+        "--scattered", action="store_true", help="each tensor in its own storage"
     )
     given = arguments.parse_args()
     sizes = {} if given.layers is None else {"layers": given.layers}
@@ -194,7 +194,7 @@ def main() -> None:
         resident.append(psutil.Process().memory_info().rss)
     copy = memcpy(nbytes)
     own = Spent(min(u.own.wall for u in updates), min(u.own.processor for u in updates))
-    # what a copy of the same bytes would take anyway is not counted per tensor
+    # the time of a copy of the same bytes is not counted per tensor
     per_tensor = 1e6 / len(shapes)
     record(
         {

@@ -1,4 +1,4 @@
-"""Every rank of a job adds up: the last check before a run. Prints time and bandwidth."""
+"""All-reduce over all ranks of a job, the last check before a run. Prints time and bandwidth."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 # Sourced by the batch scripts. Settings, all optional:
-#   MPPO_ROOT            the repository; default: the folder sbatch was called in
+#   MPPO_ROOT            the repository; default: the folder of the sbatch call
 #   MPPO_PYTHON          interpreter; default: $MPPO_ROOT/.venv/bin/python, else python3
 #   MPPO_CONTAINER       run inside it: a .sif file (apptainer) or an image name (pyxis)
 #   MPPO_RANKS_PER_NODE  processes per node; default: the node's GPUs, else 1
 #   MPPO_LAUNCH          torchrun (one task per node), srun (one task per rank) or mpi (the same,
-#                        ranks found through mpi4py; needs an MPI that speaks PMI2, such as MPICH)
+#                        ranks from mpi4py; needs an MPI with PMI2, such as MPICH)
 #   MPPO_PREFLIGHT       0 skips the checks before the run
 #   MPPO_PREFLIGHT_S     seconds for each of the checks; default 60
-#   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds torchrun lets the ranks save after SIGTERM; default 300
-#   MPPO_MAX_REQUEUES    give up after so many restarts of the job; default 100
+#   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds that torchrun gives the ranks to save after SIGTERM; default 300
+#   MPPO_MAX_REQUEUES    largest number of restarts of the job; default 100
 
 mppo_die() { echo "mppo: $*" >&2; exit 1; }
 
@@ -23,7 +23,7 @@ mppo_setup() {
     MPPO_PYTHON=python3
     [ -x .venv/bin/python ] && MPPO_PYTHON=$PWD/.venv/bin/python
   fi
-  # of a heterogeneous job, the first part trains
+  # the first component of a heterogeneous job trains
   local nodes=${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}
   MPPO_NODES=$(scontrol show hostnames "$nodes" | wc -l)
   MPPO_RANKS_PER_NODE=${MPPO_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
@@ -45,13 +45,13 @@ mppo_setup() {
     *) MPPO_SRUN+=(--container-image="$MPPO_CONTAINER"
                    --container-mounts="$MPPO_ROOT:$MPPO_ROOT" --container-workdir="$MPPO_ROOT") ;;
   esac
-  # once, on this node: a container of pyxis is entered by srun only
+  # once, on this node: only srun enters a pyxis container
   MPPO_HERE=("${MPPO_INSIDE[@]}")
   [[ "${MPPO_SRUN[*]}" != *--container-image=* ]] ||
     MPPO_HERE=("${MPPO_SRUN[@]}" --overlap --nodes=1 --ntasks=1)
 }
 
-# What each node gives the job. Slurm's defaults are a CPU a task and a share of the memory.
+# Resources of each node. Slurm's defaults are one CPU per task and a share of the memory.
 mppo_resources() {
   local cpus=${SLURM_CPUS_ON_NODE:-$(nproc)} memory=${SLURM_MEM_PER_NODE:-}
   [ -n "$memory" ] || [ -z "${SLURM_MEM_PER_CPU:-}" ] || memory=$((SLURM_MEM_PER_CPU * cpus))
@@ -74,7 +74,7 @@ mppo_per_rank() {
     --ntasks-per-node="$MPPO_RANKS_PER_NODE" --overcommit "${MPPO_INSIDE[@]}" "$@")
 }
 
-# ... or to run a Python script on every rank, by the launcher asked for.
+# ... or to run a Python script on every rank, by MPPO_LAUNCH.
 mppo_per_launcher() {
   case "${MPPO_LAUNCH:-torchrun}" in
     torchrun) mppo_per_node bash slurm/node.sh "$@" ;;
@@ -87,8 +87,8 @@ mppo_per_launcher() {
   esac
 }
 
-# In a heterogeneous job the second part serves: start one SGLang server on each of its nodes.
-# MPPO_SERVED becomes the recipe keys that make the run use them.
+# The second component of a heterogeneous job serves: start one SGLang server on each of its nodes.
+# MPPO_SERVED is set to the recipe keys with which the run uses them.
 mppo_serve() {
   MPPO_SERVED=()
   [ "${SLURM_HET_SIZE:-1}" -gt 1 ] || return 0
@@ -105,7 +105,7 @@ mppo_serve() {
     "rollout.urls=[$urls]")
 }
 
-# Recipe, then every node, then a collective, each within a time limit and with what is wrong.
+# Check the recipe, then every node, then a collective, each with a time limit and an error message.
 mppo_preflight() {
   [ "${MPPO_PREFLIGHT:-1}" = 0 ] && return 0
   local seconds=${MPPO_PREFLIGHT_S:-60}

@@ -1,4 +1,4 @@
-"""What every test shares: one thread per process, no network, a cache of its own."""
+"""Settings of all tests: one thread per process, no network, a separate cache."""
 
 from __future__ import annotations
 

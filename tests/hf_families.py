@@ -1,4 +1,4 @@
-"""Tiny random models of every family and variant, saved to disk by transformers."""
+"""Tiny random models of every family and variant, saved by transformers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def randomise(model: torch.nn.Module, zero_centred: bool) -> None:
-    """Weights, norms and biases all away from their neutral values, the same every time."""
+    """Set weights, norms and biases to seeded values that are not neutral."""
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -112,7 +112,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """The same names, dtypes and bytes."""
+    """Check for equal names, dtypes and bytes."""
     assert set(ours) == set(theirs)
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype, name

@@ -1,4 +1,4 @@
-"""HTTP servers that answer as none should, on the loopback interface."""
+"""HTTP servers with malformed or hostile answers, on the loopback interface."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 Answer = Callable[[socket.socket, bytes], None]
-"""Sends an answer to a request."""
+"""A function that sends an answer to a request."""
 
 
 @contextmanager
 def hostile_server(answer: Answer) -> Iterator[str]:
-    """A server's address; it gives every request, once that is complete, this answer."""
+    """Start a server that gives this answer to every complete request; its address."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
-        with suppress(OSError):  # the listener is closed, or a client has had enough
+        with suppress(OSError):  # the listener or the client has closed
             while True:
                 connection, _ = listener.accept()
                 threading.Thread(target=handle, args=(connection,), daemon=True).start()
@@ -35,7 +35,7 @@ def hostile_server(answer: Answer) -> Iterator[str]:
 
 
 def request_of(connection: socket.socket) -> bytes:
-    """A request, read to its end."""
+    """Read a complete request."""
     received = b""
     while b"\r\n\r\n" not in received:
         received += connection.recv(1 << 16)
@@ -57,7 +57,7 @@ def says(body: bytes, status: bytes = b"200 OK", headers: bytes = b"") -> Answer
 
 
 def raw(text: bytes) -> Answer:
-    """These bytes, and the end of the connection."""
+    """Send these bytes and close the connection."""
 
     def answer(connection: socket.socket, request: bytes) -> None:
         connection.sendall(text)
@@ -66,7 +66,7 @@ def raw(text: bytes) -> Answer:
 
 
 def endless(head: bytes, piece: bytes, pause_s: float = 0.0) -> Answer:
-    """A beginning, and then the same for ever."""
+    """Send a beginning, then repeat the same bytes without end."""
 
     def answer(connection: socket.socket, request: bytes) -> None:
         connection.sendall(head)
@@ -78,7 +78,7 @@ def endless(head: bytes, piece: bytes, pause_s: float = 0.0) -> Answer:
 
 
 def echoes(status: bytes) -> Answer:
-    """The request itself, as the reason and as the body of an error."""
+    """Send the request back as the reason and body of an error."""
 
     def answer(connection: socket.socket, request: bytes) -> None:
         lines = request.partition(b"\r\n\r\n")[0].replace(b"\r\n", b" | ")

@@ -1,4 +1,4 @@
-"""A training run as processes of its own that can be sent signals."""
+"""A training run in separate processes that can receive signals."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def keys(run_dir: Path, overrides: Sequence[str] = (), steps: int = STEPS) -> li
 
 
 def torchrun(restarts: int = 0) -> list[str]:
-    """What starts two ranks of a script under torchrun, again so many times if one fails."""
+    """The torchrun command for two ranks of a script, with this many restarts."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     return [*command, f"--max-restarts={restarts}"]
 
 
 def mpirun(ranks: int = 2) -> list[str]:
-    """What starts ranks of a script under mpirun; a test is skipped where there is none."""
-    import pytest  # what else is here serves benchmarks, too
+    """The mpirun command for a script; skips the test if mpirun is missing."""
+    import pytest  # benchmarks import this module without pytest
 
     found = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
     if importlib.util.find_spec("mpi4py") is None or found is None:
@@ -72,7 +72,7 @@ def mpirun(ranks: int = 2) -> list[str]:
 def start_under(
     launcher: Sequence[str], run_dir: Path, steps: int = STEPS, overrides: Sequence[str] = ()
 ) -> subprocess.Popen:
-    """Start or resume a tiny run of two ranks; it adds to ``output.txt``."""
+    """Start or resume a tiny run of two ranks; its output is appended to ``output.txt``."""
     arguments = keys(run_dir, overrides, steps)
     with (run_dir / "output.txt").open("a") as stream:
         return subprocess.Popen(
@@ -88,7 +88,7 @@ def start_under(
 def _rank(
     rank: int, world: int, port: int, program: str, argv: Sequence[str], folder: Path
 ) -> None:
-    """One rank, placed as a launcher would; ends with the program's exit code."""
+    """One rank with a launcher's environment; exits with the program's exit code."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
@@ -105,7 +105,7 @@ def output(folder: Path, rank: int) -> Path:
 
 
 class LaunchedRun:
-    """Ranks on this machine, started as a launcher would, without one that interferes.
+    """Ranks on this machine with a launcher's environment, but without a launcher.
 
     Args:
         run_dir: the run's folder.
@@ -139,7 +139,7 @@ class LaunchedRun:
         return "\n".join(self.text(rank) for rank in range(len(self.processes)))
 
     def until(self, condition: Callable[[], bool], patience_s: float = 500) -> None:
-        """Wait for something to become true while the ranks run."""
+        """Wait until a condition is true while the ranks run."""
         deadline = time.monotonic() + patience_s
         while not condition():
             dead = [p for p in self.processes if p.exitcode is not None]

@@ -1,4 +1,4 @@
-"""What every rank needs, imported once; Megatron-Core is prepared for the CPU before it is used."""
+"""The imports of every rank, made once; Megatron-Core is prepared for the CPU first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of a test as processes of their own, forked from a server that has imported the libraries.
+"""Ranks of a test as separate processes, forked from a server that has imported the libraries.
 
 Importing torch, Megatron-Core and transformers takes longer than most tests; the server does it
 once per test run (``rank_imports``). It computes nothing, so a forked rank starts as clean as a new
@@ -31,10 +31,10 @@ def start_ranks(worker: Callable[..., None], arguments: tuple[Any, ...], world: 
 def begin_ranks(
     worker: Callable[..., None], arguments: tuple[Any, ...], world: int
 ) -> mp.ProcessContext:
-    """The same without waiting."""
+    """Start the ranks without waiting for them."""
     multiprocessing.set_forkserver_preload(["rank_imports"])
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server finds what is found here
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server imports from the same folders
     try:
         forkserver.ensure_running()
     finally:

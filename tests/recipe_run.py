@@ -1,4 +1,4 @@
-"""A shipped recipe through the entry point, on two ranks that are forked (``ranks``)."""
+"""Run a shipped recipe through the entry point on two forked ranks (``ranks``)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_recipe(name: str, run_dir: Path, *overrides: str, **environment: str) ->
 
 
 def smaller(steps: int) -> list[str]:
-    """Overrides that make a recipe short; all else stays."""
+    """Overrides that make a recipe short."""
     return [
         f"trainer.total_training_steps={steps}",
         "data.train_batch_size=8",

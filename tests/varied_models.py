@@ -1,5 +1,5 @@
-"""Every family with the settings varied that say which function its attention, norms and
-activation are: one table, for each program that computes these models."""
+"""Every family with changed settings of its function: attention, norms and
+activation. One table for all programs that compute these models."""
 
 from __future__ import annotations
 

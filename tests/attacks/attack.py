@@ -1,4 +1,4 @@
-"""One hostile input, and what must become of it."""
+"""One hostile input and the expected result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def nothing(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Attack:
-    """One hostile input, and what must become of it.
+    """One hostile input and the expected result.
 
     ``prepare`` and ``run`` are called in two processes of their own, with the same empty folder as
     argument and as working directory. Around it lie files that must stay as they are.

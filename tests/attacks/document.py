@@ -1,4 +1,4 @@
-"""Prints ``docs/attacks.md`` from the tables: ``make attacks > docs/attacks.md``."""
+"""Print ``docs/attacks.md`` from the tables: ``make attacks > docs/attacks.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs attacks as one user: imports mppo once, then forks a process per attack.
+"""Run attacks as one user: import mppo once, then fork a process per attack.
 
 Started by ``server`` as a script. Reads a JSON request per line from standard input and answers
 each with a JSON line on standard output.
@@ -17,11 +17,11 @@ import traceback
 from pathlib import Path
 
 TRACEBACK = 86
-"""Exit code of a process that an exception left."""
+"""Exit code of a process that ended with an exception."""
 
 
 def fork_and_wait(call, folder: Path, output: Path, within_s: float) -> int | None:
-    """Exit code of ``call(folder)`` in a process of its own; None where it had to be killed."""
+    """Exit code of ``call(folder)`` in a separate process; None if it had to be killed."""
     pid = os.fork()
     if pid == 0:
         code = TRACEBACK
@@ -55,7 +55,7 @@ def fork_and_wait(call, folder: Path, output: Path, within_s: float) -> int | No
 def main() -> None:
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     replies = os.dup(1)
-    os.dup2(2, 1)  # what an import prints is no reply
+    os.dup2(2, 1)  # output of imports must not mix with replies
     for program in ("mppo.train", "mppo.evaluate"):
         importlib.import_module(program)
     from attacks.tables import TABLES

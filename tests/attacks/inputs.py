@@ -1,4 +1,4 @@
-"""What the rows of several tables are made of: tiny models, and files that are none."""
+"""Inputs shared by several tables: tiny models, and things that are not regular files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def config(**changes: Any) -> Prepare:
 
 
 def model(spoil: Callable[[Path], None] | None = None, **changes: Any) -> Prepare:
-    """A folder ``model`` with weights, and what is done to it."""
+    """A folder ``model`` with weights, then changed."""
 
     def prepare(folder: Path) -> None:
         import torch
@@ -89,7 +89,7 @@ def model(spoil: Callable[[Path], None] | None = None, **changes: Any) -> Prepar
 
 
 def speaks(spoil: Callable[[Path], None] | None = None) -> Prepare:
-    """A folder ``model``, an embedded model's, with its tokenizer, and what is done to it."""
+    """A folder ``model`` of an embedded model with its tokenizer, then changed."""
 
     def prepare(folder: Path) -> None:
         from mppo.hub.builtin import resolve_model
@@ -102,7 +102,7 @@ def speaks(spoil: Callable[[Path], None] | None = None) -> Prepare:
 
 
 def weights(header: Any, data: bytes = bytes(64), length: int | None = None) -> Prepare:
-    """A folder ``model`` whose weights have this header (JSON text, or what becomes one)."""
+    """A folder ``model`` whose weights have this header (JSON text, or an object to encode)."""
 
     def prepare(folder: Path) -> None:
         config()(folder)
@@ -114,12 +114,12 @@ def weights(header: Any, data: bytes = bytes(64), length: int | None = None) -> 
 
 
 def entry(first: int = 0, last: int = 16, shape: Any = (4,), dtype: Any = "F32") -> dict[str, Any]:
-    """An entry of a header."""
+    """A header's entry."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [first, last]}
 
 
 def index(place: Any) -> Callable[[Path], None]:
-    """Let the model's index say that a tensor lies there."""
+    """Set the file of a tensor in the model's index."""
 
     def spoil(where: Path) -> None:
         content = {"weight_map": {"model.norm.weight": place}}
@@ -129,13 +129,13 @@ def index(place: Any) -> Callable[[Path], None]:
 
 
 def write(file: Path, content: str | bytes) -> None:
-    """A file, its folder made where missing."""
+    """Write a file; its folder is created if missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def instead(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Put something that is no file in the place of a file."""
+    """Replace a file by something that is not a regular file."""
 
     def spoil(folder: Path) -> None:
         file = folder / name
@@ -147,30 +147,30 @@ def instead(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def fifo(file: Path) -> None:
-    """Opening it waits for a writer."""
+    """A FIFO: opening it waits for a writer."""
     os.mkfifo(file)
 
 
 def a_socket(file: Path) -> None:
-    """A socket's name in the file system."""
+    """A socket in the file system."""
     os.chdir(file.parent)  # a socket's path must be short
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(file.name)
 
 
 def zeros(file: Path) -> None:
-    """A device that never ends."""
+    """A device without an end."""
     file.symlink_to("/dev/zero")
 
 
 def sparse(file: Path) -> None:
-    """A terabyte that takes no room."""
+    """A sparse file of a terabyte."""
     with file.open("wb") as stream:
         stream.truncate(1 << 40)
 
 
 def link(target: str) -> Callable[[Path], None]:
-    """A link, relative to where it lies."""
+    """A link relative to its folder."""
     return lambda file: file.symlink_to(target)
 
 

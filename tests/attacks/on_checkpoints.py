@@ -39,21 +39,21 @@ MADE = ("second*", "recipe.yaml")
 
 
 class Done:
-    """Unpickled, it makes a file outside the folder."""
+    """An object whose unpickling creates a file outside the folder."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("../outside/done",)
 
 
 def _change(file: Path, change: Callable[[Any], Any]) -> None:
-    """Let a table of contents be another."""
+    """Replace a table of contents."""
     contents = pickle.loads(file.read_bytes())
     contents = change(contents) or contents
     file.write_bytes(pickle.dumps(contents))
 
 
 def _checkpoint(spoil: Callable[[Path], None]) -> Prepare:
-    """A checkpoint ``out`` of a model, in its folder ``release``, and what is done to it."""
+    """A checkpoint ``out`` of a model, in its folder ``release``, then changed."""
 
     def prepare(folder: Path) -> None:
         model()(folder)
@@ -91,7 +91,7 @@ def _text(given: str, name: str, text: str | bytes, says: str, run: Callable = _
 
 
 def _run_and(spoil: Callable[[Path], None]) -> Prepare:
-    """The run ``first`` after one step, and what is done to its checkpoint; checksums are right."""
+    """The run ``first`` after one step, with a changed checkpoint and correct checksums."""
 
     def prepare(folder: Path) -> None:
         kept = Path(os.environ["MPPO_CACHE"]) / "attacked-run"
@@ -128,7 +128,7 @@ def _resumed(given: str, spoil: Callable[[Path], None], says: str, code: int = 2
 
 
 def _start(folder: Path) -> int:
-    """A start of a tiny run in the folder ``run``."""
+    """Start a tiny run in the folder ``run``."""
     return train(*RUN, f"trainer.default_local_dir={folder}/run")
 
 
@@ -163,13 +163,13 @@ def _tensor(contents: Any) -> Any:
 
 
 def _an_object(contents: Any) -> tuple[str, Any]:
-    """Key and entry of an object that is no tensor."""
+    """Key and entry of an object that is not a tensor."""
     entries = contents.state_dict_metadata.items()
     return next((key, entry) for key, entry in entries if not hasattr(entry, "chunks"))
 
 
 def _bring(step: Path, forge: bool) -> None:
-    """Let an object of the actor be code; ``forge`` calls it a tensor besides."""
+    """Make an object of the actor a pickle that runs code; ``forge`` also declares it a tensor."""
     stream = io.BytesIO()
     import torch
 
@@ -194,7 +194,7 @@ def _set(**values: Any) -> Callable[[Any], None]:
 
 
 def _class_attribute(file: Path) -> None:
-    """A pickle that gives a class of torch's an attribute."""
+    """A pickle that sets an attribute of a torch class."""
     named = b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n"
     file.write_bytes(b"\x80\x02" + named + b"N}X\x06\x00\x00\x00chunksNs\x86b.")
 

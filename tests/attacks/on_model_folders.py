@@ -64,7 +64,7 @@ def _converted(given: str, prepare: Prepare, says: str) -> Attack:
 
 
 def _beside(name: str, make: Callable[[Path], None]) -> Prepare:
-    """A model folder with something in the place of one file."""
+    """A model folder with one file replaced."""
 
     def prepare(folder: Path) -> None:
         config()(folder)

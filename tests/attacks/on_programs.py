@@ -9,7 +9,7 @@ from attacks.attack import Attack, Table
 
 AS_BEFORE = "score 0.0; the trainer is as before"
 TESTS = ("assert escaped",)
-"""A program sets ``escaped`` where its attack came through, and would score 1."""
+"""A program sets ``escaped`` if its attack succeeds, and would then score 1."""
 
 CALL = """
 import ctypes, os
@@ -33,7 +33,7 @@ for fd in range(1, 16):
 
 
 def _scored(program: str, tests: tuple[str, ...], says: str):
-    """Score the program as a run does, and look whether this process, the trainer, is unharmed."""
+    """Score the program as a run does, and check that the trainer (this process) is unharmed."""
 
     def run(folder: Path) -> int:
         import json

@@ -51,7 +51,7 @@ def _settings(given: str, says: str, *settings: str) -> Attack:
 
 
 def _bases(folder: Path) -> None:
-    """Files of which each builds on the next one twice."""
+    """Files that each include the next one twice."""
     for n in range(18):
         write(folder / f"{n or 'recipe'}.yaml", f"base: [{n + 1}.yaml, {n + 1}.yaml]\n")
     write(folder / "18.yaml", "modle: 1\n")

@@ -49,7 +49,7 @@ def judged(url: str, count: int = 2, **settings: Any) -> int:
 
 
 def answered(answer: Answer, **settings: Any) -> Callable[[Path], int]:
-    """A run whose reward server answers so."""
+    """A run with a reward server that gives this answer."""
 
     def run(folder: Path) -> int:
         with hostile_server(answer) as url:
@@ -59,7 +59,7 @@ def answered(answer: Answer, **settings: Any) -> Callable[[Path], int]:
 
 
 def _redirected(folder: Path) -> int:
-    """A redirect to a server that would give scores; it must not be asked."""
+    """A redirect to a server that would give scores; it must not get a request."""
     asked = []
 
     def scores(connection, request: bytes) -> None:

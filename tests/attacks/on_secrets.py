@@ -12,7 +12,7 @@ from pathlib import Path
 from attacks.attack import Attack, Table, nothing
 
 PLAIN = "open5esame7cave"
-"""Has no shape: only its name tells that it is a secret."""
+"""A secret without a known format: only its name identifies it."""
 HUB = "hf_qWeRtYuIoPaSdFgHjK0123"
 MODEL = "sk-proj-4f3d2c1b0a9e8d7c6b5a"
 FORGE = "ghp_0123456789abcdefghijABCDEFGHIJ"
@@ -25,7 +25,7 @@ TINY = ("model.path=builtin:tiny", "data.task=arithmetic", *LENGTHS)
 
 
 def _captured(program: Callable[[], int | None]) -> tuple[int, str]:
-    """Exit code and all output of a program, whatever writes it."""
+    """Exit code and all output of a program, including that of libraries."""
     kept = os.dup(1), os.dup(2)
     with tempfile.TemporaryFile() as stream:
         try:
@@ -92,7 +92,7 @@ def _row(
 
 
 def _reports(folder: Path) -> int:
-    """What a run writes down of its recipe."""
+    """The recipe in a run's files."""
     from mppo.config.load import load_recipe
     from mppo.report.reporter import Reporter
 
@@ -112,7 +112,7 @@ def _find_fonts(folder: Path) -> None:
 
 
 def _server_file(folder: Path) -> int:
-    """The file that hands an SGLang server its key, and the command that anyone sees."""
+    """The file with an SGLang server's key, and the command line, which every user can read."""
     from mppo.rollout.sglang.server_options import launch_command
 
     command = launch_command({"host": "127.0.0.1", "port": 1, "api_key": PLAIN})

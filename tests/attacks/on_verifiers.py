@@ -14,7 +14,7 @@ HEARTBEAT_TIMEOUT_S = 20.0
 
 
 def _judged(verifier: str, response: str, honest: str, truth: str, says: str):
-    """Score the response and then an honest one, as a run does; a thread beside it must go on."""
+    """Score the response, then an honest one, as a run does; a thread must keep running."""
 
     def run(folder: Path) -> int:
         from mppo.batch import Prompt
@@ -49,7 +49,7 @@ def _judged(verifier: str, response: str, honest: str, truth: str, says: str):
 
 
 def _beating():
-    """A thread that appends the time to a list, as the heartbeat's thread shows signs of life."""
+    """A thread that appends the time to a list, like the heartbeat's thread."""
     import threading
     import time
     from contextlib import contextmanager
@@ -75,7 +75,7 @@ def _beating():
 
 
 def _entry(family: str) -> tuple[str, dict]:
-    """An example of a family of reasoning_gym: its answer, and what its row carries."""
+    """An example of a reasoning_gym family: its answer and the data of its row."""
     from mppo.data.tasks import task
 
     example = task(f"reasoning_gym:{family}").example(0)

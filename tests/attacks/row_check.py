@@ -1,4 +1,4 @@
-"""Runs one row of the attacks' tables and checks what it did."""
+"""Run one row of the attacks' tables and check its effects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = [(name, row) for name, table in TABLES.items() for row in range(len(table
 LARGE = 1 << 26
 """Files of more bytes are compared by size and time, not by content."""
 SLACK_S = 60.0
-"""On top of a row's own limit: these machines also run other tests."""
+"""Added to a row's own limit, because other tests run at the same time."""
 
 
 def content(world: Path) -> dict[str, str]:

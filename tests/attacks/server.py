@@ -1,4 +1,4 @@
-"""Starts the process that runs attacks, as root's own user or as another."""
+"""Start the process that runs attacks, as this user or as nobody."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ of their own, they are the only things there."""
 
 
 class AttackServer:
-    """Runs one step of an attack at a time.
+    """Run one step of an attack at a time.
 
     Args:
         process: the fork server.

@@ -1,4 +1,4 @@
-"""Every row of the attacks' tables as the user who runs the tests, and the page made of them."""
+"""Every row of the attacks' tables as the user who runs the tests, and the generated page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_hostile_input_is_refused_in_time_and_changes_nothing(server, table, r
     check(server, table, row)
 
 
-def test_the_page_is_what_the_tables_say():
+def test_the_page_is_generated_from_the_tables():
     assert (ROOT / "docs/attacks.md").read_text() == document(), "run: make attacks"
 
 

@@ -56,7 +56,7 @@ PartitionName=high Nodes=n[1-{count}] PriorityTier=10 PreemptMode=OFF
 
 
 def missing() -> str | None:
-    """Why no cluster can be started here; None where one can."""
+    """The reason that no cluster can be started here, or None."""
     absent = [name for name in DAEMONS if shutil.which(name) is None]
     if absent:
         return f"Slurm is not installed ({', '.join(absent)}): apt-get install slurm-wlm munge"
@@ -147,7 +147,7 @@ class SlurmCluster:
         return self.field(job, "JobState")
 
     def wait_for_text(self, path: Path, text: str, seconds: float) -> None:
-        """Until a log holds a text; a failure shows the log."""
+        """Wait until a log contains a text; an error shows the log."""
 
         def content() -> str:
             return path.read_text(errors="replace") if path.exists() else ""
@@ -159,7 +159,7 @@ class SlurmCluster:
     def wait_for(
         self, holds: Callable[[], bool], seconds: float, message: Callable[[], str]
     ) -> None:
-        """Until something holds."""
+        """Wait until a condition is true."""
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, f"after {seconds} s: {message()}"

@@ -25,7 +25,7 @@ pytestmark = [
 
 COUNTED, STEPS = 60, 10
 
-# trains by counting: saves and ends on USR1, goes on from what it saved
+# "trains" by counting: on USR1 it saves and ends, then resumes
 COUNTING = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -128,7 +128,7 @@ def text_of(log: Path) -> str:
     return log.read_text(errors="replace") if log.exists() else "(no log)"
 
 
-def test_a_cancelled_job_stays_cancelled_and_the_next_of_its_chain_goes_on(
+def test_a_cancelled_job_is_not_requeued_and_the_next_of_its_chain_resumes(
     cluster, count, submit, tmp_path
 ):
     pytest.importorskip("mpi4py", reason='needs mpi4py: pip install "mppo[mpi]"')
@@ -148,7 +148,7 @@ def test_a_cancelled_job_stays_cancelled_and_the_next_of_its_chain_goes_on(
     assert re.search(r"counting from [1-9]\d* by slurm of 1", text_of(other))
 
 
-def test_before_its_time_limit_it_saves_requeues_and_goes_on(cluster, count):
+def test_before_its_time_limit_a_job_saves_requeues_and_resumes(cluster, count):
     """The limit is moved close: Slurm looks every half minute, and sends what the script asks for
     five minutes before the end."""
     number, log = count(10_000, launch="srun")
@@ -169,12 +169,12 @@ def test_before_its_time_limit_it_saves_requeues_and_goes_on(cluster, count):
     assert cluster.wait_until_ended(number, 100) == "CANCELLED", text_of(log)
 
 
-def test_a_node_that_goes_down_costs_no_more_than_a_restart(cluster, count):
+def test_a_node_that_goes_down_costs_only_a_restart(cluster, count):
     number, log = count(COUNTED, launch="torchrun")
     cluster.wait_for_text(log, "counting from 0 by torchrun of 4", 200)
     first = cluster.field(number, "NodeList")
     lost = cluster.command("scontrol", "show", "hostnames", first).split()[1]
-    # its daemon lives on, so that the node returns to service by itself
+    # its daemon keeps running, so the node returns to service by itself
     cluster.command("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
     assert cluster.wait_until_ended(number, 300) == "COMPLETED", text_of(log)
     text = text_of(log)
@@ -195,11 +195,11 @@ def test_a_bad_recipe_fails_before_any_rank_starts(cluster, submit, tmp_path):
     assert "srun" not in text_of(log), "no node was asked"
 
 
-def test_a_node_that_cannot_is_told_and_usr1_meanwhile_brings_the_job_back(
+def test_a_failing_node_is_reported_and_sigusr1_during_preflight_requeues(
     cluster, submit, tmp_path
 ):
     number, log = submit(tmp_path, str(ROOT / "recipes" / "tiny_cpu_tp2_pp2.yaml"))
-    with socket.socket() as taken:  # the nodes are looked at some seconds after the recipe
+    with socket.socket() as taken:  # the nodes are checked some seconds after the recipe
         taken.bind(("", 20_000 + number % 10_000))
         taken.listen()
         cluster.wait_for_text(log, "start 1: 2 nodes", 100)
@@ -227,7 +227,7 @@ esac
 """
 
 
-def test_the_second_part_of_a_heterogeneous_job_serves(cluster, tmp_path):
+def test_the_second_component_of_a_heterogeneous_job_serves(cluster, tmp_path):
     showing, log = tmp_path / "showing.sh", tmp_path / "log"
     showing.write_text(SHOWING)
     showing.chmod(0o755)
@@ -250,7 +250,7 @@ def test_the_second_part_of_a_heterogeneous_job_serves(cluster, tmp_path):
         assert f"rollout.sync=distributed rollout.urls=[http://127.0.0.1:{port}]" in line
 
 
-def test_sglang_on_a_node_of_its_own_serves_a_training_on_another(cluster, submit, tmp_path):
+def test_sglang_on_one_node_serves_training_on_another(cluster, submit, tmp_path):
     run = tmp_path / "run"
     number, log = submit(
         tmp_path,
@@ -276,7 +276,7 @@ def answers(port: int) -> bool:
 
 
 def test_conversion_and_evaluation_are_started_with_their_arguments(cluster, tmp_path):
-    showing = tmp_path / "apptainer"  # stands for that program, too
+    showing = tmp_path / "apptainer"  # in place of that program
     showing.write_text(SHOWING)
     showing.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -333,7 +333,7 @@ def test_a_recipe_trains_on_two_nodes(undisturbed):
     assert list((run / "actor").glob("*.safetensors"))
 
 
-def test_preempted_and_requeued_it_ends_with_the_weights_of_an_undisturbed_run(
+def test_a_preempted_job_ends_with_the_weights_of_an_undisturbed_run(
     cluster, submit, undisturbed, tmp_path
 ):
     run = tmp_path / "run"
@@ -353,7 +353,7 @@ def test_preempted_and_requeued_it_ends_with_the_weights_of_an_undisturbed_run(
     assert same_weights(run, undisturbed[0])
 
 
-def test_what_was_trained_is_converted_verified_and_evaluated(cluster, undisturbed, tmp_path):
+def test_a_trained_model_is_converted_verified_and_evaluated(cluster, undisturbed, tmp_path):
     actor = undisturbed[0] / "actor"
     sides = ["--hf", str(actor), "--megatron", str(tmp_path / "megatron")]
     scores = tmp_path / "scores.json"

@@ -1,4 +1,4 @@
-"""One training step of a tiny model on a layout, run in gloo processes of its own."""
+"""One training step of a tiny model in a layout, in separate gloo processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCABULARY = 101
 
 @dataclass(frozen=True)
 class Case:
-    """What to run.
+    """A case to run.
 
     Args:
         model: key of ``tiny_models.CONFIGS``.
@@ -86,7 +86,7 @@ def batch_of(sequences: int = 7, longest: int = 11) -> Batch:
 
 
 def engine_choices(tokens: int, layers: int, experts: int, chosen: int) -> torch.Tensor:
-    """What an engine might have chosen for every token: int16 ``[T, layers, chosen]``."""
+    """Random experts for every token, as an engine returns them: int16 ``[T, layers, chosen]``."""
     random = torch.Generator().manual_seed(4)
     order = torch.rand(tokens, layers, experts, generator=random).argsort(-1)
     return order[..., :chosen].to(torch.int16)
@@ -110,8 +110,8 @@ def starting_from(before: tuple[torch.Tensor, ...], batch: Batch, loss_of):
     """``loss_of``, asserting that training gives the forward pass's outputs: a ratio of 1."""
 
     def loss(outputs, indices):
-        for output, whole in zip(tensors_of(outputs), before, strict=True):
-            expected = select_sequences(whole, batch.cu_seqlens, list(indices))
+        for output, complete in zip(tensors_of(outputs), before, strict=True):
+            expected = select_sequences(complete, batch.cu_seqlens, list(indices))
             torch.testing.assert_close(output.detach().float(), expected, atol=1e-6, rtol=0)
         return loss_of(outputs, indices)
 
@@ -161,7 +161,7 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
 
 
 def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
-    """A role's passes over the batch, None after each, and what came out."""
+    """A role's passes over the batch and their outputs; yields None after each."""
     from mppo.models.role_spec import MiniBatch
     from mppo.pipeline.schedule import forward_schedule, update_schedule
 

@@ -1,4 +1,4 @@
-"""A worker that loads a checkpoint with megatron.core alone; imports nothing of this project."""
+"""A worker that loads a checkpoint with megatron.core only; imports nothing of this project."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCABULARY = 102
 
 
 def load(rank: int, folder: Path, cases: list[tuple[str, str]]) -> None:
-    """Load every (model, layout) on two ranks; what this rank got goes to ``got-<rank>.pt``."""
+    """Load every (model, layout) on two ranks; write this rank's tensors to ``got-<rank>.pt``."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     from megatron.core import dist_checkpointing, parallel_state

@@ -1,4 +1,4 @@
-"""A model's pieces as rollout ranks hold them: planned, moved and loaded, next to what they are."""
+"""A model's slices on rollout ranks: planned, sent and loaded, with the expected values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mppo.weights.table import parameter_table
 
 SIZE = 2
 HOSTS = ((0, 1), (3, 3))
-"""Two engines of two ranks; one rank stands beside both ranks of the second."""
+"""Two engines of two ranks; one training rank hosts both ranks of the second."""
 
 
 class Server(nn.Module):
@@ -41,7 +41,7 @@ class Server(nn.Module):
 
 
 def held_entries(shape: ModelShape, rank: int, experts: int):
-    """What a rollout rank holds: entries, and their blocks."""
+    """The entries of a rollout rank and their blocks."""
     for entry in parameter_table(shape).entries():
         blocks = engine_blocks(entry, shape, rank, SIZE, expert_parallel=experts)
         if blocks:
@@ -49,7 +49,7 @@ def held_entries(shape: ModelShape, rank: int, experts: int):
 
 
 def expected(config, tensors: dict[str, Tensor], rank: int, experts: int) -> dict[str, Tensor]:
-    """Those parameters cut from whole tensors; NaN where nothing of the model belongs."""
+    """These parameters, sliced from complete tensors; NaN in padding."""
     shape = model_shape(config)
     held = Server(config, rank, experts).held
     for entry, blocks in held_entries(shape, rank, experts):
@@ -84,16 +84,16 @@ def _check_slices(stages, config, layout, groups, folder: Path, experts: int) ->
     stream = SliceStream(stages, config, layout, request)
     for version, since in ((1, None), (2, 1), (3, 1)):
         _load_all(stream.update(version, since), servers, folder / f"refused_{rank}")
-        whole = dict(
+        complete = dict(
             pair for bucket in WeightStream(stages, config, groups, 40_000) for pair in bucket
         )
         for slot, server in servers.items():
-            for name, tensor in expected(config, whole, slot % SIZE, experts).items():
+            for name, tensor in expected(config, complete, slot % SIZE, experts).items():
                 assert torch.equal(server.held[name].nan_to_num(7e9), tensor.nan_to_num(7e9)), name
         moved = stream.bytes
         if version == 2:
             assert 0 < moved.sent < 0.5 * moved.total
-        else:  # nobody holds version 1 any more
+        else:  # no rank has version 1 any more
             assert moved.total <= moved.sent <= 1.1 * moved.total
             assert moved.least <= moved.crossing <= 1.1 * moved.least + 64
         _change_some(stages)

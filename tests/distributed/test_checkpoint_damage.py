@@ -1,4 +1,4 @@
-"""Which checkpoint a run takes up when some are damaged, and what it leaves when it cannot save."""
+"""Which checkpoint a run resumes from when some are damaged, and what a failed save leaves."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deed import bring_a_deed
 from layout_case import Case, build_role, run_cases
+from malicious_pickle import add_malicious_pickle
 from test_checkpoint_layouts import checkpointer, resume, train
 
 SMALL_DISK_MB = 1
 
 
 @dataclass(frozen=True)
-class Told:
-    """What ``resume`` did: the step it took up, or what it refused with; and what it said."""
+class ResumeResult:
+    """The result of ``resume``: the step or the refusal, and its messages."""
 
     step: int | None
     refusal: str
@@ -33,7 +33,7 @@ class Told:
     folders: list[str]
 
 
-def told(role, root: Path, **trainer) -> Told:
+def reported(role, root: Path, **trainer) -> ResumeResult:
     from mppo.config.errors import ConfigError
 
     said: list[str] = []
@@ -43,7 +43,7 @@ def told(role, root: Path, **trainer) -> Told:
     except ConfigError as error:
         refusal = str(error)
     folders = sorted(path.name for path in root.parent.glob("**/*global_step_*"))
-    return Told(step, refusal, said, folders)
+    return ResumeResult(step, refusal, said, folders)
 
 
 def shard(folder: Path) -> Path:
@@ -91,14 +91,14 @@ def stranger(folder: Path) -> dict[str, str]:
     copy = folder.parents[2] / "elsewhere" / folder.name
     shutil.copytree(folder, copy)
     table = copy / "actor/.metadata"
-    bring_a_deed(table, folder.with_name("global_step_9"))
+    add_malicious_pickle(table, folder.with_name("global_step_9"))
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["files"]["actor/.metadata"] = asdict(file_checksum(table))
     (copy / "manifest.json").write_text(json.dumps(manifest))
     return {"resume_mode": "resume_path", "resume_from_path": str(copy)}
 
 
-def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
+def damaged(case: Case, folder: Path, registry) -> dict[str, ResumeResult]:
     """Two checkpoints each time, the newer one harmed."""
     role = build_role(case, folder, registry)
     outcomes = {}
@@ -107,24 +107,26 @@ def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
         for step in (1, 2):
             checkpointer(role, root, []).save(step, {})
         harm(root / "global_step_2")
-        outcomes[name] = told(role, root)
+        outcomes[name] = reported(role, root)
     root = folder / "flipped bit/checkpoints"
     explicit = str(root / "global_step_2")
-    outcomes["explicit"] = told(role, root, resume_mode="resume_path", resume_from_path=explicit)
-    outcomes["stranger"] = told(role, root, **stranger(root / "global_step_1"))
+    outcomes["explicit"] = reported(
+        role, root, resume_mode="resume_path", resume_from_path=explicit
+    )
+    outcomes["stranger"] = reported(role, root, **stranger(root / "global_step_1"))
     flip(root / "global_step_1")
-    outcomes["all"] = told(role, root)
-    outcomes["none"] = told(role, folder / "empty/checkpoints")
+    outcomes["all"] = reported(role, root)
+    outcomes["none"] = reported(role, folder / "empty/checkpoints")
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         restarted = folder / "missing manifest/checkpoints"
         os.environ[name] = "1"
-        outcomes[name] = told(role, restarted, resume_mode="disable")
+        outcomes[name] = reported(role, restarted, resume_mode="disable")
         del os.environ[name]
     outcomes["time limit"] = after_step(role, folder / "limit", checkpoint_must_save_by="00:00:01")
     outcomes["minutes"] = after_step(role, folder / "minutes", save_every_minutes=1e-9)
     outcomes["unscheduled"] = after_step(role, folder / "unscheduled")
-    outcomes["asked"] = after_step(role, folder / "asked", asked=True)
-    unsaved = {"asked": True, "save_on_signal": False}
+    outcomes["asked"] = after_step(role, folder / "asked", requested=True)
+    unsaved = {"requested": True, "save_on_signal": False}
     outcomes["asked not to save"] = after_step(role, folder / "unsaved", **unsaved)
     with locked(folder / "locked"), locked(folder / "locked") as outcomes["second job"]:
         pass
@@ -136,32 +138,34 @@ def damaged(case: Case, folder: Path, registry) -> dict[str, Told]:
     return outcomes
 
 
-def after_step(role, run_dir: Path, asked: bool = False, **trainer) -> Told:
-    """Whether a run stops after its third step, and what it has saved."""
+def after_step(role, run_dir: Path, requested: bool = False, **trainer) -> ResumeResult:
+    """Whether a run stops after its third step, and the saved steps."""
     said: list[str] = []
     saver = checkpointer(role, run_dir / "checkpoints", said, **trainer)
-    saver._stop.signal_name = "SIGUSR1" if asked else None
+    saver._stop.signal_name = "SIGUSR1" if requested else None
     stops = saver.after_step(3, last=False, metrics={})
     saver.finish()
-    return Told(int(stops), "", said, sorted(path.name for path in run_dir.glob("*/global_step_*")))
+    return ResumeResult(
+        int(stops), "", said, sorted(path.name for path in run_dir.glob("*/global_step_*"))
+    )
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[Told]:
-    """What a job is told that wants a run's folder."""
+def locked(run_dir: Path) -> Iterator[ResumeResult]:
+    """The message to a second job in a run's folder."""
     from mppo.checkpoint.lock import run_folder_lock
     from mppo.config.errors import ConfigError
 
     said: list[str] = []
     try:
         with run_folder_lock(run_dir, said.append, patience_s=0.0):
-            yield Told(0, "", said, [])
+            yield ResumeResult(0, "", said, [])
     except ConfigError as error:
-        yield Told(None, str(error), said, [])
+        yield ResumeResult(None, str(error), said, [])
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> dict[str, Told]:
+def outcomes(tmp_path_factory) -> dict[str, ResumeResult]:
     return run_cases([Case("qwen2")], 1, tmp_path_factory.mktemp("damage"), damaged)[0]
 
 
@@ -176,7 +180,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_the_checkpoint_before_a_damaged_one_is_taken_and_the_file_named(outcomes, name):
+def test_a_run_resumes_before_a_damaged_checkpoint_and_names_the_file(outcomes, name):
     outcome = outcomes[name]
     assert outcome.step == 1
     assert outcome.said[0].startswith("damaged checkpoint skipped: ")
@@ -184,7 +188,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken_and_the_file_named(outcome
     assert outcome.folders == ["global_step_1", "global_step_2"], "the damaged one is left alone"
 
 
-def test_one_that_is_still_being_written_counts_for_nothing(outcomes):
+def test_an_unfinished_checkpoint_is_ignored(outcomes):
     outcome = outcomes["being written"]
     assert outcome.step == 1
     assert not any("damaged" in line for line in outcome.said)
@@ -200,7 +204,7 @@ def test_one_that_is_still_being_written_counts_for_nothing(outcomes):
         ("all", "none of its 2 checkpoints is intact"),
     ],
 )
-def test_it_refuses_rather_than_lose_progress(outcomes, name, message):
+def test_a_resume_is_refused_rather_than_lose_progress(outcomes, name, message):
     assert outcomes[name].step is None
     assert message in outcomes[name].refusal
     assert "resume_mode=disable" in outcomes[name].refusal
@@ -215,40 +219,40 @@ def test_a_checkpoint_from_elsewhere_that_would_run_code_is_refused(outcomes):
     assert stranger.folders == ["global_step_1", "global_step_2"], "and nothing was run"
 
 
-def test_without_checkpoints_it_starts_at_the_beginning(outcomes):
-    assert outcomes["none"] == Told(0, "", [], [])
+def test_without_checkpoints_a_run_starts_at_the_beginning(outcomes):
+    assert outcomes["none"] == ResumeResult(0, "", [], [])
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_a_job_its_launcher_restarts_goes_on_whatever_the_recipe_says(outcomes, name):
+def test_a_restarted_job_resumes_whatever_resume_mode_says(outcomes, name):
     assert outcomes[name].step == 1
     assert outcomes[name].folders == ["global_step_1", "global_step_2"]
 
 
-def test_asked_to_stop_it_stops_and_saves_where_the_recipe_lets_it(outcomes):
+def test_a_stop_request_saves_unless_save_on_signal_is_false(outcomes):
     assert outcomes["asked"].step == outcomes["asked not to save"].step == 1
     assert outcomes["asked"].folders == ["global_step_3"]
     assert outcomes["asked not to save"].folders == []
 
 
-def test_it_saves_and_stops_before_a_known_limit(outcomes):
+def test_a_run_saves_and_stops_before_checkpoint_must_save_by(outcomes):
     assert outcomes["time limit"].step == 1
     assert outcomes["time limit"].folders == ["global_step_3"]
     assert "checkpoint_must_save_by leaves no time" in outcomes["time limit"].said[0]
 
 
-def test_it_saves_by_the_clock_and_goes_on(outcomes):
+def test_a_run_saves_every_few_minutes_and_continues(outcomes):
     assert outcomes["minutes"].step == 0
     assert outcomes["minutes"].folders == ["global_step_3"]
     assert outcomes["unscheduled"].folders == []
 
 
-def test_one_folder_is_for_one_job(outcomes):
+def test_a_second_job_in_a_run_folder_is_refused(outcomes):
     second = outcomes["second job"].refusal
     assert "trainer.default_local_dir" in second
     assert "another job is using the folder: pid " in second
     assert "use another folder" in second
-    assert outcomes["later job"] == Told(0, "", [], [])
+    assert outcomes["later job"] == ResumeResult(0, "", [], [])
 
 
 def test_a_folder_that_cannot_be_made_is_refused(outcomes):
@@ -319,17 +323,17 @@ def on_small_disk(tmp_path_factory) -> dict[str, object]:
     return run_cases([Case("qwen2")], 1, folder, full)[0]
 
 
-def test_a_read_only_disk_is_said_and_left_as_it_is(on_small_disk):
+def test_a_read_only_disk_is_reported_and_not_changed(on_small_disk):
     assert "global_step_99 could not be written: Read-only" in on_small_disk["read only"][-1]
     assert on_small_disk["still"] == on_small_disk["left"]
 
 
-def test_a_full_disk_harms_no_earlier_checkpoint(on_small_disk):
+def test_a_full_disk_does_not_damage_earlier_checkpoints(on_small_disk):
     outcome = on_small_disk
-    whole = outcome["step"] - 1
-    assert whole >= 1
-    assert outcome["taken"] == whole
-    assert outcome["left"] == sorted(f"global_step_{step + 1}" for step in range(whole))
+    complete = outcome["step"] - 1
+    assert complete >= 1
+    assert outcome["taken"] == complete
+    assert outcome["left"] == sorted(f"global_step_{step + 1}" for step in range(complete))
     assert "could not be written: " in outcome["said"][-1]
     assert "No space left on device" in outcome["said"][-1]
     assert outcome["ended"].startswith("the last checkpoint could not be written")
@@ -345,14 +349,14 @@ def draws(role) -> tuple[float, ...]:
 
 
 def background(case: Case, folder: Path, registry) -> dict[str, object]:
-    """An asynchronous save while training goes on holds the weights of its moment; pruning."""
-    from late_copies import late
+    """An asynchronous save during training stores the weights at its start; pruning."""
+    from delayed_save import delay_copies
 
     role, said = build_role(case, folder, registry), []
     root = folder / "background"
     trainer = {"async_save": True, "max_ckpt_to_keep": 2, "best_metric": "reward"}
     saver = checkpointer(role, root, said, **trainer)
-    changed, before, meanwhile = late(saver), {}, []
+    changed, before, meanwhile = delay_copies(saver), {}, []
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(dist.get_rank())
     for step in range(1, 6):
@@ -374,7 +378,7 @@ def background(case: Case, folder: Path, registry) -> dict[str, object]:
     return {"left": left, "same": same, "said": said, "meanwhile": meanwhile, "draws": everyone}
 
 
-def test_an_asynchronous_save_is_of_its_moment_and_old_ones_go(tmp_path):
+def test_an_asynchronous_save_is_a_snapshot_and_old_ones_are_removed(tmp_path):
     layout = {"tensor_model_parallel_size": 2}
     (outcome,) = run_cases([Case("qwen2", layout)], 2, tmp_path, background)
     assert outcome["meanwhile"] == [True] * 5, "a save that has not copied yet returns"

@@ -1,4 +1,4 @@
-"""A checkpoint is taken up under any layout and world size, optimizer included."""
+"""A checkpoint can be resumed in any layout and world size, optimizer included."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def checkpointer(role, root: Path, said: list[str], part=None, **trainer):
 
 
 def resume(role, root: Path, said: list[str], part=None, **trainer) -> int:
-    """Take up what a run of this role under ``root`` goes on from."""
+    """Resume this role from the checkpoints under ``root``."""
     from mppo.checkpoint.resume import choose
     from mppo.checkpoint.role_state import describe_role
 
@@ -150,13 +150,13 @@ def test_two_ranks_resume_in_other_layouts(two_ranks, folder, model, head):
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_bfloat16_parameters_go_on_bitwise_from_their_main_weights(two_ranks, name):
+def test_bfloat16_parameters_resume_bitwise_from_float32_weights(two_ranks, name):
     expected, resumed = two_ranks[name]
     assert {tensor.dtype for tensor in expected.values()} == {torch.bfloat16}
     assert largest_difference(resumed, expected) == 0
 
 
-def test_what_ranks_hold_alike_is_written_once_and_the_ranks_share_the_writing(two_ranks, folder):
+def test_replicated_tensors_are_written_once_and_writing_is_divided_over_ranks(two_ranks, folder):
     saved = FileSystemReader(folder / "qwen2_moe policy" / f"global_step_{STEPS}" / "actor")
     metadata = saved.read_metadata()
     for key, entry in metadata.state_dict_metadata.items():

@@ -1,4 +1,4 @@
-"""Splitting sequences over ranks changes nothing: log-probs, values, losses, gradients, weights."""
+"""Context parallelism does not change log-probs, values, losses, gradients or weights."""
 
 import pytest
 from layout_case import Case, compare, pairs_of, run_matrix
@@ -32,7 +32,7 @@ REFERENCES = {
     "qwen2_moe R2 balance": Case("qwen2_moe", BALANCE, role={"router_replay": "R2"}, steps=3),
     "moonlight R3": Case("moonlight", role={"router_replay": "R3"}),
 }
-# MLA (moonlight) is a ring unless told otherwise, the others gather
+# by default MLA (moonlight) uses the ring, the others gather
 CHOSEN = {
     "qwen2": ["CP2", "CP4", "CP2xTP2 without SP", "CP2xPP2xVPP2", "CP4 ring"],
     "gemma2": ["CP4", "CP4 ring"],

@@ -1,4 +1,4 @@
-"""Logits of all positions exist neither while a role measures nor while it trains."""
+"""Neither the forward pass nor training of a role holds the logits of all positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOAT = 4
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the bytes of the largest memory that a result of any operation lies in."""
+    """Record the largest storage, in bytes, of any operation's result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A rank that waits for another in vain ends with the reason, and says where every rank was."""
+"""A rank that waits for a dead or hanging one ends with the reason and every rank's phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mppo.parallel.launch import free_port
 
 PHASES = ("updating actor", "reward", "gen")
 PATIENCE_S = 120.0
-"""Far beyond every limit of a test's own; what has not ended by then does not end."""
+"""Much longer than all limits in the tests; a rank that has not ended by then hangs."""
 
 
 def _never_comes() -> None:
@@ -29,8 +29,8 @@ def _fails() -> None:
     raise ValueError("no such answer")
 
 
-def _fails_as_well() -> None:
-    time.sleep(1.2)  # the watch has heard of the other rank's failure by then
+def _fails_later() -> None:
+    time.sleep(1.2)  # the heartbeat has usually seen the other rank's failure by then
     raise ValueError("no such answer")
 
 
@@ -42,18 +42,18 @@ def _waits() -> None:
     dist.barrier()
 
 
-def _leaves() -> None:
+def _exits() -> None:
     pass
 
 
-def _leaves_slowly() -> None:
+def _exits_slowly() -> None:
     time.sleep(2.5)
 
 
 def _worker(
     rank: int,
     folder: Path,
-    deeds: Sequence[Callable[[], None]],
+    actions: Sequence[Callable[[], None]],
     ending: Callable[[], None],
     silence_s: float,
     hang_s: float,
@@ -63,25 +63,25 @@ def _worker(
     from mppo.supervision.heartbeat import watching
     from mppo.supervision.phase import phase, step_done
 
-    def tell(error: BaseException) -> None:
-        with (folder / "told").open("a") as stream:
+    def report(error: BaseException) -> None:
+        with (folder / "reported").open("a") as stream:
             stream.write(f"rank {rank}: {error}\n")
 
     with (folder / f"stderr_{rank}").open("w") as stream:
         os.dup2(stream.fileno(), 2)
-    port, world = int((folder / "port").read_text()), len(deeds)
+    port, world = int((folder / "port").read_text()), len(actions)
     info = LaunchInfo(rank, world, rank, world, "127.0.0.1", port, "python")
     step_done(2)
     try:
         with (
-            CleanupDeadline(limit_s=6) as way_out,
+            CleanupDeadline(limit_s=6) as deadline,
             process_group(info, 60),
-            watching(info, silence_s, hang_s, folder / "stacks", way_out, tell) as heartbeat,
+            watching(info, silence_s, hang_s, folder / "stacks", deadline, report) as heartbeat,
         ):
             try:
                 with heartbeat.report_failures(), phase(PHASES[rank], 3):
                     (folder / f"begun_{rank}").touch()
-                    deeds[rank]()
+                    actions[rank]()
             finally:
                 if rank == 1:
                     ending()
@@ -91,26 +91,26 @@ def _worker(
 
 
 def _codes(
-    folder: Path, *deeds: Callable[[], None], ending: Callable[[], None] = _leaves
+    folder: Path, *actions: Callable[[], None], ending: Callable[[], None] = _exits
 ) -> list[int | None]:
-    """Exit codes of two ranks that do these deeds; the second one ends with ``ending``."""
+    """Exit codes of two ranks that run these actions; the second one ends with ``ending``."""
     (folder / "port").write_text(str(free_port()))
-    processes = begin_ranks(_worker, (folder, deeds, ending, 60, 8), 2).processes
+    processes = begin_ranks(_worker, (folder, actions, ending, 60, 8), 2).processes
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
 
 
 def _codes_with_the_first_rank_stopped(
-    folder: Path, *deeds: Callable[[], None]
+    folder: Path, *actions: Callable[[], None]
 ) -> list[int | None]:
-    """Exit codes of the other ranks, after a SIGSTOP to the first; None where one has not ended."""
+    """Exit codes of the other ranks, after a SIGSTOP to the first; None if a rank has not ended."""
     (folder / "port").write_text(str(free_port()))
-    arguments = (folder, deeds, _leaves, 4, 600)
-    processes = begin_ranks(_worker, arguments, len(deeds)).processes
+    arguments = (folder, actions, _exits, 4, 600)
+    processes = begin_ranks(_worker, arguments, len(actions)).processes
     try:
         deadline = time.monotonic() + PATIENCE_S
-        while not all((folder / f"begun_{rank}").exists() for rank in range(len(deeds))):
+        while not all((folder / f"begun_{rank}").exists() for rank in range(len(actions))):
             assert time.monotonic() < deadline, "the ranks did not begin"
             time.sleep(0.05)
         time.sleep(2)  # the first rank's phase reaches the store with its next beat
@@ -131,12 +131,12 @@ def _fails_once_the_first_has_stopped(folder: Path) -> None:
     raise ValueError("no such answer")
 
 
-def _told(folder: Path) -> list[str]:
-    return (folder / "told").read_text().splitlines()
+def _reported(folder: Path) -> list[str]:
+    return (folder / "reported").read_text().splitlines()
 
 
-def _left(folder: Path) -> list[int]:
-    """Ranks that came to the end of their way out, with their process groups destroyed."""
+def _exited_cleanly(folder: Path) -> list[int]:
+    """Ranks that exited cleanly, with their process groups destroyed."""
     return [rank for rank in range(2) if (folder / f"left_{rank}").exists()]
 
 
@@ -157,45 +157,45 @@ def test_a_collective_that_hangs_ends_every_rank_with_its_stacks(tmp_path):
     assert "in _never_comes" in _stacks(tmp_path, 1)
 
 
-def test_a_rank_that_fails_ends_those_that_wait_for_it_with_its_reason(tmp_path):
+def test_a_failed_rank_ends_the_waiting_ranks_with_its_reason(tmp_path):
     assert _codes(tmp_path, _waits, _fails) == [1, 1]
     verdict = _stacks(tmp_path, 0).split("\n\n")[0]
     assert verdict.startswith("rank 1 of 2 failed in: reward, step 3; last completed step: 2: ")
     assert verdict.endswith("ValueError: no such answer")
-    assert _told(tmp_path) == ["rank 1: no such answer"]
-    assert _left(tmp_path) == [1]
+    assert _reported(tmp_path) == ["rank 1: no such answer"]
+    assert _exited_cleanly(tmp_path) == [1]
     where, stacks = (tmp_path / "stderr_0").read_text().splitlines()[-2:]
     assert where.startswith("mppo: rank 1 of 2 failed in: reward, step 3; last completed step: 2; ")
     assert stacks == f"mppo: stacks of every rank: {tmp_path / 'stacks'}"
 
 
-@pytest.mark.parametrize("deeds", [(_fails, _fails_as_well), (_fails_as_well, _fails)])
-def test_a_failure_of_every_rank_is_told_once_and_all_leave_in_order(tmp_path, deeds):
-    """Also the rank that fails while its watch knows of the other, and takes time to leave."""
-    assert _codes(tmp_path, *deeds, ending=_leaves_slowly) == [1, 1]
-    assert _told(tmp_path) == [f"rank {deeds.index(_fails)}: no such answer"]
-    assert _left(tmp_path) == [0, 1]
+@pytest.mark.parametrize("actions", [(_fails, _fails_later), (_fails_later, _fails)])
+def test_the_same_failure_on_every_rank_is_printed_once_and_all_exit_cleanly(tmp_path, actions):
+    """Also if a rank fails after its heartbeat has seen the other failure, and exits slowly."""
+    assert _codes(tmp_path, *actions, ending=_exits_slowly) == [1, 1]
+    assert _reported(tmp_path) == [f"rank {actions.index(_fails)}: no such answer"]
+    assert _exited_cleanly(tmp_path) == [0, 1]
     assert not (tmp_path / "stacks").exists()
 
 
-def test_another_reason_is_told_as_well(tmp_path):
+def test_different_failures_are_all_printed(tmp_path):
     assert _codes(tmp_path, _fails, _fails_otherwise) == [1, 1]
-    assert sorted(_told(tmp_path)) == ["rank 0: no such answer", "rank 1: another answer"]
-    assert _left(tmp_path) == [0, 1]
+    assert sorted(_reported(tmp_path)) == ["rank 0: no such answer", "rank 1: another answer"]
+    assert _exited_cleanly(tmp_path) == [0, 1]
     assert not (tmp_path / "stacks").exists()
 
 
-def test_a_failed_rank_that_does_not_get_out_ends_with_its_stacks(tmp_path):
+def test_a_failed_rank_that_cannot_exit_ends_with_its_stacks(tmp_path):
     assert _codes(tmp_path, _fails, _fails, ending=_never_comes) == [1, 1]
-    assert len(_told(tmp_path)) == 1
-    assert _left(tmp_path) == [0]
+    assert len(_reported(tmp_path)) == 1
+    assert _exited_cleanly(tmp_path) == [0]
     assert _stacks(tmp_path, 1).startswith("rank 1 of 2 has failed, and was not out 6 s later\n")
     assert "in _never_comes" in _stacks(tmp_path, 1)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_first_rank_that_stands_still_ends_the_others(tmp_path, world):
-    """It hosts the store that all watch; no collective fails, for its connections stay open."""
+def test_a_stopped_first_rank_ends_the_others(tmp_path, world):
+    """It hosts the store; no collective fails, because its connections stay open."""
     codes = _codes_with_the_first_rank_stopped(tmp_path, _never_comes, *[_waits] * (world - 1))
     assert codes == [1] * (world - 1)
     for rank in range(1, world):
@@ -209,8 +209,8 @@ def test_a_first_rank_that_stands_still_ends_the_others(tmp_path, world):
     assert "mppo: no sign of life for" in (tmp_path / "stderr_1").read_text()
 
 
-def test_a_rank_that_fails_while_the_first_stands_still_tells_its_own_error(tmp_path):
+def test_a_rank_that_fails_while_the_first_is_stopped_prints_its_own_error(tmp_path):
     fails = partial(_fails_once_the_first_has_stopped, tmp_path)
     assert _codes_with_the_first_rank_stopped(tmp_path, _never_comes, fails) == [1]
-    assert _told(tmp_path) == ["rank 1: no such answer"]
+    assert _reported(tmp_path) == ["rank 1: no such answer"]
     assert _stacks(tmp_path, 1).startswith("no sign of life for ")

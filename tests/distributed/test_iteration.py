@@ -1,4 +1,4 @@
-"""Whole PPO iterations: the same metrics and weights in every combination of role layouts."""
+"""Complete PPO iterations: the same metrics and weights in every combination of role layouts."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ objective/{kl,entropy,non_score_reward,rlhf_reward,scores}
 policy/{approxkl_avg,clipfrac_avg,entropy_avg} loss/{policy_avg,value_avg}
 val/{clipfrac_avg,ratio,ratio_var,num_eos_tokens} {lr,episode,eps}
 """
-"""verl's names of what a step logs, then TRL's."""
+"""The metric names of a step: verl's, then TRL's."""
 
 
 def _spelt_out(pattern: str) -> list[str]:
@@ -211,7 +211,7 @@ def test_the_policy_of_the_first_update_is_the_one_that_sampled_and_the_referenc
         assert step["actor/grad_norm"] > 1e-3
 
 
-def test_the_options_are_at_work(results):
+def test_the_options_have_an_effect(results):
     (lines, _), *_ = results
     assert 1 <= lines[1]["train/num_gen_batches"] <= 2
     assert 0 < lines[1]["train/informative_groups"] <= 1
@@ -250,7 +250,7 @@ def _model(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def _drawn(run_dir: Path, step: int) -> dict:
-    """Where the order of prompts stands in a checkpoint."""
+    """The position in the order of prompts of a checkpoint."""
     state = _checkpoint(run_dir, step) / "run.json"
     return json.loads(state.read_text())["parts"]["prompts"]
 
@@ -260,7 +260,9 @@ def test_a_batch_generated_ahead_is_one_update_old(results):
     assert _lags(plain) == [(0, 0)] * 3
     assert _lags(ahead) == [(0, 0), (1, 1), (1, 1)]
     assert _lags(resumed) == [(1, 1), (1, 1)]
-    first, second = _lags(dynamic)  # a second batch, where the first does not do, is a fresh one
+    first, second = _lags(
+        dynamic
+    )  # if the first batch does not suffice, the second one is not prefetched
     assert first == (0, 0)
     assert 0 < second[0] <= second[1] == 1
 
@@ -272,7 +274,7 @@ def test_the_first_step_is_the_same_with_and_without_a_batch_ahead(results):
         assert all(torch.equal(other[name], tensor) for name, tensor in one.items()) == same
 
 
-def test_a_resumed_run_trains_on_the_batch_that_was_ahead(results):
+def test_a_resumed_run_trains_on_the_prefetched_batch(results):
     _, _, ahead, resumed, _ = results[2]
     saved = [step for step in (1, 2, 3) if (_checkpoint(ahead, step) / RESPONSES).exists()]
     assert saved == [1, 2], "none is ahead of the last step"
@@ -284,7 +286,7 @@ def test_a_resumed_run_trains_on_the_batch_that_was_ahead(results):
         assert [want[name] for name in names] == [got[name] for name in names]
 
 
-def test_no_prompt_is_lost_or_doubled_by_a_batch_ahead(results):
+def test_prefetching_neither_loses_nor_repeats_a_prompt(results):
     _, plain, ahead, resumed, _ = results[2]
     for step in (1, 2, 3):
         assert _drawn(ahead, step) == _drawn(plain, step)

@@ -137,7 +137,7 @@ def by_onednn(case, folder, registry):
 @pytest.mark.skipif(
     not products.is_faster(), reason="MKL is as fast on this CPU: oneDNN is not used"
 )
-def test_products_by_onednn_change_no_number(outcomes):
+def test_onednn_products_do_not_change_training(outcomes):
     alone, _, folder = outcomes
     layouts = [LAYOUTS[name] for name in ("TP2", "TP2 without sequence parallelism", "PP2")]
     for got in run_cases([Case("qwen2", layout) for layout in layouts], 2, folder, run=by_onednn):

@@ -1,4 +1,4 @@
-"""Mixtures of experts train alike on every layout: losses, gradient norms, updated weights."""
+"""Mixtures of experts: the same loss, gradient norm and updated weights in every layout."""
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ def test_every_layout_trains_like_one_process(pair, outcomes) -> None:
     compare(together[pair], alone[pair[0]])
 
 
-def test_updates_reach_routers_and_experts(outcomes) -> None:
+def test_updates_change_routers_and_experts(outcomes) -> None:
     alone, _ = outcomes
     before, after = alone["moonlight"].initial, alone["moonlight"].weights
     for name in ("mlp.gate.weight", "mlp.experts.3.down_proj.weight", "shared_experts.up_proj"):
@@ -122,7 +122,7 @@ def test_updates_reach_routers_and_experts(outcomes) -> None:
         assert all((before[key] != after[key]).any() for key in touched)
 
 
-def test_the_expert_bias_stays_unless_asked(outcomes) -> None:
+def test_the_expert_bias_is_constant_by_default(outcomes) -> None:
     key = "model.layers.1.mlp.gate.e_score_correction_bias"
     alone, _ = outcomes
     still, moved = alone["moonlight"], alone["moonlight R2 sequence balance bias"]
@@ -132,7 +132,7 @@ def test_the_expert_bias_stays_unless_asked(outcomes) -> None:
     torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
 
 
-def test_a_frozen_router_stays(outcomes) -> None:
+def test_a_frozen_router_does_not_change(outcomes) -> None:
     alone, _ = outcomes
     frozen = alone["qwen2_moe frozen router"]
     for key, weight in frozen.weights.items():
@@ -140,7 +140,7 @@ def test_a_frozen_router_stays(outcomes) -> None:
         assert torch.equal(weight, frozen.initial[key]) == stays, key
 
 
-def test_replay_takes_other_experts_than_the_moved_router(outcomes) -> None:
+def test_replay_uses_recorded_experts_after_the_router_has_changed(outcomes) -> None:
     alone, _ = outcomes
     assert alone["qwen2_moe R2"].routing["actor/moe/replay_differing"] > 0
     assert "actor/moe/replay_differing" not in alone["qwen2_moe"].routing
@@ -153,7 +153,7 @@ def test_roles_in_one_process_replay_their_own_choices(outcomes) -> None:
     compare(both.beside, alone["moonlight value R2"])
 
 
-def test_only_a_capacity_drops_choices(outcomes) -> None:
+def test_choices_are_dropped_only_with_a_capacity_factor(outcomes) -> None:
     alone, _ = outcomes
     dropped = {
         name: [value for key, value in alone[name].routing.items() if key.endswith("dropped")]
@@ -176,7 +176,7 @@ def test_the_experts_replayed_are_those_the_engine_chose(outcomes) -> None:
     assert routing["actor/moe/replay_differing"] > 0.3
 
 
-def test_auxiliary_losses_are_off_unless_asked(outcomes) -> None:
+def test_auxiliary_losses_are_off_by_default(outcomes) -> None:
     alone, _ = outcomes
     assert "actor/moe/aux_loss" not in alone["qwen2_moe"].routing
     assert alone["qwen2_moe balance"].routing["actor/moe/aux_loss"] > 0.3

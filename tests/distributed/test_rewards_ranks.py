@@ -1,4 +1,4 @@
-"""Ranks share the judging, agree on every score, and fail together."""
+"""Ranks divide the scoring, have the same scores, and fail together."""
 
 import os
 
@@ -20,10 +20,10 @@ RESPONSES = [Response(Prompt(uid, (1,), "t", "", "p"), "x") for uid in range(5)]
 
 def _worker(rank: int, world: int, store: str, cache: str) -> None:
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
-    judged: list[int] = []
+    scored: list[int] = []
 
     def judge(responses):
-        judged.extend(response.prompt.uid for response in responses)
+        scored.extend(response.prompt.uid for response in responses)
         return [response.prompt.uid + 0.5 for response in responses]
 
     def fails_on_the_fourth(responses):
@@ -35,7 +35,7 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
 
     try:
         assert divided(judge) == [0.5, 1.5, 2.5, 3.5, 4.5]
-        assert judged == list(range(rank, 5, world))
+        assert scored == list(range(rank, 5, world))
         guilty = 3 % world
         message = "the score of prompt 3" if rank == guilty else f"failed on rank {guilty}"
         with pytest.raises(ScoringError, match=message):
@@ -47,17 +47,17 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
         scorer = Scorer(judge, load_tokenizer(resolve_model("builtin:tiny", cache)), RewardConfig())
         everything = [Trajectory(each.prompt, (5,), (0.0,), "stop", 0) for each in RESPONSES]
         early = EarlyScores(scorer)
-        judged.clear()
+        scored.clear()
         if rank == world - 1:
             early.take([3, 1], [everything[3], everything[1]])
         finished = early.finish(range(5), everything)
         assert [judgement.score for judgement in finished] == [0.5, 1.5, 2.5, 3.5, 4.5]
-        assert judged == [3, 1] * (rank == world - 1) + [0, 2, 4][rank::world]
+        assert scored == [3, 1] * (rank == world - 1) + [0, 2, 4][rank::world]
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_response_is_judged_once_and_all_ranks_get_all_scores(tmp_path, world: int) -> None:
+def test_every_response_is_scored_once_and_all_ranks_get_all_scores(tmp_path, world: int) -> None:
     start_ranks(_worker, (world, str(tmp_path / "store"), str(tmp_path)), world)

@@ -1,4 +1,4 @@
-"""A role starts alike from a Hugging Face folder and from a Megatron checkpoint, on every layout;
+"""A role is the same from a Hugging Face folder and from a Megatron checkpoint, in every layout;
 a critic also from a reward model, with a value head of its own or a fresh one."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def together(folder):
-    """Everything else, on four ranks."""
+    """All other starts, on four ranks."""
     cases = {
         (name, layout): Case(
             name, LAYOUTS[name][layout], steps=1, micro_batch=3,
@@ -100,7 +100,7 @@ def test_a_checkpoint_starts_a_role_like_its_folder(pair, alone, together):
 
 
 def expected_values(folder, name: str) -> torch.Tensor:
-    """What transformers' reward model says of every prefix of a response: ``[T]``."""
+    """The scores of every prefix of a response by transformers' reward model: ``[T]``."""
     model = (
         REWARD[name]
         .from_pretrained(
@@ -119,7 +119,7 @@ def expected_values(folder, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", REWARD)
-def test_a_critic_from_a_reward_model_says_what_transformers_says(name, folder, together):
+def test_a_critic_from_a_reward_model_gives_transformers_scores(name, folder, together):
     expected_T = expected_values(folder, name)
     assert expected_T.abs().max() > 0.3
     for form in ("reward", "reward_megatron"):
@@ -133,6 +133,6 @@ def test_a_trained_critic_keeps_its_head_in_its_weights(folder, together):
     assert not torch.equal(outcome.weights["score.weight"], outcome.initial["score.weight"])
 
 
-def test_a_critic_of_a_plain_model_begins_with_a_fresh_head(alone, together):
+def test_a_critic_from_a_plain_model_starts_with_a_new_head(alone, together):
     for form in ("folder", "checkpoint"):
         compare(together[f"fresh from a {form}"], alone["fresh value head"])

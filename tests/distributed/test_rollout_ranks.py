@@ -1,4 +1,4 @@
-"""Dividing prompts over ranks changes nothing of what is generated."""
+"""The number of ranks does not change the generated responses."""
 
 import pytest
 import torch

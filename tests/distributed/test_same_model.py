@@ -1,4 +1,4 @@
-"""The actor, transformers and the local engine compute the same model, whatever its settings.
+"""The actor, transformers and the local engine compute the same function, for all settings.
 
 The yardstick is transformers with its explicit ("eager") attention and its own masks. Where
 transformers departs from the code that a family was published with, the yardstick is that code
@@ -26,7 +26,7 @@ from mppo.rollout.local.engine import LocalEngine
 from mppo.weights.shape import FAMILIES
 
 TOLERANCE = 1e-5
-"""Nats, of one token's log-probability in float32."""
+"""Tolerance in nats for one token's log-probability in float32."""
 RESPONSE = 20
 
 
@@ -41,7 +41,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def actor_logits(models):
-    """Of the sequences of ``weights_worker``, packed, by variant."""
+    """The actor's logits of the packed sequences of ``weights_worker``, by variant."""
     start_ranks(worker, (1, [Case(name) for name in VARIANTS], models), 1)
     results = torch.load(models / "results.pt", weights_only=False)
     return {name: result["logits"] for name, result in zip(VARIANTS, results, strict=True)}
@@ -49,13 +49,13 @@ def actor_logits(models):
 
 @torch.no_grad()
 def logprobs_of(model: nn.Module, sequence: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Of every token but the first."""
+    """Log-probabilities of every token but the first."""
     logits = model(torch.tensor([sequence])).logits[0, :-1].float() / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(sequence)[1:, None])[:, 0]
 
 
 def plain_logits(config, weights) -> torch.Tensor:
-    """By transformers as it is, of the sequences, one after the other."""
+    """Transformers' logits of the sequences, one after the other."""
     config._attn_implementation = config._experts_implementation = "eager"
     model = hf.AutoModelForCausalLM.from_config(config).eval()
     model.load_state_dict(weights)
@@ -72,7 +72,7 @@ def gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max())
 
 
-def test_every_family_is_varied_and_windows_are_exceeded():
+def test_every_family_is_varied_and_sequences_exceed_windows():
     assert {variant.config.model_type for variant in VARIANTS.values()} == set(FAMILIES)
     assert min(LENGTHS) > WINDOW
 
@@ -84,7 +84,7 @@ def test_the_actor_computes_transformers_model(models, actor_logits, name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_varied_setting_changes_the_model(models, name):
-    """So that a program that ignores one of them cannot pass the other tests."""
+    """Otherwise a program that ignores a setting would pass the other tests."""
     model = load_model(models / name)
     ours, weights = logits_of(model), model.state_dict()
     as_it_is = gap(plain_logits(VARIANTS[name].settings(), weights), ours)
@@ -96,7 +96,7 @@ def test_every_varied_setting_changes_the_model(models, name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_local_engine_computes_transformers_model(models, name):
-    """What it says of the tokens it draws, and of given ones (the oracle of ``verify_sync``)."""
+    """Log-probabilities of sampled tokens, and of given ones (used by ``verify_sync``)."""
     model = load_model(models / name)
     engine = LocalEngine(models / name, model.config, torch.float32)
     engine.update_weights([list(tensors(models / name).items())], 1)

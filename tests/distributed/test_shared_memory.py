@@ -1,4 +1,4 @@
-"""Large collectives through shared memory give what gloo gives."""
+"""Large collectives through shared memory give the same results as gloo."""
 
 import platform
 
@@ -11,7 +11,7 @@ from mppo.cpu.shared_memory import shared_memory_of
 
 
 def _compare(memory, group, mine: torch.Tensor) -> None:
-    """All three collectives against gloo's, in place where Megatron runs them in place."""
+    """Compare the three collectives with gloo's, in place if Megatron runs them in place."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     summed, ours = mine.clone(), mine.clone()
     dist.all_reduce(summed, group=group)
@@ -37,7 +37,7 @@ def _worker(rank: int, world: int, store: str) -> None:
         pair = dist.new_group([0, 2])
         memory = shared_memory_of(None)
         assert memory is shared_memory_of(dist.group.WORLD)
-        # one element a rank; a slot and a bit; twice in a row, so that both halves are used again
+        # one element per rank; more than a slot; twice, so that both halves are reused
         for count in (world, world * 1001, (12 << 20) // 4 * world, 2 * world):
             _compare(memory, dist.group.WORLD, torch.randn(count))
         _compare(memory, dist.group.WORLD, torch.randn(4 * world).bfloat16())

@@ -1,4 +1,4 @@
-"""Every family on every layout: same logits as transformers, same bytes back."""
+"""Every family in every layout: transformers' logits, and the same bytes after export."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SLICED = {
     ("TP2xPP2", "llama"), ("TP4", "gemma2"), ("TP4", "qwen2_tied"), ("PP2xVPP2", "moonlight"),
     ("TP2xPP2xEP2", "deepseek_v3"), ("TP2xEP2xETP2", "qwen2_moe"), ("EP4", "mixtral"),
 }  # fmt: skip
-"""Where the pieces of rollout ranks are looked at, too."""
+"""Cases in which the slices of rollout ranks are also checked."""
 CASES = {
     (name, family): Case(
         family, layout, slices=(name, family) in SLICED, apart=name == "alone" and family in DENSE
@@ -49,7 +49,7 @@ CHECKPOINTED = ("llama", "qwen2_tied", "qwen2_moe", "deepseek_v3")
 
 
 def spawn(cases, folder):
-    """What four ranks find out about the cases."""
+    """The results of the cases on four ranks."""
     start_ranks(worker, (4, cases, folder), 4)
     return torch.load(folder / "results.pt", weights_only=False)
 
@@ -73,7 +73,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(models):
-    """Everything below, run in one process group."""
+    """The results of all cases, run in one process group."""
     cases = dict(CASES)
     for name in CHECKPOINTED:
         layout = {"tp": 2, "pp": 2, **({"ep": 2, "etp": 1} if name in SPARSE else {})}
@@ -104,7 +104,7 @@ def test_logits_are_those_of_transformers_on_every_layout(models, outcomes, fami
 
 
 def stacking_changes_no_bit() -> bool:
-    """Whether this processor's matrix products are the same bits with weights stacked."""
+    """Whether stacking weights keeps the bits of this processor's matrix products."""
     random = torch.Generator().manual_seed(3)
     for length, widths in itertools.product(LENGTHS, ((64, 32, 32), (128, 64, 64), (96, 96))):
         x = torch.randn(length, 64, generator=random)
@@ -149,7 +149,7 @@ def test_checkpoints_and_exports_give_back_every_byte(models, outcomes, family):
     assert main(verified) == 0
 
 
-def test_a_value_head_is_fresh_or_the_reward_models(models, outcomes):
+def test_a_value_head_is_new_or_the_reward_models(models, outcomes):
     fresh, scored = outcomes["value", "fresh"], outcomes["value", "scored"]
     assert scored["fresh"] == ()
     assert_same_tensors(scored["streamed"], tensors(models / "reward"))

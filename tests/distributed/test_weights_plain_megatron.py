@@ -1,4 +1,4 @@
-"""A converted checkpoint loads in megatron.core by itself: its GPTModel, its loader, no code of
+"""A converted checkpoint loads in plain megatron.core: its GPTModel, its loader, no code of
 this project on the ranks. What each rank holds is compared with slices worked out by hand."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CASES = [("llama", "TP2"), ("llama", "PP2"), ("qwen3_moe", "EP2"), ("qwen3_moe",
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """Hugging Face tensors of each model, and what two plain ranks loaded."""
+    """Hugging Face tensors of each model, and the tensors that two plain ranks loaded."""
     folder = tmp_path_factory.mktemp("plain")
     models = {}
     for name in {model for model, _ in CASES}:
@@ -71,8 +71,8 @@ def test_feed_forward_halves_hold_gate_and_up(loaded):
     for rank in range(2):
         _, parameters = got[rank]["llama", "TP2"]
         gate, up = (half(hf[f"{prefix}.{x}_proj.weight"], rank) for x in ("gate", "up"))
-        whole = torch.cat([gate, up])
-        assert torch.equal(parameters["decoder.layers.0.mlp.linear_fc1.weight"], whole)
+        complete = torch.cat([gate, up])
+        assert torch.equal(parameters["decoder.layers.0.mlp.linear_fc1.weight"], complete)
 
 
 def test_experts_are_those_of_the_rank(loaded):

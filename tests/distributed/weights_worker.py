@@ -1,4 +1,4 @@
-"""Models loaded, run, streamed and saved on layouts of four gloo ranks."""
+"""Load, run, stream and save models in layouts of four gloo ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case:
 
 
 def sequences(vocab: int) -> list[torch.Tensor]:
-    """The token sequences every logit comparison uses."""
+    """The token sequences of every logit comparison."""
     random = torch.Generator().manual_seed(5)
     return [torch.randint(0, vocab, (length,), generator=random) for length in LENGTHS]
 
@@ -70,7 +70,7 @@ def worker(rank: int, world: int, cases: list[Case], folder: Path) -> None:
 
 
 def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
-    """Build the stages full of NaNs, load, and collect what the tests look at."""
+    """Build the stages filled with NaN, load, and collect the values that the tests check."""
     from served_slices import check_slices
     from transformers import AutoConfig
 
@@ -100,7 +100,7 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
     with groups.active():
         fresh = load_weights(source, stages, config, groups)
     stream = WeightStream(stages, config, groups, 40_000)
-    for _ in range(2):  # planned once: names and shapes do not travel again
+    for _ in range(2):  # planned once: names and shapes are not sent again
         with pytest.MonkeyPatch.context() as missing:
             missing.delattr(dist, "all_gather_object")
             missing.delattr(dist, "broadcast_object_list")
@@ -129,7 +129,7 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
 
 
 def whole_logits(stages, layout, groups, config, packed: list[torch.Tensor]) -> torch.Tensor:
-    """Logits ``[T, vocab]`` on every rank: chunks run in order, hidden states handed on."""
+    """Logits ``[T, vocab]`` on every rank: chunks run in order and pass on hidden states."""
     from mppo.models.attention.packing import pack_sequences
 
     tokens = torch.cat(packed)

@@ -1,11 +1,12 @@
-"""Small models of every family SGLang is tried with, and an engine beside its oracle."""
+"""Small models of the families tested with SGLang, and an engine with its reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -69,7 +70,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 
 
 class Case:
-    """A model folder, weights that change, an SGLang engine and the local engine as the oracle."""
+    """A model folder, changing weights, an SGLang engine, and the local engine as the reference."""
 
     def __init__(self, folder: Path, family: str, rollout: RolloutConfig) -> None:
         torch.manual_seed(0)
@@ -86,7 +87,7 @@ class Case:
         return SGLangEngine(self.folder, self.config, torch.float32, rollout, run_dir=self.run_dir)
 
     def change_weights(self) -> None:
-        """Move every parameter; routing stays decided (no near ties) by moving it less."""
+        """Change every parameter, by too little to bring router scores near a tie."""
         self.version += 1
         generator = torch.Generator().manual_seed(self.version)
         with torch.no_grad():
@@ -94,7 +95,7 @@ class Case:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
     def stream(self) -> list[list[tuple[str, Tensor]]]:
-        """The model as a checkpoint names it, in several buckets."""
+        """The model's weights under their checkpoint names, in several buckets."""
         from transformers.core_model_loading import revert_weight_conversion
 
         tensors = revert_weight_conversion(self.model, self.model.state_dict())
@@ -131,7 +132,7 @@ class Case:
 
 @torch.no_grad()
 def response_logprobs(model: nn.Module, t: Trajectory, temperature: float = 1.0) -> list[float]:
-    """What a transformers model says of a response's tokens."""
+    """Log-probabilities of a response's tokens by a transformers model."""
     tokens = torch.tensor([[*t.prompt.token_ids, *t.response_ids]])
     logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)[:-1]
     return logprobs.gather(-1, tokens[0, 1:, None])[-len(t.response_ids) :, 0].tolist()
@@ -145,7 +146,27 @@ def prompts(count: int) -> list[Prompt]:
     ]
 
 
+def synced_case(folder: Path) -> Iterator[Case]:
+    """A Qwen2 case with synced weights whose server checks every sync; it stops at the end."""
+    case = Case(folder, "qwen2", own(verify_sync="checksum"))
+    case.change_weights()
+    case.sync()
+    yield case
+    case.engine.stop()
+
+
+def processes_of(case: Case) -> list[psutil.Process]:
+    """Guard, server, and the server's processes."""
+    guard = psutil.Process(case.engine._fleet._processes[0]._process.pid)
+    return [guard, *guard.children(), *guard.children()[0].children(recursive=True)]
+
+
+def server_process(case: Case) -> psutil.Process:
+    return processes_of(case)[1]
+
+
 def own(**options: object) -> RolloutConfig:
+    """The configuration of a server that the engine starts."""
     return RolloutConfig(
         name="sglang",
         start_timeout_s=START_S,

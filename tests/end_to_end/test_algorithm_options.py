@@ -65,7 +65,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def pairwise(factors: dict[str, tuple[str, ...]], seed: int = 0) -> list[dict[str, str]]:
-    """Rows that together hold every pair of values of any two factors (greedy, not minimal)."""
+    """Rows that contain every pair of values of any two factors (found greedily, not minimal)."""
     names = list(factors)
     missing = {
         ((a, x), (b, y))
@@ -89,7 +89,7 @@ def pairwise(factors: dict[str, tuple[str, ...]], seed: int = 0) -> list[dict[st
 
 
 def overrides_of(row: dict[str, str]) -> list[str]:
-    """A row as recipe settings."""
+    """The recipe settings of a row."""
     settings = [f"{name}={value}" for name, value in row.items() if "." in name]
     place, _, kind = row["kl"].partition(" ")
     settings.append(f"algorithm.use_kl_in_reward={str(place in ('reward', 'both')).lower()}")
@@ -100,7 +100,7 @@ def overrides_of(row: dict[str, str]) -> list[str]:
 
 
 def _warm_up(run, critic) -> dict[str, object]:
-    """A step with the actor frozen and the one after: who moved, and what was logged."""
+    """A step with the actor frozen and the next one: which roles changed, and the metrics."""
     from mppo.config.load import load_recipe
     from mppo.trainer.loop import iterate
 
@@ -203,7 +203,7 @@ def test_every_pair_of_options_trains_three_steps_on_two_processes(found):
 
 
 @pytest.mark.distributed
-def test_the_actor_stands_still_while_the_critic_warms_up(found):
+def test_the_actor_does_not_change_during_critic_warmup(found):
     outcome = found["critic_only"]
     assert outcome["kept"]
     assert outcome["moved"]

@@ -35,7 +35,7 @@ def test_a_faulty_recipe_from_plain_python(tmp_path):
     assert "did you mean actor.ppo_mini_batch_size?" in result.stderr
 
 
-def test_a_data_file_that_is_no_json(tmp_path):
+def test_a_data_file_that_is_not_json(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
     settings = ("data.task=null", f"data.train_files=[{rows}]")
@@ -55,7 +55,7 @@ def test_a_reward_function_that_is_not_there(tmp_path):
 
 
 @pytest.mark.server
-def test_two_ranks_tell_it_once(tmp_path):
+def test_two_ranks_print_an_error_once(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     result = run(torchrun, tmp_path, "actor.megatron.tensor_model_parallel_size=4")
     assert result.returncode != 0

@@ -1,4 +1,4 @@
-"""Benchmarks that call the library themselves still run, in their smallest form."""
+"""Every benchmark that calls the library runs, at its smallest size."""
 
 import json
 import os
@@ -24,11 +24,11 @@ SMALLEST = {
     "sync_routes.py": ["--layers", "1", "--repeat", "1"],
 }  # fmt: skip
 LOOKED_AT = {"checkpoint.py", "rollout.py", "soak.py", "weight_sync.py", "sync_routes.py"}
-"""Those whose results have a test of their own."""
+"""Benchmarks with a separate test of their results."""
 
 
 def smallest(name: str, folder: Path, *more: str) -> dict:
-    """What a benchmark writes in its smallest form, and shows."""
+    """Run a benchmark at its smallest size; the result it writes."""
     out = folder / "result.json"
     run = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / name, *SMALLEST[name], *more, "--out", out],
@@ -81,7 +81,7 @@ def test_saves_and_loads_are_timed(tmp_path):
     ("model", "route", "tensors", "layer"),
     [("dense", "tensor", 2 + 8, 4 * 1024**2 + 3 * 2816 * 1024), ("moe", "disk", 2 + 192, 65 << 16)],
 )
-def test_weight_sync_stands_beside_a_copy(tmp_path, model, route, tensors, layer):
+def test_weight_sync_is_compared_with_a_copy(tmp_path, model, route, tensors, layer):
     result = smallest("weight_sync.py", tmp_path, "--model", model, "--route", route)
     assert (result["tensors"], result["updates"]) == (tensors, 2)
     assert result["gigabytes"] * 1e9 > 2 * layer
@@ -101,7 +101,7 @@ def test_every_route_is_timed_and_bytes_are_planned(tmp_path):
 
 @pytest.mark.server
 @needs_sglang
-def test_what_the_driver_adds_is_told_in_pairs(tmp_path):
+def test_the_drivers_overhead_is_measured_in_pairs(tmp_path):
     result = smallest("rollout.py", tmp_path, "--engine", "sglang")
     (mine,), (plain,) = (result["all_seconds"][name] for name in ("mppo", "plain_requests"))
     assert result["mppo_adds"] == mine / plain - 1

@@ -1,4 +1,4 @@
-"""The conversion tool as a user runs it: both ways, in parallel, interrupted, and on bad input."""
+"""The conversion tool from the command line: both ways, in parallel, interrupted, on bad input."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from deed import bring_a_deed
 from hf_families import CONFIGS, assert_same_tensors, save, tensors
 from launched_run import mpirun, torchrun
+from malicious_pickle import add_malicious_pickle
 from safetensors.torch import load_file, save_file
 
 import checkpoints_convert.job as job
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders by family, made when first asked for."""
+    """Model folders by family, created at the first access."""
     folder = tmp_path_factory.mktemp("models")
 
     def get(name: str) -> Path:
@@ -51,7 +51,7 @@ def verify(folder: Path, checkpoint: Path, *options: str) -> int:
 
 
 COMPARED = ("gemma2", "deepseek_v2", "moonlight")
-"""Whose logits the tool compares, too; every family's are compared on all layouts elsewhere."""
+"""Families whose logits the tool compares here; other tests compare all on every layout."""
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json")
 
 
@@ -72,7 +72,7 @@ def test_there_and_back_is_byte_identical_and_the_logits_are_equal(models, tmp_p
     assert not list(tmp_path.glob(".*.partial"))
 
 
-def test_transformers_loads_the_export_and_progress_is_told(models, tmp_path, capsys):
+def test_transformers_loads_the_export_and_progress_is_printed(models, tmp_path, capsys):
     assert to_megatron(models("qwen3_moe"), tmp_path / "megatron") == 0
     assert re.search(r"#{30}\] 100\.0%  0\.00 GB  [0-9.]+ GB/s", capsys.readouterr().err)
     assert to_hf(tmp_path / "megatron", tmp_path / "back", "--max-shard-gb", "0.0001") == 0
@@ -99,7 +99,7 @@ def test_dtypes_are_kept_or_cast_except_the_routers_bias(tmp_path):
     assert verify(folder, tmp_path / "wide") == 0
 
 
-def test_extra_prediction_layers_are_told_and_kept_aside_when_asked(tmp_path, capsys):
+def test_multi_token_prediction_layers_are_reported_and_kept_with_keep_extra(tmp_path, capsys):
     folder = save("moonlight", tmp_path / "hf", num_nextn_predict_layers=1)
     (folder / "model.safetensors.index.json").unlink()
     extra = {"model.layers.4.eh_proj.weight": torch.randn(64, 128)}
@@ -116,7 +116,7 @@ def test_extra_prediction_layers_are_told_and_kept_aside_when_asked(tmp_path, ca
 
 
 def eight_bit(folder: Path, block: int) -> dict[str, torch.Tensor]:
-    """Store a folder's projections as 8-bit floats with a scale per block; what they stand for."""
+    """Store a folder's projections as 8-bit floats with scales; the dequantised values."""
     meant = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored = load_file(file)
@@ -135,7 +135,7 @@ def eight_bit(folder: Path, block: int) -> dict[str, torch.Tensor]:
     return meant
 
 
-def test_eight_bit_floats_come_back_as_what_they_stand_for(tmp_path):
+def test_eight_bit_floats_come_back_dequantised(tmp_path):
     folder = save("deepseek_v3", tmp_path / "hf", torch.bfloat16, num_nextn_predict_layers=1)
     (folder / "model.safetensors.index.json").unlink()
     extra = {"model.layers.4.eh_proj.weight": torch.randn(64, 128)}
@@ -163,7 +163,7 @@ def test_a_changed_byte_is_found(models, tmp_path, capsys):
     assert "logits DIFFERENT" in said
 
 
-def test_a_tensor_that_only_one_side_has_is_found(models, tmp_path, capsys):
+def test_a_tensor_on_one_side_only_is_reported(models, tmp_path, capsys):
     critic = tmp_path / "critic"
     shutil.copytree(models("qwen2"), critic)
     (critic / "model.safetensors.index.json").unlink()
@@ -180,7 +180,7 @@ def test_a_tensor_that_only_one_side_has_is_found(models, tmp_path, capsys):
 
 
 class Interrupted(Exception):
-    """Stands for a kill."""
+    """Raised in place of a kill."""
 
 
 def test_an_interrupted_run_leaves_nothing_and_is_continued(models, tmp_path, monkeypatch):
@@ -203,7 +203,7 @@ def test_an_interrupted_run_leaves_nothing_and_is_continued(models, tmp_path, mo
             to_megatron(folder, out)
         assert not out.exists()
         with (tmp_path / ".megatron.partial" / "done.0.log").open("a") as journal:
-            journal.write("3")  # what a kill left of a line
+            journal.write("3")  # an incomplete line, as after a kill
     monkeypatch.setattr(Copier, "run", stop_after(None))
     assert to_megatron(folder, out) == 0
     assert len(done) == len(set(done)) == 61
@@ -253,7 +253,7 @@ def cut_short(folder: Path) -> None:
 
 
 def recast(dtype: torch.dtype, word: str):
-    """Stores the first matrix of that name in another dtype."""
+    """Store the first matrix of that name in another dtype."""
 
     def spoil(folder: Path) -> None:
         for file in sorted(folder.glob("*.safetensors")):
@@ -291,7 +291,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_told_and_leaves_nothing(models, tmp_path, capsys, case):
+def test_bad_input_is_reported_and_leaves_nothing(models, tmp_path, capsys, case):
     folder, out = tmp_path / "hf", tmp_path / "megatron"
     shutil.copytree(models("llama"), folder)
     spoil, message = BAD[case]
@@ -301,7 +301,7 @@ def test_bad_input_is_told_and_leaves_nothing(models, tmp_path, capsys, case):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
-def test_a_full_disk_is_told_before_writing(models, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_reported_before_writing(models, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert to_megatron(models("llama"), tmp_path / "megatron") == 2
@@ -319,7 +319,7 @@ def test_a_disk_that_fills_up_leaves_no_complete_folder(models, tmp_path, capsys
     assert not (tmp_path / "megatron").exists()
 
 
-def test_bad_checkpoints_and_outputs_that_exist_are_told(models, tmp_path, capsys):
+def test_bad_checkpoints_and_existing_outputs_are_reported(models, tmp_path, capsys):
     assert to_hf(tmp_path, tmp_path / "back") == 2
     assert "no torch_dist checkpoint" in capsys.readouterr().err
     assert to_megatron(models("llama"), tmp_path / "megatron") == 0
@@ -342,7 +342,7 @@ def test_bad_checkpoints_and_outputs_that_exist_are_told(models, tmp_path, capsy
     assert "names seven, which is not a checkpoint" in capsys.readouterr().err
 
 
-def test_a_hole_in_a_checkpoint_is_told(models, tmp_path, capsys):
+def test_a_hole_in_a_checkpoint_is_reported(models, tmp_path, capsys):
     assert to_megatron(models("llama"), tmp_path / "megatron") == 0
     file = tmp_path / "megatron" / "release" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
@@ -357,7 +357,7 @@ def test_a_hole_in_a_checkpoint_is_told(models, tmp_path, capsys):
 def test_a_checkpoint_that_would_run_code_is_refused(models, tmp_path, capsys):
     assert to_megatron(models("llama"), tmp_path / "megatron") == 0
     file = tmp_path / "megatron" / "release" / ".metadata"
-    bring_a_deed(file, tmp_path / "done")
+    add_malicious_pickle(file, tmp_path / "done")
     capsys.readouterr()
     megatron = str(tmp_path / "megatron")
     for code in (
@@ -366,16 +366,16 @@ def test_a_checkpoint_that_would_run_code_is_refused(models, tmp_path, capsys):
         main(["inspect", megatron]),
     ):
         assert code == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 3
-    for line in told:
+    reported = capsys.readouterr().err.splitlines()
+    assert len(reported) == 3
+    for line in reported:
         assert f"{file}: holds more than a checkpoint's metadata" in line
         assert "it names posix.mkdir; use a checkpoint from a source you trust" in line
     assert not (tmp_path / "done").exists()
     assert not (tmp_path / "back").exists()
 
 
-def test_inspect_lists_what_a_folder_holds(models, tmp_path, capsys):
+def test_inspect_lists_a_folders_content(models, tmp_path, capsys):
     assert main(["inspect", str(models("llama"))]) == 0
     assert "model.norm.weight" in capsys.readouterr().out
     assert to_megatron(models("llama"), tmp_path / "megatron") == 0

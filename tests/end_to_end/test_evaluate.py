@@ -48,9 +48,7 @@ def divide(data_source, solution_str, ground_truth, extra_info, by):
 
 
 @pytest.mark.parametrize(("settings", "code"), [(["reward.on_error=zero"], 0), ([], 1)])
-def test_responses_that_cannot_be_judged_are_counted_or_told_in_one_message(
-    settings, code, tmp_path
-):
+def test_unscored_responses_are_counted_or_reported_in_one_message(settings, code, tmp_path):
     empty = tmp_path / "empty.yaml"
     empty.write_text("")
     result = subprocess.run(
@@ -72,7 +70,7 @@ def test_responses_that_cannot_be_judged_are_counted_or_told_in_one_message(
         assert (scores["reward/mean"], scores["reward/errors"]) == (0, 3)
 
 
-def test_a_missing_model_is_told_in_one_message(tmp_path):
+def test_a_missing_model_is_reported_in_one_message(tmp_path):
     result = subprocess.run(
         [
             sys.executable, str(ROOT / "mppo" / "evaluate.py"),
@@ -87,7 +85,7 @@ def test_a_missing_model_is_told_in_one_message(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_validation_files_are_used_whole_and_counted_by_source(tmp_path, capfd):
+def test_all_rows_of_validation_files_are_used_and_counted_by_source(tmp_path, capfd):
     rows = [{"prompt": "1+2=", "answer": "3"}]
     for name, count in (("gsm8k", 70), ("math", 3)):
         text = "".join(json.dumps(row) + "\n" for row in rows * count)

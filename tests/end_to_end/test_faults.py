@@ -1,4 +1,4 @@
-"""What happens to a run when a rank dies, hangs, is told to stop, or numbers cease to be finite."""
+"""A run whose rank dies, hangs, gets a stop request, or computes non-finite numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from deed import bring_a_deed
 from launched_run import (
     STEPS,
     LaunchedRun,
@@ -24,6 +23,7 @@ from launched_run import (
     steps_logged,
     torchrun,
 )
+from malicious_pickle import add_malicious_pickle
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,7 +33,7 @@ from mppo.train import main as train
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
-    """The run that nothing happened to."""
+    """The undisturbed run."""
     run_dir = tmp_path_factory.mktemp("undisturbed")
     run = LaunchedRun(run_dir)
     assert run.codes() == [0, 0], run.texts()
@@ -64,14 +64,14 @@ def test_samples_are_shown_at_the_start_in_the_middle_and_at_the_end(undisturbed
     assert not re.search(r"step \d+: samples", (undisturbed / "output_1.txt").read_text())
 
 
-def test_a_checkpoint_is_as_large_as_was_told(undisturbed):
+def test_a_checkpoint_has_the_estimated_size(undisturbed):
     shown = (undisturbed / "output_0.txt").read_text()
-    told = re.search(
+    reported = re.search(
         r"^checkpoints: every 1 steps, ([\d.]+) MB each; all 6 are kept: ", shown, re.M
     )
     (checkpoint,) = (undisturbed / "checkpoints").glob("global_step_6")
     written = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-    assert float(told[1]) * 1e6 == pytest.approx(written, rel=0.05)
+    assert float(reported[1]) * 1e6 == pytest.approx(written, rel=0.05)
 
 
 def test_the_exported_actor_is_a_model_that_transformers_loads_and_generates_with(undisturbed):
@@ -88,7 +88,7 @@ def test_the_exported_actor_is_a_model_that_transformers_loads_and_generates_wit
     assert tokenizer.decode(answer[0], skip_special_tokens=True).startswith("1+2=")
 
 
-def test_the_first_line_of_a_resumed_run_tells_how_long_it_will_take(tmp_path, undisturbed):
+def test_the_first_line_of_a_resumed_run_shows_the_remaining_time(tmp_path, undisturbed):
     shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
     run = LaunchedRun(tmp_path, ["trainer.total_training_steps=10000"])
     try:
@@ -99,7 +99,7 @@ def test_the_first_line_of_a_resumed_run_tells_how_long_it_will_take(tmp_path, u
     assert re.fullmatch(r"\d+(m|h)\d\d[sm]", eta), eta
 
 
-def test_a_killed_rank_ends_the_job_and_the_next_start_goes_on(tmp_path, undisturbed):
+def test_a_killed_rank_ends_the_job_and_the_next_start_continues(tmp_path, undisturbed):
     run = LaunchedRun(tmp_path)
     run.until_saved(2)
     run.send(1, signal.SIGKILL)
@@ -117,10 +117,10 @@ def test_a_killed_rank_ends_the_job_and_the_next_start_goes_on(tmp_path, undistu
         (signal.SIGSTOP, r"mppo: no sign of life for \d+ s from rank 0 of 2 \(pid \d+ on"),
     ],
 )
-def test_under_torchrun_a_job_whose_first_rank_is_killed_or_stopped_starts_again_and_goes_on(
+def test_under_torchrun_a_job_whose_first_rank_is_killed_or_stopped_starts_again_and_continues(
     tmp_path, undisturbed, number, verdict
 ):
-    """torchrun sends a stopped rank SIGKILL, 30 s after the SIGTERM that it does not take."""
+    """torchrun sends a stopped rank SIGTERM, which it cannot handle, and SIGKILL 30 s later."""
     saved, log = tmp_path / "checkpoints/global_step_2", tmp_path / "output.txt"
     launcher = start_under(torchrun(restarts=1), tmp_path)
     try:
@@ -140,7 +140,7 @@ def test_under_torchrun_a_job_whose_first_rank_is_killed_or_stopped_starts_again
     assert same_weights(tmp_path, undisturbed)
 
 
-def test_a_rank_that_hangs_is_named_and_every_other_leaves_its_stacks(tmp_path):
+def test_a_hanging_rank_is_named_and_every_other_rank_writes_its_stacks(tmp_path):
     run = LaunchedRun(tmp_path)
     run.until_step(1)
     run.send(1, signal.SIGSTOP)
@@ -155,8 +155,8 @@ def test_a_rank_that_hangs_is_named_and_every_other_leaves_its_stacks(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "mpi"), [(signal.SIGUSR1, True), (signal.SIGINT, False)])
-def test_asked_to_stop_it_saves_and_leaves_cleanly(tmp_path, undisturbed, number, mpi):
-    """The first one goes on under mpirun, bit for bit."""
+def test_on_a_stop_request_a_run_saves_and_exits_cleanly(tmp_path, undisturbed, number, mpi):
+    """The first run resumes under mpirun, with the same bits."""
     launcher = mpirun() if mpi else ()
     run = LaunchedRun(tmp_path, ["trainer.save_freq=-1"])
     run.until_step(1)
@@ -169,7 +169,9 @@ def test_asked_to_stop_it_saves_and_leaves_cleanly(tmp_path, undisturbed, number
     finishes_like(undisturbed, tmp_path, launcher)
 
 
-def test_a_step_too_long_for_sigterm_is_abandoned_and_the_one_before_saved(tmp_path, undisturbed):
+def test_a_step_too_long_for_sigterm_is_interrupted_and_the_step_before_is_saved(
+    tmp_path, undisturbed
+):
     run = LaunchedRun(tmp_path, ["trainer.save_freq=-1", "trainer.stop_within_s=0"])
     run.until_step(2)
     run.send(0, signal.SIGTERM)
@@ -183,7 +185,7 @@ def test_a_step_too_long_for_sigterm_is_abandoned_and_the_one_before_saved(tmp_p
     finishes_like(undisturbed, tmp_path)
 
 
-def test_asked_twice_it_exits_at_once(tmp_path):
+def test_a_second_stop_request_exits_at_once(tmp_path):
     run = LaunchedRun(tmp_path, ["trainer.total_training_steps=200"])
     run.until_step(1)
     run.send(1, signal.SIGSTOP)
@@ -199,13 +201,13 @@ BLOWN_UP = ["actor.optim.lr=1e30", "critic.optim.lr=1e17", "trainer.save_freq=-1
 
 
 def main(argv: Sequence[str]) -> int:
-    """A training rank that says whether it came out in order."""
+    """A training rank that records whether it exited cleanly."""
     code = train(argv)
     print("left in order:", not dist.is_initialized())
     return code
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_path, capsys):
+def test_a_nonfinite_gradient_stops_the_run_and_can_be_replayed(tmp_path, capsys):
     run = LaunchedRun(tmp_path, BLOWN_UP, program=__name__)
     codes = run.codes()
     assert codes == [1, 1]
@@ -218,17 +220,17 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_can_be_replayed(tmp_pat
     (case,) = (tmp_path / "nonfinite").iterdir()
     again = LaunchedRun(tmp_path / "again", program="mppo.replay", argv=[str(case)])
     assert again.codes() == [0, 0], again.texts()
-    bring_a_deed(case / "models/actor/.metadata", tmp_path / "done")
+    add_malicious_pickle(case / "models/actor/.metadata", tmp_path / "done")
     assert replay([str(case)]) == 2
-    told = capsys.readouterr().err
-    assert "actor/.metadata: holds more than a checkpoint's metadata" in told
-    assert "it names posix.mkdir; use a checkpoint from a source you trust" in told
+    reported = capsys.readouterr().err
+    assert "actor/.metadata: holds more than a checkpoint's metadata" in reported
+    assert "it names posix.mkdir; use a checkpoint from a source you trust" in reported
     assert not (tmp_path / "done").exists()
     assert re.search(r"rank \d: actor: gradient of chunk 0 \S+ has \d+ of \d+", again.texts())
     assert re.search(r"rank \d: critic: loss nan", again.texts())
 
 
-def test_steps_that_are_not_finite_are_left_out_counted_and_limited(tmp_path):
+def test_nonfinite_steps_are_skipped_counted_and_limited(tmp_path):
     skip = ["trainer.on_nonfinite=skip", "trainer.max_nonfinite_in_a_row=3", "actor.ppo_epochs=4"]
     skip.append("critic.ppo_epochs=4")  # in a row within one step: a policy of nan cannot generate
     run = LaunchedRun(tmp_path, [*BLOWN_UP, *skip])
@@ -236,7 +238,7 @@ def test_steps_that_are_not_finite_are_left_out_counted_and_limited(tmp_path):
     assert "3 time(s) in a row" in run.texts()
 
 
-def test_a_warm_start_that_is_not_finite_ends_the_run_and_writes_no_model(tmp_path):
+def test_a_nonfinite_warm_start_ends_the_run_and_writes_no_model(tmp_path):
     steps = ["trainer.warm_start_lr=1e30", "trainer.warm_start_steps=6"]
     run = LaunchedRun(tmp_path, steps)
     assert run.codes() == [1, 1]

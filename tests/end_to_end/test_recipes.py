@@ -1,4 +1,4 @@
-"""The small recipes run as shipped, some for fewer and smaller steps."""
+"""The small recipes run as shipped, some with fewer and smaller steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is interrupted and resumed ends as one that was not: bitwise in the same layout."""
+"""A resumed run ends like an uninterrupted one: bit for bit in the same layout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ REMEMBERING = [
     f"reward.function={__file__}:score",
     f"trainer.peak_tflops_per_rank={PEAK}",
 ]
-"""What keeps state from step to step beside the weights, with the adaptive KL and the schedules."""
+"""Options with state beside the weights: adaptive KL, schedules and others."""
 SETUPS = {
     "dense": [*REMEMBERING, f"actor.{TP}", f"critic.{PP}"],
     "experts": ["model.path=builtin:tiny-moe", "actor.megatron.expert_model_parallel_size=2"],
@@ -64,12 +64,12 @@ COMPARED = ("actor/", "critic/", "response", "prompt", "training/", "val", "obje
 
 
 def score(data_source, solution_str, ground_truth, extra_info):
-    """A reward that is not the same for all random responses."""
+    """A reward that differs between random responses."""
     return float(sum(map(ord, solution_str)) % 3)
 
 
 def _run(info, overrides: list[str], run_dir: Path) -> None:
-    from late_copies import late_in_loop
+    from delayed_save import delay_copies_in_loop
 
     from mppo.config.load import load_recipe
     from mppo.supervision.signals import listening
@@ -79,7 +79,7 @@ def _run(info, overrides: list[str], run_dir: Path) -> None:
     overrides = [*COMMON, *overrides, f"trainer.default_local_dir={run_dir}"]
     with listening() as stop:
         run = build_run(load_recipe(None, overrides), info, stop)
-        late_in_loop(run)  # a loop that does not wait for a save's copies saves the next step's
+        delay_copies_in_loop(run)  # without the wait for copies, a save is of the next step
         train(run)
     run.roles.actor.weights.save(run_dir / "actor")
     if run.roles.actor.weights.average is not None:
@@ -140,10 +140,10 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_two_steps_resume_and_two_more_are_four_steps_bitwise(runs, name):
-    whole, resumed = runs / name, runs / f"{name} resumed"
-    want, got = _weights(whole / "actor"), _weights(resumed / "actor")
+    complete, resumed = runs / name, runs / f"{name} resumed"
+    want, got = _weights(complete / "actor"), _weights(resumed / "actor")
     assert all(torch.equal(want[key], got[key]) for key in want)
-    lines, again = _metrics(whole), _metrics(resumed)
+    lines, again = _metrics(complete), _metrics(resumed)
     assert [line["step"] for line in again] == [line["step"] for line in lines] == [1, 2, 3, 4]
     for line, other in zip(lines, again):
         for key, value in line.items():
@@ -158,7 +158,7 @@ def test_the_moving_average_resumes_bitwise(runs):
     assert any(not torch.equal(want[key], weights[key]) for key in want)
 
 
-def test_what_resumes_had_something_to_remember(runs):
+def test_the_resumed_state_is_not_trivial(runs):
     lines = _metrics(runs / "dense")
     assert len({line["actor/reward_kl_penalty_coeff"] for line in lines}) == 4
     assert len({line["actor/ptx_loss"] for line in lines}) == 4
@@ -172,7 +172,7 @@ def test_learning_rates_follow_the_schedules_of_their_roles(runs):
     assert [line["critic/lr"] for line in lines] == pytest.approx([0.0, 5e-4, 1e-3, 1e-3])
 
 
-def test_an_update_says_how_much_arithmetic_it_did(runs):
+def test_an_update_logs_its_flops(runs):
     for line in _metrics(runs / "dense"):
         for role in ("actor", "critic"):
             rate = line[f"perf/tflops_per_rank/{role}"]
@@ -186,11 +186,11 @@ def test_the_checkpoints_of_both_runs_hold_the_same_bytes(runs, name):
     from mppo.checkpoint.folder import read_manifest
 
     step = "checkpoints/global_step_4"
-    whole = read_manifest(runs / name / step)
+    complete = read_manifest(runs / name / step)
     resumed = read_manifest(runs / f"{name} resumed" / step)
-    shards = [file for file in whole.files if file.endswith(".distcp")]
+    shards = [file for file in complete.files if file.endswith(".distcp")]
     assert len(shards) >= 4
-    assert all(whole.files[file] == resumed.files[file] for file in shards)
+    assert all(complete.files[file] == resumed.files[file] for file in shards)
 
 
 def test_in_another_layout_the_weights_agree_to_a_millionth(runs):

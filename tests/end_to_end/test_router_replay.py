@@ -1,4 +1,4 @@
-"""Routers of training and of SGLang: the same experts where replayed, others near a tie."""
+"""Routers of the actor and of SGLang: with replay the same experts, without it others near ties."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = "key"
 
 
 def _save_near_ties(folder: Path) -> None:
-    """A model whose routers hardly tell the experts of a triple apart; each token takes two."""
+    """A model whose router scores nearly tie within triples of experts; each token uses two."""
     import transformers
 
     from mppo.hub.builtin import VOCAB
@@ -85,7 +85,7 @@ def _logprobs(role, batch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Server:
-    """A running server, and the folder of the model it was started for."""
+    """A running server, and the folder of its model."""
 
     url: str
     model: Path
@@ -184,12 +184,12 @@ def test_with_replay_the_engine_and_the_actor_agree(result) -> None:
     torch.testing.assert_close(result["replayed"], result["engine"], atol=1e-5, rtol=0)
 
 
-def test_without_replay_near_ties_part_them(result) -> None:
+def test_without_replay_engine_and_actor_differ_near_ties(result) -> None:
     assert (result["free"] - result["engine"]).abs().max() > 1e-2
     assert result["metrics"]["actor/moe/replay_differing"] > 0.01
 
 
-def test_the_engine_names_two_experts_for_all_but_last_tokens(result) -> None:
+def test_the_engine_returns_two_experts_for_every_token_but_the_last(result) -> None:
     experts = result["experts"][:, 1:]
     assert ((experts >= 0) == (experts[:, :1, :1] >= 0)).all()
     known = experts[experts[:, 0, 0] >= 0]
@@ -197,7 +197,7 @@ def test_the_engine_names_two_experts_for_all_but_last_tokens(result) -> None:
     assert known.max() == 5
 
 
-def test_the_recipe_of_a_mixture_trains_on_the_engines_choices(server, tmp_path) -> None:
+def test_a_moe_recipe_trains_with_the_engines_routing(server, tmp_path) -> None:
     from mppo.hub.builtin import resolve_model
     from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 

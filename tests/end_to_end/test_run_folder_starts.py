@@ -1,4 +1,4 @@
-"""A run folder through several starts: finished, refused, gone back; stopped early; a full disk."""
+"""Several starts in one run folder: finished, refused, resumed earlier, stopped, full disk."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ RECIPE = [
     "trainer.warm_start_batch_size=4",
 ]
 SMALL_BYTES = 500_000
-"""Less than a model, more than anything else a run writes."""
+"""Bytes: less than a model, more than any other file of a run."""
 
 
 def start(folder: Path, keys: Sequence[str], program: str = "mppo.train") -> LaunchedRun:
-    """One rank whose run folder is ``folder``/run; its output lies beside it."""
+    """Start one rank with the run folder ``folder``/run; its output is beside that folder."""
     argv = [*RECIPE, f"trainer.default_local_dir={folder}/run", *keys]
     return LaunchedRun(folder, program=program, argv=argv, world=1)
 
 
 def ended(folder: Path, keys: Sequence[str], program: str = "mppo.train") -> tuple[int | None, str]:
-    """Exit code and output of a start, which has no traceback."""
+    """Exit code and output of a start; checks that there is no traceback."""
     started = start(folder, keys, program)
     (code,) = started.codes()
     text = started.text(0)
@@ -48,7 +48,7 @@ def ended(folder: Path, keys: Sequence[str], program: str = "mppo.train") -> tup
 
 
 def contents(run: Path) -> dict[str, str]:
-    """A hash of every file of a run; the lock says who held it last."""
+    """A hash of every file of a run except the lock, which names its last holder."""
     return {
         str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(run.rglob("*"))
@@ -106,7 +106,7 @@ def test_a_run_folder_through_several_starts(tmp_path):
 KL = "algorithm.use_kl_in_reward=true"
 
 
-def test_told_to_stop_in_its_warm_start_a_run_ends_at_once(tmp_path):
+def test_a_stop_request_in_the_warm_start_ends_the_run_at_once(tmp_path):
     started = start(tmp_path, ["trainer.warm_start_steps=5000"])
     said = tmp_path / "output_0.txt"
     started.until(lambda: said.exists() and "validation: 4" in said.read_text())
@@ -117,7 +117,7 @@ def test_told_to_stop_in_its_warm_start_a_run_ends_at_once(tmp_path):
 
 
 def train_with_short_files(argv: Sequence[str]) -> int:
-    """Train where no file may be as long as a model."""
+    """Train with a limit on the file size below that of a model."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_BYTES, SMALL_BYTES))
     return train(argv)
 
@@ -126,7 +126,7 @@ main = train_with_short_files
 ONE = ["trainer.total_training_steps=1"]
 
 
-def test_a_model_longer_than_a_file_may_be_ends_the_run_in_a_sentence(tmp_path):
+def test_a_model_over_the_file_size_limit_ends_the_run_with_one_line(tmp_path):
     code, text = ended(tmp_path, ONE, program=__name__)
     assert code == 1, text
     assert "failed while export: the file is longer than this process may write: " in text
@@ -134,7 +134,7 @@ def test_a_model_longer_than_a_file_may_be_ends_the_run_in_a_sentence(tmp_path):
     assert "Failed after 1 steps" in (tmp_path / "run/report.md").read_text()
 
 
-def test_a_disk_that_fills_ends_the_run_in_a_sentence(tmp_path):
+def test_a_disk_that_fills_up_ends_the_run_with_one_line(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_BYTES}", "tmpfs", str(run)]

@@ -1,4 +1,4 @@
-"""What a run prints and writes, from its recipe to its failure, holds no secret and is private."""
+"""A run's output and files contain no secret and are private, also if it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An actor that a run exported is served with its own weights, and answers a chat."""
+"""``mppo.serve`` serves a run's exported actor with the actor's weights, and answers a chat."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ trainer: {total_training_steps: 1, warm_start_steps: 5, val_before_train: false,
 
 @pytest.fixture(scope="module")
 def actor(tmp_path_factory) -> Path:
-    """A run's exported actor; its weights are not those it began with."""
+    """The exported actor of a run that changed its weights."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "small.yaml").write_text(RECIPE)
     run = folder / "run"
@@ -50,7 +50,7 @@ def actor(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(actor):
-    """Where ``mppo.serve`` serves it."""
+    """The port on which ``mppo.serve`` serves the actor."""
     port = free_port()
     recipe = ["--config", str(actor.parent / "recipe.yaml"), f"model.path={actor}"]
     server = subprocess.Popen(
@@ -72,7 +72,7 @@ def port(actor):
 
 @torch.no_grad()
 def logprobs(folder: Path, tokens: list[int]) -> list[float]:
-    """What a model folder says of every token but the first."""
+    """A model folder's log-probabilities of every token but the first."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     scores = model(torch.tensor([tokens])).logits[0].log_softmax(-1)[:-1]
     return scores.gather(-1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
@@ -86,13 +86,13 @@ def test_a_served_actor_has_the_log_probabilities_of_its_own_weights(actor, port
     assert max(abs(a - b) for a, b in zip(served, start)) > 100 * TOLERANCE
 
 
-def test_a_run_may_ask_it_as_it_asks_an_empty_server(port):
-    asked = sampling_parameters(SamplingConfig(), 4, [])
-    (answer,) = SGLangApi(f"http://127.0.0.1:{port}", KEY, 60.0).generate([[5, 6, 7]], asked)
+def test_a_served_actor_answers_a_runs_generation_requests(port):
+    requested = sampling_parameters(SamplingConfig(), 4, [])
+    (answer,) = SGLangApi(f"http://127.0.0.1:{port}", KEY, 60.0).generate([[5, 6, 7]], requested)
     assert 0 < len(answer.tokens) == len(answer.logprobs) <= 4
 
 
-def test_a_served_actor_answers_a_chat_as_it_would_itself(actor, port):
+def test_a_served_actor_answers_a_chat_like_transformers(actor, port):
     tokenizer = AutoTokenizer.from_pretrained(actor)
     model = AutoModelForCausalLM.from_pretrained(actor, dtype=torch.float32)
     messages = [{"role": "user", "content": "12+7="}]

@@ -1,4 +1,4 @@
-"""The real SGLang server: equal log-probabilities after every route."""
+"""A real SGLang server: equal log-probabilities after every route of weight sync."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from sglang_case import (
     Case,
     needs_sglang,
     own,
+    processes_of,
     prompts,
     response_logprobs,
+    server_process,
+    synced_case,
 )
 from torch import Tensor
 
@@ -41,35 +44,21 @@ pytestmark = [pytest.mark.server, needs_sglang]
 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory) -> Iterator[Case]:
-    case = Case(tmp_path_factory.mktemp("qwen2"), "qwen2", own(verify_sync="checksum"))
-    case.change_weights()
-    case.sync()
-    yield case
-    case.engine.stop()
+    yield from synced_case(tmp_path_factory.mktemp("qwen2"))
 
 
-def _family_of(case: Case) -> list[psutil.Process]:
-    """Guard, server, and the server's processes."""
-    guard = psutil.Process(case.engine._fleet._processes[0]._process.pid)
-    return [guard, *guard.children(), *guard.children()[0].children(recursive=True)]
-
-
-def _server_process(case: Case) -> psutil.Process:
-    return _family_of(case)[1]
-
-
-def test_it_listens_where_it_was_told_and_answers_only_who_has_the_key(qwen2) -> None:
+def test_the_server_listens_on_loopback_and_requires_the_key(qwen2) -> None:
     port = qwen2.engine._fleet._processes[0].port
-    told = yaml.safe_load((own_folder() / f"server_{port}.yaml").read_text())
+    reported = yaml.safe_load((own_folder() / f"server_{port}.yaml").read_text())
     assert "Failed to apply hooks" not in (qwen2.run_dir / "rollout" / "server_0.log").read_text()
     listening = {
         (connection.laddr.ip, connection.laddr.port)
-        for process in _family_of(qwen2)
+        for process in processes_of(qwen2)
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
-    assert ("127.0.0.1", told["port"]) in listening
-    assert told["nccl-port"] in {port for _, port in listening}
+    assert ("127.0.0.1", reported["port"]) in listening
+    assert reported["nccl-port"] in {port for _, port in listening}
     url = qwen2.engine._fleet._apis[0].url
     for key in (None, "another"):
         with pytest.raises(RequestRefused, match="status 401"):
@@ -77,7 +66,7 @@ def test_it_listens_where_it_was_told_and_answers_only_who_has_the_key(qwen2) ->
     qwen2.check()
 
 
-def test_it_loads_what_the_conversion_tool_exports(qwen2, tmp_path) -> None:
+def test_the_server_loads_an_export_of_the_conversion_tool(qwen2, tmp_path) -> None:
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(qwen2.config).eval()
     model.save_pretrained(tmp_path / "model")
@@ -134,7 +123,7 @@ def test_greedy_and_stops_equal_the_local_engine(qwen2) -> None:
         assert not set(t.response_ids[:-1]) & set(stops)
 
 
-def test_finished_responses_are_told_while_others_are_generated(qwen2) -> None:
+def test_on_response_gets_responses_while_others_are_generated(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     parts: list[dict[int, Trajectory]] = []
@@ -147,10 +136,10 @@ def test_finished_responses_are_told_while_others_are_generated(qwen2) -> None:
     assert all(everything[key] == t for part in parts for key, t in part.items())
 
 
-def test_the_tail_is_aborted_once_enough_prompts_are_answered(qwen2) -> None:
+def test_remaining_requests_are_aborted_once_enough_prompts_are_complete(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
-    told: set[int] = set()
+    reported: set[int] = set()
     sampling = SamplingConfig(n=2, stop_token_ids=tuple(range(3, 12)))
     kept = qwen2.engine.generate(
         Request(
@@ -158,7 +147,7 @@ def test_the_tail_is_aborted_once_enough_prompts_are_answered(qwen2) -> None:
             sampling,
             400,
             0,
-            lambda keys, done: told.update(keys),
+            lambda keys, done: reported.update(keys),
             num_prompts_needed=4,
         )
     )
@@ -166,13 +155,13 @@ def test_the_tail_is_aborted_once_enough_prompts_are_answered(qwen2) -> None:
     uids = [t.prompt.uid for t in kept]
     assert uids == sorted(uids)
     assert all(uids.count(uid) == 2 for uid in uids)
-    assert {2 * uid + sample for uid in uids for sample in (0, 1)} <= told
-    assert len(told) < 48
+    assert {2 * uid + sample for uid in uids for sample in (0, 1)} <= reported
+    assert len(reported) < 48
     qwen2.check_logprobs(kept, 1.0)
     qwen2.check()
 
 
-def test_broken_off_responses_go_on_under_the_next_weights_of_a_resumed_run(
+def test_a_resumed_run_continues_partial_responses_with_new_weights(
     qwen2, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
@@ -213,37 +202,37 @@ def test_broken_off_responses_go_on_under_the_next_weights_of_a_resumed_run(
         assert not set(t.response_ids[:-1]) & set(sampling.stop_token_ids)
 
 
-def test_new_weights_wait_for_what_is_generated_ahead(qwen2) -> None:
+def test_new_weights_wait_for_a_submitted_request(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     old, version = copy.deepcopy(qwen2.model), qwen2.version
-    told: dict[int, Trajectory] = {}
+    reported: dict[int, Trajectory] = {}
     request = Request(
-        prompts(8), SamplingConfig(n=2), 40, 0, lambda keys, done: told.update(zip(keys, done))
+        prompts(8), SamplingConfig(n=2), 40, 0, lambda keys, done: reported.update(zip(keys, done))
     )
     ahead = qwen2.engine.submit(request)
     qwen2.change_weights()
     qwen2.sync()
-    assert sorted(told) == list(range(16))
+    assert sorted(reported) == list(range(16))
     fresh = qwen2.engine.generate(Request(prompts(2), SamplingConfig(temperature=0.0), 6, seed=0))
     qwen2.check_logprobs(fresh, 1.0)
     resumed = qwen2.engine.generate(replace(request, resumable=ahead.left_over))
     trajectories = ahead.collect()
-    assert trajectories == resumed == [told[row] for row in range(16)]
+    assert trajectories == resumed == [reported[row] for row in range(16)]
     assert not ahead.left_over, "what was collected is not left over"
     for t in trajectories:
         assert t.weight_versions == [version] * len(t.response_ids)
         assert t.logprobs == pytest.approx(response_logprobs(old, t), abs=TOLERANCE)
 
 
-def test_the_end_aborts_what_is_generated_ahead(qwen2, monkeypatch) -> None:
+def test_stop_aborts_a_submitted_request(qwen2, monkeypatch) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
     url = qwen2.engine._fleet._apis[0].url
     engine = qwen2.connect(own(urls=(url,), server_args={}))
     qwen2.sync(engine)
-    told: list[int] = []
+    reported: list[int] = []
     engine.submit(
-        Request(prompts(8), SamplingConfig(), 1900, 0, lambda keys, done: told.extend(keys))
+        Request(prompts(8), SamplingConfig(), 1900, 0, lambda keys, done: reported.extend(keys))
     )
     flying = [thread for thread in threading.enumerate() if thread.name == "rollout"]
     assert flying
@@ -251,16 +240,16 @@ def test_the_end_aborts_what_is_generated_ahead(qwen2, monkeypatch) -> None:
     for thread in flying:
         thread.join(timeout=60)
         assert not thread.is_alive()
-    assert len(told) < 8
+    assert len(reported) < 8
 
 
-def test_sleeping_gives_back_and_waking_takes_what_is_next_needed(qwen2, monkeypatch) -> None:
-    asked: list[tuple[str, tuple[str, ...]]] = []
+def test_sleep_releases_memory_and_wake_takes_back_what_is_needed_next(qwen2, monkeypatch) -> None:
+    requested: list[tuple[str, tuple[str, ...]]] = []
     api = qwen2.engine._fleet._apis[0]
 
     def note(call) -> None:
         def noted(tags) -> None:
-            asked.append((call.__name__, tuple(tags)))
+            requested.append((call.__name__, tuple(tags)))
             call(tags)
 
         monkeypatch.setattr(api, call.__name__, noted)
@@ -268,19 +257,19 @@ def test_sleeping_gives_back_and_waking_takes_what_is_next_needed(qwen2, monkeyp
     note(api.release_memory)
     note(api.resume_memory)
     qwen2.engine.sleep()
-    assert asked == [("release_memory", ("weights", "kv_cache"))]
+    assert requested == [("release_memory", ("weights", "kv_cache"))]
     qwen2.change_weights()
     qwen2.engine.wake()
     qwen2.sync()
-    assert asked[1:] == [("resume_memory", ("weights",))]
+    assert requested[1:] == [("resume_memory", ("weights",))]
     qwen2.check()
-    assert asked[2:] == [("resume_memory", ("kv_cache",))]
+    assert requested[2:] == [("resume_memory", ("kv_cache",))]
 
 
 def test_a_refused_stream_stops_with_a_reason_and_leaves_the_server(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
-    server = _server_process(qwen2)
+    server = server_process(qwen2)
     misshapen = [[("model.norm.weight", torch.ones(3))]]
     with pytest.raises(RuntimeError, match="update_weights_from_tensor"):
         qwen2.engine.update_weights(misshapen, qwen2.version)
@@ -292,8 +281,8 @@ def test_a_refused_stream_stops_with_a_reason_and_leaves_the_server(qwen2) -> No
     assert server.is_running()
 
 
-def test_a_bucket_is_made_while_another_is_loaded(qwen2, monkeypatch) -> None:
-    """The next but one waits for the memory of the one that is loaded."""
+def test_the_next_bucket_is_produced_while_one_is_loaded(qwen2, monkeypatch) -> None:
+    """Two buckets are in memory: the one after next waits until the first is loaded."""
     qwen2.change_weights()
     content, made, loaded = qwen2.stream(), [], []
     moved = threading.Condition()
@@ -328,13 +317,13 @@ def test_one_wrong_byte_stops_the_job_and_names_the_tensor(qwen2, monkeypatch, n
     qwen2.change_weights()
     described = buckets.bucket_table
 
-    def corrupted(entries, report, whole):
-        """Changes a byte once the checksums are taken."""
+    def corrupted(entries, report, complete):
+        """Change a byte after the checksums are computed."""
         for buffer in qwen2.engine._route._buffers:
             for row_name, _, _, start, _ in buffer._rows:
                 if row_name == name and [e.name for e in entries] == [r[0] for r in buffer._rows]:
                     buffer._bytes[start + 5] ^= 1
-        return described(entries, report, whole)
+        return described(entries, report, complete)
 
     monkeypatch.setattr(buckets, "bucket_table", corrupted)
     with pytest.raises(RuntimeError, match=rf"verify_sync: {name} arrived with other bytes"):
@@ -344,7 +333,7 @@ def test_one_wrong_byte_stops_the_job_and_names_the_tensor(qwen2, monkeypatch, n
     qwen2.check()
 
 
-def test_other_weights_than_the_oracles_stop_the_job(qwen2, monkeypatch) -> None:
+def test_weights_that_differ_from_the_references_stop_the_job(qwen2, monkeypatch) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
     url = qwen2.engine._fleet._apis[0].url
     engine = qwen2.connect(own(urls=(url,), verify_sync="logprob", server_args={}))
@@ -354,7 +343,7 @@ def test_other_weights_than_the_oracles_stop_the_job(qwen2, monkeypatch) -> None
     send = engine._route.send
 
     def corrupted(bucket) -> None:
-        """Sends one tensor a little larger than the oracle gets it."""
+        """Send one tensor scaled by 1.01; the reference gets the original."""
         send([(n, t * 1.01 if n == "model.layers.1.mlp.up_proj.weight" else t) for n, t in bucket])
 
     monkeypatch.setattr(engine._route, "send", corrupted)
@@ -368,7 +357,7 @@ def test_other_weights_than_the_oracles_stop_the_job(qwen2, monkeypatch) -> None
 def test_stop_leaves_no_process(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
-    family = _family_of(qwen2)
+    family = processes_of(qwen2)
     assert {os.getpgid(p.pid) for p in family} == {family[0].pid}, "what the guard kills at once"
     assert len(family) >= 4
     qwen2.engine.stop()
@@ -376,7 +365,7 @@ def test_stop_leaves_no_process(qwen2) -> None:
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_missing_model_folder_is_told(tmp_path) -> None:
+def test_a_missing_model_folder_is_reported(tmp_path) -> None:
     config = FAMILIES["qwen2"]()
     engine = SGLangEngine(
         tmp_path / "nowhere", config, torch.float32, own(), run_dir=tmp_path / "run"

@@ -21,7 +21,7 @@ from sglang_case import FAMILIES, TOLERANCE, needs_sglang, own, prompts
 pytestmark = [pytest.mark.server, needs_sglang]
 MODES = ("full", "sliced", "delta")
 AGAIN = ("tenth delta", "distributed", "disk")
-"""What follows in a family's last layout."""
+"""Further updates in a family's last layout."""
 TEMPERATURE = 0.7
 TP, PP, EP = (
     f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert")
@@ -65,7 +65,7 @@ CASES = {
         Served("deepseek_v3", [{PP: 2}], experts=2),
     ],
 }
-"""By the servers' tensor parallelism; ``WORLD``: training ranks."""
+"""Cases by tensor parallelism of the servers; ``WORLD`` is the number of training ranks."""
 EACH = [
     pytest.param(ranks, case, id=f"{ranks}-{case.name}")
     for ranks, cases in CASES.items()
@@ -93,7 +93,7 @@ def _engine(
 
 
 def _engines(rank: int, folder: Path, ranks: str) -> Iterator[tuple]:
-    """Each case's engine; the next one starts up while this one is used."""
+    """The engine of each case; the next one starts while one is used."""
     started = []
     for case in [*CASES[ranks], None]:
         if case:
@@ -108,7 +108,7 @@ def _engines(rank: int, folder: Path, ranks: str) -> Iterator[tuple]:
                 sync_mode="delta",
                 verify_sync="checksum",
             )
-            # several buckets even of such small models
+            # several buckets even for small models
             engine._slices._request = replace(engine._slices._request, bucket_bytes=1 << 16)
             started.append((case, engine))
         if len(started) > 1 or not case:
@@ -117,7 +117,7 @@ def _engines(rank: int, folder: Path, ranks: str) -> Iterator[tuple]:
 
 
 def _update(engine, role, mode: str, version: int) -> dict[str, float]:
-    """Other weights, by whole tensors, by all their pieces, or by what changed of them; the bytes
+    """Send new weights as complete tensors, all slices, or changed blocks; the bytes
     moved."""
     from mppo.rollout.engine import WeightSource
 
@@ -128,7 +128,7 @@ def _update(engine, role, mode: str, version: int) -> dict[str, float]:
 
 
 def scale(role, factor: float, only: str = "") -> None:
-    """Change the parameters whose name holds a word."""
+    """Change the parameters whose name contains a word."""
     with torch.no_grad():
         for stage in role.stages:
             for name, parameter in stage.named_parameters():
@@ -137,7 +137,7 @@ def scale(role, factor: float, only: str = "") -> None:
 
 
 def _again(engine, role, versions: Iterator[int], connect) -> Iterator[tuple]:
-    """Nine more updates of what changed; then the other routes, to the same servers by address."""
+    """Make nine delta updates, then use the other routes to the same servers by their URLs."""
     from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 
     for _ in range(9):
@@ -159,7 +159,7 @@ def _again(engine, role, versions: Iterator[int], connect) -> Iterator[tuple]:
 
 
 def _after_a_kill(engine, role, version: int) -> dict[str, float]:
-    """A little changes while the server is killed; the bytes of the next update."""
+    """Change a few weights while the server is killed; the bytes of the next update."""
     from mppo.rollout.engine import WeightSource
 
     for process in engine._fleet._processes.values():
@@ -174,7 +174,7 @@ def _after_a_kill(engine, role, version: int) -> dict[str, float]:
 
 
 def _modes(layout: dict[str, int], layouts: list[dict[str, int]]) -> tuple[str, ...]:
-    """A family's first layout by every mode, the others by that which depends on them most."""
+    """All modes for a family's first layout, one that depends on the layout for others."""
     return MODES if layout == layouts[0] else ("sliced",)
 
 
@@ -250,7 +250,7 @@ def _run(rank: int, folder: Path, ranks: str) -> None:
 
 @pytest.fixture(scope="module")
 def gaps_of(tmp_path_factory) -> Callable[[str], list]:
-    """What was found with servers of some ranks each."""
+    """The results with servers of a given number of ranks."""
     import transformers
 
     found: dict[str, list] = {}
@@ -273,16 +273,16 @@ def gaps_of(tmp_path_factory) -> Callable[[str], list]:
 def test_engine_and_actor_agree(gaps_of, ranks: str, case: Served) -> None:
     found = [gap for gap in gaps_of(ranks) if gap[0] == case.name]
     layouts = case.layouts
-    wanted = [[layout, mode] for layout in layouts for mode in _modes(layout, layouts)]
-    wanted += [[layouts[-1], mode] for mode in AGAIN]
-    assert [gap[1:3] for gap in found] == wanted
+    expected = [[layout, mode] for layout in layouts for mode in _modes(layout, layouts)]
+    expected += [[layouts[-1], mode] for mode in AGAIN]
+    assert [gap[1:3] for gap in found] == expected
     for _, layout, mode, _, gap, tokens in found:
         assert tokens > 50, (layout, mode)
         assert gap < TOLERANCE, (layout, mode)
 
 
 @pytest.mark.parametrize(("ranks", "case"), EACH)
-def test_pieces_move_no_more_than_they_must(gaps_of, ranks: str, case: Served) -> None:
+def test_slices_are_not_sent_more_often_than_needed(gaps_of, ranks: str, case: Served) -> None:
     moved: dict[str, list[dict[str, float]]] = {mode: [] for mode in (*MODES, *AGAIN)}
     for _, _, mode, bytes_, *_ in (gap for gap in gaps_of(ranks) if gap[0] == case.name):
         moved[mode].append({key.rsplit("/", 1)[1]: value for key, value in bytes_.items()})
@@ -297,7 +297,7 @@ def test_pieces_move_no_more_than_they_must(gaps_of, ranks: str, case: Served) -
     assert moved["delta"][0]["crossing"] <= 0.6 * everything["crossing"]
 
 
-def test_a_server_that_was_killed_is_sent_everything(gaps_of) -> None:
+def test_a_restarted_server_gets_all_weights(gaps_of) -> None:
     ((*_, moved, gap, tokens),) = (gap for gap in gaps_of("1") if gap[0] == "killed")
     assert tokens > 50
     assert gap < TOLERANCE

@@ -74,7 +74,7 @@ OTHER: dict[str, Callable[[], Any]] = {
     "sliding_window": lambda: hf.MistralConfig(**BASE, sliding_window=8),
     "attn_logit_softcapping": lambda: hf.Gemma2Config(**GEMMA2, attn_logit_softcapping=3.0),
 }
-"""By the setting that SGLang ignores, with a CPU's attention backend or with any."""
+"""Model and changed setting, by the setting that SGLang ignores (on a CPU, or always)."""
 
 
 def _saved(config: Any, folder: Path) -> Path:
@@ -87,7 +87,7 @@ def _saved(config: Any, folder: Path) -> Path:
 def _gap(engine: SGLangEngine, folder: Path) -> float:
     """Largest difference of a log-probability from that of the actor's model, as transformers
     computes it."""
-    # SGLang may write to what it is given
+    # SGLang may change its argument
     engine.update_weights(WeightSource(lambda: iter([list(tensors(folder).items())])), 1)
     tokens = torch.randint(3, VOCAB, (3, 48), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -103,7 +103,7 @@ def _issues(config: Any) -> list:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[Callable[[str], tuple[SGLangEngine, Path, Any]]]:
-    """By name: engine, model folder and config. The next server starts up meanwhile."""
+    """Engine, model folder and config by name. The next server starts while one is used."""
     makers, started = {**SAME, **OTHER}, {}
 
     def start(name: str) -> None:
@@ -135,7 +135,7 @@ def test_the_server_computes_the_actors_model(served, name: str) -> None:
 
 
 @pytest.mark.parametrize("key", OTHER)
-def test_what_is_refused_differs(served, key: str) -> None:
+def test_refused_settings_change_the_servers_function(served, key: str) -> None:
     engine, folder, config = served(key)
     (fault,) = _issues(config)
     assert key in fault.why

@@ -1,4 +1,4 @@
-"""Training with real SGLang under torchrun: beside the ranks, and apart and ahead of them."""
+"""Training with real SGLang under torchrun: colocated, disaggregated, and generating ahead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _train(recipe: str, run_dir: Path, *overrides: str, **environment: str) -> list[dict]:
-    """Steps under torchrun, two unless told otherwise; the metrics of each."""
+    """Train under torchrun, two steps by default; the metrics of each step."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
         str(ROOT / "mppo" / "train.py"), "--config", str(ROOT / "recipes" / recipe),
@@ -53,7 +53,7 @@ LIKELIEST = (
     "actor.optim.lr=1e-2",
     "actor.optim.eps=1e-2",
 )
-"""Responses that depend on the weights alone, and updates smooth in the gradient."""
+"""Settings with responses that depend only on the weights and updates smooth in the gradient."""
 SAVED = ("trainer.save_freq=1", "trainer.checkpoint_hf=true")
 
 
@@ -76,7 +76,7 @@ def test_training_with_a_colocated_server(colocated) -> None:
         assert 0 < row["rollout/sync_bytes/sent"] <= 1.1 * row["rollout/sync_bytes/total"]
 
 
-def test_training_with_a_server_apart(tmp_path, colocated) -> None:
+def test_training_with_a_disaggregated_server(tmp_path, colocated) -> None:
     from transformers import AutoConfig
 
     from mppo.hub.builtin import resolve_model
@@ -99,7 +99,10 @@ def test_training_with_a_server_apart(tmp_path, colocated) -> None:
     try:
         apart = (f"rollout.urls=[http://{HOST}:{server.port}]", "rollout.over_sampling=0.5")
         partial = ("rollout.partial_rollout=true", "data.max_response_length=48")
-        few = ("rollout.batch_size=20", "trainer.sample_table_rows=32")  # a third come too late
+        few = (
+            "rollout.batch_size=20",
+            "trainer.sample_table_rows=32",
+        )  # a third of the prompts is aborted
         rows, resumed = (
             _train(
                 "tiny_cpu_sglang_disaggregated.yaml",
@@ -132,7 +135,7 @@ def test_training_with_a_server_apart(tmp_path, colocated) -> None:
 
 
 def _as_left_after_a_step(run: Path, copy: Path) -> Path:
-    """What is left of a run killed right after it saved its first step; nothing before it ran.
+    """The folder of a run that was killed right after it saved its first step.
 
     The responses that have begun by then depend on the moment: to compare two runs that go on with
     them, both must have the same first step.
@@ -144,7 +147,7 @@ def _as_left_after_a_step(run: Path, copy: Path) -> Path:
 
 
 def _check_taken_up(root: Path, model: Path, rows: list[dict], resumed: list[dict]) -> None:
-    """The resumed run goes on with the responses that had begun, as the run that was not killed.
+    """The resumed run continues the partial responses like the run that was not killed.
 
     Which of them are answered first is a race, so batches may differ by prompts. Two thirds of the
     prompts asked make a batch: at least a third of them is in both.
@@ -155,10 +158,10 @@ def _check_taken_up(root: Path, model: Path, rows: list[dict], resumed: list[dic
     tokenizer = load_tokenizer(model)
     begun = responses.load_responses(root / "killed/checkpoints/global_step_1")
     assert begun
-    whole, later = (_texts(root / name, step=2) for name in ("run", "killed"))
-    both = whole.keys() & later.keys()
+    complete, later = (_texts(root / name, step=2) for name in ("run", "killed"))
+    both = complete.keys() & later.keys()
     assert len(both) >= 16
-    same = sum(whole[prompt] == later[prompt] for prompt in both)
+    same = sum(complete[prompt] == later[prompt] for prompt in both)
     assert same >= len(both) - 1, "but for a tie between the likeliest tokens"
     prompts = {key: tokenizer.decode(r.prompt.token_ids) for key, r in begun.items()}
     starts = tokenizer.batch_decode(
@@ -177,7 +180,7 @@ def _check_taken_up(root: Path, model: Path, rows: list[dict], resumed: list[dic
 
 
 def _texts(run_dir: Path, step: int) -> dict[str, str]:
-    """Prompt to response of a step."""
+    """The responses of a step by prompt."""
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
     found = {row["prompt"]: row["response"] for row in rows if row["step"] == step}
     assert len(found) == 32
@@ -185,7 +188,7 @@ def _texts(run_dir: Path, step: int) -> dict[str, str]:
 
 
 def _check_ahead(run_dir: Path, rows: list[dict], plain_dir: Path, plain: list[dict]) -> None:
-    """Each batch but the first is one update old, and the first update is the same as without."""
+    """Each batch but the first is one update old; the first update does not change."""
     for age in ("training/weight_version_lag_mean", "training/weight_version_lag_max"):
         assert [row[age] for row in rows] == [0, 1, 1]
     assert ["timing_s/wait_prev_gen" in row for row in rows] == [True, True, False]

@@ -1,4 +1,4 @@
-"""What a run of two steps says of itself, and leaves behind: metrics, samples, checkpoints."""
+"""The output of a run of two steps: console, metrics, samples, checkpoints, export."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ COMMON = [
 
 
 def characters(data_source, solution_str, ground_truth, extra_info):
-    """A reward that knows where a response ended."""
+    """A reward that depends on where a response ends."""
     return len(solution_str)
 
 
 def grade(data_source, solution_str, ground_truth, extra_info, bad=None):
-    """verl's way: a score with further numbers; it stumbles over the row ``bad``."""
+    """A function in verl's form: a score with further numbers; it raises on the row ``bad``."""
     if extra_info["index"] == bad:
         return {"score": 1 / len(ground_truth)}
     return {"score": torch.tensor(0.5), "acc": True, "format": np.float32(0.25), "pred": "17"}
@@ -52,7 +52,7 @@ def _rank(rank: int, arguments: list[str], environment: dict[str, str], code: in
 
 
 def train(run_dir: Path, *overrides: str, code: int = 0, world: int = 1) -> list[dict]:
-    """The metrics of each step, that before the first among them."""
+    """The metrics of each step, including those before the first step."""
     from mppo.parallel.launch import free_port
 
     environment = {
@@ -89,7 +89,7 @@ def test_greedy_and_validation_responses_end_as_the_sampled_ones_do(tmp_path):
         assert int(sample["ground_truth"]) == first + second
 
 
-def test_no_sample_is_shown_or_stored_where_none_is_asked_for(tmp_path):
+def test_no_sample_is_shown_or_stored_with_sample_table_rows_0(tmp_path):
     train(tmp_path, "trainer.sample_table_rows=0")
     assert not (tmp_path / "samples.jsonl").exists()
     assert "Samples at" not in (tmp_path / "report.md").read_text()
@@ -143,7 +143,7 @@ def test_a_run_that_a_reward_function_ends_is_resumed_after_the_last_step(tmp_pa
     assert resumed[-1]["actor/pg_loss"] == undisturbed[-1]["actor/pg_loss"]
 
 
-def test_a_response_that_cannot_be_judged_may_score_zero(tmp_path):
+def test_on_error_zero_scores_a_failed_response_0(tmp_path):
     settings = [*graded(tmp_path), "reward.on_error=zero", "reward.kwargs.bad=5"]
     first, second = train(tmp_path / "run", *settings)
     assert (first["reward/errors"], first["critic/score/min"]) == (0, 0.5)

@@ -1,4 +1,4 @@
-"""On one GPU: torch's flash kernel in a ring's blocks equals the matrix products it replaces."""
+"""On one GPU: torch's flash kernel equals the matrix products of a ring's blocks."""
 
 from __future__ import annotations
 

@@ -54,14 +54,14 @@ def test_gae_equals_numbers_worked_out_by_hand():
     torch.testing.assert_close(advantages, torch.tensor([0.0, -0.0625, -0.25, 1.0]))
 
 
-def test_gae_of_one_token_is_reward_less_value():
+def test_gae_of_one_token_is_reward_minus_value():
     advantages = gae(
         torch.tensor([2.0]), torch.tensor([0.5]), torch.ones(1), torch.tensor([0, 1]), 0.9, 0.9
     )
     assert advantages.tolist() == [1.5]
 
 
-def test_gae_steps_over_tokens_between_two_parts_of_a_response():
+def test_gae_skips_masked_tokens_inside_a_response():
     # tokens 1 and 2 are tool output: the state after token 0 is the one before token 3
     values = torch.tensor([1.0, 0.0, 0.0, 2.0])
     rewards = torch.tensor([0.0, 0.0, 0.0, 5.0])
@@ -99,14 +99,14 @@ def test_gae_takes_a_lambda_for_each_sequence(batch):
 
 @unhurried
 @given(flat_batches(runs_only=True), st.integers(0, 5))
-def test_gae_does_not_see_the_other_sequences(batch, which):
+def test_gae_does_not_depend_on_other_sequences(batch, which):
     cu_seqlens, mask, rewards, values = batch
     which %= len(cu_seqlens) - 1
     part = slice(int(cu_seqlens[which]), int(cu_seqlens[which + 1]))
     alone = torch.tensor([0, part.stop - part.start])
     expected = gae(rewards[part], values[part], mask[part], alone, 0.9, 0.8)
-    whole = gae(rewards, values, mask, cu_seqlens, 0.9, 0.8)
-    torch.testing.assert_close(whole[part], expected)
+    complete = gae(rewards, values, mask, cu_seqlens, 0.9, 0.8)
+    torch.testing.assert_close(complete[part], expected)
 
 
 @pytest.mark.parametrize(("piece", "short"), [(32, 100), (64, 2), (1024, 4)])
@@ -131,7 +131,7 @@ def test_long_sums_keep_float32_precision():
     torch.testing.assert_close(advantages, torch.arange(n, 0, -1, dtype=torch.float32))
 
 
-def test_nothing_masked_in_gives_zeros():
+def test_an_empty_mask_gives_zeros():
     cu_seqlens = torch.tensor([0, 0, 3, 3])
     zeros = torch.zeros(3)
     assert gae(zeros, zeros, zeros, cu_seqlens, 1.0, 1.0).tolist() == [0, 0, 0]

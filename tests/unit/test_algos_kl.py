@@ -1,4 +1,4 @@
-"""KL estimates, the whole-vocabulary KL, and the controller."""
+"""KL estimates, the KL over the vocabulary, and the controller."""
 
 import math
 
@@ -78,10 +78,10 @@ def test_full_kl_of_vocabulary_shards_adds_up_with_its_gradient():
     log_z, ref_log_z = logits.detach().logsumexp(-1), ref.logsumexp(-1)
     shards = list(zip(logits.detach().split(5, -1), ref.split(5, -1)))
     parts = [full_kl_shard(shard, ref_shard, log_z, ref_log_z) for shard, ref_shard in shards]
-    whole = full_kl(logits, ref)
-    torch.testing.assert_close(sum(parts), whole.detach())
-    grads = [full_kl_shard_grad(*shard, log_z, ref_log_z, whole.detach()) for shard in shards]
-    (expected,) = torch.autograd.grad(whole.sum(), logits)
+    complete = full_kl(logits, ref)
+    torch.testing.assert_close(sum(parts), complete.detach())
+    grads = [full_kl_shard_grad(*shard, log_z, ref_log_z, complete.detach()) for shard in shards]
+    (expected,) = torch.autograd.grad(complete.sum(), logits)
     torch.testing.assert_close(torch.cat(grads, -1), expected)
     assert torch.autograd.gradcheck(lambda x: full_kl(x, ref), logits)
 
@@ -100,7 +100,7 @@ def test_sampled_estimates_are_unbiased_for_the_full_kl():
         torch.testing.assert_close(expected_value, full_kl(logits, ref)[0])
 
 
-def test_wrong_names_say_what_there_is():
+def test_wrong_names_list_the_valid_ones():
     one = torch.zeros(1)
     with pytest.raises(ValueError, match="low_var_kl"):
         kl_estimate(one, one, "k4")
@@ -121,7 +121,7 @@ def test_the_adaptive_controller_moves_by_verls_formula():
     assert controller.coef == pytest.approx(0.1 * 0.98)
 
 
-def test_a_fixed_controller_stays_and_a_resumed_one_goes_on():
+def test_a_fixed_controller_is_constant_and_a_resumed_one_continues():
     fixed = KLController("fixed", 0.05, 0.1, 1000)
     fixed.update(9.0, 1000)
     assert fixed.coef == 0.05

@@ -1,4 +1,4 @@
-"""Means, whitening and sums over masked tokens, and cutting sequences out."""
+"""Means, whitening and sums over masked tokens, and selecting sequences."""
 
 import math
 
@@ -64,7 +64,7 @@ def test_whitening_at_the_edges_is_finite():
 
 
 def test_whitening_by_group_is_whitening_of_each_group_alone():
-    # the responses of two prompts, mixed up; one prompt has a single token left
+    # the responses of two prompts in mixed order; one prompt has a single unmasked token
     cu_seqlens, group = torch.tensor([0, 2, 4, 7, 8]), torch.tensor([5, 2, 5, 9])
     x = torch.tensor([1.0, 2.0, 7.0, 9.0, 3.0, 50.0, 6.0, 4.0])
     mask = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0])

@@ -7,7 +7,7 @@ import torch
 
 from mppo.algos import rollout_correction as rc
 
-# two sequences: tokens 0..2 and 3..4; the last token of the first is no response token
+# two sequences: tokens 0..2 and 3..4; the last token of the first is not a response token
 CU = torch.tensor([0, 3, 5])
 MASK = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
 D = torch.log(torch.tensor([2.0, 0.5, 9.0, 4.0, 2.0]))
@@ -63,14 +63,14 @@ def test_rejections_by_hand(kind, upper, lower, kept):
     assert rc.rejection_mask(D, MASK, CU, kind, upper, lower).tolist() == kept
 
 
-def test_a_vetoed_token_takes_its_sequence_with_it():
+def test_a_vetoed_token_rejects_its_sequence():
     log_ratio = torch.tensor([0.0, -12.0, 0.0, 0.0, 0.0])
     assert rc.veto_mask(log_ratio, MASK, CU, 1e-4).tolist() == [0, 0, 0, 1, 1]
     outside = torch.tensor([0.0, 0.0, -12.0, 0.0, 0.0])
     assert rc.veto_mask(outside, MASK, CU, 1e-4).tolist() == MASK.tolist()
 
 
-def test_agreement_gives_weight_one_and_rejects_nothing():
+def test_equal_policies_give_weight_one_and_reject_nothing():
     zero = torch.zeros(5)
     assert rc.importance_weights(zero, MASK, CU, "sequence").tolist() == MASK.tolist()
     for kind in ("token_k1", "seq_sum_k2", "seq_mean_k3", "seq_max_k1", "geometric"):
@@ -108,7 +108,7 @@ def test_metrics_by_hand():
     assert weights["rollout_corr/rollout_is_mean"] == 2.0
 
 
-def test_wrong_names_say_what_there_is():
+def test_wrong_names_list_the_valid_ones():
     with pytest.raises(ValueError, match="token or sequence"):
         rc.importance_weights(D, MASK, CU, "word")
     with pytest.raises(ValueError, match="geometric"):

@@ -1,4 +1,4 @@
-"""The rules of the house: who may import whom, one device seam, short files, scripts that parse."""
+"""Rules of the code: import directions, one device seam, short files, scripts that parse."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_every_room_and_module_has_its_layer():
     assert found - {"py.typed"} == set.union(*LAYERS)
 
 
-def test_parallel_knows_no_formula_and_no_recipe():
+def test_parallel_imports_no_formula_and_no_recipe():
     rooms = {
         room_of(target)
         for module, path in modules().items()
@@ -126,7 +126,7 @@ def test_parallel_knows_no_formula_and_no_recipe():
     assert rooms <= {"parallel", "cpu", "safety"}
 
 
-def test_no_circle_between_files():
+def test_files_do_not_import_each_other_in_a_circle():
     """Depth-first: a file that is met again on the way from itself closes a circle."""
     done: set[str] = set()
 
@@ -156,7 +156,7 @@ def test_nothing_imports_the_entry_point():
     assert not wrong
 
 
-def test_pure_modules_know_no_process_group_device_or_engine():
+def test_pure_modules_import_no_process_group_device_or_engine():
     wrong = [
         f"{module} imports {target}"
         for module, path in modules().items()
@@ -206,7 +206,7 @@ def test_functions_fit_a_screen():
     assert not long, "\n".join(long)
 
 
-def test_no_exception_is_swallowed_unseen():
+def test_no_exception_is_silently_ignored():
     """A bare ``except:``, or a handler of everything that only passes."""
     wrong = []
     for path in python_files():
@@ -222,7 +222,7 @@ def test_no_exception_is_swallowed_unseen():
     assert not wrong, "\n".join(wrong)
 
 
-def test_tests_fake_nothing():
+def test_tests_use_no_mocks():
     wrong = [
         str(path.relative_to(ROOT))
         for path in python_files()
@@ -244,8 +244,8 @@ def test_shell_scripts_parse(path):
 def test_the_sglang_cpu_extra_is_the_requirements_file():
     text = (ROOT / "pyproject.toml").read_text()
     extra = re.search(r"^sglang-cpu = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-    wanted = (ROOT / "extras" / "sglang_cpu" / "requirements.txt").read_text().split()
-    assert re.findall(r'"(.*?)"', extra[1]) == wanted
+    expected = (ROOT / "extras" / "sglang_cpu" / "requirements.txt").read_text().split()
+    assert re.findall(r'"(.*?)"', extra[1]) == expected
 
 
 def test_pypi_apex_is_never_a_dependency():
@@ -283,7 +283,7 @@ def test_every_recipe_key_is_read_somewhere():
 
 
 SAME_ON_PURPOSE = {"main", "install", "load", "load_in_worker", "EntryClass"}
-"""Programs; what replaces Megatron's parts; what SGLang and the workers look up by name."""
+"""Programs, replacements of Megatron's parts, and names that SGLang and the workers look up."""
 
 
 def test_one_public_name_means_one_thing():

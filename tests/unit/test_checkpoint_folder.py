@@ -1,4 +1,4 @@
-"""Checkpoint folders: manifests, damage, names, and which may go."""
+"""Checkpoint folders: manifests, damage, names, and pruning."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint.folder import Manifest
+from mppo.checkpoint.pruning import Pruner
+from mppo.config.sections.trainer import TrainerConfig
 from mppo.safety import disk
 from mppo.safety.disk import Damaged, FileEntry
 
@@ -24,7 +26,7 @@ def make(root, step: int, metrics=None):
     return path
 
 
-def test_a_whole_checkpoint_passes(tmp_path):
+def test_a_complete_checkpoint_is_valid(tmp_path):
     manifest = folders.read_verified(make(tmp_path, 7, {"reward": 0.5}))
     assert (manifest.step, manifest.metrics) == (7, {"reward": 0.5})
     assert manifest.files["run.json"] == FileEntry(2, zlib.crc32(b"{}"))
@@ -126,3 +128,18 @@ def test_the_newest_and_the_best_stay(keep, metric, goes):
 
 def test_the_later_of_two_equally_good_ones_is_the_best():
     assert folders.best_step({1: {"r": 1.0}, 2: {"r": 1.0}}, "r") == 2
+
+
+def test_only_valid_checkpoints_count_in_max_ckpt_to_keep(tmp_path):
+    said: list[str] = []
+    for step in (1, 2, 3, 5):
+        make(tmp_path, step)
+    flip(tmp_path / "global_step_5")
+    trainer = TrainerConfig(max_ckpt_to_keep=1)
+    pruner = Pruner(trainer, tmp_path, said.append)
+    pruner.published(3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "global_step_5"]
+    make(tmp_path, 4)
+    pruner.published(4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_4", "global_step_5"]
+    assert len([line for line in said if "left alone" in line]) == 1

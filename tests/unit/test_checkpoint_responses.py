@@ -1,4 +1,4 @@
-"""Responses still to be trained on go through a checkpoint, and count where they fit."""
+"""A checkpoint stores responses for later steps; they are used if they match the request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def request(
     return GenerationRequest(prompts, SamplingConfig(n=2), max_tokens, seed=0, resumable=resumable)
 
 
-def test_a_checkpoint_gives_back_what_it_was_given(tmp_path):
+def test_responses_are_read_back_as_saved(tmp_path):
     known = request(through_a_file(PARTIAL, tmp_path)).resumed()
     assert list(known) == [0, 1, 5]
     assert torch.equal(known[1].routed_experts, EXPERTS[1:5])
@@ -41,11 +41,11 @@ def test_a_checkpoint_gives_back_what_it_was_given(tmp_path):
     assert known[5] == FULL
 
 
-def test_a_checkpoint_without_such_a_file_has_none(tmp_path):
+def test_a_checkpoint_without_the_file_has_no_responses(tmp_path):
     assert responses.load_responses(tmp_path) == {}
 
 
-def test_what_does_not_fit_the_wish_does_not_count():
+def test_responses_that_do_not_match_the_request_are_ignored():
     assert list(request(PARTIAL, max_tokens=3).resumed()) == [1], (
         "too long, or no token left to draw"
     )
@@ -53,7 +53,7 @@ def test_what_does_not_fit_the_wish_does_not_count():
     assert list(request(PARTIAL, prompts=changed).resumed()) == [5], "the prompt is another one now"
 
 
-def test_what_is_left_is_kept_and_what_was_handed_out_is_not():
+def test_left_over_responses_are_kept_and_collected_ones_are_not():
     nothing_yet = replace(BROKEN_OFF, response_ids=(), logprobs=())
     left = request({(3, 0): FULL}).left_over({0: nothing_yet, 1: STOPPED, 5: FULL}, taken=[2])
     assert left == {(7, 1): STOPPED}

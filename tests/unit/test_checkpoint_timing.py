@@ -53,7 +53,7 @@ def test_every_t_minutes_since_the_last_save():
     assert watch.is_due_by_step(5, last=True)
 
 
-def test_it_stops_while_there_is_time_for_one_more_step_and_a_save():
+def test_a_run_stops_when_time_for_one_more_step_and_save_runs_out():
     watch, clock = timing(checkpoint_must_save_by="00:10:00")
     watch.longest_save_s = 20.0
     for _ in range(8):
@@ -64,7 +64,7 @@ def test_it_stops_while_there_is_time_for_one_more_step_and_a_save():
     assert watch.must_stop()
 
 
-def test_before_the_first_save_its_length_is_guessed_from_its_bytes():
+def test_before_the_first_save_its_duration_is_estimated_from_its_size():
     watch, _ = timing()
     watch.checkpoint_bytes = 3.2e9
     assert watch.expected_save_s == 32.0
@@ -82,7 +82,7 @@ STOPPING = [
 
 
 @pytest.mark.parametrize(("done", "longest", "patience", "said", "unsaid"), STOPPING)
-def test_what_stopping_takes_is_said(done, longest, patience, said, unsaid):
+def test_the_time_to_stop_is_printed(done, longest, patience, said, unsaid):
     watch, _ = timing()
     watch.checkpoint_bytes, watch.longest_save_s = 3.2e9, longest
     line = watch.describe_stopping(done, patience)
@@ -90,6 +90,6 @@ def test_what_stopping_takes_is_said(done, longest, patience, said, unsaid):
     assert unsaid not in line
 
 
-def test_stopping_without_a_checkpoint_is_said():
+def test_stopping_without_a_checkpoint_is_printed():
     watch, _ = timing(save_on_signal=False)
     assert "without a checkpoint (trainer.save_on_signal=false)" in watch.describe_stopping(3, 30)

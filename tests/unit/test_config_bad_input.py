@@ -1,30 +1,19 @@
-"""The bad-input table: every malformed recipe gives one clear message and exit code 2.
+"""The tables of bad recipes: each gives one clear message and exit code 2.
 
-Each row spoils one thing of a good recipe. Layout rows are judged for four ranks.
+Each row makes one error in a good recipe. Layout rows are checked for four ranks.
 """
 
 from __future__ import annotations
 
-import json
-import pickle
 import re
-import shutil
-from pathlib import Path
 
 import pytest
-from deed import Deed
+from bad_recipe import GOOD, assert_one_fault, refusal, write_files
 
 from mppo.config.checks import load_checked
 from mppo.train import main
 
-GOOD = """
-model: {path: "builtin:tiny", dtype: float32}
-data: {task: arithmetic, max_prompt_length: 32, max_response_length: 16, train_batch_size: 8}
-actor: {ppo_mini_batch_size: 4}
-trainer: {experiment_name: spoilt}
-"""
-
-# what is wrong with the file itself: name, text, key, message
+# errors of the file itself: name, text, key, message
 DOCUMENTS = [
     ("no YAML", "actor: [1, 2", "--config", "not valid YAML"),
     ("a tab for indentation", "actor:\n\toptim: 1", "--config", "not valid YAML"),
@@ -128,9 +117,9 @@ SETTINGS = [
     ("a model without weights", "model.path={bare}", "model.path", "has no *.safetensors"),
     ("no such embedded model", "model.path=builtin:tny", "model.path", "no such embedded model"),
     ("an unknown family", "model.path={alien}", "model.path", "no such family"),
-    ("a checkpoint that would run code", "model.path={deed}", "model.path",
+    ("a checkpoint that would run code", "model.path={unsafe}", "model.path",
      "plain values: it names posix.mkdir"),
-    ("a critic that would run code", "critic.path={deed}", "critic.path", "it names posix.mkdir"),
+    ("a critic that would run code", "critic.path={unsafe}", "critic.path", "it names posix.mkdir"),
     ("no such critic", "critic.path=nowhere/critic", "critic.path", "no such folder"),
     ("no such embedded critic", "critic.path=builtin:tny", "critic.path",
      "no such embedded model"),
@@ -349,87 +338,37 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """Files and folders that rows name in braces."""
-    root = tmp_path_factory.mktemp("places")
-    (root / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    (root / "empty.jsonl").touch()
-    (root / "rows.txt").write_text("1+1=2\n")
-    (root / "folder").mkdir()
-    sizes = {
-        "model_type": "qwen2", "hidden_size": 36, "intermediate_size": 36, "vocab_size": 64,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    }  # fmt: skip
-    experts = {
-        "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-    }  # fmt: skip
-    models = {
-        "bare": {},
-        "alien": {"model_type": "gpt2", "n_embd": 32},
-        "nine_heads": {"num_attention_heads": 9, "num_key_value_heads": 9},
-        "three_layers": {"num_hidden_layers": 3},
-        "odd_width": {"intermediate_size": 37},
-        "six_experts": experts,
-        "mixed_layers": {**experts, "mlp_only_layers": [0]},
-    }
-    for name, changes in models.items():
-        (root / name).mkdir()
-        (root / name / "config.json").write_text(json.dumps({**sizes, **changes}))
-    (root / "alien" / "model.safetensors").touch()
-    (root / "deed" / "hf").mkdir(parents=True)
-    (root / "deed" / ".metadata").write_bytes(pickle.dumps(Deed(Path("done"))))
-    shutil.copy(root / "bare" / "config.json", root / "deed" / "hf")
-    places = {name: root / name for name in ("folder", "deed", *models)}
-    return places | {
-        "file": root / "rows.jsonl", "empty": root / "empty.jsonl", "text": root / "rows.txt"
-    }  # fmt: skip
+    return write_files(tmp_path_factory.mktemp("places"))
 
 
-def refusal(tmp_path: Path, capsys, text: str, settings: str, *options: str) -> str:
-    """Run the entry point; its message."""
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text)
-    code = main(["--config", str(path), *options, *settings.split()])
-    shown = capsys.readouterr()
-    assert code == 2, shown.err
-    assert "Traceback" not in shown.err
-    assert shown.out == ""
-    return shown.err
-
-
-def assert_one_fault(message: str, key: str, wanted: str) -> None:
-    assert ": 1 issue\n" in message, message
-    assert re.search(rf"^  1\. {re.escape(key)} = ", message, re.MULTILINE), message
-    assert wanted in " ".join(message.split()), message
-    assert re.search(r"^ +fix: \S", message, re.MULTILINE), message
-
-
-@pytest.mark.parametrize(("text", "key", "wanted"), [row[1:] for row in DOCUMENTS],
+@pytest.mark.parametrize(("text", "key", "expected"), [row[1:] for row in DOCUMENTS],
                          ids=[row[0] for row in DOCUMENTS])  # fmt: skip
-def test_malformed_file(text, key, wanted, tmp_path, capsys):
-    assert_one_fault(refusal(tmp_path, capsys, text, ""), key, wanted)
+def test_a_malformed_recipe_file_is_one_issue(text, key, expected, tmp_path, capsys):
+    assert_one_fault(refusal(tmp_path, capsys, text, ""), key, expected)
 
 
-@pytest.mark.parametrize(("setting", "key", "wanted"), [row[1:] for row in SETTINGS],
+@pytest.mark.parametrize(("setting", "key", "expected"), [row[1:] for row in SETTINGS],
                          ids=[row[0] for row in SETTINGS])  # fmt: skip
-def test_malformed_setting(setting, key, wanted, tmp_path, capsys, places, monkeypatch):
+def test_a_malformed_setting_is_one_issue(
+    setting, key, expected, tmp_path, capsys, places, monkeypatch
+):
     if "{" in setting:
         setting = setting.format(**places)
     settings = " ".join(part.replace(" ", "") for part in re.split(r" (?=\w+\.)", setting))
     monkeypatch.chdir(tmp_path)
-    assert_one_fault(refusal(tmp_path, capsys, GOOD, settings), key, wanted)
+    assert_one_fault(refusal(tmp_path, capsys, GOOD, settings), key, expected)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"], "nothing was run"
 
 
-@pytest.mark.parametrize(("settings", "key", "wanted"), [row[1:] for row in LAYOUTS],
+@pytest.mark.parametrize(("settings", "key", "expected"), [row[1:] for row in LAYOUTS],
                          ids=[row[0] for row in LAYOUTS])  # fmt: skip
-def test_layout_that_does_not_fit(settings, key, wanted, tmp_path, capsys, places):
+def test_a_layout_that_does_not_fit_is_one_issue(settings, key, expected, tmp_path, capsys, places):
     options = ("--dry-run", "--world-size", "4")
     message = refusal(tmp_path, capsys, GOOD, settings.format(**places), *options)
-    assert_one_fault(message, key, wanted)
+    assert_one_fault(message, key, expected)
 
 
-def test_the_good_recipe_is_good(tmp_path):
+def test_the_good_recipe_has_no_issue(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(GOOD)
     assert load_checked(path, [], 1).trainer.experiment_name == "spoilt"
@@ -439,12 +378,12 @@ def test_the_table_is_long_enough():
     assert len(DOCUMENTS) + len(SETTINGS) + len(LAYOUTS) >= 80
 
 
-def test_a_recipe_that_is_not_there(tmp_path, capsys):
+def test_a_missing_recipe_is_reported(tmp_path, capsys):
     assert main(["--config", str(tmp_path / "nowhere.yaml")]) == 2
     assert "No such file" in capsys.readouterr().err
 
 
-def test_many_faults_are_told_together(tmp_path, capsys):
+def test_all_issues_are_reported_together(tmp_path, capsys):
     settings = "actor.ppo_mini_batch_size=3 rollout.temperature=0 actor.lr=1 data.seed=x"
     message = refusal(tmp_path, capsys, GOOD, settings)
     assert ": 4 issues" in message

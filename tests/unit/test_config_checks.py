@@ -1,4 +1,4 @@
-"""Rules between keys, and what a dry run counts."""
+"""Rules between keys, and the counts of a dry run."""
 
 from __future__ import annotations
 
@@ -87,21 +87,21 @@ def test_the_critic_has_its_own_model():
     ]
 
 
-def test_a_reference_without_layout_takes_the_actors():
-    wanted = recipe("algorithm.use_kl_in_reward=true", f"actor.megatron.{TP}=2")
-    roles = {role.name: role for role in roles_in_use(wanted)}
-    assert roles["ref"].megatron is wanted.actor.megatron
-    issues = check_recipe(wanted, 3, models(DENSE))
+def test_a_reference_without_layout_uses_the_actors():
+    expected = recipe("algorithm.use_kl_in_reward=true", f"actor.megatron.{TP}=2")
+    roles = {role.name: role for role in roles_in_use(expected)}
+    assert roles["ref"].megatron is expected.actor.megatron
+    issues = check_recipe(expected, 3, models(DENSE))
     assert keys(issues) == ["actor.megatron"], "told once, not once per role"
 
 
-def test_unused_roles_are_not_judged():
+def test_unused_roles_are_not_checked():
     estimator = ("algorithm.adv_estimator=reinforce_plus_plus",)
     assert check_recipe(recipe(f"critic.megatron.{TP}=7", *estimator), 1, models(DENSE)) == []
     assert check_recipe(recipe("ref.megatron.tensor_model_parallel_size=7"), 1, models(DENSE)) == []
 
 
-def test_rescaled_positions_are_not_judged():
+def test_rescaled_positions_are_not_checked():
     scaled = SimpleNamespace(**vars(DENSE), rope_scaling={"rope_type": "yarn", "factor": 4.0})
     assert check_recipe(recipe("data.max_response_length=9000"), 1, models(scaled)) == []
     assert keys(check_recipe(recipe("data.max_response_length=9000"), 1, models(DENSE))) == [
@@ -117,7 +117,7 @@ def test_one_mistake_gives_one_message():
     assert keys(caught.value.issues) == ["actor.ppo_mini_batch_size"]
 
 
-def test_a_model_that_cannot_be_read_is_a_fault_of_its_key():
+def test_an_unreadable_model_is_an_issue_of_its_key():
     def unreadable(path):
         raise OSError("not a JSON file")
 
@@ -126,7 +126,7 @@ def test_a_model_that_cannot_be_read_is_a_fault_of_its_key():
     assert keys(caught.value.issues) == ["model.path"]
 
 
-def test_every_rule_says_what_it_holds():
+def test_every_rule_has_a_docstring():
     for keys_read, function in RULES:
         assert function.__doc__, function.__name__
         assert keys_read, function.__name__
@@ -138,7 +138,7 @@ def test_world_size_comes_from_the_recipe():
     assert world_size_of(recipe(*layouts)) == 12
 
 
-def test_layers_go_round_the_stages_once_per_chunk():
+def test_layers_are_assigned_to_stages_round_robin_by_chunk():
     assert stage_layers(8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert stage_layers(8, 2, vpp=2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert stage_layers(7, 3, last=1) == [[0, 1, 2], [3, 4, 5], [6]]
@@ -156,7 +156,7 @@ def by_hand(config) -> int:
 
 
 @pytest.mark.parametrize("config", [DENSE, TIED], ids=["untied", "tied"])
-def test_whole_model_count_is_the_sum_worked_out_by_hand(config):
+def test_the_parameter_count_equals_a_sum_by_hand(config):
     table = parameter_table(model_shape(config))
     assert count_parameters(table, Layout(world=1), 0, list(range(6)), False).total == by_hand(
         config
@@ -170,7 +170,7 @@ def test_a_critic_has_one_output():
     assert policy - value == 101 * 64 - 64
 
 
-def test_stages_hold_the_model_once():
+def test_stages_hold_every_parameter_once():
     table = parameter_table(model_shape(DENSE))
     layout = Layout(world=3, pp=3)
     counts = [
@@ -204,8 +204,8 @@ def test_memory_of_weights_gradients_and_optimizer():
     layout, count = Layout(world=4), ParameterCount(1000, 0)
     memory = role_memory(role, layout, 0, count, "bfloat16", 0, [], model_shape(DENSE))
     assert (memory.weights, memory.gradients, memory.optimizer) == (2000, 4000, 12 * 250)
-    whole = role_memory(role, layout, 0, count, "float32", 0, [], model_shape(DENSE))
-    assert (whole.weights, whole.optimizer) == (4000, 8 * 250)
+    complete = role_memory(role, layout, 0, count, "float32", 0, [], model_shape(DENSE))
+    assert (complete.weights, complete.optimizer) == (4000, 8 * 250)
 
 
 def test_a_frozen_role_keeps_weights_only():
@@ -231,7 +231,7 @@ def test_recomputation_lowers_activations_and_the_first_stage_holds_most():
     assert saved[0].activations < plain[0].activations
 
 
-def test_a_ring_holds_less_of_the_exchanged_keys_and_values():
+def test_a_ring_needs_less_memory_for_exchanged_keys_and_values():
     """Gathered: three times keys and values of 2 x 2 heads x 8; a ring: six times a rank's."""
     layout = [f"actor.megatron.{CP}=4", "model.dtype=float32"]
     chosen, gather, ring = (
@@ -245,33 +245,33 @@ def test_a_ring_holds_less_of_the_exchanged_keys_and_values():
 
 
 def test_micro_batches_cover_the_mini_batch():
-    wanted = recipe(
+    expected = recipe(
         "data.train_batch_size=64", "actor.ppo_mini_batch_size=32", "rollout.n=2",
         "actor.ppo_micro_batch_size_per_gpu=5", "actor.ppo_epochs=3",
         "data.max_prompt_length=100", "data.max_response_length=28",
     )  # fmt: skip
-    actor, critic = plan_roles(wanted, 2, models(DENSE))
+    actor, critic = plan_roles(expected, 2, models(DENSE))
     assert (actor.mini_batches, actor.micro_batches, actor.micro_batch_tokens) == (6, 7, 5 * 128)
     assert (critic.mini_batches, critic.micro_batches) == (2, 4)
 
 
 def test_dynamic_micro_batches_follow_the_token_budget():
-    wanted = recipe(
+    expected = recipe(
         "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=500",
         "data.max_prompt_length=100", "data.max_response_length=28",
     )  # fmt: skip
-    actor = plan_roles(wanted, 2, models(DENSE))[0]
+    actor = plan_roles(expected, 2, models(DENSE))[0]
     assert (actor.micro_batches, actor.micro_batch_tokens) == (11, 3 * 128)
 
 
-def test_a_large_world_is_cut_short_in_the_plan():
+def test_the_plan_abbreviates_a_large_world():
     text = describe_plan(recipe(), 128, models(DENSE))
     assert "... and 64 more ranks" in text
 
 
 def test_every_role_is_planned_with_its_own_model():
-    wanted = recipe("algorithm.use_kl_in_reward=true", "critic.path=c", "ref.path=r")
-    actor, critic, ref = plan_roles(wanted, 1, models(DENSE, critic=MOE, ref=TIED))
+    expected = recipe("algorithm.use_kl_in_reward=true", "critic.path=c", "ref.path=r")
+    actor, critic, ref = plan_roles(expected, 1, models(DENSE, critic=MOE, ref=TIED))
     _, alike = plan_roles(recipe("model.path=c"), 1, models(MOE))
     assert critic.memory == alike.memory
     assert critic.parameters == alike.parameters

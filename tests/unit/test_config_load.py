@@ -30,7 +30,7 @@ def test_an_empty_recipe_is_the_defaults(tmp_path):
     assert load_recipe(write(tmp_path, "")) == Recipe() == load_recipe(None)
 
 
-def test_overrides_win_over_the_file_and_later_over_earlier(tmp_path):
+def test_overrides_replace_values_of_the_file_and_earlier_overrides(tmp_path):
     path = write(tmp_path, "actor: {optim: {lr: 1e-5}, ppo_epochs: 2}")
     recipe = load_recipe(path, ["actor.optim.lr=2e-5", "actor.optim.lr=3e-5"])
     assert recipe.actor.optim.lr == 3e-5
@@ -77,7 +77,7 @@ def test_verl_long_names_are_accepted(tmp_path):
     assert recipe.critic.log_prob_micro_batch_size_per_gpu == 6
 
 
-def test_every_renamed_key_leads_to_one_that_exists_or_has_a_row():
+def test_every_renamed_key_leads_to_an_existing_key_or_row():
     keys = recipe_keys()
     for new in RENAMED.values():
         below = any(f"{key}.".startswith(f"{new}.") for key in keys)
@@ -85,7 +85,7 @@ def test_every_renamed_key_leads_to_one_that_exists_or_has_a_row():
         assert below or inside or row_of([*new.split("."), "name"], None), new
 
 
-def test_yaml_words_stay_words_and_numbers_are_numbers():
+def test_yaml_words_are_strings_and_numbers_are_numbers():
     parsed = parse_yaml("{a: off, b: no, c: 1e-6, d: 2024-01-01, e: 12:30, f: true, g: 010, h: ~}")
     assert parsed == {
         "a": "off", "b": "no", "c": 1e-6, "d": "2024-01-01", "e": "12:30", "f": True, "g": 10.0,
@@ -93,7 +93,7 @@ def test_yaml_words_stay_words_and_numbers_are_numbers():
     }  # fmt: skip
 
 
-def test_base_recipes_are_laid_under(tmp_path):
+def test_base_recipes_are_merged(tmp_path):
     write(tmp_path, "actor: {ppo_epochs: 3}\ntrainer: {seed: 1}", "low.yaml")
     write(tmp_path, "base: low.yaml\ntrainer: {seed: 2}", "middle.yaml")
     path = write(tmp_path, "base: [middle.yaml]\ndata: {seed: 9}", "top.yaml")
@@ -101,13 +101,13 @@ def test_base_recipes_are_laid_under(tmp_path):
     assert (recipe.actor.ppo_epochs, recipe.trainer.seed, recipe.data.seed) == (3, 2, 9)
 
 
-def test_merge_leaves_its_arguments_alone():
+def test_merge_does_not_change_its_arguments():
     under, over = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3}}
     assert merge_documents(under, over) == {"a": {"b": 3, "c": 2}}
     assert (under, over) == ({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
 
 
-def test_validation_and_greedy_responses_take_the_training_responses_stop_tokens(tmp_path):
+def test_validation_and_greedy_responses_use_the_training_stop_tokens(tmp_path):
     chosen = ["rollout.stop_token_ids=[5, 6]", "rollout.temperature=0.7"]
     rollout = load_recipe(None, [*chosen, "rollout.val_kwargs.top_p=0.9"]).rollout
     assert rollout.greedy == SamplingConfig(temperature=0.0, stop_token_ids=(5, 6))
@@ -144,7 +144,7 @@ def test_a_section_set_in_part_keeps_its_other_defaults():
     assert recipe.rollout.val_kwargs == Recipe().rollout.val_kwargs
 
 
-def test_all_faults_come_out_at_once(tmp_path):
+def test_all_issues_are_reported_at_once(tmp_path):
     path = write(tmp_path, "actor: {ppo_epoch: 2, optim: {lr: fast}}\nrollout: {name: vlm}")
     with pytest.raises(ConfigError) as caught:
         load_recipe(path, ["data.train_batch_size=0"])
@@ -157,7 +157,7 @@ def test_all_faults_come_out_at_once(tmp_path):
     assert "did you mean actor.ppo_epochs?" in text
 
 
-def test_faulty_keys_fall_back_so_that_the_rest_can_be_judged(tmp_path):
+def test_bad_values_fall_back_to_defaults_so_that_other_keys_are_checked(tmp_path):
     path = write(tmp_path, "actor: {ppo_epochs: none}\ntrainer: {seed: 3}")
     recipe, issues = read_recipe(path)
     assert [issue.key for issue in issues] == ["actor.ppo_epochs"]
@@ -168,12 +168,12 @@ def test_long_values_are_cut_in_messages():
     assert len(str(ConfigIssue("a.b", "x" * 1000, "w", "c"))) < 200
 
 
-def test_nearest_is_near_or_nothing():
+def test_nearest_returns_a_close_name_or_none():
     assert nearest("train_bach_size", ["train_batch_size", "val_size"]) == "train_batch_size"
     assert nearest("zebra", ["train_batch_size", "val_size"]) is None
 
 
-def test_the_json_schema_file_is_in_step_with_the_code():
+def test_the_json_schema_file_equals_the_code():
     written = json.loads((ROOT / "docs" / "recipe.schema.json").read_text())
     assert written == json_schema(), "run: make schema"
 
@@ -210,11 +210,11 @@ def test_the_resolved_recipe_is_plain_yaml():
         (["bypass_mode=true", "rollout_token_veto_threshold=1e-4"], True),
     ],
 )
-def test_the_actor_is_measured_unless_the_engine_stands_for_it(overrides, measured):
+def test_the_actor_computes_old_logprobs_unless_the_engines_are_used(overrides, measured):
     named = [f"algorithm.rollout_correction.{override}" for override in overrides]
     assert load_recipe(None, named).needs_actor_logprobs is measured
 
 
-def test_a_kl_over_the_vocabulary_needs_the_actor_measured():
+def test_a_full_kl_needs_the_actors_forward_pass():
     keys = ["rollout_correction.bypass_mode=true", "use_kl_in_reward=true", "kl_penalty=full"]
     assert load_recipe(None, [f"algorithm.{key}" for key in keys]).needs_actor_logprobs

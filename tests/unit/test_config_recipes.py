@@ -1,4 +1,4 @@
-"""Every shipped recipe loads, breaks no rule, and can be planned without a GPU or weights."""
+"""Every shipped recipe loads, violates no rule, and can be planned without a GPU or weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PARAMETERS = {
     "Qwen1.5-MoE-A2.7B-Chat": 14_315_784_192,
     "SmolLM2-135M-Instruct": 134_515_008,
 }
-"""As the model cards' safetensors metadata count them."""
+"""Parameter counts of the model cards' safetensors metadata."""
 
 
 @pytest.fixture(scope="session")

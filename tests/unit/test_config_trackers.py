@@ -1,4 +1,4 @@
-"""A tracker that is not installed, or has no key, is a fault of the recipe."""
+"""A tracker that is not installed, or has no key, is an issue of the recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bad-input table of data files: every malformed one gives one clear message."""
+"""The table of malformed data files: each gives one clear message."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ DATA = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("content", "settings", "wanted"), [row[1:] for row in DATA],
+@pytest.mark.parametrize(("content", "settings", "expected"), [row[1:] for row in DATA],
                          ids=[row[0] for row in DATA])  # fmt: skip
-def test_malformed_data_file(content, settings, wanted, tmp_path):
+def test_malformed_data_file(content, settings, expected, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     overrides = ["data.max_prompt_length=32", f"data.train_files=[{path}]", *settings.split()]
@@ -47,4 +47,4 @@ def test_malformed_data_file(content, settings, wanted, tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_prompts(recipe.data, byte_tokenizer(), "train")
     assert len(caught.value.issues) == 1
-    assert re.search(wanted, str(caught.value), re.DOTALL), str(caught.value)
+    assert re.search(expected, str(caught.value), re.DOTALL), str(caught.value)

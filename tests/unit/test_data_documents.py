@@ -1,4 +1,4 @@
-"""Plain text for the unsupervised loss."""
+"""Plain text for the pretraining loss."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_every_token_but_the_first_is_predicted(tokenizer, tmp_path):
         assert batch.response_mask_T[start:end].tolist() == [0.0] + [1.0] * int(end - start - 1)
 
 
-def test_what_is_no_text_is_told(tokenizer, tmp_path):
+def test_rows_that_are_not_text_are_reported(tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="ptx_key"):
         load_documents(data_of(tmp_path, [{"role": "user", "content": "x"}]), tokenizer)
     with pytest.raises(ConfigError, match="no key 'words'"):
         load_documents(data_of(tmp_path, "x", ptx_key="words"), tokenizer)
 
 
-def test_a_resumed_stream_goes_on_with_the_next_document(tokenizer, tmp_path):
+def test_a_resumed_stream_continues_with_the_next_document(tokenizer, tmp_path):
     documents = load_documents(data_of(tmp_path, *"123456789"), tokenizer)
     first, second = (PretrainingMix(PromptLoader(documents, 2, True, 3), 0.1) for _ in range(2))
     for _ in range(3):

@@ -72,8 +72,8 @@ def test_no_prompt_or_no_batch_is_refused():
 
 def test_prompts_given_back_come_first_and_survive_a_resume():
     loader = PromptLoader(prompt_set(9), batch_size=3, shuffle=False, seed=0)
-    asked = loader.take(5)
-    loader.give_back([asked[1], asked[4]])
+    requested = loader.take(5)
+    loader.give_back([requested[1], requested[4]])
     again = PromptLoader(prompt_set(9), batch_size=3, shuffle=False, seed=0)
     again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     for each in (loader, again):

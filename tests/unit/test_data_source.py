@@ -1,4 +1,4 @@
-"""Prompts out of tasks and files."""
+"""Prompts from tasks and files."""
 
 import json
 
@@ -69,7 +69,7 @@ def test_system_prompt_goes_first_and_plain_text_has_no_template(tokenizer, tmp_
     assert tokenizer.decode(list(prompt.token_ids)) == "1+2="
 
 
-def test_overlong_prompts_are_counted_out(tokenizer, tmp_path):
+def test_overlong_prompts_are_dropped_and_counted(tokenizer, tmp_path):
     found = load(tokenizer, write(tmp_path / "a.jsonl", ROWS), max_prompt_length=6)
     assert [prompt.ground_truth for prompt in found.prompts] == ["3"]
     assert found.summary() == "1 (a 1), 1 left out as too long"
@@ -78,7 +78,7 @@ def test_overlong_prompts_are_counted_out(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("side", "text"), [("left", "0+20=\n"), ("right", "<bos>10+20"), ("middle", "<bos>1020=\n")]
 )
-def test_overlong_prompts_are_cut_where_asked(side, text, tokenizer, tmp_path):
+def test_overlong_prompts_are_truncated_on_the_configured_side(side, text, tokenizer, tmp_path):
     limit = {"left": 6, "right": 6, "middle": 7}[side]
     path = write(tmp_path / "a.jsonl", ROWS[1:])
     found = load(
@@ -102,20 +102,20 @@ def test_sizes_and_splits(tokenizer, tmp_path):
     assert len(load_prompts(task, tokenizer, "val")) == 7
 
 
-def test_a_task_makes_as_many_prompts_as_are_usual(tokenizer):
+def test_a_task_makes_the_default_number_of_prompts(tokenizer):
     task = DataConfig(task="arithmetic", task_kwargs={"max_operand": 99})
     assert len(load_prompts(task, tokenizer, "train")) == 4096
     assert load_prompts(task, tokenizer, "val").summary() == "64 (arithmetic 64)"
 
 
-def test_every_source_is_taken_evenly_and_named_with_its_count(tokenizer, tmp_path):
+def test_every_source_contributes_evenly_and_is_listed_with_its_count(tokenizer, tmp_path):
     files = [
         write(tmp_path / "short.jsonl", ROWS[:1]),
         write(tmp_path / "gsm8k.jsonl", [{**ROWS[0], "data_source": "openai/gsm8k"}] * 40),
         write(tmp_path / "math.jsonl", ROWS * 20),
     ]
-    whole = load(tokenizer, *files)
-    assert whole.summary() == "81 (short 1, openai/gsm8k 40, math 40)"
+    complete = load(tokenizer, *files)
+    assert complete.summary() == "81 (short 1, openai/gsm8k 40, math 40)"
     cut = load(tokenizer, *files, train_size=21)
     assert cut.summary() == "21 (short 1, openai/gsm8k 10, math 10)"
     assert [prompt.data_source for prompt in cut.prompts[:12]][-1] == "math"
@@ -155,7 +155,7 @@ def test_a_bad_row_is_named_by_file_and_line(content, message, tokenizer, tmp_pa
         load(tokenizer, str(path))
 
 
-def test_several_bad_rows_are_told_at_once_but_not_thousands(tokenizer, tmp_path):
+def test_several_bad_rows_are_reported_at_once_but_not_thousands(tokenizer, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text("oops\n" * 3)
     missing = str(tmp_path / "none.jsonl")
@@ -213,7 +213,7 @@ def test_missing_pyarrow_says_how_to_install_it(tokenizer, tmp_path, monkeypatch
         load(tokenizer, str(tmp_path / "a.parquet"))
 
 
-def test_a_file_that_is_no_parquet_is_named(tokenizer, tmp_path):
+def test_a_file_that_is_not_parquet_is_named(tokenizer, tmp_path):
     pytest.importorskip("pyarrow", reason="the optional package pyarrow is missing")
     (tmp_path / "a.parquet").write_text("oops")
     with pytest.raises(ConfigError, match="not a readable parquet"):

@@ -58,8 +58,8 @@ def test_no_validation_prompt_is_trained_on(name):
 
 
 def test_validation_has_each_prompt_once():
-    whole = [e.prompt for e in split_examples(task("arithmetic"), "val", 64)]
-    assert 4 < len(whole) == len(set(whole)) < 64  # a tenth of the hundred sums of two digits
+    complete = [e.prompt for e in split_examples(task("arithmetic"), "val", 64)]
+    assert 4 < len(complete) == len(set(complete)) < 64  # a tenth of the hundred sums of two digits
     source = task("sort_digits", min_length=3)
     assert len({e.prompt for e in split_examples(source, "val", 64)}) == 64
 

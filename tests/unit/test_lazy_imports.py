@@ -1,4 +1,4 @@
-"""Help and a fault of a recipe are told before anything heavy is imported."""
+"""Help and errors of a recipe are printed before any heavy import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts in one step over sorted tokens give what one expert after the other gives."""
+"""Experts in one step over sorted tokens equal one expert after the other."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_padded_rows_get_no_gradient():
     assert torch.equal(weight.grad[VOCAB:], torch.zeros(PADDED - VOCAB, HIDDEN))
 
 
-def test_no_position_still_joins_the_graph():
+def test_no_position_is_still_part_of_the_graph():
     hidden, weight, target = tensors()
     logprobs, _ = chunked_logprobs(hidden[:0], weight, target[:0], case())
     logprobs.sum().backward()
@@ -83,7 +83,7 @@ def test_kl_over_the_vocabulary_and_its_gradients(temperature, softcap, chunk):
     ref_hidden, ref_weight = torch.randn(N, 3), torch.randn(PADDED, 3)
     reference = Projection(ref_weight, case(temperature, None, chunk))
 
-    def whole(hidden, weight):
+    def complete(hidden, weight):
         logits, _ = vocabulary_logits(hidden, weight, vocabulary)
         ref_logits, _ = vocabulary_logits(ref_hidden, ref_weight, reference.shard)
         return full_kl(logits[:, :VOCAB], ref_logits[:, :VOCAB])
@@ -92,7 +92,7 @@ def test_kl_over_the_vocabulary_and_its_gradients(temperature, softcap, chunk):
         return chunked_full_kl(hidden, weight, ref_hidden, vocabulary, reference)
 
     results = []
-    for function in (chunked, whole):
+    for function in (chunked, complete):
         hidden, weight, _ = tensors()
         kl = function(hidden, weight)
         (kl * torch.arange(N)).sum().backward()
@@ -102,7 +102,7 @@ def test_kl_over_the_vocabulary_and_its_gradients(temperature, softcap, chunk):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
 
 
-def test_kl_over_the_vocabulary_of_no_position_joins_the_graph():
+def test_full_kl_of_no_position_is_still_part_of_the_graph():
     hidden, weight, _ = tensors()
     reference = Projection(weight.detach(), case())
     chunked_full_kl(hidden[:0], weight, hidden.detach()[:0], case(), reference).sum().backward()

@@ -1,4 +1,4 @@
-"""Which models end at the tokens that the head reads."""
+"""Which models' last layer computes only the tokens that the head reads."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def layers_of(spec, **layout) -> list[type]:
     return [layer.module for layer in with_early_select([spec, spec], config)]
 
 
-def test_a_dense_model_ends_where_the_head_reads():
+def test_a_dense_models_last_layer_computes_only_tokens_that_the_head_reads():
     assert layers_of(get_gpt_layer_local_spec()) == [TransformerLayer, LastLayer]
 
 
-def test_routing_counts_all_tokens():
+def test_a_layer_with_experts_computes_all_tokens():
     assert LastLayer not in layers_of(get_gpt_layer_local_spec(num_experts=4))
 
 
-def test_another_layer_stays_what_it_is():
+def test_other_layers_are_not_changed():
     sandwich = dataclasses.replace(get_gpt_layer_local_spec(), module=Gemma2Layer)
     assert layers_of(sandwich) == [Gemma2Layer, Gemma2Layer]
 

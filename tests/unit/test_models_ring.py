@@ -1,4 +1,4 @@
-"""Ring attention's parts: chunk on chunk, added up over the ranks, equals attention on all keys."""
+"""Ring attention: blocks merged over the ranks equal attention on all keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = {
 
 
 def attention(q, k, v, block: BlockAttention):
-    """Output ``[T, heads, value_dim]`` and log-sum-exp ``[heads, T]`` of one whole sequence."""
+    """Output ``[T, heads, value_dim]`` and log-sum-exp ``[heads, T]`` of one complete sequence."""
     k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) * (block.scale or KEY_WIDTH**-0.5)
     if block.softcap is not None:
@@ -73,9 +73,9 @@ def test_blocks_of_all_ranks_add_up_to_attention(name, size):
                 x += y
     for rank, mine in enumerate(grads):
         real = splits[rank].origin_t >= 0
-        for x, whole in zip(mine, qkv, strict=True):
-            wanted = local(whole.grad, rank)
-            torch.testing.assert_close(x[real], wanted[real], rtol=1e-11, atol=1e-11)
+        for x, complete in zip(mine, qkv, strict=True):
+            expected = local(complete.grad, rank)
+            torch.testing.assert_close(x[real], expected[real], rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 19])
@@ -86,25 +86,25 @@ def test_merged_halves_are_attention_on_both(cut):
     out, lse = block.forward(last, k[:, :cut], v[:, :cut], offset=19)
     more, more_lse = block.forward(last, k[:, cut:], v[:, cut:], offset=19 - cut)
     out, lse = merge_attention(out, lse, more, more_lse)
-    wanted, wanted_lse = attention(q[0], k[0], v[0], block)
-    torch.testing.assert_close(out[0, 0], wanted[-1], rtol=1e-13, atol=1e-13)
+    expected, wanted_lse = attention(q[0], k[0], v[0], block)
+    torch.testing.assert_close(out[0, 0], expected[-1], rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(lse[0, :, 0], wanted_lse[:, -1], rtol=1e-13, atol=1e-13)
 
 
-def test_a_block_out_of_sight_changes_nothing():
-    """Its output is 0 and its log-sum-exp -inf; merged, the other block's stand."""
+def test_a_block_outside_the_mask_changes_nothing():
+    """Its output is 0 and its log-sum-exp -inf; merging gives the other block's values."""
     q, k, v = (x.detach()[None] for x in random_qkv(20))
     block = BlockAttention(window=2)
     out, lse = block.forward(q, k, v, offset=40)
     assert torch.equal(out, torch.zeros_like(out))
     assert bool((lse == -torch.inf).all())
     near = block.forward(q, k, v, offset=0)
-    for found, wanted in zip(merge_attention(*near, out, lse), near, strict=True):
-        assert torch.equal(found, wanted)
+    for found, expected in zip(merge_attention(*near, out, lse), near, strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_every_chunk_sees_all_before_it_once_and_work_is_even(size):
+def test_every_chunk_attends_once_to_all_before_it_and_work_is_even(size):
     places = [ContextPlace(size, rank) for rank in range(size)]
     seen = []
     for place in places:

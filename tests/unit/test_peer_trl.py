@@ -1,4 +1,4 @@
-"""Our statistics and defaults beside those of TRL's own PPO, where that package is installed."""
+"""mppo's statistics and defaults against TRL's own PPO, if TRL is installed."""
 
 from __future__ import annotations
 

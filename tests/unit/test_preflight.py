@@ -1,4 +1,4 @@
-"""What the preflight says of a set of nodes."""
+"""The preflight's report on a set of nodes."""
 
 from __future__ import annotations
 

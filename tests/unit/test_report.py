@@ -1,4 +1,4 @@
-"""What a run leaves behind."""
+"""The files of a run."""
 
 import contextlib
 import io
@@ -72,7 +72,7 @@ def test_a_run_leaves_recipe_numbers_samples_picture_and_report(tmp_path, capsys
     assert "step 4/4 | eta 0s | reward 0.400 | kl 0.0123" in capsys.readouterr().out
 
 
-def test_the_shares_of_phases_add_up_to_the_whole_and_parts_stand_below_their_phase(tmp_path):
+def test_shares_of_phases_add_up_and_sub_phases_follow_their_phase(tmp_path):
     run(tmp_path)
     report = (tmp_path / "report.md").read_text()
     table = report.partition("## Where the time goes")[2].partition("##")[0]
@@ -91,14 +91,14 @@ def test_the_shares_of_phases_add_up_to_the_whole_and_parts_stand_below_their_ph
     ]
 
 
-def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     subject = run(tmp_path / "run", is_main=False)
     subject.line("x")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
 
 
-def test_how_a_run_ended_is_told(tmp_path):
+def test_the_end_of_a_run_is_reported(tmp_path):
     run(tmp_path / "early", last=2)
     assert "Stopped early after 2 steps" in (tmp_path / "early" / "report.md").read_text()
     subject = reporter(tmp_path / "failed")
@@ -132,13 +132,13 @@ def test_numbers_that_are_not_finite_are_null_in_the_file_and_left_out_of_series
     assert again.series("a") == ([2, 3], [2.0, 3.0])
 
 
-def test_a_step_line_leaves_out_what_was_not_measured():
+def test_a_step_line_omits_missing_metrics():
     assert (
         step_line(3, 100, "2m05s", {"objective/kl": 0.5}) == "step   3/100 | eta 2m05s | kl 0.5000"
     )
 
 
-def test_output_that_is_no_terminal_gets_whole_plain_lines():
+def test_output_to_a_file_has_plain_complete_lines():
     out = io.StringIO()
     console = StepConsole(10, Console(file=out, width=20, highlight=False))
     console.start(0)
@@ -172,7 +172,7 @@ def test_eta_follows_the_steps(monkeypatch):
     assert console.seconds_left() == 60.0
 
 
-def test_validation_before_the_first_step_is_no_part_of_the_eta(monkeypatch):
+def test_the_eta_excludes_validation_before_the_first_step(monkeypatch):
     clock = iter([0.0, 100.0, 110.0])
     monkeypatch.setattr("mppo.report.console.time.monotonic", lambda: next(clock))
     console = StepConsole(8, Console(file=io.StringIO()))

@@ -1,4 +1,4 @@
-"""The picture of the experts' load: every role and layer, and nothing without experts."""
+"""The plot of the experts' load: every role and layer; none for models without experts."""
 
 from mppo.report.expert_load import load_rows, plot_expert_load
 from mppo.report.history import History

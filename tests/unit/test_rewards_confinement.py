@@ -1,4 +1,4 @@
-"""The filter of system calls names the right ones."""
+"""The system-call filter has the right numbers."""
 
 import re
 import struct
@@ -22,7 +22,7 @@ def calls(column):
 
 
 def answer(number, *arguments, architecture=X86_64):
-    """What the filter answers to a system call: a small machine for its steps."""
+    """The filter's decision on a system call, by an interpreter of its instructions."""
     data = struct.pack("IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
     program = filter_program("x86_64")
     steps = list(struct.iter_unpack("HBBI", program))
@@ -41,7 +41,7 @@ def answer(number, *arguments, architecture=X86_64):
 
 
 @pytest.mark.parametrize("column", HEADERS)
-def test_the_numbers_are_the_kernels(column):
+def test_the_system_call_numbers_are_the_kernels(column):
     header = Path("/usr/include") / HEADERS[column]
     if not header.is_file():
         pytest.skip(f"the kernel's headers are not installed: {header}")
@@ -52,7 +52,7 @@ def test_the_numbers_are_the_kernels(column):
     assert not wrong
 
 
-def test_what_is_named_is_allowed_and_nothing_else():
+def test_only_named_system_calls_are_allowed():
     numbers = dict(calls(0))
     for name, number in numbers.items():
         if name in REFUSALS:
@@ -65,7 +65,7 @@ def test_what_is_named_is_allowed_and_nothing_else():
     assert answer(0, architecture=0x40000003) == KILL
 
 
-def test_some_are_allowed_with_some_arguments():
+def test_some_system_calls_are_allowed_with_some_arguments():
     numbers = dict(calls(0))
     read_only, cloexec, write, create = 0, 0o2000000, 1, 0o100
     assert answer(numbers["openat"], 0, 0, read_only | cloexec) == ALLOW

@@ -1,4 +1,4 @@
-"""Responses taken early are judged once, and rewarded as if scored at the end."""
+"""Responses that arrive early are scored once, with the same result as at the end."""
 
 import threading
 
@@ -49,7 +49,7 @@ def test_early_and_late_responses_are_judged_once(tokenizer) -> None:
     assert scores_of(scorer.score(everything)) == [0.5, 11.5, 2.5, 44.5, 5.5]
 
 
-def test_a_failure_of_judging_early_is_told_at_the_end(tokenizer) -> None:
+def test_a_failure_of_judging_early_is_reported_at_the_end(tokenizer) -> None:
     scorer = Scorer(lambda responses: [float("nan")] * len(responses), tokenizer, RewardConfig())
     early = EarlyScores(scorer)
     early.take([1], trajectories(tokenizer)[1:2])

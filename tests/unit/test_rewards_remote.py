@@ -58,7 +58,7 @@ def test_responses_go_in_batches_and_scores_come_back_in_order(server):
     }
 
 
-def test_a_passing_failure_is_retried(server):
+def test_a_temporary_failure_is_retried(server):
     server.plan = [503, 429]
     assert RemoteReward(server.url, backoff_s=0.0)(RESPONSES[:2]) == [0, 1]
     assert len(server.requests) == 3

@@ -1,4 +1,4 @@
-"""Programs run cut off from everything, and are scored by their tests."""
+"""The sandbox isolates programs and scores them by their tests."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_no_privilege_other_process_or_environment_is_left(sandbox, monkeypatch)
 
 
 @pytest.mark.parametrize("program", ["while True: pass", "import os\nos._exit(0)"])
-def test_a_program_that_does_not_come_to_its_end_passes_nothing(program, sandbox):
+def test_a_program_that_does_not_finish_passes_no_test(program, sandbox):
     outcome = sandbox.run(program, ["pass"])
     assert (outcome.passed, outcome.finished) == ((), False)
 
@@ -119,7 +119,7 @@ for fd in range(3, 1024):
     ],
 )
 @pytest.mark.parametrize("ends", ["os._exit(0)", "pass"])
-def test_what_is_no_verdict_is_counted_and_passes_nothing(content, ends, sandbox):
+def test_a_bad_verdict_is_counted_and_passes_no_test(content, ends, sandbox):
     outcome = sandbox.run(FORGED.format(content) + ends, ["pass"])
     assert (outcome.passed, outcome.finished, outcome.forged) == ((), False, True)
     score = CodeVerifier(sandbox)(FORGED.format(content) + ends, '["pass"]', {})
@@ -133,7 +133,7 @@ def test_a_long_exception_is_an_error_like_another(sandbox):
     assert 1000 < len(outcome.error) <= 2000
 
 
-def test_no_memory_can_be_had_outside_the_limit(sandbox):
+def test_no_memory_outside_the_limit_is_available(sandbox):
     program = "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
     assert prints(sandbox, program + "print(libc.shmget(0, 1 << 30, 0o1600))") == "-1"
     assert prints(sandbox, program + "print(libc.msgget(0, 0o1600))") == "-1"
@@ -155,7 +155,7 @@ def test_a_program_has_a_session_of_its_own(sandbox):
         ("import torch", "No module named 'torch'"),
     ],
 )
-def test_limits_and_faults_are_told(program, error, sandbox):
+def test_limits_and_errors_are_reported(program, error, sandbox):
     outcome = sandbox.run(program, ["pass"])
     assert error in outcome.error
     assert outcome.passed == ()
@@ -167,13 +167,13 @@ def test_output_is_bounded(sandbox):
 
 
 def test_scores_of_programs(sandbox):
-    whole, parts = CodeVerifier(sandbox), CodeVerifier(sandbox, partial_credit=True)
+    complete, parts = CodeVerifier(sandbox), CodeVerifier(sandbox, partial_credit=True)
     answer = f"Like this:\n```python\nprint(1)\n```\nor better:\n```python\n{ADD}```\nDone."
-    assert whole(answer, TESTS, {}) == 1.0
+    assert complete(answer, TESTS, {}) == 1.0
     wrong = ADD.replace("+", "*")
-    assert whole(wrong, TESTS, {}) == 0.0
+    assert complete(wrong, TESTS, {}) == 0.0
     assert parts(wrong, TESTS, {}) == 0.5
-    assert whole("import os\nos._exit(0)", TESTS, {}) == 0.0
+    assert complete("import os\nos._exit(0)", TESTS, {}) == 0.0
 
 
 def test_programs_that_read_and_write_are_compared_by_words(sandbox):

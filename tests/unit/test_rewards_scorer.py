@@ -170,14 +170,14 @@ def test_a_response_without_a_score_of_its_own_is_a_metric(tokenizer, tmp_path):
         "    return 1.0\n"
     )
     name = write_module(tmp_path / "slow.py", body) + ":score"
-    reward = RewardConfig(name="function", function=name, timeout_s=0.5)
+    reward = RewardConfig(name="function", function=name, timeout_s=4.0)
     scorer = build_scorer(reward, tokenizer)
     answers = [trajectory(tokenizer, "slow"), trajectory(tokenizer, "quick")]
-    judged = scorer.score(answers)
-    assert [judgement.score for judgement in judged] == [0.0, 1.0]
+    scored = scorer.score(answers)
+    assert [judgement.score for judgement in scored] == [0.0, 1.0]
     none = {"reward/failures": 0.0, "reward/bad_verdicts": 0.0, "reward/errors": 0.0}
-    assert reward_metrics(answers, judged, judged[:1]) == none | {"reward/timeouts": 2.0}
-    assert validation_metrics(answers, judged)["val/reward_timeouts"] == 1.0
+    assert reward_metrics(answers, scored, scored[:1]) == none | {"reward/timeouts": 2.0}
+    assert validation_metrics(answers, scored)["val/reward_timeouts"] == 1.0
 
 
 def test_every_score_is_finite(tokenizer):

@@ -115,7 +115,7 @@ def test_partial_credit_is_the_share_of_right_positions():
         ("cais/mmlu", "choice"),
     ],
 )
-def test_data_source_picks_the_verifier(source, name):
+def test_the_data_source_selects_the_verifier(source, name):
     assert verifier_for(source) == name
 
 
@@ -143,7 +143,7 @@ def test_boxed_and_final_answers():
         ("\\boxed{" * 200_000, None),
     ],
 )
-def test_the_last_box_that_closes_counts_however_many_open(text, content):
+def test_the_last_closed_box_counts(text, content):
     assert last_boxed(text) == content
 
 
@@ -156,7 +156,7 @@ def test_the_last_box_that_closes_counts_however_many_open(text, content):
         ("<answer>" * 200_000, None),
     ],
 )
-def test_the_last_tagged_answer_that_closes_counts(text, content):
+def test_the_last_closed_answer_tag_counts(text, content):
     assert last_tagged(text) == content
 
 
@@ -171,6 +171,6 @@ def test_numbers_are_compared_exactly_however_long():
     assert verifiers.gsm8k(f"#### {nines}", "17", {}) == 0
 
 
-def test_a_ground_truth_that_is_no_number_is_an_error():
+def test_a_ground_truth_that_is_not_a_number_is_an_error():
     with pytest.raises(ValueError, match="'many' is not a number"):
         verifiers.gsm8k("#### 3", "many", {})

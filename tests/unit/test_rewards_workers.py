@@ -1,4 +1,4 @@
-"""Scores from processes of their own: limits, failures, and their end."""
+"""Scoring in separate processes: limits, failures, and shutdown."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ PROMPT = Prompt(5, (1,), "poems", "", "p")
 
 
 @pytest.fixture
-def judged(tmp_path):
+def scored(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(FUNCTION)
 
@@ -62,21 +62,21 @@ def judged(tmp_path):
     return judge
 
 
-def test_a_function_runs_in_another_process_and_keeps_its_state(judged):
-    scores, _ = judged("a", "b", "pid", "c")
+def test_a_function_runs_in_another_process_and_keeps_its_state(scored):
+    scores, _ = scored("a", "b", "pid", "c")
     assert scores[:2] == [1, 2]
     assert scores[3] == 4
     assert scores[2] != os.getpid()
 
 
-def test_what_takes_too_long_has_score_0_and_is_counted_and_the_rest_is_scored(judged):
-    scores, unscored = judged("a", "sleep", "b", timeout_s=0.5)
+def test_a_timeout_scores_0_and_is_counted_and_the_others_are_scored(scored):
+    scores, unscored = scored("a", "sleep", "b", timeout_s=4.0)  # "b" has half of it
     assert scores == [1, 0, 1]
     assert unscored == [None, "timeouts", None]
 
 
-def test_what_a_function_has_started_ends_with_it(judged):
-    scores, _ = judged("pid", "spawn", timeout_s=1.0)
+def test_processes_started_by_a_function_end_with_it(scored):
+    scores, _ = scored("pid", "spawn", timeout_s=1.0)
     gone = (psutil.NoSuchProcess, psutil.ZombieProcess)
     group = int(scores[0])
     members = []
@@ -89,8 +89,8 @@ def test_what_a_function_has_started_ends_with_it(judged):
     assert not [process for process in members if process.is_running()]
 
 
-def test_a_limit_of_memory_is_a_score_of_0_and_counted(judged):
-    scores, unscored = judged("a", "memory", "b", memory_mb=2048)
+def test_exceeding_the_memory_limit_scores_0_and_is_counted(scored):
+    scores, unscored = scored("a", "memory", "b", memory_mb=2048)
     assert scores == [1, 0, 1]
     assert unscored == [None, "failures", None]
 
@@ -99,17 +99,17 @@ def test_a_limit_of_memory_is_a_score_of_0_and_counted(judged):
     ("text", "message"),
     [("exit", "its process ended: exit code 3"), ("leave", "SystemExit: enough")],
 )
-def test_a_function_that_ends_its_process_is_named_with_the_prompt(text, message, judged):
+def test_a_function_that_ends_its_process_is_named_with_the_prompt(text, message, scored):
     with pytest.raises(ValueError, match=rf"mine\.py:score failed on prompt 5 .*{message}"):
-        judged("a", text)
+        scored("a", text)
 
 
-def test_a_worker_has_no_file_or_socket_of_the_trainer(judged):
+def test_a_worker_has_no_file_or_socket_of_the_trainer(scored):
     with socket.create_server(("127.0.0.1", 0)) as server, open(os.devnull) as file:
         server.set_inheritable(True)
         os.set_inheritable(file.fileno(), True)
-        (count,), _ = judged("files")
-    assert count == 6  # standard input, output and error, its two pipes, and the folder it lists
+        (count,), _ = scored("files")
+    assert count == 6  # standard input, output and error, two pipes, and the listed folder
 
 
 def test_a_worker_that_cannot_start_says_why():
@@ -118,7 +118,7 @@ def test_a_worker_that_cannot_start_says_why():
         pool.run(["x"])
 
 
-def test_after_the_server_of_the_workers_has_ended_the_next_batch_has_another():
+def test_the_worker_server_is_restarted_for_the_next_batch():
     task = ScoringTask("operator:methodcaller", ("__len__",))
     pool = WorkerPool(task, 1, 60.0)
     assert [result.score for result in pool.run(["ab", "abc"])] == [2, 3]
@@ -128,9 +128,9 @@ def test_after_the_server_of_the_workers_has_ended_the_next_batch_has_another():
     assert [result.score for result in pool.run(["ab"])] == [2]
 
 
-def test_where_one_has_taken_too_long_the_next_gets_half(judged):
-    assert judged("nap", timeout_s=5.0)[0] == [1]
-    scores, unscored = judged("sleep", "nap", timeout_s=5.0)
+def test_after_a_timeout_the_next_response_gets_half_the_time(scored):
+    assert scored("nap", timeout_s=60.0)[0] == [1]
+    scores, unscored = scored("sleep", "nap", timeout_s=5.0)
     assert scores == [0, 0]
     assert unscored == ["timeouts", "timeouts"]
 
@@ -159,7 +159,7 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path):
     assert not alive
 
 
-def test_a_hostile_formula_stops_no_thread_and_scores_0():
+def test_a_hostile_formula_scores_0_and_blocks_no_thread():
     pytest.importorskip("math_verify", reason="the optional package math-verify is missing")
     judge = RuleReward("math", timeout_s=2.0)
     prompt = Prompt(0, (1,), "math", "17", "p")
@@ -181,7 +181,7 @@ def test_a_hostile_formula_stops_no_thread_and_scores_0():
     assert len(beats) > 10
 
 
-def test_an_answer_that_is_run_can_do_nothing_and_changes_no_later_score(tmp_path):
+def test_an_evaluated_answer_has_no_effect_and_changes_no_later_score(tmp_path):
     pytest.importorskip("reasoning_gym", reason="the optional package reasoning_gym is missing")
     from mppo.data.tasks import task
 

@@ -1,4 +1,4 @@
-"""What a server gets is what was sent, and what it holds is what it got; or the report says so."""
+"""A server compares the received tensors, and its parameters, with the sent checksums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLACES = {
     "mlp.experts.1.down_proj.weight": ("mlp.experts.w2_weight", 1),
     "norm.weight": ("norm.weight", slice(None)),
 }
-"""Checkpoint names, and where a server keeps them."""
+"""Checkpoint names, and the server's parameters for them."""
 
 
 class Server(nn.Module):
@@ -61,7 +61,7 @@ def _bucket() -> list[tuple[str, Tensor]]:
 
 
 def _loaded(server: Server, bucket, report: Path, checked: bool = True) -> str:
-    """What the report says after a bucket went to a server."""
+    """The report after a bucket was sent to a server."""
     buffer = SharedBuffer(torch.device("cpu"))
     buffer.fill(bucket)
     payload = buffer.own_payload(report, whole=True, checked=checked)
@@ -79,22 +79,26 @@ def test_a_good_bucket_is_loaded(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_tensor_the_server_drops_is_named(tmp_path, name: str) -> None:
-    told = _loaded(Server(forgets=name), _bucket(), tmp_path / "report")
-    assert told == f"ValueError: verify_sync: {name} was sent, but SGLang holds something else\n"
+    reported = _loaded(Server(forgets=name), _bucket(), tmp_path / "report")
+    assert (
+        reported == f"ValueError: verify_sync: {name} was sent, but SGLang holds something else\n"
+    )
 
 
-def test_a_tensor_without_a_place_is_named(tmp_path) -> None:
+def test_a_tensor_without_a_parameter_is_named(tmp_path) -> None:
     stranger = ("layers.0.mlp.gate_proj.weight", torch.ones(2, 2))
-    told = _loaded(Server(), [*_bucket(), stranger], tmp_path / "report")
-    assert "layers.0.mlp.gate_proj.weight was sent, but SGLang's model has no such tensor" in told
+    reported = _loaded(Server(), [*_bucket(), stranger], tmp_path / "report")
+    assert (
+        "layers.0.mlp.gate_proj.weight was sent, but SGLang's model has no such tensor" in reported
+    )
 
 
-def test_what_the_server_refuses_is_told_without_checks_too(tmp_path) -> None:
+def test_a_servers_refusal_is_reported_without_checks_too(tmp_path) -> None:
     misshapen = [("norm.weight", torch.ones(5))]
     assert "RuntimeError" in _loaded(Server(), misshapen, tmp_path / "report", checked=False)
 
 
-def test_checksums_see_every_byte() -> None:
+def test_checksums_depend_on_every_byte() -> None:
     flat = torch.randint(256, (37,), dtype=torch.uint8)
     before = checked_load.tensor_checksum(flat)
     for place in range(37):

@@ -1,4 +1,4 @@
-"""Jobs over several servers: balanced, retried elsewhere when a server is lost, never doubled."""
+"""Jobs over several servers: balanced, retried on another server, never done twice."""
 
 import threading
 
@@ -36,7 +36,7 @@ def test_jobs_of_a_lost_server_go_to_another() -> None:
     assert set(outcome.lost) <= {"bad"}
 
 
-def test_without_a_server_left_the_rest_is_reported_undone() -> None:
+def test_without_a_server_the_remaining_jobs_are_returned_as_missing() -> None:
     count = iter(range(100))
 
     def call(server: str, job: int) -> int:
@@ -50,7 +50,7 @@ def test_without_a_server_left_the_rest_is_reported_undone() -> None:
     assert dispatch({}, range(3), call, in_flight=1).results == {}
 
 
-def test_an_error_that_is_no_lost_server_is_raised() -> None:
+def test_an_error_other_than_a_lost_server_is_raised() -> None:
     def call(server: str, job: int) -> int:
         raise ValueError(f"job {job} is wrong")
 

@@ -1,4 +1,4 @@
-"""The embedded engine equals plain transformers, for any mix of lengths and any batching."""
+"""The local engine equals transformers, for any lengths and batching."""
 
 from collections.abc import Callable
 
@@ -145,17 +145,17 @@ def test_tokens_do_not_depend_on_batching_or_order(engine_and_reference) -> None
     small, _ = engine_and_reference("qwen2", batch_size=3)
     sampling = SamplingConfig(n=3)
     prompts = _prompts()
-    whole = engine.generate(GenerationRequest(prompts, sampling, 15, seed=4))
-    assert [t.response_ids for t in whole] == [
+    complete = engine.generate(GenerationRequest(prompts, sampling, 15, seed=4))
+    assert [t.response_ids for t in complete] == [
         t.response_ids for t in small.generate(GenerationRequest(prompts, sampling, 15, seed=4))
     ]
     backwards = engine.generate(GenerationRequest(prompts[::-1], sampling, 15, seed=4))
     by_uid = {}
     for t in backwards:
         by_uid.setdefault(t.prompt.uid, []).append(t.response_ids)
-    assert [t.response_ids for t in whole] == [r for p in prompts for r in by_uid[p.uid]]
-    assert len({t.response_ids for t in whole}) == len(whole)
-    assert whole != engine.generate(GenerationRequest(prompts, sampling, 15, seed=5))
+    assert [t.response_ids for t in complete] == [r for p in prompts for r in by_uid[p.uid]]
+    assert len({t.response_ids for t in complete}) == len(complete)
+    assert complete != engine.generate(GenerationRequest(prompts, sampling, 15, seed=5))
 
 
 def test_rows_stop_at_stop_tokens_and_at_the_length(engine_and_reference) -> None:
@@ -220,14 +220,14 @@ def test_layers_that_read_the_same_input_are_multiplied_once() -> None:
         with packed_linears(layers, rows=4, products=100):
             for name, layer in layers.items():
                 torch.testing.assert_close(layer(first), expected[name][0])
-            for name, layer in reversed(layers.items()):  # in any order, and one of them alone
+            for name, layer in reversed(layers.items()):  # in any order, including one alone
                 torch.testing.assert_close(layer(second), expected[name][1])
                 torch.testing.assert_close(layer(first), expected[name][0])
             query, value, other = (layers[f"{name}_proj"](first) for name in "qvo")
             assert query.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
             assert query.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
             layers.q_proj(second)
-            second.zero_()  # one that asks again is not given what was computed before
+            second.zero_()  # a second call does not return the earlier result
             torch.testing.assert_close(layers.q_proj(second)[0, 0], layers.q_proj.bias)
 
 
@@ -280,7 +280,7 @@ def test_bfloat16_weights_are_rounded_whatever_type_computes(tmp_path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_of_any_width_are_multiplied(tmp_path, dtype: torch.dtype) -> None:
-    """Torch's grouped product takes rows of a multiple of 16 bytes only: 6 and 12 are none."""
+    """Torch's grouped product needs rows of a multiple of 16 bytes; 6 and 12 are not."""
     settings = {**SIZES, **MOE, "moe_intermediate_size": 6 if dtype == torch.float32 else 12}
     config = transformers.Qwen3MoeConfig(**settings, head_dim=16)
     engine = LocalEngine(tmp_path, config, dtype)
@@ -314,7 +314,7 @@ def test_empty_prompts_are_refused(engine_and_reference) -> None:
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_weights_that_are_not_finite_are_told(engine_and_reference, top_p: float) -> None:
+def test_weights_that_are_not_finite_are_reported(engine_and_reference, top_p: float) -> None:
     engine, reference = engine_and_reference("qwen2")
     weights = [(name, tensor * float("nan")) for name, tensor in reference.state_dict().items()]
     engine.update_weights([weights], version=6)
@@ -322,13 +322,17 @@ def test_weights_that_are_not_finite_are_told(engine_and_reference, top_p: float
         engine.generate(GenerationRequest(_prompts(), SamplingConfig(top_p=top_p), 4, seed=0))
 
 
-def test_finished_responses_are_told_while_others_are_generated(engine_and_reference) -> None:
+def test_on_response_gets_responses_while_others_are_generated(engine_and_reference) -> None:
     engine, _ = engine_and_reference("qwen2", batch_size=4)
-    told: dict[int, Trajectory] = {}
+    reported: dict[int, Trajectory] = {}
     everything = engine.generate(
         GenerationRequest(
-            _prompts(), SamplingConfig(n=2), 5, 0, lambda keys, done: told.update(zip(keys, done))
+            _prompts(),
+            SamplingConfig(n=2),
+            5,
+            0,
+            lambda keys, done: reported.update(zip(keys, done)),
         )
     )
-    assert len(told) == 8
-    assert all(everything[key] == trajectory for key, trajectory in told.items())
+    assert len(reported) == 8
+    assert all(everything[key] == trajectory for key, trajectory in reported.items())

@@ -1,4 +1,4 @@
-"""The sampler: reproducible, distributed as asked, log-probabilities of the untruncated law."""
+"""The sampler: reproducible, of the right distribution, log-probabilities before truncation."""
 
 import pytest
 import torch

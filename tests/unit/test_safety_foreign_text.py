@@ -1,4 +1,4 @@
-"""What another host sends is fit for a message."""
+"""Text from other hosts is sanitised before it appears in a message."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mppo.safety.foreign_text import SHOWN, quoted
         (("x" * (SHOWN - 5)) + "sesame1", "x" * (SHOWN - 5) + "***"),
     ],
 )
-def test_text_is_cleaned_before_secrets_are_looked_for_and_then_cut(text, shown):
+def test_text_is_cleaned_then_redacted_then_truncated(text, shown):
     assert quoted(text, ["sesame1"]) == shown
 
 
-def test_a_secret_that_the_search_cuts_in_two_is_not_shown_in_part():
+def test_a_secret_at_the_truncation_is_not_shown_in_part():
     assert quoted("sesame-sesame" * 1000, ["sesame-sesame"]).strip("*") == "..."
     assert quoted("\x00" * 4090 + "sesame-sesame", ["sesame-sesame"]) == ""
 
@@ -49,11 +49,11 @@ def test_json_is_read():
         ("http://me@host/", "user or a password"),
     ],
 )
-def test_what_is_wrong_with_a_url(url, problem):
+def test_a_bad_url_is_explained(url, problem):
     found = url_problem(url)
     assert found is None if problem is None else problem in found
 
 
-def test_which_hosts_are_this_machine():
+def test_loopback_hosts():
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.9.9.9", "::1")))
     assert not any(map(is_loopback, ("localhost.example.org", "10.0.0.1", "::2", "")))

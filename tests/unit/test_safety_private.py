@@ -1,4 +1,4 @@
-"""Who may read what a run writes."""
+"""File modes of a run's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets stay out of what a run writes."""
+"""Secrets do not appear in what a run writes."""
 
 import sys
 
@@ -81,7 +81,7 @@ def test_secrets_of_the_environment_are_found_anywhere(monkeypatch, name):
     "piece", ["a", "a-", "=a", "://a@", "'a':", "token:", "api_key:", "?a=", "."]
 )
 def test_a_long_text_is_searched_in_time_proportional_to_its_length(piece):
-    """A search whose time grew with the square would take hours for these."""
+    """A search in quadratic time would take hours for these texts."""
     text = piece * 500_000
     assert len(redact_text(text)) <= len(text)
 

@@ -1,4 +1,4 @@
-"""Nothing temporary outlives its process for long, and nothing of a living process is touched."""
+"""Temporary files are removed after their process ends, and never before."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def torch_segments(pid: int) -> list[Path]:
     return list(SHARED_MEMORY.glob(f"torch_{pid}_*"))
 
 
-def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path, shared):
+def test_files_of_a_killed_process_are_removed_at_the_next_start(tmp_path, shared):
     process = begin(WAITS, tmp_path, shared)
     folder = Path(process.stdout.readline().strip())
     assert {path.name for path in folder.iterdir()} == {"server_1.yaml", "made_elsewhere"}
@@ -109,7 +109,7 @@ def test_a_forked_child_keeps_the_folder_of_its_killed_parent(tmp_path):
     assert not Path(name).exists()
 
 
-def test_only_what_mppo_made_for_this_user_on_this_host_is_removed(tmp_path):
+def test_only_folders_of_this_user_on_this_host_are_removed(tmp_path):
     process = begin(WAITS.replace("torch.zeros(1000)", "torch.zeros(1)"), tmp_path, tmp_path / "x")
     folder = Path(process.stdout.readline().strip())
     process.kill()
@@ -141,7 +141,7 @@ def test_only_what_mppo_made_for_this_user_on_this_host_is_removed(tmp_path):
     assert Path("/etc/hostname").exists()
 
 
-def test_a_folder_that_is_not_finished_is_removed(tmp_path):
+def test_an_unfinished_folder_is_removed(tmp_path):
     with unfinished_folder(tmp_path) as folder:
         (folder / "a").touch()
         folder.rename(tmp_path / "finished")

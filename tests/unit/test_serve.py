@@ -1,4 +1,4 @@
-"""A server starts with the recipe's options and the model's weights, and only with a key."""
+"""``mppo.serve`` uses the recipe's options and the model's weights, and needs a key."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def arguments(recipe, port: int = 1):
     return ["--config", str(recipe), "--host", "127.0.0.1", "--port", str(port)]
 
 
-def test_without_a_key_it_does_not_start(recipe, monkeypatch, capsys):
+def test_serve_needs_a_key(recipe, monkeypatch, capsys):
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     assert main(arguments(recipe)) == 2
     assert f"export {API_KEY_VARIABLE}=" in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_told_before_anything_starts(recipe, monkeypatch, capsys):
+def test_a_port_in_use_is_reported_before_anything_starts(recipe, monkeypatch, capsys):
     monkeypatch.setenv(API_KEY_VARIABLE, "secret")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -52,7 +52,7 @@ def test_a_port_in_use_is_told_before_anything_starts(recipe, monkeypatch, capsy
     assert "cannot listen there: Address already in use" in shown
 
 
-def test_it_takes_the_options_of_the_recipe(recipe):
+def test_serve_uses_the_recipes_options(recipe):
     overrides = ["rollout.dtype=bfloat16"]
     content, environment = server_start(recipe, overrides, empty=True, on_cpu=True)
     assert content["max_total_tokens"] == 4096
@@ -60,14 +60,16 @@ def test_it_takes_the_options_of_the_recipe(recipe):
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
-def test_it_serves_no_other_model_than_the_actors(recipe, tmp_path, monkeypatch, capsys):
+def test_serve_refuses_models_that_sglang_computes_differently(
+    recipe, tmp_path, monkeypatch, capsys
+):
     transformers.MistralConfig(**SIZES, sliding_window=16).save_pretrained(tmp_path / "mistral")
     monkeypatch.setenv(API_KEY_VARIABLE, "secret")
     assert main(["--empty", *arguments(recipe), f"model.path={tmp_path}/mistral"]) == 2
     assert "sliding_window = 16" in capsys.readouterr().err
 
 
-def test_a_server_of_latent_attention_takes_the_class_with_the_actors_norms(recipe, tmp_path):
+def test_an_mla_server_uses_the_class_with_the_actors_norms(recipe, tmp_path):
     transformers.DeepseekV3Config(**SIZES).save_pretrained(tmp_path / "moonlight")
     overrides = [f"model.path={tmp_path}/moonlight"]
     _, environment = server_start(recipe, overrides, empty=True, on_cpu=True)
@@ -75,7 +77,7 @@ def test_a_server_of_latent_attention_takes_the_class_with_the_actors_norms(reci
 
 
 @pytest.mark.parametrize("engine", ["sglang", "local"])
-def test_it_serves_the_models_own_weights_unless_a_run_sends_them(engine, tmp_path):
+def test_serve_loads_the_models_weights_unless_a_run_sends_them(engine, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"model: {{path: 'builtin:tiny'}}\nrollout: {{name: {engine}}}\n")
     own, _ = server_start(path, [], empty=False, on_cpu=True)

@@ -1,4 +1,4 @@
-"""What the batch scripts would start, shown by scripts in the place of Slurm's programs."""
+"""The commands of the batch scripts, recorded by scripts in place of Slurm's programs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_check_of_the_preflight_runs_in_the_container(container, inside, t
     assert not [line for line in lines if line.startswith("python ")], "nothing on the bare host"
 
 
-def test_without_a_container_the_recipe_is_checked_before_a_node_is_asked(tmp_path):
+def test_without_a_container_the_recipe_is_checked_before_the_nodes(tmp_path):
     _, lines = started(tmp_path, "mppo_preflight x.yaml")
     assert lines[0].startswith("python -m mppo.preflight recipe --world-size 2 --config x.yaml")
 
@@ -74,13 +74,13 @@ def test_without_a_container_the_recipe_is_checked_before_a_node_is_asked(tmp_pa
         ({"SLURM_CPUS_ON_NODE": "1"}, "add --cpus-per-task=16 to sbatch"),
     ],
 )
-def test_a_job_tells_what_a_node_gives_it(given, told, tmp_path):
+def test_a_job_logs_the_resources_of_its_node(given, told, tmp_path):
     text, _ = started(tmp_path, "mppo_resources", **given)
     assert told in text
     assert ("will wait" in text) == (given["SLURM_CPUS_ON_NODE"] == "1")
 
 
-def test_every_command_in_the_documents_that_trains_asks_for_gpus():
+def test_every_training_command_in_the_docs_requests_gpus():
     for page in (ROOT / "docs" / "slurm.md", ROOT / "slurm" / "ppo.sbatch"):
         text = re.sub(r"\\\n[# ]*", "", page.read_text())
         commands = re.findall(r"^[# ]+(sbatch .*slurm/(?:ppo|eval)\.sbatch.*)$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Blocks: every shard is a partition of its tensors, whatever the sizes."""
+"""Blocks: the shards are a partition of the tensors, for all sizes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def assemble(kind, tensors, rank, size, groups=1, padded=0):
 
 @settings(max_examples=60, deadline=None)
 @given(groups=st.integers(1, 8), queries=st.integers(1, 6), width=st.integers(1, 5), data=st.data())
-def test_qkv_shards_are_chunks_of_the_interleaved_whole(groups, queries, width, data):
+def test_qkv_shards_are_chunks_of_the_interleaved_tensor(groups, queries, width, data):
     rows = groups * (queries + 2) * width
     size = data.draw(st.sampled_from([s for s in (1, 2, 3, 4, 8) if rows % s == 0]))
     q, k, v = (
         base + torch.arange(groups * n * width).float()
         for base, n in ((0, queries), (1e4, 1), (2e4, 1))
     )
-    whole = torch.cat([x.view(groups, -1) for x in (q, k, v)], 1).flatten()
+    complete = torch.cat([x.view(groups, -1) for x in (q, k, v)], 1).flatten()
     shards = [assemble("qkv", (q, k, v), rank, size, groups) for rank in range(size)]
-    assert torch.equal(torch.cat(shards), whole)
+    assert torch.equal(torch.cat(shards), complete)
 
 
 @settings(max_examples=40, deadline=None)
 @given(part=st.integers(1, 9), size=SIZES)
-def test_gated_shards_stack_each_sources_own_cut(part, size):
+def test_gated_shards_stack_a_slice_of_each_source(part, size):
     gate, up = torch.arange(part * size).float(), 1e3 + torch.arange(part * size).float()
     for rank in range(size):
         expected = torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]])
@@ -46,7 +46,7 @@ def test_gated_shards_stack_each_sources_own_cut(part, size):
 
 @settings(max_examples=40, deadline=None)
 @given(vocab=st.integers(1, 200), size=SIZES)
-def test_vocab_shards_are_the_padded_whole(vocab, size):
+def test_vocab_shards_make_up_the_padded_vocabulary(vocab, size):
     rows, padded = torch.arange(1, vocab + 1).float(), padded_vocab_size(vocab, size)
     shards = [assemble("vocab", (rows,), rank, size, padded=padded) for rank in range(size)]
     assert len({len(shard) for shard in shards}) == 1

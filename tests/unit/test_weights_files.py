@@ -32,17 +32,17 @@ def copy_of(folder, tmp_path):
 
 
 def test_slices_are_those_of_the_whole_tensor(llama):
-    folder, whole = HFFolder(llama), tensors(llama)
+    folder, complete = HFFolder(llama), tensors(llama)
     name = "model.layers.1.mlp.down_proj.weight"
     for dim, start, length in ((0, 3, 5), (1, 10, 7), (0, 0, 64), (1, 95, 1)):
-        expected = whole[name].narrow(dim, start, length)
+        expected = complete[name].narrow(dim, start, length)
         for dtype in (torch.float32, torch.bfloat16):
             target = torch.empty(expected.shape, dtype=dtype)
             folder.read_into(target, name, dim, start)
             assert torch.equal(target, expected.to(dtype))
     strided = torch.empty(96, 64).t()
     folder.read_into(strided, name)
-    assert torch.equal(strided, whole[name])
+    assert torch.equal(strided, complete[name])
 
 
 def test_a_slice_outside_is_refused(llama):

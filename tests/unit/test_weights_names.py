@@ -1,4 +1,4 @@
-"""Names of other layer specs: twins with Transformer Engine's parameter names load the same."""
+"""Names of other layer specs: stages with Transformer Engine's parameter names load the same."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_stage import fake_stage
 from hf_families import save, tensors
 from transformers import AutoConfig
-from twin_modules import twin
 
 from mppo.parallel.layout import Layout
 from mppo.weights.load import load_hf_weights
@@ -72,12 +72,12 @@ def test_a_dense_te_layer_has_these_names(tmp_path_factory):
     folder, config, table = folder_of("qwen2", tmp_path_factory)
     layers = [te_names(table, layer) for layer in range(4)]
     assert set(layers[0]) == set(DENSE)
-    parameters, whole = loaded(twin(layers, ends(table)), folder, config), tensors(folder)
+    parameters, complete = loaded(fake_stage(layers, ends(table)), folder, config), tensors(folder)
     for name, hf in DENSE.items():
         if hf:
             got = parameters[f"decoder.layers.2.{name}"]
-            assert torch.equal(got, whole[f"model.layers.2.{hf}.weight"])
-    q, k, v = (whole[f"model.layers.1.self_attn.{x}_proj.bias"].view(2, -1) for x in "qkv")
+            assert torch.equal(got, complete[f"model.layers.2.{hf}.weight"])
+    q, k, v = (complete[f"model.layers.1.self_attn.{x}_proj.bias"].view(2, -1) for x in "qkv")
     interleaved = torch.cat([q, k, v], 1).flatten()
     assert torch.equal(parameters["decoder.layers.1.self_attention.linear_qkv.bias"], interleaved)
 
@@ -89,9 +89,9 @@ def test_te_grouped_experts_and_fused_latent_norms(tmp_path_factory):
     assert "mlp.experts.linear_fc1.weight15" in layers[1]
     assert "pre_mlp_layernorm.weight" in layers[1]
     assert "mlp.linear_fc1.layer_norm_weight" in layers[0]
-    parameters, whole = loaded(twin(layers, ends(table)), folder, config), tensors(folder)
+    parameters, complete = loaded(fake_stage(layers, ends(table)), folder, config), tensors(folder)
     start = "model.layers.3.mlp.experts.7"
-    fc1 = torch.cat([whole[f"{start}.{x}_proj.weight"] for x in ("gate", "up")])
+    fc1 = torch.cat([complete[f"{start}.{x}_proj.weight"] for x in ("gate", "up")])
     assert torch.equal(parameters["decoder.layers.3.mlp.experts.linear_fc1.weight7"], fc1)
 
 
@@ -112,9 +112,9 @@ def test_te_keeps_latent_down_projections_whole_under_tensor_parallelism(tmp_pat
         name: (-(-shape[0] // 2), shape[1]) if len(shape) > 1 else shape
         for name, shape in ends(table).items()
     }
-    parameters, whole = loaded(twin(layers, cut), folder, config, layout), tensors(folder)
+    parameters, complete = loaded(fake_stage(layers, cut), folder, config, layout), tensors(folder)
     down = parameters["decoder.layers.1.self_attention.linear_kv_down_proj.weight"]
-    assert torch.equal(down, whole["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"])
+    assert torch.equal(down, complete["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"])
 
 
 def test_experts_stored_transposed_in_one_matrix(tmp_path_factory):
@@ -126,38 +126,38 @@ def test_experts_stored_transposed_in_one_matrix(tmp_path_factory):
         names["mlp.experts.weight1"] = (shape.hidden, 2 * width)
         names["mlp.experts.weight2"] = (width, shape.hidden)
         layers.append(names)
-    chunk = twin(layers, ends(table))
+    chunk = fake_stage(layers, ends(table))
     for layer in chunk.decoder.layers:
         layer.mlp.experts.num_local_experts = shape.num_experts
         layer.mlp.experts.config = SimpleNamespace(hidden_size=shape.hidden)
-    parameters, whole = loaded(chunk, folder, config), tensors(folder)
+    parameters, complete = loaded(chunk, folder, config), tensors(folder)
     second = parameters["decoder.layers.0.mlp.experts.weight2"].view(4, -1, shape.hidden)
     for expert in range(4):
-        down = whole[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"]
+        down = complete[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"]
         assert torch.equal(second[expert].t(), down)
 
 
-def test_stages_that_do_not_fit_are_told(tmp_path_factory):
+def test_stages_that_do_not_match_are_reported(tmp_path_factory):
     _, _, table = folder_of("qwen2", tmp_path_factory)
     layers = [te_names(table, layer) for layer in range(4)]
     place = (table, Layout(world=1), Layout(world=1).coordinates(0))
     with pytest.raises(ValueError, match=r"no parameter decoder\.layers\.0\.mlp\.gate"):
-        find_slots([twin([{**layers[0], "mlp.gate": (2,)}], {})], *place)
+        find_slots([fake_stage([{**layers[0], "mlp.gate": (2,)}], {})], *place)
     with pytest.raises(ValueError, match="stage has shape"):
-        find_slots([twin([{**layers[0], "mlp.linear_fc2.weight": (64, 95)}], {})], *place)
+        find_slots([fake_stage([{**layers[0], "mlp.linear_fc2.weight": (64, 95)}], {})], *place)
     lacking = {n: s for n, s in layers[0].items() if n != "mlp.linear_fc2.weight"}
     with pytest.raises(ValueError, match=r"lacks decoder\.layers\.0\.mlp\.linear_fc2"):
-        find_slots([twin([lacking], {})], *place)
+        find_slots([fake_stage([lacking], {})], *place)
 
 
-def test_a_dimension_cut_otherwise_than_megatron_says_is_refused(tmp_path_factory):
+def test_a_dimension_sharded_otherwise_than_in_megatron_is_refused(tmp_path_factory):
     folder, config, table = folder_of("qwen2", tmp_path_factory)
     layout = Layout(world=2, tp=2)
     layers = [
         {entry.row.name: entry.shard_shape(2) for entry in table.layer_entries(layer)}
         for layer in range(4)
     ]
-    chunk = twin(layers, {})
+    chunk = fake_stage(layers, {})
     for layer in chunk.decoder.layers:
         for name, dim in (("linear_qkv", 0), ("linear_proj", 1)):
             weight = layer.get_submodule(f"self_attention.{name}").weight

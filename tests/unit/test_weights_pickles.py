@@ -1,4 +1,4 @@
-"""A checkpoint from elsewhere is read without running, building or changing what it names."""
+"""A foreign checkpoint is read without calling, creating or changing what its pickles name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deed import Deed
+from malicious_pickle import MaliciousPickle
 from megatron.core.dist_checkpointing.strategies import torch as strategy
 from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -57,7 +57,7 @@ def save(folder: Path, contents: object) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(contents))
 
 
-def test_tensors_are_found_and_objects_left_out(tmp_path):
+def test_tensors_are_read_and_objects_are_not(tmp_path):
     write(tmp_path, {"key": (1, 2)})
     found = read_checkpoint(tmp_path)
     assert found.keys() == {"weight"}
@@ -68,17 +68,17 @@ def test_tensors_are_found_and_objects_left_out(tmp_path):
     assert struct.unpack("<6q", data) == (0, 1, 2, 3, 4, 5)
 
 
-def test_a_table_that_would_run_something_is_named_and_not_run(tmp_path):
-    write(tmp_path, Deed(tmp_path / "mark"))
-    told = r"\.metadata: holds more than a checkpoint's metadata: it names posix\.mkdir; use"
-    with pytest.raises(ValueError, match=told):
+def test_a_table_that_would_run_code_is_named_and_not_run(tmp_path):
+    write(tmp_path, MaliciousPickle(tmp_path / "mark"))
+    reported = r"\.metadata: holds more than a checkpoint's metadata: it names posix\.mkdir; use"
+    with pytest.raises(ValueError, match=reported):
         read_checkpoint(tmp_path)
     assert not (tmp_path / "mark").exists()
 
 
 @pytest.mark.parametrize("old", ["MCoreMetadata", "TensorProperties"])
 def test_tables_of_older_programs_are_read(tmp_path, old):
-    """Megatron-Core 0.15 named a subclass of its own; torch 2.2 kept a class elsewhere."""
+    """Megatron-Core 0.15 used its own subclass; torch 2.2 had a class in another module."""
     contents = write(tmp_path)
     if old == "MCoreMetadata":
         as_saved = dict(vars(contents), mcore_data={"weight": (2, 3)})
@@ -136,7 +136,7 @@ def forge(contents: Metadata, how: str) -> object:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "reported"),
     [
         ("a list", "it holds a list in the place of a MCoreMetadata"),
         ("no tables", "it holds no tables"),
@@ -157,14 +157,14 @@ def forge(contents: Metadata, how: str) -> object:
         ("a packed chunk", "is compressed"),
     ],
 )
-def test_a_forged_table_is_refused(tmp_path, how, told):
+def test_a_forged_table_is_refused(tmp_path, how, reported):
     save(tmp_path, forge(write(tmp_path), how))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         read_checkpoint(tmp_path)
 
 
 def name(module: str, attribute: str) -> bytes:
-    """What names something in a pickle."""
+    """The pickle operations that name an object."""
     return pickle.GLOBAL + f"{module}\n{attribute}\n".encode()
 
 
@@ -216,14 +216,14 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_no_operation_of_a_pickle_does_harm(program):
-    """Each ran, changed a class for the whole process, or ended it, under Python's own reader."""
-    body, told = PROGRAMS[program]
+def test_no_pickle_operation_has_an_effect(program):
+    """With Python's own unpickler each of these runs code, changes a class or ends the process."""
+    body, reported = PROGRAMS[program]
     data = pickle.PROTO + b"\4" + body + pickle.STOP if body else b""
-    if told is None:
+    if reported is None:
         read_pickle(data)
     else:
-        with pytest.raises(pickle.UnpicklingError, match=told):
+        with pytest.raises(pickle.UnpicklingError, match=reported):
             read_pickle(data)
     assert not hasattr(BytesStorageMetadata, "chunks")
     assert not hasattr(torch.serialization._get_layout, "chunks")

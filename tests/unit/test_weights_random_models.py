@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from fake_stage import fake_stage
 from hf_families import assert_same_tensors, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
-from twin_modules import twin
 
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import padded_vocab_size
@@ -36,7 +36,7 @@ FOURS = st.sampled_from([4, 8, 12])
 
 @st.composite
 def configs(draw):
-    """A config of random sizes; what tensor parallelism cuts is a multiple of 4."""
+    """A config of random sizes; dimensions cut by tensor parallelism are multiples of 4."""
     kind = draw(st.sampled_from([*DENSE, *SPARSE]))
     kv_heads, layers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -148,7 +148,7 @@ def stage_of(table, layout: Layout, place, stage: range, ends: tuple[bool, bool]
             entry, size = Entry(row), group(Entry(row), layout, place)[1]
             shapes[row.name] = entry.shard_shape(size, padded_vocab_size(shape.vocab, size))
             entries[row.name] = entry
-    return twin(layers, shapes, stage.start + 1), entries
+    return fake_stage(layers, shapes, stage.start + 1), entries
 
 
 def group(entry, layout: Layout, place) -> tuple[int, int]:
@@ -157,25 +157,25 @@ def group(entry, layout: Layout, place) -> tuple[int, int]:
 
 
 def parameters(chunk, entries) -> dict[Entry, torch.Tensor]:
-    """What a stage holds of each entry."""
+    """The shard of each entry on a stage."""
     named = {**dict(chunk.named_parameters()), **dict(chunk.named_buffers())}
     return {entry: named[name] for name, entry in entries.items()}
 
 
-def cut(whole: torch.Tensor, row, rank: int, size: int) -> torch.Tensor:
+def cut(complete: torch.Tensor, row, rank: int, size: int) -> torch.Tensor:
     """Megatron's own rule: gate and up each cut, all else cut as it lies, vocabulary padded."""
     if row.dim is None:
-        return whole
+        return complete
     if row.kind == "gated":
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+        return torch.cat([half.chunk(size)[rank] for half in complete.chunk(2)])
     if row.kind == "vocab":
-        rows = padded_vocab_size(len(whole), size)
-        whole = torch.cat([whole, torch.zeros(rows - len(whole), whole.shape[1])])
-    return whole.chunk(size, row.dim)[rank]
+        rows = padded_vocab_size(len(complete), size)
+        complete = torch.cat([complete, torch.zeros(rows - len(complete), complete.shape[1])])
+    return complete.chunk(size, row.dim)[rank]
 
 
 def without_padding(entry: Entry, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """What of a shard is the model's: a padded vocabulary ends in rows that nobody stored."""
+    """A shard without the rows that pad the vocabulary."""
     if entry.row.kind != "vocab":
         return tensor
     return tensor[: max(0, entry.row.shapes[0][0] - rank * len(tensor))]
@@ -201,9 +201,9 @@ def test_any_rank_of_any_layout_loads_its_slices(tmp_path_factory, config, tp, e
     ends = (stage.start == 0, stage.stop == count)
     chunk, entries = stage_of(table, layout, place, stage, ends)
     report = load_hf_weights(folder, [chunk], config, layout, place)
-    whole, held = parameters(model, of_model), parameters(chunk, entries)
+    complete, held = parameters(model, of_model), parameters(chunk, entries)
     for entry, tensor in held.items():
-        expected = cut(whole[entry], entry.row, *group(entry, layout, place))
+        expected = cut(complete[entry], entry.row, *group(entry, layout, place))
         assert torch.equal(tensor, expected), entry.name
     assert report.bytes_read == sum(
         without_padding(*pair, place.tp).nbytes for pair in held.items()
@@ -221,11 +221,11 @@ HALVED = {
     "EP2": (Layout(2, ep=2), 0.63),  # attention, shared experts and both ends on every rank
 }
 SMALL_READS = 20_000
-"""Most bytes of what else is read: the header, rounded up to a buffer, and the counter itself."""
+"""Upper limit of other bytes read: the header, rounded up to a buffer, and the counter itself."""
 
 
 def bytes_read_by_calls() -> int:
-    """What this process has read so far by read calls, as the kernel counts it."""
+    """Bytes that this process has read by read calls, as counted by the kernel."""
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 

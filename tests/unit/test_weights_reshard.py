@@ -1,4 +1,4 @@
-"""Resharding plans: carried out on real tensors they give the engine what it wants, no more."""
+"""Resharding plans, executed on real tensors, give the engine exactly its slices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(
 
 
 def owners(layout: Layout, shape: ModelShape, first: int = 1) -> dict:
-    """Stages by layer and end, ``first`` layers in the first of two stages."""
+    """The stage of each layer and end, with ``first`` layers in the first of two stages."""
     ends = {"embedding.word_embeddings.weight": 0}
     last = layout.pp - 1
     ends |= {"decoder.final_layernorm.weight": last, "output_layer.weight": last}
@@ -55,7 +55,7 @@ def assembled(blocks, tensors, dim) -> torch.Tensor:
 
 
 def training_shard(entry: Entry, shape: ModelShape, layout: Layout, rank: int, tensors, owner):
-    """What a training rank holds of an entry; None where it belongs to others."""
+    """The slice of an entry on a training rank; None if the rank has none."""
     here = layout.coordinates(rank)
     if here.pp != owner[entry.row.name if entry.layer is None else entry.layer]:
         return None
@@ -96,16 +96,16 @@ def check(
                 if not blocks:
                     assert all(move.destination != host for move in plan.moves)
                     continue
-                wanted = assembled(blocks, tensors, dim)
-                got = torch.zeros_like(wanted)
+                expected = assembled(blocks, tensors, dim)
+                got = torch.zeros_like(expected)
                 for move in plan.moves:
                     if move.destination == host:
                         shard = training_shard(entry, shape, layout, move.source, tensors, owner)
                         part = shard.narrow(dim, move.source_offset, move.length)
                         got.narrow(dim, move.destination_offset, move.length).copy_(part)
-                assert torch.equal(got, wanted), entry.name
+                assert torch.equal(got, expected), entry.name
                 held = training_shard(entry, shape, layout, host, tensors, owner)
-                needed = wanted[wanted > 0]
+                needed = expected[expected > 0]
                 everything += len(needed)
                 least += len(needed) if held is None else int((~torch.isin(needed, held)).sum())
         assert (plan.crossing, plan.total) == (least, everything), entry.name

@@ -1,4 +1,4 @@
-"""Writes what becomes of verl's flags into ``docs/migrating.md``: ``make verl-flags``."""
+"""Write the table of verl's flags into ``docs/migrating.md``: ``make verl-flags``."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def _row(flag: Flag) -> str:
     if flag.fate == ACCEPTED:
         shown = flag.name.lstrip("+")
         same = flag.words == shown.removeprefix("actor_rollout_ref.")
-        told = "the same" if same else f"`{flag.words}`"
+        reported = "the same" if same else f"`{flag.words}`"
     elif flag.fate == CONVERTED:
-        told = f"`{flag.words}`"
+        reported = f"`{flag.words}`"
     elif flag.fate == IGNORED:
-        told = "no effect: " + remarks[0].partition(" (")[2].removesuffix(")")
+        reported = "no effect: " + remarks[0].partition(" (")[2].removesuffix(")")
     else:
         fix = faults[0].fix
-        told = f"refused: {faults[0].why}. {fix[0].upper()}{fix[1:]}"
-    cells = (f"`{shown}`", told)
+        reported = f"refused: {faults[0].why}. {fix[0].upper()}{fix[1:]}"
+    cells = (f"`{shown}`", reported)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

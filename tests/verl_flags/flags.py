@@ -1,4 +1,4 @@
-"""Reads ``flags.txt`` and ``scripts.txt``: verl's flags, and what becomes of each."""
+"""Read ``flags.txt`` and ``scripts.txt``: verl's flags, and their meaning in mppo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Flag(NamedTuple):
 
 
 def read_flags() -> tuple[list[Flag], list[Flag]]:
-    """The flags of the sixteen scripts, and the other ones."""
+    """The flags of the sixteen scripts, and other flags."""
     found: list[list[Flag]] = []
     for line in (HERE / "flags.txt").read_text().splitlines():
         if line.startswith("# flags"):
@@ -41,7 +41,7 @@ def read_flags() -> tuple[list[Flag], list[Flag]]:
 
 
 def read_scripts() -> dict[str, list[str]]:
-    """What each script passes, by its name."""
+    """The settings of each script, by script name."""
     found: dict[str, list[str]] = {}
     for line in (HERE / "scripts.txt").read_text().splitlines():
         if line.startswith("run_"):

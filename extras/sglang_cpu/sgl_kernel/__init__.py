@@ -1,4 +1,4 @@
-"""Names of SGLang's compiled kernels: they resolve at import and fail loudly when called."""
+"""Names of SGLang's compiled kernels: they can be imported, and raise an error when called."""
 
 from collections.abc import Callable
 from typing import NoReturn

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 MODELS = "sglang_cpu_compat.models"
-"""What SGLang imports first; the two hundred other models only where none of these is meant."""
+"""SGLang imports these first, and its two hundred other models only for other families."""
 
 
 def _gated_add(
@@ -29,7 +29,7 @@ def _gated_add(
 def _own_experts_only(
     original: Callable[..., Tensor], layer: Any, x: Tensor, topk_output: Any, config: Any
 ) -> Tensor:
-    """Experts of other ranks, numbered -1, count for nothing, as in the kernels for GPUs.
+    """Ignore experts of other ranks (index -1), as the GPU kernels do.
 
     The plain loop over experts takes numbers as indices. It is given a row for each choice of an
     expert that is here.
@@ -48,14 +48,14 @@ def _own_experts_only(
 
 
 def _rope_on_default_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Unscaled rotary embeddings assert that no device is named; the CPU is the default anyway."""
+    """Drop the device argument, which unscaled rotary embeddings refuse; the CPU is the default."""
     if kwargs.get("device") == "cpu" and kwargs.get("rope_scaling") is None:
         kwargs["device"] = None
     return original(*args, **kwargs)
 
 
 def _fork_from_here_on(*args: Any, **kwargs: Any) -> None:
-    """Fork SGLang's processes from its first, which has imported all they need.
+    """Fork SGLang's processes from its first one, which has made all imports.
 
     SGLang spawns them for the sake of CUDA; each then imports everything anew, which takes most of
     a start. A process that runs threads already cannot be forked safely and goes on spawning.
@@ -67,7 +67,7 @@ def _fork_from_here_on(*args: Any, **kwargs: Any) -> None:
 
 
 def _unpinned(*args: Any, **kwargs: Any) -> None:
-    """Host memory stays pageable where there is no CUDA runtime to pin it."""
+    """Host memory that is not pinned, because there is no CUDA runtime."""
 
 
 def register() -> None:

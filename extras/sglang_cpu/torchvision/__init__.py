@@ -1,4 +1,4 @@
-"""Names SGLang's configs import from torchvision; text models never call them."""
+"""Names that SGLang's configs import from torchvision; text models never call them."""
 
 from torchvision import io, transforms
 

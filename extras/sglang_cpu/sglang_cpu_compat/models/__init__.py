@@ -1,1 +1,1 @@
-"""Models SGLang knows without importing all its others (``SGLANG_EXTERNAL_MODEL_PACKAGE``)."""
+"""Models that SGLang finds without importing all of its own (``SGLANG_EXTERNAL_MODEL_PACKAGE``)."""

@@ -1,4 +1,4 @@
-"""The families a rollout is tried with."""
+"""The families that the tests use."""
 
 from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM

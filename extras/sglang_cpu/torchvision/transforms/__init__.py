@@ -1,4 +1,4 @@
-"""Image transforms, absent but for the enum that is read at import."""
+"""Image transforms: only the enum that SGLang reads at import."""
 
 import enum
 

@@ -1,0 +1,112 @@
+"""No response is lost when a real SGLang server is killed or hangs."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from sglang_case import (
+    TOLERANCE,
+    Case,
+    needs_sglang,
+    prompts,
+    response_logprobs,
+    server_process,
+    synced_case,
+)
+from torch import Tensor
+
+from mppo.batch import Trajectory
+from mppo.config.sections.rollout import SamplingConfig
+from mppo.rollout.engine import GenerationRequest as Request
+from mppo.rollout.engine import WeightSource
+
+pytestmark = [pytest.mark.server, needs_sglang]
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory) -> Iterator[Case]:
+    yield from synced_case(tmp_path_factory.mktemp("qwen2"))
+
+
+@pytest.mark.parametrize(("end", "why"), [("kill", ""), ("suspend", "no answer within 15 s")])
+def test_a_server_killed_or_hung_in_mid_generation_loses_nothing(
+    qwen2, monkeypatch, capsys, end: str, why: str
+) -> None:
+    qwen2.change_weights()
+    qwen2.sync()
+    victim = server_process(qwen2)
+    if end == "suspend":
+        monkeypatch.setattr(qwen2.engine._fleet._apis[0]._client, "_timeout_s", 15.0)
+
+    struck = threading.Event()
+
+    def strike(places, responses) -> None:
+        """End the server once its first response has arrived."""
+        if not struck.is_set():
+            struck.set()
+            getattr(victim, end)()
+
+    sampling = SamplingConfig(stop_token_ids=tuple(range(3, 12)))
+    trajectories = qwen2.engine.generate(Request(prompts(16), sampling, 400, 0, strike))
+    assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
+    assert re.search(rf"restarting SGLang server 0: .*/generate: {why}", capsys.readouterr().out)
+    assert [t.prompt.uid for t in trajectories] == list(range(16))
+    qwen2.check_logprobs(trajectories, 1.0)
+
+
+def test_kill_9_while_generating_ahead_loses_nothing(qwen2) -> None:
+    qwen2.change_weights()
+    qwen2.sync()
+    old, version, victim = copy.deepcopy(qwen2.model), qwen2.version, server_process(qwen2)
+    received: dict[int, Trajectory] = {}
+    answered = threading.Event()
+
+    def receive(places, responses) -> None:
+        received.update(zip(places, responses))
+        answered.set()
+
+    sampling = SamplingConfig(stop_token_ids=tuple(range(3, 12)))
+    ahead = qwen2.engine.submit(Request(prompts(24), sampling, 400, 0, receive))
+    assert answered.wait(timeout=300)
+    victim.kill()
+    qwen2.change_weights()
+    qwen2.sync()
+    trajectories = ahead.collect()
+    assert not victim.is_running()
+    assert [t.prompt.uid for t in trajectories] == list(range(24))
+    assert sorted(received) == list(range(24))
+    assert {t.weight_version for t in trajectories} == {version, qwen2.version}
+    for t in trajectories:
+        model = old if t.weight_version == version else qwen2.model
+        assert t.logprobs == pytest.approx(response_logprobs(model, t), abs=TOLERANCE)
+
+
+def test_kill_9_in_mid_update_and_while_asleep(qwen2) -> None:
+    qwen2.change_weights()
+    killed = []
+
+    def deadly_stream() -> Iterator[list[tuple[str, Tensor]]]:
+        for number, bucket in enumerate(qwen2.stream()):
+            yield bucket
+            if number == 1 and not killed:
+                killed.append(server_process(qwen2))
+                killed[0].kill()
+                killed[0].wait()
+
+    qwen2.engine.update_weights(WeightSource(deadly_stream), qwen2.version)
+    qwen2.local.update_weights(qwen2.stream(), qwen2.version)
+    assert killed
+    qwen2.check()
+    qwen2.engine.sleep()
+    asleep = server_process(qwen2)
+    asleep.kill()
+    asleep.wait()
+    qwen2.engine.wake()
+    qwen2.change_weights()
+    qwen2.sync()
+    qwen2.check()

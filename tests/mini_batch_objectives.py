@@ -1,0 +1,30 @@
+"""The objectives of a mini-batch, evaluated on all of its sequences in one micro-batch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mppo.config.sections.roles import ActorConfig, CriticConfig
+from mppo.models.heads.outputs import PolicyOutputs, ValueOutputs
+from mppo.trainer.losses import PolicyObjective, PolicyTargets, ValueObjective, ValueTargets
+
+
+def policy_objective(
+    logprobs_T: Tensor,
+    entropy_T: Tensor,
+    targets: PolicyTargets,
+    actor: ActorConfig,
+    full_kl_T: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The actor's loss and statistics."""
+    sequences = tuple(range(len(targets.cu_seqlens) - 1))
+    outputs = PolicyOutputs(logprobs_T, entropy_T, full_kl_T)
+    return PolicyObjective(targets, sequences, actor)(outputs, sequences)
+
+
+def value_objective(
+    values_T: Tensor, targets: ValueTargets, critic: CriticConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's loss and statistics."""
+    sequences = tuple(range(len(targets.cu_seqlens) - 1))
+    return ValueObjective(targets, sequences, critic)(ValueOutputs(values_T), sequences)

@@ -1,0 +1,75 @@
+"""A good recipe for the tables of bad ones, the files that rows name, and the expected refusal."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+from malicious_pickle import MaliciousPickle
+
+from mppo.train import main
+
+GOOD = """
+model: {path: "builtin:tiny", dtype: float32}
+data: {task: arithmetic, max_prompt_length: 32, max_response_length: 16, train_batch_size: 8}
+actor: {ppo_mini_batch_size: 4}
+trainer: {experiment_name: spoilt}
+"""
+
+
+def write_files(root: Path) -> dict[str, Path]:
+    """Write the files and folders that rows name in braces; their paths by name."""
+    (root / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (root / "empty.jsonl").touch()
+    (root / "rows.txt").write_text("1+1=2\n")
+    (root / "folder").mkdir()
+    sizes = {
+        "model_type": "qwen2", "hidden_size": 36, "intermediate_size": 36, "vocab_size": 64,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    experts = {
+        "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    }  # fmt: skip
+    models = {
+        "bare": {},
+        "alien": {"model_type": "gpt2", "n_embd": 32},
+        "nine_heads": {"num_attention_heads": 9, "num_key_value_heads": 9},
+        "three_layers": {"num_hidden_layers": 3},
+        "odd_width": {"intermediate_size": 37},
+        "six_experts": experts,
+        "mixed_layers": {**experts, "mlp_only_layers": [0]},
+    }
+    for name, changes in models.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps({**sizes, **changes}))
+    (root / "alien" / "model.safetensors").touch()
+    (root / "unsafe" / "hf").mkdir(parents=True)
+    (root / "unsafe" / ".metadata").write_bytes(pickle.dumps(MaliciousPickle(Path("done"))))
+    shutil.copy(root / "bare" / "config.json", root / "unsafe" / "hf")
+    places = {name: root / name for name in ("folder", "unsafe", *models)}
+    return places | {
+        "file": root / "rows.jsonl", "empty": root / "empty.jsonl", "text": root / "rows.txt"
+    }  # fmt: skip
+
+
+def refusal(tmp_path: Path, capsys, text: str, settings: str, *options: str) -> str:
+    """Run the entry point; the message of its refusal."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    code = main(["--config", str(path), *options, *settings.split()])
+    shown = capsys.readouterr()
+    assert code == 2, shown.err
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+    return shown.err
+
+
+def assert_one_fault(message: str, key: str, expected: str) -> None:
+    assert ": 1 issue\n" in message, message
+    assert re.search(rf"^  1\. {re.escape(key)} = ", message, re.MULTILINE), message
+    assert expected in " ".join(message.split()), message
+    assert re.search(r"^ +fix: \S", message, re.MULTILINE), message

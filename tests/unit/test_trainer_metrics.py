@@ -1,0 +1,47 @@
+"""Metrics of a step, computed without a run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from mppo.batch import ModelOutputs, Prompt, Trajectory, pack_trajectories
+from mppo.config.sections.algorithm import AlgorithmConfig
+from mppo.trainer.advantages import estimate
+from mppo.trainer.metrics import experience_metrics, mismatch_metrics
+from mppo.trainer.selection import resample_experience
+
+MISMATCH = "training/rollout_logprob_diff_mean"
+
+
+def outputs_of(has_actor_logprobs: bool) -> ModelOutputs:
+    """Two responses whose log-probabilities are the engine's."""
+    trajectories = [
+        Trajectory(Prompt(i, (1, 2), "", "", ""), (3, 4, 5), (-0.5, -1.0, -0.1), "stop", 0)
+        for i in range(2)
+    ]
+    batch = pack_trajectories(trajectories, [1.0, 0.0])
+    logprobs_T = batch.rollout_logprobs_T
+    values_T = torch.zeros_like(logprobs_T)
+    return ModelOutputs(batch, logprobs_T, logprobs_T, values_T, has_actor_logprobs)
+
+
+def test_a_mismatch_that_nobody_computed_is_not_reported_not_even_of_a_resampled_batch():
+    computed, taken = outputs_of(True), outputs_of(False)
+    assert mismatch_metrics(computed, 1)[MISMATCH] == 0.0
+    assert MISMATCH not in mismatch_metrics(taken, 1)
+    algorithm = AlgorithmConfig(use_pf_ppo=True)
+    experience = resample_experience(estimate(taken, algorithm, 0.0), algorithm, seed=0)
+    # resampling copies tensors, so the flag cannot depend on object identity
+    assert experience.old.logprobs_T is not experience.old.batch.rollout_logprobs_T
+    assert MISMATCH not in mismatch_metrics(experience.old, 1)
+    reported = experience_metrics(experience).keys()
+    same = dataclasses.replace(experience, old=dataclasses.replace(computed))
+    assert experience_metrics(same).keys() - reported, "the actor's own are reported"
+
+
+def test_bypass_mode_takes_the_engines_log_probabilities():
+    correction = {"rollout_correction": {"bypass_mode": True}}
+    algorithm = AlgorithmConfig.model_validate(correction)
+    assert not estimate(outputs_of(True), algorithm, 0.0).old.has_actor_logprobs

@@ -1,0 +1,60 @@
+"""Selecting sequences: resampling, concatenation and dynamic sampling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mppo.config.algorithm import (
+    AlgorithmConfig,
+    PFPPOConfig,
+)
+from random_outputs import outputs_of
+
+from mppo.trainer.advantages import estimate
+from mppo.trainer.selection import (
+    concatenate_batches,
+    first_groups,
+    informative_sequences,
+    resample_experience,
+    select_batch,
+    select_experience,
+)
+
+
+def test_pf_ppo_resamples_complete_sequences():
+    experience = estimate(
+        outputs_of([3, 0, 5, 2], scores=[0.0, 0.0, 0.0, 9.0]), AlgorithmConfig(), 0
+    )
+    assert resample_experience(experience, AlgorithmConfig(), 0) is experience
+    algorithm = AlgorithmConfig(use_pf_ppo=True, pf_ppo=PFPPOConfig(reweight_method="pow"))
+    drawn = resample_experience(experience, algorithm, seed=1)
+    assert drawn.old.batch.scores_B.tolist() == [9.0] * 4
+    expected = experience.advantages_T[-3:].repeat(4)
+    torch.testing.assert_close(drawn.advantages_T, expected)
+
+
+def test_selecting_and_concatenating_batches():
+    experience = estimate(outputs_of([3, 0, 5]), AlgorithmConfig(), 0)
+    again = select_experience(experience, [0, 1, 2])
+    torch.testing.assert_close(again.old.values_T, experience.old.values_T)
+    batch = experience.old.batch
+    joined = concatenate_batches([select_batch(batch, [2]), select_batch(batch, [0, 1])])
+    assert joined.tokens_T.tolist() == select_batch(batch, [2, 0, 1]).tokens_T.tolist()
+    assert joined.cu_seqlens.tolist() == [0, 6, 10, 11]
+    with pytest.raises(ValueError, match="no batch"):
+        concatenate_batches([])
+
+
+def test_dynamic_sampling_keeps_groups_with_differing_scores():
+    scores, group = torch.tensor([1.0, 1, 0, 1, 2]), torch.tensor([5, 5, 3, 3, 9])
+    assert informative_sequences(scores, group).tolist() == [2, 3, 4]
+    assert informative_sequences(scores[:0], group[:0]).tolist() == []
+
+
+def test_a_batch_takes_the_first_informative_groups_and_is_filled_up():
+    scores = torch.tensor([1.0, 1, 0, 1, 2, 2, 3, 5])
+    group = torch.tensor([8, 8, 3, 3, 9, 9, 1, 1])
+    assert first_groups(scores, group, 1).tolist() == [2, 3]
+    assert first_groups(scores, group, 2).tolist() == [2, 3, 6, 7]
+    assert first_groups(scores, group, 3).tolist() == [0, 1, 2, 3, 6, 7]
+    assert first_groups(scores, group, 4).tolist() == list(range(8))
