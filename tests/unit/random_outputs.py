@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from mppo.config.algorithm import (
+from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     RolloutCorrectionConfig,
 )

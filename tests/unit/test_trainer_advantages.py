@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from mppo.config.algorithm import (
+from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     KLControlConfig,
     RolloutCorrectionConfig,

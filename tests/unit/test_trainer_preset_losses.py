@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from mini_batch_objectives import policy_objective, value_objective
-from mppo.config.algorithm import (
+from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     RolloutCorrectionConfig,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mppo.config.algorithm import (
+from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     PFPPOConfig,
 )
