@@ -14,6 +14,7 @@ from mppo.checkpoint import folder as folders
 from mppo.checkpoint.folder import Manifest
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import Recipe, TrainerConfig
+from mppo.parallel.collectives import all_gather_objects, broadcast_object
 from mppo.safety.disk import Damaged, Files, check_contents, check_sizes
 from mppo.weights.torch_dist.contents import read_checkpoint
 
@@ -100,9 +101,7 @@ def resume_mode(trainer: TrainerConfig, root: Path) -> str:
 
 def _agreed(candidates: list[Path]) -> list[Path]:
     """The first rank's list: folders may appear while others look."""
-    shared = [candidates]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
+    return broadcast_object(candidates)
 
 
 def first_problem(folder: Path, files: Files) -> str | None:
@@ -113,9 +112,7 @@ def first_problem(folder: Path, files: Files) -> str | None:
         check_contents(folder, files, dist.get_rank(), dist.get_world_size())
     except Damaged as error:
         mine = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, mine)
-    return next((problem for problem in problems if problem), None)
+    return next((problem for problem in all_gather_objects(mine) if problem), None)
 
 
 def check_models(

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mppo.config.errors import ConfigError
+from mppo.parallel.collectives import broadcast_object
 
 
 def on_first_rank(action: Callable[[], Any]) -> Any:
@@ -16,13 +17,13 @@ def on_first_rank(action: Callable[[], Any]) -> Any:
     Raises:
         ConfigError: on every rank, where the first raises it.
     """
-    outcome: list[Any] = [None, None]
+    result, issues, source = None, (), ""
     if dist.get_rank() == 0:
         try:
-            outcome[0] = action()
+            result = action()
         except ConfigError as error:
-            outcome[1] = (error.issues, error.source)
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise ConfigError(*outcome[1])
-    return outcome[0]
+            issues, source = error.issues, error.source
+    result, issues, source = broadcast_object((result, issues, source))
+    if issues:
+        raise ConfigError(issues, source)
+    return result

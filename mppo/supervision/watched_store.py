@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from mppo.parallel.collectives import broadcast_object
 from mppo.parallel.launch import LaunchInfo
 
 _LARGEST_GAP = 3
@@ -125,16 +126,15 @@ class WatchedStore:
 
     def _connect(self, info: LaunchInfo) -> dist.TCPStore:
         """The store; the first rank hosts it on the interface the rendezvous uses."""
-        place: list[int | None] = [None]
-        listener = None
+        port, listener = 0, None
         if info.rank == 0:
             listener = _listen(info.master_addr)
-            place = [listener.getsockname()[1]]
-        dist.broadcast_object_list(place, src=0)
+            port = listener.getsockname()[1]
+        port = broadcast_object(port)
         with self._calling():
             store = dist.TCPStore(
                 info.master_addr,
-                int(place[0] or 0),
+                port,
                 is_master=info.rank == 0,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=60),

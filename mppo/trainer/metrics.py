@@ -17,7 +17,7 @@ from mppo.algos.masked import masked_var, sequence_sum
 from mppo.batch import Batch, Experience, ModelOutputs, Trajectory
 from mppo.config.schema import ActorConfig, Recipe
 from mppo.parallel import device
-from mppo.pipeline.microbatches import partition
+from mppo.parallel.partition import partition
 from mppo.rewards.judgement import UNSCORED, Judgement
 
 
