@@ -26,7 +26,8 @@ from mppo.models.role import Role
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.groups import GroupRegistry
-from mppo.parallel.launch import discover, process_group
+from mppo.parallel.launch import discover
+from mppo.parallel.process_group import process_group
 from mppo.safety.redact import redacted_output
 from mppo.trainer.replay_case import CASE, MODELS, ReplayCase, load_case, named_tensors
 from mppo.trainer.roles import Roles

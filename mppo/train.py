@@ -21,13 +21,7 @@ from mppo.config.rules.rule import RoleCase, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
 from mppo.hub.download import fetch_model
-from mppo.parallel.launch import (
-    LaunchInfo,
-    discover,
-    launcher_patience_s,
-    parents_command,
-    process_group,
-)
+from mppo.parallel.launch import LaunchInfo, discover, launcher_patience_s, parents_command
 from mppo.safety.redact import redacted_output
 from mppo.supervision import last_words
 
@@ -146,11 +140,12 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     """Everything with a process group; the group is destroyed on every way out."""
     from mppo.checkpoint.lock import run_folder_lock
     from mppo.parallel import device
+    from mppo.parallel.process_group import process_group
     from mppo.report.opening import opening_lines
     from mppo.safety.private import private_files
     from mppo.safety.temporary import remove_leftovers
     from mppo.supervision.cleanup_deadline import CleanupDeadline
-    from mppo.supervision.heartbeat import watching
+    from mppo.supervision.heartbeat import Heartbeat
     from mppo.supervision.signals import listening
     from mppo.supervision.stop_request import StepInterrupted
 
@@ -161,16 +156,17 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     trainer = recipe.trainer
     silence, hang = trainer.heartbeat_timeout_s, trainer.hang_timeout_s
     hang = hang or 0.9 * trainer.collective_timeout_s
-    stacks, tell = trainer.run_dir / "stacks", partial(_report_failure, info=info, recipe=recipe)
+    stacks = trainer.run_dir / "stacks"
+    on_failure = partial(_report_failure, info=info, recipe=recipe)
     patience = launcher_patience_s(info, os.environ, parents_command())
     if info.local_rank == 0:
         remove_leftovers()
     with (
         private_files(trainer.run_dir),
         listening(trainer.stop_within_s, patience) as stop,
-        CleanupDeadline() as way_out,
+        CleanupDeadline() as cleanup,
         process_group(info, trainer.collective_timeout_s),
-        watching(info, silence, hang, stacks, way_out, tell) as heartbeat,
+        Heartbeat(info, silence, hang, stacks, cleanup, on_failure).running() as heartbeat,
         run_folder_lock(trainer.run_dir, last_words.say),
     ):
         if info.rank == 0 and "console" in trainer.logger:

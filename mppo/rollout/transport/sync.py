@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from mppo.parallel.addresses import free_port
 from mppo.parallel.collectives import all_gather_objects
-from mppo.parallel.launch import free_port
 from mppo.rollout.engine import WeightBucket
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused
