@@ -107,7 +107,7 @@ class Checkpointer:
         self._timing = SaveTiming(trainer, checkpoint_bytes=sum(map(role_bytes, roles.values())))
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         if self._rank == 0:
-            stop_request.on_ask(self._tell_what_stopping_takes)
+            stop_request.on_request(self._tell_what_stopping_takes)
 
     def resume(self, found: Found | None) -> int:
         """Take up a checkpoint.

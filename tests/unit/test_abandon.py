@@ -103,7 +103,7 @@ def test_once_training_has_ended_nothing_is_late(clock):
 def test_whoever_wants_to_know_is_told_at_once_and_once(clock):
     told = []
     stop_request.reset(20.0)
-    stop_request.on_ask(lambda: told.append(clock[0]))
+    stop_request.on_request(lambda: told.append(clock[0]))
     stop_request.request()
     clock[0] += 1.0
     stop_request.request()
