@@ -208,7 +208,7 @@ def _report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> N
     from mppo.supervision.phase import current
     from mppo.trainer import failures
 
-    if not failures.is_told(error) or "MPPO_TRACEBACK" in os.environ:
+    if not failures.needs_no_traceback(error) or "MPPO_TRACEBACK" in os.environ:
         traceback.print_exception(error)
     where = f"rank {info.rank} of {info.world_size}"
     kind = "" if failures.is_bad_input(error) else f"{type(error).__name__}: "

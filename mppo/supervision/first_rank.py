@@ -1,23 +1,27 @@
-"""What the first rank looks at or does for all."""
+"""Running an action on the first rank alone, with its result on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from mppo.config.errors import ConfigError
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.parallel.collectives import broadcast_object
 
+T = TypeVar("T")
 
-def on_first_rank(action: Callable[[], Any]) -> Any:
-    """What ``action`` returns on the first rank, on every rank. Collective.
+
+def on_first_rank(action: Callable[[], T]) -> T:
+    """Run ``action`` on the first rank and return its result on every rank. Collective.
 
     Raises:
-        ConfigError: on every rank, where the first raises it.
+        ConfigError: on every rank, if the action raises it.
     """
-    result, issues, source = None, (), ""
+    result: T | None = None
+    issues: tuple[ConfigIssue, ...] = ()
+    source = ""
     if dist.get_rank() == 0:
         try:
             result = action()
@@ -26,4 +30,4 @@ def on_first_rank(action: Callable[[], Any]) -> Any:
     result, issues, source = broadcast_object((result, issues, source))
     if issues:
         raise ConfigError(issues, source)
-    return result
+    return cast(T, result)

@@ -70,7 +70,7 @@ def test_a_run_folder_through_several_starts(tmp_path):
     before = contents(run)
     code, text = ended(tmp_path, two)
     assert (code, contents(run)) == (0, before), text
-    assert f"nothing is left to do: {run} has finished 2 steps" in text
+    assert f"nothing is left to do: the run in {run} has finished its 2 steps" in text
 
     three = [*keys, "trainer.total_training_steps=3"]
     path = "trainer.resume_mode=resume_path trainer.resume_from_path={}/checkpoints/global_step_1"

@@ -75,7 +75,7 @@ def test_a_disk_that_takes_no_more_is_told_without_a_traceback(capsys, number, w
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mppo: rank 0 of 2 failed while ")
     assert why in line
-    assert "started again, the run goes on" in line.lower()
+    assert "started again, the run continues" in line.lower()
 
 
 def test_a_file_of_the_users_that_is_missing_is_no_fault_of_the_disk(capsys):
