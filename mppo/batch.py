@@ -107,7 +107,7 @@ class Batch:
         rollout_logprobs_T: float32 ``[T]``, the engine's log-probabilities.
         group_B: int64 ``[B]``, uid of the prompt.
         scores_B: float32 ``[B]``, the outcome reward of each trajectory.
-        truncated_B: bool ``[B]``, ended by the length limit, not by a stop token.
+        truncated_B: bool ``[B]``, not ended by a stop token.
         weight_version_T: int64 ``[T]``, of the weights that generated each token; -1 elsewhere.
         routed_experts_T: int16 ``[T, layers, k]``, experts chosen by the engine, by decoder layer;
             -1 where unknown. ``[T, 0, 0]`` (default) if the engine does not report them.
