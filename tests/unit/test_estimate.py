@@ -257,7 +257,7 @@ def test_selecting_and_concatenating_batches():
     joined = concatenate_batches([select_batch(batch, [2]), select_batch(batch, [0, 1])])
     assert joined.tokens_T.tolist() == select_batch(batch, [2, 0, 1]).tokens_T.tolist()
     assert joined.cu_seqlens.tolist() == [0, 6, 10, 11]
-    with pytest.raises(ValueError, match="no batch"):
+    with pytest.raises(ValueError, match="at least one batch"):
         concatenate_batches([])
 
 
