@@ -78,7 +78,7 @@ def test_a_run_folder_through_several_starts(tmp_path):
     refused = {
         "holds another model as actor": [*three, "actor.optim.lr=1e-5", "model.dtype=bfloat16"],
         "is not a folder": [*three, *path.format(run).replace("checkpoints", "chekpoints").split()],
-        "replace the model it starts from": [*three, f"ref.path={run}/actor", KL],
+        "overwrite the model it starts from": [*three, f"ref.path={run}/actor", KL],
     }
     for message, overrides in refused.items():
         code, text = ended(tmp_path, overrides)
