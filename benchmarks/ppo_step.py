@@ -121,7 +121,8 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from mppo.data.loader import PromptLoader
     from mppo.data.source import PromptSet
     from mppo.parallel.groups import GroupRegistry
-    from mppo.parallel.launch import discover, process_group
+    from mppo.parallel.launch import discover
+    from mppo.parallel.process_group import process_group
     from mppo.rollout.build import build_engine
     from mppo.supervision.signals import StopRequest
     from mppo.trainer.advantages import kl_controller

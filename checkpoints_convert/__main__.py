@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     os.environ.setdefault("MPPO_DEVICE", "cpu")
     warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
-    from mppo.parallel.launch import discover, process_group
+    from mppo.parallel.launch import discover
+    from mppo.parallel.process_group import process_group
 
     try:
         info = discover()

@@ -19,8 +19,9 @@ from mppo.models.families.architectures import FamilyConfig, family_config
 from mppo.models.stage import Stage, build_stages
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
-from mppo.parallel.launch import discover, process_group
+from mppo.parallel.launch import discover
 from mppo.parallel.layout import Layout
+from mppo.parallel.process_group import process_group
 from mppo.weights.torch_dist.checkpoint import load_megatron
 
 TOLERANCE, TESTED_LAYERS = 2e-6, 4

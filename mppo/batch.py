@@ -1,14 +1,14 @@
-"""The values a PPO iteration hands from stage to stage.
+"""The values that the stages of a PPO iteration pass on.
 
 Prompt -> Trajectory -> Batch -> ModelOutputs -> Experience. Each type holds the one before it; no
 stage adds a field to its argument.
 
-Shapes: ``T`` tokens of all sequences laid end to end (no padding), ``B`` sequences.
+Shapes: ``T`` tokens of all sequences, concatenated without padding; ``B`` sequences.
 ``cu_seqlens`` has ``B + 1`` entries; sequence ``b`` is ``tokens_T[cu_seqlens[b]:cu_seqlens[b+1]]``.
-Index ``t`` speaks of token ``t``: its log-probability given everything before it, the value of the
-state before it, its mask. Positions outside ``response_mask_T`` hold 0 in every per-token float;
-values and rewards also stand on end slots.
-A Batch is the whole global batch, and every rank holds the same one (on the CPU).
+Index ``t`` of a tensor belongs to token ``t``: its log-probability given all tokens before it, the
+value of the state before it, its mask. Outside ``response_mask_T`` every per-token float is 0,
+except that values and rewards may also be nonzero on end slots.
+A Batch is the global batch: every rank holds the same one, on the CPU.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Prompt:
     Args:
         uid: position in the data order, unique within a run; samples of one prompt share it.
         token_ids: prompt tokens, after chat template, filtering and truncation.
-        data_source: name of the task or data set; picks the verifier.
-        ground_truth: what the verifier compares with.
+        data_source: name of the task or data set; selects the verifier.
+        ground_truth: the reference answer for the verifier.
         text: the prompt as text, for tables.
-        extra: whatever else the data row carried.
+        extra: other columns of the data row.
     """
 
     uid: int
@@ -46,16 +46,16 @@ class Trajectory:
     """One sampled response.
 
     Args:
-        prompt: the prompt it answers.
+        prompt: the prompt.
         response_ids: generated tokens, the stop token included when one was generated.
         logprobs: log-probability of each response token under the distribution it was sampled
-            from before top-p/top-k/min-p truncation (that is softmax(logits / temperature)).
+            from, before top-p/top-k/min-p truncation: softmax(logits / temperature).
         finish_reason: "stop" (a stop token was generated), "length" or "abort".
-        weight_version: version of the weights that generated it, or its last part.
-        earlier: (version, tokens) of the parts before that one, in order.
-        routed_experts: int16 ``[tokens, layers, k]``, experts the engine's routers chose for the
-            first tokens of prompt and response (the last generated token was never routed); None
-            where the engine was not asked.
+        weight_version: version of the weights that generated the response, or its last part.
+        routed_experts: int16 ``[tokens, layers, k]``, experts chosen by the engine's routers for
+            the first tokens of prompt and response (the last generated token is never routed);
+            None if the engine does not report them.
+        earlier: (version, number of tokens) of the parts before the last one, in order.
     """
 
     prompt: Prompt
@@ -68,27 +68,32 @@ class Trajectory:
 
     @property
     def weight_versions(self) -> list[int]:
-        """Version of the weights that generated each response token."""
+        """Weight version of each response token."""
         before = [version for version, tokens in self.earlier for _ in range(tokens)]
         return before + [self.weight_version] * (len(self.response_ids) - len(before))
 
 
 ResponsesBySample = dict[tuple[int, int], Trajectory]
-"""Responses by the prompt's uid and the number of the sample."""
+"""Responses by prompt uid and sample number."""
 
 
 @dataclass
 class PartialResponses:
-    """Responses to prompts that no step has trained on yet; the same on every rank.
+    """Responses that no step has trained on yet; the same on every rank.
 
-    They were aborted when a batch was full, wait for other samples of their prompt, or were
-    generated ahead. The run owns them: engines read them and return what is left over.
+    A response is kept because it was aborted when a batch was full, because other samples of its
+    prompt are missing, or because it was generated ahead. The run owns these responses: engines
+    read them and return the ones they did not use.
 
     Args:
-        responses: by prompt and sample.
+        responses: by prompt uid and sample number.
     """
 
     responses: ResponsesBySample = field(default_factory=dict)
+
+
+_DEFAULT = torch.empty(0)
+"""Default of a tensor field whose true default depends on the number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +105,14 @@ class Batch:
         cu_seqlens: int64 ``[B + 1]``.
         response_mask_T: float32 ``[T]``, 1 on response tokens.
         rollout_logprobs_T: float32 ``[T]``, the engine's log-probabilities.
-        group_B: int64 ``[B]``, the prompt's uid.
+        group_B: int64 ``[B]``, uid of the prompt.
         scores_B: float32 ``[B]``, the outcome reward of each trajectory.
-        truncated_B: bool ``[B]``, finished for length, not by a stop token.
+        truncated_B: bool ``[B]``, not ended by a stop token.
         weight_version_T: int64 ``[T]``, of the weights that generated each token; -1 elsewhere.
-        routed_experts_T: int16 ``[T, layers, k]``, experts the engine chose, by decoder layer; -1
-            where it is not known. ``[T, 0, 0]`` where the engine was not asked.
-        end_mask_T: float32 ``[T]``, 1 on a slot after a response's stop token, a state with a value
-            but no action; zeros where no such slots were asked for.
+        routed_experts_T: int16 ``[T, layers, k]``, experts chosen by the engine, by decoder layer;
+            -1 where unknown. ``[T, 0, 0]`` (default) if the engine does not report them.
+        end_mask_T: float32 ``[T]``, 1 on an end slot: a position after a response's stop token, for
+            the terminal state, which has a value but no action. Zeros (default) without end slots.
     """
 
     tokens_T: Tensor
@@ -118,14 +123,14 @@ class Batch:
     scores_B: Tensor
     truncated_B: Tensor
     weight_version_T: Tensor
-    routed_experts_T: Tensor | None = None
-    end_mask_T: Tensor | None = None
+    routed_experts_T: Tensor = _DEFAULT
+    end_mask_T: Tensor = _DEFAULT
 
     def __post_init__(self) -> None:
-        if self.routed_experts_T is None:
+        if self.routed_experts_T is _DEFAULT:
             nothing = torch.empty(len(self.tokens_T), 0, 0, dtype=torch.int16)
             object.__setattr__(self, "routed_experts_T", nothing)
-        if self.end_mask_T is None:
+        if self.end_mask_T is _DEFAULT:
             object.__setattr__(self, "end_mask_T", torch.zeros_like(self.response_mask_T))
 
     @property
@@ -134,32 +139,32 @@ class Batch:
 
     @property
     def value_mask_T(self) -> Tensor:
-        """1 where a state has a value: on response tokens and end slots, float32 ``[T]``."""
+        """1 on response tokens and end slots, where states have values: float32 ``[T]``."""
         return self.response_mask_T + self.end_mask_T
 
     @property
     def lengths_B(self) -> Tensor:
-        """Tokens of each sequence, prompt and response: int64 ``[B]``."""
+        """Number of tokens of each sequence, end slot included: int64 ``[B]``."""
         return self.cu_seqlens.diff()
 
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """A batch with what the models compute for it, before any update.
+    """A batch with the models' outputs before any update.
 
     Args:
         batch: the batch.
-        logprobs_T: the policy's log-probabilities, float32 ``[T]``: the actor's, or the engine's
-            where the recipe takes them instead.
-        ref_logprobs_T: reference's log-probabilities, float32 ``[T]``; equal to ``logprobs_T``
-            where no reference model is in use.
-        values_T: critic's value of the state before token t, float32 ``[T]``; zeros where no
-            critic is in use.
+        logprobs_T: the policy's log-probabilities, float32 ``[T]``: the actor's, or in bypass mode
+            the engine's.
+        ref_logprobs_T: the reference's log-probabilities, float32 ``[T]``; equal to ``logprobs_T``
+            without a reference model.
+        values_T: the critic's value of the state before token t, float32 ``[T]``; zeros without a
+            critic.
         has_actor_logprobs: whether ``logprobs_T`` are the actor's.
         full_kl_T: KL of actor against reference over the vocabulary, float32 ``[T]`` (nats);
-            zeros where no term of the recipe asks for it.
+            zeros (None) if the recipe does not use it.
         ref_hidden_T: the reference's hidden states that predict token t, ``[T, hidden]`` in the
-            model's dtype; ``[T, 0]`` where the actor's loss does not take the KL from them.
+            model's dtype; ``[T, 0]`` (None) if the actor's loss does not use them.
     """
 
     batch: Batch
@@ -179,11 +184,12 @@ class ModelOutputs:
 
 @dataclass(frozen=True)
 class Experience:
-    """What the update stage trains on.
+    """The training data of the update stage.
 
     Args:
         old: the batch with the models' outputs before the update.
-        rewards_T: per-token rewards, KL penalty included where asked for, float32 ``[T]``.
+        rewards_T: per-token rewards, including the KL penalty if the recipe uses one, float32
+            ``[T]``.
         advantages_T: float32 ``[T]``.
         returns_T: the critic's regression target, float32 ``[T]``.
         loss_weight_T: float32 ``[T]``; response mask times any importance weight or rejection.
@@ -199,24 +205,25 @@ class Experience:
 def pack_trajectories(
     trajectories: Sequence[Trajectory], scores: Sequence[float], end_slots_below: int = 0
 ) -> Batch:
-    """Lay trajectories end to end.
+    """Concatenate trajectories on one token axis.
 
     Args:
-        trajectories: B trajectories; an empty response is allowed.
+        trajectories: B trajectories; responses may be empty.
         scores: B outcome rewards.
-        end_slots_below: put a slot behind every response that stopped with fewer tokens than this
-            (``Batch.end_mask_T``); it holds the stop token again, which nothing reads. 0: none.
+        end_slots_below: append an end slot (``Batch.end_mask_T``) to every response that stopped
+            with fewer tokens than this. The slot repeats the stop token, which nothing reads.
+            0: no end slots.
 
     Returns:
         Batch on the CPU.
 
     Raises:
-        ValueError: no trajectory, or as many scores as trajectories are not given.
+        ValueError: no trajectory, or the numbers of trajectories and scores differ.
     """
     if not trajectories or len(trajectories) != len(scores):
         raise ValueError(
-            f"need as many scores as trajectories and at least one: "
-            f"got {len(trajectories)} trajectories, {len(scores)} scores"
+            f"a batch needs at least one trajectory and one score for each: got "
+            f"{len(trajectories)} trajectories and {len(scores)} scores"
         )
     tokens: list[int] = []
     mask: list[float] = []
@@ -224,6 +231,7 @@ def pack_trajectories(
     logprobs: list[float] = []
     versions: list[int] = []
     lengths: list[int] = []
+    # Python lists are extended and converted once: one tensor per trajectory would be slower
     for trajectory in trajectories:
         prompt_len, response_len = len(trajectory.prompt.token_ids), len(trajectory.response_ids)
         tokens += trajectory.prompt.token_ids
@@ -233,6 +241,7 @@ def pack_trajectories(
         logprobs += trajectory.logprobs
         versions += [-1] * prompt_len + trajectory.weight_versions
         stopped = trajectory.finish_reason == "stop"
+        # the end slot repeats the stop token; mask, log-probability and version mark it as unread
         slots = int(stopped and 0 < response_len < end_slots_below)
         tokens += trajectory.response_ids[-1:] * slots
         mask += [0.0] * slots
@@ -251,18 +260,18 @@ def pack_trajectories(
         scores_B=torch.tensor(scores, dtype=torch.float32),
         truncated_B=torch.tensor([t.finish_reason != "stop" for t in trajectories]),
         weight_version_T=torch.tensor(versions, dtype=torch.int64),
-        routed_experts_T=_lay_routing(trajectories, lengths),
+        routed_experts_T=_concatenate_routing(trajectories, lengths),
         end_mask_T=torch.tensor(end_mask, dtype=torch.float32),
     )
 
 
-def _lay_routing(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> Tensor | None:
-    """The engine's choices of experts, -1 for the tokens it did not route."""
-    known = [t.routed_experts for t in trajectories]
-    if any(experts is None for experts in known):
-        return None
-    rows = []
-    for experts, length in zip(known, lengths):
+def _concatenate_routing(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> Tensor:
+    """``Batch.routed_experts_T`` of trajectories, whose sequences have these lengths."""
+    reported = [t.routed_experts for t in trajectories if t.routed_experts is not None]
+    if len(reported) < len(trajectories):
+        return _DEFAULT
+    rows: list[Tensor] = []
+    for experts, length in zip(reported, lengths, strict=True):
         missing = experts.new_full((length - len(experts), *experts.shape[1:]), -1)
         rows += [experts.to(torch.int16), missing.to(torch.int16)]
     return torch.cat(rows)

@@ -25,7 +25,8 @@ from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.hub.check_weights import check_weights
 from mppo.hub.download import fetch_model
 from mppo.parallel import device
-from mppo.parallel.launch import LaunchInfo, discover, process_group
+from mppo.parallel.launch import LaunchInfo, discover
+from mppo.parallel.process_group import process_group
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch import Experience
@@ -25,8 +24,10 @@ from mppo.config.schema import Recipe
 from mppo.hub.builtin import read_model_config
 from mppo.models.role import Role
 from mppo.parallel import device
+from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.groups import GroupRegistry
-from mppo.parallel.launch import discover, process_group
+from mppo.parallel.launch import discover
+from mppo.parallel.process_group import process_group
 from mppo.safety.redact import redacted_output
 from mppo.trainer.replay_case import CASE, MODELS, ReplayCase, load_case, named_tensors
 from mppo.trainer.roles import Roles
@@ -139,8 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             load_roles(folder / MODELS, roles.trained)
         except _NO_CASE as error:
             return _refuse(folder, error)
-        everyone: list[list[str]] = [[] for _ in range(info.world_size)]
-        dist.all_gather_object(everyone, replay(case, experience, roles))
+        everyone = all_gather_objects(replay(case, experience, roles))
     if info.rank == 0:
         for rank, lines in enumerate(everyone):
             for line in lines or ["everything is finite"]:

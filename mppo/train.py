@@ -21,13 +21,7 @@ from mppo.config.rules.rule import RoleCase, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
 from mppo.hub.download import fetch_model
-from mppo.parallel.launch import (
-    LaunchInfo,
-    discover,
-    launcher_patience_s,
-    parents_command,
-    process_group,
-)
+from mppo.parallel.launch import LaunchInfo, discover, launcher_patience_s, parents_command
 from mppo.safety.redact import redacted_output
 from mppo.supervision import last_words
 
@@ -148,11 +142,12 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     """Train and export, inside a process group that is destroyed on every exit."""
     from mppo.checkpoint.lock import run_folder_lock
     from mppo.parallel import device
+    from mppo.parallel.process_group import process_group
     from mppo.report.opening import opening_lines
     from mppo.safety.private import private_files
     from mppo.safety.temporary import remove_leftovers
     from mppo.supervision.cleanup_deadline import CleanupDeadline
-    from mppo.supervision.heartbeat import watching
+    from mppo.supervision.heartbeat import Heartbeat
     from mppo.supervision.signals import listening
     from mppo.supervision.stop_request import StepInterrupted
 
@@ -173,7 +168,7 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
         listening(trainer.stop_within_s, patience) as stop,
         CleanupDeadline() as deadline,
         process_group(info, trainer.collective_timeout_s),
-        watching(info, silence_s, hang_s, stacks, deadline, on_failure) as heartbeat,
+        Heartbeat(info, silence_s, hang_s, stacks, deadline, on_failure).running() as heartbeat,
         run_folder_lock(trainer.run_dir, last_words.say),
     ):
         if info.rank == 0 and "console" in trainer.logger:
@@ -216,7 +211,7 @@ def _report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> N
     from mppo.supervision.phase import current
     from mppo.trainer import failures
 
-    if not failures.is_told(error) or "MPPO_TRACEBACK" in os.environ:
+    if not failures.needs_no_traceback(error) or "MPPO_TRACEBACK" in os.environ:
         traceback.print_exception(error)
     where = f"rank {info.rank} of {info.world_size}"
     kind = "" if failures.is_bad_input(error) else f"{type(error).__name__}: "

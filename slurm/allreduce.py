@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from mppo.parallel import device
-from mppo.parallel.launch import discover, process_group
+from mppo.parallel.launch import discover
+from mppo.parallel.process_group import process_group
 
 MEGABYTES = 16
 REPEATS = 5

@@ -35,7 +35,7 @@ def run_recipe(name: str, run_dir: Path, *overrides: str, **environment: str) ->
     Returns:
         The metrics of every step.
     """
-    from mppo.parallel.launch import free_port
+    from mppo.parallel.addresses import free_port
 
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place |= {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}

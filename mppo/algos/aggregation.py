@@ -1,7 +1,7 @@
-"""From token losses to one number: a weight for every token of a mini-batch.
+"""Loss aggregation as one weight per token of a mini-batch.
 
-The weights are computed once over the whole mini-batch, so that ``sum(weight_T * loss_T)`` over any
-cut into micro-batches, and over any number of ranks, is the same number.
+The weights are computed once over the mini-batch, so that ``sum(weight_T * loss_T)`` over any
+division into micro-batches and ranks is the same number.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from mppo.algos.masked import expand_to_tokens, sequence_sum
 def aggregation_weights_T(
     mask_T: Tensor, cu_seqlens: Tensor, mode: str, scale_factor: float = 1.0
 ) -> Tensor:
-    """How much each token's loss counts.
+    """Weight of each token's loss.
 
-    With ``N`` masked tokens, ``S`` sequences that have one, ``n_b`` masked tokens in sequence b:
+    With ``N`` masked tokens, ``S`` sequences with a masked token, and ``n_b`` masked tokens in
+    sequence b:
 
     - ``token-mean``: ``1 / N``
     - ``token-sum``: ``1``
@@ -26,18 +27,18 @@ def aggregation_weights_T(
 
     Args:
         mask_T: float32 ``[T]``, 1 on the tokens that count.
-        cu_seqlens: int64 ``[B + 1]``, of the whole mini-batch.
+        cu_seqlens: int64 ``[B + 1]``, of the mini-batch.
         mode: one of the above.
-        scale_factor: for ``seq-mean-token-sum-norm``, in tokens. A constant of the run, so that a
-            token counts the same in every batch (Dr. GRPO, https://arxiv.org/abs/2503.20783).
+        scale_factor: for ``seq-mean-token-sum-norm``, in tokens. It is a constant of the run,
+            so every batch weighs a token equally (Dr. GRPO, https://arxiv.org/abs/2503.20783).
 
     Returns:
-        float32 ``[T]``, 0 outside the mask; all 0 where no token is masked in.
+        float32 ``[T]``, 0 outside the mask; all 0 for an empty mask.
 
     Raises:
         ValueError: an unknown mode.
 
-    Source: verl ``agg_loss`` (a sequence with no token in the mask counts nowhere).
+    Source: verl ``agg_loss`` (sequences without a masked token are ignored).
     """
     count_B = sequence_sum(mask_T, cu_seqlens)
     num_sequences = (count_B > 0).sum().clamp(min=1).to(mask_T.dtype)

@@ -1,7 +1,7 @@
-"""Which tokens' log-probability and advantage move together most (Clip-Cov and KL-Cov).
+"""Token selection by the covariance of log-probability and advantage (Clip-Cov and KL-Cov).
 
-``cov_t = (A_t - mean A) (log pi_t - mean log pi)``, the means over the masked tokens. Selection
-speaks of a whole mini-batch, so it is made once, before the mini-batch is cut.
+``cov_t = (A_t - mean A) (log pi_t - mean log pi)``, the means over the masked tokens. Tokens are
+selected over the mini-batch, before it is divided into micro-batches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mppo.algos.masked import masked_mean
 
 
 def covariance(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
-    """``cov_t`` of the module's formula, 0 outside the mask: float ``[T]``."""
+    """``cov_t`` as defined above, 0 outside the mask: float ``[T]``."""
     centered_advantages_T = advantages_T - masked_mean(advantages_T, mask_T)
     centered_logprobs_T = logprobs_T - masked_mean(logprobs_T, mask_T)
     return torch.where(mask_T > 0, centered_advantages_T * centered_logprobs_T, 0.0)
@@ -22,17 +22,17 @@ def covariance(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tens
 def covariance_band(
     covariance_T: Tensor, mask_T: Tensor, ratio: float, low: float, high: float, seed: int
 ) -> Tensor:
-    """A random choice among the masked tokens with ``low < cov < high`` (Clip-Cov).
+    """Select masked tokens with ``low < cov < high`` at random (Clip-Cov).
 
     Args:
         covariance_T: float ``[T]``.
         mask_T: float ``[T]``.
-        ratio: share of the masked tokens to choose, at least one token.
-        low, high: the band.
-        seed: same seed and input, same choice on every rank.
+        ratio: fraction of the masked tokens to select, at least one token.
+        low, high: bounds of the covariance.
+        seed: of the selection; equal seeds and inputs give equal selections on every rank.
 
     Returns:
-        float ``[T]``, 1 on the chosen tokens.
+        float ``[T]``, 1 on the selected tokens.
     """
     candidates = ((covariance_T > low) & (covariance_T < high) & (mask_T > 0)).nonzero().squeeze(1)
     count = min(max(int(ratio * mask_T.sum().item()), 1), len(candidates))
@@ -43,15 +43,15 @@ def covariance_band(
 
 
 def covariance_top(covariance_T: Tensor, mask_T: Tensor, ratio: float) -> Tensor:
-    """The masked tokens of largest covariance (KL-Cov).
+    """Select the masked tokens of largest covariance (KL-Cov).
 
     Args:
         covariance_T: float ``[T]``.
         mask_T: float ``[T]``.
-        ratio: share of the masked tokens to choose, at least one; 0 chooses none.
+        ratio: fraction of the masked tokens to select, at least one token; 0 selects none.
 
     Returns:
-        float ``[T]``, 1 on the chosen tokens.
+        float ``[T]``, 1 on the selected tokens.
     """
     selected_T = torch.zeros_like(covariance_T)
     num_tokens = int((mask_T > 0).sum())

@@ -1,7 +1,7 @@
 """Critic-free advantages: one number per response, from the scores of its group.
 
-A group is the set of responses to one prompt. Shapes: ``B`` responses. ``group_B`` holds any
-integers; equal ones are one group, in any order. A group of one has no baseline to subtract.
+A group is the set of responses to one prompt. Shapes: ``B`` responses. Responses with equal
+integers in ``group_B`` form one group, in any order. A group of one has no baseline to subtract.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mppo.algos.unique import unique_index
+
 
 @dataclass(frozen=True)
 class _Groups:
-    """``index_B``: each response's group number; ``size_B``: how many responses it has."""
+    """Groups of a batch: index and size of each response's group, and their number."""
 
     index_B: Tensor
     size_B: Tensor
     count: int
 
     def sum(self, x_B: Tensor) -> Tensor:
-        """Sum over the group, given to each member: float ``[B]``."""
+        """Sum over each member's group: float ``[B]``."""
         return x_B.new_zeros(self.count).index_add(0, self.index_B, x_B)[self.index_B]
 
     def mean(self, x_B: Tensor) -> Tensor:
-        """Mean over the group, 0 for a group of one: float ``[B]``."""
+        """Mean over each member's group, 0 for a group of one: float ``[B]``."""
         return torch.where(self.size_B > 1, self.sum(x_B) / self.size_B, 0.0)
 
 
 def _groups(group_B: Tensor, like_B: Tensor) -> _Groups:
-    _, index_B, counts = torch.unique(group_B, return_inverse=True, return_counts=True)
+    _, index_B, counts = unique_index(group_B)
     return _Groups(index_B, counts[index_B].to(like_B.dtype), len(counts))
 
 
@@ -96,7 +98,7 @@ def mean_baseline(scores_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def opo(scores_B: Tensor, group_B: Tensor, length_B: Tensor) -> Tensor:
-    """``R - sum(n_i R_i) / sum(n_i)``, weighted by length. Group of one: ``R``.
+    """``R - sum(n_i R_i) / sum(n_i)``: a length-weighted baseline. Group of one: ``R``.
 
     Args:
         scores_B: float ``[B]``.
@@ -121,11 +123,11 @@ def gpg(scores_B: Tensor, group_B: Tensor, f_norm: float = 1.0) -> Tensor:
 
 @dataclass(frozen=True)
 class OutcomeOptions:
-    """What some of the estimators are told besides scores.
+    """Options of some estimators.
 
     Args:
-        by_std: grpo divides by the group's standard deviation.
-        f_norm: gpg's divisor.
+        by_std: for grpo: divide by the group's standard deviation.
+        f_norm: for gpg: the divisor.
     """
 
     by_std: bool = True

@@ -1,4 +1,4 @@
-"""KL divergence between policy and reference: estimates from one sampled token, and the whole sum.
+"""KL divergence between policy and reference: one-sample estimates, and the exact sum.
 
 With ``d = log pi - log pi_ref`` of the sampled token (http://joschu.net/blog/kl-approx.html):
 
@@ -24,7 +24,7 @@ LOW_VAR_KL_LIMIT = 10.0
 def kl_estimate(
     logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str, full_kl_T: Tensor | None = None
 ) -> Tensor:
-    """Per-token KL by name (see the module's table).
+    """Per-token KL by name (see the table above).
 
     Args:
         logprobs_T: policy's log-probability of the sampled token, float ``[T]``.
@@ -54,8 +54,8 @@ def kl_estimate(
     elif name == "full":
         if full_kl_T is None:
             raise ValueError(
-                "kl type 'full' needs the KL over the vocabulary, which no log-probability of one "
-                "token gives: pass full_kl_T, or choose k1, k2, k3 or abs"
+                "kl type 'full' needs the KL over the vocabulary (full_kl_T), which cannot be "
+                "computed from one token's log-probability: pass it, or use k1, k2, k3 or abs"
             )
         value_T = full_kl_T
     else:
@@ -88,7 +88,7 @@ def full_kl(logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
 def full_kl_shard(
     logits_TV: Tensor, ref_logits_TV: Tensor, log_z_T: Tensor, ref_log_z_T: Tensor
 ) -> Tensor:
-    """One vocabulary shard's part of :func:`full_kl`; the parts of all shards add up to it.
+    """One vocabulary shard's summand of :func:`full_kl`.
 
     Args:
         logits_TV: policy's logits of this shard, float ``[T, V / tp]``.
@@ -112,7 +112,7 @@ def full_kl_shard_grad(
 
     Args:
         logits_TV, ref_logits_TV, log_z_T, ref_log_z_T: as in :func:`full_kl_shard`.
-        kl_T: the whole KL, summed over the shards, float ``[T]``.
+        kl_T: the KL, summed over all shards, float ``[T]``.
 
     Returns:
         float ``[T, V / tp]``.

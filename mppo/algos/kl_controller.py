@@ -11,9 +11,9 @@ def adapted_coefficient(
     Args:
         coef: the coefficient now.
         current_kl: the batch's KL (nats).
-        target_kl: the KL aimed at (nats).
+        target_kl: target of the KL (nats).
         num_sequences: ``n``, sequences since the last call.
-        horizon: sequences over which to move.
+        horizon: time constant of the adaptation, in sequences.
 
     Source: https://arxiv.org/abs/1909.08593; verl ``AdaptiveKLController``.
     """
@@ -22,13 +22,13 @@ def adapted_coefficient(
 
 
 class KLController:
-    """Holds the coefficient between steps.
+    """Keeps the coefficient between steps.
 
     Args:
         kind: ``fixed`` or ``adaptive``.
         kl_coef: the (initial) coefficient.
-        target_kl: the KL aimed at (nats), for ``adaptive``.
-        horizon: sequences over which to move, for ``adaptive``.
+        target_kl: target of the KL (nats), for ``adaptive``.
+        horizon: time constant of the adaptation, in sequences, for ``adaptive``.
     """
 
     def __init__(self, kind: str, kl_coef: float, target_kl: float, horizon: int) -> None:
@@ -38,16 +38,16 @@ class KLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, num_sequences: int) -> None:
-        """Move towards the target; nothing where the controller is fixed."""
+        """Adapt the coefficient; a fixed one stays as it is."""
         if self.kind == "adaptive":
             self.coef = adapted_coefficient(
                 self.coef, current_kl, self.target_kl, num_sequences, self.horizon
             )
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs: the coefficient."""
+        """Return the coefficient, for a checkpoint."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take a saved coefficient; target and horizon stay the recipe's."""
+        """Restore a saved coefficient; target and horizon remain the recipe's."""
         self.coef = float(state["coef"])

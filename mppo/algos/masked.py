@@ -1,7 +1,7 @@
 """Sums, means and whitening over the masked tokens of a flat axis.
 
-Shapes: ``T`` tokens of all sequences end to end, ``B`` sequences, ``cu_seqlens`` ``[B + 1]``.
-Every function is defined, and finite, when no token is masked in.
+Shapes: ``T`` tokens of all sequences, concatenated, ``B`` sequences, ``cu_seqlens`` ``[B + 1]``.
+Every function returns finite numbers for an empty mask.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import math
 import torch
 from torch import Tensor
 
+from mppo.algos.unique import unique_index
+
 _PIECE = 1 << 18
-"""Tokens that stay in a core's cache; sums over pieces are taken in float64."""
+"""Tokens per piece: a piece fits a core's cache. Sums over pieces are taken in float64."""
 
 
 def masked_sum(x_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Sum of ``x`` where ``mask`` is 1; what lies outside the mask, even NaN, does not count."""
+    """Sum of ``x`` where ``mask`` is 1; values outside the mask, even NaN, are ignored."""
     return torch.where(mask_T > 0, x_T * mask_T, 0.0).sum()
 
 
@@ -56,28 +58,33 @@ def masked_whiten(
         mask_T: float ``[T]``, 0 or 1.
         shift_mean: False adds the mean back (rewards are scaled, not centred).
         unbiased: Bessel's correction (verl, TRL); OpenRLHF has none.
-        eps: keeps a constant input finite.
-        out: where to write; may be ``x_T`` itself, which saves an allocation.
+        eps: keeps the result finite for a constant input.
+        out: result tensor; may be ``x_T`` itself, which saves an allocation.
 
     Returns:
-        float ``[T]``. With fewer than two masked tokens the variance is unknown: the tokens are
-        centred (and so 0) and not scaled.
+        float ``[T]``. With fewer than two masked tokens the variance is undefined: the tokens are
+        centred (so they become 0) and not scaled.
 
-    Source: verl ``masked_whiten``; TRL ``masked_whiten``; moments of pieces, each about
-    the mean of those before it, by Chan's update.
+    Source: verl ``masked_whiten``; TRL ``masked_whiten``; the moments of pieces are merged by
+    Chan's parallel update.
     """
     mask_T = mask_T.to(x_T.dtype)
     whitened_T = torch.empty_like(x_T) if out is None else out
-    pieces = list(zip(*(tensor.split(_PIECE) for tensor in (x_T, mask_T, whitened_T))))
+    cuts = (torch.split(tensor, _PIECE) for tensor in (x_T, mask_T, whitened_T))
+    pieces = list(zip(*cuts, strict=True))
+    # one buffer for all pieces, so that the loop allocates nothing and stays in the cache
     scratch = x_T.new_empty(min(len(x_T), _PIECE))
+    # count, mean and sum of squared deviations of the pieces so far
     count = mean = squares = 0.0
     for x, mask, _ in pieces:
         here = float(mask.sum())
         if count == 0:
             mean = float(torch.dot(x, mask)) / max(here, 1.0)
+        # deviations from the mean so far: squares of the raw numbers would cancel in float32
         centered = torch.sub(x, mean, out=scratch[: len(x)]).mul_(mask)
         total = float(centered.sum())
         shift, both = total / max(here, 1.0), max(count + here, 1.0)
+        # the piece's squares about its own mean, then the part between the two means (Chan)
         squares += float(torch.dot(centered, centered)) - shift * total
         squares += shift**2 * count * here / both
         mean += total / both
@@ -85,6 +92,7 @@ def masked_whiten(
     var = squares / max(count - (1.0 if unbiased else 0.0), 1.0)
     scale = 1.0 / math.sqrt(var + eps) if count >= 2 else 1.0
     zero = x_T.new_zeros(())
+    # elementwise, so out may be x_T itself
     for x, mask, whitened in pieces:
         torch.addcmul(zero, torch.sub(x, mean, out=whitened), mask, value=scale, out=whitened)
         if not shift_mean:
@@ -106,15 +114,15 @@ def masked_whiten_by_group(
         x_T: float ``[T]``, finite also outside the mask.
         mask_T: float ``[T]``, 0 or 1.
         cu_seqlens: int64 ``[B + 1]``.
-        group_B: int64 ``[B]``; equal numbers are one group (the responses to one prompt).
+        group_B: int64 ``[B]``; sequences with equal numbers form a group (one prompt).
         unbiased: Bessel's correction.
-        eps: keeps a group of equal tokens finite (and 0).
+        eps: keeps the result finite, and 0, for a group of equal values.
 
     Returns:
         float ``[T]``. As in :func:`masked_whiten`, a group of fewer than two masked tokens is
         centred and not scaled. Sums are taken in float64.
     """
-    labels, index_B = torch.unique(group_B, return_inverse=True)
+    labels, index_B, _ = unique_index(group_B)
     index_T, inside_T = expand_to_tokens(index_B, cu_seqlens), mask_T.double()
 
     def over_group(y_T: Tensor) -> Tensor:
@@ -135,21 +143,21 @@ def sequence_sum(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def sequence_mean(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mean over each sequence's masked tokens: ``[T] -> [B]``, 0 where there is none."""
+    """Mean over each sequence's masked tokens: ``[T] -> [B]``, 0 without a masked token."""
     count_B = sequence_sum(mask_T, cu_seqlens)
     return sequence_sum(x_T * mask_T, cu_seqlens) / count_B.clamp(min=1.0)
 
 
 def expand_to_tokens(x_B: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Give every token its sequence's number: ``[B] -> [T]``."""
+    """Copy each sequence's value to all its tokens: ``[B] -> [T]``."""
     return torch.repeat_interleave(x_B, cu_seqlens.diff())
 
 
 def last_masked_index(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Index on the flat axis of each sequence's last masked token.
+    """Flat index of each sequence's last masked token.
 
     Returns:
-        int64 ``[B]``, -1 where the sequence has no masked token.
+        int64 ``[B]``, -1 for a sequence without a masked token.
     """
     index_T = torch.where(mask_T > 0, torch.arange(len(mask_T), device=mask_T.device), -1)
     last_B = torch.segment_reduce(index_T.double(), "max", offsets=cu_seqlens, initial=-1.0)
@@ -157,9 +165,9 @@ def last_masked_index(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def place_at_last(x_B: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """A flat axis that is 0 but for each sequence's number at its last masked token.
+    """Place each sequence's value at its last masked token: ``[B] -> [T]``, 0 elsewhere.
 
-    A sequence without a masked token has no place for its number, which is left out.
+    The value of a sequence without a masked token is dropped.
     """
     last_B = last_masked_index(mask_T, cu_seqlens)
     has_token_B = last_B >= 0

@@ -20,7 +20,7 @@ def update_moving_average_(
     Args:
         averages: float32 tensors, any device.
         weights: the current weights, same order and shapes, any dtype and device.
-        decay: 0 copies the weights, 1 keeps the average.
+        decay: with 0 the average becomes the weights, with 1 it does not change.
     """
     for average, weight in zip(averages, weights, strict=True):
         average.lerp_(weight.to(average.device, average.dtype), 1.0 - decay)

@@ -1,4 +1,4 @@
-"""Cutting whole sequences out of a flat token axis."""
+"""Selecting sequences from a flat token axis."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def sequence_token_indices(cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Tensor:
-    """Where the tokens of the chosen sequences lie, in the order of ``indices``.
+    """Flat indices of the tokens of the selected sequences, in the order of ``indices``.
 
     Args:
         cu_seqlens: int64 ``[B + 1]``.
-        indices: sequence numbers, any order, repeats allowed.
+        indices: indices of sequences, in any order; repeats are allowed.
 
     Returns:
         int64 ``[T']`` indices on the flat axis.
@@ -26,7 +26,7 @@ def sequence_token_indices(cu_seqlens: Tensor, indices: Sequence[int] | Tensor) 
 
 
 def select_cu_seqlens(cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Tensor:
-    """``cu_seqlens`` of the chosen sequences laid end to end: int64 ``[len(indices) + 1]``."""
+    """``cu_seqlens`` of the selected sequences: int64 ``[len(indices) + 1]``."""
     chosen = torch.as_tensor(indices, dtype=torch.int64, device=cu_seqlens.device)
     selected = torch.zeros(len(chosen) + 1, dtype=torch.int64, device=cu_seqlens.device)
     selected[1:] = cu_seqlens.diff()[chosen].cumsum(0)
@@ -34,12 +34,12 @@ def select_cu_seqlens(cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Te
 
 
 def select_sequences(x_T: Tensor, cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Tensor:
-    """The tokens of the chosen sequences, laid end to end in the order of ``indices``.
+    """Tokens of the selected sequences, concatenated in the order of ``indices``.
 
     Args:
         x_T: ``[T, ...]`` of any dtype.
         cu_seqlens: int64 ``[B + 1]``.
-        indices: sequence numbers, any order, repeats allowed.
+        indices: indices of sequences, in any order; repeats are allowed.
 
     Returns:
         ``[T', ...]``.

@@ -1,4 +1,4 @@
-"""PF-PPO: draw the batch anew, by its scores, before the update.
+"""PF-PPO: resample the batch by its scores before the update.
 
 Source: Policy Filtration for RLHF, https://arxiv.org/abs/2409.06957; verl
 ``compute_pf_ppo_reweight_data``.
@@ -19,7 +19,7 @@ def resampling_weights(scores_B: Tensor, method: str, power: float = 2.0) -> Ten
     - ``max_min``: 1 for the batch's largest and smallest score, else 0
     - ``max_random``: 0.4 for the largest score, else 0.1
 
-    each plus 1e-8, so that some sequence can always be drawn.
+    each plus 1e-8, so that the weights are never all 0.
 
     Args:
         scores_B: outcome scores, before any KL penalty, float ``[B]``.
@@ -46,11 +46,11 @@ def resampling_weights(scores_B: Tensor, method: str, power: float = 2.0) -> Ten
 
 
 def resample(weight_B: Tensor, seed: int) -> Tensor:
-    """B sequence numbers drawn with replacement.
+    """Draw B sequence indices with replacement.
 
     Args:
         weight_B: float ``[B]``, positive, not normalised.
-        seed: same seed and weights give the same draw, on every rank and after a resume.
+        seed: equal seeds and weights give equal draws, on every rank and after a resume.
 
     Returns:
         int64 ``[B]``.

@@ -1,7 +1,7 @@
-"""Policy losses, token by token. The caller aggregates.
+"""Policy losses per token. The caller aggregates.
 
-``ratio = exp(clamp(log pi - log pi_old, -20, 20))``. Each loss returns the loss, float ``[T]``,
-and two indicator tensors ``[T]``: where the upper/lower clip bit, and where the dual clip did.
+``ratio = exp(clamp(log pi - log pi_old, -20, 20))``. Each loss function returns the loss,
+float ``[T]``, and two indicators ``[T]``: where the clip range and where the dual clip took effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Loss = tuple[Tensor, Tensor, Tensor]
 def _with_indicators(
     loss_T: Tensor, clipped_T: Tensor | None = None, dual_clipped_T: Tensor | None = None
 ) -> Loss:
-    """A loss with its two indicators; zeros for one that it does not have."""
+    """A loss with its two indicators; None becomes zeros."""
     none_T = torch.zeros_like(loss_T)
     return (
         loss_T,
@@ -61,7 +61,7 @@ def clipped_surrogate(
 
 
 def plain_surrogate(ratio_T: Tensor, advantages_T: Tensor) -> Loss:
-    """``-A r``: the surrogate without any clipping; its gradient at ratio 1 is REINFORCE's."""
+    """``-A r``: the surrogate without clipping; at ratio 1 its gradient is REINFORCE's."""
     return _with_indicators(-advantages_T * ratio_T)
 
 
@@ -88,7 +88,7 @@ def gspo(
     ``max(-A s, -A clip(s, 1 - low, 1 + high))``. Aggregated as seq-mean-token-mean.
 
     Args:
-        logprobs_T, old_logprobs_T, advantages_T, mask_T: float ``[T]`` of whole sequences.
+        logprobs_T, old_logprobs_T, advantages_T, mask_T: float ``[T]`` of complete sequences.
         cu_seqlens: int64 ``[B + 1]``.
         low, high: clip range (the paper's are 3e-4 and 4e-4).
 
@@ -112,8 +112,8 @@ def gmpo(
     """Geometric mean of token ratios, each log-ratio clipped pessimistically to [-low, high].
 
     ``d'_t = sgn(A) min(sgn(A) d_t, sgn(A) clip(d_t, -low, high))``;
-    every token of a sequence has the loss ``-A_t exp(mean_t d')``, so that the seq-mean-token-mean
-    of it is the paper's ``-mean_b(mean_t(A) exp(mean_t d'))``.
+    every token of a sequence has the loss ``-A_t exp(mean_t d')``, whose seq-mean-token-mean is the
+    paper's ``-mean_b(mean_t(A) exp(mean_t d'))``.
 
     Args and shapes as in :func:`gspo` (the paper's low and high are 0.4).
 
@@ -161,7 +161,7 @@ def clip_cov(
 
     Args:
         ratio_T, advantages_T: float ``[T]``.
-        selected_T: float ``[T]``, 1 where :func:`covariance_band` picked the token.
+        selected_T: float ``[T]``, 1 where :func:`covariance_band` selected the token.
         low, high: clip range.
 
     Source: https://arxiv.org/abs/2505.22617; verl ``compute_policy_loss_clip_cov``.
@@ -181,7 +181,7 @@ def kl_cov(
 
     Args:
         ratio_T, log_ratio_T, advantages_T: float ``[T]``.
-        selected_T: float ``[T]``, 1 where :func:`covariance_top` picked the token.
+        selected_T: float ``[T]``, 1 where :func:`covariance_top` selected the token.
         kl_coef: weight of the penalty.
 
     Source: https://arxiv.org/abs/2505.22617; verl ``compute_policy_loss_kl_cov``.

@@ -1,4 +1,4 @@
-"""Outcome scores brought to a common scale: by batch, by group, by a running or a given mean.
+"""Normalisation of outcome scores: over a batch, a group, the run, or by given moments.
 
 Source: OpenRLHF ``normalize_reward`` (mean and deviation of the reward model's training data, from
 its config); ROLL ``RewardStats`` and ``reward_norm`` (batch, group, running); running variance
@@ -20,7 +20,7 @@ _EPS = 1e-8
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """``(x - mean) / divisor``: one scale for scores and for what is compared with them.
+    """``(x - mean) / divisor``, for scores and for the baselines compared with them.
 
     Args:
         mean, divisor: numbers, or float64 ``[B]``, one for each response.
@@ -30,15 +30,15 @@ class ScoreScale:
     divisor: float | Tensor
 
     def __call__(self, x_B: Tensor) -> Tensor:
-        """The numbers on this scale: float32 ``[B]``."""
+        """Scale the numbers: float32 ``[B]``."""
         return ((x_B.double() - self.mean) / self.divisor).float()
 
 
 def batch_scale(scores_B: Tensor) -> ScoreScale:
     """Mean, and unbiased standard deviation + 1e-8, of the batch.
 
-    Equal scores, or a single one, have no deviation: nothing is divided, and they become 0. (The
-    sum of equal float32 numbers is exact in float64, so their deviation is exactly 0.)
+    Equal scores have a deviation of 0: they become 0 without a division. (The sum of equal float32
+    numbers is exact in float64, so their deviation is exactly 0.) A single score becomes 0 too.
     """
     scores_B = scores_B.double()
     if len(scores_B) < 2:
@@ -48,16 +48,16 @@ def batch_scale(scores_B: Tensor) -> ScoreScale:
 
 
 def group_scale(scores_B: Tensor, group_B: Tensor) -> ScoreScale:
-    """The same for each prompt's responses; a group of one keeps its score."""
+    """See ``batch_scale``, for each prompt's responses; a group of one keeps its score."""
     scores_B = scores_B.double()
     std_B = group_std(scores_B, group_B)
     return ScoreScale(group_mean(scores_B, group_B), torch.where(std_B > 0, std_B + _EPS, 1.0))
 
 
 class RewardStats:
-    """Mean and variance of every score seen so far.
+    """Running mean and variance of all scores of the run.
 
-    ``merge`` of a batch of n scores of mean m and squared deviation S into N, M, Q:
+    ``merge`` updates N, M, Q by a batch of n scores with mean m and squared deviation S:
     ``Q += S + (m - M)^2 N n / (N + n)``, ``M += (m - M) n / (N + n)``, ``N += n``.
     """
 
@@ -68,11 +68,11 @@ class RewardStats:
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation; 1 before two scores were seen."""
+        """Unbiased standard deviation; 1 for fewer than two scores."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 1.0
 
     def merge(self, scores_B: Tensor) -> None:
-        """Take a batch of scores in."""
+        """Update the moments by a batch of scores."""
         n = len(scores_B)
         if n == 0:
             return
@@ -85,14 +85,14 @@ class RewardStats:
         self.count = total
 
     def scale(self) -> ScoreScale:
-        """Mean, and standard deviation + 1e-8, of what was seen so far; equal scores: as above."""
+        """Mean, and standard deviation + 1e-8, of all scores; equal scores: see ``batch_scale``."""
         return ScoreScale(self.mean, self.std + _EPS if self.std > 0 else 1.0)
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """Return the moments, for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a saved state."""
+        """Restore saved moments."""
         self.count = int(state["count"])
         self.mean, self.squares = float(state["mean"]), float(state["squares"])

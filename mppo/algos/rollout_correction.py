@@ -1,7 +1,9 @@
 """Weights and rejections for the gap between the engine's probabilities and the actor's.
 
-``d_t = log pi_actor(old) - log pi_engine`` of each response token. Everything here is detached:
-the weights change the measure, not the objective. ``B`` sequences, ``T`` tokens.
+``d_t = log pi_actor(old) - log pi_engine`` of each response token. All results are
+detached: the weights correct the sampling distribution, not the objective.
+
+Shapes: ``B`` sequences, ``T`` tokens.
 
 Source: verl ``rollout_corr_helper``; IcePop https://ringtech.notion.site/icepop;
 truncated importance sampling https://fengyao.notion.site/off-policy-rl.
@@ -22,7 +24,7 @@ LOG_RATIO_LIMIT = 20.0
 def importance_weights(
     log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str
 ) -> Tensor:
-    """``exp(d_t)``, or ``exp(sum_t d_t)`` of the sequence; the exponent is held within +-20.
+    """``exp(d_t)``, or ``exp(sum_t d_t)`` of the sequence; the exponent is clamped to +-20.
 
     Args:
         log_ratio_T: ``d``, float ``[T]``.
@@ -47,19 +49,19 @@ def importance_weights(
 
 
 def truncate_weights(weight_T: Tensor, upper: float, lower: float | None = None) -> Tensor:
-    """Truncated importance sampling: ``min(w, upper)``, and ``max(., lower)`` where given.
+    """Truncated importance sampling: ``min(w, upper)``, and ``max(., lower)`` if given.
 
     A weight of 0 (outside the mask) stays 0.
     """
-    held_T = weight_T.clamp(min=lower, max=upper)
-    return torch.where(weight_T > 0, held_T, 0.0)
+    truncated_T = weight_T.clamp(min=lower, max=upper)
+    return torch.where(weight_T > 0, truncated_T, 0.0)
 
 
 def sequence_geometric_mean(weight_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """``exp(mean_t log w_t)`` over a sequence's masked tokens, on each of them.
 
     Args:
-        weight_T: float ``[T]``, positive where masked in.
+        weight_T: float ``[T]``, positive on masked tokens.
         mask_T: float ``[T]``.
         cu_seqlens: int64 ``[B + 1]``.
 
@@ -81,7 +83,7 @@ def normalize_weights(weight_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, leve
     """Divide by the batch's mean weight: over tokens, or over sequences (``level``).
 
     Returns:
-        float ``[T]``; unchanged where every weight is 0.
+        float ``[T]``; unchanged if every weight is 0.
     """
     if level == "token":
         mean = masked_mean(weight_T, mask_T)
@@ -99,13 +101,13 @@ def rejection_mask(
     upper: float,
     lower: float | None,
 ) -> Tensor:
-    """1 on the tokens kept: those whose divergence lies within the threshold.
+    """1 on the tokens to keep: those whose divergence lies within the threshold.
 
     ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d`` (0 where engine and actor agree), of the
     token (``token_*``), or summed, averaged or maximised over the sequence (``seq_sum_*``,
-    ``seq_mean_*``, ``seq_max_*``), which then stands or falls as one. ``geometric`` is
+    ``seq_mean_*``, ``seq_max_*``), which is then kept or rejected as a unit. ``geometric`` is
     ``seq_mean_k1``. k1 is kept within ``[log lower, log upper]``: the thresholds are ratios;
-    ``seq_max_k1`` looks at the largest ``k1`` and the smallest. k2 and k3 are kept up to
+    ``seq_max_k1`` tests the largest and the smallest ``k1``. k2 and k3 are kept up to
     ``upper``.
 
     Args:
@@ -146,7 +148,7 @@ def rejection_mask(
 def _over_sequences(
     stat_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str
 ) -> tuple[Tensor, Tensor]:
-    """The statistic's largest and smallest over each sequence (equal for sum and mean)."""
+    """Largest and smallest value of the statistic per sequence (equal for sum and mean)."""
     if level == "seq_max":
         top_T = torch.where(mask_T > 0, stat_T, -torch.inf)
         bottom_T = torch.where(mask_T > 0, stat_T, torch.inf)
@@ -162,7 +164,7 @@ def _over_sequences(
 
 
 def veto_mask(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, threshold: float) -> Tensor:
-    """0 on every token of a sequence that has one with ``exp(d) < threshold``.
+    """0 on all tokens of a sequence with a token of ``exp(d) < threshold``.
 
     Args:
         log_ratio_T: ``d``, float ``[T]``.
@@ -181,7 +183,7 @@ def veto_mask(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, threshold
 def correction_metrics(
     logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor
 ) -> dict[str, float]:
-    """How far the engine's probabilities lie from the actor's: verl's ``rollout_corr/*``.
+    """Gap between the engine's and the actor's probabilities: verl's ``rollout_corr/*``.
 
     ``kl`` is ``mean(log engine - log actor)``, ``k3_kl`` its low-variance form; ``*_ppl`` the
     mean over sequences of ``exp(-mean log p)``; ``log_ppl_diff`` the mean over sequences of
@@ -226,8 +228,8 @@ def correction_metrics(
 def weight_metrics(weight_T: Tensor, mask_T: Tensor) -> dict[str, float]:
     """``rollout_corr/rollout_is_*`` of the weights: mean, max, min, std, effective sample size.
 
-    ``eff_sample_size = mean(w)^2 / mean(w^2)``, 1 where all weights are equal; and the share of
-    tokens whose weight is 0. As if there were one token of weight 1 where there is none.
+    ``eff_sample_size = mean(w)^2 / mean(w^2)``, 1 where all weights are equal; and the
+    fraction of tokens whose weight is 0. An empty mask counts as one token of weight 1.
     """
     inside = weight_T[mask_T > 0].double()
     if len(inside) == 0:

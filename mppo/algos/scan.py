@@ -1,4 +1,4 @@
-"""Linear recurrences from the end of a flat axis, without a loop over elements."""
+"""Linear recurrences from the end of a flat axis, vectorised over blocks of elements."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_BLOCK = 32
-_PIECE = 1 << 18
-"""Elements that stay in a core's cache."""
+from mppo.algos.unique import unique_index
 
+_BLOCK = 32
+"""Elements per row; each row is scanned alone, then receives a carry from the next row."""
+_PIECE = 1 << 18
+"""Elements per piece: a piece fits a core's cache."""
 _SHORT = 1 << 14
-"""So few rows are carried by the general scan."""
+"""Up to this number of rows their first elements are scanned by ``reverse_scan``."""
 
 
 def reverse_scan(x_N: Tensor, decay_N: Tensor) -> Tensor:
-    """``y_i = x_i + decay_i y_{i+1}``, with nothing after the end.
+    """``y_i = x_i + decay_i y_{i+1}``, with 0 after the last element.
 
     A decay of 0 ends a segment. All blocks of 32 are scanned side by side, then the blocks' first
-    elements in the same way: O(N) work.
+    elements in the same way, recursively: O(N) work.
 
     Args:
         x_N: float ``[N]``.
@@ -31,19 +33,21 @@ def reverse_scan(x_N: Tensor, decay_N: Tensor) -> Tensor:
     n = len(x_N)
     if n == 0:
         return x_N.clone()
+    # one block per column, so that a step of the scan is one operation on contiguous memory
     y, g = (
         torch.nn.functional.pad(part_N, (0, -n % _BLOCK)).view(-1, _BLOCK).t().contiguous()
         for part_N in (x_N, decay_N)
     )
     _scan_columns_(y, g)
     if y.shape[1] > 1:
+        # y[0] is each block's scan without the blocks after it; scanning y[0] completes it
         first = reverse_scan(y[0], g[0])
         y[:, :-1].addcmul_(g[:, :-1], first[1:])
     return y.t().reshape(-1)[:n]
 
 
 def _scan_columns_(y: Tensor, g: Tensor) -> None:
-    """Scan each column of 32 in place; ``g`` becomes the product of decays to the column's end."""
+    """Scan the columns of ``y`` in place; ``g`` becomes the decays' product to a column's end."""
     rows, decays = y.unbind(), g.unbind()
     for row in reversed(range(_BLOCK - 1)):
         rows[row].addcmul_(decays[row], rows[row + 1])
@@ -53,45 +57,52 @@ def _scan_columns_(y: Tensor, g: Tensor) -> None:
 def uniform_reverse_scan(
     x_of: Callable[[int, int, Tensor], object], decay: float, breaks: Tensor, like_N: Tensor
 ) -> Tensor:
-    """``y_i = x_i + decay y_{i+1}``, where nothing crosses a break.
+    """``y_i = x_i + decay y_{i+1}``, and ``y_i = x_i`` at breaks.
 
-    As :func:`reverse_scan` with one decay, for long segments. The elements are rows of 32; the
-    rows' first elements are a matrix-vector product, scanned likewise they are the rows' carries,
-    and with the carries added to the rows' last elements a matrix product gives all elements. The
-    few rows that hold a break are scanned apart. Both passes go piece by piece, so that what a
-    piece needs stays in the cache; the second writes one piece before what it reads, in one buffer.
+    Equals :func:`reverse_scan` with one decay, and is faster for long segments. The elements form
+    rows of 32. A matrix-vector product gives each row's first element as if no row followed; a scan
+    of these first elements gives the carry into each row; with the carry added to the row's last
+    element, a matrix product gives all elements. The few rows with a break are scanned separately.
+    Both passes run piece by piece so that a piece stays in the cache. The second pass writes one
+    piece ahead of what it reads, so one buffer holds input and result.
 
     Args:
         x_of: ``x_of(start, stop, piece)`` writes elements start to stop into ``piece``.
-        decay: the same for all.
+        decay: the decay of all elements.
         breaks: int64, sorted: indices i where ``y_i = x_i``; the last one is the last index.
-        like_N: as many elements, of the dtype and on the device of the result.
+        like_N: tensor with the length, dtype and device of the result.
 
     Returns:
         float ``[N]``.
     """
     n = len(like_N)
     powers = (decay ** torch.arange(_BLOCK + 1, dtype=torch.float64)).to(like_N)
+    # the input lies one piece behind the result: the second pass never overwrites unread input
     buffer = like_N.new_empty(n + _PIECE)
     x_N, out_N = buffer[_PIECE:], buffer[:n]
     rows = x_N[: n - n % _BLOCK].view(-1, _BLOCK)
     tail = x_N.new_zeros(1, _BLOCK)
     first = x_N.new_empty(len(rows))
+    # first pass: compute the input, and each row's first element as if nothing followed the row
     for start in range(0, n, _PIECE):
         piece = x_N[start : start + _PIECE]
         x_of(start, start + len(piece), piece)
         here = slice(start // _BLOCK, (start + _PIECE) // _BLOCK)
         torch.mv(rows[here], powers[:-1], out=first[here])
+    # the incomplete last row, padded with zeros
     if n % _BLOCK:
         tail[0, : n % _BLOCK] = x_N[len(rows) * _BLOCK :]
         first = torch.cat([first, tail @ powers[:-1]])
-    row_B, which = torch.unique(breaks // _BLOCK, return_inverse=True)
+    # rows with a break (always the last row): scan these few with a decay of 0 at the break
+    row_B, which, _ = unique_index(breaks // _BLOCK)
     broken = torch.cat([rows[row_B[row_B < len(rows)]], tail])[: len(row_B)].t().contiguous()
     broken_decay = powers[1].expand_as(broken).clone()
     broken_decay[breaks % _BLOCK, which] = 0.0
     _scan_columns_(broken, broken_decay)
     first[row_B] = broken[0]
+    # a row's carry is the completed first element of the next row
     carry = torch.cat([_scan_firsts(first, powers[-1], row_B)[1:], first.new_zeros(1)])
+    # second pass: all rows as if unbroken, then the rows with breaks are replaced
     out_rows = out_N[: rows.numel()].view(-1, _BLOCK)
     _scan_rows(rows, powers, carry, out_rows)
     broken = broken.addcmul_(broken_decay, carry[row_B]).t()
@@ -103,7 +114,7 @@ def uniform_reverse_scan(
 
 
 def _scan_firsts(first: Tensor, decay: Tensor, breaks: Tensor) -> Tensor:
-    """Scan the rows' first elements; a row that holds a break takes nothing from those after it."""
+    """Scan the rows' first elements; no carry passes through a row with a break."""
     if len(first) > _SHORT:
         return uniform_reverse_scan(
             lambda start, stop, piece: piece.copy_(first[start:stop]), float(decay), breaks, first
@@ -114,10 +125,11 @@ def _scan_firsts(first: Tensor, decay: Tensor, breaks: Tensor) -> Tensor:
 
 
 def _scan_rows(rows: Tensor, powers: Tensor, carry: Tensor, out: Tensor) -> None:
-    """Scan unbroken rows, each with the element after it (``carry``, one for a row), into ``out``.
+    """Scan rows without breaks into ``out``; ``carry`` is the element after each row.
 
-    ``out`` may lie one piece before ``rows`` in one buffer; ``rows`` are overwritten.
+    ``out`` may start one piece before ``rows`` in the same buffer; ``rows`` are overwritten.
     """
+    # y_row = x_row @ matrix, matrix[j, i] = decay^(j - i) for j >= i
     lag = torch.arange(_BLOCK)[:, None] - torch.arange(_BLOCK)[None, :]
     matrix = torch.where(lag >= 0, powers[lag.clamp(min=0)], 0.0)
     for start in range(0, len(rows), _PIECE // _BLOCK):

@@ -1,4 +1,4 @@
-"""The critic's regression loss, token by token."""
+"""The critic's regression loss per token."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def value_loss(
     """Clipped squared error: ``0.5 max((V - R)^2, (clip(V, V_old - e, V_old + e) - R)^2)``.
 
     Args:
-        values_T: the critic's values now, float ``[T]``.
-        old_values_T: its values when the batch was measured.
-        returns_T: regression target.
-        cliprange: ``e``; None leaves out the clipping: ``0.5 (V - R)^2``.
+        values_T: the critic's current values, float ``[T]``.
+        old_values_T: the critic's values before the update, float ``[T]``.
+        returns_T: regression target, float ``[T]``.
+        cliprange: ``e``; None: no clipping: ``0.5 (V - R)^2``.
 
     Returns:
-        Loss, float ``[T]``; and 1 where the clipped branch is the larger (float ``[T]``).
+        Loss, float ``[T]``; and 1 where the clipped term is larger, float ``[T]``.
 
     Source: https://arxiv.org/abs/1707.06347; verl ``compute_value_loss``; TRL.
     """

@@ -34,6 +34,7 @@ from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_s
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.models.role import Role
 from mppo.parallel import device
+from mppo.parallel.collectives import all_gather_objects, broadcast_object
 from mppo.safety.disk import FileEntry
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
@@ -90,7 +91,7 @@ class Checkpointer:
         self._timing = SaveTiming(trainer, checkpoint_bytes=sum(map(role_bytes, roles.values())))
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         if self._rank == 0:
-            stop_request.on_ask(self._report_stopping)
+            stop_request.on_request(self._report_stopping)
 
     def resume(self, found: Found | None) -> int:
         """Load a checkpoint.
@@ -165,9 +166,8 @@ class Checkpointer:
         self, done: int, metrics: Mapping[str, float], before: StepStart | None
     ) -> None:
         """Save step ``done``, unless it has a checkpoint or ``save_on_signal`` is off."""
-        saved = [done > 0 and folders.final_path(self.root, done).exists()]
-        dist.broadcast_object_list(saved, src=0)
-        if done and self.trainer.save_on_signal and not saved[0]:
+        saved = broadcast_object(done > 0 and folders.final_path(self.root, done).exists())
+        if done and self.trainer.save_on_signal and not saved:
             self.save(done, metrics, before)
 
     def after_step(self, step: int, last: bool, metrics: Mapping[str, float]) -> bool:
@@ -242,8 +242,7 @@ class Checkpointer:
             SaveError: on every rank, if the last save failed on any rank.
         """
         self._collect(self._thread.wait())
-        errors: list[str | None] = [None] * self._world
-        dist.all_gather_object(errors, self._last_error)
+        errors = all_gather_objects(self._last_error)
         if any(errors):
             first = next(error for error in errors if error)
             raise SaveError(f"the last checkpoint could not be written: {first}")
@@ -278,9 +277,7 @@ class Checkpointer:
                     (building / name).mkdir(parents=True)
             except OSError as failure:
                 error = f"{failure.strerror} ({failure.filename})"
-        outcome = [error]
-        dist.broadcast_object_list(outcome, src=0)
-        return outcome[0]
+        return broadcast_object(error)
 
     def _random_state(self) -> bytes:
         return random_state({name: role.groups for name, role in self.roles.items()})

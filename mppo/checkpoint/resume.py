@@ -15,6 +15,7 @@ from mppo.checkpoint.folder import Manifest
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import Recipe
 from mppo.config.sections.trainer import TrainerConfig
+from mppo.parallel.collectives import all_gather_objects, broadcast_object
 from mppo.safety.disk import Damaged, Files, check_contents, check_sizes
 from mppo.weights.torch_dist.contents import read_checkpoint
 
@@ -100,10 +101,8 @@ def resume_mode(trainer: TrainerConfig, root: Path) -> str:
 
 
 def _agreed(candidates: list[Path]) -> list[Path]:
-    """The first rank's list, as folders may appear while the ranks list them. Collective."""
-    shared = [candidates]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
+    """The first rank's list: folders may appear while others look."""
+    return broadcast_object(candidates)
 
 
 def first_problem(folder: Path, files: Files) -> str | None:
@@ -118,9 +117,7 @@ def first_problem(folder: Path, files: Files) -> str | None:
         check_contents(folder, files, dist.get_rank(), dist.get_world_size())
     except Damaged as error:
         mine = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, mine)
-    return next((problem for problem in problems if problem), None)
+    return next((problem for problem in all_gather_objects(mine) if problem), None)
 
 
 def check_models(

@@ -25,6 +25,7 @@ from mppo.models.role_spec import TOKENS_ONLY, MiniBatch, PassInputs, RoleSpec
 from mppo.models.role_weights import RoleWeights
 from mppo.models.stage import Stage, build_stages
 from mppo.parallel import device
+from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.executor import run_pipeline
 from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchPlan
@@ -257,8 +258,7 @@ class Role:
     ) -> tuple[float, dict[str, float]]:
         """Loss and statistics over the micro-batches of all ranks."""
         if self._stat_names is None:
-            known = [None] * dist.get_world_size()
-            dist.all_gather_object(known, sorted(parts[0][1]) if parts else None)
+            known = all_gather_objects(sorted(parts[0][1]) if parts else None)
             self._stat_names = next(names for names in known if names is not None)
         totals = torch.zeros(1 + len(self._stat_names), dtype=torch.float64)
         if self.groups.is_reporting_rank:

@@ -1,6 +1,6 @@
 """The device seam: the only place that decides between CUDA with NCCL and the CPU with gloo.
 
-Everything else asks ``device()``. On a machine without a GPU, ``prepare_megatron`` makes
+Other modules call ``device()``. On a machine without a GPU, ``prepare_megatron`` makes
 Megatron-Core run on the CPU (see ``mppo.cpu.megatron_stand_ins``); with one it changes nothing.
 """
 
@@ -16,18 +16,18 @@ import torch
 
 
 def check() -> None:
-    """The device that ``MPPO_DEVICE`` asks for must be there.
+    """Check that the device named by ``MPPO_DEVICE`` exists.
 
     Raises:
-        ValueError: it is not, or the variable names no device.
+        ValueError: it does not, or the variable has another value than cpu or cuda.
     """
-    asked = os.environ.get("MPPO_DEVICE", "")
-    if asked not in ("", "cpu", "cuda"):
-        raise ValueError(f"MPPO_DEVICE={asked}: choose cpu or cuda, or leave it unset")
-    if asked == "cuda" and not torch.cuda.is_available():
+    name = os.environ.get("MPPO_DEVICE", "")
+    if name not in ("", "cpu", "cuda"):
+        raise ValueError(f"MPPO_DEVICE={name}: choose cpu or cuda, or leave it unset")
+    if name == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda
         why = "torch sees no GPU" if built else "this torch is built for the CPU"
-        fix = "start it where there is one (nvidia-smi)" if built else "install torch for CUDA"
+        fix = "start on a machine with one (see nvidia-smi)" if built else "install torch for CUDA"
         raise ValueError(f"MPPO_DEVICE=cuda, but {why}: {fix}, or unset the variable")
 
 
@@ -47,23 +47,23 @@ def backend() -> str:
 
 
 def name() -> str:
-    """A readable name, such as ``NVIDIA H100`` or ``CPU (2 threads)``."""
+    """Return the device's name, such as ``NVIDIA H100`` or ``CPU (2 threads)``."""
     if is_cuda():
         return torch.cuda.get_device_name()
     return f"CPU ({torch.get_num_threads()} threads)"
 
 
 def select(local_rank: int, ranks_on_node: int) -> None:
-    """Give this rank its GPU, or its share of the node's cores.
+    """Select this rank's GPU, or its share of the node's cores.
 
     Args:
-        local_rank: index of the rank on its node; where the launcher shows each rank fewer GPUs
-            than the node has, it counts around those.
+        local_rank: index of the rank on its node; taken modulo the number of visible GPUs, since
+            some launchers show each rank only its own.
         ranks_on_node: ranks on that node; the CPU's cores are divided among them unless
             ``OMP_NUM_THREADS`` was set by the user to something other than torchrun's 1.
 
     Raises:
-        ValueError: ``check``.
+        ValueError: see ``check``.
     """
     check()
     if is_cuda():
@@ -74,13 +74,13 @@ def select(local_rank: int, ranks_on_node: int) -> None:
 
 
 def synchronize() -> None:
-    """Wait for the device's queued work (nothing to wait for on the CPU)."""
+    """Wait for the device's queued work; no effect on the CPU."""
     if is_cuda():
         torch.cuda.synchronize()
 
 
 def peak_memory_bytes() -> int:
-    """Peak memory: allocated on the GPU, or resident set size of the process on the CPU."""
+    """Peak memory in bytes: allocated on the GPU; on the CPU the process's resident set."""
     if is_cuda():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -88,17 +88,17 @@ def peak_memory_bytes() -> int:
 
 
 def peak_reserved_bytes() -> int:
-    """Peak of what the allocator holds; on the CPU, as :func:`peak_memory_bytes`."""
+    """Peak memory in bytes that the allocator reserved; on the CPU :func:`peak_memory_bytes`."""
     return torch.cuda.max_memory_reserved() if is_cuda() else peak_memory_bytes()
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Whether gloo's transport raised an error: the other side of a connection has gone."""
+    """Whether an error is gloo's: the peer of a connection has exited."""
     return "gloo/" in str(error)
 
 
 def memory_summary() -> str:
-    """Memory of this rank in a few words: in use, at its peak, and what the device has."""
+    """Describe this rank's memory: in use, peak and capacity of the device."""
     peak = peak_memory_bytes() / 2**30
     if not is_cuda():
         return f"peak {peak:.1f} GiB of the process, on {name()}"
@@ -110,18 +110,18 @@ def memory_summary() -> str:
 
 
 def device_random_state() -> torch.Tensor | None:
-    """The GPU's random state; None on the CPU, whose state is torch's own."""
+    """Return the GPU's random state; None on the CPU, where torch's own state is all there is."""
     return torch.cuda.get_rng_state() if is_cuda() else None
 
 
 def set_random_state(state: torch.Tensor) -> None:
-    """Put a saved GPU random state back; on the CPU there is none to set."""
+    """Restore a saved random state of the GPU; no effect on the CPU."""
     if is_cuda():
         torch.cuda.set_rng_state(state)
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine's layers are used (it needs CUDA)."""
+    """Whether Transformer Engine's layers are used; they need CUDA."""
     if not is_cuda():
         return False
     from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
@@ -130,7 +130,7 @@ def has_transformer_engine() -> bool:
 
 
 def accumulates_weight_gradients() -> bool:
-    """Whether linear layers can add their weight's gradient to its buffer in one kernel.
+    """Whether linear layers can add a weight's gradient to its buffer in one kernel.
 
     On CUDA that is Apex's extension; the CPU has ``mppo.cpu.fused``.
     """
@@ -138,13 +138,14 @@ def accumulates_weight_gradients() -> bool:
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""glibc's numbers of what ``mallopt`` sets (malloc.h)."""
+"""Parameters of glibc's ``mallopt`` (malloc.h)."""
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep blocks that were freed, as CUDA's allocator does.
+    """Make glibc keep freed blocks, as CUDA's allocator does.
 
-    It gives those of some MiB back to the system, and every step faults all their pages in again.
+    By default glibc returns blocks of some MiB to the system, and every step faults their pages in
+    again.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -153,7 +154,7 @@ def keep_freed_memory() -> None:
 
 
 def prepare_megatron() -> None:
-    """Make Megatron-Core usable on this machine. Call before building anything; idempotent."""
+    """Make Megatron-Core usable on this machine; idempotent. Call before building any model."""
     if is_cuda():
         return
     keep_freed_memory()
@@ -165,7 +166,7 @@ def prepare_megatron() -> None:
 
 
 def prepare_dtype(dtype: torch.dtype) -> None:
-    """Make what is slow in ``dtype`` on this machine faster; nothing to do on CUDA."""
+    """Install faster CPU kernels for ``dtype`` if there are any; no effect on CUDA."""
     if dtype is torch.bfloat16 and not is_cuda():
         from mppo.cpu import bfloat16
 

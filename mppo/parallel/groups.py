@@ -1,8 +1,7 @@
-"""A layout's process groups, and switching between the layouts of several roles.
+"""The process groups of a layout, and switching between the layouts of several roles.
 
 Megatron keeps its groups in module-level globals of ``parallel_state``. ``LayoutGroups`` creates
-the groups of one layout, keeps a snapshot of those globals, and puts it in place while a role is
-active.
+the groups of one layout, keeps a snapshot of those globals, and restores it while a role is active.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import Tensor
 
 from mppo.parallel.layout import Coordinates, Layout
@@ -25,33 +25,39 @@ def _snapshot() -> dict[str, object]:
     }
 
 
+def _rng_tracker() -> CudaRNGStatesTracker:
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    assert tracker is not None
+    return tracker
+
+
 _UNSET = _snapshot()
 
 
-def _put(state: dict[str, object]) -> None:
-    vars(parallel_state).update(state)
+def _restore(state: dict[str, object]) -> None:
+    parallel_state.__dict__.update(state)
 
 
 class LayoutGroups:
     """Process groups of one layout.
 
-    Every rank constructs the same layouts in the same order (creating groups is collective).
+    Creating groups is collective: all ranks construct the same layouts in the same order.
 
     Args:
-        layout: the layout; its world is the default group's.
+        layout: the layout; its world size is that of the default group.
         seed: seed of Megatron's random state tracker for this layout.
     """
 
     def __init__(self, layout: Layout, seed: int = 0) -> None:
         self.layout = layout
         before = _snapshot()
-        _put(_UNSET)
+        _restore(_UNSET)
         parallel_state.initialize_model_parallel(
             **layout.megatron_sizes(), create_gloo_process_groups=True
         )
         tensor_parallel.random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
         tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-        self._rng_states = tensor_parallel.get_cuda_rng_tracker().get_states()
+        self._rng_states = _rng_tracker().get_states()
         self._state = _snapshot()
         self.rank = dist.get_rank()
         self.coordinates: Coordinates = layout.coordinates(self.rank)
@@ -61,7 +67,7 @@ class LayoutGroups:
         self.ep = parallel_state.get_expert_model_parallel_group()
         self.etp = parallel_state.get_expert_tensor_parallel_group()
         self._check_coordinates()
-        _put(before)
+        _restore(before)
 
     def _check_coordinates(self) -> None:
         here = self.coordinates
@@ -74,25 +80,25 @@ class LayoutGroups:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Megatron sees this layout inside; what it saw before is restored on leaving."""
+        """Make this the layout that Megatron uses; restore the earlier one on leaving."""
         before = _snapshot()
-        tracker = tensor_parallel.get_cuda_rng_tracker()
+        tracker = _rng_tracker()
         rng_before = tracker.get_states()
-        _put(self._state)
+        _restore(self._state)
         tracker.set_states(self._rng_states)
         try:
             yield
         finally:
             self._rng_states = tracker.get_states()
             tracker.set_states(rng_before)
-            _put(before)
+            _restore(before)
 
     def random_states(self) -> dict[str, Tensor]:
-        """Megatron's random states of this layout by name."""
+        """Return Megatron's random states of this layout, by name."""
         return dict(self._rng_states)
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
-        """Replace them, as a resumed run does."""
+        """Replace Megatron's random states, when a run is resumed."""
         self._rng_states = dict(states)
 
     @property
@@ -102,7 +108,10 @@ class LayoutGroups:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """Whether this rank reports for its data-parallel replica: last stage, first of TP, CP."""
+        """Whether this rank reports the results of its data-parallel replica.
+
+        It is on the last pipeline stage and first along the tensor and context axes.
+        """
         return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
 
 
@@ -114,7 +123,7 @@ class GroupRegistry:
         self._by_layout: dict[Layout, LayoutGroups] = {}
 
     def of(self, layout: Layout) -> LayoutGroups:
-        """The groups of ``layout``, created on first use (collective)."""
+        """Return the groups of ``layout``; the first call for a layout is collective."""
         if layout not in self._by_layout:
             self._by_layout[layout] = LayoutGroups(layout, self._seed)
         return self._by_layout[layout]

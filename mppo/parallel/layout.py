@@ -7,11 +7,23 @@ apart. For experts the order is ``etp-ep-edp-pp`` on the same ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
+
+
+class MegatronSizes(TypedDict):
+    """Sizes of a layout's axes by Megatron's names."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    context_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank sits in a layout: index along each axis."""
+    """A rank's index along each axis of a layout."""
 
     tp: int
     cp: int
@@ -56,8 +68,8 @@ class Layout:
                 f"{self.etp * self.ep * self.pp}"
             )
 
-    def megatron_sizes(self) -> dict[str, int | None]:
-        """The axes under the names Megatron's parallel state and configurations share."""
+    def megatron_sizes(self) -> MegatronSizes:
+        """Return the sizes by the names that Megatron's parallel state and configurations share."""
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
@@ -69,7 +81,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel size (context parallelism not counted in)."""
+        """Data-parallel size, without context parallelism."""
         return self.world // (self.tp * self.pp * self.cp)
 
     @property
@@ -78,7 +90,7 @@ class Layout:
         return self.world // (self.etp * self.ep * self.pp)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where ``rank`` sits."""
+        """Return the coordinates of ``rank``."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
@@ -88,16 +100,16 @@ class Layout:
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, edp=edp)
 
     def bubble_fraction(self, microbatches: int) -> float:
-        """Idle share of the pipeline under 1F1B (``vpp`` 1) or interleaving.
+        """Idle fraction of the pipeline under 1F1B (``vpp`` 1) or interleaving.
 
-        ``(pp - 1) / vpp`` forward-backward slots of idling against ``microbatches`` of work
+        ``(pp - 1) / vpp`` idle forward-backward slots for ``microbatches`` slots of work
         (Narayanan et al. 2021, section 2.2).
         """
         idle = (self.pp - 1) / self.vpp
         return idle / (microbatches + idle)
 
     def describe(self) -> str:
-        """The axes larger than one, such as ``TP2 x PP2`` (``DP1`` where all are one)."""
+        """Name the axes larger than one, such as ``TP2 x PP2``; ``DP1`` if all are one."""
         sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "EP": self.ep}
         if self.ep > 1 or self.etp > 1:
             sizes["ETP"] = self.etp

@@ -8,10 +8,11 @@ alone; an empty micro-batch is allowed (a rank then runs a dummy).
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from mppo.parallel.partition import partition
 
 MicroBatchPlan = list[list[list[int]]]
 """``plan[dp_rank][micro_batch]`` is a list of sequence indices."""
@@ -23,28 +24,6 @@ class MicroBatchLimits:
 
     max_sequences: int
     max_tokens: int | None = None
-
-
-def partition(weights: Sequence[int], parts: int, equal_count: bool = False) -> list[list[int]]:
-    """Split indices into parts of nearly equal weight (largest first, into the lightest part).
-
-    Args:
-        weights: weight of each index.
-        parts: number of parts; some may be empty.
-        equal_count: part sizes may differ by one at most.
-
-    Returns:
-        Ascending indices per part. Ties resolve by index, so every rank computes the same.
-    """
-    capacity = math.ceil(len(weights) / parts) if equal_count else len(weights)
-    heap = [(0, part) for part in range(parts)]
-    result: list[list[int]] = [[] for _ in range(parts)]
-    for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        load, part = heapq.heappop(heap)
-        result[part].append(index)
-        if len(result[part]) < capacity:
-            heapq.heappush(heap, (load + weights[index], part))
-    return [sorted(part) for part in result]
 
 
 def plan_microbatches(

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from mppo.parallel.collectives import all_gather_objects
 from mppo.rewards.response import Response
 from mppo.rewards.scores import ResponseScore
 
@@ -65,10 +66,7 @@ def exchange_results(mine: T, failure: Exception | None) -> list[T]:
         message = str(failure)
         if not isinstance(failure, ValueError):  # the text of a KeyError, say, is only the key
             message = f"{type(failure).__name__}: {message}"
-    everyone: list[tuple[T, str | None]] = [(mine, message)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = everyone * dist.get_world_size()
-        dist.all_gather_object(everyone, (mine, message))
+    everyone = all_gather_objects((mine, message))
     if message is not None:
         raise ScoringError(message) from failure
     for rank, (_, message) in enumerate(everyone):

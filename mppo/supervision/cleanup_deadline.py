@@ -1,22 +1,22 @@
-"""A rank that has failed stops what it runs and destroys its process groups, but not for ever."""
+"""A time limit for a failed rank to stop what it runs and to destroy its process groups."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-WAY_OUT_S = 20.0
+CLEANUP_S = 20.0
 """Less than the 30 s after which launchers send SIGKILL."""
 
 
 class CleanupDeadline:
-    """Around everything that a failed rank has to leave, so that it is seen to come out.
+    """A context around everything that a failed rank has to clean up.
 
     Args:
-        limit_s: seconds that it may take.
+        limit_s: seconds for the clean-up.
     """
 
-    def __init__(self, limit_s: float = WAY_OUT_S) -> None:
+    def __init__(self, limit_s: float = CLEANUP_S) -> None:
         self.limit_s = limit_s
         self._left = threading.Event()
 
@@ -26,11 +26,15 @@ class CleanupDeadline:
     def __exit__(self, *_: object) -> None:
         self._left.set()
 
-    def begin(self, late: Callable[[], None]) -> None:
-        """The time runs from now on; ``late`` is called, in a thread, when it is over."""
+    def begin(self, on_timeout: Callable[[], None]) -> None:
+        """Start the clock.
+
+        Args:
+            on_timeout: called in a thread if this context is not left within the limit.
+        """
 
         def wait() -> None:
             if not self._left.wait(self.limit_s):
-                late()
+                on_timeout()
 
-        threading.Thread(target=wait, name="way out", daemon=True).start()
+        threading.Thread(target=wait, name="clean-up deadline", daemon=True).start()

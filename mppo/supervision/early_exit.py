@@ -1,8 +1,8 @@
-"""A run that has not finished does not end with exit code 0.
+"""Prevents exit code 0 before the run has finished.
 
-``os._exit(0)`` in code of others (a model's own Python, a library) ends a rank without a word and
-as if all were well. A rank that the others lose is noticed by their heartbeat; alone, or where all
-leave alike, nobody is left to notice.
+``os._exit(0)`` in foreign code (a model's own Python, a library) ends a rank silently and reports
+success. If other ranks remain, their heartbeat notices the lost rank. If there are none, or all
+ranks exit in the same way, nothing else would notice.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ EXIT_CODE = 1
 
 @contextmanager
 def no_early_success() -> Iterator[None]:
-    """Inside, ``os._exit(0)`` of this process ends it with exit code 1, and says so; processes that
-    it forks leave as they like."""
-    leave, owner = os._exit, os.getpid()
+    """Inside, ``os._exit(0)`` in this process prints an error and exits with code 1.
 
-    def leave_truthfully(code: int) -> NoReturn:
+    Processes forked from it are not affected.
+    """
+    exit_now, owner = os._exit, os.getpid()
+
+    def exit_with_error(code: int) -> NoReturn:
         if code == 0 and os.getpid() == owner:
             text = f"os._exit(0) was called before the run had finished, while {current()}"
             last_words.say(text)
             last_words.leave(f"mppo: {text}")
             code = EXIT_CODE
-        leave(code)
+        exit_now(code)
 
-    os._exit = leave_truthfully
+    os._exit = exit_with_error
     try:
         yield
     finally:
-        os._exit = leave
+        os._exit = exit_now

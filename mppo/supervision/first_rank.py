@@ -1,28 +1,33 @@
-"""What the first rank looks at or does for all."""
+"""Running an action on the first rank alone, with its result on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from mppo.config.errors import ConfigError
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.parallel.collectives import broadcast_object
+
+T = TypeVar("T")
 
 
-def on_first_rank(action: Callable[[], Any]) -> Any:
-    """What ``action`` returns on the first rank, on every rank. Collective.
+def on_first_rank(action: Callable[[], T]) -> T:
+    """Run ``action`` on the first rank and return its result on every rank. Collective.
 
     Raises:
-        ConfigError: on every rank, where the first raises it.
+        ConfigError: on every rank, if the action raises it.
     """
-    outcome: list[Any] = [None, None]
+    result: T | None = None
+    issues: tuple[ConfigIssue, ...] = ()
+    source = ""
     if dist.get_rank() == 0:
         try:
-            outcome[0] = action()
+            result = action()
         except ConfigError as error:
-            outcome[1] = (error.issues, error.source)
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise ConfigError(*outcome[1])
-    return outcome[0]
+            issues, source = error.issues, error.source
+    result, issues, source = broadcast_object((result, issues, source))
+    if issues:
+        raise ConfigError(issues, source)
+    return cast(T, result)

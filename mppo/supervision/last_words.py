@@ -1,7 +1,7 @@
-"""Why a rank ends, for the user and for torchrun's report of it.
+"""Reports why a rank ends: to the user, and to torchrun for its own report.
 
-torchrun ends with a report of some forty lines on the ranks that failed, and shows in it what a
-rank has left in the file that TORCHELASTIC_ERROR_FILE names. So the last lines say the reason, too.
+torchrun ends with a report of some forty lines on the ranks that failed. The report includes what a
+rank has written to the file that TORCHELASTIC_ERROR_FILE names, so its last lines give the reason.
 """
 
 from __future__ import annotations
@@ -16,26 +16,31 @@ from mppo.safety.redact import redact_text
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
-FIRST_RANK_SPEAKS_S = 15.0
-"""Within this time of a fault the first rank has told it, however late it started."""
+FIRST_RANK_REPORTS_S = 15.0
+"""Seconds within which the first rank has reported an error that all ranks find."""
 
 
 def say(text: str) -> None:
-    """A line of mppo's for the user, beside what a run reports."""
+    """Print a line to the user on stderr."""
     print(f"mppo: {text}", file=sys.stderr, flush=True)
 
 
 def refuse_recipe(error: Exception, rank: int = 0) -> int:
-    """Tell, once, what every rank finds wrong with what it was given.
+    """Report an error in the input, which every rank finds, once.
 
-    The first rank tells it and ends the job. Were another to exit first, launchers would kill the
-    first before it spoke; the others wait, and speak only where the first had nothing to refuse.
+    The first rank reports it and ends the job. The other ranks wait: if one of them exited first,
+    launchers would kill the first rank before it has reported. They report the error themselves
+    only if the first rank did not find it.
+
+    Args:
+        error: the error.
+        rank: this process's rank.
 
     Returns:
         The exit code.
     """
     if rank:
-        time.sleep(FIRST_RANK_SPEAKS_S)
+        time.sleep(FIRST_RANK_REPORTS_S)
     text = f"mppo: {error}"
     print(text, file=sys.stderr, flush=True)
     leave(text)
@@ -43,7 +48,11 @@ def refuse_recipe(error: Exception, rank: int = 0) -> int:
 
 
 def leave(reason: str) -> None:
-    """Have torchrun's report give a reason; the first one counts. Without torchrun nothing."""
+    """Write the reason for torchrun's report; the first call counts.
+
+    Args:
+        reason: of the exit; without torchrun it is not written.
+    """
     name = os.environ.get(VARIABLE)
     if not name:
         return
@@ -53,5 +62,7 @@ def leave(reason: str) -> None:
     try:
         with Path(name).open("x") as file:
             json.dump(content, file)
-    except OSError:  # there is one already; or no place for it: the reason has been printed
+    except (
+        OSError
+    ):  # a reason was written before, or the disk refuses it: it has been printed in any case
         return

@@ -1,4 +1,4 @@
-"""What this rank is doing, so that a failure, and the heartbeat, can say so."""
+"""The phase this rank is in, for error messages and heartbeats."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _counts = {"progress": 0, "last_step": 0}
 
 @contextmanager
 def phase(name: str, step: int | None = None) -> Iterator[None]:
-    """Name what the rank does inside; nested phases join, outermost first."""
+    """Name the phase inside; the names of nested phases are joined, outermost first."""
     _stack.append(name if step is None else f"{name}, step {step}")
     tick()
     try:
         yield
     except StepInterrupted:
         raise
-    except BaseException:  # noted only, whatever it is: the innermost phase is the one it began in
+    except BaseException:  # record the innermost phase, in which the failure began
         if not _failed_in:
             _failed_in.extend(_stack)
         raise
@@ -31,25 +31,25 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
 
 
 def current() -> str:
-    """The phase this rank is in, or the one it failed in."""
+    """Return the phase this rank is in, or the one it failed in."""
     return " > ".join(_failed_in or _stack) or "start"
 
 
 def tick() -> None:
-    """Something went on: a phase, a micro-batch, a token."""
+    """Count progress: a phase, a micro-batch or a token."""
     _counts["progress"] += 1
 
 
 def progress() -> int:
-    """How many ticks there were."""
+    """Return the number of ticks."""
     return _counts["progress"]
 
 
 def step_done(step: int) -> None:
-    """Remember the last completed PPO step."""
+    """Record the last completed PPO step."""
     _counts["last_step"] = step
 
 
 def last_step() -> int:
-    """The last completed PPO step, 0 before the first."""
+    """Return the last completed PPO step, 0 before the first."""
     return _counts["last_step"]

@@ -1,14 +1,14 @@
-"""SIGUSR1, SIGTERM and SIGINT ask the run to stop; asked twice, the process exits at once.
+"""SIGUSR1, SIGTERM and SIGINT request a stop; a second SIGTERM or SIGINT exits at once.
 
-After SIGUSR1 there is time to finish the step; after the others it may be abandoned
+After SIGUSR1 the step is finished; after the others it may be interrupted
 (``mppo.supervision.stop_request``).
 
-SIGUSR1 again means nothing new: on preemption Slurm tells the batch script and the ranks, and the
-script tells the ranks as well.
+A second SIGUSR1 is ignored: on preemption Slurm signals both the batch script and the ranks, and
+the script forwards the signal to the ranks.
 
-Python runs signal handlers in the main thread between bytecodes, which may be never while a
-collective waits. The C-level handler, though, writes to a wake-up descriptor immediately; a thread
-reads it, so that the second signal always ends the process.
+Python runs signal handlers in the main thread between bytecodes, which may never happen while a
+collective waits. The C-level handler writes to a wake-up descriptor immediately, and a thread reads
+it, so the second signal always ends the process.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from mppo.supervision import stop_request
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 _SAME_REQUEST_S = 1.0
+"""Signals within this time of the first one belong to the same request."""
 
 
 class StopRequest:
-    """Whether someone asked the run to stop, and how."""
+    """A request to stop the run, and the signal that made it (None: no request)."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -37,10 +38,13 @@ class StopRequest:
         self._urgent = False
 
     def receive(self, number: int) -> None:
-        """Take note of a signal; exit if it is the second request.
+        """Record a signal; exit if it is the second request.
 
-        Launchers pass a terminal's Ctrl-C on to processes that the terminal has already told: what
-        comes within a second of the first is the same request.
+        Launchers forward a terminal's Ctrl-C to processes that the terminal has already signalled:
+        a signal within a second of the first is the same request.
+
+        Args:
+            number: of the signal.
         """
         now = time.monotonic()
         urgent = number != signal.SIGUSR1
@@ -59,13 +63,13 @@ class StopRequest:
 def listening(
     within_s: float | None = None, patience_s: float = stop_request.PATIENCE_S
 ) -> Iterator[StopRequest]:
-    """Take stop signals inside; what was installed before is put back on leaving.
+    """Handle stop signals inside; restore the earlier handlers on leaving.
 
     Call from the main thread.
 
     Args:
         within_s: ``trainer.stop_within_s``.
-        patience_s: seconds until the launcher kills a process it has told to stop.
+        patience_s: seconds from the launcher's signal until it kills the process.
     """
     request = StopRequest()
     stop_request.reset(within_s, patience_s)

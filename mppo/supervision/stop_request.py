@@ -1,8 +1,8 @@
-"""Leaving a PPO step unfinished because the run is asked to stop and the step would take too long.
+"""Interrupting a PPO step after a stop request that the step would outlast.
 
-A rank that gets SIGTERM or Ctrl-C calls ``request``; the heartbeat informs the other ranks. Phases
-that wait for no other rank call ``raise_if_due``. Where all ranks pass, ``sync`` makes them leave
-at one place, so that they can save together. What each rank was computing is dropped.
+A rank that gets SIGTERM or Ctrl-C calls ``request``; the heartbeat informs the other ranks. Code
+that waits for no other rank calls ``raise_if_due``. ``sync`` is collective: there all ranks
+interrupt the step together, so that they can save together. The step's results are dropped.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from mppo.parallel import device
 from mppo.parallel.launch import PATIENCE_S
 
 _LAST_WORDS_S = 2.0
-"""So long before it, the process says where it was."""
+"""Seconds before SIGKILL at which the process reports the phase it is in."""
 
 
 class StepInterrupted(Exception):
-    """All ranks leave the step.
+    """All ranks interrupt the PPO step.
 
     Args:
-        half_done: optimizers have already taken some of the step's updates.
+        half_done: whether optimizers have already taken some of the step's updates.
     """
 
     def __init__(self, half_done: bool = False) -> None:
         self.half_done = half_done
-        super().__init__("the PPO step was abandoned: the run is asked to stop")
+        super().__init__("the PPO step was interrupted by a stop request")
 
 
 @dataclass
 class _Stop:
-    """Times are of the monotonic clock, in seconds."""
+    """State of the request; times are in seconds of the monotonic clock."""
 
-    asked_at: float | None = None
+    requested_at: float | None = None
     within_s: float = math.inf
     patience_s: float = PATIENCE_S
     expected_end: float = 0.0
     over: bool = False
-    on_ask: Callable[[], None] | None = None
+    on_request: Callable[[], None] | None = None
 
     @property
     def limit_s(self) -> float:
-        """Seconds after a request in which the run can stop by itself."""
+        """Seconds after a request within which the run can stop by itself."""
         return max(self.patience_s - _LAST_WORDS_S, self.within_s)
 
 
@@ -55,16 +55,16 @@ _stop = _Stop()
 
 
 def request() -> None:
-    """The run is to stop soon; callable from any thread."""
-    if _stop.asked_at is None:
-        _stop.asked_at = time.monotonic()
-        if _stop.on_ask is not None:
-            _stop.on_ask()
+    """Request that the run stop soon; callable from any thread."""
+    if _stop.requested_at is None:
+        _stop.requested_at = time.monotonic()
+        if _stop.on_request is not None:
+            _stop.on_request()
 
 
-def on_ask(tell: Callable[[], None]) -> None:
-    """Have something called, in any thread, as soon as the run is asked to stop soon."""
-    _stop.on_ask = tell
+def on_request(callback: Callable[[], None]) -> None:
+    """Register the function that the first request calls, in any thread."""
+    _stop.on_request = callback
 
 
 def patience_s() -> float:
@@ -73,15 +73,15 @@ def patience_s() -> float:
 
 
 def is_requested() -> bool:
-    """Whether this rank knows of such a request."""
-    return _stop.asked_at is not None
+    """Whether a request has reached this rank."""
+    return _stop.requested_at is not None
 
 
 def reset(within_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
-    """Forget a request.
+    """Clear a request, and set the limits for the next one.
 
     Args:
-        within_s: seconds in which a step may still end after a request; None: any time.
+        within_s: seconds after a request within which the step may still end; None: no limit.
         patience_s: seconds after a request until the launcher kills this process.
     """
     global _stop
@@ -89,67 +89,68 @@ def reset(within_s: float | None = None, patience_s: float = PATIENCE_S) -> None
 
 
 def over() -> None:
-    """Training has ended, and what it had to save is saved: nothing is late any more."""
+    """Mark training and its saves as done: ``overdue`` is False from here on."""
     _stop.over = True
 
 
 def expect(seconds: float) -> None:
-    """The step that begins now, and a save, will take about so long."""
+    """Set the expected duration of the step that begins now and a save after it."""
     _stop.expected_end = time.monotonic() + seconds
 
 
 def due() -> bool:
-    """Whether this rank would leave the step; once true it stays so until the step ends."""
-    if _stop.asked_at is None:
+    """Whether this rank would interrupt the step; once true, it stays true until the step ends."""
+    if _stop.requested_at is None:
         return False
-    return max(_stop.expected_end, time.monotonic()) > _stop.asked_at + _stop.within_s
+    return max(_stop.expected_end, time.monotonic()) > _stop.requested_at + _stop.within_s
 
 
 def overdue() -> bool:
-    """Whether the launcher is about to kill this process while it trains."""
-    if _stop.asked_at is None or _stop.over or math.isinf(_stop.within_s):
+    """Whether the launcher is about to kill this process while training is not done."""
+    if _stop.requested_at is None or _stop.over or math.isinf(_stop.within_s):
         return False
-    return time.monotonic() - _stop.asked_at > _stop.limit_s
+    return time.monotonic() - _stop.requested_at > _stop.limit_s
 
 
 def raise_if_due() -> None:
-    """Leave what this rank does alone. A ``sync`` on the way that all ranks take must follow.
+    """Raise if this rank should stop. All ranks must then reach a ``sync``.
 
     Raises:
-        StepInterrupted: if the step is not to be finished.
+        StepInterrupted: the step would outlast the limit.
     """
     if due():
         raise StepInterrupted
 
 
 def sync() -> None:
-    """Leave the step if any rank would. Collective.
+    """Interrupt the step on every rank if any rank should stop. Collective.
 
     Raises:
         StepInterrupted: on every rank.
     """
-    _together(due())
+    _raise_if_any(due())
 
 
 def sync_between_updates(done: int, of: int, began: float) -> None:
-    """Between updates: leave only where the others cannot be done in time. Collective.
+    """Interrupt the step between updates, only if the rest cannot end in time. Collective.
 
     Args:
-        done, of: updates taken and to take.
-        began: when the first began.
+        done, of: number of updates taken and of all updates.
+        began: when the first update began (monotonic clock, s).
 
     Raises:
         StepInterrupted: on every rank.
     """
     now = time.monotonic()
     late = False
-    if _stop.asked_at is not None:
-        limit = _stop.asked_at + _stop.limit_s
+    if _stop.requested_at is not None:
+        limit = _stop.requested_at + _stop.limit_s
         late = now + (of - done) * (now - began) / done > limit
-    _together(late, half_done=True)
+    _raise_if_any(late, half_done=True)
 
 
-def _together(here: bool, half_done: bool = False) -> None:
+def _raise_if_any(here: bool, half_done: bool = False) -> None:
+    """Raise ``StepInterrupted`` on every rank if ``here`` is true on any. Collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         flag = torch.tensor(float(here), device=device.device())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)

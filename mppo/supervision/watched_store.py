@@ -1,9 +1,9 @@
 """The heartbeat's key-value store, and a watch over the process that hosts it.
 
-The first rank hosts the store. When that process is stopped, or its node freezes, the connection
-stays open and a call waits without a limit: the timeout of ``TCPStore`` bounds connecting and
-waiting for a key, not the answer to ``check`` or ``add``. The call holds the store's lock as well,
-but not the interpreter's, so a thread that never calls the store can see how long it has waited.
+The first rank hosts the store. If that process is stopped or its node freezes, the connection stays
+open and a call waits without limit: the timeout of ``TCPStore`` applies to connecting and to
+waiting for a key, not to the answer to ``check`` or ``add``. The call holds the store's lock but
+not the interpreter's, so a thread that never calls the store can measure how long the call waits.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
+from mppo.parallel.collectives import broadcast_object
 from mppo.parallel.launch import LaunchInfo
 
 _LARGEST_GAP = 3
-"""Ticks. A longer gap between two ticks means that this process did not run."""
+"""Ticks; after a longer gap between two ticks this process was stopped in between."""
 
 
 class AwakeClock:
-    """Seconds in which this process ran; the time in which it was stopped does not count.
+    """A clock that pauses while this process is stopped (SIGSTOP).
 
-    Without this, a process that is continued would take its own silence for that of the others.
+    With a plain clock, a continued process would mistake its own pause for the others' silence.
 
     Args:
         tick_s: ``now`` is called at least this often while the process runs.
@@ -53,9 +55,9 @@ class WatchedStore:
 
     Args:
         info: this process's place.
-        interval_s: seconds between two looks of the watch.
-        silence_s: a call may wait so long for its answer.
-        on_silence: called once, in the watch's thread, with the seconds that a call has waited.
+        interval_s: seconds between two checks of the watch.
+        silence_s: longest time that a call may wait for its answer.
+        on_silence: called once, in the watch's thread, with the seconds a call has waited.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class WatchedStore:
     ) -> None:
         self.clock = AwakeClock(interval_s)
         self._interval_s, self._silence_s, self._on_silence = interval_s, silence_s, on_silence
-        self._begun: dict[int, float] = {}
+        self._call_began: dict[int, float] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="store watch", daemon=True).start()
         self._store = self._connect(info)
@@ -78,27 +80,27 @@ class WatchedStore:
             self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of a key that exists."""
         with self._calling():
             return self._store.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
         with self._calling():
             return self._store.check(keys)
 
     def multi_get(self, keys: list[str]) -> Sequence[bytes]:
-        """The values of keys that are there."""
+        """Return the values of keys that exist."""
         with self._calling():
             return self._store.multi_get(keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; its new value."""
+        """Add to a counter and return its new value."""
         with self._calling():
             return self._store.add(key, amount)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Store a value where the present one is as expected; the value that is there then."""
+        """Store a value if the key has the expected one; return the key's value afterwards."""
         with self._calling():
             return self._store.compare_set(key, expected, value)
 
@@ -109,32 +111,31 @@ class WatchedStore:
     @contextmanager
     def _calling(self) -> Iterator[None]:
         thread = threading.get_ident()
-        self._begun[thread] = self.clock.now()
+        self._call_began[thread] = self.clock.now()
         try:
             yield
         finally:
-            del self._begun[thread]
+            del self._call_began[thread]
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval_s):
             now = self.clock.now()
-            waited = now - min(list(self._begun.values()), default=now)
+            waited = now - min(list(self._call_began.values()), default=now)
             if waited > self._silence_s:
                 self._on_silence(waited)
                 return
 
-    def _connect(self, info: LaunchInfo) -> dist.TCPStore:
-        """The store; the first rank hosts it on the interface the rendezvous uses."""
-        place: list[int | None] = [None]
-        listener = None
+    def _connect(self, info: LaunchInfo) -> TCPStore:
+        """Connect to the store, which the first rank hosts on the rendezvous' interface."""
+        port, listener = 0, None
         if info.rank == 0:
             listener = _listen(info.master_addr)
-            place = [listener.getsockname()[1]]
-        dist.broadcast_object_list(place, src=0)
+            port = listener.getsockname()[1]
+        port = broadcast_object(port)
         with self._calling():
-            store = dist.TCPStore(
+            store = TCPStore(
                 info.master_addr,
-                int(place[0] or 0),
+                port,
                 is_master=info.rank == 0,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=60),
@@ -145,8 +146,10 @@ class WatchedStore:
 
 
 def _listen(address: str) -> socket.socket:
-    """A socket on the interface of ``address``; on all of them where it is not this host's own
-    (behind a network address translation)."""
+    """Listen on the interface of ``address``; on all interfaces if the address is not this host's.
+
+    Behind network address translation the rendezvous address belongs to another machine.
+    """
     for host in (address, ""):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)

@@ -1,6 +1,6 @@
-"""From the models' outputs to what the update trains on: rewards, advantages, returns, weights.
+"""Rewards, advantages, returns and loss weights of a batch, from the models' outputs.
 
-Pure, on CPU tensors; every rank runs it on the same batch and gets the same Experience.
+Pure functions of CPU tensors: every rank computes the same Experience from the same batch.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def needs_greedy_baseline(algorithm: AlgorithmConfig) -> bool:
 
 
 def kl_controller(config: KLControlConfig) -> KLController:
-    """The controller a recipe asks for."""
+    """Build the recipe's controller."""
     return KLController(config.type, config.kl_coef, config.target_kl, config.horizon)
 
 
 def reward_kl(outputs: ModelOutputs, algorithm: AlgorithmConfig) -> Tensor:
-    """Per-token KL between actor and reference, as ``algorithm.kl_penalty`` says: float ``[T]``."""
+    """Per-token KL of actor and reference by ``algorithm.kl_penalty``: float ``[T]`` (nats)."""
     kl_T = kl_estimate(
         outputs.logprobs_T, outputs.ref_logprobs_T, algorithm.kl_penalty, outputs.full_kl_T
     )
@@ -64,7 +64,7 @@ def reward_kl(outputs: ModelOutputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def current_kl(outputs: ModelOutputs, algorithm: AlgorithmConfig) -> float:
-    """What the KL controller is told: mean over sequences of the mean over tokens (verl)."""
+    """KL for the KL controller: mean over sequences of the mean over tokens (verl), in nats."""
     batch = outputs.batch
     kl_T = reward_kl(outputs, algorithm)
     kl_B = sequence_mean(kl_T, batch.response_mask_T, batch.cu_seqlens)
@@ -74,17 +74,16 @@ def current_kl(outputs: ModelOutputs, algorithm: AlgorithmConfig) -> float:
 def normalize_scores(
     batch: Batch, baseline_B: Tensor, algorithm: AlgorithmConfig, reward_stats: RewardStats
 ) -> tuple[Batch, Tensor]:
-    """Scores, and what they are compared with, as ``algorithm.normalize_scores`` says.
+    """Normalise scores and baseline scores by ``algorithm.normalize_scores``.
 
     Args:
-        batch: scored.
+        batch: with raw scores.
         baseline_B: float32 ``[B]``, scores of greedy responses; or empty.
-        algorithm: mode, and the given mean and deviation.
-        reward_stats: of the run's scores so far, this batch's among them.
+        algorithm: the mode, and mean and deviation of the mode ``given``.
+        reward_stats: moments of the run's scores up to and including this batch.
 
     Returns:
-        The batch with its scores, and the baseline, on one scale; both as they were where the mode
-        is off.
+        The batch and the baseline with scores on the same scale; both unchanged if the mode is off.
     """
     if algorithm.normalize_scores.mode == "off":
         return batch, baseline_B
@@ -112,12 +111,12 @@ def estimate(
     *,
     baseline_scores_B: Tensor | None = None,
 ) -> Experience:
-    """Rewards, advantages, returns and loss weights of a batch.
+    """Compute rewards, advantages, returns and loss weights of a batch.
 
     Args:
         outputs: the batch with log-probabilities and values.
         algorithm: estimator, whitening, KL in the reward, rollout correction.
-        kl_coef: coefficient of the KL in the reward now (the controller's).
+        kl_coef: the controller's current coefficient of the KL in the reward.
         baseline_scores_B: float32 ``[B]``, the score of a greedy response to the same prompt, on
             the scale of the batch's scores; needed for ``remax``.
 
@@ -125,7 +124,7 @@ def estimate(
         Experience. With ``bypass_mode`` its old log-probabilities are the engine's.
 
     Raises:
-        ValueError: something needed was not given.
+        ValueError: ``remax`` without ``baseline_scores_B``; or see ``correction_weights``.
     """
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
@@ -151,12 +150,13 @@ def estimate(
 def _whitened(
     advantages_T: Tensor, returns_T: Tensor, batch: Batch, algorithm: AlgorithmConfig
 ) -> Tensor:
-    """Advantages whitened over the batch or over each prompt's group; may reuse their memory."""
+    """Whiten advantages over the batch or over each prompt's group, in place where possible."""
     mask_T, unbiased = batch.response_mask_T, algorithm.whiten_unbiased
     if algorithm.whiten_over == "group":
         return masked_whiten_by_group(
             advantages_T, mask_T, batch.cu_seqlens, batch.group_B, unbiased
         )
+    # some estimators return one tensor as advantages and returns: the returns must stay unwhitened
     own = advantages_T if advantages_T is not returns_T else None
     return masked_whiten(advantages_T, mask_T, unbiased=unbiased, out=own)
 
@@ -167,7 +167,7 @@ def _advantages(
     rewards_T: Tensor,
     baseline_scores_B: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages before whitening, and returns, by the recipe's estimator."""
+    """Compute unwhitened advantages and returns by the recipe's estimator."""
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     if algorithm.whiten_rewards:
@@ -180,14 +180,14 @@ def _advantages(
     if needs_greedy_baseline(algorithm):
         if baseline_scores_B is None:
             raise ValueError(
-                "adv_estimator 'remax' needs baseline_scores_B: the score of a greedy response to "
-                "each prompt"
+                "algorithm.adv_estimator=remax needs baseline_scores_B, the scores of greedy "
+                "responses: generate one for each prompt"
             )
         returns_T = reward_to_go(rewards_T, mask_T, cu_seqlens, 1.0)
         baseline_T = expand_to_tokens(baseline_scores_B.to(returns_T.dtype), cu_seqlens)
         return (returns_T - baseline_T) * mask_T, returns_T
     length_B = sequence_sum(mask_T, cu_seqlens)
-    # an empty response has no token that could carry its score
+    # the reward of an empty response is on no token
     outcome_B = torch.where(length_B > 0, sequence_sum(rewards_T, cu_seqlens), batch.scores_B)
     formula = OUTCOME_ESTIMATORS[algorithm.adv_estimator]
     options = OutcomeOptions(algorithm.norm_adv_by_std_in_grpo, algorithm.f_norm)
@@ -199,7 +199,7 @@ def _advantages(
 def _gae_advantages(
     outputs: ModelOutputs, algorithm: AlgorithmConfig, rewards_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """GAE, with its own lambda for the value's target where one is asked for."""
+    """GAE; with ``lam_value`` the value's target uses a lambda of its own."""
     batch = outputs.batch
     mask_T, cu_seqlens = batch.value_mask_T, batch.cu_seqlens
     values_T = torch.where(mask_T > 0, outputs.values_T, 0.0)
@@ -220,18 +220,18 @@ def _gae_advantages(
 
 
 def correction_weights(outputs: ModelOutputs, correction: RolloutCorrectionConfig) -> Tensor:
-    """``loss_weight_T``: the response mask times importance weights, 0 where rejected.
+    """Compute ``loss_weight_T``: response mask times importance weights, 0 on rejected tokens.
 
     Args:
         outputs: log-probabilities of actor and engine.
-        correction: what to do about their gap.
+        correction: weights and rejections.
 
     Returns:
         float32 ``[T]``.
 
     Raises:
-        ValueError: ``bypass_mode`` with importance weights: the policy's ratio, taken against the
-            engine, already is that weight.
+        ValueError: ``bypass_mode`` with importance weights: the policy's ratio is then relative to
+            the engine and already corrects.
     """
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
@@ -240,8 +240,9 @@ def correction_weights(outputs: ModelOutputs, correction: RolloutCorrectionConfi
     if correction.rollout_is != "off":
         if correction.bypass_mode:
             raise ValueError(
-                f"rollout_correction.rollout_is={correction.rollout_is!r} with bypass_mode: the "
-                "ratio is then taken against the engine and already corrects; set rollout_is: off"
+                f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: in bypass_mode "
+                "the policy's ratio is relative to the engine and already corrects; set "
+                "rollout_is: off"
             )
         upper, lower = correction.rollout_is_threshold, correction.rollout_is_lower
         weight_T = importance_weights(log_ratio_T, mask_T, cu_seqlens, correction.rollout_is)

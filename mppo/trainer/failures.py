@@ -1,4 +1,4 @@
-"""What a failure says to the user: phase, sizes, and the recipe keys that would help."""
+"""Error messages of a failed run: phase, memory, and the recipe keys that help."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _STORAGE = {
 
 
 def storage_message(error: BaseException) -> str | None:
-    """What is wrong with the disk and what to do; None for errors of another kind."""
+    """Explain an error of the disk and its fix; None for other errors."""
     if not isinstance(error, OSError) or error.errno not in _STORAGE:
         return None
     why, fix = _STORAGE[error.errno]
     where = f": {error.filename}" if error.filename else ""
     return (
-        f"{why}{where}; {fix} (trainer.default_local_dir). Started again, the run goes on from "
+        f"{why}{where}; {fix} (trainer.default_local_dir). Started again, the run continues from "
         "its newest complete checkpoint"
     )
 
@@ -43,15 +43,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU_ALLOCATOR)
 
 
-def is_told(error: BaseException) -> bool:
-    """Whether an error's own text says all there is to say, so that a traceback adds nothing."""
+def needs_no_traceback(error: BaseException) -> bool:
+    """Whether the text of an error is sufficient for the user."""
     known = isinstance(error, RuntimeError) or storage_message(error) is not None
     return known or is_bad_input(error)
 
 
 def is_bad_input(error: BaseException) -> bool:
-    """Whether an error is mppo's own word on something it was given: a ``ValueError`` that a
-    ``raise`` in this package made. Others come from calls that nobody expected to fail."""
+    """Whether an error is this package's message about bad input.
+
+    It is a ``ValueError`` raised by a ``raise`` statement of this package. Others come from library
+    calls and indicate a bug.
+    """
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -63,7 +66,7 @@ def is_bad_input(error: BaseException) -> bool:
 
 
 def advice(phase: str, recipe: Recipe) -> list[str]:
-    """Recipe keys that take less memory in a phase, with their present values.
+    """Recipe keys that reduce the memory of a phase, with their current values.
 
     Args:
         phase: ``mppo.supervision.phase.current()`` of the rank that failed.
@@ -105,7 +108,7 @@ def _keys_by_phase(phase: str) -> dict[str, list[tuple[str, str]]]:
             ("rollout.server_args", "lower mem_fraction_static"),
         ],
         "testing": [("data.val_batch_size", "lower"), ("rollout.batch_size", "lower")],
-        "save_checkpoint": [("trainer.async_save", "set to false: no copy in host memory")],
+        "save_checkpoint": [("trainer.async_save", "set to false: makes no copy in host memory")],
         "building": [
             *layout,
             (f"{role}.megatron.use_distributed_optimizer", "set to true"),
@@ -122,7 +125,7 @@ def _value(recipe: Recipe, key: str) -> object:
 
 
 def out_of_memory_message(phase: str, recipe: Recipe) -> str:
-    """Memory in use, and what would take less."""
+    """Describe the memory in use, and the recipe keys that reduce it."""
     lines = [f"out of memory in: {phase}; {device.memory_summary()}"]
     lines += [f"  {line}" for line in advice(phase, recipe)]
     return "\n".join(lines)

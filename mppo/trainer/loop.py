@@ -1,4 +1,4 @@
-"""One PPO iteration, on one screen: generate, score, compute, estimate, update, sync."""
+"""The training loop: generate, score, compute log-probs, estimate, update, sync weights."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from mppo.trainer.update_phase import NonFiniteStep, UpdatePhase
 
 
 def train(run: Run) -> None:
-    """All iterations, with validation before the first and every ``trainer.test_freq`` steps."""
+    """Run all iterations; validate before the first and every ``trainer.test_freq`` steps."""
     trainer = run.recipe.trainer
     done = run.checkpoints.resume(run.folder.found)
     run.folder.begin()
     on_first_rank(partial(run.reporter.start, done))
     sync_weights(run, version=done)
     if trainer.val_before_train and not done:
-        with suppress(StepInterrupted):  # the first step will be left as well
+        with suppress(StepInterrupted):  # the first step will be interrupted too
             run.reporter.log(0, validate(run, step=0))
         run.seconds.clear()
     for step in range(done + 1, run.total_steps + 1):
@@ -67,7 +67,7 @@ def train(run: Run) -> None:
             break
         last = step == run.total_steps
         if trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
-            # left by request, the step is done all the same, and after_step stops the run
+            # a stop request may interrupt validation, but the step is done: after_step ends the run
             with suppress(StepInterrupted), rescuing(run, step, metrics):
                 metrics |= validate(run, step)
         run.reporter.log(step, metrics)
@@ -79,9 +79,12 @@ def train(run: Run) -> None:
 
 @contextmanager
 def rescuing(run: Run, step: int, metrics: Metrics | None = None) -> Iterator[None]:
-    """Save what is done, should responses not be judged: the run ends, and can be resumed.
+    """Save a checkpoint if scoring fails inside: the run ends and can be resumed.
 
-    ``metrics``: of the step, where it is done.
+    Args:
+        run: the run.
+        step: the PPO step.
+        metrics: of the step, if it is done; None: the checkpoint is of the step before.
     """
     try:
         yield
@@ -94,10 +97,14 @@ def rescuing(run: Run, step: int, metrics: Metrics | None = None) -> Iterator[No
 
 
 def iterate(run: Run, step: int) -> dict[str, float]:
-    """One iteration; its metrics.
+    """Run one iteration and return its metrics.
 
-    At every ``stop_request.sync`` all ranks leave the step if the run is asked to stop. The rollout
-    engine has one more while it waits for responses.
+    At every ``stop_request.sync`` all ranks interrupt the step if a stop is due. The rollout engine
+    contains one more, while it waits for responses.
+
+    Raises:
+        StepInterrupted: on every rank.
+        ScoringError: a response could not be scored.
     """
     recipe, algorithm = run.recipe, run.recipe.algorithm
     sampling = DynamicSampling(recipe)
@@ -125,7 +132,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
         experience = estimate(outputs, algorithm, run.kl.coef, baseline_scores_B=baseline_B)
         experience = resample_experience(experience, algorithm, seed=recipe.trainer.seed + step)
     run.checkpoints.before_update()
-    with run.stage("update", step), keeping_offender(run, experience, step):
+    with run.stage("update", step), keeping_nonfinite_step(run, experience, step):
         actor_frozen = step <= recipe.trainer.critic_warmup
         update, began = UpdatePhase(run.roles, experience, step, actor_frozen), time.monotonic()
         for done, actions in enumerate(update.rounds):
@@ -146,32 +153,37 @@ def iterate(run: Run, step: int) -> dict[str, float]:
 
 
 @contextmanager
-def keeping_offender(run: Run, experience: Experience, step: int) -> Iterator[None]:
-    """Keep the batch and the models of a step that was not finite, for ``mppo-replay``."""
+def keeping_nonfinite_step(run: Run, experience: Experience, step: int) -> Iterator[None]:
+    """Save batch and models of a non-finite step for ``mppo-replay``.
+
+    Raises:
+        RuntimeError: replaces ``NonFiniteStep``, with the folder.
+    """
     try:
         yield
-    except NonFiniteStep as fault:
+    except NonFiniteStep as error:
         folder = run.reporter.run_dir / "nonfinite" / f"step_{step}"
         model, recipe = str(run.roles.actor.spec.folder), redact(run.recipe.model_dump(mode="json"))
-        keep_case(folder, ReplayCase(step, fault.mini_batch, model, recipe), experience)
+        keep_case(folder, ReplayCase(step, error.mini_batch, model, recipe), experience)
         run.checkpoints.save_roles(folder / MODELS)
-        raise RuntimeError(f"{fault}; kept for mppo-replay: {folder}") from fault
+        raise RuntimeError(f"{error}; kept for mppo-replay: {folder}") from error
 
 
 def run_metrics(run: Run, batch: Batch, step: int) -> dict[str, float]:
-    """Times, sizes and counters of the step that ends."""
-    roles = run.roles
+    """Times, sizes and counters of a step."""
+    roles, optimizer = run.roles, run.roles.actor.optimizer
+    assert optimizer is not None, "the actor learns"
     metrics = performance_metrics(batch, step, run.seconds, roles.seconds)
     metrics |= balance_metrics(batch.lengths_B.tolist(), roles.actor.layout.dp)
     return metrics | {
-        "lr": roles.actor.optimizer.learning_rate,
+        "lr": optimizer.learning_rate,
         "training/epoch": run.prompts.epoch,
         "training/skipped_steps": float(roles.skipped_steps),
     }
 
 
 def sync_weights(run: Run, version: int) -> None:
-    """Bring the actor's weights to the rollout engine."""
+    """Send the actor's weights to the rollout engine as ``version``."""
     bucket_bytes = run.recipe.rollout.sync_bucket_mb << 20
     with phase("weight sync"):
         run.engine.wake()
@@ -181,7 +193,7 @@ def sync_weights(run: Run, version: int) -> None:
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """Scores on the held-out prompts, over all and by data source."""
+    """Score responses to the validation prompts; metrics overall and by data source."""
     if not len(run.validation):
         return {}
     prompts = run.validation.prompts
@@ -200,7 +212,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
 
 
 def show_samples(run: Run, step: int, scored: ScoredRollout) -> None:
-    """A table of completions at the start, in the middle and at the end of the run."""
+    """Report a table of responses in the first, the middle and the last step."""
     if step not in (1, (run.total_steps + 1) // 2, run.total_steps):
         return
     shown = scored.trajectories[: run.recipe.trainer.sample_table_rows]

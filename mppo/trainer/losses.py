@@ -1,19 +1,19 @@
-"""What the last pipeline stage evaluates for one micro-batch: targets in, a scalar loss out.
+"""The objectives that the last pipeline stage evaluates for one micro-batch, and their targets.
 
-Targets are made once for a whole mini-batch (:func:`policy_targets`, :func:`value_targets`), with a
-weight for every token that already holds the mini-batch's normaliser; the objectives then cuts
-whole sequences out of them. So the losses, and the statistics, of any cut into micro-batches and
-ranks add up to the mini-batch's: sum them, divide by nothing.
+Targets are built once per mini-batch (:func:`policy_targets`, :func:`value_targets`). The weight of
+each token already contains the mini-batch's normaliser, and an objective selects the sequences of
+its micro-batch from the targets. The losses and statistics of any division into micro-batches and
+ranks therefore add up to the mini-batch's: sum them and divide by nothing.
 
-Shapes: ``T`` tokens of whole sequences end to end.
+Shapes: ``T`` tokens of complete sequences, concatenated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import TypeVar
+from functools import cached_property, partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,24 +39,24 @@ from mppo.algos.rollout_correction import sequence_geometric_mean
 from mppo.algos.value_loss import value_loss
 from mppo.batch import Experience
 from mppo.config.sections.roles import SEQUENCE_LOSSES, ActorConfig, CriticConfig
-from mppo.models.heads.outputs import PolicyOutputs, ValueOutputs
+from mppo.models.heads.outputs import Outputs, PolicyOutputs, ValueOutputs
 
 
 @dataclass(frozen=True)
 class PolicyTargets:
-    """What the policy's loss compares with, on one flat token axis of whole sequences.
+    """Targets of the policy's loss, on one flat token axis of complete sequences.
 
     Args:
         cu_seqlens: int64 ``[B + 1]``.
         mask_T: float32 ``[T]``, 1 on the tokens trained on (response tokens not rejected).
         weight_T: float32 ``[T]``, each token's share in the mini-batch's loss (aggregation).
         importance_T: float32 ``[T]``, rollout-correction weight of the token's policy loss.
-            GMPO's is the same on all of a sequence's tokens.
+            For GMPO it is equal on all tokens of a sequence.
         metric_weight_T: float32 ``[T]``, 1 / (masked tokens of the mini-batch) on the mask.
         old_logprobs_T: log-probabilities before the update.
-        ref_logprobs_T: the reference's.
+        ref_logprobs_T: log-probabilities of the reference.
         advantages_T: float32 ``[T]``.
-        selected_T: float32 ``[T]``, 1 on the tokens Clip-Cov or KL-Cov chose; else 0.
+        selected_T: float32 ``[T]``, 1 on the tokens that Clip-Cov or KL-Cov selected, else 0.
     """
 
     cu_seqlens: Tensor
@@ -72,7 +72,7 @@ class PolicyTargets:
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """What the critic's loss compares with; ``cu_seqlens`` to ``metric_weight_T`` as above.
+    """Targets of the critic's loss; see ``PolicyTargets`` for the first four.
 
     Args:
         old_values_T: values before the update, float32 ``[T]``.
@@ -91,7 +91,7 @@ Targets = TypeVar("Targets", PolicyTargets, ValueTargets)
 
 
 def select_targets(targets: Targets, indices: Sequence[int] | Tensor) -> Targets:
-    """Cut whole sequences out: ``indices`` count within ``targets``, in any order."""
+    """Select sequences by their position in ``targets``, in the order of ``indices``."""
     changes = {
         field.name: select_sequences(getattr(targets, field.name), targets.cu_seqlens, indices)
         for field in fields(targets)
@@ -100,26 +100,59 @@ def select_targets(targets: Targets, indices: Sequence[int] | Tensor) -> Targets
     return replace(targets, cu_seqlens=select_cu_seqlens(targets.cu_seqlens, indices), **changes)
 
 
-class _OfMiniBatch:
-    """What the two objectives share: finding a micro-batch's sequences in the mini-batch."""
+@dataclass(frozen=True)
+class _MiniBatchObjective(Generic[Targets]):
+    """An objective over the micro-batches of one mini-batch.
 
+    Args:
+        targets: of the mini-batch, on the model's device.
+        sequences: the mini-batch's sequences, as indices of the batch, in the targets' order.
+    """
+
+    targets: Targets
     sequences: tuple[int, ...]
 
     @cached_property
     def _position(self) -> dict[int, int]:
         return {index: position for position, index in enumerate(self.sequences)}
 
-    def _positions(self, indices: Sequence[int]) -> list[int]:
-        """Where in the mini-batch some sequences of the batch stand."""
-        return [self._position[index] for index in indices]
+    def _select(self, indices: Sequence[int]) -> Targets:
+        """Targets of a micro-batch, whose sequences are given as indices of the batch."""
+        return select_targets(self.targets, [self._position[index] for index in indices])
+
+
+def _metric_mean(targets: PolicyTargets | ValueTargets, x_T: Tensor) -> Tensor:
+    """A micro-batch's part of the mini-batch's token mean: a detached scalar."""
+    return (targets.metric_weight_T * x_T).sum().detach()
 
 
 def to_device(targets: Targets, device: torch.device | str) -> Targets:
-    """The same targets on ``device``."""
+    """Move targets to ``device``."""
     return replace(
         targets,
         **{field.name: getattr(targets, field.name).to(device) for field in fields(targets)},
     )
+
+
+def _mini_batch_cut(
+    experience: Experience, indices: Sequence[int] | Tensor
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """``cu_seqlens`` of a mini-batch, and the function that cuts the batch's tensors to it.
+
+    Args:
+        experience: the global batch.
+        indices: the mini-batch's sequences, as indices of the batch.
+
+    Returns:
+        int64 ``[B + 1]``; and the function from ``[T]`` of the batch to float32 ``[T]`` of the
+        mini-batch.
+    """
+    cu_seqlens = experience.old.batch.cu_seqlens
+
+    def cut(x_T: Tensor) -> Tensor:
+        return select_sequences(x_T, cu_seqlens, indices).float()
+
+    return select_cu_seqlens(cu_seqlens, indices), cut
 
 
 def policy_targets(
@@ -129,32 +162,29 @@ def policy_targets(
     max_response_length: int,
     seed: int = 0,
 ) -> PolicyTargets:
-    """Targets of one mini-batch.
+    """Build the policy's targets of one mini-batch.
 
-    A token whose ``loss_weight_T`` is 0 (rejected) leaves the mask, and so the normalisers.
+    A token whose ``loss_weight_T`` is 0 (rejected) counts neither in the mask nor in the
+    normalisers.
 
     Args:
-        experience: the whole batch.
-        indices: the mini-batch's sequences, counted within the batch.
+        experience: the global batch.
+        indices: the mini-batch's sequences, as indices of the batch.
         actor: loss mode and aggregation.
-        max_response_length: in tokens, of the recipe; the scale of ``seq-mean-token-sum-norm``
-            where ``loss_scale_factor`` gives none.
-        seed: of Clip-Cov's random choice.
+        max_response_length: the recipe's, in tokens; the scale of ``seq-mean-token-sum-norm`` if
+            ``loss_scale_factor`` is null.
+        seed: seed of Clip-Cov's random selection.
 
     Returns:
         PolicyTargets on the experience's device, float32.
     """
     old = experience.old
-    full_cu_seqlens = old.batch.cu_seqlens
-
-    def cut(x_T: Tensor) -> Tensor:
-        return select_sequences(x_T, full_cu_seqlens, indices).float()
-
-    cu_seqlens = select_cu_seqlens(full_cu_seqlens, indices)
+    cu_seqlens, cut = _mini_batch_cut(experience, indices)
     importance_T = cut(experience.loss_weight_T)
     mask_T = cut(old.batch.response_mask_T) * (importance_T != 0)
     logprobs_T, advantages_T = cut(old.logprobs_T), cut(experience.advantages_T)
     loss = actor.policy_loss
+    # the selection ranks the tokens of the mini-batch, so it cannot be made per micro-batch
     selected_T = torch.zeros_like(mask_T)
     if loss.loss_mode in ("clip_cov", "kl_cov"):
         cov_T = covariance(logprobs_T, advantages_T, mask_T)
@@ -187,14 +217,9 @@ def value_targets(
     critic: CriticConfig,
     max_response_length: int,
 ) -> ValueTargets:
-    """Targets of one mini-batch for the critic; arguments as in :func:`policy_targets`."""
+    """Build the critic's targets of one mini-batch; arguments as in :func:`policy_targets`."""
     old = experience.old
-    full_cu_seqlens = old.batch.cu_seqlens
-
-    def cut(x_T: Tensor) -> Tensor:
-        return select_sequences(x_T, full_cu_seqlens, indices).float()
-
-    cu_seqlens = select_cu_seqlens(full_cu_seqlens, indices)
+    cu_seqlens, cut = _mini_batch_cut(experience, indices)
     mask_T = cut(old.batch.value_mask_T) * (cut(experience.loss_weight_T) != 0)
     mode = critic.loss_agg_mode
     return ValueTargets(
@@ -208,37 +233,33 @@ def value_targets(
 
 
 @dataclass(frozen=True)
-class PolicyObjective(_OfMiniBatch):
+class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
     """The actor's loss on a micro-batch of a mini-batch.
 
     ``sum_t w_t (importance_t pg_t - entropy_coeff H_t + kl_loss_coef kl_t)``
 
     Args:
-        targets: of the mini-batch, on the model's device.
-        sequences: the mini-batch's sequences, as indices of the batch, in the targets' order.
         actor: loss mode and coefficients.
     """
 
-    targets: PolicyTargets
-    sequences: tuple[int, ...]
     actor: ActorConfig
 
     def __call__(
-        self, outputs: PolicyOutputs, indices: Sequence[int]
+        self, outputs: Outputs, indices: Sequence[int]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and statistics of some of the sequences.
+        """Compute the loss and statistics of one micro-batch.
 
         Args:
-            outputs: the policy's outputs now, float ``[T]``; anything outside the mask.
-            indices: which sequences, as indices of the batch.
+            outputs: the policy's current outputs, float ``[T]``; any values outside the mask.
+            indices: the micro-batch's sequences, as indices of the batch.
 
         Returns:
-            Scalar loss, joined to the graph even where no token is masked in; and detached scalar
-            sums under their metric names. Over a mini-batch's micro-batches and data-parallel ranks
-            both add up to the mini-batch's loss and metrics.
+            Scalar loss, part of the graph even if the mask is empty; and detached scalar sums by
+            metric name. Over a mini-batch's micro-batches and data-parallel ranks both add up to
+            the mini-batch's loss and metrics.
         """
-        actor = self.actor
-        targets = select_targets(self.targets, self._positions(indices))
+        assert isinstance(outputs, PolicyOutputs)
+        actor, targets = self.actor, self._select(indices)
         inside_T = targets.mask_T > 0
         logprobs_T = torch.where(inside_T, outputs.logprobs_T.float(), 0.0)
         entropy_T = torch.where(inside_T, outputs.entropy_T.float(), 0.0)
@@ -252,9 +273,7 @@ class PolicyObjective(_OfMiniBatch):
         if actor.entropy_coeff:
             loss = loss - actor.entropy_coeff * entropy
 
-        def mean(x_T: Tensor) -> Tensor:
-            return (targets.metric_weight_T * x_T).sum().detach()
-
+        mean = partial(_metric_mean, targets)
         stats = {
             "actor/pg_loss": pg_loss.detach(),
             "actor/entropy": entropy.detach(),
@@ -285,7 +304,7 @@ def policy_loss(
     targets: PolicyTargets,
     actor: ActorConfig,
 ) -> Loss:
-    """The token losses of ``actor.policy_loss.loss_mode``."""
+    """Compute the token losses of ``actor.policy_loss.loss_mode``."""
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
     advantages_T, loss = targets.advantages_T, actor.policy_loss
@@ -312,34 +331,28 @@ def policy_loss(
 
 
 @dataclass(frozen=True)
-class ValueObjective(_OfMiniBatch):
+class ValueObjective(_MiniBatchObjective[ValueTargets]):
     """The critic's loss on a micro-batch of a mini-batch: ``value_loss_coef sum_t w_t vf_t``.
 
     Args:
-        targets: of the mini-batch, on the model's device.
-        sequences: the mini-batch's sequences, as indices of the batch, in the targets' order.
         critic: clip range and coefficient.
     """
 
-    targets: ValueTargets
-    sequences: tuple[int, ...]
     critic: CriticConfig
 
     def __call__(
-        self, outputs: ValueOutputs, indices: Sequence[int]
+        self, outputs: Outputs, indices: Sequence[int]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As :class:`PolicyObjective`; the metrics are of the loss without its coefficient."""
-        critic = self.critic
-        targets = select_targets(self.targets, self._positions(indices))
+        """See :class:`PolicyObjective`; the metrics are of the loss without its coefficient."""
+        assert isinstance(outputs, ValueOutputs)
+        critic, targets = self.critic, self._select(indices)
         values_T = torch.where(targets.mask_T > 0, outputs.values_T.float(), 0.0)
         vf_T, clipped_T = value_loss(
             values_T, targets.old_values_T, targets.returns_T, critic.cliprange_value
         )
         vf_loss = (targets.weight_T * vf_T).sum()
 
-        def mean(x_T: Tensor) -> Tensor:
-            return (targets.metric_weight_T * x_T).sum().detach()
-
+        mean = partial(_metric_mean, targets)
         stats = {
             "critic/vf_loss": vf_loss.detach(),
             "critic/vf_clipfrac": mean(clipped_T),

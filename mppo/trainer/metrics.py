@@ -18,7 +18,7 @@ from mppo.batch import Batch, Experience, ModelOutputs, Trajectory
 from mppo.config.schema import Recipe
 from mppo.config.sections.roles import ActorConfig
 from mppo.parallel import device
-from mppo.pipeline.microbatches import partition
+from mppo.parallel.partition import partition
 from mppo.rewards.scores import UNSCORED, ResponseScore
 
 
@@ -33,10 +33,10 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     ``objective/scores + objective/non_score_reward``.
 
     Args:
-        experience: the whole batch, the same on every rank.
+        experience: the global batch, the same on every rank.
 
     Returns:
-        Metric name to number; all finite, also for a batch without a response token.
+        Metrics by name; all finite, even for a batch without response tokens.
     """
     outputs = experience.old
     batch = outputs.batch
@@ -95,7 +95,7 @@ def _mean(x: Tensor) -> float:
 
 
 def _mean_max_min(name: str, x: Tensor) -> dict[str, float]:
-    """``name/mean``, ``name/max``, ``name/min``; zeros where there is nothing."""
+    """``name/mean``, ``name/max``, ``name/min``; zeros for an empty tensor."""
     if len(x) == 0:
         x = torch.zeros(1)
     return {
@@ -106,8 +106,14 @@ def _mean_max_min(name: str, x: Tensor) -> dict[str, float]:
 
 
 def mismatch_metrics(outputs: ModelOutputs, step: int) -> dict[str, float]:
-    """How far the engine's probabilities are from the actor's, and its weights behind, over
-    response tokens; the first only where the actor computed log-probabilities."""
+    """Gap between engine and actor over response tokens: log-probabilities and weight versions.
+
+    The gap of log-probabilities is reported only if the actor computed them.
+
+    Args:
+        outputs: the batch with log-probabilities.
+        step: the PPO step.
+    """
     batch = outputs.batch
     inside = batch.response_mask_T > 0
     if not inside.any():
@@ -127,8 +133,7 @@ def mismatch_metrics(outputs: ModelOutputs, step: int) -> dict[str, float]:
 
 
 def score_metrics(batch: Batch, recipe: Recipe) -> dict[str, float]:
-    """Of the scores before any normalisation, and of the prompts: the share of those that have
-    ``data.max_prompt_length`` tokens."""
+    """Mean raw score, and the fraction of prompts with ``data.max_prompt_length`` tokens."""
     prompt_B = batch.lengths_B - sequence_sum(batch.value_mask_T, batch.cu_seqlens)
     longest = recipe.data.max_prompt_length
     return {
@@ -142,7 +147,7 @@ def kl_metrics(kl: float, kl_coef: float, actor: ActorConfig) -> dict[str, float
 
     Args:
         kl: mean over sequences of the mean over tokens.
-        kl_coef: of the KL in the reward, in this step.
+        kl_coef: coefficient of the KL in the reward, in this step.
         actor: the recipe's section.
     """
     metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
@@ -157,10 +162,10 @@ def performance_metrics(
     """Seconds by stage, tokens per second, memory of this rank.
 
     Args:
-        batch: of the step.
+        batch: the step's batch.
         step: the PPO step.
         stages: seconds by stage of the loop; their sum is the step's time.
-        passes: seconds of the roles' passes, which are parts of stages.
+        passes: seconds of the roles' passes, which are parts of the stages.
     """
     seconds, tokens = sum(stages.values()), len(batch.tokens_T)
     per_token = {"gen": max(float(batch.response_mask_T.sum()), 1.0)}
@@ -186,20 +191,20 @@ def performance_metrics(
 
 
 def balance_metrics(lengths: Sequence[int], dp: int) -> dict[str, float]:
-    """verl's ``global_seqlen/*``: tokens of a data-parallel rank, before and after balancing.
+    """verl's ``global_seqlen/*``: tokens per data-parallel rank, before and after balancing.
 
     Args:
         lengths: tokens of every sequence of the batch.
         dp: data-parallel ranks.
     """
     bounds = [len(lengths) * rank // dp for rank in range(dp + 1)]
-    plain = [sum(lengths[a:b]) for a, b in itertools.pairwise(bounds)]
+    unbalanced = [sum(lengths[a:b]) for a, b in itertools.pairwise(bounds)]
     shares = partition(lengths, dp, equal_count=True)
     balanced = [sum(lengths[i] for i in share) for share in shares]
     return {
-        "global_seqlen/min": float(min(plain)),
-        "global_seqlen/max": float(max(plain)),
-        "global_seqlen/minmax_diff": float(max(plain) - min(plain)),
+        "global_seqlen/min": float(min(unbalanced)),
+        "global_seqlen/max": float(max(unbalanced)),
+        "global_seqlen/minmax_diff": float(max(unbalanced) - min(unbalanced)),
         "global_seqlen/balanced_min": float(min(balanced)),
         "global_seqlen/balanced_max": float(max(balanced)),
         "global_seqlen/mean": sum(lengths) / dp,
@@ -207,16 +212,16 @@ def balance_metrics(lengths: Sequence[int], dp: int) -> dict[str, float]:
 
 
 def update_metrics(mini_batches: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One number per metric from the sums of each mini-batch of an update: their mean.
+    """Average the statistics of an update's mini-batches.
 
     ``val/ratio_var`` is the variance (unbiased) of ``val/ratio`` over the mini-batches, as TRL
     reports it; 0 for a single one.
 
     Args:
-        mini_batches: each mini-batch's statistics, summed over micro-batches and ranks.
+        mini_batches: statistics of each mini-batch, summed over micro-batches and ranks.
 
     Returns:
-        Metric name to number; empty where there was no mini-batch.
+        Metrics by name; empty without mini-batches.
     """
     if not mini_batches:
         return {}
@@ -241,9 +246,9 @@ def mean_scores(
 def mean_numbers(
     trajectories: Sequence[Trajectory], judgements: Sequence[ResponseScore]
 ) -> dict[tuple[str, str], float]:
-    """Means of the numbers that came with scores, by data source and name.
+    """Means of the numbers that accompany scores, by data source and name.
 
-    Each is over the responses of the source that have such a number.
+    Each mean is over the responses of the source that have the number.
     """
     numbers: dict[tuple[str, str], list[float]] = {}
     for trajectory, judgement in zip(trajectories, judgements, strict=True):
@@ -257,13 +262,15 @@ def reward_metrics(
     judgements: Sequence[ResponseScore],
     greedy: Sequence[ResponseScore],
 ) -> dict[str, float]:
-    """``reward/<source>/<name>/mean`` of the numbers that came with scores, ``reward/errors``, and
-    ``reward/timeouts`` and the like of responses that have no score of their own.
+    """Metrics of scoring.
+
+    ``reward/<source>/<name>/mean`` of the numbers that accompany scores, ``reward/errors``, and a
+    count such as ``reward/timeouts`` for each reason why responses were not scored.
 
     Args:
         trajectories: responses.
-        judgements: of these.
-        greedy: of responses that the others are compared with; only their errors count.
+        judgements: of these responses.
+        greedy: judgements of the greedy responses; only errors and missing scores are counted.
     """
     numbers = mean_numbers(trajectories, judgements)
     metrics = {f"reward/{source}/{name}/mean": mean for (source, name), mean in numbers.items()}
@@ -275,7 +282,7 @@ def reward_metrics(
 def validation_metrics(
     trajectories: Sequence[Trajectory], judgements: Sequence[ResponseScore]
 ) -> dict[str, float]:
-    """Scores and numbers of validation prompts under verl's names.
+    """Scores and numbers of the validation responses by verl's names.
 
     ``val-core/<source>/reward/mean`` and ``val-core/<source>/acc/mean``; every other number under
     ``val-aux``. ``val/reward`` is the mean over all responses.
@@ -294,11 +301,11 @@ def validation_metrics(
 
 
 def errors_of(judgements: Sequence[ResponseScore]) -> list[str]:
-    """Why responses could not be judged, one text for each of them."""
+    """Errors of the responses that could not be scored."""
     return [each.error for each in judgements if each.error is not None]
 
 
 def unscored(judgements: Sequence[ResponseScore]) -> dict[str, float]:
-    """How many responses have no score of their own, by reason."""
+    """Number of responses that were not scored, by reason."""
     found = [each.unscored for each in judgements]
     return {reason: float(found.count(reason)) for reason in UNSCORED}

@@ -1,7 +1,7 @@
-"""Plain text beside a mini-batch: the unsupervised loss (PPO-ptx) in the actor's own pass.
+"""Pretraining text beside a mini-batch: the language-model loss of PPO-ptx in the actor's pass.
 
-The documents ride along as further micro-batches of the same pipeline pass, so their gradient adds
-to the policy's before the one optimizer step, in every layout.
+The documents are additional micro-batches of the same pipeline pass. Their gradient therefore adds
+to the policy's gradient before the one optimizer step, in every layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mppo.algos.packing import select_sequences
 from mppo.algos.unsupervised import ptx_loss
 from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
 from mppo.data.loader import PromptLoader
-from mppo.models.heads.outputs import PolicyOutputs, map_outputs
+from mppo.models.heads.outputs import Outputs, PolicyOutputs, map_outputs
 from mppo.models.role_spec import Objective
 from mppo.pipeline.microbatches import MicroBatchPlan, plan_microbatches
 from mppo.pipeline.schedule import MicroBatchSpec
@@ -29,8 +29,8 @@ class PretrainingMix:
     """An endless stream of documents, and their loss.
 
     Args:
-        documents: the order they are read in; the position is the state.
-        coef: weight of their loss beside the policy's.
+        documents: documents in reading order; the position in it is the state.
+        coef: weight of their loss relative to the policy's.
     """
 
     def __init__(self, documents: PromptLoader, coef: float) -> None:
@@ -38,26 +38,26 @@ class PretrainingMix:
         self.coef = coef
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands."""
+        """Return the position in the stream."""
         return self.documents.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position."""
+        """Continue from a saved position."""
         self.documents.load_state_dict(state)
 
     def join(
-        self, batch: Batch, plan: MicroBatchPlan, shape: MicroBatchSpec, objective: Objective
+        self, batch: Batch, plan: MicroBatchPlan, spec: MicroBatchSpec, objective: Objective
     ) -> tuple[Batch, MicroBatchPlan, Objective]:
-        """The next documents behind a batch's sequences.
+        """Append the next documents to a batch.
 
         Args:
             batch: the global batch.
             plan: micro-batches of one mini-batch of it.
-            shape: the actor's.
+            spec: the actor's.
             objective: of the mini-batch's micro-batches.
 
         Returns:
-            The longer batch; the plan with the documents' micro-batches at every rank's end; the
+            The longer batch; the plan with the documents' micro-batches after each rank's own; the
             objective of both kinds, ``L + coef mean(-log pi(text))``, with the metric
             ``actor/ptx_loss`` (nats per token, without the coefficient).
         """
@@ -65,9 +65,9 @@ class PretrainingMix:
         text_plan = plan_microbatches(
             text.lengths_B.tolist(),
             range(text.num_sequences),
-            shape.dp,
-            shape.limits,
-            shape.count_multiple,
+            spec.dp,
+            spec.limits,
+            spec.count_multiple,
         )
         longer = [
             [*mine, *([first + i for i in indices] for indices in theirs)]
@@ -84,7 +84,7 @@ class MixedObjective:
     Args:
         objective: of the policy's own micro-batches.
         text: the documents.
-        first: index of the first document behind the batch's sequences.
+        first: index of the first document, after the batch's sequences.
         coef: weight of the documents' loss.
     """
 
@@ -94,12 +94,14 @@ class MixedObjective:
     coef: float
 
     def __call__(
-        self, outputs: PolicyOutputs, indices: tuple[int, ...]
+        self, outputs: Outputs, indices: tuple[int, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As the policy's objective, with the statistic ``actor/ptx_loss``."""
+        """See ``PolicyObjective``; adds the statistic ``actor/ptx_loss``."""
+        assert isinstance(outputs, PolicyOutputs)
         if not indices or indices[0] < self.first:
             loss, stats = self.objective(outputs, indices)
             return loss, {**stats, METRIC: 0.0 * loss.detach()}
+        # all micro-batches must report the same statistics: take the policy's of no sequence
         nothing, stats = self.objective(map_outputs(outputs, lambda x_T: x_T[:0]), ())
         text, chosen = self.text, [index - self.first for index in indices]
         mask_T = select_sequences(text.response_mask_T, text.cu_seqlens, chosen)
@@ -109,7 +111,7 @@ class MixedObjective:
 
 
 def text_batch(documents: Sequence[Prompt]) -> Batch:
-    """Documents as sequences whose every token but the first is predicted."""
+    """Pack documents as sequences of which every token but the first is predicted."""
     trajectories = [
         Trajectory(
             Prompt(document.uid, document.token_ids[:1], document.data_source, "", ""),

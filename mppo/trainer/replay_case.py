@@ -1,7 +1,4 @@
-"""What ``mppo-replay`` needs of a step that was not finite, besides the models.
-
-The loop writes it; the program reads it.
-"""
+"""The batch of a non-finite step, for ``mppo-replay``: written by the loop, read by the program."""
 
 from __future__ import annotations
 
@@ -24,13 +21,13 @@ CASE, TENSORS, MODELS = "case.json", "experience.safetensors", "models"
 
 @dataclass(frozen=True)
 class ReplayCase:
-    """A mini-batch and where it comes from.
+    """A mini-batch and its origin.
 
     Args:
         step: PPO step.
-        mini_batch: indices of the offending sequences.
+        mini_batch: indices of the sequences whose loss or gradient was not finite.
         model: Hugging Face folder the roles were built from.
-        recipe: of the run, as plain values without secrets.
+        recipe: the run's, as plain values without secrets.
     """
 
     step: int
@@ -40,13 +37,12 @@ class ReplayCase:
 
 
 def keep_case(folder: Path, case: ReplayCase, experience: Experience) -> None:
-    """Write what a replay needs besides the models; the first rank writes. An earlier case of the
-    same step is renamed.
+    """Write the case on the first rank; an earlier case of the same step is renamed.
 
     Args:
-        folder: of the case.
+        folder: folder to write.
         case: the mini-batch.
-        experience: the whole batch of the step.
+        experience: the global batch of the step.
     """
     if dist.get_rank() == 0:
         if folder.exists():
@@ -58,24 +54,25 @@ def keep_case(folder: Path, case: ReplayCase, experience: Experience) -> None:
 
 
 def load_case(folder: Path) -> tuple[ReplayCase, Experience]:
-    """What ``keep_case`` wrote.
+    """Load what ``keep_case`` wrote.
 
     Raises:
-        ValueError, KeyError, TypeError, OSError: the folder holds no such case.
+        ValueError, KeyError, TypeError, OSError: the folder does not hold a valid case.
     """
     case = ReplayCase(**read_json(folder / CASE, nan=True))
     read_header(folder / TENSORS)
     tensors = load_file(folder / TENSORS)
     batch = Batch(**{f.name: tensors[f"batch.{f.name}"] for f in fields(Batch)})
-    own = [f.name for f in fields(ModelOutputs) if f"old.{f.name}" in tensors]
-    old = ModelOutputs(batch=batch, **{name: tensors[f"old.{name}"] for name in own})
-    own = [f.name for f in fields(Experience) if f.name != "old"]
-    experience = Experience(old=old, **{name: tensors[name] for name in own})
+    named = [f.name for f in fields(ModelOutputs) if f"old.{f.name}" in tensors]
+    outputs: dict[str, Any] = {name: tensors[f"old.{name}"] for name in named}
+    old = ModelOutputs(batch=batch, **outputs)
+    named = [f.name for f in fields(Experience) if f.name != "old"]
+    experience = Experience(old=old, **{name: tensors[name] for name in named})
     return case, experience
 
 
 def named_tensors(experience: Experience) -> dict[str, Tensor]:
-    """Every tensor of an experience by its dotted name."""
+    """Return every tensor of an experience by its dotted name."""
     old, batch = experience.old, experience.old.batch
     parts = {"batch.": batch, "old.": old, "": experience}
     return {

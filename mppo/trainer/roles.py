@@ -1,4 +1,4 @@
-"""The models of a run: who takes part, and how each is built."""
+"""The models of a run, and how each is built."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mppo.trainer.pretraining_mix import PretrainingMix
 
 
 def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[str, Any]]:
-    """``describe_model`` of the roles that learn, by name, before they are built.
+    """``describe_model`` of the trained roles, by name, without building them.
 
     Args:
         recipe: the recipe.
-        folder: what the actor starts from.
-        load_config: reads the config of such a folder.
+        folder: the actor's initial weights.
+        load_config: reads the Hugging Face config of a folder.
     """
     folders = {"actor": ("policy", folder)}
     if recipe.algorithm.uses_critic:
@@ -43,14 +43,15 @@ class Roles:
 
     Args:
         recipe: the recipe.
-        folder: Hugging Face folder or checkpoint the actor starts from (critic and reference too,
-            unless they name their own).
-        load_config: reads the config of such a folder.
+        folder: Hugging Face folder or checkpoint with the actor's initial weights; also those of
+            critic and reference unless the recipe names others.
+        load_config: reads the Hugging Face config of a folder.
         registry: process groups by layout.
         total_steps: PPO steps of the run, for the learning-rate schedules.
-        text: documents for the unsupervised loss, where the recipe asks for it.
+        text: documents for the pretraining mix; None without one.
 
-    ``seconds`` says how long each role's last forward pass and update took.
+    Attributes:
+        seconds: duration of each role's last forward pass and update.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Roles:
         self.text = text
         world = torch.distributed.get_world_size()
         dtype = DTYPES[recipe.model.dtype]
-        # greedy sampling has no distribution of its own; the model's is meant
+        # greedy sampling (temperature 0) defines no distribution: use the model's own
         temperature = recipe.rollout.temperature or 1.0
 
         def build(name, head, section, path, megatron, optim) -> Role:
@@ -112,12 +113,12 @@ class Roles:
 
     @property
     def trained(self) -> dict[str, Role]:
-        """The roles that learn, by name: what a checkpoint holds."""
+        """The trained roles by name, whose state a checkpoint holds."""
         roles = (self.actor, self.critic)
         return {role.name: role for role in roles if role is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides models and optimizers."""
+        """Return the state of a checkpoint besides models and optimizers."""
         return {
             "skipped_steps": self.skipped_steps,
             "in_a_row": self.skipped_in_a_row,
@@ -125,7 +126,7 @@ class Roles:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         if self.text is not None and state.get("text"):
             self.text.load_state_dict(state["text"])
         self.skipped_steps = int(state["skipped_steps"])

@@ -1,4 +1,4 @@
-"""The rollout stage: responses to a batch of prompts, and their scores."""
+"""The rollout stage: generating responses to a batch of prompts, and scoring them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Responses:
 
     Args:
         trajectories: ``rollout.n`` for each prompt.
-        keys: under which ``early`` knows each of them.
-        early: the scores of responses that came in while others were still being generated.
-        greedy: a greedy response to each prompt, where the estimator needs its score; else none.
+        keys: key of each trajectory in ``early``.
+        early: scoring of responses that arrived while others were still being generated.
+        greedy: a greedy response to each prompt if the estimator needs its score, else empty.
     """
 
     trajectories: list[Trajectory]
@@ -46,14 +46,14 @@ class Responses:
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """What an iteration learns from.
+    """Responses with their scores.
 
     Args:
-        trajectories: of all sequences.
-        batch: the same with their scores.
+        trajectories: the responses.
+        batch: the packed responses with their scores.
         baseline_B: score of a greedy response to each sequence's prompt; empty without one.
-        judged: what the reward function gave for each response.
-        judged_greedy: the same of the greedy responses.
+        judged: the reward function's judgement of each response.
+        judged_greedy: judgements of the greedy responses.
     """
 
     trajectories: list[Trajectory]
@@ -64,10 +64,11 @@ class ScoredRollout:
 
 
 class DynamicSampling:
-    """Collects scored batches until there is enough to learn from.
+    """Collects scored batches until an iteration has enough groups to train on.
 
-    One batch is enough, unless ``algorithm.filter_groups`` wants as many groups whose scores
-    differ as a batch has prompts, of at most so many batches (DAPO, arXiv 2503.14476).
+    One batch is enough unless ``algorithm.filter_groups`` is enabled (DAPO, arXiv 2503.14476). Then
+    batches are collected until as many groups as a batch has prompts have scores that differ, up to
+    ``max_num_gen_batches``.
 
     Args:
         recipe: the recipe.
@@ -76,34 +77,37 @@ class DynamicSampling:
     def __init__(self, recipe: Recipe) -> None:
         self._filter, self._size = recipe.algorithm.filter_groups, recipe.data.train_batch_size
         self._n = recipe.rollout.n
-        self._left = self._filter.max_num_gen_batches if self._filter.enable else 1
+        self._batches_left = self._filter.max_num_gen_batches if self._filter.enable else 1
         self._found: list[ScoredRollout] = []
         self._informative = 0
 
     @property
     def needs_more(self) -> bool:
-        """Whether another batch is to be generated."""
-        return self._left > 0 and self._informative < self._size
+        """Whether another batch must be generated."""
+        return self._batches_left > 0 and self._informative < self._size
 
     @property
     def is_last(self) -> bool:
-        """Whether no batch may follow the one that is generated now."""
-        return self._left == 1
+        """Whether the batch generated next is the last one allowed."""
+        return self._batches_left == 1
 
     @property
     def ended_early(self) -> bool:
-        """Whether it is only now known that no batch follows."""
-        return self._left > 0
+        """Whether fewer batches than allowed were enough."""
+        return self._batches_left > 0
 
     def add(self, scored: ScoredRollout) -> None:
-        """Take one batch."""
-        self._left -= 1
+        """Add a scored batch."""
+        self._batches_left -= 1
         self._found.append(scored)
         groups = informative_sequences(scored.batch.scores_B, scored.batch.group_B)
         self._informative += len(groups) // self._n
 
     def result(self) -> tuple[ScoredRollout, dict[str, float]]:
-        """What is trained on, and its metrics: the one batch, or the groups whose scores differ."""
+        """Return the data to train on and its metrics.
+
+        The data is the one batch, or with ``filter_groups`` the groups whose scores differ.
+        """
         everything = _joined(self._found)
         metrics = reward_metrics(
             everything.trajectories, everything.judged, everything.judged_greedy
@@ -127,7 +131,7 @@ class DynamicSampling:
 
 
 def _joined(parts: Sequence[ScoredRollout]) -> ScoredRollout:
-    """Scored batches as one."""
+    """Concatenate scored batches."""
     return ScoredRollout(
         [t for part in parts for t in part.trajectories],
         concatenate_batches([part.batch for part in parts]),
@@ -138,12 +142,12 @@ def _joined(parts: Sequence[ScoredRollout]) -> ScoredRollout:
 
 
 def generate_batch(run: Run, step: int, last: bool) -> Responses:
-    """Responses to the next batch of prompts.
+    """Generate responses to the next batch of prompts.
 
     Args:
         run: the run.
         step: the PPO step.
-        last: the step generates no other batch: the next step's may begin.
+        last: whether this is the step's last batch; the next step's rollout then starts.
     """
     pending, run.ahead = run.ahead or submit(run, step), None
     prompts, keys, trajectories = collect(run, pending)
@@ -156,9 +160,9 @@ def generate_batch(run: Run, step: int, last: bool) -> Responses:
 
 
 def score(run: Run, responses: Responses, step: int) -> ScoredRollout:
-    """The responses with their rewards; collective."""
+    """Score responses. Collective."""
     judged = responses.early.finish(responses.keys, responses.trajectories)
-    # as in TRL, a stop token in the last place of a response has no slot behind it
+    # as in TRL, a response of maximal length has no end slot
     end_slots_below = 0
     if run.recipe.algorithm.score_after_end:
         end_slots_below = run.recipe.data.max_response_length
@@ -172,10 +176,10 @@ def score(run: Run, responses: Responses, step: int) -> ScoredRollout:
 
 
 def submit(run: Run, step: int) -> PendingRollout:
-    """Start to generate and score responses to the next prompts.
+    """Start generating and scoring responses to the next prompts.
 
-    The prompts are taken when their responses are collected: a checkpoint saved before does not
-    count them, and holds the responses that are there.
+    The prompts are consumed only when their responses are collected: a checkpoint saved earlier
+    does not count them, and holds the responses that have arrived.
     """
     rollout, size = run.recipe.rollout, run.prompts.batch_size
     prompts = run.prompts.peek(size + math.ceil(rollout.over_sampling * size))
@@ -189,10 +193,13 @@ def submit(run: Run, step: int) -> PendingRollout:
 
 
 def collect(run: Run, pending: PendingRollout) -> tuple[list[Prompt], list[int], list[Trajectory]]:
-    """Wait for responses: the answered prompts, the responses' keys for the scores, and these.
+    """Wait for the responses of a submitted rollout.
 
-    Where more prompts were submitted than a batch holds, those without all their responses come
-    again in a later batch.
+    If more prompts were submitted than a batch holds, the prompts without all their responses
+    return to the prompt loader for a later batch.
+
+    Returns:
+        The answered prompts, each response's key in ``pending.early``, and the responses.
     """
     n, trajectories = run.recipe.rollout.n, pending.generation.collect()
     run.partial_responses.responses = pending.generation.left_over
@@ -206,7 +213,7 @@ def collect(run: Run, pending: PendingRollout) -> tuple[list[Prompt], list[int],
 
 
 def prefetch_next(run: Run, step: int) -> None:
-    """The step's responses are there: begin the next step's, or give the memory to training."""
+    """Start the next step's rollout, or free the engine's memory for training."""
     if run.recipe.trainer.rollout_ahead and step < run.total_steps:
         run.ahead = submit(run, step + 1)
     else:
@@ -214,7 +221,7 @@ def prefetch_next(run: Run, step: int) -> None:
 
 
 def wait_for_prefetch(run: Run, step: int) -> dict[str, float]:
-    """Wait for the next step's responses, which new weights must not reach; how long it took."""
+    """Wait for the next step's responses before the weights change; return how long they took."""
     if run.ahead is None:
         return {}
     with run.stage("wait_prev_gen", step):
@@ -226,7 +233,7 @@ def wait_for_prefetch(run: Run, step: int) -> dict[str, float]:
 def generate(
     run: Run, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int
 ) -> list[Trajectory]:
-    """Sampled responses to the prompts."""
+    """Generate responses to the prompts."""
     limit = run.recipe.data.max_response_length
     return run.engine.generate(
         GenerationRequest(prompts, sampling, limit, sampling_seed(run, step))
@@ -234,18 +241,20 @@ def generate(
 
 
 def sampling_seed(run: Run, step: int) -> int:
-    """A seed that differs every step."""
+    """Sampling seed of a step; it differs every step."""
     return run.recipe.trainer.seed * 1_000_003 + step
 
 
 def show_errors(reporter: Reporter, step: int, judgements: Sequence[ResponseScore]) -> None:
-    """A line where responses could not be judged, how many, and the first one's error; and one for
-    each reason why responses have no score of their own."""
+    """Report how many responses could not be scored, with the first error, and how many score 0.
+
+    One line for errors, and one for each reason in ``UNSCORED``.
+    """
     for reason, count in unscored(judgements).items():
         if count:
-            told = f"{count:.0f} of {len(judgements)} responses {UNSCORED[reason]} and score 0"
-            reporter.line(f"step {step}: {told}")
+            text = f"{count:.0f} of {len(judgements)} responses {UNSCORED[reason]} and score 0"
+            reporter.line(f"step {step}: {text}")
     errors = errors_of(judgements)
     if errors:
-        told = f"{len(errors)} of {len(judgements)} responses could not be judged and score 0"
-        reporter.line(f"step {step}: {told} (reward.on_error=zero): {errors[0]}")
+        text = f"{len(errors)} of {len(judgements)} responses could not be scored and score 0"
+        reporter.line(f"step {step}: {text} (reward.on_error=zero): {errors[0]}")

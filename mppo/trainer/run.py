@@ -1,4 +1,4 @@
-"""A run: everything an iteration works with."""
+"""The state of a run."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class PendingRollout:
     """A batch of prompts whose responses are being generated and scored.
 
     Args:
-        prompts: the next ones of the run, not taken yet.
-        generation: the responses that are being generated.
-        early: scores of the responses that are there.
+        prompts: the run's next prompts, not consumed yet.
+        generation: the responses being generated.
+        early: scoring of the responses that have arrived.
     """
 
     prompts: list[Prompt]
@@ -43,8 +43,12 @@ class PendingRollout:
 
 @dataclass
 class Run:
-    """Everything an iteration works with; the seconds of its stages; and the pending rollout of the
-    next iteration (``trainer.rollout_ahead``)."""
+    """The parts of a run that an iteration uses.
+
+    Args:
+        seconds: duration of each stage of the current step.
+        ahead: the next iteration's pending rollout (``trainer.rollout_ahead``); None: none.
+    """
 
     recipe: Recipe
     tokenizer: PreTrainedTokenizerBase
@@ -65,7 +69,7 @@ class Run:
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
-        """Time a stage, and name it should it fail."""
+        """Time a stage, and name it as the phase for error messages."""
         start = time.perf_counter()
         with phase(name, step):
             yield
@@ -73,7 +77,7 @@ class Run:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def stop(self) -> None:
-        """End what the run has started, wherever it stands."""
+        """Stop engine, scoring and reporter; callable at any point of the run."""
         self.engine.stop()
         if self.ahead is not None:
             self.ahead.early.drop()

@@ -1,14 +1,14 @@
-"""A run's folder, from one start to the next: what lies in it, and what a start makes of it.
+"""The run folder: inspecting what earlier starts left in it, and preparing it for this start.
 
-Everything is looked at before anything is written. What mppo did not write, or what belongs to
-another run or to steps after the one a run goes on from, is moved, never deleted:
+Everything is read before anything is written. Files that mppo did not write, that belong to another
+run, or that belong to later steps than the checkpoint to resume from, are moved and never deleted:
 
-- a run that has finished: nothing is left to do;
-- a run with checkpoints: it goes on, and what is newer than its step is set aside;
-- results without a checkpoint, of the same recipe: they are set aside, and the run starts anew;
+- a finished run: nothing is left to do;
+- a run with checkpoints: it is resumed, and newer results than its checkpoint are set aside;
+- results without a checkpoint, of the same recipe: they are set aside, and a new run starts;
 - results of another recipe: refused, or set aside (``trainer.on_existing_run``).
 
-``<run>/earlier-1``, ``earlier-2`` ... is where things are set aside.
+Results are set aside in ``<run>/earlier-1``, ``earlier-2`` and so on.
 """
 
 from __future__ import annotations
@@ -52,29 +52,30 @@ _OF_A_RUN = (
     CHECKPOINTS, ACTOR, AVERAGE, WARM_START, HF, "nonfinite", "stacks", "tensorboard", *_PAGES,
     STATUS, RECIPE, *_NUMBERS,
 )  # fmt: skip
-"""All that a run writes. Numbers go last: until then the folder is seen to hold results."""
+"""Everything a run writes, in the order of moving: a folder with numbers counts as holding results,
+so they go last."""
 _TRAINING = frozenset(
     {
         "total_epochs", "total_training_steps", "warm_start_steps", "warm_start_batch_size",
         "warm_start_lr", "critic_warmup", "rollout_ahead", "seed",
     }
 )  # fmt: skip
-"""Keys of ``trainer`` that change what is trained; the others say where, how long and how often
-something is done beside it."""
+"""Keys of ``trainer`` that change the training itself; the others set where and how often a run
+saves, reports or validates."""
 _SHOWN = 3
 _KEY = "trainer.default_local_dir"
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """What earlier starts left in a run's folder.
+    """Results of earlier starts in a run folder.
 
     Args:
-        steps: of the checkpoints, newest first.
-        finished: steps of the run that has finished; 0 where none has.
-        exported: whether there is a trained actor.
-        results: whether there are numbers or samples.
-        recipe: what recipe.yaml says; None where there is none that can be read.
+        steps: steps of the checkpoints, newest first.
+        finished: number of steps of the finished run; 0 if none has finished.
+        exported: whether the folder holds an exported actor.
+        results: whether the folder holds metrics or samples.
+        recipe: content of recipe.yaml; None if it is missing or unreadable.
     """
 
     steps: tuple[int, ...] = ()
@@ -84,14 +85,14 @@ class Earlier:
     recipe: dict[str, Any] | None = None
 
 
-Kind = Literal["finished", "goes on", "new", "over another"]
+StartKind = Literal["finished", "resume", "new", "replace"]
 
 
-def look(folder: Path) -> Earlier:
-    """What lies in a run's folder; reads small files and names only.
+def read_earlier(folder: Path) -> Earlier:
+    """Read the results of earlier starts in a run folder: small files and file names only.
 
     Raises:
-        ConfigError: something else than a file lies where a run writes one.
+        ConfigError: a path where a run writes a file is not a file.
     """
     for path in (folder / name for name in (*_NUMBERS, *_PAGES, STATUS, RECIPE)):
         if path.exists() and not path.is_file():
@@ -118,26 +119,26 @@ def _read_recipe(path: Path) -> dict[str, Any] | None:
 
 def decide(
     earlier: Earlier, trainer: TrainerConfig, start: str, total_steps: int, changed: Sequence[str]
-) -> Kind:
-    """What a start makes of a folder.
+) -> StartKind:
+    """Decide how this start uses the run folder.
 
     Args:
-        earlier: what lies there.
+        earlier: results in the folder.
         trainer: ``export_hf`` and ``on_existing_run`` are read.
-        start: "auto", "disable", "own" or "other": ``trainer.resume_mode``, with ``resume_path``
-            told apart by whose checkpoint it names.
+        start: ``trainer.resume_mode``: "auto" or "disable"; for ``resume_path`` "own" if it names a
+            checkpoint of this folder, else "other".
         total_steps: of the run.
-        changed: keys in which the training differs from the one that wrote what lies there.
+        changed: keys in which the recipe differs from the earlier one.
 
     Raises:
-        ConfigError: it holds results of another recipe, and is not to be touched.
+        ConfigError: the folder holds results of another recipe, and ``on_existing_run`` is refuse.
     """
     complete = earlier.exported or not (trainer.export_hf and earlier.steps)
     same = bool(earlier.steps) or not changed
     if start == "auto" and total_steps <= earlier.finished and complete and same:
         return "finished"
     if start == "own" or (start == "auto" and earlier.steps):
-        return "goes on"
+        return "resume"
     if not (earlier.results or earlier.steps):
         return "new"
     if changed and start != "disable" and trainer.on_existing_run == "refuse":
@@ -146,31 +147,31 @@ def decide(
             f"the run folder holds results of another recipe ({'; '.join(changed[:_SHOWN])}{more})"
         )
         fix = (
-            "name another folder (trainer.experiment_name or trainer.default_local_dir), or set "
-            "it to set_aside, which moves the earlier results to a folder earlier-N in it"
+            "choose another folder (trainer.experiment_name or trainer.default_local_dir), or set "
+            "this key to set_aside, which moves the earlier results to a subfolder earlier-N"
         )
         raise ConfigError(
             [ConfigIssue("trainer.on_existing_run", "refuse", why, fix)], "run folder"
         )
-    return "over another"
+    return "replace"
 
 
 class RunFolder:
-    """A run's folder as a start found it. Construct collectively; until ``begin`` nothing changes.
+    """The run folder at this start. Construct collectively; ``begin`` makes the first change.
 
     Args:
         path: the folder.
         recipe: of this run.
         total_steps: of this run.
         models: ``describe_model`` of each trained role, by name.
-        say: shows a line (on the first rank).
+        say: prints a line (on the first rank).
 
     Attributes:
-        found: the checkpoint to go on from, if any.
+        found: the checkpoint to resume from; None without one.
         finished: whether nothing is left to do.
 
     Raises:
-        ConfigError: the run cannot start there, and why.
+        ConfigError: the run cannot start in this folder.
     """
 
     def __init__(
@@ -186,12 +187,12 @@ class RunFolder:
         self._begun = False
         trainer, root = recipe.trainer, path / CHECKPOINTS
         _raise_issues(list(_own_outputs(recipe, path)))
-        self._earlier = on_first_rank(lambda: look(path))
+        self._earlier = on_first_rank(lambda: read_earlier(path))
         changed = _changes(self._earlier, redact(recipe.model_dump(mode="json")))
         start = resume_mode(trainer, root)
         if start == "resume_path":
             start = "own" if _is_below(Path(trainer.resume_from_path or ""), root) else "other"
-        if start != "auto":  # a wrong path is told before a folder that holds something else
+        if start != "auto":  # report a wrong resume path before results of another recipe
             self.found = choose(trainer, root, models, say)
         self._kind = decide(self._earlier, trainer, start, total_steps, changed)
         self.finished = self._kind == "finished"
@@ -200,39 +201,38 @@ class RunFolder:
             return
         if start == "auto":
             self.found = choose(trainer, root, models, say)
-        if self._kind == "goes on" and "jsonl" in trainer.logger:
+        if self._kind == "resume" and "jsonl" in trainer.logger:
             on_first_rank(lambda: _check_metrics(path / METRICS))
 
     def warm_start(self) -> Path | None:
-        """The warm start that the checkpoint's run began with, checked; None without one.
+        """Return the warm start of the checkpoint's run; None without one.
 
         Raises:
-            ConfigError: it is damaged.
+            ConfigError: its files are damaged.
         """
         if self.found is None:
             return None
         folder = self.found.folder.parents[1] / WARM_START
         if not on_first_rank(folder.is_dir):
             return None
-        fix = f"restore {folder} from a copy, or start anew with trainer.resume_mode=disable"
+        fix = f"restore {folder} from a copy, or start a new run with trainer.resume_mode=disable"
         check_written("trainer.warm_start_steps", folder, fix)
         return folder
 
     def begin(self) -> None:
-        """From now on this run writes here: make room for it. Collective; the second time nothing
-        happens.
+        """Set earlier results aside; this run writes from here on. Collective; idempotent.
 
         Raises:
-            ConfigError: something cannot be moved.
+            ConfigError: a file cannot be moved.
         """
         if not self._begun:
             self._begun = True
-            on_first_rank(self._make_room)
+            on_first_rank(self._set_earlier_aside)
 
-    def _make_room(self) -> None:
+    def _set_earlier_aside(self) -> None:
         try:
             aside = free_name(self.path / "earlier", "")
-            moved, copied = self._in_the_way()
+            moved, copied = self._conflicting()
             for name in moved:
                 (aside / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.path / name).rename(aside / name)
@@ -243,19 +243,19 @@ class RunFolder:
             if self._kind == "new" and read_status(self.path) is None:
                 self._keep_foreign()
             for partial in (self.path / CHECKPOINTS).glob(".global_step_*.partial"):
-                shutil.rmtree(partial, ignore_errors=True)  # of saves that were killed
+                shutil.rmtree(partial, ignore_errors=True)  # remains of interrupted saves
         except OSError as error:
-            why = f"what an earlier run left cannot be moved aside ({error.strerror})"
+            why = f"results of an earlier run cannot be moved aside ({error.strerror})"
             fix = "make the disk writable, or use another folder"
             raise ConfigError(
                 [ConfigIssue(_KEY, str(self.path), why, fix)], "run folder"
             ) from error
 
-    def _in_the_way(self) -> tuple[list[str], list[str]]:
-        """What is to be moved, and what is to be copied because this run goes on with it."""
-        if self._kind == "over another":
+    def _conflicting(self) -> tuple[list[str], list[str]]:
+        """Names to move, and names to copy because this run continues the files."""
+        if self._kind == "replace":
             return [name for name in _OF_A_RUN if (self.path / name).exists()], []
-        if self._kind != "goes on" or self.found is None:
+        if self._kind != "resume" or self.found is None:
             return [], []
         step, moved = self.found.manifest.step, []
         for parent in (CHECKPOINTS, HF):
@@ -268,13 +268,17 @@ class RunFolder:
         return moved, [name for name in pages if moved and (self.path / name).exists()]
 
     def _keep_foreign(self) -> None:
-        """No run says that it wrote here: what lies under the names of reports is renamed."""
+        """Rename files with the names of reports in a folder that no run has written to."""
         for name in (*_PAGES, STATUS, RECIPE):
             if (self.path / name).exists():
                 self._say(f"kept {set_aside(self.path / name)}")
 
     def _say_finished(self, models: Mapping[str, Mapping[str, Any]], changed: list[str]) -> None:
-        """Say so, unless the run that has finished was of another model."""
+        """Report that the run has finished.
+
+        Raises:
+            ConfigError: the finished run was of another model.
+        """
         for path in folders.list_checkpoints(self.path / CHECKPOINTS)[:1]:
             try:
                 manifest = folders.read_manifest(path)
@@ -282,22 +286,22 @@ class RunFolder:
                 break
             check_models(_KEY, str(self.path), path, manifest, models)
         steps = self._earlier.finished
-        self._say(f"nothing is left to do: {self.path} has finished {steps} steps")
+        self._say(f"nothing is left to do: the run in {self.path} has finished its {steps} steps")
         for line in changed:
-            self._say(f"changed since, without effect: {line}")
+            self._say(f"changed since that run, without effect: {line}")
         if self._earlier.steps:
             self._say("to train longer, raise trainer.total_training_steps")
         self._say(
-            "to start anew, set trainer.resume_mode=disable, which moves what is there to a folder "
-            "earlier-N, or name another run folder"
+            "to start a new run, set trainer.resume_mode=disable, which moves the earlier results "
+            "to a subfolder earlier-N, or choose another run folder"
         )
 
 
 def check_model_folders(recipe: Recipe) -> None:
-    """The models that mppo itself exported hold the weights it wrote. Collective.
+    """Check the weights of the models that mppo exported against their markers. Collective.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: a file differs from what was written.
     """
     for role in roles_in_use(recipe):
         folder = resolve_model(role.path)
@@ -309,16 +313,16 @@ def check_model_folders(recipe: Recipe) -> None:
 
 
 def check_written(key: str, folder: Path, fix: str, endings: tuple[str, ...] = ("",)) -> None:
-    """The files of a folder that mppo exported are what was written. Collective.
+    """Check the files of an exported folder against its marker. Collective.
 
     Args:
-        key: what the folder is named by.
-        folder: one without marker is taken as it is.
-        fix: what to do about a damaged one.
-        endings: of the names that are looked at.
+        key: recipe key that names the folder.
+        folder: the folder; without a marker it is not checked.
+        fix: what to do if a file is damaged.
+        endings: endings of the file names to check.
 
     Raises:
-        ConfigError: naming the first that is not.
+        ConfigError: a file differs from what was written; names the first one.
     """
 
     def refusal(problem: str) -> ConfigError:
@@ -337,7 +341,7 @@ def check_written(key: str, folder: Path, fix: str, endings: tuple[str, ...] = (
 
 
 def _own_outputs(recipe: Recipe, path: Path) -> Iterator[ConfigIssue]:
-    """Models that this run would replace by what it writes."""
+    """Find initial models that this run would overwrite."""
     trainer = recipe.trainer
     outputs = {
         ACTOR: trainer.export_hf,
@@ -350,7 +354,7 @@ def _own_outputs(recipe: Recipe, path: Path) -> Iterator[ConfigIssue]:
         for name in (name for name, written in outputs.items() if written):
             if _is_below(Path(role.path) / "x", path / name):
                 why = (
-                    f"this run writes to {path / name}, and would replace the model it starts from"
+                    f"this run writes to {path / name} and would overwrite the model it starts from"
                 )
                 fix = f"move the model elsewhere, or give the run another folder ({_KEY})"
                 yield ConfigIssue(role.path_key, role.path, why, fix)
@@ -362,13 +366,13 @@ def _is_below(path: Path, folder: Path) -> bool:
 
 def _changes(earlier: Earlier, now: dict[str, Any]) -> list[str]:
     if earlier.recipe is None:
-        return [f"{RECIPE} is not there or cannot be read"]
+        return [f"{RECIPE} is missing or cannot be read"]
     changed = [line.partition(":") for line in changed_keys(earlier.recipe, now)]
     return ["".join(line) for line in changed if _shapes_training(line[0])]
 
 
 def _shapes_training(key: str) -> bool:
-    """Whether two runs that differ in a key are different trainings."""
+    """Whether a different value of the key makes a different training."""
     section, _, name = key.partition(".")
     return key != "rollout.urls" and (section != "trainer" or name in _TRAINING)
 
@@ -378,7 +382,7 @@ def _check_metrics(path: Path) -> None:
         if path.exists():
             read_history(path)
     except (ValueError, OSError) as error:
-        fix = "repair that line, or move the file away: the run then goes on without its numbers"
+        fix = "repair that line, or move the file away: the run then continues without old metrics"
         raise ConfigError(
             [ConfigIssue(str(path), "damaged", str(error), fix)], "run folder"
         ) from error

@@ -1,4 +1,4 @@
-"""From a recipe to a run: prompts, models, engine, scorer, reporter and checkpoints."""
+"""Building a run from a recipe: prompts, models, engine, scorer, reporter and checkpoints."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch import PartialResponses
@@ -38,13 +40,14 @@ from mppo.weights.model_folder import companion_folder
 
 
 def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None:
-    """Prompts, models, engine, scorer, reporter and checkpoints of a run. Collective.
+    """Build prompts, models, engine, scorer, reporter and checkpoints of a run. Collective.
 
     Returns:
-        None where the run has finished already.
+        The run; None if it has finished already.
 
     Raises:
-        Abandoned: the run is asked to stop.
+        StepInterrupted: a stop was requested.
+        ConfigError: the run cannot start in its folder.
     """
     stop_request.expect(math.inf)
     trainer, is_main = recipe.trainer, info.rank == 0
@@ -60,7 +63,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     plain, run_dir = recipe.model_dump(mode="json"), trainer.run_dir
     reporter = Reporter(run_dir, trainer, plain, total_steps, is_main)
     announce = partial(_announce, reporter, trainer.logger)
-    with phase("looking at the run folder"):
+    with phase("reading the run folder"):
         models = trained_models(recipe, folder, read_config)
         run_folder = RunFolder(run_dir, recipe, total_steps, models, announce)
         if run_folder.finished:
@@ -73,11 +76,11 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
     registry = GroupRegistry(trainer.seed)
     folder = _starting_model(recipe, folder, training, tokenizer, registry, reporter, run_folder)
-    text = _plain_text(recipe, tokenizer) if recipe.actor.ptx_coef else None
+    text = _pretraining_mix(recipe, tokenizer) if recipe.actor.ptx_coef else None
     stop_request.sync()
     roles = Roles(recipe, folder, read_config, registry, total_steps, text)
     if roles.critic is not None and roles.critic.weights.fresh:
-        reporter.line(f"the critic begins with a fresh value head ({roles.critic.spec.folder})")
+        reporter.line(f"the critic starts with a new value head ({roles.critic.spec.folder})")
     stop_request.sync()
     with phase("starting the rollout engine"):
         engine = build_engine(recipe, companion_folder(folder), read_config(folder), run_dir)
@@ -104,8 +107,10 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     )
 
 
-def _load_prompts(recipe: Recipe, tokenizer) -> tuple[PromptSet, PromptSet, PromptLoader]:
-    """Training and validation prompts, and the batches of the former."""
+def _load_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PromptSet, PromptSet, PromptLoader]:
+    """Load training and validation prompts, and the loader of training batches."""
     data = recipe.data
     with phase("loading prompts"):
         training = load_prompts(data, tokenizer, "train")
@@ -118,10 +123,18 @@ def _load_prompts(recipe: Recipe, tokenizer) -> tuple[PromptSet, PromptSet, Prom
 
 
 def _starting_model(
-    recipe: Recipe, folder: Path, prompts: PromptSet, tokenizer, registry, reporter, run_folder
+    recipe: Recipe,
+    folder: Path,
+    prompts: PromptSet,
+    tokenizer: PreTrainedTokenizerBase,
+    registry: GroupRegistry,
+    reporter: Reporter,
+    run_folder: RunFolder,
 ) -> Path:
-    """The folder that the actor starts from, and what has no folder of its own: that of
-    ``model.path``, or of a warm start from it. Collective."""
+    """Return the folder of the initial weights, after a warm start if the recipe has one.
+
+    All roles without a path of their own start from it. Collective.
+    """
     steps = recipe.trainer.warm_start_steps
     if not steps:
         return folder
@@ -129,7 +142,7 @@ def _starting_model(
     if started is not None:
         return started
     if run_folder.found is not None:
-        reporter.line(f"{run_folder.path / WARM_START} is not there any more: it is made again")
+        reporter.line(f"{run_folder.path / WARM_START} is missing: repeating the warm start")
     run_folder.begin()
     out, show = run_folder.path / WARM_START, partial(_show_warm_start, reporter, steps)
     config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
@@ -139,23 +152,23 @@ def _starting_model(
     return out
 
 
-def _plain_text(recipe: Recipe, tokenizer):
-    """The documents of ``data.ptx_files``."""
+def _pretraining_mix(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:
+    """Load the documents of ``data.ptx_files``."""
     data, actor = recipe.data, recipe.actor
     size = data.ptx_batch_size or actor.ppo_mini_batch_size * recipe.rollout.n
-    with phase("loading plain text"):
+    with phase("loading pretraining text"):
         documents = load_documents(data, tokenizer)
     return PretrainingMix(PromptLoader(documents, size, data.shuffle, data.seed), actor.ptx_coef)
 
 
-def _show_warm_start(reporter, total: int, step: int, loss: float) -> None:
-    """A line for every tenth of the warm start."""
+def _show_warm_start(reporter: Reporter, total: int, step: int, loss: float) -> None:
+    """Report a line for every tenth of the warm start."""
     if step == total or step % max(total // 10, 1) == 0:
         reporter.line(f"warm start {step}/{total}: loss {loss:.3f}")
 
 
-def _announce(reporter, loggers: Sequence[str], text: str) -> None:
-    """A line that must be seen, with or without the console logger."""
+def _announce(reporter: Reporter, loggers: Sequence[str], text: str) -> None:
+    """Print a line on the console even without the console logger."""
     if "console" in loggers:
         reporter.line(text)
     elif reporter.is_main:

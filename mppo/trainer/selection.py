@@ -1,4 +1,4 @@
-"""Choosing sequences of a batch or an experience: PF-PPO's draw, dynamic sampling's filter."""
+"""Selecting sequences of a batch or an experience, for PF-PPO and dynamic sampling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Holder = TypeVar("Holder", Batch, ModelOutputs, Experience)
 
 
 def _select_fields(holder: Holder, cu_seqlens: Tensor, indices: Indices) -> dict[str, Tensor]:
-    """The chosen sequences' part of every ``_T`` and ``_B`` tensor of a dataclass."""
+    """Select the sequences' part of every ``_T`` and ``_B`` tensor of a dataclass."""
     chosen = torch.as_tensor(indices, dtype=torch.int64)
     changes = {}
     for field in fields(holder):
@@ -32,32 +32,32 @@ def _select_fields(holder: Holder, cu_seqlens: Tensor, indices: Indices) -> dict
 
 
 def select_batch(batch: Batch, indices: Indices) -> Batch:
-    """The chosen sequences in the order of ``indices``; repeats allowed."""
+    """Select sequences in the order of ``indices``; repeats are allowed."""
     changes = _select_fields(batch, batch.cu_seqlens, indices)
     return replace(batch, cu_seqlens=select_cu_seqlens(batch.cu_seqlens, indices), **changes)
 
 
 def select_outputs(outputs: ModelOutputs, indices: Indices) -> ModelOutputs:
-    """As :func:`select_batch`, for a batch with outputs."""
+    """See :func:`select_batch`; for a batch with outputs."""
     changes = _select_fields(outputs, outputs.batch.cu_seqlens, indices)
     return replace(outputs, batch=select_batch(outputs.batch, indices), **changes)
 
 
 def select_experience(experience: Experience, indices: Indices) -> Experience:
-    """As :func:`select_batch`, for an experience."""
+    """See :func:`select_batch`; for an experience."""
     outputs = experience.old
     changes = _select_fields(experience, outputs.batch.cu_seqlens, indices)
     return replace(experience, old=select_outputs(outputs, indices), **changes)
 
 
 def concatenate_batches(batches: Sequence[Batch]) -> Batch:
-    """Batches laid end to end.
+    """Concatenate batches.
 
     Raises:
-        ValueError: none given.
+        ValueError: ``batches`` is empty.
     """
     if not batches:
-        raise ValueError("no batch to concatenate")
+        raise ValueError("concatenate_batches needs at least one batch")
     lengths = torch.cat([batch.lengths_B for batch in batches])
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     cu_seqlens[1:] = lengths.cumsum(0)
@@ -72,15 +72,15 @@ def concatenate_batches(batches: Sequence[Batch]) -> Batch:
 def resample_experience(
     experience: Experience, algorithm: AlgorithmConfig, seed: int
 ) -> Experience:
-    """PF-PPO where the recipe asks for it: as many sequences, drawn with replacement by score.
+    """PF-PPO: draw as many sequences with replacement, by score, if the recipe enables it.
 
     Args:
-        experience: after estimation; advantages are drawn along, not computed anew (verl).
+        experience: with advantages, which are resampled and not recomputed (verl).
         algorithm: ``use_pf_ppo`` and ``pf_ppo``.
-        seed: of the draw, one for each step.
+        seed: seed of the draw, different for each step.
 
     Returns:
-        The same experience where PF-PPO is off.
+        The resampled experience; the same one if PF-PPO is off.
     """
     if not algorithm.use_pf_ppo:
         return experience
@@ -91,16 +91,16 @@ def resample_experience(
 
 
 def first_groups(scores_B: Tensor, group_B: Tensor, count: int) -> Tensor:
-    """Sequences of ``count`` groups: those whose scores differ, in order, then others to fill up.
+    """Select ``count`` groups: those whose scores differ first, in order, then others.
 
     Args:
         scores_B: float ``[B]``.
-        group_B: int64 ``[B]``; a group's sequences lie side by side, and there are ``count`` groups
-            at least.
-        count: groups wanted.
+        group_B: int64 ``[B]``; a group's sequences are adjacent, and there are at least ``count``
+            groups.
+        count: number of groups.
 
     Returns:
-        int64 indices, ascending.
+        int64 indices of their sequences, ascending.
     """
     informative_B = torch.zeros(len(group_B), dtype=torch.bool)
     informative_B[informative_sequences(scores_B, group_B)] = True
@@ -111,9 +111,9 @@ def first_groups(scores_B: Tensor, group_B: Tensor, count: int) -> Tensor:
 
 
 def informative_sequences(scores_B: Tensor, group_B: Tensor) -> Tensor:
-    """Numbers of the sequences whose group's scores are not all equal (DAPO dynamic sampling).
+    """Select the sequences whose group's scores are not all equal (DAPO dynamic sampling).
 
-    A group of one has nothing to compare with and is kept.
+    A group of one is kept.
 
     Args:
         scores_B: float ``[B]``.

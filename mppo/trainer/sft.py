@@ -1,7 +1,7 @@
 """A short supervised warm start, for models that begin with random weights.
 
-PPO improves what a policy already does now and then; a model with random weights never earns a
-reward. The warm start imitates right answers for ``trainer.warm_start_steps`` steps and writes the
+PPO improves what a policy sometimes does already; a model with random weights never earns a reward.
+The warm start trains on correct answers for ``trainer.warm_start_steps`` steps and writes the
 result as a Hugging Face folder, from which every role then starts.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from mppo.algos.packing import select_sequences
 from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
@@ -22,7 +22,7 @@ from mppo.config.sections.optimizer import OptimConfig
 from mppo.data.source import PromptSet
 from mppo.data.supervised import SupervisedExample, supervised_examples
 from mppo.models.configuration import DTYPES
-from mppo.models.heads.outputs import PolicyOutputs
+from mppo.models.heads.outputs import Outputs, PolicyOutputs
 from mppo.models.optimizer import StepResult
 from mppo.models.role import Role
 from mppo.models.role_spec import MiniBatch, RoleSpec
@@ -36,14 +36,14 @@ from mppo.trainer.update_phase import NonFiniteStep
 def train_sft(
     recipe: Recipe,
     folder: Path,
-    hf_config,
+    hf_config: PretrainedConfig,
     prompts: PromptSet,
     tokenizer: PreTrainedTokenizerBase,
     registry: GroupRegistry,
     out: Path,
     on_step: Callable[[int, float], None],
 ) -> Path | None:
-    """Train on right answers and write the result. Collective.
+    """Train on correct answers and write the result. Collective.
 
     Args:
         recipe: ``trainer.warm_start_*`` and the actor's layout.
@@ -56,12 +56,12 @@ def train_sft(
         on_step: called with each step's number and loss (nats per answer token).
 
     Returns:
-        On the first rank, where a folder is now that bore the name ``out`` and that mppo did not
-        write.
+        On the first rank, the new path of a folder ``out`` that existed and that mppo did not
+        write; otherwise None.
 
     Raises:
         NonFiniteStep: a loss or gradient was not finite; nothing is written.
-        Abandoned: the run is asked to stop; nothing is written.
+        StepInterrupted: a stop was requested; nothing is written.
     """
     trainer, size = recipe.trainer, recipe.trainer.warm_start_batch_size
     spec = RoleSpec(
@@ -110,13 +110,14 @@ def _as_batch(examples: list[SupervisedExample]) -> Batch:
 
 
 def _train_step(role: Role, batch: Batch) -> tuple[float, StepResult]:
-    """One step on all examples of a batch: its loss, and whether it was applied."""
+    """Take one step on all examples of a batch; return its loss and the step's result."""
     weight_T = batch.response_mask_T / batch.response_mask_T.sum()
     schedule = update_schedule(
         batch.lengths_B.tolist(),
         role.micro_batch_spec(training=True),
         [range(batch.num_sequences)],
     )
+    assert role.optimizer is not None
     role.optimizer.advance()
     objective = NegativeLogLikelihood(batch, weight_T)
     stats = role.forward_backward(MiniBatch(batch, schedule[0].microbatches, objective))
@@ -136,9 +137,10 @@ class NegativeLogLikelihood:
     weight_T: Tensor
 
     def __call__(
-        self, outputs: PolicyOutputs, indices: tuple[int, ...]
+        self, outputs: Outputs, indices: tuple[int, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of some of the sequences, and the same as a statistic."""
+        """Return the loss of the sequences, also as the statistic ``loss``."""
+        assert isinstance(outputs, PolicyOutputs)
         logprobs_T = outputs.logprobs_T
         weights = select_sequences(self.weight_T, self.batch.cu_seqlens, list(indices))
         loss = -(weights.to(logprobs_T.device) * logprobs_T).sum()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mppo.parallel.collectives import all_gather_objects
 from mppo.safety.disk import FileEntry, file_checksum, write_marker
 from mppo.weights.hf.output_folder import (
     MAX_SHARD_BYTES,
@@ -94,9 +95,7 @@ def _checksums(files: Sequence[Path]) -> dict[str, FileEntry]:
     mine = {
         file.name: file_checksum(file) for file in files[dist.get_rank() :: dist.get_world_size()]
     }
-    everyone: list[dict[str, FileEntry]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    return {name: entry for part in everyone for name, entry in part.items()}
+    return {name: entry for part in all_gather_objects(mine) for name, entry in part.items()}
 
 
 def _write_companions(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Coordinates, Layout
 from mppo.weights.blocks import ZERO
 from mppo.weights.shape import model_shape
@@ -93,7 +94,7 @@ class WeightStream:
         self.device = slots[0].tensor.device
         self.dtype = dtype
         held = [(s.entry.row.where, s.entry.layer, s.entry.row.name, s.tensor.dtype) for s in slots]
-        stages = _gather_objects(held, groups.pp, self.layout.pp)
+        stages = all_gather_objects(held, self.layout.pp, groups.pp)
         self._dtypes = {(layer, row): stored for stage in stages for _, layer, row, stored in stage}
         self._buckets = self._plan(stages, bucket_bytes)
 
@@ -289,11 +290,3 @@ def _all_gather(flat: Tensor, group: dist.ProcessGroup | None, size: int) -> Ten
     out = torch.empty(size * len(flat), dtype=flat.dtype, device=flat.device)
     dist.all_gather_into_tensor(out, flat, group=group)
     return out.view(size, -1)
-
-
-def _gather_objects(value: Any, group: dist.ProcessGroup | None, size: int) -> list[Any]:
-    if size == 1:
-        return [value]
-    out: list[Any] = [None] * size
-    dist.all_gather_object(out, value, group=group)
-    return out

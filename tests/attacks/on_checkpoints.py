@@ -314,7 +314,7 @@ RUN_FOLDERS = (
         "results beside a recipe and a status that are nested 100,000 deep",
         prepare=_nested,
         run=_start,
-        says="recipe.yaml is not there or cannot be read",
+        says="recipe.yaml is missing or cannot be read",
         within_s=60.0,
         writes=("run/.lock",),
     ),

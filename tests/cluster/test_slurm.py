@@ -30,7 +30,8 @@ COUNTING = """
 import json, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from mppo.parallel.launch import discover, process_group
+from mppo.parallel.launch import discover
+from mppo.parallel.process_group import process_group
 
 asked = []
 signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from ranks import begin_ranks
 
-from mppo.parallel.launch import free_port
+from mppo.parallel.addresses import free_port
 
 PHASES = ("updating actor", "reward", "gen")
 PATIENCE_S = 120.0
@@ -58,9 +58,10 @@ def _worker(
     silence_s: float,
     hang_s: float,
 ) -> None:
-    from mppo.parallel.launch import LaunchInfo, process_group
+    from mppo.parallel.launch import LaunchInfo
+    from mppo.parallel.process_group import process_group
     from mppo.supervision.cleanup_deadline import CleanupDeadline
-    from mppo.supervision.heartbeat import watching
+    from mppo.supervision.heartbeat import Heartbeat
     from mppo.supervision.phase import phase, step_done
 
     def report(error: BaseException) -> None:
@@ -74,9 +75,11 @@ def _worker(
     step_done(2)
     try:
         with (
-            CleanupDeadline(limit_s=6) as deadline,
+            CleanupDeadline(limit_s=6) as cleanup,
             process_group(info, 60),
-            watching(info, silence_s, hang_s, folder / "stacks", deadline, report) as heartbeat,
+            Heartbeat(
+                info, silence_s, hang_s, folder / "stacks", cleanup, report
+            ).running() as heartbeat,
         ):
             try:
                 with heartbeat.report_failures(), phase(PHASES[rank], 3):
@@ -189,7 +192,7 @@ def test_a_failed_rank_that_cannot_exit_ends_with_its_stacks(tmp_path):
     assert _codes(tmp_path, _fails, _fails, ending=_never_comes) == [1, 1]
     assert len(_reported(tmp_path)) == 1
     assert _exited_cleanly(tmp_path) == [0]
-    assert _stacks(tmp_path, 1).startswith("rank 1 of 2 has failed, and was not out 6 s later\n")
+    assert _stacks(tmp_path, 1).startswith("rank 1 of 2 failed and did not shut down within 6 s\n")
     assert "in _never_comes" in _stacks(tmp_path, 1)
 
 
@@ -201,16 +204,16 @@ def test_a_stopped_first_rank_ends_the_others(tmp_path, world):
     for rank in range(1, world):
         verdict = _stacks(tmp_path, rank).split("\n\n")[0]
         assert re.fullmatch(
-            rf"no sign of life for \d+ s from rank 0 of {world} \(pid \d+ on \S+\), which was in: "
+            rf"no heartbeat for \d+ s from rank 0 of {world} \(pid \d+ on \S+\), which was in: "
             r"updating actor, step 3; last completed step: 2",
             verdict,
         )
         assert "in barrier" in _stacks(tmp_path, rank)
-    assert "mppo: no sign of life for" in (tmp_path / "stderr_1").read_text()
+    assert "mppo: no heartbeat for" in (tmp_path / "stderr_1").read_text()
 
 
 def test_a_rank_that_fails_while_the_first_is_stopped_prints_its_own_error(tmp_path):
     fails = partial(_fails_once_the_first_has_stopped, tmp_path)
     assert _codes_with_the_first_rank_stopped(tmp_path, _never_comes, fails) == [1]
     assert _reported(tmp_path) == ["rank 1: no such answer"]
-    assert _stacks(tmp_path, 1).startswith("no sign of life for ")
+    assert _stacks(tmp_path, 1).startswith("no heartbeat for ")

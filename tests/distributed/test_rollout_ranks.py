@@ -8,8 +8,9 @@ from ranks import start_ranks
 
 from mppo.batch import Prompt
 from mppo.config.sections.rollout import SamplingConfig
+from mppo.parallel.collectives import all_gather_varlen
+from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.exchange import all_gather_varlen, snake_partition
 from mppo.rollout.local.engine import LocalEngine
 
 CONFIG = {
@@ -70,7 +71,7 @@ def test_any_number_of_ranks_generates_the_same(tmp_path, world: int, count: int
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_shares_are_disjoint_complete_and_balanced(world: int) -> None:
     lengths = [(i * 37) % 101 for i in range(50)]
-    dealt = snake_partition(lengths, world)
+    dealt = partition(lengths, world, equal_count=True)
     assert sorted(i for share in dealt for i in share) == list(range(50))
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
     loads = [sum(lengths[i] for i in share) for share in dealt]

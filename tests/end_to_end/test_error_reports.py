@@ -83,7 +83,7 @@ def test_a_rendezvous_port_in_use_is_reported(tmp_path, capfd, monkeypatch):
             monkeypatch.setenv(name, str(value))
         assert main([*TINY, f"trainer.default_local_dir={tmp_path / 'run'}"]) == 2
     shown = capfd.readouterr().err
-    assert f"the port {port} of the rendezvous is in use" in shown
+    assert f"MASTER_PORT={port}: another program on this machine uses the port" in shown
     assert "Traceback" not in shown
 
 

@@ -70,7 +70,7 @@ def test_a_run_folder_through_several_starts(tmp_path):
     before = contents(run)
     code, text = ended(tmp_path, two)
     assert (code, contents(run)) == (0, before), text
-    assert f"nothing is left to do: {run} has finished 2 steps" in text
+    assert f"nothing is left to do: the run in {run} has finished its 2 steps" in text
 
     three = [*keys, "trainer.total_training_steps=3"]
     path = "trainer.resume_mode=resume_path trainer.resume_from_path={}/checkpoints/global_step_1"
@@ -78,7 +78,7 @@ def test_a_run_folder_through_several_starts(tmp_path):
     refused = {
         "holds another model as actor": [*three, "actor.optim.lr=1e-5", "model.dtype=bfloat16"],
         "is not a folder": [*three, *path.format(run).replace("checkpoints", "chekpoints").split()],
-        "replace the model it starts from": [*three, f"ref.path={run}/actor", KL],
+        "overwrite the model it starts from": [*three, f"ref.path={run}/actor", KL],
     }
     for message, overrides in refused.items():
         code, text = ended(tmp_path, overrides)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.hub.builtin import resolve_model
-from mppo.parallel.launch import free_port
+from mppo.parallel.addresses import free_port
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import JsonClient
 from mppo.train import main as train

@@ -53,7 +53,7 @@ def _rank(rank: int, arguments: list[str], environment: dict[str, str], code: in
 
 def train(run_dir: Path, *overrides: str, code: int = 0, world: int = 1) -> list[dict]:
     """The metrics of each step, including those before the first step."""
-    from mppo.parallel.launch import free_port
+    from mppo.parallel.addresses import free_port
 
     environment = {
         "MPPO_CACHE": os.environ["MPPO_CACHE"],

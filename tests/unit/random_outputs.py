@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+
+from mppo.batch import Batch, ModelOutputs
 from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     RolloutCorrectionConfig,
 )
-
-from mppo.batch import Batch, ModelOutputs
 
 ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
 

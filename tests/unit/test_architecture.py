@@ -23,7 +23,8 @@ FILE_LINES, FUNCTION_LINES, ROOM_FILES = 450, 70, 17
 
 PURE = frozenset(
     {
-        "mppo.parallel.layout", "mppo.pipeline.microbatches", "mppo.pipeline.schedule",
+        "mppo.parallel.layout", "mppo.parallel.partition", "mppo.pipeline.microbatches",
+        "mppo.pipeline.schedule",
         "mppo.weights.blocks", "mppo.weights.shape", "mppo.weights.table",
         "mppo.weights.model_folder", "mppo.weights.hf.config_file",
         "mppo.weights.torch_dist.contents",
@@ -176,6 +177,21 @@ def test_devices_are_named_in_one_room():
             if DEVICE_WORDS.search(line):
                 wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
     assert not wrong, "use mppo.parallel.device:\n" + "\n".join(wrong)
+
+
+def test_object_collectives_are_called_in_one_module():
+    """``mppo.cpu`` implements collectives of its own and lies below that module."""
+    calls = re.compile(r"\w+_object(_list|s)?$")
+    wrong = [
+        f"{module} calls {node.attr}"
+        for module, path in modules().items()
+        if module != "mppo.parallel.collectives" and room_of(module) != "cpu"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and calls.fullmatch(node.attr)
+        and ast.unparse(node.value) in ("dist", "torch.distributed")
+    ]
+    assert not wrong, "use mppo.parallel.collectives:\n" + "\n".join(wrong)
 
 
 def test_no_module_hides_an_installed_or_standard_package():

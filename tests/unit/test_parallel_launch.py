@@ -11,8 +11,9 @@ import pytest
 import torch.distributed as dist
 from launched_run import mpirun, torchrun
 
-from mppo.parallel import launch
-from mppo.parallel.launch import LaunchInfo, discover, free_port, launcher, tasks_on_node
+from mppo.parallel import launch, process_group
+from mppo.parallel.addresses import address_towards, free_port
+from mppo.parallel.launch import LaunchInfo, discover, launcher, tasks_on_node
 
 TORCHRUN = {
     "RANK": "3",
@@ -34,7 +35,8 @@ SRUN = {
 }
 PROBE = """
 import os, sys, time, torch, torch.distributed as dist
-from mppo.parallel.launch import discover, launcher_patience_s, parents_command, process_group
+from mppo.parallel.launch import discover, launcher_patience_s, parents_command
+from mppo.parallel.process_group import process_group
 info = discover()
 waits = launcher_patience_s(info, os.environ, parents_command())
 with process_group(info, 60):
@@ -127,7 +129,7 @@ def probe(tmp_path: Path, command: list[str], *arguments: str) -> subprocess.Com
 @pytest.mark.parametrize("way", [None, RuntimeError, SystemExit, KeyboardInterrupt])
 def test_the_process_group_is_destroyed_on_every_way_out(way):
     expected = pytest.raises(way) if way else contextlib.nullcontext()
-    with expected, launch.process_group(discover({}), timeout_s=60):
+    with expected, process_group.process_group(discover({}), timeout_s=60):
         assert dist.is_initialized()
         if way:
             raise way
@@ -174,11 +176,11 @@ def test_torchrun_ranks_meet(tmp_path):
 
 def test_a_rank_whose_torchrun_was_killed_before_it_came_so_far_does_not_wait(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(launch, "_STORE_ATTEMPTS", 1)
+    monkeypatch.setattr(process_group, "_STORE_ATTEMPTS", 1)
     orphan = LaunchInfo(1, 2, 1, 2, "127.0.0.1", free_port(), "torchrun")
-    with pytest.raises(RuntimeError, match="torchrun has gone"):
-        launch.init_process_group(orphan, timeout_s=600)
+    with pytest.raises(RuntimeError, match="torchrun has exited"):
+        process_group.init_process_group(orphan, timeout_s=600)
 
 
 def test_this_machine_is_seen_as_loopback_from_itself():
-    assert launch.address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("127.0.0.1") == "127.0.0.1"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mppo.pipeline.microbatches import MicroBatchLimits, partition, plan_microbatches
+from mppo.parallel.partition import partition
+from mppo.pipeline.microbatches import MicroBatchLimits, plan_microbatches
 from mppo.pipeline.schedule import MicroBatchSpec, forward_schedule, update_schedule
 from mppo.trainer.metrics import balance_metrics
 
@@ -49,6 +50,15 @@ def test_partition_is_balanced(weights, parts):
 def test_partition_with_equal_counts():
     parts = partition([9, 1, 1, 1, 1, 1], 2, equal_count=True)
     assert sorted(len(part) for part in parts) == [3, 3]
+    parts = partition([9, 1, 1, 1, 1, 1, 1], 3, equal_count=True)
+    assert sorted(len(part) for part in parts) == [2, 2, 3]
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_equal_counts_differ_by_one_at_most_and_parts_are_complete(weights, parts):
+    divided = partition(weights, parts, equal_count=True)
+    assert sorted(i for part in divided for i in part) == list(range(len(weights)))
+    assert max(map(len, divided)) - min(map(len, divided)) <= 1
 
 
 def test_a_plan_for_part_of_the_batch_contains_only_that_part():

@@ -11,7 +11,8 @@ import time
 import psutil
 
 from mppo.config.sections.trainer import TrainerConfig
-from mppo.supervision.heartbeat import Beat, HealthMonitor, is_consequence
+from mppo.supervision.health import Beat, HealthMonitor
+from mppo.supervision.heartbeat import is_consequence
 
 
 def beat(number: int, progress: int, phase: str = "gen, step 3", last_step: int = 2) -> Beat:
@@ -35,7 +36,7 @@ def test_a_silent_rank_is_named_with_phase_and_step():
         assert judge.diagnose(float(second)) is None
     judge.update({0: beat(40, 40, last_step=5)}, 21.0)
     assert judge.diagnose(21.0) == (
-        "no sign of life for 21 s from rank 1 of 2 (pid 123 on node7), which was in: "
+        "no heartbeat for 21 s from rank 1 of 2 (pid 123 on node7), which was in: "
         "updating critic, step 5; last completed step: 5"
     )
 

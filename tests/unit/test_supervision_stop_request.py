@@ -97,7 +97,7 @@ def test_after_training_there_is_no_deadline(clock):
 def test_listeners_are_called_at_once_and_only_once(clock):
     reported = []
     stop_request.reset(20.0)
-    stop_request.on_ask(lambda: reported.append(clock[0]))
+    stop_request.on_request(lambda: reported.append(clock[0]))
     stop_request.request()
     clock[0] += 1.0
     stop_request.request()

@@ -5,15 +5,15 @@ import math
 
 import pytest
 import torch
+from random_outputs import ESTIMATORS, REJECTIONS, outputs_of
+
+from mppo.algos.reward_normalization import RewardStats
 from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     KLControlConfig,
     RolloutCorrectionConfig,
     ScoreNormalizationConfig,
 )
-from random_outputs import ESTIMATORS, REJECTIONS, outputs_of
-
-from mppo.algos.reward_normalization import RewardStats
 from mppo.trainer.advantages import current_kl, estimate, kl_controller, normalize_scores
 from mppo.trainer.metrics import experience_metrics
 

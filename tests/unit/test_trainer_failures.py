@@ -16,7 +16,7 @@ from mppo.trainer.failures import (
     advice,
     is_bad_input,
     is_out_of_memory,
-    is_told,
+    needs_no_traceback,
     out_of_memory_message,
 )
 
@@ -77,7 +77,7 @@ def test_a_disk_that_takes_no_more_is_reported_without_a_traceback(capsys, numbe
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mppo: rank 0 of 2 failed while ")
     assert why in line
-    assert "started again, the run goes on" in line.lower()
+    assert "started again, the run continues" in line.lower()
 
 
 def test_a_file_of_the_users_that_is_missing_is_no_fault_of_the_disk(capsys):
@@ -111,5 +111,5 @@ def test_bad_input_is_what_mppo_itself_says_about_a_value():
     assert is_bad_input(raised(tasks_on_node, "two", 0))
     assert not is_bad_input(raised(int, "two"))  # of a call that was to succeed
     assert not is_bad_input(raised(tasks_on_node, None, 0))
-    assert is_told(RuntimeError("gone"))
-    assert not is_told(raised(tasks_on_node, None, 0))
+    assert needs_no_traceback(RuntimeError("gone"))
+    assert not needs_no_traceback(raised(tasks_on_node, None, 0))

@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 from mini_batch_objectives import policy_objective, value_objective
-from mppo.config.sections.algorithm import (
-    AlgorithmConfig,
-    RolloutCorrectionConfig,
-)
 from random_outputs import ESTIMATORS, REJECTIONS, outputs_of
 
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
+from mppo.config.sections.algorithm import (
+    AlgorithmConfig,
+    RolloutCorrectionConfig,
+)
 from mppo.config.sections.roles import ActorConfig, CriticConfig, PolicyLossConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.losses import policy_targets, value_targets

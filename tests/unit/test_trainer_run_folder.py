@@ -93,20 +93,20 @@ FAILED = Earlier(recipe={})
         (FAILED, "auto", ["x"], "refuse", 4, "new"),
         (DONE, "auto", [], "refuse", 4, "finished"),
         (DONE, "auto", [], SET_ASIDE, 3, "finished"),
-        (DONE, "auto", [], "refuse", 5, "over another"),
+        (DONE, "auto", [], "refuse", 5, "replace"),
         (DONE, "auto", ["x"], "refuse", 4, None),
-        (DONE, "auto", ["x"], SET_ASIDE, 4, "over another"),
-        (DONE, "disable", ["x"], "refuse", 4, "over another"),
+        (DONE, "auto", ["x"], SET_ASIDE, 4, "replace"),
+        (DONE, "disable", ["x"], "refuse", 4, "replace"),
         (DONE, "other", ["x"], "refuse", 4, None),
         (BOTH, "auto", ["x"], "refuse", 4, "finished"),
-        (BOTH, "auto", [], "refuse", 5, "goes on"),
-        (BOTH, "own", [], "refuse", 4, "goes on"),
-        (BOTH, "disable", [], "refuse", 4, "over another"),
-        (SAVED, "auto", ["x"], "refuse", 4, "goes on"),
-        (SAVED, "other", [], "refuse", 4, "over another"),
-        (ENDED, "auto", [], "refuse", 4, "over another"),
+        (BOTH, "auto", [], "refuse", 5, "resume"),
+        (BOTH, "own", [], "refuse", 4, "resume"),
+        (BOTH, "disable", [], "refuse", 4, "replace"),
+        (SAVED, "auto", ["x"], "refuse", 4, "resume"),
+        (SAVED, "other", [], "refuse", 4, "replace"),
+        (ENDED, "auto", [], "refuse", 4, "replace"),
         (ENDED, "auto", ["x"], "refuse", 4, None),
-        (ENDED, "auto", ["x"], SET_ASIDE, 4, "over another"),
+        (ENDED, "auto", ["x"], SET_ASIDE, 4, "replace"),
     ],
 )
 def test_the_decision_of_a_start(earlier, start, changed, on_existing_run, total, expected):
@@ -136,7 +136,7 @@ def test_anything_but_a_file_in_place_of_a_runs_file_is_refused(tmp_path, name):
 
 def test_a_finished_run_without_its_export_resumes_from_its_checkpoint():
     earlier = Earlier(steps=(4,), finished=STEPS, results=True, recipe={})
-    assert decide(earlier, TrainerConfig(), "auto", STEPS, []) == "goes on"
+    assert decide(earlier, TrainerConfig(), "auto", STEPS, []) == "resume"
     assert decide(earlier, TrainerConfig(export_hf=False), "auto", STEPS, []) == "finished"
 
 
@@ -147,7 +147,7 @@ def test_nothing_is_left_to_do_in_a_finished_run(tmp_path, checkpoints):
     folder = opened(run, said=said)
     assert folder.finished
     assert contents(run) == before
-    assert said[0] == f"nothing is left to do: {run} has finished {STEPS} steps"
+    assert said[0] == f"nothing is left to do: the run in {run} has finished its {STEPS} steps"
 
 
 def test_a_run_that_finished_before_there_was_a_status_is_known_by_its_report(tmp_path):
@@ -172,7 +172,7 @@ def test_a_finished_run_of_another_model_is_refused(tmp_path):
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path={}/checkpoints/setp_2"],
          "trainer.resume_from_path"),
         (["actor.optim.lr=0.5"], "actor.optim.lr: 1e-06 -> 0.5"),
-        (["model.path={}/actor"], "would replace the model it starts from"),
+        (["model.path={}/actor"], "would overwrite the model it starts from"),
         (["critic.path={}/warm_start", "trainer.warm_start_steps=3"], "critic.path"),
     ],
 )  # fmt: skip

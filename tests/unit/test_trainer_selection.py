@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from random_outputs import outputs_of
+
 from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     PFPPOConfig,
 )
-from random_outputs import outputs_of
-
 from mppo.trainer.advantages import estimate
 from mppo.trainer.selection import (
     concatenate_batches,
@@ -41,7 +41,7 @@ def test_selecting_and_concatenating_batches():
     joined = concatenate_batches([select_batch(batch, [2]), select_batch(batch, [0, 1])])
     assert joined.tokens_T.tolist() == select_batch(batch, [2, 0, 1]).tokens_T.tolist()
     assert joined.cu_seqlens.tolist() == [0, 6, 10, 11]
-    with pytest.raises(ValueError, match="no batch"):
+    with pytest.raises(ValueError, match="at least one batch"):
         concatenate_batches([])
 
 

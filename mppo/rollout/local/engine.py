@@ -21,12 +21,14 @@ from mppo.batch import ResponsesBySample, Trajectory
 from mppo.cpu import onednn
 from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
+from mppo.parallel.collectives import all_gather_varlen
+from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest, WeightBucket
-from mppo.rollout.exchange import all_gather_varlen, pack_rows, snake_partition, unpack_rows
 from mppo.rollout.local.decoding import DecodedRows, decode
 from mppo.rollout.local.parameters import ParameterSink
 from mppo.rollout.local.row_attention import ATTENTION, set_windows
 from mppo.rollout.local.sampling import row_keys
+from mppo.rollout.packed_responses import pack_rows, unpack_rows
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
 from mppo.supervision.stop_request import StepInterrupted
@@ -135,7 +137,7 @@ class LocalEngine:
         version = self._loaded_version()
         if not all(prompt.token_ids for prompt in prompts):
             raise ValueError("an empty prompt cannot be continued: give it at least a BOS token")
-        dealt = snake_partition([len(p.token_ids) for p in prompts], self._world)
+        dealt = partition([len(p.token_ids) for p in prompts], self._world, equal_count=True)
         mine = sorted(dealt[self._rank], key=lambda index: len(prompts[index].token_ids))
         # it aborts nothing: what another engine broke off is generated anew
         found = {key: t for key, t in request.resumed().items() if t.finish_reason != "abort"}
@@ -208,7 +210,10 @@ class LocalEngine:
         """See ``RolloutEngine.logprobs``."""
         self._loaded_version()
         lengths = [len(s) for s in sequences]
-        dealt = [sorted(d, key=lambda i: lengths[i]) for d in snake_partition(lengths, self._world)]
+        dealt = [
+            sorted(d, key=lambda i: lengths[i])
+            for d in partition(lengths, self._world, equal_count=True)
+        ]
         parts = [torch.empty(0, device=self._device)]
         mine = dealt[self._rank]
         while mine:

@@ -10,14 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch import Trajectory
+from mppo.parallel.collectives import all_gather_varlen, raise_on_any_rank
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.exchange import (
-    FINISH,
-    all_gather_varlen,
-    pack_rows,
-    raise_on_any_rank,
-    unpack_rows,
-)
+from mppo.rollout.packed_responses import FINISH, pack_rows, unpack_rows
 from mppo.rollout.sglang.api import ServerResponse
 from mppo.rollout.sglang.http_client import RequestRefused
 from mppo.rollout.sglang.routed_experts import (

@@ -15,13 +15,9 @@ import torch.distributed as dist
 
 from mppo.batch import Trajectory
 from mppo.config.sections.rollout import RolloutConfig
+from mppo.parallel.collectives import all_gather_objects, all_gather_varlen, raise_on_any_rank
+from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest, WeightBucket, WeightSource
-from mppo.rollout.exchange import (
-    all_gather_varlen,
-    gather_objects,
-    raise_on_any_rank,
-    snake_partition,
-)
 from mppo.rollout.local.engine import LocalEngine, stop_tokens
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet
@@ -144,7 +140,7 @@ class SGLangEngine:
             self._revive()
             buckets = self._source
         fix = "" if self._source else " (and the stream of weights cannot be repeated)"
-        words = gather_objects(self._fleet.last_words(), self._world, self._group)
+        words = all_gather_objects(self._fleet.last_words(), self._world, self._group)
         raise RuntimeError(
             f"SGLang servers could not take the weights{fix}: {lacking}{''.join(words)}"
         )
@@ -156,7 +152,7 @@ class SGLangEngine:
             for server in self._fleet.mine
             if self._synced.get(server) != self._version
         }
-        everyone = gather_objects(mine, self._world, self._group)
+        everyone = all_gather_objects(mine, self._world, self._group)
         return {server: why for part in everyone for server, why in part.items()}
 
     def _send(self, buckets: Iterable[WeightBucket], lacking: dict[int, str]) -> None:
@@ -181,7 +177,7 @@ class SGLangEngine:
                 pass
         error = _error_of(self._route.close)
         if isinstance(self._route, DistributedTransport):
-            error = gather_objects(error, self._world, self._group)[0]
+            error = all_gather_objects(error, self._world, self._group)[0]
         self._raise_refusal(error)
         if isinstance(self._route, DiskTransport):
             route = self._route  # the folder is complete: every rank has agreed
@@ -276,7 +272,7 @@ class SGLangEngine:
         scored = [i for i, length in enumerate(lengths) if length > 1]
         dealt = [
             [scored[place] for place in part]
-            for part in snake_partition([lengths[i] for i in scored], self._fleet.count)
+            for part in partition([lengths[i] for i in scored], self._fleet.count, equal_count=True)
         ]
         jobs = _by_tokens([i for s in self._fleet.mine for i in dealt[s]], lengths)
         answered = self._requests.answers(

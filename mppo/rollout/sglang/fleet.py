@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mppo.config.sections.rollout import RolloutConfig
-from mppo.rollout.exchange import gather_objects, raise_on_any_rank
+from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
 from mppo.rollout.sglang.model_support import OWN_CLASSES
@@ -87,7 +87,7 @@ class Fleet:
         if self._rollout.urls:
             return os.environ.get(API_KEY_VARIABLE)
         key = secrets.token_hex(32) if self._rank == 0 else None
-        return gather_objects(key, self._world, self._group)[0]
+        return all_gather_objects(key, self._world, self._group)[0]
 
     def _launch(
         self,
@@ -133,7 +133,7 @@ class Fleet:
     def urls(self) -> dict[int, str]:
         """Address of every server, on every rank; collective."""
         mine = {server: api.url for server, api in self._apis.items()}
-        everyone = gather_objects(mine, self._world, self._group)
+        everyone = all_gather_objects(mine, self._world, self._group)
         return dict(sorted(item for part in everyone for item in part.items()))
 
     def revive(self) -> list[int]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from mppo.batch import ResponsesBySample, Trajectory
 from mppo.config.sections.rollout import RolloutConfig
+from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.exchange import snake_partition
 from mppo.rollout.sglang.answers import complete_prompts, gather_answers, joined
 from mppo.rollout.sglang.api import ServerResponse, SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import ServerLost
@@ -83,7 +83,7 @@ class SGLangGeneration:
         """Rows (``prompt * n + sample``) for this rank's servers, longest prompts first."""
         n, fleet = self._request.sampling.n, self._requests.fleet
         lengths = [len(prompt.token_ids) for prompt in self._request.prompts]
-        dealt = snake_partition(lengths, fleet.count)
+        dealt = partition(lengths, fleet.count, equal_count=True)
         mine = [index for server in fleet.mine for index in dealt[server]]
         mine.sort(key=lambda index: -lengths[index])
         return [index * n + sample for index in mine for sample in range(n)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mppo.rollout.exchange import gather_objects, raise_on_any_rank
+from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.dispatch import DispatchResult
 from mppo.rollout.sglang.fleet import Fleet
@@ -101,7 +101,7 @@ class Requests:
             results.update({waiting[place]: r for place, r in outcome.results.items()})
             lost = outcome.lost or lost
             left = len(jobs) - len(results)
-            if not any(gather_objects(left, self.world, self.group)):
+            if not any(all_gather_objects(left, self.world, self.group)):
                 return results
             self.restore()
         told = f"rank {self.rank}: {left} of {len(jobs)} requests not served in {ATTEMPTS} attempts"

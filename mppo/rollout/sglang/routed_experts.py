@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch import Trajectory
-from mppo.rollout.exchange import all_gather_varlen
+from mppo.parallel.collectives import all_gather_varlen
 from mppo.rollout.sglang.http_client import RequestRefused
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from mppo.parallel.launch import free_port
+from mppo.parallel.addresses import free_port
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused
 from mppo.rollout.sglang.model_support import (

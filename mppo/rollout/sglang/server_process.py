@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from mppo.parallel.launch import free_port
+from mppo.parallel.addresses import free_port
 from mppo.safety.temporary import SHARED_MEMORY, note
 
 _POLL_S = 0.1

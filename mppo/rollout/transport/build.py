@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device as device_seam
-from mppo.parallel.launch import LOOPBACK, address_towards, own_address
+from mppo.parallel.addresses import LOOPBACK, address_towards, own_address
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.server_options import HOST
 from mppo.rollout.transport.sync import (

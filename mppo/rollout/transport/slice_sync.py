@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from mppo.config.sections.rollout import RolloutConfig
+from mppo.parallel.collectives import all_gather_objects
 from mppo.rollout.engine import WeightBucket, WeightSource
-from mppo.rollout.exchange import gather_objects
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.transport.buckets import SharedBuffer
 from mppo.rollout.transport.checked_load import tensor_checksum
@@ -59,7 +59,7 @@ class SliceRoute(TensorTransport):
         self._try(lambda: mine.update(self._handles(turn, bucket)))
         # the others fill their buffers of the last turn as soon as the exchange is over
         self._try(lambda: self._wait(1 - turn))
-        everyone = gather_objects(mine, self._world, self._everyone)
+        everyone = all_gather_objects(mine, self._world, self._everyone)
         handles = {slot: handle for part in everyone for slot, handle in part.items()}
         for server, api in self._servers.items():
             first = server * self._tensor_parallel
@@ -179,7 +179,7 @@ class SliceSync:
         if stream is not self._stream:  # what was sent before is another's
             self._stream, self._held = stream, {}
         mine = {self._held.pop(server, None) for server in servers}
-        held = set().union(*gather_objects(mine, self._world, self._group))
+        held = set().union(*all_gather_objects(mine, self._world, self._group))
         for bucket in stream.update(version, held.pop() if len(held) == 1 else None):
             self.route.send_slices(bucket)
 

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from mppo.parallel.launch import free_port
+from mppo.parallel.addresses import free_port
+from mppo.parallel.collectives import all_gather_objects
 from mppo.rollout.engine import WeightBucket
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused
@@ -118,9 +119,8 @@ class TensorTransport:
         if self._group is not None:
             # the others fill their buffer of the last turn as soon as this exchange is over
             self._try(lambda: self._wait(1 - turn))
-            shared: list[str] = [""] * self._tensor_parallel
             mine = "" if self._failure else self._payload(turn)
-            dist.all_gather_object(shared, mine, group=self._group)
+            shared = all_gather_objects(mine, self._tensor_parallel, self._group)
         for api in self._servers.values():
             if self._failure is not None:
                 return

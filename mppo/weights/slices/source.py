@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Layout
 from mppo.weights.shape import model_shape
 from mppo.weights.slices.engine_tensors import EngineTensor, engine_tensor
@@ -193,9 +194,7 @@ class SliceStream:
         slots = self._find()
         self._device = next(iter(slots.values())).tensor.device
         rows = {(s.entry.layer, s.entry.row.name): (s.tensor.dtype, s.size) for s in slots.values()}
-        everyone: list[Any] = [rows] * layout.world
-        if layout.world > 1:
-            dist.all_gather_object(everyone, rows)
+        everyone = all_gather_objects(rows, layout.world)
         stage = {
             key[1] if key[0] is None else key[0]: layout.coordinates(rank).pp
             for rank, held in enumerate(everyone)
@@ -273,9 +272,9 @@ class SliceStream:
         slots = self._find()
         for number in range(len(self.plan)):
             packed, checks = self._pack(number, slots)
-            everyone: list[Any] = [checks] * self._layout.world
-            if self.request.checksum is not None and self._layout.world > 1:
-                dist.all_gather_object(everyone, checks)
+            everyone = [checks]
+            if self.request.checksum is not None:
+                everyone = all_gather_objects(checks, self._layout.world)
             messages, blocks = self._exchange(number, packed, known.pop(number, None))
             if self.request.keep:
                 self._kept.packed[number] = packed

@@ -1,0 +1,129 @@
+"""The default process group: rendezvous, and destruction on every exit."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from mppo.parallel import device
+from mppo.parallel.launch import LaunchInfo
+
+_STORE_ATTEMPTS = 5
+_POLL_S = 0.05
+
+
+@contextmanager
+def process_group(info: LaunchInfo, timeout_s: float) -> Iterator[None]:
+    """The default process group, destroyed on every exit.
+
+    MPI is finalised on a clean exit only: ``mpirun`` ends the other ranks at once if one exits
+    without.
+
+    Args:
+        info: this process's place in the job.
+        timeout_s: seconds after which a collective with a missing rank fails.
+    """
+    init_process_group(info, timeout_s)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if info.how == "mpi":
+        from mpi4py import MPI
+
+        if not MPI.Is_finalized():
+            MPI.Finalize()
+
+
+def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
+    """Select this rank's device and join the default process group. Collective.
+
+    Raises:
+        ValueError: the rendezvous port is in use, or the device of ``MPPO_DEVICE`` is missing.
+        RuntimeError: torchrun has exited, or a rank did not join within ``timeout_s``.
+    """
+    device.select(info.local_rank, info.local_world_size)
+    place: dict[str, Any] = {"init_method": f"tcp://{info.master_addr}:{info.master_port}"}
+    if info.how == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _check_agent(info)
+        place = {"store": _store_of_this_start(info, timeout_s)}
+    try:
+        dist.init_process_group(
+            device.backend(),
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            **place,
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ValueError(
+            f"MASTER_PORT={info.master_port}: another program on this machine uses the port: set "
+            "MASTER_PORT to a free one, or end that program"
+        ) from error
+
+
+def _store_of_this_start(info: LaunchInfo, timeout_s: float) -> Store:
+    """torchrun's store under a prefix that is new at every start of the ranks. Collective.
+
+    The store outlives the ranks: restarted ranks find the addresses of the previous ones in it. The
+    restart count cannot be the prefix, since the agents of several nodes count differently. So each
+    rank publishes a random token, and the first rank answers to each token with the prefix. A rank
+    of an earlier start never gets an answer to its token.
+
+    Raises:
+        RuntimeError: some rank did not join within ``timeout_s``.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(info.master_addr, info.master_port, timeout=timeout, wait_for_workers=False)
+    token = secrets.token_hex(16)
+    if info.rank:
+        store.set(f"mppo/token/{info.rank}", token)
+        prefix = store.get(f"mppo/prefix/{token}").decode()
+        store.add(f"{prefix}/joined", 1)
+        return PrefixStore(prefix, store)
+    # the first rank: its own token is the prefix
+    deadline = time.monotonic() + timeout_s
+    while (joined := 1 + store.add(f"{token}/joined", 0)) < info.world_size:
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{joined} of {info.world_size} ranks joined within {timeout_s:.0f} s"
+            )
+        for key in [f"mppo/token/{rank}" for rank in range(1, info.world_size)]:
+            if store.check([key]):
+                store.set(f"mppo/prefix/{store.get(key).decode()}", token)
+        time.sleep(_POLL_S)
+    return PrefixStore(token, store)
+
+
+def _check_agent(info: LaunchInfo) -> None:
+    """Check that torchrun's store answers.
+
+    If torchrun was killed while its ranks were starting, they would wait for the store until the
+    collective timeout.
+
+    Raises:
+        RuntimeError: the store does not answer.
+    """
+    for attempt in range(1, _STORE_ATTEMPTS + 1):
+        try:
+            socket.create_connection((info.master_addr, info.master_port), timeout=10).close()
+            return
+        except OSError as error:
+            if attempt == _STORE_ATTEMPTS:
+                raise RuntimeError(
+                    f"torchrun's store at {info.master_addr}:{info.master_port} does not answer "
+                    f"({error}): torchrun has exited; start the job again"
+                ) from error
+            time.sleep(1.0)

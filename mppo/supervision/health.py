@@ -1,0 +1,107 @@
+"""Diagnosing a job from the heartbeats of its ranks: a silent rank, a lost one, a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One heartbeat of a rank.
+
+    Args:
+        number: count of this rank's heartbeats.
+        progress: count of phases, micro-batches and tokens (``phase.progress``).
+        phase: the phase the rank is in.
+        last_step: last PPO step that the rank has completed.
+        host, pid: the rank's process.
+    """
+
+    number: int
+    progress: int
+    phase: str
+    last_step: int
+    host: str
+    pid: int
+
+
+@dataclass
+class HealthMonitor:
+    """Diagnoses the job from the newest heartbeat of each rank.
+
+    Args:
+        world_size: number of ranks.
+        silence_s: a rank without a new heartbeat for longer is dead.
+        hang_s: if no rank makes progress for longer, the job hangs.
+    """
+
+    world_size: int
+    silence_s: float
+    hang_s: float
+    _newest: dict[int, Beat] = field(default_factory=dict)
+    _received_at: dict[int, float] = field(default_factory=dict)
+    _progress_at: float | None = None
+
+    def update(self, beats: Mapping[int, Beat], now: float) -> None:
+        """Store the newest heartbeat of each rank.
+
+        Args:
+            beats: by rank; a rank that has not started yet is absent.
+            now: time of this call, in seconds.
+        """
+        for rank, beat in beats.items():
+            before = self._newest.get(rank)
+            if before is None or before.number != beat.number:
+                self._received_at[rank] = now
+            if before is None or before.progress != beat.progress or self._progress_at is None:
+                self._progress_at = now
+            self._newest[rank] = beat
+
+    def diagnose(self, now: float) -> str | None:
+        """Return why the job must end at ``now`` seconds; None if it is healthy."""
+        for rank in sorted(self._received_at):
+            silence = now - self._received_at[rank]
+            if silence > self.silence_s:
+                return self.silent(rank, silence)
+        if self._progress_at is not None and now - self._progress_at > self.hang_s:
+            return self._hang(now - self._progress_at)
+        return None
+
+    def silent(self, rank: int, seconds: float) -> str:
+        """Describe a rank whose last heartbeat is ``seconds`` old."""
+        return f"no heartbeat for {seconds:.0f} s from {self._describe(rank)}"
+
+    def lost(self, rank: int) -> str:
+        """Describe a rank whose connection broke."""
+        return f"lost the connection to {self._describe(rank)}"
+
+    def _describe(self, rank: int) -> str:
+        if rank not in self._newest:
+            return f"rank {rank} of {self.world_size}"
+        beat = self._newest[rank]
+        # steps may be shorter than the interval between beats: another rank may know a later one
+        last_step = max(other.last_step for other in self._newest.values())
+        return (
+            f"rank {rank} of {self.world_size} (pid {beat.pid} on {beat.host}), which was in: "
+            f"{beat.phase}; last completed step: {last_step}"
+        )
+
+    def _hang(self, seconds: float) -> str:
+        ranks_by_state: dict[str, list[int]] = {}
+        for rank, beat in sorted(self._newest.items()):
+            state = f"{beat.phase}; last completed step: {beat.last_step}"
+            ranks_by_state.setdefault(state, []).append(rank)
+        lines = "\n".join(f"  rank {_ranges(r)}: {state}" for state, r in ranks_by_state.items())
+        return f"no rank has made progress for {seconds:.0f} s:\n{lines}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Format ascending ranks: ``0-3,7`` for 0, 1, 2, 3, 7."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
