@@ -108,7 +108,7 @@ def count_parameters(
         wanted |= {"final", "value" if value_head else "output"}
     dense = expert = 0
     for row in table.rows:
-        shares_embedding = row.duplicate and stage == 0
+        shares_embedding = row.alias_of is not None and stage == 0
         if row.where in wanted and not shares_embedding:
             dense += _elements(Entry(row), layout)
     for layer in layers:

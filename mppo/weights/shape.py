@@ -17,7 +17,7 @@ FAMILIES = GQA_FAMILIES + MLA_FAMILIES
 
 @dataclass(frozen=True)
 class MLAShape:
-    """Sizes of multi-MLA; ``q_lora_rank`` None means a plain query projection."""
+    """Sizes of multi-head latent attention; ``q_lora_rank`` None: a plain query projection."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -160,15 +160,15 @@ def model_shape(hf_config: Any) -> ModelShape:
     heads, hidden = required(hf_config, "num_attention_heads"), required(hf_config, "hidden_size")
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     sparse = sparse_layers(hf_config)
-    latent = _latent_shape(hf_config) if model_type in MLA_FAMILIES else None
-    if latent is not None:
+    mla = _mla_shape(hf_config) if model_type in MLA_FAMILIES else None
+    if mla is not None:
         kv_heads = heads
     if heads % kv_heads:
         raise refuse(
             "num_key_value_heads", kv_heads, f"does not divide num_attention_heads = {heads}",
             "correct one of the two",
         )  # fmt: skip
-    head_dim = None if latent else getattr(hf_config, "head_dim", None)
+    head_dim = None if mla else getattr(hf_config, "head_dim", None)
     return ModelShape(
         model_type=model_type,
         num_layers=required(hf_config, "num_hidden_layers"),
@@ -185,12 +185,12 @@ def model_shape(hf_config: Any) -> ModelShape:
         sandwich_norms=model_type == "gemma2",
         sparse_layers=sparse,
         extra_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,
-        mla=latent,
+        mla=mla,
         **(_expert_sizes(hf_config) if any(sparse) else {}),
     )
 
 
-def _latent_shape(hf_config: Any) -> MLAShape:
+def _mla_shape(hf_config: Any) -> MLAShape:
     return MLAShape(
         q_lora_rank=getattr(hf_config, "q_lora_rank", None),
         kv_lora_rank=required(hf_config, "kv_lora_rank"),

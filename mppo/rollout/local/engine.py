@@ -21,7 +21,7 @@ from mppo.batch import ResponsesBySample, Trajectory
 from mppo.cpu import onednn
 from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
-from mppo.rollout.engine import GenerationRequest, WeightBucket
+from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.exchange import all_gather_varlen, pack_rows, snake_partition, unpack_rows
 from mppo.rollout.local.decoding import DecodedRows, decode
 from mppo.rollout.local.parameters import ParameterSink
@@ -30,6 +30,7 @@ from mppo.rollout.local.sampling import row_keys
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
 from mppo.supervision.stop_request import StepInterrupted
+from mppo.weights.bucket import NamedTensors
 from mppo.weights.hf.config_file import GENERATION
 
 _LOGPROB_TOKENS = 4096
@@ -193,7 +194,7 @@ class LocalEngine:
             raise RuntimeError("the local rollout engine has no weights: call update_weights first")
         return self._version
 
-    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+    def update_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
         """See ``RolloutEngine.update_weights``.
 
         Raises:

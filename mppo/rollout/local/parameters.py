@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mppo.models.transformers_model import WIDE_BUFFER
-from mppo.rollout.engine import WeightBucket
+from mppo.weights.bucket import NamedTensors
 
 _GATE_UP = ".experts.gate_up_proj"
 _DOWN = ".experts.down_proj"
@@ -80,7 +80,7 @@ class ParameterSink:
         self._dtype = dtype
         self._kept_wide = frozenset(n for n in self._views if n.endswith(WIDE_BUFFER))
 
-    def fill(self, buckets: Iterable[WeightBucket]) -> None:
+    def fill(self, buckets: Iterable[NamedTensors]) -> None:
         """Take a whole stream.
 
         Raises:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mppo.batch import Trajectory
 from mppo.config.schema import RolloutConfig
-from mppo.rollout.engine import GenerationRequest, WeightBucket, WeightSource
+from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.exchange import (
     all_gather_varlen,
     gather_objects,
@@ -33,6 +33,7 @@ from mppo.rollout.sync_check import SyncCheck
 from mppo.rollout.transport.build import make_transport
 from mppo.rollout.transport.slice_sync import SliceSync
 from mppo.rollout.transport.sync import DiskTransport, DistributedTransport
+from mppo.weights.bucket import WeightBucket
 
 _SCORE_TOKENS = 8192
 _SCORES_AT_ONCE = 4
