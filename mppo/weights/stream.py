@@ -29,12 +29,18 @@ class Groups(Protocol):
     ``mppo.parallel.groups.LayoutGroups`` implements this protocol.
     """
 
-    layout: Layout
-    coordinates: Coordinates
-    tp: dist.ProcessGroup | None
-    pp: dist.ProcessGroup | None
-    ep: dist.ProcessGroup | None
-    etp: dist.ProcessGroup | None
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def coordinates(self) -> Coordinates: ...
+    @property
+    def tp(self) -> dist.ProcessGroup | None: ...
+    @property
+    def pp(self) -> dist.ProcessGroup | None: ...
+    @property
+    def ep(self) -> dist.ProcessGroup | None: ...
+    @property
+    def etp(self) -> dist.ProcessGroup | None: ...
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from sglang_case import (
     prompts,
     response_logprobs,
 )
-from torch import Tensor
 
 from checkpoints_convert.__main__ import main as convert
 from mppo.batch import Trajectory
@@ -33,8 +32,10 @@ from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.engine import SGLangEngine
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused
-from mppo.rollout.transport import buckets
+from mppo.rollout.transport.buckets import SharedBuffer
+from mppo.rollout.transport.sync import TensorTransport
 from mppo.safety.temporary import own_folder
+from mppo.weights.bucket import WeightBucket
 
 pytestmark = [pytest.mark.server, needs_sglang]
 
@@ -50,7 +51,7 @@ def qwen2(tmp_path_factory) -> Iterator[Case]:
 
 def _family_of(case: Case) -> list[psutil.Process]:
     """Guard, server, and the server's processes."""
-    guard = psutil.Process(case.engine._fleet._processes[0]._process.pid)
+    guard = psutil.Process(case.engine.fleet.processes[0].pid)
     return [guard, *guard.children(), *guard.children()[0].children(recursive=True)]
 
 
@@ -59,7 +60,7 @@ def _server_process(case: Case) -> psutil.Process:
 
 
 def test_it_listens_where_it_was_told_and_answers_only_who_has_the_key(qwen2) -> None:
-    port = qwen2.engine._fleet._processes[0].port
+    port = qwen2.engine.fleet.processes[0].port
     told = yaml.safe_load((own_folder() / f"server_{port}.yaml").read_text())
     assert "Failed to apply hooks" not in (qwen2.run_dir / "rollout" / "server_0.log").read_text()
     listening = {
@@ -70,7 +71,7 @@ def test_it_listens_where_it_was_told_and_answers_only_who_has_the_key(qwen2) ->
     }
     assert ("127.0.0.1", told["port"]) in listening
     assert told["nccl-port"] in {port for _, port in listening}
-    url = qwen2.engine._fleet._apis[0].url
+    url = qwen2.engine.fleet.apis[0].url
     for key in (None, "another"):
         with pytest.raises(RequestRefused, match="status 401"):
             JsonClient(url, key, timeout_s=30.0).post("/abort_request", {"abort_all": True})
@@ -85,7 +86,7 @@ def test_it_loads_what_the_conversion_tool_exports(qwen2, tmp_path) -> None:
     back = ["--megatron", f"{tmp_path}/megatron", "--hf", f"{tmp_path}/back"]
     assert convert(["hf-to-megatron", *there, "--no-tokenizer"]) == 0
     assert convert(["megatron-to-hf", *back, "--max-shard-gb", "0.0001"]) == 0
-    qwen2.engine._fleet._apis[0].update_from_disk(f"{tmp_path}/back", qwen2.version)
+    qwen2.engine.fleet.apis[0].update_from_disk(f"{tmp_path}/back", qwen2.version)
     sequences = [[*prompt.token_ids] for prompt in prompts(4)]
     for tokens, got in zip(sequences, qwen2.engine.logprobs(sequences), strict=True):
         with torch.no_grad():
@@ -100,8 +101,8 @@ def test_it_loads_what_the_conversion_tool_exports(qwen2, tmp_path) -> None:
 def test_logprobs_are_equal_after_one_and_after_ten_updates(qwen2, monkeypatch, sync: str) -> None:
     qwen2.change_weights()
     qwen2.sync()
-    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
-    url = qwen2.engine._fleet._apis[0].url
+    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine.fleet.key)
+    url = qwen2.engine.fleet.apis[0].url
     engine = qwen2.connect(own(urls=(url,), sync=sync, server_args={}))
     for update in range(10):
         qwen2.change_weights()
@@ -109,7 +110,7 @@ def test_logprobs_are_equal_after_one_and_after_ten_updates(qwen2, monkeypatch, 
         if update in (0, 9):
             qwen2.check(engine)
     engine.stop()
-    assert qwen2.engine._fleet._apis[0].is_up()
+    assert qwen2.engine.fleet.apis[0].is_up()
 
 
 def test_greedy_and_stops_equal_the_local_engine(qwen2) -> None:
@@ -175,8 +176,8 @@ def test_the_tail_is_aborted_once_enough_prompts_are_answered(qwen2) -> None:
 def test_broken_off_responses_go_on_under_the_next_weights_of_a_resumed_run(
     qwen2, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
-    url = qwen2.engine._fleet._apis[0].url
+    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine.fleet.key)
+    url = qwen2.engine.fleet.apis[0].url
     engine = qwen2.connect(own(urls=(url,), partial_rollout=True, server_args={}))
     sampling = SamplingConfig(n=2, stop_token_ids=tuple(range(3, 12)))
     qwen2.change_weights()
@@ -237,8 +238,8 @@ def test_new_weights_wait_for_what_is_generated_ahead(qwen2) -> None:
 
 
 def test_the_end_aborts_what_is_generated_ahead(qwen2, monkeypatch) -> None:
-    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
-    url = qwen2.engine._fleet._apis[0].url
+    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine.fleet.key)
+    url = qwen2.engine.fleet.apis[0].url
     engine = qwen2.connect(own(urls=(url,), server_args={}))
     qwen2.sync(engine)
     told: list[int] = []
@@ -256,7 +257,7 @@ def test_the_end_aborts_what_is_generated_ahead(qwen2, monkeypatch) -> None:
 
 def test_sleeping_gives_back_and_waking_takes_what_is_next_needed(qwen2, monkeypatch) -> None:
     asked: list[tuple[str, tuple[str, ...]]] = []
-    api = qwen2.engine._fleet._apis[0]
+    api = qwen2.engine.fleet.apis[0]
 
     def note(call) -> None:
         def noted(tags) -> None:
@@ -281,10 +282,11 @@ def test_a_refused_stream_stops_with_a_reason_and_leaves_the_server(qwen2) -> No
     qwen2.change_weights()
     qwen2.sync()
     server = _server_process(qwen2)
-    misshapen = [[("model.norm.weight", torch.ones(3))]]
+    misshapen = [WeightBucket.pack([("model.norm.weight", torch.ones(3))])]
     with pytest.raises(RuntimeError, match="update_weights_from_tensor"):
         qwen2.engine.update_weights(misshapen, qwen2.version)
-    unknown = [[("model.layers.0.mlp.experts.0.up_proj.weight", torch.ones(128, 64))]]
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    unknown = [WeightBucket.pack([(name, torch.ones(128, 64))])]
     with pytest.raises(RuntimeError, match=r"verify_sync: .*experts\.0\.up_proj.* no such tensor"):
         qwen2.engine.update_weights(unknown, qwen2.version)
     qwen2.sync()
@@ -297,10 +299,10 @@ def test_a_bucket_is_made_while_another_is_loaded(qwen2, monkeypatch) -> None:
     qwen2.change_weights()
     content, made, loaded = qwen2.stream(), [], []
     moved = threading.Condition()
-    api = qwen2.engine._fleet._apis[0]
+    api = qwen2.engine.fleet.apis[0]
     load = api.update_from_tensor
 
-    def stream() -> Iterator[list[tuple[str, Tensor]]]:
+    def stream() -> Iterator[WeightBucket]:
         for bucket in content:
             with moved:
                 made.append(len(made))
@@ -326,17 +328,17 @@ def test_a_bucket_is_made_while_another_is_loaded(qwen2, monkeypatch) -> None:
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
 def test_one_wrong_byte_stops_the_job_and_names_the_tensor(qwen2, monkeypatch, name: str) -> None:
     qwen2.change_weights()
-    described = buckets.bucket_table
+    payload = SharedBuffer.own_payload
 
-    def corrupted(entries, report, whole):
+    def corrupted(buffer, *arguments) -> str:
         """Changes a byte once the checksums are taken."""
-        for buffer in qwen2.engine._route._buffers:
-            for row_name, _, _, start, _ in buffer._rows:
-                if row_name == name and [e.name for e in entries] == [r[0] for r in buffer._rows]:
-                    buffer._bytes[start + 5] ^= 1
-        return described(entries, report, whole)
+        made = payload(buffer, *arguments)
+        for place in buffer.layout.places:
+            if place.name == name:
+                buffer.content[place.start + 5] ^= 1
+        return made
 
-    monkeypatch.setattr(buckets, "bucket_table", corrupted)
+    monkeypatch.setattr(SharedBuffer, "own_payload", corrupted)
     with pytest.raises(RuntimeError, match=rf"verify_sync: {name} arrived with other bytes"):
         qwen2.sync()
     monkeypatch.undo()
@@ -345,19 +347,21 @@ def test_one_wrong_byte_stops_the_job_and_names_the_tensor(qwen2, monkeypatch, n
 
 
 def test_other_weights_than_the_oracles_stop_the_job(qwen2, monkeypatch) -> None:
-    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
-    url = qwen2.engine._fleet._apis[0].url
+    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine.fleet.key)
+    url = qwen2.engine.fleet.apis[0].url
     engine = qwen2.connect(own(urls=(url,), verify_sync="logprob", server_args={}))
     qwen2.change_weights()
     qwen2.sync(engine)
     qwen2.change_weights()
-    send = engine._route.send
+    send = TensorTransport.send
 
-    def corrupted(bucket) -> None:
+    def corrupted(transport, bucket) -> None:
         """Sends one tensor a little larger than the oracle gets it."""
-        send([(n, t * 1.01 if n == "model.layers.1.mlp.up_proj.weight" else t) for n, t in bucket])
+        larger = "model.layers.1.mlp.up_proj.weight"
+        named = [(n, t * 1.01 if n == larger else t) for n, t in bucket]
+        send(transport, WeightBucket.pack(named))
 
-    monkeypatch.setattr(engine._route, "send", corrupted)
+    monkeypatch.setattr(TensorTransport, "send", corrupted)
     with pytest.raises(
         RuntimeError, match=rf"verify_sync: with weights of version {qwen2.version}"
     ):

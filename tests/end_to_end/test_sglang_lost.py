@@ -17,12 +17,12 @@ from sglang_case import (
     prompts,
     response_logprobs,
 )
-from torch import Tensor
 
 from mppo.batch import Trajectory
 from mppo.config.schema import SamplingConfig
 from mppo.rollout.engine import GenerationRequest as Request
 from mppo.rollout.engine import WeightSource
+from mppo.weights.bucket import WeightBucket
 
 pytestmark = [pytest.mark.server, needs_sglang]
 
@@ -38,7 +38,7 @@ def qwen2(tmp_path_factory) -> Iterator[Case]:
 
 def _family_of(case: Case) -> list[psutil.Process]:
     """Guard, server, and the server's processes."""
-    guard = psutil.Process(case.engine._fleet._processes[0]._process.pid)
+    guard = psutil.Process(case.engine.fleet.processes[0].pid)
     return [guard, *guard.children(), *guard.children()[0].children(recursive=True)]
 
 
@@ -54,7 +54,7 @@ def test_a_server_killed_or_hung_in_mid_generation_loses_nothing(
     qwen2.sync()
     victim = _server_process(qwen2)
     if end == "suspend":
-        monkeypatch.setattr(qwen2.engine._fleet._apis[0]._client, "_timeout_s", 15.0)
+        monkeypatch.setattr(qwen2.engine.fleet.apis[0].client, "timeout_s", 15.0)
 
     killer = threading.Timer(0.5, getattr(victim, end))
     killer.start()
@@ -97,7 +97,7 @@ def test_kill_9_in_mid_update_and_while_asleep(qwen2) -> None:
     qwen2.change_weights()
     killed = []
 
-    def deadly_stream() -> Iterator[list[tuple[str, Tensor]]]:
+    def deadly_stream() -> Iterator[WeightBucket]:
         for number, bucket in enumerate(qwen2.stream()):
             yield bucket
             if number == 1 and not killed:

@@ -185,7 +185,7 @@ def test_finished_rows_leave_the_batch_without_changing_the_others(
 
 def test_the_cache_grows_past_its_first_block(engine_and_reference) -> None:
     engine, reference = engine_and_reference("llama")
-    engine._stops = ()
+    engine.stop_tokens = ()
     for t in engine.generate(GenerationRequest(_prompts((3, 6)), SamplingConfig(), 300, seed=0)):
         assert len(t.response_ids) == 300
         expected = _logprobs(reference, _all_tokens(t))[-300:]

@@ -187,6 +187,16 @@ def test_soft_capped_scores_need_a_backend_that_caps() -> None:
     assert "attention_backend" not in server_options("/m", "bfloat16", 1, 0, False, {}, uncapped)
 
 
+def test_changes_need_weights_that_survive_the_sleep_of_a_server() -> None:
+    config, delta = FITS["qwen2"](), "rollout.sync_mode=delta"
+    (issue,) = engine_issues(recipe(delta), config, on_cpu=False)
+    assert (issue.key, issue.value) == ("rollout.sync_mode", "delta")
+    assert "rollout.server_args.enable_weights_cpu_backup to true" in issue.fix
+    backup = "rollout.server_args={enable-weights-cpu-backup: true}"
+    assert list(engine_issues(recipe(delta, backup), config, on_cpu=False)) == []
+    assert list(engine_issues(recipe(delta), config, on_cpu=True)) == []
+
+
 def test_sglang_is_told_the_rotary_scaling_in_its_own_words() -> None:
     told = sglang_settings(FITS["qwen2 yarn"]())["rope_parameters"]
     assert told["truncate"] is False

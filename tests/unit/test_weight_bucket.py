@@ -1,4 +1,4 @@
-"""A bucket's layout: aligned, the same after a trip through JSON, and the one a receiver computes."""
+"""A bucket's layout: aligned, the same after JSON, and the one that a receiver computes."""
 
 from __future__ import annotations
 

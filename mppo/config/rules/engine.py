@@ -62,6 +62,33 @@ def engine_parallelism_fits(case: RuleContext) -> Iterator[ConfigIssue]:
     if shape and shape.heads % tp:
         why = f"does not divide the {shape.heads} attention heads"
         yield ConfigIssue(key, tp, why, f"choose one of {divisors(shape.heads)}")
+    elif shape and shape.kv_heads % tp and tp % shape.kv_heads:
+        why = f"neither divides the {shape.kv_heads} key-value heads nor is a multiple of them"
+        yield ConfigIssue(key, tp, why, f"choose one of {divisors(shape.kv_heads)}")
+
+
+@rule("rollout.tensor_model_parallel_size", "rollout.expert_parallel_size", "model")
+def engine_cuts_feed_forward_evenly(case: RuleContext) -> Iterator[ConfigIssue]:
+    """SGLang refuses a feed-forward width that its ranks cannot divide evenly."""
+    rollout, shape = case.recipe.rollout, case.shapes.get("actor")
+    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    given = _server_args(case)
+    if rollout.name != "sglang" or shape is None or shape.heads % tp or tp % ep:
+        return
+    if given.get("enable_dp_attention") or given.get("moe_dense_tp_size"):
+        return  # the feed-forward then has another tensor parallelism
+    dense = () if all(shape.sparse_layers) and shape.sparse_layers else (shape.ffn,)
+    widths = [("feed-forward width", width, tp) for width in (*dense, shape.shared_ffn)]
+    widths.append(("width of an expert", shape.expert_ffn, tp // ep))
+    for name, width, ranks in widths:
+        if width % ranks:
+            yield ConfigIssue(
+                "rollout.tensor_model_parallel_size",
+                tp,
+                f"cuts the {name}, {width}, into {ranks} unequal parts",
+                f"choose a value that gives a divisor of {width}",
+            )
+            return
 
 
 @rule("rollout.expert_parallel_size", "rollout.tensor_model_parallel_size", "model")
@@ -91,6 +118,7 @@ _DECIDED = {
     **dict.fromkeys(
         ("tp", "tp_size", "tensor_parallel_size"), "set rollout.tensor_model_parallel_size"
     ),
+    "custom_weight_loader": "leave it out: weights arrive through mppo's own loader",
     "json_model_override_args": "change config.json in model.path, which the actor reads, too",
     **dict.fromkeys(("ep", "ep_size", "expert_parallel_size"), "set rollout.expert_parallel_size"),
 }
@@ -150,6 +178,38 @@ def tolerance_needs_its_check(case: RuleContext) -> Iterator[ConfigIssue]:
             f"has no effect with rollout.verify_sync = {rollout.verify_sync}",
             "set verify_sync to logprob, or leave it out",
         )
+
+
+@rule("rollout.verify_sync", "rollout.sync", "rollout.urls", "rollout.name")
+def checksums_need_own_servers(case: RuleContext) -> Iterator[ConfigIssue]:
+    """Checksums are verified by the weight loader of servers that the run starts."""
+    rollout = case.recipe.rollout
+    if rollout.name != "sglang" or rollout.verify_sync != "checksum":
+        return
+    fix = "set verify_sync to logprob, which works with every sync and every server"
+    why = None
+    if rollout.urls:
+        why = "needs servers that the run starts itself; rollout.urls names others"
+    elif rollout.sync != "tensor":
+        why = f"needs rollout.sync = tensor, not {rollout.sync}"
+    if why is not None:
+        yield ConfigIssue("rollout.verify_sync", "checksum", why, fix)
+
+
+@rule("actor.router_replay", "rollout.server_args", "rollout.name")
+def replayed_experts_are_returned(case: RuleContext) -> Iterator[ConfigIssue]:
+    """R3 needs the experts of every token, also of prompts with a common prefix."""
+    if case.recipe.actor.router_replay != "R3" or case.recipe.rollout.name != "sglang":
+        return
+    reasons = {
+        "disable_radix_cache": "a prefix in the cache has no experts to return",
+        "enable_return_routed_experts": "servers would not return the experts",
+    }
+    for name, value in _server_args(case).items():
+        if name in reasons and value is not True:
+            why = f"cannot go with actor.router_replay = R3: {reasons[name]}"
+            key = f"rollout.server_args.{name}"
+            yield ConfigIssue(key, value, why, "leave it out, or set router_replay to R2")
 
 
 @rule("trainer.rollout_ahead", "rollout.name", "rollout.urls", "rollout.mode")

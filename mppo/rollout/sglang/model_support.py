@@ -91,6 +91,7 @@ nothing."""
 _CAPPING = ("fa3", "flashinfer", "triton", "intel_amx")
 """Attention backends that read a layer's soft-cap."""
 CPU_BACKEND = "torch_native"
+_BACKUP = "enable_weights_cpu_backup"
 _BACKEND_KEYS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 _UNSTATED: dict[str, dict[str, Any]] = {
@@ -186,6 +187,7 @@ def engine_issues(recipe: Recipe, hf_config: Any, on_cpu: bool) -> Iterator[Conf
         fix = f"{fix}set rollout.name to local, whose model is the actor's"
         yield ConfigIssue("rollout.name", "sglang", said, fix)
     yield from _cap_issues(recipe, actor, on_cpu)
+    yield from _delta_issues(recipe, on_cpu)
 
 
 Difference = tuple[str, Any, str, str]
@@ -244,7 +246,7 @@ def _unknown_settings(hf_config: Any, family: str) -> Iterator[Difference]:
 def _cap_issues(recipe: Recipe, actor: FamilyConfig, on_cpu: bool) -> Iterator[ConfigIssue]:
     """Attention backends that leave scores uncapped."""
     cap = actor.attn_logit_softcap
-    given = {k.lstrip("-").replace("-", "_"): v for k, v in recipe.rollout.server_args.items()}
+    given = _options(recipe)
     backends = {key: given[key] for key in _BACKEND_KEYS if given.get(key)}
     why = f"ignores config.json's attn_logit_softcapping = {cap}"
     capping = ", ".join(_CAPPING)
@@ -257,3 +259,24 @@ def _cap_issues(recipe: Recipe, actor: FamilyConfig, on_cpu: bool) -> Iterator[C
         yield ConfigIssue(
             "rollout.name", "sglang", said, "run on GPUs, or set rollout.name to local"
         )
+
+
+def _delta_issues(recipe: Recipe, on_cpu: bool) -> Iterator[ConfigIssue]:
+    """Servers on a GPU that lose, while they sleep, the weights that changes are relative to."""
+    given = _options(recipe)
+    if recipe.rollout.sync_mode != "delta" or on_cpu or given.get(_BACKUP):
+        return
+    yield ConfigIssue(
+        "rollout.sync_mode",
+        "delta",
+        "sends changes relative to the weights in the servers, which give up their GPU memory "
+        "while they sleep",
+        f"set rollout.server_args.{_BACKUP} to true (it keeps the weights in host memory), or set "
+        "sync_mode to sliced",
+    )
+
+
+def _options(recipe: Recipe) -> dict[str, Any]:
+    """``rollout.server_args`` under SGLang's names of its options."""
+    given = recipe.rollout.server_args
+    return {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}

@@ -110,8 +110,8 @@ def _check_order(model: nn.Module) -> None:
         kernel = getattr(module, "quant_method", None)
         if getattr(kernel, "load_up_proj_weight_first", False):
             raise ValueError(
-                f"SGLang's kernel for {name} stores the up projection before the gate, while slices "
-                "have the gate first: set rollout.sync_mode to full, or "
+                f"SGLang's kernel for {name} stores the up projection before the gate, while "
+                "slices have the gate first: set rollout.sync_mode to full, or "
                 "rollout.server_args.moe_runner_backend to triton"
             )
 
