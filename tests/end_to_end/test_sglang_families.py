@@ -156,7 +156,7 @@ def test_a_server_with_sglangs_own_class_is_refused(tmp_path, monkeypatch) -> No
         monkeypatch.setenv(API_KEY_VARIABLE, "key")
         rollout = own(urls=(f"http://{HOST}:{server.port}",), sync="disk", server_args={})
         engine = SGLangEngine(folder, config, torch.float32, rollout, run_dir=tmp_path / "run")
-        with pytest.raises(RuntimeError, match="computes the exact GELU in place of hidden_act"):
+        with pytest.raises(RuntimeError, match="computes the exact GELU instead of hidden_act"):
             engine.update_weights([], 1)
         # it is, though it would take the weights of a family that needs no class of mppo's
         config.model_type = "llama"

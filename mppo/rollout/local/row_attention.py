@@ -76,7 +76,7 @@ class ColumnPositions:
         self._gap = None if self._gap is None else self._gap[rows]
 
     def all_seen(self, columns: int) -> Tensor | None:
-        """Mask of layers without a window, ``[R, 1, 1, columns]``; None: all columns are visible."""
+        """Mask of layers without a window, ``[R, 1, 1, columns]``; None: all are visible."""
         return None if self._gap is None else self._gap[..., :columns]
 
     def window_seen(self, columns: int) -> Columns | None:

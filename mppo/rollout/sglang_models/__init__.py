@@ -1,4 +1,4 @@
-"""Model classes for SGLang servers, for families in which SGLang's own class differs from the actor.
+"""Model classes for SGLang servers, for families whose SGLang class differs from the actor.
 
 The classes of the package in ``SGLANG_EXTERNAL_MODEL_PACKAGE`` replace SGLang's classes of the same
 name. The package imports its modules here: if the import of a module fails, SGLang would silently

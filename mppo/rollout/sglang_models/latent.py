@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from sglang.srt.models import deepseek_v2
 from torch import nn
@@ -16,7 +16,7 @@ def _set_inner_epsilon(model: nn.Module) -> None:
     """Replace SGLang's ``rms_norm_eps`` in these norms; its kernels read the attribute set here."""
     for name, module in model.named_modules():
         if name.endswith(_INNER_NORMS):
-            vars(module)["variance_epsilon"] = MLA_NORM_EPSILON
+            cast("Any", module).variance_epsilon = MLA_NORM_EPSILON
 
 
 class DeepseekV2ForCausalLM(deepseek_v2.DeepseekV2ForCausalLM):
