@@ -201,14 +201,6 @@ SETTINGS = [
      "rollout.urls=[http://a] rollout.sync_mode=sliced", "rollout.sync_mode", "starts itself"),
     ("pieces of layers laid out otherwise", "rollout.name=sglang rollout.sync_mode=sliced "
      'rollout.server_args={{"pp_size":2}}', "rollout.sync_mode", "server_args.pp_size"),
-    ("checksums by disk", "rollout.name=sglang rollout.verify_sync=checksum rollout.sync=disk",
-     "rollout.verify_sync", "needs rollout.sync = tensor, not disk"),
-    ("checksums by servers of others", "rollout.name=sglang rollout.verify_sync=checksum "
-     "rollout.mode=disaggregated rollout.urls=[http://a]", "rollout.verify_sync",
-     "servers that the run starts itself"),
-    ("a weight loader of the user's own",
-     'rollout.name=sglang rollout.server_args={{"custom-weight-loader":["x.load"]}}',
-     "rollout.server_args.custom_weight_loader", "is decided by mppo"),
     ("a port of the user's own", 'rollout.name=sglang rollout.server_args={{"--port":3}}',
      "rollout.server_args.port", "is decided by mppo"),
     ("experts' groups by SGLang's name", 'rollout.name=sglang rollout.server_args={{"ep-size":2}}',
@@ -342,19 +334,6 @@ LAYOUTS = [
      "algorithm.adv_estimator=reinforce_plus_plus", "rollout.name", "makes 1 of 4 dense"),
     ("an engine that does not fit", "rollout.name=sglang rollout.tensor_model_parallel_size=3 "
      "model.path={nine_heads}", "rollout.tensor_model_parallel_size", "divide the 4 ranks"),
-    ("key-value heads that an engine cannot cut", "rollout.name=sglang model.path={six_kv_heads} "
-     "rollout.tensor_model_parallel_size=4", "rollout.tensor_model_parallel_size",
-     "neither divides the 6 key-value heads"),
-    ("a width that an engine cannot cut", "rollout.name=sglang model.path={odd_width} "
-     "rollout.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size",
-     "cuts the feed-forward width, 37, into 2 unequal parts"),
-    ("experts' width that an engine cannot cut", "rollout.name=sglang model.path={odd_experts} "
-     "algorithm.adv_estimator=reinforce_plus_plus rollout.tensor_model_parallel_size=2",
-     "rollout.tensor_model_parallel_size", "cuts the width of an expert, 15, into 2"),
-    ("replay with a prefix cache", "rollout.name=sglang model.path=builtin:tiny-moe "
-     "algorithm.adv_estimator=reinforce_plus_plus actor.router_replay=R3 "
-     'rollout.server_args={{"disable-radix-cache":false}}',
-     "rollout.server_args.disable_radix_cache", "cannot go with actor.router_replay = R3"),
     ("an engine's groups of unequal size", "rollout.name=sglang model.path={six_experts} "
      "algorithm.adv_estimator=reinforce_plus_plus rollout.tensor_model_parallel_size=4 "
      "rollout.expert_parallel_size=3", "rollout.expert_parallel_size",
@@ -391,8 +370,6 @@ def places(tmp_path_factory):
         "three_layers": {"num_hidden_layers": 3},
         "odd_width": {"intermediate_size": 37},
         "six_experts": experts,
-        "six_kv_heads": {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6},
-        "odd_experts": {**experts, "moe_intermediate_size": 15},
         "mixed_layers": {**experts, "mlp_only_layers": [0]},
     }
     for name, changes in models.items():

@@ -81,7 +81,9 @@ DIFFERS: dict[str, tuple[Any, str]] = {
         lambda: hf.GemmaConfig(**GEMMA, hidden_act="silu"),
         "hidden_act = 'silu', and SGLang 0.5 computes gelu or gelu_pytorch_tanh",
     ),
-    "gemma rope": (lambda: hf.GemmaConfig(**GEMMA, rope_parameters=LINEAR), "does not scale positions"),
+    "gemma rope": (
+        lambda: hf.GemmaConfig(**GEMMA, rope_parameters=LINEAR), "does not scale positions"
+    ),
     "gemma untied": (
         lambda: hf.GemmaConfig(**{**GEMMA, "tie_word_embeddings": False}),
         "tie_word_embeddings = False, and SGLang 0.5 projects with the embeddings",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mppo.config.errors import ConfigIssue
@@ -72,7 +72,7 @@ def engine_cuts_feed_forward_evenly(case: RuleContext) -> Iterator[ConfigIssue]:
     """SGLang refuses a feed-forward width that its ranks cannot divide evenly."""
     rollout, shape = case.recipe.rollout, case.shapes.get("actor")
     tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
-    given = _server_args(case)
+    given = sglang_options(case.recipe.rollout.server_args)
     if rollout.name != "sglang" or shape is None or shape.heads % tp or tp % ep:
         return
     if given.get("enable_dp_attention") or given.get("moe_dense_tp_size"):
@@ -125,16 +125,15 @@ _DECIDED = {
 """SGLang options that follow from the rest of the recipe, to the fix."""
 
 
-def _server_args(case: RuleContext) -> dict[str, Any]:
-    """``rollout.server_args`` under SGLang's names for the fields of its options."""
-    given = case.recipe.rollout.server_args
-    return {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}
+def sglang_options(server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """``rollout.server_args`` under the field names of SGLang's options."""
+    return {name.lstrip("-").replace("-", "_"): value for name, value in server_args.items()}
 
 
 @rule("rollout.server_args")
 def server_options_say_nothing_twice(case: RuleContext) -> Iterator[ConfigIssue]:
     """What a server is, where it listens and how it is cut follows from other keys."""
-    for name, value in _server_args(case).items():
+    for name, value in sglang_options(case.recipe.rollout.server_args).items():
         if name in _DECIDED:
             yield ConfigIssue(
                 f"rollout.server_args.{name}", value, "is decided by mppo", _DECIDED[name]
@@ -198,18 +197,14 @@ def checksums_need_own_servers(case: RuleContext) -> Iterator[ConfigIssue]:
 
 @rule("actor.router_replay", "rollout.server_args", "rollout.name")
 def replayed_experts_are_returned(case: RuleContext) -> Iterator[ConfigIssue]:
-    """R3 needs the experts of every token, also of prompts with a common prefix."""
+    """R3 trains through the experts that servers return."""
     if case.recipe.actor.router_replay != "R3" or case.recipe.rollout.name != "sglang":
         return
-    reasons = {
-        "disable_radix_cache": "a prefix in the cache has no experts to return",
-        "enable_return_routed_experts": "servers would not return the experts",
-    }
-    for name, value in _server_args(case).items():
-        if name in reasons and value is not True:
-            why = f"cannot go with actor.router_replay = R3: {reasons[name]}"
-            key = f"rollout.server_args.{name}"
-            yield ConfigIssue(key, value, why, "leave it out, or set router_replay to R2")
+    name = "enable_return_routed_experts"
+    if sglang_options(case.recipe.rollout.server_args).get(name, True) is not True:
+        why = "cannot go with actor.router_replay = R3: servers would not return the experts"
+        fix = "leave it out, or set router_replay to R2"
+        yield ConfigIssue(f"rollout.server_args.{name}", False, why, fix)
 
 
 @rule("trainer.rollout_ahead", "rollout.name", "rollout.urls", "rollout.mode")
@@ -269,7 +264,7 @@ def pieces_reach_their_rank(case: RuleContext) -> Iterator[ConfigIssue]:
     if rollout.urls:
         why = "is for servers the run starts itself, beside its ranks; rollout.urls names others"
         yield ConfigIssue(key, mode, why, "set sync_mode to full, or leave rollout.urls out")
-    given = _server_args(case)
+    given = sglang_options(case.recipe.rollout.server_args)
     for name in _OTHER_SHARDS:
         if given.get(name) not in (None, 1, False):
             why = f"cannot go with rollout.server_args.{name}: parameters are then cut otherwise"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mppo.batch import Trajectory
+from mppo.config.rules.engine import sglang_options
 from mppo.config.schema import RolloutConfig
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.exchange import (
@@ -76,7 +77,7 @@ class SGLangEngine:
         self._routing = routing
         if routing is not None:
             # prompts that share a cached prefix get the experts of only one of them
-            arguments = {"disable_radix_cache": True, **rollout.server_args}
+            arguments = {"disable_radix_cache": True, **sglang_options(rollout.server_args)}
             arguments["enable_return_routed_experts"] = True
             rollout = rollout.model_copy(update={"server_args": arguments})
         self._rollout, self._rank, self._world, self._group = rollout, rank, world, group

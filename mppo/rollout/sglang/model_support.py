@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mppo.config.errors import ConfigIssue
+from mppo.config.rules.engine import sglang_options
 from mppo.config.schema import Recipe
 from mppo.models.families.architectures import FamilyConfig, family_config
 from mppo.models.families.rope import LLAMA3_FIXED, mla_rope, plain_rope
@@ -254,7 +255,7 @@ def _unknown_settings(hf_config: Any, family: str) -> Iterator[Difference]:
 def _cap_issues(recipe: Recipe, actor: FamilyConfig, on_cpu: bool) -> Iterator[ConfigIssue]:
     """Attention backends that ignore the soft-cap of scores."""
     cap = actor.attn_logit_softcap
-    given = _options(recipe)
+    given = sglang_options(recipe.rollout.server_args)
     backends = {key: given[key] for key in _BACKEND_KEYS if given.get(key)}
     why = f"ignores config.json's attn_logit_softcapping = {cap}"
     capping = ", ".join(_CAPPING)
@@ -271,7 +272,7 @@ def _cap_issues(recipe: Recipe, actor: FamilyConfig, on_cpu: bool) -> Iterator[C
 
 def _delta_issues(recipe: Recipe, on_cpu: bool) -> Iterator[ConfigIssue]:
     """Servers on a GPU that lose, while they sleep, the weights that changes are relative to."""
-    given = _options(recipe)
+    given = sglang_options(recipe.rollout.server_args)
     if recipe.rollout.sync_mode != "delta" or on_cpu or given.get(_BACKUP):
         return
     yield ConfigIssue(
@@ -282,9 +283,3 @@ def _delta_issues(recipe: Recipe, on_cpu: bool) -> Iterator[ConfigIssue]:
         f"set rollout.server_args.{_BACKUP} to true (it keeps the weights in host memory), or set "
         "sync_mode to sliced",
     )
-
-
-def _options(recipe: Recipe) -> dict[str, Any]:
-    """``rollout.server_args`` under SGLang's names of its options."""
-    given = recipe.rollout.server_args
-    return {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from mppo.config.rules.engine import sglang_options
 from mppo.parallel.launch import free_port
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused
@@ -83,7 +84,6 @@ def server_options(
     Returns:
         Options without host, port and key.
     """
-    given = {name.lstrip("-").replace("-", "_"): value for name, value in server_args.items()}
     options: dict[str, Any] = {
         "model_path": model_path,
         "dtype": dtype,
@@ -103,7 +103,7 @@ def server_options(
         options |= {"base_gpu_id": base_device, "enable_memory_saver": True}
         if getattr(hf_config, "attn_logit_softcapping", None):
             options["attention_backend"] = CAPPED_BACKEND
-    return options | given
+    return options | sglang_options(server_args)
 
 
 def server_environment(tensor_parallel: int, on_cpu: bool, model_type: str) -> dict[str, str]:
