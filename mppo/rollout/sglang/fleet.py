@@ -74,6 +74,7 @@ class Fleet:
         self._rollout, self._rank, self._world, self._group = rollout, rank, world, group
         self.tensor_parallel = rollout.tensor_model_parallel_size
         on_cpu = device.type == "cpu"
+        # on a CPU the ranks share the cores, so one server serves all of them
         per_server = world if on_cpu else self.tensor_parallel
         self._model_type = hf_config.model_type
         self.count = len(rollout.urls) or rollout.servers or max(1, world // per_server)
@@ -157,6 +158,7 @@ class Fleet:
         try:
             for server in self.mine:
                 process = self.processes.get(server)
+                # a server can end while no request notices
                 if process is not None and server in self._apis and not process.alive:
                     self.lost.setdefault(server, "its process ended")
                 if server in self._apis and server not in self.lost:

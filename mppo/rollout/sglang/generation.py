@@ -62,13 +62,15 @@ class SGLangGeneration:
             if request.num_prompts_needed is None
             else request.num_prompts_needed
         )
+        # every rank has the same responses, so all ranks return here or none does
         if len(complete_prompts(self._found, request)) >= enough:
             return
+        # all responses of this launch must come from this one version
         self._version = self._requests.restore()
-        # every rank counts its own rows, so the rows that are known are counted here too
         self._stragglers = StragglerAbort(
             request.num_prompts_needed, request.sampling.n, self._requests.new_name()
         )
+        # the count is over all ranks: each adds the finished responses among its own rows
         rows = self._my_rows()
         ended = {row for row, t in self._found.items() if t.finish_reason != "abort"}
         done = ended.intersection(rows)
@@ -78,6 +80,7 @@ class SGLangGeneration:
         # enough requests to balance the servers, few enough to keep the overhead small
         size = max(1, min(-(-len(rows) // (_JOBS_PER_SERVER * servers)), self._rollout.batch_size))
         self._jobs = [rows[start : start + size] for start in range(0, len(rows), size)]
+        # ``batch_size`` bounds the responses that a server generates at once, not its requests
         self._max_in_flight = max(1, self._rollout.batch_size // size)
         self._in_flight = self._requests.launch(
             self._jobs, self._answer_rows, self._max_in_flight, self._stragglers
@@ -190,8 +193,6 @@ def _check_answers(
     """
     for answer in answers:
         if answer.weight_version != str(version):
-            raise ServerLost(
-                url, f"holds weights of version {answer.weight_version}, not {version}"
-            )
+            raise ServerLost(url, f"has weights of version {answer.weight_version}, not {version}")
         if answer.reason == "abort" and not may_abort:
             raise ServerLost(url, "gave up on a response")
