@@ -386,7 +386,10 @@ def test_an_external_server_that_refuses_the_key_is_told(url: str, tmp_path, mon
 def test_an_external_address_without_a_server_is_told(url: str, tmp_path) -> None:
     """At once where another program answers, and after ``start_timeout_s`` where none does."""
     wiki = f"{url}/wiki"
-    with pytest.raises(RuntimeError, match=rf"{wiki} .*no SGLang server: .*/health: status 404"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"{wiki} .*does not answer like an SGLang server: .*/health: status 404",
+    ):
         _external(wiki, tmp_path, start_timeout_s=20.0).revive()
     nowhere = "http://127.0.0.1:9"
     with pytest.raises(RuntimeError, match=rf"no SGLang server answered at {nowhere} .*within 1 s"):
