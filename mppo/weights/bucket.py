@@ -142,5 +142,5 @@ def nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """The next multiple of ``alignment``, ``nbytes`` itself where it is one."""
+    """Round up to a multiple of ``alignment``."""
     return -(-nbytes // alignment) * alignment

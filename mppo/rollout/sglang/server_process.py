@@ -123,21 +123,23 @@ class ServerProcess:
         starts, deadline = 1, time.monotonic() + self._start_timeout_s
         print(f"mppo: waiting for {self.name} (its output: {self.log})", flush=True)
         while not self._is_up(self.port):
-            if not self.alive and starts < _STARTS and self._was_killed():
+            # one look at ``alive`` per round: the process may end between two looks
+            if self.alive:
+                if time.monotonic() > deadline:
+                    self.stop()
+                    raise ServerError(
+                        f"{self.name} did not answer within {self._start_timeout_s:.0f} s "
+                        f"(rollout.start_timeout_s){self.last_output()}"
+                    )
+            elif starts < _STARTS and self._was_killed():
                 print(f"mppo: {self.name} was killed while starting; restarting it", flush=True)
                 self.stop()
                 self.start()
                 starts, deadline = starts + 1, time.monotonic() + self._start_timeout_s
-            if not self.alive:
+            else:
                 refused = self._refused_options()
                 why = f"{refused} (rollout.server_args)" if refused else self.last_output()
                 raise ServerError(f"{self.name} ended while starting{why}")
-            if time.monotonic() > deadline:
-                self.stop()
-                raise ServerError(
-                    f"{self.name} did not answer within {self._start_timeout_s:.0f} s "
-                    f"(rollout.start_timeout_s){self.last_output()}"
-                )
             time.sleep(_POLL_S)
         self._note_shared_memory()
 

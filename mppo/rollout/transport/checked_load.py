@@ -5,7 +5,7 @@ the bytes of a bucket, and a table with the bucket's layout. An exception here w
 so errors are written to the file that the table gives; the trainer reads it after each bucket.
 
 If the table has checksums, the loader verifies the bytes, that the server's model has a parameter
-for every tensor, and, where it can compare, that the parameter holds the tensor after loading.
+for every tensor, and, if it can compare them, that the parameter holds the tensor after loading.
 """
 
 from __future__ import annotations
