@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -258,7 +259,7 @@ class LocalEngine:
     def _move(self, device: torch.device) -> None:
         if self._device.type == "cpu":
             return
-        nn.Module.to(self._model, device)
+        cast("nn.Module", self._model).to(device)  # transformers annotates its override wrongly
         self._sink = ParameterSink(self._model, self._dtype)
 
     def stop(self) -> None:
