@@ -139,7 +139,9 @@ def _prefill(
             return (args[0][row_P, last_P][:, None],)
 
         # the head computes logits of the last positions only
-        hook = model.get_output_embeddings().register_forward_pre_hook(pick_last)
+        head = model.get_output_embeddings()
+        assert head is not None, "a causal LM has a head"
+        hook = head.register_forward_pre_hook(pick_last)
         cache.window, cache.length = part, 0
         try:
             out = model(

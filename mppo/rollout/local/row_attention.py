@@ -106,7 +106,9 @@ def set_windows(model: PreTrainedModel, windows: Sequence[int | None]) -> None:
         model: a causal LM of transformers.
         windows: by layer, tokens visible to a query, itself included; None: all before it.
     """
-    for layer, window in zip(model.get_decoder().layers, windows, strict=True):
+    for layer, window in zip(
+        cast("nn.ModuleList", model.get_decoder().layers), windows, strict=True
+    ):
         layer.self_attn.row_window = window
 
 
