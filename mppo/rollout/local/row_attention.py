@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,9 +106,8 @@ def set_windows(model: PreTrainedModel, windows: Sequence[int | None]) -> None:
         model: a causal LM of transformers.
         windows: by layer, tokens visible to a query, itself included; None: all before it.
     """
-    for layer, window in zip(
-        cast("nn.ModuleList", model.get_decoder().layers), windows, strict=True
-    ):
+    layers = cast("list[Any]", model.get_decoder().layers)
+    for layer, window in zip(layers, windows, strict=True):
         layer.self_attn.row_window = window
 
 
