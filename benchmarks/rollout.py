@@ -172,7 +172,7 @@ def sglang(arguments: argparse.Namespace) -> dict[str, object]:
             engine.update_weights([list(model.state_dict().items())], 1)
             prompts = make_prompts([arguments.prompt_length] * arguments.prompts)
             length = arguments.response_length
-            (api,) = engine._fleet.apis.values()
+            (api,) = engine.fleet.apis.values()
             parameters = sampling_parameters(SamplingConfig(), length, [])
             works = {
                 "mppo": lambda: engine.generate(

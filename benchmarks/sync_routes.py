@@ -27,7 +27,7 @@ from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.engine import SGLangEngine
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 from mppo.weights.shape import model_shape
-from mppo.weights.slices.reshard import plan_reshard
+from mppo.weights.slices.reshard import ReshardPlanner
 from mppo.weights.table import parameter_table
 
 CONFIGS = Path(__file__).resolve().parents[1] / "recipes/configs"
@@ -67,8 +67,8 @@ def measure_routes(repeat: int, layers: int) -> dict[str, object]:
         owner = connect(server_args={"max_total_tokens": 4096})
         try:
             owner.update_weights(source, 1)  # waits until the server is up
-            os.environ[API_KEY_VARIABLE] = owner._fleet.key
-            urls = tuple(api.url for api in owner._fleet.apis.values())
+            os.environ[API_KEY_VARIABLE] = owner.fleet.key
+            urls = tuple(api.url for api in owner.fleet.apis.values())
             engines = {route: connect(urls=urls, sync=route) for route in ROUTES}
             works = {
                 route: lambda engine=engine: engine.update_weights(source, 1)
@@ -97,7 +97,8 @@ def plan_bytes(name: str, layout: Layout, rollout_tp: int) -> dict[str, object]:
     ranks = range(layout.world)
     engines = [ranks[i : i + rollout_tp] for i in ranks[::rollout_tp]]
     held = crossing = gathered = 0
-    for plan in plan_reshard(table, layout, owner, engines):
+    planner = ReshardPlanner(shape, layout, owner, engines)
+    for plan in map(planner.plan, table.entries()):
         held, crossing = held + plan.total, crossing + plan.crossing
         gathered += plan.gathered
     return {

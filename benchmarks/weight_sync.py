@@ -26,12 +26,11 @@ import torch
 import torch.multiprocessing
 from record import Seconds, parser, record
 
-from mppo.rollout.engine import WeightBucket
 from mppo.rollout.transport.buckets import SharedBuffer
 from mppo.rollout.transport.checked_load import BYTES, TABLE
 from mppo.rollout.transport.sync import DiskTransport
+from mppo.weights.bucket import BucketLayout, WeightBucket
 
-ALIGN = 16
 T = TypeVar("T")
 
 
@@ -56,10 +55,8 @@ def moe(layers: int = 24) -> list[tuple[str, tuple[int, ...]]]:
     return shapes
 
 
-def buckets_of(
-    shapes: list[tuple[str, tuple[int, ...]]], limit: int, scattered: bool
-) -> list[WeightBucket]:
-    """Buckets of bfloat16 tensors; each bucket's are views of one buffer unless ``scattered``."""
+def buckets_of(shapes: list[tuple[str, tuple[int, ...]]], limit: int) -> list[WeightBucket]:
+    """Buckets of bfloat16 tensors."""
     buckets: list[WeightBucket] = []
     group: list[tuple[str, tuple[int, ...]]] = []
     size = 0
@@ -67,16 +64,9 @@ def buckets_of(
     def close() -> None:
         if not group:
             return
-        offsets, total = [], 0
-        for _, shape in group:
-            offsets.append(total)
-            total += -(-2 * torch.Size(shape).numel() // ALIGN) * ALIGN
-        buffer = torch.ones(total // 2, dtype=torch.bfloat16)
-        views = [
-            (n, buffer[o // 2 : o // 2 + torch.Size(s).numel()].view(s))
-            for o, (n, s) in zip(offsets, group, strict=True)
-        ]
-        buckets.append([(n, t.clone()) for n, t in views] if scattered else views)
+        layout = BucketLayout.plan((name, torch.bfloat16, shape) for name, shape in group)
+        content = torch.ones(layout.nbytes // 2, dtype=torch.bfloat16).view(torch.uint8)
+        buckets.append(WeightBucket(layout, content))
 
     for name, shape in shapes:
         nbytes = 2 * torch.Size(shape).numel()
@@ -179,13 +169,10 @@ def main() -> None:
     arguments.add_argument("--route", choices=("tensor", "disk"), default="tensor")
     arguments.add_argument("--layers", type=int, help="default: the model's")
     arguments.add_argument("--bucket-mb", type=int, default=128)
-    arguments.add_argument(
-        "--scattered", action="store_true", help="each tensor in its own storage"
-    )
     given = arguments.parse_args()
     sizes = {} if given.layers is None else {"layers": given.layers}
     shapes = {"dense": dense, "moe": moe}[given.model](**sizes)
-    buckets = buckets_of(shapes, given.bucket_mb << 20, given.scattered)
+    buckets = buckets_of(shapes, given.bucket_mb << 20)
     nbytes = sum(tensor.nbytes for bucket in buckets for _, tensor in bucket)
     route = {"tensor": by_tensor, "disk": by_disk}[given.route]
     resident, updates = [], []

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.rules.rule import roles_in_use
@@ -30,12 +32,13 @@ from mppo.parallel.process_group import process_group
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine
-from mppo.rollout.engine import GenerationRequest, WeightBucket
+from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.safety.redact import redacted_output
 from mppo.supervision.last_words import refuse_recipe
 from mppo.trainer.failures import is_bad_input
 from mppo.trainer.metrics import errors_of, mean_numbers, mean_scores, unscored
+from mppo.weights.bucket import WeightBucket
 from mppo.weights.hf.full_tensors import full_tensors
 from mppo.weights.model_folder import companion_folder
 
@@ -159,16 +162,16 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
 
 def model_buckets(folder: Path, config, bucket_bytes: int) -> Iterator[WeightBucket]:
     """The tensors of a model folder or checkpoint, in buckets of about ``bucket_bytes`` bytes."""
-    bucket: WeightBucket = []
+    tensors: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in full_tensors(folder, config):
-        bucket.append((name, tensor.to(device.device())))
+        tensors.append((name, tensor.to(device.device())))
         size += tensor.nbytes
         if size >= bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
+            yield WeightBucket.pack(tensors)
+            tensors, size = [], 0
+    if tensors:
+        yield WeightBucket.pack(tensors)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from mppo.models.average import MovingAverage
 from mppo.models.stage import Stage
 from mppo.parallel.groups import LayoutGroups
+from mppo.weights.bucket import WeightBucket
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.save import save_hf
 from mppo.weights.slices.source import SliceSource
@@ -50,7 +49,7 @@ class RoleWeights:
         self.slices = SliceSource(stages, hf_config, groups.layout)
         self.average = None if ema_decay is None else MovingAverage(stages, ema_decay)
 
-    def stream(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def stream(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Gather the current weights as complete tensors under Hugging Face names. Collective.
 
         Args:

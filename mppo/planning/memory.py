@@ -124,7 +124,7 @@ def count_parameters(
     dense = expert = 0
     for row in table.rows:
         # a tied output shares the embedding's memory if the first stage is also the last
-        shares_embedding = row.duplicate and stage == 0
+        shares_embedding = row.alias_of is not None and stage == 0
         if row.where in ends and not shares_embedding:
             dense += _elements(Entry(row), layout)
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Choosing the rollout engine by name."""
+"""Build the rollout engine that the recipe names."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mppo.rollout.engine import RolloutEngine
 
 
 def build_engine(recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path) -> RolloutEngine:
-    """Start the engine ``rollout.name`` asks for; collective.
+    """Build and start the engine ``rollout.name``; collective.
 
     Args:
         recipe: the recipe.
         folder: Hugging Face folder of the actor.
-        hf_config: its config.
-        run_dir: where an engine may keep logs.
+        hf_config: the actor's transformers config.
+        run_dir: folder for the engine's logs.
 
     Returns:
-        The engine, waiting for its first weights.
+        The engine, without weights.
     """
     rollout = recipe.rollout
     dtype = DTYPES[rollout.dtype or recipe.model.dtype]

@@ -1,4 +1,4 @@
-"""What every rollout engine does."""
+"""The protocol of rollout engines, and the values they exchange with the trainer."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from torch import Tensor
-
 from mppo.batch import Prompt, ResponsesBySample, Trajectory
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.weights.slices.source import SliceRequest, SliceStream
-
-WeightBucket = list[tuple[str, Tensor]]
-"""Hugging Face names with whole tensors, on the training device."""
-
+from mppo.weights.bucket import WeightBucket
+from mppo.weights.slices.plan import SliceRequest
+from mppo.weights.slices.source import SliceStream
 
 OnResponse = Callable[[Sequence[int], Sequence[Trajectory]], None]
-"""Called with finished responses while others are still being generated: their places in the result
-(``prompt * n + sample``) and the responses, on the rank that received them, from any thread."""
+"""Called with finished responses while others are still being generated, on the rank that received
+them, from any thread. Arguments: their indices in the result (``prompt * n + sample``), and the
+responses."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +24,13 @@ class GenerationRequest:
 
     Args:
         prompts: P prompts, the same on every rank.
-        sampling: how to draw; ``temperature`` 0 is greedy.
-        max_tokens: length stop, in generated tokens.
-        seed: same prompts, seed and weights give the same tokens (local engine).
-        on_response: called with some or all responses early, with none twice; must not block.
-        num_prompts_needed: this many prompts with all their samples are enough; the rest is
-            aborted then. None: all.
-        resumable: responses, whole or in part, that need not be generated again.
+        sampling: sampling parameters; ``temperature`` 0 is greedy.
+        max_tokens: most generated tokens of a response.
+        seed: the same prompts, seed and weights give the same tokens (local engine).
+        on_response: called early with some or all responses, at most once for each; must not block.
+        num_prompts_needed: once this many prompts have all their samples, the remaining requests
+            are aborted. None: all prompts.
+        resumable: complete or partial responses of an earlier request, by (prompt uid, sample).
     """
 
     prompts: Sequence[Prompt]
@@ -45,15 +42,15 @@ class GenerationRequest:
     resumable: Mapping[tuple[int, int], Trajectory] = field(default_factory=dict)
 
     def sample_at(self, place: int) -> tuple[Prompt, int]:
-        """The prompt, and which of its samples, that has a place in the result."""
+        """The prompt and the sample number at an index of the result."""
         index, sample = divmod(place, self.sampling.n)
         return self.prompts[index], sample
 
     def resumed(self) -> dict[int, Trajectory]:
-        """The resumable responses by their place in the result.
+        """The resumable responses by their index in the result.
 
-        A resumed run may have other prompts than the run before, or a shorter limit: entries that
-        no longer match are ignored.
+        A resumed run may have other prompts or a shorter limit: entries that no longer match are
+        ignored.
         """
         found = {}
         for place in range(len(self.prompts) * self.sampling.n):
@@ -69,10 +66,10 @@ class GenerationRequest:
     def left_over(
         self, found: Mapping[int, Trajectory], taken: Collection[int] = ()
     ) -> ResponsesBySample:
-        """Responses that are there and not part of the result.
+        """The responses that are not part of the result, without empty ones.
 
         Args:
-            found: by place; an empty response is not worth keeping.
+            found: responses by index in the result.
             taken: prompts (by index) whose responses are the result.
         """
         left = {}
@@ -84,13 +81,13 @@ class GenerationRequest:
 
 
 class WeightSource:
-    """A stream of weights that can be produced again, unlike a generator.
+    """A weight stream that can be repeated, unlike a generator.
 
-    An engine whose server died takes the weights again from it.
+    An engine iterates it again for a server that was restarted.
 
     Args:
-        make: starts a fresh stream of the current weights; collective.
-        slices: the same weights as pieces for the ranks of an engine, planned once; collective.
+        make: starts a new stream of the current weights; collective.
+        slices: the same weights as slices for the ranks of an engine, planned once; collective.
             None: whole tensors only.
     """
 
@@ -110,44 +107,44 @@ class Generation(Protocol):
 
     @property
     def seconds(self) -> float:
-        """How long this rank's requests took."""
+        """Duration of this rank's requests."""
         ...
 
     @property
     def left_over(self) -> ResponsesBySample:
-        """Responses that are there and were not collected, for a later request to resume.
+        """Responses that were not collected, for a later request to resume.
 
         Valid once ``wait`` or ``collect`` has returned.
         """
         ...
 
     def wait(self) -> None:
-        """Return when no request is under way: new weights may come. Collective.
+        """Return when no request is in flight, so that weights may be updated. Collective.
 
-        Nothing is raised for a run that is asked to stop; its requests are aborted.
+        If a stop of the run was requested, the requests are aborted; nothing is raised.
         """
         ...
 
     def collect(self) -> list[Trajectory]:
-        """See ``RolloutEngine.generate``. Collective, once.
+        """See ``RolloutEngine.generate``. Collective; call it once.
 
-        Responses that servers lost before ``wait`` are generated now, with the weights the servers
-        then have.
+        Responses that were lost with a server before ``wait`` are generated again, with the
+        servers' current weights.
         """
         ...
 
 
 class RolloutEngine(Protocol):
-    """A generator of trajectories whose weights follow the actor's.
+    """Generates trajectories with a copy of the actor's weights.
 
-    Every method is collective: all ranks call it, with the same arguments.
+    Every method is collective: all ranks call it with the same arguments.
     """
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Start to generate.
+        """Start generation.
 
         Any later call, ``update_weights`` in particular, first waits for this one, so no response
-        mixes two weight versions without saying so.
+        mixes two weight versions without recording it.
         """
         ...
 
@@ -160,29 +157,31 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """Take new weights. Every rank drains ``buckets`` (producing them is collective).
+        """Load new weights. Every rank drains ``buckets`` (producing them is collective).
 
-        A ``WeightSource`` lets an engine ask for them again, should it lose them.
+        An engine can repeat a ``WeightSource`` if a server loses its weights.
         """
         ...
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of every token but the first, by the engine's own weights at
-        temperature 1: the check that engine and actor hold the same model."""
+        """Log-probability of every token but the first, by the engine's weights at temperature 1.
+
+        The sync check compares engine and actor by these.
+        """
         ...
 
     def sync_metrics(self) -> dict[str, float]:
-        """Bytes of the last update of the weights, where the engine counts them."""
+        """Bytes of the last weight update, if the engine counts them."""
         ...
 
     def sleep(self) -> None:
-        """Give the device's memory to training."""
+        """Release device memory for training."""
         ...
 
     def wake(self) -> None:
-        """Take the memory back, ready to receive weights."""
+        """Allocate the memory of the weights again."""
         ...
 
     def stop(self) -> None:
-        """End every process the engine owns. Idempotent."""
+        """Stop every process that the engine started. Idempotent."""
         ...

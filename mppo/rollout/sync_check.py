@@ -1,4 +1,4 @@
-"""After a sync, do the servers and the local engine say the same of the same tokens?"""
+"""The check after a weight sync: servers and local engine must give equal log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Scores = list[list[float]]
 
 
 class SyncCheck:
-    """Compares log-probabilities of random tokens with an oracle fed from the same stream.
+    """Compares log-probabilities of random tokens with those of an oracle, the local engine.
 
     Args:
-        oracle: holds the same weights.
-        dtype: type of the servers' weights.
-        tolerance: largest difference of a token's log-probability; None: 1e-4 in float32, 0.3 in
-            bfloat16 (nats).
-        servers: number of servers; each gets some of the sequences.
+        oracle: an engine that loads the same weight stream.
+        dtype: of the servers' weights.
+        tolerance: largest allowed difference of a token's log-probability, in nats; None: 1e-4 in
+            float32, 0.3 in bfloat16.
+        servers: number of servers; each scores some of the sequences.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class SyncCheck:
         self._sequences = torch.randint(oracle.vocab_size, shape, generator=generator).tolist()
 
     def compare(self, logprobs: Callable[[Sequence[Sequence[int]]], Scores], version: int) -> None:
-        """Raise where the servers differ; collective.
+        """Compare the servers' log-probabilities with the oracle's; collective.
 
         Args:
-            logprobs: the engine's.
+            logprobs: the engine's function of that name.
             version: of the weights, for the message.
 
         Raises:
-            RuntimeError: on every rank.
+            RuntimeError: on every rank: a difference exceeds the tolerance.
         """
         ours, theirs = self.oracle.logprobs(self._sequences), logprobs(self._sequences)
         gap = (torch.tensor(ours) - torch.tensor(theirs)).abs().nan_to_num(nan=float("inf"))

@@ -1,7 +1,7 @@
-"""A shard as a list of blocks: which stretch of which Hugging Face tensor lies where.
+"""A shard as a list of blocks: intervals of Hugging Face tensors, in the order of the shard.
 
-Everything is interval arithmetic along one dimension. A block takes ``length`` rows (or columns)
-from ``start`` of source number ``source``; source ``ZERO`` means zeros (vocabulary padding).
+All intervals are along one dimension. A block is ``length`` rows (or columns) from ``start`` of
+source tensor number ``source``; source ``ZERO`` stands for zeros (vocabulary padding).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def shard_blocks(
     groups: int = 1,
     padded: int = 0,
 ) -> tuple[Block, ...]:
-    """The blocks of one shard, in the order they lie in it.
+    """The blocks of one shard, in its order.
 
     Args:
-        kind: ``copy`` one source cut evenly; ``gated`` each source cut evenly, the cuts stacked;
-            ``qkv`` sources interleaved by key-value head, then cut; ``vocab`` padded with zeros,
-            then cut.
+        kind: ``copy``: one source, cut evenly; ``gated``: each source cut evenly, the parts
+            stacked; ``qkv``: sources interleaved by key-value head, then cut; ``vocab``: padded
+            with zeros, then cut.
         lengths: length of each source along the sharded dimension.
-        rank: which shard.
+        rank: index of the shard.
         size: number of shards.
         groups: number of key-value heads (``qkv`` only).
         padded: total rows after padding (``vocab`` only).
@@ -53,7 +53,7 @@ def shard_blocks(
         Blocks whose lengths sum to the shard's length.
 
     Raises:
-        ValueError: the lengths do not divide.
+        ValueError: a length is not divisible by the number of shards or heads.
     """
     if kind == "gated":
         return tuple(

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face folder into built stages: each rank reads the slices it owns."""
+"""Load a Hugging Face folder into built stages: each rank reads only its own shards."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ROTARY_BUFFER = re.compile(r"^model\.layers\.\d+\.self_attn\.rotary_emb\.inv_fre
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did on this rank.
+    """The result of a load on this rank.
 
     Args:
-        parameters: parameters filled.
-        bytes_read: bytes taken from the folder's files, in their stored dtypes.
-        fresh: parameters left as initialised (a value head the folder does not have).
+        parameters: number of parameters that were loaded.
+        bytes_read: bytes read from the folder's files, in their stored dtypes.
+        fresh: parameters that keep their initial values (a value head that the folder lacks).
         extras: tensors of the folder that no rank needs: multi-token-prediction layers, rotary
-            buffers of old checkpoints, a head the role does not use.
+            buffers of old checkpoints, a head that the role does not use.
     """
 
     parameters: int
@@ -45,20 +45,20 @@ def load_hf_weights(
     layout: Layout,
     coordinates: Coordinates,
 ) -> LoadReport:
-    """Fill this rank's chunks from a Hugging Face folder, without communication.
+    """Load this rank's chunks from a Hugging Face folder, without communication.
 
     Args:
         folder: the folder.
         chunks: this rank's ``GPTModel`` chunks (several under interleaving).
         hf_config: the folder's transformers config.
         layout: the role's layout.
-        coordinates: this rank's place in it.
+        coordinates: this rank's coordinates in it.
 
     Returns:
-        What was done.
+        The number of parameters and bytes, and what was left out.
 
     Raises:
-        ValueError: a tensor is missing, unknown, or of another shape than config.json says.
+        ValueError: a tensor is missing or unknown, or its shape differs from config.json.
     """
     source = folder if isinstance(folder, HFFolder) else HFFolder(folder)
     shape = model_shape(hf_config)
@@ -89,24 +89,24 @@ def _fill(slot: Slot, source: HFFolder, groups: int) -> None:
 
 
 def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
-    """The folder's tensors that are rightly not in the table; all others are checked against it.
+    """Check the folder's tensors against the table, and return the known ones outside it.
 
     Raises:
-        ValueError: a tensor that is neither in the table nor a known extra, a table's tensor that
-            the folder lacks, or one of another shape or not of floats.
+        ValueError: a tensor is neither in the table nor a known extra, is missing in the folder,
+            has another shape, or does not hold floats.
     """
     table = parameter_table(shape)
-    wanted = table.hf_shapes()
+    expected = table.hf_shapes()
     extras, unknown = [], []
     (score,), (one_label,) = table.value_entry().hf, table.value_entry().row.shapes
     if score in source.tensors and source.shape(score) != one_label:
         raise ValueError(
-            f"{source.path}: {score} has shape {list(source.shape(score))}, a value head "
-            f"{list(one_label)}; name a reward model of one label (num_labels=1)"
+            f"{source.path}: {score} has shape {list(source.shape(score))}, but a value head has "
+            f"{list(one_label)}; use a reward model with one label (num_labels=1)"
         )
     heads = {"lm_head.weight", score}
     for name in source.tensors:
-        if name in wanted:
+        if name in expected:
             continue
         known = name in heads or ROTARY_BUFFER.match(name) or is_extra_layer(name, shape)
         (extras if known else unknown).append(name)
@@ -116,14 +116,14 @@ def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
             f"{shape.num_layers} layers does not have, such as {sorted(unknown)[0]}; config.json "
             "and the weights do not belong together"
         )
-    lost = [name for name in wanted if name not in source.tensors and name != "lm_head.weight"]
+    lost = [name for name in expected if name not in source.tensors and name != "lm_head.weight"]
     if lost:
         raise ValueError(
             f"{source.path}: {len(lost)} tensors are missing, such as {sorted(lost)[0]}"
         )
-    for name, expected in wanted.items():
+    for name, shape_expected in expected.items():
         if name in source.tensors:
-            _check_tensor(source, name, expected)
+            _check_tensor(source, name, shape_expected)
     return tuple(extras)
 
 
@@ -136,13 +136,13 @@ def _check_tensor(source: HFFolder, name: str, expected: tuple[int, ...]) -> Non
         )
     if not stored.dtype.is_floating_point:
         raise ValueError(
-            f"{source.path}: {name} is stored as {str(stored.dtype).removeprefix('torch.')}, "
-            "weights are floats; use the unquantised model"
+            f"{source.path}: {name} is stored as {str(stored.dtype).removeprefix('torch.')}, but "
+            "weights must be floats; use the unquantised model"
         )
-    source.scales(name)  # refuses 8-bit floats without them
+    source.scales(name)  # raises for 8-bit floats without scales
 
 
 def is_extra_layer(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor belongs to a multi-token-prediction layer after the decoder."""
+    """Return whether a tensor belongs to a multi-token-prediction layer after the decoder."""
     found = re.match(r"^model\.layers\.(\d+)\.", name)
     return bool(found) and 0 <= int(found[1]) - shape.num_layers < shape.extra_layers

@@ -1,7 +1,7 @@
-"""Folders a model starts from: Hugging Face's form, or a Megatron ``torch_dist`` checkpoint.
+"""Folders of initial weights: a Hugging Face folder, or a Megatron ``torch_dist`` checkpoint.
 
-Only paths are looked at. A checkpoint has the files of its Hugging Face folder other than weights
-(config.json, tokenizer) in ``hf/`` beside it, where the conversion tool puts them.
+This module examines paths only. The config.json and tokenizer of a checkpoint are in ``hf/`` beside
+it, where the conversion tool puts them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 COMPANIONS = "hf"
 LATEST_BYTES = 1 << 10
-"""It holds a number or a word."""
+"""Size limit of ``LATEST``, which holds a number or a word."""
 
 
 def is_megatron_checkpoint(path: str | Path) -> bool:
-    """Whether a path holds a ``torch_dist`` checkpoint rather than a Hugging Face folder."""
+    """Return whether a path is a ``torch_dist`` checkpoint rather than a Hugging Face folder."""
     path = Path(path)
     return not (path / "config.json").exists() and (
         (path / ".metadata").exists() or (path / LATEST).exists()
@@ -29,7 +29,7 @@ def checkpoint_folder(path: str | Path) -> Path:
     """The folder with ``.metadata``: ``path`` itself, or the latest iteration under it.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no such folder exists.
     """
     path = Path(path)
     if (path / ".metadata").exists():
@@ -41,8 +41,8 @@ def checkpoint_folder(path: str | Path) -> Path:
             return found
         raise ValueError(f"{path}: {LATEST} names {found.name}, which is not a checkpoint")
     raise ValueError(
-        f"{path}: no torch_dist checkpoint (no .metadata and no {LATEST}); name the folder that "
-        "Megatron saved with --ckpt-format torch_dist"
+        f"{path}: not a torch_dist checkpoint (no .metadata and no {LATEST}); set the path to the "
+        "folder that Megatron saved with --ckpt-format torch_dist"
     )
 
 
@@ -50,7 +50,7 @@ def companion_folder(path: str | Path) -> Path:
     """The folder with config.json and tokenizer of a Hugging Face folder or a checkpoint.
 
     Raises:
-        ValueError: a checkpoint without them.
+        ValueError: the path is a checkpoint without them.
     """
     path = Path(path)
     if not is_megatron_checkpoint(path):

@@ -1,4 +1,4 @@
-"""Saving a role as a Hugging Face folder: every rank writes its share, the folder appears whole."""
+"""Save a role as a Hugging Face folder: all ranks write, and the folder appears when complete."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def save_hf(
 ) -> Path | None:
     """Write the role's weights, config and tokenizer; collective over all ranks.
 
-    The folder is built beside its final place, with a marker that holds the checksums of its files,
-    and renamed when it is complete and on disk. An earlier folder of mppo's in its place is
-    replaced; anything else there is renamed.
+    The files are written to a folder beside the final one, with a marker that holds their
+    checksums; it is renamed when it is complete and on disk. If a folder of that name exists, it is
+    replaced if mppo wrote it, else renamed.
 
     Args:
-        folder: the output, on a file system all ranks see.
+        folder: the output, on a file system that all ranks see.
         chunks: this rank's ``GPTModel`` chunks.
-        hf_config: the model's transformers config, written where ``source`` is None.
+        hf_config: the model's transformers config, written if ``source`` is None.
         groups: the role's layout and its process groups.
         source: Hugging Face folder whose config, tokenizer and generation config are copied.
         dtype: cast weights to this; None: as stored.
@@ -52,10 +52,10 @@ def save_hf(
         max_shard_bytes: most bytes of one safetensors file.
 
     Returns:
-        On the first rank, where a folder that mppo did not write is now; None where there was none.
+        On the first rank, the new path of an existing folder that was renamed; else None.
 
     Raises:
-        OSError: the disk is full, or failed.
+        OSError: the disk is full or failed.
     """
     folder = Path(folder).absolute()
     building = partial_path(folder)
@@ -69,6 +69,7 @@ def save_hf(
         building.mkdir(parents=True)
         create_files(headers)
     dist.barrier()
+    # every rank has every tensor of the stream; each writes every world-th one
     number = 0
     for bucket in stream:
         for name, tensor in bucket:
@@ -91,7 +92,7 @@ def save_hf(
 
 
 def _checksums(files: Sequence[Path]) -> dict[str, FileEntry]:
-    """Of files of one folder, by name; every rank reads its share. Collective."""
+    """Checksums of the files of one folder, by name; the ranks divide the files. Collective."""
     mine = {
         file.name: file_checksum(file) for file in files[dist.get_rank() :: dist.get_world_size()]
     }

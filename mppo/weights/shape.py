@@ -1,6 +1,6 @@
-"""The sizes a Hugging Face config states, read once, whatever each family calls them.
+"""The sizes of a model, read from its Hugging Face config under each family's names.
 
-Pure arithmetic on a config object (attributes as in transformers); torch is not needed.
+Arithmetic on a config object (attributes as in transformers), without torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FAMILIES = GQA_FAMILIES + MLA_FAMILIES
 
 @dataclass(frozen=True)
 class MLAShape:
-    """Sizes of multi-MLA; ``q_lora_rank`` None means a plain query projection."""
+    """Sizes of multi-head latent attention; ``q_lora_rank`` None: a plain query projection."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -28,12 +28,12 @@ class MLAShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Every size that decides which tensors a model has and how long they are.
+    """All sizes that determine a model's tensors and their shapes.
 
-    ``sparse_layers`` has one entry per layer: True where the feed-forward is a mixture of experts.
+    ``sparse_layers`` has one entry per layer: True if the feed-forward is a mixture of experts.
     ``ffn`` is the width of dense layers, ``expert_ffn`` of one expert, ``shared_ffn`` of all shared
-    experts together (0: none). ``extra_layers`` counts multi-token-prediction layers stored after
-    the decoder (``model.layers.{num_layers + i}``).
+    experts together (0: none). ``extra_layers`` is the number of multi-token-prediction layers
+    stored after the decoder (``model.layers.{num_layers + i}``).
     """
 
     model_type: str
@@ -59,7 +59,7 @@ class ModelShape:
 
 
 def refuse(key: str, value: Any, why: str, fix: str) -> ValueError:
-    """The error for a config that cannot be represented: key, value, why, fix."""
+    """The error for an unsupported config: key, value, why, fix."""
     shown = repr(value)
     shown = shown if len(shown) <= 120 else shown[:117] + "..."
     return ValueError(f"config.json: {key} = {shown}: {why}; {fix}")
@@ -81,7 +81,7 @@ def check_family(hf_config: Any) -> str:
     """The config's ``model_type``.
 
     Raises:
-        ValueError: no such family here.
+        ValueError: the family is not supported.
     """
     return check_model_type(getattr(hf_config, "model_type", None))
 
@@ -90,15 +90,14 @@ def check_model_type(model_type: Any) -> str:
     """``model_type`` itself. Raises as ``check_family``."""
     if model_type not in FAMILIES:
         raise refuse(
-            "model_type", model_type, "no such family here",
-            f"known families are {', '.join(FAMILIES)} (docs/adding_a_family.md says how to add "
-            "one)",
+            "model_type", model_type, "this family is not supported",
+            f"use one of {', '.join(FAMILIES)} (docs/adding_a_family.md says how to add one)",
         )  # fmt: skip
     return model_type
 
 
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """Rotary settings as one flat dictionary with ``rope_theta`` and ``rope_type`` always present.
+    """Rotary settings as a flat dictionary that always has ``rope_theta`` and ``rope_type``.
 
     Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before).
 
@@ -122,7 +121,7 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
 
 
 def sparse_layers(hf_config: Any) -> tuple[bool, ...]:
-    """Which decoder layers are mixtures of experts, one entry per layer."""
+    """Return which decoder layers are mixtures of experts, one entry per layer."""
     count, model_type = hf_config.num_hidden_layers, hf_config.model_type
     if model_type == "mixtral":
         return (True,) * count
@@ -137,7 +136,7 @@ def sparse_layers(hf_config: Any) -> tuple[bool, ...]:
         frequency = getattr(hf_config, "moe_layer_freq", None) or 1
         if frequency != 1:
             raise refuse(
-                "moe_layer_freq", frequency, "the family's own code only knows 1",
+                "moe_layer_freq", frequency, "the family's own code supports only 1",
                 "list dense layers through first_k_dense_replace",
             )  # fmt: skip
         return tuple(i >= first for i in range(count))
@@ -154,21 +153,21 @@ def model_shape(hf_config: Any) -> ModelShape:
         The sizes.
 
     Raises:
-        ValueError: unknown family, or a size is missing or does not divide as it must.
+        ValueError: the family is not supported, or a size is missing or not divisible.
     """
     model_type = check_family(hf_config)
     heads, hidden = required(hf_config, "num_attention_heads"), required(hf_config, "hidden_size")
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     sparse = sparse_layers(hf_config)
-    latent = _latent_shape(hf_config) if model_type in MLA_FAMILIES else None
-    if latent is not None:
+    mla = _mla_shape(hf_config) if model_type in MLA_FAMILIES else None
+    if mla is not None:
         kv_heads = heads
     if heads % kv_heads:
         raise refuse(
             "num_key_value_heads", kv_heads, f"does not divide num_attention_heads = {heads}",
             "correct one of the two",
         )  # fmt: skip
-    head_dim = None if latent else getattr(hf_config, "head_dim", None)
+    head_dim = None if mla else getattr(hf_config, "head_dim", None)
     return ModelShape(
         model_type=model_type,
         num_layers=required(hf_config, "num_hidden_layers"),
@@ -185,12 +184,12 @@ def model_shape(hf_config: Any) -> ModelShape:
         sandwich_norms=model_type == "gemma2",
         sparse_layers=sparse,
         extra_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,
-        mla=latent,
+        mla=mla,
         **(_expert_sizes(hf_config) if any(sparse) else {}),
     )
 
 
-def _latent_shape(hf_config: Any) -> MLAShape:
+def _mla_shape(hf_config: Any) -> MLAShape:
     return MLAShape(
         q_lora_rank=getattr(hf_config, "q_lora_rank", None),
         kv_lora_rank=required(hf_config, "kv_lora_rank"),

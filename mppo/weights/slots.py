@@ -1,4 +1,4 @@
-"""Which parameters of a built stage are which entries of the table."""
+"""Match the parameters of a built stage with the entries of the parameter table."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Slot:
     """One entry's shard on this rank.
 
     Args:
-        entry: which parameter.
-        tensor: this rank's part of it, a view of the module's storage.
-        rank: which shard.
-        size: number of shards (1: this rank holds all of it).
+        entry: the parameter.
+        tensor: this rank's shard, a view of the module's storage.
+        rank: index of the shard.
+        size: number of shards (1: this rank holds the full parameter).
     """
 
     entry: Entry
@@ -47,13 +47,13 @@ def find_slots(
         chunks: Megatron ``GPTModel`` chunks of this rank.
         table: the model's parameter table.
         layout: the role's layout.
-        coordinates: this rank's place in it.
+        coordinates: this rank's coordinates in it.
 
     Returns:
         One slot per parameter (per expert inside grouped layers), in the table's order.
 
     Raises:
-        ValueError: a parameter the table lacks, an entry the stage lacks, or a shape that differs.
+        ValueError: the table lacks a parameter, the stage lacks an entry, or a shape differs.
     """
     first_expert = coordinates.ep * (table.shape.num_experts // layout.ep)
     slots: list[Slot] = []
@@ -75,7 +75,7 @@ def find_slots(
 
 
 def _tensors(chunk: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and the router's bias; legacy grouped experts cut into single experts."""
+    """Parameters and the router's bias; legacy grouped experts as one tensor per expert."""
     for name, parameter in chunk.named_parameters():
         if name.endswith((".mlp.experts.weight1", ".mlp.experts.weight2")):
             yield from _legacy_experts(chunk, name, parameter.data)
@@ -87,7 +87,7 @@ def _tensors(chunk: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _legacy_experts(chunk: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Experts of Megatron's ``GroupedMLP``, which stores all of them transposed in one matrix."""
+    """Experts of Megatron's ``GroupedMLP``, which stores them transposed in one matrix."""
     experts = chunk.get_submodule(name.rpartition(".")[0])
     count, hidden = experts.num_local_experts, experts.config.hidden_size
     first = name.endswith("1")
@@ -108,7 +108,7 @@ def _slot(
         rank, size = 0, 1
     padded = tensor.shape[0] * size if row.kind == "vocab" else 0
     if size > 1 and tuple(tensor.shape) == entry.shard_shape(1):
-        # Transformer Engine's spec keeps the latent down projections whole on every rank.
+        # Transformer Engine's spec replicates MLA's down projections
         rank, size = 0, 1
     shape = entry.shard_shape(size, padded)
     if tuple(tensor.shape) != shape or (padded and padded < row.shapes[0][0]):
@@ -120,7 +120,7 @@ def _slot(
 
 
 def _check_complete(slots: list[Slot], table: Table, layout: Layout, first_expert: int) -> None:
-    """Every entry of each layer held here has a slot, and none has two."""
+    """Check that every entry of this stage's layers has exactly one slot."""
     held = [slot.entry.name for slot in slots]
     if len(set(held)) != len(held):
         twice = next(name for name in held if held.count(name) > 1)
@@ -135,9 +135,9 @@ def _check_complete(slots: list[Slot], table: Table, layout: Layout, first_exper
 
 
 def assert_partition(chunks: Sequence[Any], slots: Sequence[Slot]) -> None:
-    """Assert the table's sharded dimension against Megatron's parameter attributes.
+    """Assert that the table's sharded dimensions equal those in Megatron's parameter attributes.
 
-    Attributes of experts are left out: grouped layers hide tensor parallelism from them.
+    Experts are left out: grouped layers do not set these attributes.
     """
     by_storage = {slot.tensor.data_ptr(): slot for slot in slots if slot.tensor.numel()}
     for chunk in chunks:

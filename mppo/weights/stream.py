@@ -1,13 +1,12 @@
 """A role's weights as whole Hugging Face tensors, bucket by bucket, the same on every rank.
 
-The plan is arithmetic: which entries travel together, where each lies in the bucket, which stage
-owns it. A bucket then costs one all-gather over TP, one over ETP and EP where it holds experts, and
-one broadcast over PP, however many tensors it has.
+The plan is arithmetic: which entries share a bucket, the bucket's layout, and the pipeline stage
+that owns it. A bucket then costs one all-gather over TP, one over ETP and EP if it holds experts,
+and one broadcast over PP, for any number of tensors.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,34 +18,38 @@ from torch import Tensor
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Coordinates, Layout
 from mppo.weights.blocks import ZERO
+from mppo.weights.bucket import BucketLayout, WeightBucket, aligned, nbytes_of
 from mppo.weights.shape import model_shape
 from mppo.weights.slots import Slot, find_slots
 from mppo.weights.table import Entry, Row, Table, parameter_table
 
-ALIGNMENT = 16
-NamedTensors = list[tuple[str, Tensor]]
-
 
 class Groups(Protocol):
-    """A layout, this rank's place in it, and its process groups; None stands for a group of one.
+    """A layout, this rank's coordinates in it, and its process groups (None: a group of one).
 
-    ``mppo.parallel.groups.LayoutGroups`` is one.
+    ``mppo.parallel.groups.LayoutGroups`` implements this protocol.
     """
 
-    layout: Layout
-    coordinates: Coordinates
-    tp: dist.ProcessGroup | None
-    pp: dist.ProcessGroup | None
-    ep: dist.ProcessGroup | None
-    etp: dist.ProcessGroup | None
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def coordinates(self) -> Coordinates: ...
+    @property
+    def tp(self) -> dist.ProcessGroup | None: ...
+    @property
+    def pp(self) -> dist.ProcessGroup | None: ...
+    @property
+    def ep(self) -> dist.ProcessGroup | None: ...
+    @property
+    def etp(self) -> dist.ProcessGroup | None: ...
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Entries that travel together, all on one pipeline stage.
+    """Entries that must be in the same bucket, all on one pipeline stage.
 
-    ``expert`` is the local expert index of an expert unit, which holds that expert of every
-    expert-parallel rank; None otherwise.
+    ``expert`` is a local expert index: the unit holds that expert of every expert-parallel rank.
+    None: the unit holds no experts.
     """
 
     stage: int
@@ -55,28 +58,27 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Units of one stage, and where each Hugging Face tensor lies in the bucket's bytes."""
+class BucketPlan:
+    """Units of one stage, and the layout of their Hugging Face tensors."""
 
     stage: int
     units: tuple[Unit, ...]
-    places: tuple[tuple[str, int, torch.dtype, tuple[int, ...]], ...]
-    nbytes: int
+    layout: BucketLayout
 
 
 class WeightStream:
     """Every tensor of the model under its Hugging Face name, bucket by bucket.
 
-    Constructing plans the buckets, collective over the pipeline. Iterating yields them, collective
-    over the role: lists of (name, tensor), equal on every rank, on the model's device. Tensors are
-    views of the bucket's own buffer. A tied output projection is not among them; a value head is.
+    Constructing plans the buckets; collective over the pipeline. Iterating yields them, equal on
+    every rank, on the model's device; collective over the role. A tied output projection is left
+    out; a value head is included.
 
     Args:
         chunks: this rank's ``GPTModel`` chunks.
         hf_config: the model's transformers config.
         groups: the role's layout and its process groups.
-        bucket_bytes: most bytes of a bucket; a larger unit makes a bucket of its own.
-        dtype: cast to this, except what keeps its own (a router's float32 bias); None: as stored.
+        bucket_bytes: most bytes of a bucket; a larger unit gets a bucket of its own.
+        dtype: export dtype, except for rows with ``keep_fp32`` (a router's bias); None: as stored.
     """
 
     def __init__(
@@ -98,78 +100,75 @@ class WeightStream:
         self._dtypes = {(layer, row): stored for stage in stages for _, layer, row, stored in stage}
         self._buckets = self._plan(stages, bucket_bytes)
 
-    def __iter__(self) -> Iterator[NamedTensors]:
+    def __iter__(self) -> Iterator[WeightBucket]:
         return map(self._gather, self._buckets)
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of everything that will be streamed, in order."""
         return {
-            name: (dtype, shape)
+            place.name: (place.dtype, place.shape)
             for bucket in self._buckets
-            for name, _, dtype, shape in bucket.places
+            for place in bucket.layout.places
         }
 
-    def _gather(self, bucket: Bucket) -> NamedTensors:
+    def _gather(self, plan: BucketPlan) -> WeightBucket:
         """Assemble one bucket; collective over the role, in the order of the plan."""
-        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
-        tensors = {
-            name: _bytes_as(buffer[offset:], dtype, shape)
-            for name, offset, dtype, shape in bucket.places
-        }
-        if bucket.stage == self.coordinates.pp:
+        content = torch.empty(plan.layout.nbytes, dtype=torch.uint8, device=self.device)
+        bucket = WeightBucket(plan.layout, content)
+        if plan.stage == self.coordinates.pp:
             with torch.no_grad():
-                self._assemble(bucket, tensors)
+                self._assemble(plan, dict(bucket))
         if self.layout.pp > 1:
             assert self.groups.pp is not None
-            source = dist.get_global_rank(self.groups.pp, bucket.stage)
-            dist.broadcast(buffer, source, group=self.groups.pp)
-        return list(tensors.items())
+            source = dist.get_global_rank(self.groups.pp, plan.stage)
+            dist.broadcast(content, source, group=self.groups.pp)
+        return bucket
 
     def _export_dtype(self, entry: Entry) -> torch.dtype:
         stored = self._dtypes[entry.layer, entry.row.name]
         return stored if self.dtype is None or entry.row.keep_fp32 else self.dtype
 
-    def _plan(self, stages: list[list[tuple]], bucket_bytes: int) -> tuple[Bucket, ...]:
-        buckets: list[Bucket] = []
+    def _plan(self, stages: list[list[tuple]], bucket_bytes: int) -> tuple[BucketPlan, ...]:
+        buckets: list[BucketPlan] = []
         units: list[Unit] = []
         total = 0
         for unit in plan_units(self.table, self.layout, owners(stages)):
             nbytes = sum(
-                _aligned(_nbytes(shape, self._export_dtype(entry)))
+                aligned(nbytes_of(shape, self._export_dtype(entry)))
                 for entry in unit.entries
                 for shape in entry.row.shapes
             )
             if units and (units[0].stage != unit.stage or total + nbytes > bucket_bytes):
-                buckets.append(self._bucket(units))
+                buckets.append(self._bucket_plan(units))
                 units, total = [], 0
             units.append(unit)
             total += nbytes
-        buckets.append(self._bucket(units))
+        buckets.append(self._bucket_plan(units))
         return tuple(buckets)
 
-    def _bucket(self, units: list[Unit]) -> Bucket:
-        places, offset = [], 0
-        for unit in units:
-            for entry in unit.entries:
-                dtype = self._export_dtype(entry)
-                for name, shape in zip(entry.hf, entry.row.shapes):
-                    places.append((name, offset, dtype, shape))
-                    offset += _aligned(_nbytes(shape, dtype))
-        return Bucket(units[0].stage, tuple(units), tuple(places), offset)
+    def _bucket_plan(self, units: list[Unit]) -> BucketPlan:
+        layout = BucketLayout.plan(
+            (name, self._export_dtype(entry), shape)
+            for unit in units
+            for entry in unit.entries
+            for name, shape in zip(entry.hf, entry.row.shapes)
+        )
+        return BucketPlan(units[0].stage, tuple(units), layout)
 
-    def _assemble(self, bucket: Bucket, tensors: dict[str, Tensor]) -> None:
+    def _assemble(self, plan: BucketPlan, tensors: dict[str, Tensor]) -> None:
         """Fill ``tensors`` on the stage that owns them."""
-        plain = [e for unit in bucket.units if unit.expert is None for e in unit.entries]
+        plain = [e for unit in plan.units if unit.expert is None for e in unit.entries]
         cut = [self.slots[entry.name] for entry in plain if self.slots[entry.name].size > 1]
         for entry in plain:
             slot = self.slots[entry.name]
             if slot.size == 1:
                 self._place(slot, entry, 0, slot.tensor, tensors)
         if cut:
+            # one all-gather for all sharded tensors of the bucket
             shards = _all_gather(self._pack(cut), self.groups.tp, self.layout.tp)
             for rank, shard in enumerate(shards):
                 self._unpack(cut, [slot.entry for slot in cut], rank, shard, tensors)
-        experts = [unit for unit in bucket.units if unit.expert is not None]
+        experts = [unit for unit in plan.units if unit.expert is not None]
         if experts:
             self._assemble_experts(experts, tensors)
 
@@ -179,6 +178,7 @@ class WeightStream:
         shards = _all_gather(self._pack(own), self.groups.etp, self.layout.etp)
         everywhere = _all_gather(shards.flatten(), self.groups.ep, self.layout.ep)
         for ep, of_ep in enumerate(everywhere):
+            # every rank packs the same local experts, so only the global index differs
             shift = (ep - self.coordinates.ep) * per_rank
             entries = [
                 Entry(s.entry.row, s.entry.layer, _shifted(s.entry.expert, shift)) for s in own
@@ -187,8 +187,8 @@ class WeightStream:
                 self._unpack(own, entries, rank, shard, tensors)
 
     def _pack(self, slots: list[Slot]) -> Tensor:
-        """This rank's shards as one run of bytes."""
-        sizes = [_aligned(_nbytes(s.tensor.shape, self._export_dtype(s.entry))) for s in slots]
+        """This rank's shards, end to end: uint8."""
+        sizes = [aligned(nbytes_of(s.tensor.shape, self._export_dtype(s.entry))) for s in slots]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         offset = 0
         for slot, size in zip(slots, sizes):
@@ -201,17 +201,25 @@ class WeightStream:
         self, slots: list[Slot], entries: list[Entry], rank: int, flat: Tensor,
         tensors: dict[str, Tensor],
     ) -> None:  # fmt: skip
-        """Place the shards packed like ``slots`` by the group's ``rank``, which are ``entries``."""
+        """Copy another rank's shards into ``tensors``.
+
+        Args:
+            slots: this rank's slots, in the order ``_pack`` used.
+            entries: the parameter of each slot on that rank.
+            rank: that rank's index in the group.
+            flat: uint8, what that rank packed.
+            tensors: the bucket's tensors.
+        """
         offset = 0
         for slot, entry in zip(slots, entries):
             dtype, shape = self._export_dtype(slot.entry), tuple(slot.tensor.shape)
             self._place(slot, entry, rank, _bytes_as(flat[offset:], dtype, shape), tensors)
-            offset += _aligned(_nbytes(shape, dtype))
+            offset += aligned(nbytes_of(shape, dtype))
 
     def _place(
         self, slot: Slot, entry: Entry, rank: int, shard: Tensor, tensors: dict[str, Tensor]
     ) -> None:
-        """Copy a shard's blocks to where they lie in the Hugging Face tensors."""
+        """Copy a shard's blocks to their places in the Hugging Face tensors."""
         padded = slot.tensor.shape[0] * slot.size if entry.row.kind == "vocab" else 0
         offset, dim = 0, entry.cut_dim
         for block in entry.blocks(rank, slot.size, self.table.shape.kv_heads, padded):
@@ -222,7 +230,7 @@ class WeightStream:
 
 
 def owners(stages: Sequence[Sequence[tuple]]) -> dict[Any, int]:
-    """Stage that holds each layer (by its index) and each end (by its row's name)."""
+    """Stage of each layer (by its index) and of each parameter outside layers (by row name)."""
     return {
         (layer if layer is not None else row): stage
         for stage, held in enumerate(stages)
@@ -236,7 +244,7 @@ def plan_units(table: Table, layout: Layout, owner: dict[Any, int]) -> Iterator[
     Args:
         table: the parameter table.
         layout: the role's layout.
-        owner: stage of each layer and end, from ``owners``.
+        owner: stages, from ``owners``.
     """
     for row in table.rows:
         if row.where == "embedding":
@@ -244,17 +252,17 @@ def plan_units(table: Table, layout: Layout, owner: dict[Any, int]) -> Iterator[
     for layer in range(table.shape.num_layers):
         yield from _layer_units(table, layout, layer, owner[layer])
     for row in table.rows:
-        if row.where in ("final", "output", "value") and not row.duplicate and row.name in owner:
+        if row.where in ("final", "output", "value") and row.alias_of is None and row.name in owner:
             yield Unit(owner[row.name], (Entry(row),))
 
 
 def _layer_units(table: Table, layout: Layout, layer: int, stage: int) -> Iterator[Unit]:
     rows = [row for row in table.rows if table.applies(row, layer)]
-    marked: dict[str, list[Row]] = {}
+    fused: dict[str, list[Row]] = {}
     for row in rows:
         if row.where != "expert":
-            marked.setdefault(row.atomic or row.name, []).append(row)
-    for together in marked.values():
+            fused.setdefault(row.fuse_group or row.name, []).append(row)
+    for together in fused.values():
         yield Unit(stage, tuple(Entry(row, layer) for row in together))
     expert_rows = [row for row in rows if row.where == "expert"]
     if not expert_rows:
@@ -270,21 +278,13 @@ def _shifted(expert: int | None, shift: int) -> int:
     return expert + shift
 
 
-def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 def _bytes_as(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """The first bytes of ``flat`` as a tensor."""
-    return flat[: _nbytes(shape, dtype)].view(dtype).view(shape)
+    return flat[: nbytes_of(shape, dtype)].view(dtype).view(shape)
 
 
 def _all_gather(flat: Tensor, group: dist.ProcessGroup | None, size: int) -> Tensor:
-    """``[size, len(flat)]``: every rank's ``flat``."""
+    """Every rank's ``flat``: ``[size, len(flat)]``."""
     if size == 1:
         return flat[None]
     out = torch.empty(size * len(flat), dtype=flat.dtype, device=flat.device)

@@ -1,8 +1,8 @@
-"""The parameter table: one row per parameter, from which every transfer follows.
+"""The parameter table: one row per parameter, the source of every transfer of weights.
 
-A row says a parameter's Megatron name (and its aliases in other layer specs), the Hugging Face
-tensors it is made of with their shapes, how they are laid out, and along which dimension it is
-sharded over which group. ``docs/adding_a_family.md`` shows how to add rows.
+A row gives a parameter's Megatron name (and its aliases in other layer specs), the names and shapes
+of its Hugging Face tensors, their layout in the parameter, and the sharded dimension with its
+group. ``docs/adding_a_family.md`` shows how to add rows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ Shape = tuple[int, ...]
 
 LAYER = "decoder.layers.{l}."
 HF_LAYER = "model.layers.{l}."
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,19 @@ class Row:
     """One parameter, or one per layer, or one per layer and expert.
 
     Args:
-        name: Megatron name; inside a layer relative to it, with ``{e}`` for the expert.
-        hf: Hugging Face names with ``{l}`` and ``{e}``.
+        name: Megatron name; inside a layer relative to the layer, with ``{e}`` for the expert.
+        hf: Hugging Face names with ``{l}`` for the layer and ``{e}`` for the expert.
         shapes: shape of each Hugging Face tensor.
-        kind: how those are laid out, see ``mppo.weights.blocks``.
-        dim: sharded dimension; None: every rank of the group holds all of it.
+        kind: layout of those tensors in the parameter, see ``mppo.weights.blocks``.
+        dim: sharded dimension; None: replicated over the group.
         where: part of the model; ``dense`` and ``sparse`` are kinds of layers.
-        group: group over which ``dim`` is cut.
-        atomic: tensors of a layer with the same mark travel together to an engine that fuses them.
-        aliases: the same parameter's names in other layer specs.
-        keep_fp32: stays float32 whatever the model's dtype.
-        duplicate: a second copy of another row's tensors: loaded, never exported.
+        group: group over which ``dim`` is sharded.
+        fuse_group: rows of a layer with the same value are sent to an engine in one bucket, because
+            the engine fuses their tensors.
+        aliases: names of the same parameter in other layer specs.
+        keep_fp32: stays float32 for every model dtype.
+        alias_of: name of the row that has the same Hugging Face tensors; this row is loaded, but
+            never exported.
         optional: may be absent from the Hugging Face folder.
     """
 
@@ -50,18 +53,18 @@ class Row:
     dim: int | None = None
     where: Where = "layer"
     group: Group = "tp"
-    atomic: str | None = None
+    fuse_group: str | None = None
     aliases: tuple[str, ...] = ()
     keep_fp32: bool = False
-    duplicate: bool = False
+    alias_of: str | None = None
     optional: bool = False
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row at one layer and expert: one whole parameter of the model.
+    """A row at one layer and expert: one parameter of the model, before sharding.
 
-    ``layer`` and ``expert`` are global indices from 0.
+    ``layer`` and ``expert`` are global indices from 0; None for rows outside layers or experts.
     """
 
     row: Row
@@ -81,17 +84,17 @@ class Entry:
 
     @property
     def cut_dim(self) -> int:
-        """Dimension the blocks run along."""
+        """The sharded dimension, 0 for replicated rows; blocks are intervals along it."""
         return self.row.dim or 0
 
     def blocks(self, rank: int, size: int, groups: int, padded: int = 0) -> tuple[Block, ...]:
-        """Blocks of the shard ``rank`` of ``size`` (the group's; ignored where not sharded).
+        """Blocks of shard ``rank`` of ``size``.
 
         Args:
-            rank: coordinate in the row's group.
-            size: size of the row's group.
+            rank: coordinate in the row's group; ignored for replicated rows.
+            size: size of the row's group; ignored for replicated rows.
             groups: key-value heads.
-            padded: padded vocabulary, where the row is one.
+            padded: padded vocabulary size, for ``vocab`` rows.
         """
         lengths = tuple(shape[self.cut_dim] for shape in self.row.shapes)
         if self.row.dim is None:
@@ -119,7 +122,7 @@ class Table:
         object.__setattr__(self, "_by_name", names)
 
     def applies(self, row: Row, layer: int) -> bool:
-        """Whether decoder layer ``layer`` has the parameter ``row``."""
+        """Return whether decoder layer ``layer`` has the parameter ``row``."""
         sparse = self.shape.sparse_layers[layer]
         return {"layer": True, "dense": not sparse, "sparse": sparse, "expert": sparse}.get(
             row.where, False
@@ -135,12 +138,12 @@ class Table:
                     yield Entry(row, layer)
 
     def entries(self) -> Iterator[Entry]:
-        """Every parameter of a causal language model, each Hugging Face tensor once."""
+        """Every parameter of a causal language model; each Hugging Face tensor appears once."""
         yield from (Entry(row) for row in self.rows if row.where == "embedding")
         for layer in range(self.shape.num_layers):
             yield from self.layer_entries(layer)
         ends = [row for row in self.rows if row.where in ("final", "output")]
-        yield from (Entry(row) for row in ends if not row.duplicate)
+        yield from (Entry(row) for row in ends if row.alias_of is None)
 
     def hf_shapes(self) -> dict[str, Shape]:
         """Shape of every Hugging Face tensor of the causal language model."""
@@ -158,12 +161,12 @@ class Table:
         """The entry of a parameter of a built stage.
 
         Args:
-            name: its name; inside a layer relative to that layer.
-            layer: global index of the layer, None outside.
+            name: Megatron name; inside a layer relative to the layer.
+            layer: global index of the layer; None outside layers.
             first_expert: global index of this rank's first expert.
 
         Returns:
-            The entry, or None where the table has no such parameter.
+            The entry, or None if the table has no such parameter.
         """
         name, expert = _without_expert(name)
         row = self._by_name.get(name)
@@ -192,10 +195,10 @@ def parameter_table(shape: ModelShape) -> Table:
     """The table of a model.
 
     Args:
-        shape: its sizes, from ``mppo.weights.shape.model_shape``.
+        shape: the model's sizes, from ``mppo.weights.shape.model_shape``.
     """
     rows = _ends(shape) + _norms(shape)
-    rows += _latent_attention(shape) if shape.mla else _attention(shape)
+    rows += _mla_attention(shape) if shape.mla else _attention(shape)
     rows += _feed_forward("mlp.", "mlp.", shape.ffn, shape, "dense")
     if any(shape.sparse_layers):
         rows += _experts(shape)
@@ -206,14 +209,14 @@ def _ends(shape: ModelShape) -> list[Row]:
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     vocab = ((shape.vocab, shape.hidden),)
     return [
-        Row("embedding.word_embeddings.weight", (embed,), vocab, "vocab", 0, "embedding"),
+        Row(_EMBEDDING, (embed,), vocab, "vocab", 0, "embedding"),
         Row(
             "decoder.final_layernorm.weight", ("model.norm.weight",), ((shape.hidden,),),
             where="final",
         ),
         Row(
             "output_layer.weight", (embed if shape.tied else head,), vocab, "vocab", 0, "output",
-            duplicate=shape.tied,
+            alias_of=_EMBEDDING if shape.tied else None,
         ),
         Row(
             "value_head.weight", ("score.weight",), ((1, shape.hidden),), where="value",
@@ -257,7 +260,7 @@ def _attention(shape: ModelShape) -> list[Row]:
     rows = [
         Row(
             f"{own}linear_qkv.weight", names, tuple((width, shape.hidden) for width in widths),
-            "qkv", 0, atomic="qkv",
+            "qkv", 0, fuse_group="qkv",
         ),
         Row(
             f"{own}linear_proj.weight", (f"{hf}o_proj.weight",), ((shape.hidden, queries),), dim=1
@@ -266,7 +269,7 @@ def _attention(shape: ModelShape) -> list[Row]:
     if shape.qkv_bias:
         names = tuple(f"{hf}{x}_proj.bias" for x in "qkv")
         shapes = tuple((width,) for width in widths)
-        rows.append(Row(f"{own}linear_qkv.bias", names, shapes, "qkv", 0, atomic="qkv"))
+        rows.append(Row(f"{own}linear_qkv.bias", names, shapes, "qkv", 0, fuse_group="qkv"))
     if shape.qk_norm:
         rows += [
             Row(f"{own}{x}_layernorm.weight", (f"{hf}{x}_norm.weight",), ((shape.head_dim,),))
@@ -275,16 +278,18 @@ def _attention(shape: ModelShape) -> list[Row]:
     return rows
 
 
-def _latent_attention(shape: ModelShape) -> list[Row]:
-    latent, own, hf = shape.mla, "self_attention.", f"{HF_LAYER}self_attn."
-    assert latent is not None
-    queries = shape.heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
-    key_values = shape.heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-    q_rank, kv_rank = latent.q_lora_rank, latent.kv_lora_rank
+def _mla_attention(shape: ModelShape) -> list[Row]:
+    mla, own, hf = shape.mla, "self_attention.", f"{HF_LAYER}self_attn."
+    assert mla is not None
+    queries = shape.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    key_values = shape.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    q_rank, kv_rank = mla.q_lora_rank, mla.kv_lora_rank
 
-    def linear(name: str, of: str, out: int, into: int, dim: int = 0, atomic=None) -> Row:
+    def linear(
+        name: str, of: str, out: int, into: int, dim: int = 0, fused: str | None = None
+    ) -> Row:
         return Row(
-            f"{own}{name}.weight", (f"{hf}{of}.weight",), ((out, into),), dim=dim, atomic=atomic
+            f"{own}{name}.weight", (f"{hf}{of}.weight",), ((out, into),), dim=dim, fuse_group=fused
         )
 
     def norm(name: str, of: str, width: int, up: str) -> Row:
@@ -295,18 +300,18 @@ def _latent_attention(shape: ModelShape) -> list[Row]:
         rows = [linear("linear_q_proj", "q_proj", queries, shape.hidden)]
     else:
         rows = [
-            linear("linear_q_down_proj", "q_a_proj", q_rank, shape.hidden, atomic="a"),
+            linear("linear_q_down_proj", "q_a_proj", q_rank, shape.hidden, fused="a"),
             norm("q_layernorm", "q_a_layernorm", q_rank, "linear_q_up_proj"),
             linear("linear_q_up_proj", "q_b_proj", queries, q_rank),
         ]
-    width = kv_rank + latent.qk_rope_head_dim
-    mark = None if q_rank is None else "a"
+    width = kv_rank + mla.qk_rope_head_dim
+    fuse_group = None if q_rank is None else "a"
     return [
         *rows,
-        linear("linear_kv_down_proj", "kv_a_proj_with_mqa", width, shape.hidden, atomic=mark),
+        linear("linear_kv_down_proj", "kv_a_proj_with_mqa", width, shape.hidden, fused=fuse_group),
         norm("kv_layernorm", "kv_a_layernorm", kv_rank, "linear_kv_up_proj"),
         linear("linear_kv_up_proj", "kv_b_proj", key_values, kv_rank),
-        linear("linear_proj", "o_proj", shape.hidden, shape.heads * latent.v_head_dim, dim=1),
+        linear("linear_proj", "o_proj", shape.hidden, shape.heads * mla.v_head_dim, dim=1),
     ]
 
 

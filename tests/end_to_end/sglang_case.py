@@ -10,13 +10,14 @@ import psutil
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from mppo.batch import Prompt, Trajectory
 from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine
 from mppo.rollout.sglang.engine import SGLangEngine
+from mppo.weights.bucket import WeightBucket
 
 needs_sglang = pytest.mark.skipif(
     find_spec("sglang") is None or find_spec("sglang_cpu_compat") is None,
@@ -94,14 +95,14 @@ class Case:
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
-    def stream(self) -> list[list[tuple[str, Tensor]]]:
+    def stream(self) -> list[WeightBucket]:
         """The model's weights under their checkpoint names, in several buckets."""
         from transformers.core_model_loading import revert_weight_conversion
 
         tensors = revert_weight_conversion(self.model, self.model.state_dict())
         named = list(tensors.items())
         size = max(1, len(named) // 4)
-        return [named[i : i + size] for i in range(0, len(named), size)]
+        return [WeightBucket.pack(named[i : i + size]) for i in range(0, len(named), size)]
 
     def sync(self, *engines: SGLangEngine) -> None:
         for engine in engines or (self.engine,):
@@ -157,7 +158,7 @@ def synced_case(folder: Path) -> Iterator[Case]:
 
 def processes_of(case: Case) -> list[psutil.Process]:
     """Guard, server, and the server's processes."""
-    guard = psutil.Process(case.engine._fleet._processes[0]._process.pid)
+    guard = psutil.Process(case.engine.fleet.processes[0].pid)
     return [guard, *guard.children(), *guard.children()[0].children(recursive=True)]
 
 

@@ -277,7 +277,7 @@ BAD = {
     "missing shard": (lambda f: next(f.glob("model-00002*")).unlink(), "not in the folder"),
     "truncated": (cut_short, "cut short"),
     "8-bit floats without scales": (recast(torch.float8_e4m3fn, "proj"), "_scale_inv"),
-    "integers": (recast(torch.int8, "proj"), "stored as int8, weights are floats"),
+    "integers": (recast(torch.int8, "proj"), "stored as int8, but weights must be floats"),
     "one key of another dtype": (recast(torch.bfloat16, "k_proj"), "cast all of them: --dtype"),
     "more layers": (lambda f: edited_config(f, num_hidden_layers=5), "tensors are missing"),
     "fewer layers": (lambda f: edited_config(f, num_hidden_layers=3), "does not have"),
@@ -321,7 +321,7 @@ def test_a_disk_that_fills_up_leaves_no_complete_folder(models, tmp_path, capsys
 
 def test_bad_checkpoints_and_existing_outputs_are_reported(models, tmp_path, capsys):
     assert to_hf(tmp_path, tmp_path / "back") == 2
-    assert "no torch_dist checkpoint" in capsys.readouterr().err
+    assert "not a torch_dist checkpoint" in capsys.readouterr().err
     assert to_megatron(models("llama"), tmp_path / "megatron") == 0
     assert to_megatron(models("llama"), tmp_path / "megatron") == 2
     assert "already exists" in capsys.readouterr().err

@@ -25,7 +25,6 @@ from sglang_case import (
     server_process,
     synced_case,
 )
-from torch import Tensor
 
 from checkpoints_convert.__main__ import main as convert
 from mppo.batch import Trajectory
@@ -36,8 +35,10 @@ from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.engine import SGLangEngine
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused
-from mppo.rollout.transport import buckets
+from mppo.rollout.transport.buckets import SharedBuffer
+from mppo.rollout.transport.sync import TensorTransport
 from mppo.safety.temporary import own_folder
+from mppo.weights.bucket import WeightBucket
 
 pytestmark = [pytest.mark.server, needs_sglang]
 
@@ -48,7 +49,7 @@ def qwen2(tmp_path_factory) -> Iterator[Case]:
 
 
 def test_the_server_listens_on_loopback_and_requires_the_key(qwen2) -> None:
-    port = qwen2.engine._fleet._processes[0].port
+    port = qwen2.engine.fleet.processes[0].port
     reported = yaml.safe_load((own_folder() / f"server_{port}.yaml").read_text())
     assert "Failed to apply hooks" not in (qwen2.run_dir / "rollout" / "server_0.log").read_text()
     listening = {
@@ -59,7 +60,7 @@ def test_the_server_listens_on_loopback_and_requires_the_key(qwen2) -> None:
     }
     assert ("127.0.0.1", reported["port"]) in listening
     assert reported["nccl-port"] in {port for _, port in listening}
-    url = qwen2.engine._fleet._apis[0].url
+    url = qwen2.engine.fleet.apis[0].url
     for key in (None, "another"):
         with pytest.raises(RequestRefused, match="status 401"):
             JsonClient(url, key, timeout_s=30.0).post("/abort_request", {"abort_all": True})
@@ -74,7 +75,7 @@ def test_the_server_loads_an_export_of_the_conversion_tool(qwen2, tmp_path) -> N
     back = ["--megatron", f"{tmp_path}/megatron", "--hf", f"{tmp_path}/back"]
     assert convert(["hf-to-megatron", *there, "--no-tokenizer"]) == 0
     assert convert(["megatron-to-hf", *back, "--max-shard-gb", "0.0001"]) == 0
-    qwen2.engine._fleet._apis[0].update_from_disk(f"{tmp_path}/back", qwen2.version)
+    qwen2.engine.fleet.apis[0].update_from_disk(f"{tmp_path}/back", qwen2.version)
     sequences = [[*prompt.token_ids] for prompt in prompts(4)]
     for tokens, got in zip(sequences, qwen2.engine.logprobs(sequences), strict=True):
         with torch.no_grad():
@@ -89,8 +90,8 @@ def test_the_server_loads_an_export_of_the_conversion_tool(qwen2, tmp_path) -> N
 def test_logprobs_are_equal_after_one_and_after_ten_updates(qwen2, monkeypatch, sync: str) -> None:
     qwen2.change_weights()
     qwen2.sync()
-    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
-    url = qwen2.engine._fleet._apis[0].url
+    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine.fleet.key)
+    url = qwen2.engine.fleet.apis[0].url
     engine = qwen2.connect(own(urls=(url,), sync=sync, server_args={}))
     for update in range(10):
         qwen2.change_weights()
@@ -98,7 +99,7 @@ def test_logprobs_are_equal_after_one_and_after_ten_updates(qwen2, monkeypatch, 
         if update in (0, 9):
             qwen2.check(engine)
     engine.stop()
-    assert qwen2.engine._fleet._apis[0].is_up()
+    assert qwen2.engine.fleet.apis[0].is_up()
 
 
 def test_greedy_and_stops_equal_the_local_engine(qwen2) -> None:
@@ -164,8 +165,8 @@ def test_remaining_requests_are_aborted_once_enough_prompts_are_complete(qwen2) 
 def test_a_resumed_run_continues_partial_responses_with_new_weights(
     qwen2, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
-    url = qwen2.engine._fleet._apis[0].url
+    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine.fleet.key)
+    url = qwen2.engine.fleet.apis[0].url
     engine = qwen2.connect(own(urls=(url,), partial_rollout=True, server_args={}))
     sampling = SamplingConfig(n=2, stop_token_ids=tuple(range(3, 12)))
     qwen2.change_weights()
@@ -226,8 +227,8 @@ def test_new_weights_wait_for_a_submitted_request(qwen2) -> None:
 
 
 def test_stop_aborts_a_submitted_request(qwen2, monkeypatch) -> None:
-    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
-    url = qwen2.engine._fleet._apis[0].url
+    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine.fleet.key)
+    url = qwen2.engine.fleet.apis[0].url
     engine = qwen2.connect(own(urls=(url,), server_args={}))
     qwen2.sync(engine)
     reported: list[int] = []
@@ -245,7 +246,7 @@ def test_stop_aborts_a_submitted_request(qwen2, monkeypatch) -> None:
 
 def test_sleep_releases_memory_and_wake_takes_back_what_is_needed_next(qwen2, monkeypatch) -> None:
     requested: list[tuple[str, tuple[str, ...]]] = []
-    api = qwen2.engine._fleet._apis[0]
+    api = qwen2.engine.fleet.apis[0]
 
     def note(call) -> None:
         def noted(tags) -> None:
@@ -270,10 +271,11 @@ def test_a_refused_stream_stops_with_a_reason_and_leaves_the_server(qwen2) -> No
     qwen2.change_weights()
     qwen2.sync()
     server = server_process(qwen2)
-    misshapen = [[("model.norm.weight", torch.ones(3))]]
+    misshapen = [WeightBucket.pack([("model.norm.weight", torch.ones(3))])]
     with pytest.raises(RuntimeError, match="update_weights_from_tensor"):
         qwen2.engine.update_weights(misshapen, qwen2.version)
-    unknown = [[("model.layers.0.mlp.experts.0.up_proj.weight", torch.ones(128, 64))]]
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    unknown = [WeightBucket.pack([(name, torch.ones(128, 64))])]
     with pytest.raises(RuntimeError, match=r"verify_sync: .*experts\.0\.up_proj.* no such tensor"):
         qwen2.engine.update_weights(unknown, qwen2.version)
     qwen2.sync()
@@ -286,10 +288,10 @@ def test_the_next_bucket_is_produced_while_one_is_loaded(qwen2, monkeypatch) -> 
     qwen2.change_weights()
     content, made, loaded = qwen2.stream(), [], []
     moved = threading.Condition()
-    api = qwen2.engine._fleet._apis[0]
+    api = qwen2.engine.fleet.apis[0]
     load = api.update_from_tensor
 
-    def stream() -> Iterator[list[tuple[str, Tensor]]]:
+    def stream() -> Iterator[WeightBucket]:
         for bucket in content:
             with moved:
                 made.append(len(made))
@@ -315,17 +317,17 @@ def test_the_next_bucket_is_produced_while_one_is_loaded(qwen2, monkeypatch) -> 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
 def test_one_wrong_byte_stops_the_job_and_names_the_tensor(qwen2, monkeypatch, name: str) -> None:
     qwen2.change_weights()
-    described = buckets.bucket_table
+    payload = SharedBuffer.own_payload
 
-    def corrupted(entries, report, complete):
+    def corrupted(buffer, *arguments) -> str:
         """Change a byte after the checksums are computed."""
-        for buffer in qwen2.engine._route._buffers:
-            for row_name, _, _, start, _ in buffer._rows:
-                if row_name == name and [e.name for e in entries] == [r[0] for r in buffer._rows]:
-                    buffer._bytes[start + 5] ^= 1
-        return described(entries, report, complete)
+        made = payload(buffer, *arguments)
+        for place in buffer.layout.places:
+            if place.name == name:
+                buffer.content[place.start + 5] ^= 1
+        return made
 
-    monkeypatch.setattr(buckets, "bucket_table", corrupted)
+    monkeypatch.setattr(SharedBuffer, "own_payload", corrupted)
     with pytest.raises(RuntimeError, match=rf"verify_sync: {name} arrived with other bytes"):
         qwen2.sync()
     monkeypatch.undo()
@@ -334,19 +336,21 @@ def test_one_wrong_byte_stops_the_job_and_names_the_tensor(qwen2, monkeypatch, n
 
 
 def test_weights_that_differ_from_the_references_stop_the_job(qwen2, monkeypatch) -> None:
-    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine._fleet.key)
-    url = qwen2.engine._fleet._apis[0].url
+    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine.fleet.key)
+    url = qwen2.engine.fleet.apis[0].url
     engine = qwen2.connect(own(urls=(url,), verify_sync="logprob", server_args={}))
     qwen2.change_weights()
     qwen2.sync(engine)
     qwen2.change_weights()
-    send = engine._route.send
+    send = TensorTransport.send
 
-    def corrupted(bucket) -> None:
+    def corrupted(transport, bucket) -> None:
         """Send one tensor scaled by 1.01; the reference gets the original."""
-        send([(n, t * 1.01 if n == "model.layers.1.mlp.up_proj.weight" else t) for n, t in bucket])
+        larger = "model.layers.1.mlp.up_proj.weight"
+        named = [(n, t * 1.01 if n == larger else t) for n, t in bucket]
+        send(transport, WeightBucket.pack(named))
 
-    monkeypatch.setattr(engine._route, "send", corrupted)
+    monkeypatch.setattr(TensorTransport, "send", corrupted)
     with pytest.raises(
         RuntimeError, match=rf"verify_sync: with weights of version {qwen2.version}"
     ):

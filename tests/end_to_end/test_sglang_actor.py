@@ -109,7 +109,7 @@ def _engines(rank: int, folder: Path, ranks: str) -> Iterator[tuple]:
                 verify_sync="checksum",
             )
             # several buckets even for small models
-            engine._slices._request = replace(engine._slices._request, bucket_bytes=1 << 16)
+            engine.slices.request = replace(engine.slices.request, bucket_bytes=1 << 16)
             started.append((case, engine))
         if len(started) > 1 or not case:
             yield started[0]
@@ -143,15 +143,15 @@ def _again(engine, role, versions: Iterator[int], connect) -> Iterator[tuple]:
     for _ in range(9):
         moved = _update(engine, role, "delta", next(versions))
     yield "tenth delta", moved, *_gap(engine, role)
-    os.environ[API_KEY_VARIABLE] = engine._fleet.key
-    urls = tuple(engine._fleet.urls().values())
+    os.environ[API_KEY_VARIABLE] = engine.fleet.key
+    urls = tuple(engine.fleet.urls().values())
     for sync in AGAIN[1:]:
         beside = connect(
             sync,
             urls=urls,
             sync=sync,
             server_args={},
-            tensor_model_parallel_size=engine._fleet.tensor_parallel,
+            tensor_model_parallel_size=engine.fleet.tensor_parallel,
         )
         _update(beside, role, sync, next(versions))
         yield sync, {}, *_gap(beside, role)
@@ -162,8 +162,8 @@ def _after_a_kill(engine, role, version: int) -> dict[str, float]:
     """Change a few weights while the server is killed; the bytes of the next update."""
     from mppo.rollout.engine import WeightSource
 
-    for process in engine._fleet._processes.values():
-        server = psutil.Process(process._process.pid).children()[0]
+    for process in engine.fleet.processes.values():
+        server = psutil.Process(process.pid).children()[0]
         server.kill()
         server.wait()
     dist.barrier()

@@ -31,6 +31,7 @@ from mppo.rollout.sglang.engine import SGLangEngine
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.rollout.sglang.server_options import HOST, own_server, server_environment, server_options
+from mppo.weights.bucket import WeightBucket
 
 pytestmark = [pytest.mark.server, needs_sglang]
 
@@ -88,7 +89,8 @@ def _gap(engine: SGLangEngine, folder: Path) -> float:
     """Largest difference of a log-probability from that of the actor's model, as transformers
     computes it."""
     # SGLang may change its argument
-    engine.update_weights(WeightSource(lambda: iter([list(tensors(folder).items())])), 1)
+    source = WeightSource(lambda: iter([WeightBucket.pack(tensors(folder).items())]))
+    engine.update_weights(source, 1)
     tokens = torch.randint(3, VOCAB, (3, 48), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logprobs = load_model(folder)(tokens).logits[:, :-1].log_softmax(-1)
@@ -154,7 +156,7 @@ def test_a_server_with_sglangs_own_class_is_refused(tmp_path, monkeypatch) -> No
         monkeypatch.setenv(API_KEY_VARIABLE, "key")
         rollout = own(urls=(f"http://{HOST}:{server.port}",), sync="disk", server_args={})
         engine = SGLangEngine(folder, config, torch.float32, rollout, run_dir=tmp_path / "run")
-        with pytest.raises(RuntimeError, match="computes the exact GELU in place of hidden_act"):
+        with pytest.raises(RuntimeError, match="computes the exact GELU instead of hidden_act"):
             engine.update_weights([], 1)
         # it is, though it would take the weights of a family that needs no class of mppo's
         config.model_type = "llama"

@@ -18,12 +18,12 @@ from sglang_case import (
     server_process,
     synced_case,
 )
-from torch import Tensor
 
 from mppo.batch import Trajectory
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest as Request
 from mppo.rollout.engine import WeightSource
+from mppo.weights.bucket import WeightBucket
 
 pytestmark = [pytest.mark.server, needs_sglang]
 
@@ -41,7 +41,7 @@ def test_a_server_killed_or_hung_in_mid_generation_loses_nothing(
     qwen2.sync()
     victim = server_process(qwen2)
     if end == "suspend":
-        monkeypatch.setattr(qwen2.engine._fleet._apis[0]._client, "_timeout_s", 15.0)
+        monkeypatch.setattr(qwen2.engine.fleet.apis[0].client, "timeout_s", 15.0)
 
     struck = threading.Event()
 
@@ -90,7 +90,7 @@ def test_kill_9_in_mid_update_and_while_asleep(qwen2) -> None:
     qwen2.change_weights()
     killed = []
 
-    def deadly_stream() -> Iterator[list[tuple[str, Tensor]]]:
+    def deadly_stream() -> Iterator[WeightBucket]:
         for number, bucket in enumerate(qwen2.stream()):
             yield bucket
             if number == 1 and not killed:

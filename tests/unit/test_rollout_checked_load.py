@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mppo.rollout.transport import checked_load
 from mppo.rollout.transport.buckets import SharedBuffer
+from mppo.weights.bucket import WeightBucket
 
 PLACES = {
     "attn.q_proj.weight": ("attn.qkv_proj.weight", slice(0, 8)),
@@ -63,8 +64,8 @@ def _bucket() -> list[tuple[str, Tensor]]:
 def _loaded(server: Server, bucket, report: Path, checked: bool = True) -> str:
     """The report after a bucket was sent to a server."""
     buffer = SharedBuffer(torch.device("cpu"))
-    buffer.fill(bucket)
-    payload = buffer.own_payload(report, whole=True, checked=checked)
+    buffer.fill(WeightBucket.pack(bucket))
+    payload = buffer.own_payload(report, single_rank=True, checked=checked)
     checked_load.load(server, pickle.loads(base64.b64decode(payload)))
     return report.read_text() if report.exists() else ""
 

@@ -154,7 +154,7 @@ def test_an_external_server_that_refuses_the_key_is_reported(
     url: str, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, "another")
-    with pytest.raises(RuntimeError, match=rf"{url} .*does not take the key in {API_KEY_VARIABLE}"):
+    with pytest.raises(RuntimeError, match=rf"{url} .*refuses the key in {API_KEY_VARIABLE}"):
         _external(url, tmp_path).revive()
     monkeypatch.setenv(API_KEY_VARIABLE, "key")
     assert _external(url, tmp_path).revive() == [0]
@@ -163,7 +163,10 @@ def test_an_external_server_that_refuses_the_key_is_reported(
 def test_an_external_address_without_a_server_is_reported(url: str, tmp_path) -> None:
     """At once if another program answers, after ``start_timeout_s`` if none does."""
     wiki = f"{url}/wiki"
-    with pytest.raises(RuntimeError, match=rf"{wiki} .*no SGLang server: .*/health: status 404"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"{wiki} .*does not answer like an SGLang server: .*/health: status 404",
+    ):
         _external(wiki, tmp_path, start_timeout_s=20.0).revive()
     nowhere = "http://127.0.0.1:9"
     with pytest.raises(RuntimeError, match=rf"no SGLang server answered at {nowhere} .*within 1 s"):
@@ -190,12 +193,12 @@ def test_a_request_that_fails_every_attempt_is_reported_with_the_servers_reason(
         return JsonClient(api.url, "key", 30.0).post("/echo" if served else "/fail", {"job": job})
 
     requests = Requests(fleet, restore, 0, 1, torch.device("cpu"), None)
-    answered = requests.answers(["at once", "at last"], call, in_flight=1)
+    answered = requests.collect(["at once", "at last"], call, max_in_flight=1)
     assert [answered[index]["got"]["job"] for index in (0, 1)] == ["at once", "at last"]
     assert requested == ["at once", *["at last"] * ATTEMPTS]
     assert revived == [0] * (ATTEMPTS - 1)
     requested.clear()
-    why = rf"rank 0: 1 of 2 requests not served in {ATTEMPTS} attempts: .*{url}: /fail: status 500"
+    why = rf"1 of 2 requests were not served in {ATTEMPTS} attempts: .*{url}: /fail: status 500"
     with pytest.raises(RuntimeError, match=why):
-        requests.answers(["at once", "never"], call, in_flight=1)
+        requests.collect(["at once", "never"], call, max_in_flight=1)
     assert requested == ["at once", *["never"] * ATTEMPTS]

@@ -185,7 +185,7 @@ def test_finished_rows_leave_the_batch_without_changing_the_others(
 
 def test_the_cache_grows_past_its_first_block(engine_and_reference) -> None:
     engine, reference = engine_and_reference("llama")
-    engine._stops = ()
+    engine.stop_tokens = ()
     for t in engine.generate(GenerationRequest(_prompts((3, 6)), SamplingConfig(), 300, seed=0)):
         assert len(t.response_ids) == 300
         expected = _logprobs(reference, _all_tokens(t))[-300:]
@@ -251,7 +251,7 @@ def test_streams_that_do_not_fit_are_refused_by_name(tmp_path) -> None:
     with pytest.raises(RuntimeError, match="no weights"):
         engine.generate(GenerationRequest(_prompts(), SamplingConfig(), 2, seed=0))
     missing = [t for t in tensors if "experts.3.up_proj" not in t[0]]
-    with pytest.raises(ValueError, match=r"2 tensors never came.*experts\.3\.up_proj"):
+    with pytest.raises(ValueError, match=r"2 tensors are missing.*experts\.3\.up_proj"):
         engine.update_weights([missing], 1)
     name, tensor = tensors[0]
     with pytest.raises(ValueError, match=rf"unknown tensor {name}x \(nearest: {name}\)"):

@@ -81,7 +81,9 @@ DIFFERS: dict[str, tuple[Any, str]] = {
         lambda: hf.GemmaConfig(**GEMMA, hidden_act="silu"),
         "hidden_act = 'silu', and SGLang 0.5 computes gelu or gelu_pytorch_tanh",
     ),
-    "gemma rope": (lambda: hf.GemmaConfig(**GEMMA, rope_parameters=LINEAR), "scales no positions"),
+    "gemma rope": (
+        lambda: hf.GemmaConfig(**GEMMA, rope_parameters=LINEAR), "does not scale positions"
+    ),
     "gemma untied": (
         lambda: hf.GemmaConfig(**{**GEMMA, "tie_word_embeddings": False}),
         "tie_word_embeddings = False, and SGLang 0.5 projects with the embeddings",
@@ -105,11 +107,11 @@ DIFFERS: dict[str, tuple[Any, str]] = {
         lambda: hf.MixtralConfig(
             **MIXTRAL, rope_parameters={"rope_theta": 0.5, "rope_type": "default"}
         ),
-        "rope_theta = 0.5, and SGLang 0.5 cuts it to 0",
+        "rope_theta = 0.5, and SGLang 0.5 truncates it to 0",
     ),
     "mixtral tied": (
         lambda: hf.MixtralConfig(**{**MIXTRAL, "tie_word_embeddings": True}),
-        "tie_word_embeddings = True, and SGLang 0.5 has a projection apart",
+        "tie_word_embeddings = True, and SGLang 0.5 has a separate projection",
     ),
     "mixtral width": (lambda: hf.MixtralConfig(**MIXTRAL, head_dim=32), "head_dim = 32"),
     "mixtral activation": (lambda: hf.MixtralConfig(**MIXTRAL, hidden_act="gelu"), "silu"),
@@ -123,7 +125,7 @@ DIFFERS: dict[str, tuple[Any, str]] = {
     ),
     "qwen3_moe activation": (lambda: hf.Qwen3MoeConfig(**MOE, hidden_act="gelu"), "silu"),
     "deepseek_v2 tied": (
-        lambda: hf.DeepseekV2Config(**{**V2, "tie_word_embeddings": True}), "a projection apart"
+        lambda: hf.DeepseekV2Config(**{**V2, "tie_word_embeddings": True}), "a separate projection"
     ),
     "deepseek_v3 activation": (lambda: hf.DeepseekV3Config(**V3, hidden_act="gelu"), "silu"),
 }  # fmt: skip
@@ -185,6 +187,16 @@ def test_soft_capped_scores_need_a_backend_that_caps() -> None:
     uncapped = hf.Gemma2Config(**GEMMA2)
     assert list(engine_issues(recipe(), uncapped, on_cpu=True)) == []
     assert "attention_backend" not in server_options("/m", "bfloat16", 1, 0, False, {}, uncapped)
+
+
+def test_changes_need_weights_that_survive_the_sleep_of_a_server() -> None:
+    config, delta = FITS["qwen2"](), "rollout.sync_mode=delta"
+    (issue,) = engine_issues(recipe(delta), config, on_cpu=False)
+    assert (issue.key, issue.value) == ("rollout.sync_mode", "delta")
+    assert "rollout.server_args.enable_weights_cpu_backup to true" in issue.fix
+    backup = "rollout.server_args={enable-weights-cpu-backup: true}"
+    assert list(engine_issues(recipe(delta, backup), config, on_cpu=False)) == []
+    assert list(engine_issues(recipe(delta), config, on_cpu=True)) == []
 
 
 def test_rotary_scaling_is_translated_for_sglang() -> None:

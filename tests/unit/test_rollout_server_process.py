@@ -58,7 +58,7 @@ def test_the_servers_environment_has_no_variables_of_the_launcher(monkeypatch) -
 def test_stop_kills_the_process_tree(tmp_path) -> None:
     server = process_server(tmp_path, SLEEPER)
     server.start()
-    guard = psutil.Process(server._process.pid)
+    guard = psutil.Process(server.pid)
     assert _wait(lambda: len(guard.children(recursive=True)) == 2)
     family = [guard, *guard.children(recursive=True)]
     server.stop()
@@ -118,7 +118,7 @@ time.sleep(600)
         assert server.alive
         server.stop()
     assert len((tmp_path / "starts").read_text()) == 3
-    assert capsys.readouterr().out.count("was killed while starting: starting it again") == 2
+    assert capsys.readouterr().out.count("was killed while starting; restarting it") == 2
 
 
 @pytest.mark.parametrize("victim", ["owner", "guard", "server"])
@@ -130,7 +130,7 @@ from mppo.rollout.sglang.server_process import ServerProcess
 server = ServerProcess("x", lambda port: {SLEEPER!r}, {{}}, Path({str(tmp_path / "log")!r}),
                        lambda port: True, 30.0)
 server.start()
-print(server._process.pid, flush=True)
+print(server.pid, flush=True)
 time.sleep(600)
 """
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -174,7 +174,7 @@ server = ServerProcess("x", lambda port: {[sys.executable, "-c", maps]!r}, {{}},
                        lambda port: Path({str(tmp_path / "up")!r}).exists(), 60.0)
 server.start()
 server.wait_until_up()
-print(server._process.pid, flush=True)
+print(server.pid, flush=True)
 time.sleep(600)
 """
     place = tmp_path / "temporary"
@@ -203,7 +203,7 @@ time.sleep(600)
 def test_the_key_is_not_in_the_command_and_its_file_is_private(tmp_path) -> None:
     options = server_options("/model", "float32", 2, 0, True, {"max-total-tokens": 64}, CONFIG)
     server = own_server(0, options, server_environment(2, True, "qwen2"), "secret", tmp_path, 1.0)
-    command = server._command(1234)
+    command = server.command(1234)
     assert "secret" not in " ".join(command)
     config = Path(command[-1])
     assert config.stat().st_mode & 0o077 == 0
@@ -217,7 +217,7 @@ def test_every_start_chooses_a_rendezvous_port_for_the_servers_ranks(tmp_path) -
     def nccl_port(server_args: dict[str, object]) -> int:
         options = server_options("/model", "float32", 1, 0, True, server_args, CONFIG)
         server = own_server(0, options, server_environment(1, True, "qwen2"), "key", tmp_path, 1.0)
-        return yaml.safe_load(Path(server._command(1234)[-1]).read_text())["nccl-port"]
+        return yaml.safe_load(Path(server.command(1234)[-1]).read_text())["nccl-port"]
 
     drawn = [nccl_port({}) for _ in range(8)]
     assert len(set(drawn)) > 1, "a server that starts again may find the old one taken"

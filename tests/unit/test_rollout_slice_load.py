@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mppo.rollout.transport.checked_load import BYTES, TABLE, tensor_checksum
 from mppo.rollout.transport.slice_load import MessageRow, PieceRow, load, slice_table
-from mppo.weights.slices.source import BLOCK, WHOLE, block_message
+from mppo.weights.slices.messages import ALL_BLOCKS, BLOCK, block_message
 
 COLUMNS = PieceRow("mlp.down_proj.weight", (3, 40), None, 1, 30, (3, 10), "float32", 0)
 EXPERT = PieceRow("mlp.experts.w13_weight", (2, 8, 4), 1, 0, 4, (4, 4), "float32", 128)
@@ -76,7 +76,7 @@ def _reported(
 def test_the_first_update_writes_everything_and_later_ones_only_changes(tmp_path) -> None:
     server, first, second = Server(), _values(1), _values(1)
     before = _packed(first)
-    assert _reported(server, tmp_path / "report", before, WHOLE, PIECES) == ""
+    assert _reported(server, tmp_path / "report", before, ALL_BLOCKS, PIECES) == ""
     for held, sent in zip(server.stretches(), first, strict=True):
         assert torch.equal(held, sent)
     second[0][2, 9] += 1
@@ -96,14 +96,14 @@ def test_the_first_update_writes_everything_and_later_ones_only_changes(tmp_path
     assert server.held["mlp.experts.w13_weight"][0].eq(0).all()
     server.held["mlp.experts.w13_weight"][1, 7, 3] += 1
     reported = _reported(server, tmp_path / "report", content, blocks, checked)
-    assert "verify_sync: mlp.experts.w13_weight would not be what the trainer holds" in reported
+    assert "verify_sync: mlp.experts.w13_weight would differ from the trainer's" in reported
 
 
 def test_a_message_with_all_blocks_changed_is_sent_in_full() -> None:
     packed = torch.arange(4 * BLOCK, dtype=torch.uint8)
     changed = torch.ones(4, dtype=torch.bool)
     blocks, content = block_message(packed, changed, [(0, 2 * BLOCK), (3 * BLOCK, 4 * BLOCK)])
-    assert blocks == WHOLE
+    assert blocks == ALL_BLOCKS
     assert torch.equal(content, packed.view(4, BLOCK)[[0, 1, 3]].flatten())
     assert block_message(packed, ~changed, [(0, 4 * BLOCK)])[0] == 0
 
@@ -112,13 +112,13 @@ def test_a_message_with_all_blocks_changed_is_sent_in_full() -> None:
     ("wrong", "why"),
     [
         ({"name": "mlp.up_proj.weight"}, "SGLang's model has no parameter mlp.up_proj.weight"),
-        ({"whole": (3, 20)}, r"shape [3, 40] on a rank of SGLang, not [3, 20]"),
+        ({"parameter_shape": (3, 20)}, r"shape [3, 40] on a rank of SGLang, not [3, 20]"),
     ],
 )
 def test_a_parameter_of_another_shape_is_named(tmp_path, wrong: dict, why: str) -> None:
     pieces = [replace(COLUMNS, **wrong)]
     server = Server()
-    reported = _reported(server, tmp_path / "report", _packed(_values(1))[:128], WHOLE, pieces)
+    reported = _reported(server, tmp_path / "report", _packed(_values(1))[:128], ALL_BLOCKS, pieces)
     assert why in reported
     assert "rollout.sync_mode" in reported
     assert server.held["mlp.down_proj.weight"].eq(0).all()
@@ -127,7 +127,7 @@ def test_a_parameter_of_another_shape_is_named(tmp_path, wrong: dict, why: str) 
 def test_kernels_with_up_before_gate_are_refused(tmp_path) -> None:
     server = Server()
     server.quant_method = SimpleNamespace(load_up_proj_weight_first=True)
-    reported = _reported(server, tmp_path / "report", _packed(_values(1)), WHOLE, PIECES)
+    reported = _reported(server, tmp_path / "report", _packed(_values(1)), ALL_BLOCKS, PIECES)
     assert "set rollout.sync_mode to full" in reported
     assert server.held["mlp.down_proj.weight"].eq(0).all()
 
@@ -145,5 +145,5 @@ def test_derived_parameters_are_updated(tmp_path) -> None:
     latent = PieceRow("attn.kv_b_proj.weight", (4,), None, 0, 0, (4,), "float32", 0)
     server = Server()
     content = torch.ones(4).view(torch.uint8)
-    assert _reported(server, tmp_path / "report", content, WHOLE, [latent]) == ""
+    assert _reported(server, tmp_path / "report", content, ALL_BLOCKS, [latent]) == ""
     assert server.derived == ["attn.kv_b_proj.weight"]

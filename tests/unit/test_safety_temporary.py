@@ -25,12 +25,13 @@ from pathlib import Path
 import torch
 from mppo.rollout.transport.buckets import SharedBuffer
 from mppo.safety.temporary import own_folder, note, private_file
+from mppo.weights.bucket import WeightBucket
 private_file(own_folder() / "server_1.yaml", "api-key: sesame")
 shared = Path(sys.argv[1])
 shared.touch()
 note(shared)
 buffer = SharedBuffer(torch.device("cpu"))
-buffer.fill([("weight", torch.zeros(1000))])
+buffer.fill(WeightBucket.pack([("weight", torch.zeros(1000))]))
 """
 WAITS = MAKES + "print(own_folder(), flush=True)\ntime.sleep(600)\n"
 FORKS = """

@@ -13,7 +13,7 @@ from mppo.parallel.layout import Layout
 from mppo.weights.blocks import ZERO, padded_vocab_size
 from mppo.weights.shape import MLAShape, ModelShape
 from mppo.weights.slices.engine_tensors import engine_tensor
-from mppo.weights.slices.reshard import engine_blocks, plan_reshard
+from mppo.weights.slices.reshard import ReshardPlanner, engine_blocks
 from mppo.weights.stream import plan_units
 from mppo.weights.table import Entry, parameter_table
 
@@ -82,10 +82,9 @@ def check(
     """
     crossing = total = 0
     owner = owners(layout, shape, first)
-    for plan in plan_reshard(
-        parameter_table(shape), layout, owner, engines, 8, expert_parallel=expert_parallel
-    ):
-        entry, dim = plan.entry, plan.entry.cut_dim
+    planner = ReshardPlanner(shape, layout, owner, engines, 8, expert_parallel=expert_parallel)
+    for entry in parameter_table(shape).entries():
+        plan, dim = planner.plan(entry), entry.cut_dim
         sizes = [math.prod(part) for part in entry.row.shapes]
         numbers = torch.arange(1.0, sum(sizes) + 1).split(sizes)
         tensors = [n.view(part) for n, part in zip(numbers, entry.row.shapes, strict=True)]
@@ -137,7 +136,8 @@ def test_any_layout_reaches_any_engine_with_the_least_that_must_cross(
 
 def test_gated_and_row_cuts_of_equal_size_move_nothing():
     shape, layout = model(), Layout(world=2, tp=2)
-    for plan in plan_reshard(parameter_table(shape), layout, owners(layout, shape), [[0, 1]], 1):
+    planner = ReshardPlanner(shape, layout, owners(layout, shape), [[0, 1]], 1)
+    for plan in map(planner.plan, parameter_table(shape).entries()):
         if ".mlp.linear_fc" in plan.entry.name:
             assert plan.crossing == 0
 
@@ -168,10 +168,11 @@ def test_groups_of_an_engine_hold_their_own_experts_and_nothing_of_the_others() 
 def test_experts_shared_out_alike_on_both_sides_do_not_cross() -> None:
     shape, layout = model(experts=6), Layout(world=2, tp=2, ep=2, etp=1)
     for groups, crosses in ((2, False), (1, True)):
-        plans = plan_reshard(
-            parameter_table(shape), layout, owners(layout, shape), [[0, 1]], expert_parallel=groups
+        planner = ReshardPlanner(
+            shape, layout, owners(layout, shape), [[0, 1]], expert_parallel=groups
         )
-        of_experts = [plan.crossing for plan in plans if plan.entry.expert is not None]
+        experts = [e for e in parameter_table(shape).entries() if e.expert is not None]
+        of_experts = [planner.plan(entry).crossing for entry in experts]
         assert len(of_experts) == 12
         assert all(bool(crossing) == crosses for crossing in of_experts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mppo.config.errors import ConfigIssue
@@ -62,6 +62,33 @@ def engine_parallelism_fits(context: RuleContext) -> Iterator[ConfigIssue]:
     if shape and shape.heads % tp:
         why = f"does not divide the {shape.heads} attention heads"
         yield ConfigIssue(key, tp, why, f"choose one of {divisors(shape.heads)}")
+    elif shape and shape.kv_heads % tp and tp % shape.kv_heads:
+        why = f"neither divides the {shape.kv_heads} key-value heads nor is a multiple of them"
+        yield ConfigIssue(key, tp, why, f"choose one of {divisors(shape.kv_heads)}")
+
+
+@rule("rollout.tensor_model_parallel_size", "rollout.expert_parallel_size", "model")
+def engine_cuts_feed_forward_evenly(context: RuleContext) -> Iterator[ConfigIssue]:
+    """SGLang refuses a feed-forward width that its ranks cannot divide evenly."""
+    rollout, shape = context.recipe.rollout, context.shapes.get("actor")
+    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    given = sglang_options(context.recipe.rollout.server_args)
+    if rollout.name != "sglang" or shape is None or shape.heads % tp or tp % ep:
+        return
+    if given.get("enable_dp_attention") or given.get("moe_dense_tp_size"):
+        return  # the feed-forward then has another tensor parallelism
+    dense = () if all(shape.sparse_layers) and shape.sparse_layers else (shape.ffn,)
+    widths = [("feed-forward width", width, tp) for width in (*dense, shape.shared_ffn)]
+    widths.append(("width of an expert", shape.expert_ffn, tp // ep))
+    for name, width, ranks in widths:
+        if width % ranks:
+            yield ConfigIssue(
+                "rollout.tensor_model_parallel_size",
+                tp,
+                f"cuts the {name}, {width}, into {ranks} unequal parts",
+                f"choose a value that gives a divisor of {width}",
+            )
+            return
 
 
 @rule("rollout.expert_parallel_size", "rollout.tensor_model_parallel_size", "model")
@@ -91,22 +118,22 @@ _SET_BY_MPPO = {
     **dict.fromkeys(
         ("tp", "tp_size", "tensor_parallel_size"), "set rollout.tensor_model_parallel_size"
     ),
+    "custom_weight_loader": "leave it out: weights arrive through mppo's own loader",
     "json_model_override_args": "edit config.json in model.path, which the actor reads too",
     **dict.fromkeys(("ep", "ep_size", "expert_parallel_size"), "set rollout.expert_parallel_size"),
 }
 """SGLang options that mppo sets from other keys, each with the fix."""
 
 
-def _server_args(context: RuleContext) -> dict[str, Any]:
+def sglang_options(server_args: Mapping[str, Any]) -> dict[str, Any]:
     """``rollout.server_args`` with the names of SGLang's ``ServerArgs`` fields."""
-    given = context.recipe.rollout.server_args
-    return {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}
+    return {name.lstrip("-").replace("-", "_"): value for name, value in server_args.items()}
 
 
 @rule("rollout.server_args")
 def server_options_do_not_repeat_keys(context: RuleContext) -> Iterator[ConfigIssue]:
     """A server's model, address and parallelism follow from other keys."""
-    for name, value in _server_args(context).items():
+    for name, value in sglang_options(context.recipe.rollout.server_args).items():
         if name in _SET_BY_MPPO:
             yield ConfigIssue(
                 f"rollout.server_args.{name}", value, "is set by mppo", _SET_BY_MPPO[name]
@@ -150,6 +177,34 @@ def tolerance_needs_its_check(context: RuleContext) -> Iterator[ConfigIssue]:
             f"has no effect with rollout.verify_sync = {rollout.verify_sync}",
             "set verify_sync to logprob, or leave it out",
         )
+
+
+@rule("rollout.verify_sync", "rollout.sync", "rollout.urls", "rollout.name")
+def checksums_need_own_servers(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Checksums are verified by the weight loader of servers that the run starts."""
+    rollout = context.recipe.rollout
+    if rollout.name != "sglang" or rollout.verify_sync != "checksum":
+        return
+    fix = "set verify_sync to logprob, which works with every sync and every server"
+    why = None
+    if rollout.urls:
+        why = "needs servers that the run starts itself; rollout.urls names others"
+    elif rollout.sync != "tensor":
+        why = f"needs rollout.sync = tensor, not {rollout.sync}"
+    if why is not None:
+        yield ConfigIssue("rollout.verify_sync", "checksum", why, fix)
+
+
+@rule("actor.router_replay", "rollout.server_args", "rollout.name")
+def replayed_experts_are_returned(context: RuleContext) -> Iterator[ConfigIssue]:
+    """R3 trains through the experts that servers return."""
+    if context.recipe.actor.router_replay != "R3" or context.recipe.rollout.name != "sglang":
+        return
+    name = "enable_return_routed_experts"
+    if sglang_options(context.recipe.rollout.server_args).get(name, True) is not True:
+        why = "cannot go with actor.router_replay = R3: servers would not return the experts"
+        fix = "leave it out, or set router_replay to R2"
+        yield ConfigIssue(f"rollout.server_args.{name}", False, why, fix)
 
 
 @rule("trainer.rollout_ahead", "rollout.name", "rollout.urls", "rollout.mode")
@@ -212,7 +267,7 @@ def slices_reach_the_servers_loader(context: RuleContext) -> Iterator[ConfigIssu
     if rollout.urls:
         why = "needs servers that the run starts itself, but rollout.urls is set"
         yield ConfigIssue(key, mode, why, "set sync_mode to full, or leave rollout.urls out")
-    given = _server_args(context)
+    given = sglang_options(context.recipe.rollout.server_args)
     for name in _OTHER_SHARDS:
         if given.get(name) not in (None, 1, False):
             why = f"does not work with rollout.server_args.{name}, which cuts parameters otherwise"

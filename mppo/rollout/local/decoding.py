@@ -1,9 +1,9 @@
 """Batched generation with a transformers model: prefill, then one token per row and step.
 
-Prompts are padded on the right, so causal attention needs no mask in prefill; each row's gap
-between its prompt and the shared column where responses begin is masked in decoding
-(``mppo.rollout.local.row_attention``). Finished rows leave the batch. Shapes: ``R`` rows, ``P``
-prompts, ``V`` vocabulary, ``C`` cache columns.
+Prompts are padded on the right, so causal attention needs no mask in prefill. All responses begin
+in the same cache column; decoding masks the gap between a row's prompt and that column
+(``mppo.rollout.local.row_attention``). Finished rows are removed from the batch. Shapes: ``R``
+rows, ``P`` prompts, ``V`` vocabulary, ``C`` cache columns.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from mppo.config.sections.rollout import SamplingConfig
@@ -26,16 +27,16 @@ _GROWTH_COLUMNS = 256
 _UNIFORM_BLOCK = 64
 _COMPACT_BELOW = 0.85
 _ROW_MULTIPLE = 8
-"""Rows that are gathered: oneDNN compiles a kernel for every number of rows it meets."""
+"""Row counts are rounded up to this: oneDNN compiles a kernel for every different row count."""
 
 
 class RowCache(Cache):
-    """Keys and values in buffers that grow by blocks: a step writes one column, copies nothing.
+    """Keys and values in buffers that grow by blocks, so that a step writes only one column.
 
     Args:
-        rows: rows held.
+        rows: rows of the buffers.
         layers: attention layers of the model.
-        columns: first capacity.
+        columns: initial capacity.
     """
 
     def __init__(self, rows: int, layers: int, columns: int) -> None:
@@ -53,10 +54,13 @@ class RowCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **_: object
     ) -> tuple[Tensor, Tensor]:
-        """Store new states; prefill (``window`` of rows) attends to the fresh ones alone."""
+        """Store new states and return what to attend to: in prefill only the new states.
+
+        Prefill writes only the rows of ``window``.
+        """
         buffers = self._buffers[layer_idx]
         if buffers is None:
-            # zeros: masked columns must not hold what multiplies to NaN
+            # zeros: a NaN in a masked column would survive the multiplication by zero
             buffers = self._buffers[layer_idx] = [
                 s.new_zeros(self._rows, s.shape[1], self.columns, s.shape[3])
                 for s in (key_states, value_states)
@@ -69,11 +73,11 @@ class RowCache(Cache):
         return buffers[0][:, :, :end], buffers[1][:, :, :end]
 
     def reshape(self, parent_R: Tensor | None, columns: int) -> None:
-        """Keep (or repeat) rows and hold at least ``columns`` columns.
+        """Select or repeat rows, and change the capacity.
 
         Args:
-            parent_R: int64, the old row each new row continues; None keeps all.
-            columns: capacity needed.
+            parent_R: int64 ``[R]``, the old row of each new row; None: keep all rows.
+            columns: new capacity.
         """
         for buffers in self._buffers:
             assert buffers is not None, "a layer without keys"
@@ -93,10 +97,10 @@ class DecodedRows:
     """Generated rows.
 
     Args:
-        tokens: int32 ``[R, T]``, rows valid up to their length.
+        tokens: int32 ``[R, T]``, each row valid up to its length.
         logprobs: float32 ``[R, T]``.
         length_R: int64 ``[R]``.
-        stopped_R: bool ``[R]``, ended by a stop token.
+        stopped_R: bool ``[R]``, the row ended with a stop token.
     """
 
     tokens: Tensor
@@ -106,7 +110,7 @@ class DecodedRows:
 
 
 def _prefill_slices(lengths: Sequence[int]) -> list[slice]:
-    """Runs of length-sorted prompts that are prefilled together: little padding, bounded size."""
+    """Divide length-sorted prompts into prefill batches of bounded size with little padding."""
     slices, start = [], 0
     for index, length in enumerate(lengths):
         full = (index - start + 1) * length > _PREFILL_TOKENS
@@ -118,9 +122,9 @@ def _prefill_slices(lengths: Sequence[int]) -> list[slice]:
 
 
 def _prefill(
-    model: nn.Module, prompts: Sequence[Sequence[int]], cache: RowCache, device: torch.device
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], cache: RowCache, device: torch.device
 ) -> Tensor:
-    """Fill the cache with prompts (shortest first); logits after each: ``[P, V]``."""
+    """Fill the cache with prompts (shortest first); return the last logits: ``[P, V]``."""
     lengths = [len(prompt) for prompt in prompts]
     logits = []
     for part in _prefill_slices(lengths):
@@ -134,7 +138,10 @@ def _prefill(
         def pick_last(_: nn.Module, args: tuple, row_P=row_P, last_P=last_P) -> tuple[Tensor]:
             return (args[0][row_P, last_P][:, None],)
 
-        hook = model.get_output_embeddings().register_forward_pre_hook(pick_last)
+        # the head computes logits of the last positions only
+        head = model.get_output_embeddings()
+        assert head is not None, "a causal LM has a head"
+        hook = head.register_forward_pre_hook(pick_last)
         cache.window, cache.length = part, 0
         try:
             out = model(
@@ -151,13 +158,13 @@ def _prefill(
 
 
 class _Rows:
-    """The rows still being generated, and where their results go.
+    """The rows that are still being generated, and the results of all rows.
 
     Args:
-        key_R: int64 ``[R]``, random stream of each row.
+        key_R: int64 ``[R]``, key of each row's random stream.
         position_R: int64 ``[R]``, position of the next token.
-        columns: which cache columns they see.
-        max_tokens: length stop.
+        columns: visible cache columns of each row.
+        max_tokens: most generated tokens of a row.
     """
 
     def __init__(
@@ -175,7 +182,7 @@ class _Rows:
         self._uniform = torch.empty(0)
 
     def draw(self, logits: Tensor, step: int, sampling: SamplingConfig) -> Tensor:
-        """Sample and record token ``step`` of every row left: int64 ``[rows left]``."""
+        """Sample and record token ``step`` of every remaining row: int64 ``[rows left]``."""
         if step % _UNIFORM_BLOCK == 0:
             self._uniform = uniforms(self._key_R, step, _UNIFORM_BLOCK)
         uniform_R = self._uniform[:, step % _UNIFORM_BLOCK]
@@ -185,11 +192,11 @@ class _Rows:
         return token_R
 
     def finish(self, token_R: Tensor, step: int, stop_tokens: Tensor) -> Tensor | None:
-        """Note which rows drew a stop token.
+        """Record which rows drew a stop token.
 
         Returns:
-            Indices of unfinished rows (and of some others, see ``_ROW_MULTIPLE``) if few enough
-            are left to be worth gathering (possibly none), else None.
+            Indices of the rows to keep, possibly none, if enough rows have finished that removing
+            them pays; else None. Includes some finished rows, see ``_ROW_MULTIPLE``.
         """
         ends_R = (token_R[:, None] == stop_tokens).any(-1) & ~self._done_R
         if not bool(ends_R.any()):
@@ -210,13 +217,13 @@ class _Rows:
         self.columns.keep(alive)
 
     def responses(self) -> DecodedRows:
-        """Everything recorded."""
+        """All recorded rows."""
         return DecodedRows(self.tokens.T, self.logprobs.T, self.length_R, self.stopped_R)
 
 
 @torch.inference_mode()
 def decode(
-    model: nn.Module,
+    model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     parent_R: Sequence[int],
     key_R: Tensor,
@@ -228,14 +235,14 @@ def decode(
     """Generate one response per row.
 
     Args:
-        model: causal LM whose attention is ``row_attention``, in eval mode.
+        model: causal LM in eval mode whose attention is ``row_attention``.
         prompts: P token lists, shortest first, none empty.
-        parent_R: which prompt each row continues; every prompt is prefilled once.
-        key_R: int64 ``[R]`` on the model's device, random stream of each row.
-        sampling: how tokens are drawn.
-        max_tokens: length stop.
+        parent_R: index of each row's prompt; every prompt is prefilled once.
+        key_R: int64 ``[R]`` on the model's device, key of each row's random stream.
+        sampling: sampling parameters.
+        max_tokens: most generated tokens of a row.
         stop_tokens: int64 ``[S]`` on the model's device.
-        window: tokens a token sees, itself included, in the model's layers with a window.
+        window: tokens visible to a token, itself included, in layers with a sliding window.
 
     Returns:
         DecodedRows in row order, on the model's device.
@@ -243,6 +250,7 @@ def decode(
     device, begin = key_R.device, len(prompts[-1])
     cache = RowCache(len(prompts), model.config.num_hidden_layers, begin)
     logits = _prefill(model, prompts, cache, device)
+    # samples of one prompt share its prefill: their rows are copies of the prompt's
     parents = torch.tensor(parent_R, device=device)
     cache.reshape(parents, begin + min(max_tokens, _GROWTH_COLUMNS))
     logits = logits[parents]
@@ -262,6 +270,7 @@ def decode(
                 token_R = token_R[alive]
             if step + 1 == max_tokens:
                 break
+            # grow by half: every growth copies the cache
             if cache.length == cache.columns:
                 cache.reshape(None, min(cache.columns * 3 // 2 + 1, begin + max_tokens))
             logits = model(

@@ -1,7 +1,7 @@
-"""The embedded rollout engine: a transformers model on every rank.
+"""The local rollout engine: a transformers model on every rank.
 
-Each rank holds the whole model and generates its share of the prompts. It is the default engine and
-the oracle the other engines are compared with.
+Each rank holds the full model and generates for a part of the prompts. This is the default engine;
+other engines are compared with it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from mppo.batch import ResponsesBySample, Trajectory
@@ -23,7 +24,7 @@ from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.parallel.partition import partition
-from mppo.rollout.engine import GenerationRequest, WeightBucket
+from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.decoding import DecodedRows, decode
 from mppo.rollout.local.parameters import ParameterSink
 from mppo.rollout.local.row_attention import ATTENTION, set_windows
@@ -32,6 +33,7 @@ from mppo.rollout.packed_responses import pack_rows, unpack_rows
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
 from mppo.supervision.stop_request import StepInterrupted
+from mppo.weights.bucket import NamedTensors
 from mppo.weights.hf.config_file import GENERATION
 
 _LOGPROB_TOKENS = 4096
@@ -39,12 +41,12 @@ _LOGPROB_TOKENS = 4096
 
 @dataclass
 class LocalGeneration:
-    """See ``rollout.engine.Generation``: this engine generates at once, nothing is under way.
+    """See ``rollout.engine.Generation``; complete when it is made, so nothing is in flight.
 
     Args:
-        request: what was generated.
+        request: the request.
         trajectories: the result.
-        seconds: it took.
+        seconds: duration of the generation.
     """
 
     request: GenerationRequest
@@ -76,28 +78,31 @@ def stop_tokens(hf_folder: str | Path, hf_config: PretrainedConfig) -> tuple[int
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type to compute in: CPUs without bfloat16 units multiply in float32, many times faster.
+    """The dtype to compute in: float32 instead of bfloat16 on CPUs without bfloat16 units.
 
-    Weights are rounded to ``dtype`` either way.
+    Float32 is many times faster there. Weights are rounded to ``dtype`` either way.
     """
     slow = device.type == "cpu" and dtype == torch.bfloat16 and not onednn.multiplies_bfloat16()
     return torch.float32 if slow else dtype
 
 
 class LocalEngine:
-    """Transformers on every rank, behind the ``RolloutEngine`` protocol.
+    """A transformers model on every rank; implements ``RolloutEngine``.
 
-    The model is built empty from its configuration and filled by the first ``update_weights``:
-    weights are never read from disk here.
+    The model is built without weights from its configuration; the first ``update_weights`` fills
+    it. No weights are read from disk.
 
     Args:
         hf_folder: model folder; only generation_config.json is read from it.
-        hf_config: its configuration.
-        dtype: type the weights are rounded to.
-        rank, world: this rank and the number of ranks that share the prompts.
-        device: where the model lives.
+        hf_config: the model's configuration.
+        dtype: dtype to which weights are rounded.
+        rank, world: this rank and the number of ranks among which prompts are divided.
+        device: of the model.
         batch_size: most rows generated at once on a rank.
         group: process group of those ranks; None is the default one.
+
+    Attributes:
+        stop_tokens: tokens that end a response of every request.
     """
 
     def __init__(
@@ -115,7 +120,7 @@ class LocalEngine:
         self._device = torch.device(device)
         self._rank, self._world, self._group = rank, world, group
         self._batch_size, self._dtype = batch_size, dtype
-        self._stops = stop_tokens(hf_folder, hf_config)
+        self.stop_tokens = stop_tokens(hf_folder, hf_config)
         family, computed = family_config(hf_config), compute_dtype(dtype, self._device)
         self._model = empty_model(hf_config, computed, self._device, ATTENTION)
         self._window = family.window_size
@@ -125,30 +130,30 @@ class LocalEngine:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens the model knows."""
+        """Size of the model's vocabulary."""
         return self._model.config.vocab_size
 
     def generate(self, request: GenerationRequest) -> list[Trajectory]:
-        """See ``RolloutEngine.generate``; it cannot abort, so all must be wanted."""
+        """See ``RolloutEngine.generate``; all prompts are needed: this engine cannot abort."""
         prompts, n = request.prompts, request.sampling.n
         assert request.num_prompts_needed in (None, len(prompts)), (
             "the local engine answers all prompts"
         )
         version = self._loaded_version()
         if not all(prompt.token_ids for prompt in prompts):
-            raise ValueError("an empty prompt cannot be continued: give it at least a BOS token")
+            raise ValueError("an empty prompt cannot be continued: add at least a BOS token")
         dealt = partition([len(p.token_ids) for p in prompts], self._world, equal_count=True)
         mine = sorted(dealt[self._rank], key=lambda index: len(prompts[index].token_ids))
-        # it aborts nothing: what another engine broke off is generated anew
+        # a response that another engine aborted is generated again from its start
         found = {key: t for key, t in request.resumed().items() if t.finish_reason != "abort"}
         rows = [(i, sample) for i in mine for sample in range(n) if i * n + sample not in found]
         stops = torch.tensor(
-            sorted({*self._stops, *request.sampling.stop_token_ids}),
+            sorted({*self.stop_tokens, *request.sampling.stop_token_ids}),
             dtype=torch.int64,
             device=self._device,
         )
         parts = []
-        with suppress(StepInterrupted):  # said by meet or check below, where all ranks are
+        with suppress(StepInterrupted):  # raised again below, on all ranks at the same point
             for start in range(0, len(rows), self._batch_size):
                 chunk = rows[start : start + self._batch_size]
                 parts.append(self._generate_rows(request, chunk, stops))
@@ -166,7 +171,7 @@ class LocalEngine:
         return [found[key] for key in range(len(prompts) * n)]
 
     def submit(self, request: GenerationRequest) -> LocalGeneration:
-        """See ``RolloutEngine.submit``; the model runs in this thread, before this returns."""
+        """See ``RolloutEngine.submit``; generates in this thread before it returns."""
         start = time.perf_counter()
         found = self.generate(request)
         return LocalGeneration(request, found, time.perf_counter() - start)
@@ -195,11 +200,11 @@ class LocalEngine:
             raise RuntimeError("the local rollout engine has no weights: call update_weights first")
         return self._version
 
-    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+    def update_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
         """See ``RolloutEngine.update_weights``.
 
         Raises:
-            ValueError: the stream does not fit the model; the engine then has no weights.
+            ValueError: the stream does not fit the model; the engine has no weights afterwards.
         """
         self._version = None
         self._sink.fill(buckets)
@@ -245,31 +250,31 @@ class LocalEngine:
         return [chosen[row, : len(s) - 1] for row, s in enumerate(sequences) if len(s) > 1]
 
     def sync_metrics(self) -> dict[str, float]:
-        """See ``RolloutEngine.sync_metrics``: weights are copied where they are."""
+        """See ``RolloutEngine.sync_metrics``; empty: no bytes are sent."""
         return {}
 
     def sleep(self) -> None:
-        """Move the weights off the GPU; nothing to give back on the CPU."""
+        """Move the weights from the GPU to host memory; on a CPU, do nothing."""
         self._move(torch.device("cpu"))
 
     def wake(self) -> None:
-        """Bring the weights back to the device."""
+        """Move the weights back to the device."""
         self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
         if self._device.type == "cpu":
             return
-        self._model.to(device)
+        cast("nn.Module", self._model).to(device)  # transformers annotates its override wrongly
         self._sink = ParameterSink(self._model, self._dtype)
 
     def stop(self) -> None:
-        """Nothing runs outside this process."""
+        """Do nothing: the engine has no processes of its own."""
 
 
 def _pack(
     rows: Sequence[tuple[int, int]], n: int, parts: Sequence[DecodedRows], device: torch.device
 ) -> Tensor:
-    """A rank's responses, in row order, for the exchange."""
+    """A rank's responses, in row order, packed for the exchange between ranks."""
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     tokens, logprobs = [nothing], [nothing.float()]
     for part in parts:

@@ -1,8 +1,8 @@
-"""Filling a transformers model in memory from Hugging Face checkpoint names.
+"""Load a stream of Hugging Face tensors into a transformers model in memory.
 
-Transformers keeps the experts of a layer fused in memory (``mlp.experts.gate_up_proj``,
-``mlp.experts.down_proj``) while checkpoints, and so the weight stream, name them one by one. Every
-checkpoint name maps to one view of a parameter, worked out once.
+Transformers fuses the experts of a layer in memory (``mlp.experts.gate_up_proj``,
+``mlp.experts.down_proj``); checkpoints, and so the weight stream, have one tensor per expert. Every
+checkpoint name is mapped once to a view of a parameter.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import difflib
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from mppo.models.transformers_model import WIDE_BUFFER
-from mppo.rollout.engine import WeightBucket
+from mppo.weights.bucket import NamedTensors
 
 _GATE_UP = ".experts.gate_up_proj"
 _DOWN = ".experts.down_proj"
@@ -22,7 +23,7 @@ _MIXTRAL_FAMILIES = ("mixtral", "minimax", "minimax_m2")
 
 
 def _expert_views(name: str, tensor: Tensor, model_type: str) -> dict[str, Tensor]:
-    """Checkpoint names and views of one fused expert parameter ``[E, out, in]``."""
+    """Views of one fused expert parameter ``[E, out, in]``, by checkpoint name."""
     mixtral = model_type in _MIXTRAL_FAMILIES
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     prefix = name.rsplit(".", 1)[0]
@@ -39,15 +40,15 @@ def _expert_views(name: str, tensor: Tensor, model_type: str) -> dict[str, Tenso
     return views
 
 
-def checkpoint_views(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
-    """Where each checkpoint tensor of a transformers model lives in memory.
+def checkpoint_views(model: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
+    """A view of the model's memory for each checkpoint tensor.
 
     Args:
-        model: a ``PreTrainedModel``, tied where its configuration ties.
+        model: a transformers model with tied embeddings if its configuration ties them.
 
     Returns:
-        Views by checkpoint name, and the names that may stay away from a stream because they share
-        memory with another (a tied ``lm_head.weight``).
+        Views by checkpoint name, and the names that a stream may omit because they share memory
+        with another name (a tied ``lm_head.weight``).
     """
     model_type = model.config.model_type
     views: dict[str, Tensor] = {}
@@ -68,24 +69,24 @@ def checkpoint_views(model: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
 
 
 class ParameterSink:
-    """Copies a stream of whole checkpoint tensors into a model.
+    """Copies a stream of checkpoint tensors into a model.
 
     Args:
-        model: the transformers model to fill.
-        dtype: the type weights are rounded to on the way (the model may compute in a wider one).
+        model: the transformers model.
+        dtype: dtype to which weights are rounded (the model's own dtype may be wider).
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self._views, self._aliases = checkpoint_views(model)
         self._dtype = dtype
         self._kept_wide = frozenset(n for n in self._views if n.endswith(WIDE_BUFFER))
 
-    def fill(self, buckets: Iterable[WeightBucket]) -> None:
-        """Take a whole stream.
+    def fill(self, buckets: Iterable[NamedTensors]) -> None:
+        """Copy all tensors of a stream.
 
         Raises:
-            ValueError: a name the model does not have, a wrong shape, or names that never came;
-                the stream is drained first, so that producing it stays collective.
+            ValueError: a name is unknown, a shape is wrong, or tensors are missing. Raised after
+                the stream is drained, because producing it is collective.
         """
         seen: set[str] = set()
         faults: list[str] = []
@@ -98,7 +99,7 @@ class ParameterSink:
                     seen.add(name)
         missing = sorted(self._views.keys() - seen - self._aliases)
         if missing:
-            faults.append(f"{len(missing)} tensors never came, first of them {missing[:4]}")
+            faults.append(f"{len(missing)} tensors are missing, the first of them {missing[:4]}")
         if faults:
             shown = "; ".join(faults[:4])
             raise ValueError(f"weight stream does not fit the rollout model: {shown}")

@@ -1,4 +1,4 @@
-"""Attention of the local engine's model: whole sequences, or one token per row over a cache.
+"""Attention of the local engine's model: full sequences, or one token per row over a cache.
 
 Shapes: ``R`` rows, ``H`` heads, ``K`` heads of keys, ``T`` queries, ``C`` cache columns, ``D`` head
 width.
@@ -8,26 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 ATTENTION = "mppo_rows"
 _QUERY_BLOCK = 512
-"""Queries that share a mask, or hold their scores at once."""
+"""Queries per block: bounds the memory of masks and scores."""
 _GAP = -(2**30)
 """Position of a cache column that holds no token."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Cache columns that this step's tokens see in a layer.
+    """Cache columns that are visible to this step's tokens in a layer.
 
     Args:
-        first: all columns before it are hidden from all rows.
-        mask: added to the scores, ``[R, 1, 1, C - first]``; None hides nothing more.
+        first: first column that is visible to any row.
+        mask: added to the scores, ``[R, 1, 1, C - first]``; None: all columns from ``first`` on.
     """
 
     first: int
@@ -35,17 +36,18 @@ class Columns:
 
 
 class ColumnPositions:
-    """Which cache columns the rows' tokens see, step by step.
+    """The cache columns that are visible to each row's token, step by step.
 
-    A row's prompt lies in the first columns, its response from column ``begin`` on; what is between
-    them is hidden. A layer with a window sees the last positions only, whose columns differ by row
-    until all of them are in the response.
+    A row's prompt is in the first columns, its response from column ``begin`` on; the columns
+    between them are hidden. In a layer with a sliding window only the last positions are visible;
+    their columns differ by row until all of them are in the response.
 
     Args:
-        length_R: int64, prompt lengths, none beyond ``begin``.
+        length_R: int64 ``[R]``, prompt lengths, at most ``begin``.
         begin: column of the first response token.
-        columns: most columns there will be.
-        window: tokens a token sees, itself included, in the layers with a window; None without.
+        columns: largest number of columns.
+        window: tokens visible to a token, itself included, in layers with a sliding window; None:
+            no layer has one.
         dtype: of the masks.
     """
 
@@ -74,12 +76,14 @@ class ColumnPositions:
         self._gap = None if self._gap is None else self._gap[rows]
 
     def all_seen(self, columns: int) -> Tensor | None:
-        """Mask of layers without a window, where ``columns`` are filled: ``[R, 1, 1, columns]``."""
+        """Mask of layers without a window, ``[R, 1, 1, columns]``; None: all are visible."""
         return None if self._gap is None else self._gap[..., :columns]
 
     def window_seen(self, columns: int) -> Columns | None:
-        """What the tokens in the last of ``columns`` see in layers with a window; None: the same
-        as in layers without."""
+        """Visible columns in layers with a window, for the tokens in the last of ``columns``.
+
+        None: the same as in layers without a window.
+        """
         if self._window is None or columns <= self._window:
             return None
         first = columns - self._window
@@ -95,14 +99,15 @@ class ColumnPositions:
         return mask.masked_fill_(hidden_RC, float("-inf"))[:, None, None]
 
 
-def set_windows(model: nn.Module, windows: Sequence[int | None]) -> None:
-    """Tell each layer's attention how far it sees, which :func:`row_attention` reads.
+def set_windows(model: PreTrainedModel, windows: Sequence[int | None]) -> None:
+    """Set the sliding window of each layer's attention, for :func:`row_attention`.
 
     Args:
         model: a causal LM of transformers.
-        windows: by layer, tokens a query sees, itself included; None: all before it.
+        windows: by layer, tokens visible to a query, itself included; None: all before it.
     """
-    for layer, window in zip(model.get_decoder().layers, windows, strict=True):
+    layers = cast("list[Any]", model.get_decoder().layers)
+    for layer, window in zip(layers, windows, strict=True):
         layer.self_attn.row_window = window
 
 
@@ -117,14 +122,14 @@ def row_attention(
     window_columns: Columns | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention over fresh keys (prefill), or of one token per row over the cache.
+    """Causal attention over new keys (prefill), or of one token per row over the cache.
 
-    An attention implementation of transformers, by the name ``ATTENTION``.
+    Registered in transformers as the attention implementation ``ATTENTION``.
 
     Args:
         module: the layer's attention; see :func:`set_windows`.
         query: ``[R, H, T, D]``.
-        key, value: ``[R, K, C, D]`` with their own widths; C equals T in prefill.
+        key, value: ``[R, K, C, D]``, of possibly different widths D; C equals T in prefill.
         attention_mask: in decoding, of layers without a window; see ``ColumnPositions.all_seen``.
         scaling: factor on scores; None: ``1 / sqrt(D)``.
         softcap: c in ``c * tanh(scores / c)``.
@@ -134,14 +139,15 @@ def row_attention(
         ``[R, T, H, D]``, and None.
     """
     rows, heads, length, width = query.shape
+    window = cast("int | None", module.row_window)
     if length > 1:
-        return _prefill(query, key, value, scaling, softcap, module.row_window), None
-    if module.row_window is not None and window_columns is not None:
+        return _prefill(query, key, value, scaling, softcap, window), None
+    if window is not None and window_columns is not None:
         first, attention_mask = window_columns.first, window_columns.mask
         key, value = key[:, :, first:], value[:, :, first:]
-    # query heads that share a key head are folded into the query axis: keys are never repeated
+    # query heads that share a key head are folded into the query axis, so keys are not repeated
     operands = [query.view(rows, key.shape[1], -1, width), key, value, attention_mask]
-    if query.device.type == "cpu":  # several times faster than bfloat16 for one token
+    if query.device.type == "cpu":  # for one token, float32 is several times faster than bfloat16
         operands = [x if x is None else x.float() for x in operands]
     out = _attend(*operands, scaling, softcap)
     return out.to(query.dtype).reshape(rows, 1, heads, -1), None
@@ -158,7 +164,7 @@ def _prefill(
     softcap: float | None,
     window: int | None,
 ) -> Tensor:
-    """Causal attention of sequences with themselves: ``[R, T, H, D]``."""
+    """Causal self-attention of full sequences: ``[R, T, H, D]``."""
     length, shared = query.shape[2], key.shape[1] != query.shape[1]
     if softcap is None and (window is None or length <= window):
         out = scaled_dot_product_attention(
@@ -191,7 +197,7 @@ def _attend(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attention with an added mask; with a cap, which torch's function lacks, written out."""
+    """Attention with an added mask; written out if scores are soft-capped, which torch lacks."""
     if softcap is None:
         return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -1,8 +1,8 @@
-"""Drawing tokens from logits, reproducibly for any batching.
+"""Draw tokens from logits, with the same result for any batching.
 
 The randomness of token ``t`` of sample ``s`` of prompt ``uid`` is a counter-based hash of
-``(seed, uid, s, t)``: one uniform number, inverted through the cumulative distribution. Neither the
-number of ranks nor which rows share a batch changes it.
+``(seed, uid, s, t)``: one uniform number, inverted through the cumulative distribution. It does not
+depend on the number of ranks or on the rows that share a batch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def row_keys(seed: int, uid_R: Tensor, sample_R: Tensor) -> Tensor:
-    """One random stream per row.
+    """The key of each row's random stream.
 
     Args:
         seed: seed of the generate call, any Python int.
-        uid_R: int64 ``[R]``, prompt of each row.
-        sample_R: int64 ``[R]``, which sample of that prompt.
+        uid_R: int64 ``[R]``, uid of each row's prompt.
+        sample_R: int64 ``[R]``, sample number of each row.
 
     Returns:
         int64 ``[R]``.
@@ -46,7 +46,7 @@ def uniforms(key_R: Tensor, start: int, count: int) -> Tensor:
     """Uniform numbers in ``[0, 1)`` for tokens ``start .. start + count`` of each row.
 
     Returns:
-        float64 ``[R, count]``, 40 bits fine (so that rounding never reaches 1).
+        float64 ``[R, count]`` with a resolution of 40 bits, so that rounding never gives 1.
     """
     counter = torch.arange(start + 1, start + count + 1, device=key_R.device) * _GOLDEN
     bits = _mix(key_R[:, None] + counter)
@@ -54,9 +54,9 @@ def uniforms(key_R: Tensor, start: int, count: int) -> Tensor:
 
 
 def _invert(weight_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """Index drawn in proportion to non-negative weights: int64 ``[R]``.
+    """Draw an index in proportion to non-negative weights: int64 ``[R]``.
 
-    Where a weight is NaN it is the last index: a caller finds NaN in the log-probability.
+    A row with a NaN weight gives the last index; its log-probability is NaN, which callers check.
     """
     cumulative_RV = weight_RV.cumsum(-1, dtype=torch.float64)
     target_R1 = uniform_R[:, None] * cumulative_RV[:, -1:]
@@ -65,7 +65,7 @@ def _invert(weight_RV: Tensor, uniform_R: Tensor) -> Tensor:
 
 
 def _draw_truncated(logprobs_RV: Tensor, uniform_R: Tensor, sampling: SamplingConfig) -> Tensor:
-    """A token of each row after top-k, then top-p of what is left, then min-p: int64 ``[R]``."""
+    """Draw a token of each row after top-k, then top-p, then min-p: int64 ``[R]``."""
     if sampling.top_k < 1 and sampling.top_p == 1.0:
         weight_RV = logprobs_RV.exp()
         floor_R1 = sampling.min_p * weight_RV.amax(-1, keepdim=True)

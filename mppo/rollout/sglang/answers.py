@@ -1,4 +1,4 @@
-"""The servers' answers as trajectories on every rank."""
+"""Convert the servers' responses into trajectories on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mppo.rollout.sglang.routed_experts import (
 
 
 def joined(before: Trajectory | None, more: Trajectory) -> Trajectory:
-    """A response from what there was and what came now."""
+    """Append a continuation to an earlier part of a response."""
     if before is None:
         return more
     known = sum(tokens for _, tokens in before.earlier)
@@ -38,7 +38,7 @@ def joined(before: Trajectory | None, more: Trajectory) -> Trajectory:
 
 
 def complete_prompts(found: Mapping[int, Trajectory], request: GenerationRequest) -> list[int]:
-    """Prompts with all their samples finished, in order."""
+    """Prompts whose samples are all finished, in order."""
     n = request.sampling.n
     done = {key for key, trajectory in found.items() if trajectory.finish_reason != "abort"}
     return [p for p in range(len(request.prompts)) if done.issuperset(range(p * n, p * n + n))]
@@ -57,17 +57,17 @@ def gather_answers(
     """Every rank's responses by ``prompt * n + sample``, on every rank; collective.
 
     Args:
-        mine: this rank's answers.
-        request: what was asked.
+        mine: responses of this rank's servers.
+        request: the request they belong to.
         version: of the weights.
-        known: what they continue.
-        routing: shape of the experts each answer carries; None: none.
-        device: for the exchange.
+        known: earlier parts of responses, which ``mine`` continues.
+        routing: shape of the routed experts in each response; None: none.
+        device: for the exchange between ranks.
         world: ranks in ``group``.
         group: process group; None is the default one.
 
     Raises:
-        RuntimeError: on every rank, when experts are missing.
+        RuntimeError: on every rank, if routed experts are missing.
     """
     found = dict(known)
     rows = all_gather_varlen(_packed(mine).to(device), world, group)
@@ -75,19 +75,19 @@ def gather_answers(
         for key, more in unpack_rows(received, request, version).items():
             found[key] = joined(known.get(key), more)
     if routing is not None:
-        chosen = _chosen(mine, found, routing, world, group).to(device)
+        chosen = _routed_experts(mine, found, routing, world, group).to(device)
         found |= attach(found, rows, chosen, routing, world, group)
     return found
 
 
-def _chosen(
+def _routed_experts(
     mine: Mapping[int, ServerResponse],
     found: Mapping[int, Trajectory],
     routing: RoutingShape,
     world: int,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """The experts of this rank's finished responses, flat; missing ones are told on every rank."""
+    """The routed experts of this rank's finished responses, flat; raises on every rank."""
     parts, error = [torch.empty(0, dtype=torch.int16)], None
     try:
         for key, row in mine.items():
@@ -105,7 +105,7 @@ def _chosen(
 
 
 def _packed(mine: Mapping[int, ServerResponse]) -> Tensor:
-    """A rank's responses for the exchange."""
+    """This rank's responses, packed for the exchange between ranks."""
     rows = mine.values()
     return pack_rows(
         torch.tensor(list(mine), dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""SGLang's HTTP interface, the part a trainer needs. SGLang itself is not imported here."""
+"""The part of SGLang's HTTP interface that a trainer needs; SGLang itself is not imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ServerResponse:
     """One response as the server returned it.
 
     ``reason``: ``stop``, ``length`` or ``abort``. ``routed_experts``: int32 values, layer by layer
-    for each routed token; None where not asked.
+    for each routed token; None if not requested.
     """
 
     tokens: list[int]
@@ -28,14 +28,14 @@ class ServerResponse:
     weight_version: str
     routed_experts: bytes | None = None
 
-    def settled(self, stop_tokens: Collection[int]) -> ServerResponse:
-        """Itself; one that was aborted just when it had drawn a stop token has stopped."""
+    def with_final_reason(self, stop_tokens: Collection[int]) -> ServerResponse:
+        """The response, with reason ``stop`` if it was aborted just after a stop token."""
         if self.reason == "abort" and self.tokens and self.tokens[-1] in stop_tokens:
             return replace(self, reason="stop")
         return self
 
     def trajectory(self, prompt: Prompt) -> Trajectory:
-        """As a response to its prompt, without the experts."""
+        """The response to ``prompt`` as a trajectory, without routed experts."""
         return Trajectory(
             prompt,
             tuple(self.tokens),
@@ -48,7 +48,7 @@ class ServerResponse:
 def sampling_parameters(
     sampling: SamplingConfig, max_tokens: int, stop_tokens: Sequence[int]
 ) -> dict[str, Any]:
-    """SGLang's names for how to sample one response."""
+    """Sampling parameters of one response under SGLang's names."""
     return {
         "max_new_tokens": max_tokens,
         "temperature": sampling.temperature,
@@ -63,32 +63,38 @@ class SGLangApi:
     """Calls to one SGLang server.
 
     Args:
-        url: its address.
-        api_key: its key, or None.
-        timeout_s: longest silence in generation and weight updates.
+        url: the server's address.
+        api_key: the server's key, or None.
+        timeout_s: longest time to an answer in generation and weight updates, in seconds.
+
+    Attributes:
+        client: sends the requests.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
         self.url = url
-        self._client = JsonClient(url, api_key, timeout_s)
+        self.client = JsonClient(url, api_key, timeout_s)
         self._has_sessions = True
 
     def is_up(self) -> bool:
-        """Whether it answers a health check at once.
+        """Return whether the server answers a health check within a few seconds.
 
         Raises:
-            RequestRefused: what answers there is no SGLang server.
+            RequestRefused: another program than an SGLang server answers.
         """
         try:
-            self._client.get("/health", timeout_s=_QUICK_S)
+            self.client.get("/health", timeout_s=_QUICK_S)
         except ServerLost:
             return False
         return True
 
-    def takes_key(self) -> bool | None:
-        """Whether it takes this client's key; a health check needs none. None: no answer."""
+    def accepts_key(self) -> bool | None:
+        """Return whether the server accepts this client's key; None: no answer.
+
+        The health check needs no key.
+        """
         try:
-            self._client.get("/model_info", timeout_s=_QUICK_S)
+            self.client.get("/model_info", timeout_s=_QUICK_S)
         except RequestRefused as error:
             return error.status != 401
         except ServerLost:
@@ -96,8 +102,8 @@ class SGLangApi:
         return True
 
     def weight_loaders(self) -> tuple[str, ...]:
-        """Names of the weight loaders it was started with besides SGLang's."""
-        stated = self._client.get("/server_info").get("custom_weight_loader")
+        """Names of the custom weight loaders that the server was started with."""
+        stated = self.client.get("/server_info").get("custom_weight_loader")
         return tuple(stated or ())
 
     def generate(
@@ -106,15 +112,16 @@ class SGLangApi:
         parameters: dict[str, Any] | Sequence[dict[str, Any]],
         routed_experts: bool = False,
     ) -> list[ServerResponse]:
-        """One response to each prompt, with the experts its tokens went through where asked.
+        """Generate one response to each prompt.
 
         Args:
             prompts: token ids.
-            parameters: how to sample, for all or for each.
-            routed_experts: ask for them.
+            parameters: sampling parameters, for all prompts or for each.
+            routed_experts: return the routed experts of each token.
 
         Raises:
-            ServerLost: no answer, or a response the server gave up on; nothing of it counts.
+            ServerLost: no answer, or the server failed to finish a response; all responses of the
+                call are lost.
         """
         body = {
             "input_ids": [list(prompt) for prompt in prompts],
@@ -123,7 +130,7 @@ class SGLangApi:
         }
         if routed_experts:
             body["return_routed_experts"] = True
-        return [self._generated(answer) for answer in self._client.post("/generate", body)]
+        return [self._generated(answer) for answer in self.client.post("/generate", body)]
 
     def _generated(self, answer: dict[str, Any]) -> ServerResponse:
         meta = answer["meta_info"]
@@ -149,15 +156,18 @@ class SGLangApi:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answers = self._client.post("/generate", body)
+        answers = self.client.post("/generate", body)
         return [[e[0] for e in a["meta_info"]["input_token_logprobs"][1:]] for a in answers]
 
     def abort_all(self) -> None:
-        """End every running request; each is answered with what it has, as aborted."""
-        self._client.post("/abort_request", {"abort_all": True}, timeout_s=_QUICK_S)
+        """Abort every running request; each returns its tokens with reason ``abort``."""
+        self.client.post("/abort_request", {"abort_all": True}, timeout_s=_QUICK_S)
 
     def begin_update(self) -> None:
-        """Open a weight update, where the version has such a call; a broken-off one is closed."""
+        """Open a weight update, if this version of SGLang has that call.
+
+        An update that was left open is closed first.
+        """
         try:
             self._session("/begin_weight_update", {"selector": "all"})
         except RequestRefused as error:
@@ -167,7 +177,7 @@ class SGLangApi:
             self._session("/begin_weight_update", {"selector": "all"})
 
     def end_update(self) -> None:
-        """Close it: the server finishes what it derives from weights."""
+        """Close the weight update: the server recomputes what it derives from weights."""
         self._session("/end_weight_update", {})
 
     def _session(self, path: str, body: dict[str, Any]) -> None:
@@ -183,7 +193,13 @@ class SGLangApi:
     def update_from_tensor(
         self, payloads: Sequence[str], version: int, loader: str = "flattened_bucket"
     ) -> None:
-        """Load one bucket, given as one serialized payload per tensor-parallel rank."""
+        """Load one bucket.
+
+        Args:
+            payloads: serialized handles, one per tensor-parallel rank.
+            version: of the weights.
+            loader: load format, or a custom weight loader of the server.
+        """
         self._succeed(
             "/update_weights_from_tensor",
             {
@@ -197,7 +213,7 @@ class SGLangApi:
     def join_group(
         self, address: str, port: int, rank_offset: int, world: int, name: str, backend: str
     ) -> None:
-        """Have the server's ranks join a process group; returns when all members are there."""
+        """Make the server's ranks join a process group; returns once all members have joined."""
         self._succeed(
             "/init_weights_update_group",
             {
@@ -211,7 +227,7 @@ class SGLangApi:
         )
 
     def leave_group(self, name: str) -> None:
-        """Have the server's ranks leave it."""
+        """Make the server's ranks leave a process group."""
         self._succeed("/destroy_weights_update_group", {"group_name": name})
 
     def update_from_distributed(
@@ -222,7 +238,7 @@ class SGLangApi:
         group: str,
         version: int,
     ) -> None:
-        """Load one bucket that is broadcast as a single tensor in the group meanwhile."""
+        """Load one bucket, which is broadcast in the group as a single tensor during this call."""
         self._succeed(
             "/update_weights_from_distributed",
             {
@@ -237,27 +253,27 @@ class SGLangApi:
         )
 
     def update_from_disk(self, folder: str, version: int) -> None:
-        """Load a Hugging Face folder the server can read."""
+        """Load a Hugging Face folder from a file system that the server sees."""
         body = {"model_path": folder, "load_format": "auto", "weight_version": str(version)}
         self._succeed("/update_weights_from_disk", body)
 
     def release_memory(self, tags: Sequence[str]) -> None:
-        """Give back the device memory of ``weights`` or ``kv_cache``."""
-        self._client.post("/release_memory_occupation", {"tags": list(tags)})
+        """Release the device memory of ``weights`` or ``kv_cache``."""
+        self.client.post("/release_memory_occupation", {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take it again."""
-        self._client.post("/resume_memory_occupation", {"tags": list(tags)})
+        """Allocate that memory again."""
+        self.client.post("/resume_memory_occupation", {"tags": list(tags)})
 
     def _succeed(self, path: str, body: dict[str, Any]) -> None:
         try:
-            answer = self._client.post(path, body)
+            answer = self.client.post(path, body)
         except RequestRefused as error:
             if error.status != 404:
                 raise
             raise RequestRefused(
-                f"{error}; this version of SGLang has no such call: serve with 0.5.21, or choose "
-                "another route (rollout.sync)",
+                f"{error}; this version of SGLang has no such call: serve with 0.5.21, or set "
+                "rollout.sync to another value",
                 error.status,
             ) from error
         if isinstance(answer, dict) and answer.get("success") is False:

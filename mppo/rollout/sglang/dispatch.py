@@ -1,4 +1,4 @@
-"""Handing jobs to several servers at once, and again to another when one is lost."""
+"""Run jobs on several servers at once; jobs of a lost server go to the others."""
 
 from __future__ import annotations
 
@@ -11,57 +11,58 @@ from typing import Generic, TypeVar
 from mppo.rollout.sglang.http_client import ServerLost
 
 Job = TypeVar("Job")
+Name = TypeVar("Name", bound=Hashable)
 Result = TypeVar("Result")
 Server = TypeVar("Server")
 
 
 @dataclass
-class DispatchResult(Generic[Result]):
-    """What became of the jobs.
+class DispatchResult(Generic[Name, Result]):
+    """The outcome of a dispatch.
 
     Args:
-        results: by job index; a job counts only when its whole answer came.
-        lost: servers that failed, with why.
+        results: by job index; only of jobs whose answer arrived completely.
+        lost: servers that failed, and why.
     """
 
     results: dict[int, Result] = field(default_factory=dict)
-    lost: dict[Hashable, str] = field(default_factory=dict)
+    lost: dict[Name, str] = field(default_factory=dict)
 
 
 def dispatch(
-    servers: Mapping[Hashable, Server],
+    servers: Mapping[Name, Server],
     jobs: Sequence[Job],
     call: Callable[[Server, Job], Result],
-    in_flight: int,
-) -> DispatchResult[Result]:
+    max_in_flight: int,
+) -> DispatchResult[Name, Result]:
     """Run jobs on servers until all are done or no server is left.
 
-    Each server takes the next job whenever it has less than ``in_flight`` running, so load balances
-    by itself. A server that loses a job gets no further one; the job goes to another.
+    Each server takes the next job as soon as it has fewer than ``max_in_flight`` running, which
+    balances the load. A server that loses a job gets no further job; the job goes to another.
 
     Args:
         servers: by name.
-        jobs: in the order they should start.
-        call: does one job on one server; ``ServerLost`` means try elsewhere.
-        in_flight: jobs running at once on a server.
+        jobs: in the order in which they should start.
+        call: runs one job on one server; ``ServerLost`` means that another server should run it.
+        max_in_flight: most jobs running at once on a server.
 
     Returns:
-        Results of the jobs done; jobs without a server left have none.
+        Results of the jobs that were done; jobs for which no server was left have none.
 
     Raises:
-        Exception: anything but ``ServerLost`` that ``call`` raised, once running jobs have ended.
+        Exception: any other exception of ``call``, after running jobs have ended.
     """
-    outcome: DispatchResult[Result] = DispatchResult()
+    outcome: DispatchResult[Name, Result] = DispatchResult()
     waiting = deque(range(len(jobs)))
     failures: list[Exception] = []
     lock = threading.Condition()
     running = 0
 
-    def work(name: Hashable, server: Server) -> None:
+    def work(name: Name, server: Server) -> None:
         nonlocal running
         while True:
             with lock:
-                # a job running elsewhere may come back to the queue
+                # a job that runs on another server returns to the queue if that server is lost
                 while not waiting and running and not failures and name not in outcome.lost:
                     lock.wait()
                 if not waiting or failures or name in outcome.lost:
@@ -85,7 +86,7 @@ def dispatch(
                     running -= 1
                     lock.notify_all()
 
-    each = max(1, min(in_flight, len(jobs)))
+    each = max(1, min(max_in_flight, len(jobs)))
     threads = [
         threading.Thread(target=work, args=item, daemon=True)
         for item in servers.items()

@@ -1,6 +1,6 @@
-"""The SGLang servers of a run: started and owned here, or external ones by URL.
+"""The SGLang servers of a run: started by mppo, or external servers by URL.
 
-A server is talked to by one rank, its head. Every rank calls the collective methods.
+One rank, the head of a server, sends all requests to it. All ranks call the collective methods.
 """
 
 from __future__ import annotations
@@ -36,19 +36,27 @@ _POLL_S = 0.5
 
 
 class Fleet:
-    """All servers, the processes of those started by this rank, and clients to those it heads.
+    """All servers; the processes that this rank started, and clients to the servers it heads.
 
-    Own servers are launched at once and awaited at the first ``revive``.
+    The constructor starts mppo's own servers; the first ``revive`` waits until they answer.
 
     Args:
         rollout: the recipe's section.
-        model_folder: what own servers read their configuration from.
+        model_folder: the folder from which mppo's own servers read the model's configuration.
         hf_config: that configuration.
-        dtype: type of their weights.
+        dtype: of the servers' weights.
         rank, world: this rank and the number of ranks.
         device: this rank's device.
         folder: for logs and option files.
         group: process group of the ranks; None is the default one.
+
+    Attributes:
+        count: number of servers.
+        mine: the servers for which this rank is the head.
+        key: API key of all servers, or None.
+        lost: servers of this rank that failed, and why.
+        processes: the servers that this rank started.
+        tensor_parallel: ranks of each server.
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class Fleet:
         self._rollout, self._rank, self._world, self._group = rollout, rank, world, group
         self.tensor_parallel = rollout.tensor_model_parallel_size
         on_cpu = device.type == "cpu"
+        # on a CPU the ranks share the cores, so one server serves all of them
         per_server = world if on_cpu else self.tensor_parallel
         self._model_type = hf_config.model_type
         self.count = len(rollout.urls) or rollout.servers or max(1, world // per_server)
@@ -74,16 +83,16 @@ class Fleet:
         self.lost: dict[int, str] = {}
         self._asleep: dict[int, set[str]] = {}
         self._apis: dict[int, SGLangApi] = {}
-        self._processes: dict[int, ServerProcess] = {}
+        self.processes: dict[int, ServerProcess] = {}
         if not rollout.urls:
             self._launch(model_folder, hf_config, dtype, device, folder)
 
     def head_of(self, server: int) -> int:
-        """The rank that talks to a server."""
+        """The rank that sends requests to a server."""
         return server * max(1, self._world // self.count) % self._world
 
     def _agreed_key(self) -> str | None:
-        """The run's own key, or that of external servers from the environment."""
+        """A new key, the same on all ranks; for external servers the key in the environment."""
         if self._rollout.urls:
             return os.environ.get(API_KEY_VARIABLE)
         key = secrets.token_hex(32) if self._rank == 0 else None
@@ -112,43 +121,44 @@ class Fleet:
             )
             options["custom_weight_loader"] = [LOADER, SLICE_LOADER]
             environment = server_environment(self.tensor_parallel, on_cpu, hf_config.model_type)
-            self._processes[server] = own_server(
+            self.processes[server] = own_server(
                 server, options, environment, self.key or "", folder, self._rollout.start_timeout_s
             )
-            self._processes[server].start()
+            self.processes[server].start()
 
     @property
     def apis(self) -> dict[int, SGLangApi]:
-        """Clients to the servers this rank heads and that are not lost."""
+        """Clients to the servers that this rank heads, without lost ones."""
         return {s: api for s, api in self._apis.items() if s not in self.lost}
 
     def client(self, url: str) -> SGLangApi:
         """A client to any server of the run."""
         return SGLangApi(url, self.key, self._rollout.request_timeout_s)
 
-    def last_words(self) -> str:
-        """The end of the logs of this rank's own servers, for messages."""
-        return "".join(process.last_output() for process in self._processes.values())
+    def last_output(self) -> str:
+        """The end of the logs of the servers that this rank started, for error messages."""
+        return "".join(process.last_output() for process in self.processes.values())
 
     def urls(self) -> dict[int, str]:
-        """Address of every server, on every rank; collective."""
+        """URL of every server, on every rank; collective."""
         mine = {server: api.url for server, api in self._apis.items()}
         everyone = all_gather_objects(mine, self._world, self._group)
         return dict(sorted(item for part in everyone for item in part.items()))
 
     def revive(self) -> list[int]:
-        """Connect to new servers and restart lost ones; collective.
+        """Connect to new servers, and restart lost ones; collective.
 
         Returns:
-            Servers of this rank that are new, and so hold no weights.
+            Servers of this rank that were connected or restarted, and so hold no weights.
 
         Raises:
-            RuntimeError: on every rank, when a server does not come up.
+            RuntimeError: on every rank, if a server does not start.
         """
         new, error = [], None
         try:
             for server in self.mine:
-                process = self._processes.get(server)
+                process = self.processes.get(server)
+                # a server can end while no request notices
                 if process is not None and server in self._apis and not process.alive:
                     self.lost.setdefault(server, "its process ended")
                 if server in self._apis and server not in self.lost:
@@ -167,8 +177,9 @@ class Fleet:
         return new
 
     def _connected(self, server: int) -> SGLangApi:
+        """A client to a server that answers, takes the key and computes the actor's model."""
         if not self._rollout.urls:
-            process = self._processes[server]
+            process = self.processes[server]
             process.wait_until_up()
             return self.client(f"http://{HOST}:{process.port}")
         api = self.client(self._rollout.urls[server])
@@ -184,44 +195,44 @@ class Fleet:
                 time.sleep(_POLL_S)
         except RequestRefused as error:
             raise ServerError(
-                f"what answers at {api.url} (rollout.urls) is no SGLang server: {error}"
+                f"{api.url} (rollout.urls) does not answer like an SGLang server: {error}"
             ) from error
-        if api.takes_key() is False:
+        if api.accepts_key() is False:
             raise ServerError(
-                f"the server at {api.url} (rollout.urls) does not take the key in "
-                f"{API_KEY_VARIABLE}: set that variable to its api_key"
+                f"the server at {api.url} (rollout.urls) refuses the key in {API_KEY_VARIABLE}: "
+                "set that variable to the server's api_key"
             )
         if self._model_type in OWN_CLASSES and LOADER not in api.weight_loaders():
             raise ServerError(
                 f"the server at {api.url} (rollout.urls) computes another model than the actor: "
                 f"SGLang's own class for {self._model_type} {OWN_CLASSES[self._model_type]}; start "
-                "the server by python -m mppo.serve, which gives it mppo's class"
+                "the server with python -m mppo.serve, which gives it mppo's class"
             )
         return api
 
     @property
     def shares_devices(self) -> bool:
-        """Whether servers live on the training devices and so must give memory back."""
+        """Whether servers share the training devices, and so must release memory for training."""
         return not self._rollout.urls and self._rollout.mode == "colocated"
 
     def sleep(self, tags: tuple[str, ...]) -> None:
-        """Give back the memory of ``tags`` on every server of this rank."""
-        self._ask(lambda server, api: api.release_memory(tags))
+        """Release the memory of ``tags`` on every server of this rank."""
+        self._call(lambda server, api: api.release_memory(tags))
         for server in self.apis:
             self._asleep.setdefault(server, set()).update(tags)
 
     def wake(self, tag: str) -> None:
-        """Take the memory of ``tag`` again where it was given back."""
+        """Allocate the memory of ``tag`` again on servers that released it."""
 
         def resume(server: int, api: SGLangApi) -> None:
             if tag in self._asleep.get(server, ()):
                 api.resume_memory([tag])
                 self._asleep[server].discard(tag)
 
-        self._ask(resume)
+        self._call(resume)
 
-    def _ask(self, call: Callable[[int, SGLangApi], None]) -> None:
-        """Ask every server of this rank; one that does not answer is lost."""
+    def _call(self, call: Callable[[int, SGLangApi], None]) -> None:
+        """Call every server of this rank; one that does not answer becomes lost."""
         for server, api in self.apis.items():
             try:
                 call(server, api)
@@ -229,7 +240,7 @@ class Fleet:
                 self.lost[server] = str(error)
 
     def stop(self) -> None:
-        """End every own server. Idempotent."""
-        for process in self._processes.values():
+        """Stop every server that this rank started. Idempotent."""
+        for process in self.processes.values():
             process.stop()
-        self._processes, self._apis = {}, {}
+        self.processes, self._apis = {}, {}

@@ -1,4 +1,4 @@
-"""Responses on their way from SGLang servers to all ranks."""
+"""Generation by SGLang servers: requests, responses, and what is left over."""
 
 from __future__ import annotations
 
@@ -20,67 +20,74 @@ _JOBS_PER_SERVER = 32
 
 
 class SGLangGeneration:
-    """See ``rollout.engine.Generation``. The servers are asked at once; collective.
+    """See ``rollout.engine.Generation``. The constructor sends the requests; collective.
 
     Args:
-        request: what is asked for.
-        stops: tokens that end a response.
-        routing: shape of the experts each answer carries; None: none.
-        requests: the way to the servers.
-        rollout: the recipe's section; with ``partial_rollout``, what is broken off goes on later.
+        request: the responses to generate.
+        stop_tokens: tokens that end a response.
+        routing: shape of the routed experts in each response; None: none.
+        requests: sends jobs to the servers.
+        rollout: the recipe's section; with ``partial_rollout``, aborted responses are continued by
+            a later request.
     """
 
     def __init__(
         self,
         request: GenerationRequest,
-        stops: tuple[int, ...],
+        stop_tokens: tuple[int, ...],
         routing: RoutingShape | None,
         requests: Requests,
         rollout: RolloutConfig,
     ) -> None:
-        self._request, self._stops, self._routing = request, stops, routing
+        self._request, self._stop_tokens, self._routing = request, stop_tokens, routing
         self._requests, self._rollout = requests, rollout
         self._partial = request.num_prompts_needed is not None and rollout.partial_rollout
-        self._found = {row: t for row, t in request.resumed().items() if self._counts(t)}
+        self._found = {row: t for row, t in request.resumed().items() if self._is_usable(t)}
         self._seconds = 0.0
         self._left_over: ResponsesBySample = {}
-        self._flight: InFlightRequests | None = None
+        self._in_flight: InFlightRequests | None = None
         self._launch()
 
-    def _counts(self, response: Trajectory) -> bool:
-        """Whether what is known of a response need not be generated again."""
+    def _is_usable(self, response: Trajectory) -> bool:
+        """Return whether a response that exists need not be generated again."""
         if response.finish_reason == "abort":
             return self._partial
         return self._routing is None or response.routed_experts is not None
 
     def _launch(self) -> None:
-        """Ask this rank's servers for what is missing, if it is."""
+        """Send requests for missing responses to this rank's servers, if prompts are missing."""
         request = self._request
         enough = (
             len(request.prompts)
             if request.num_prompts_needed is None
             else request.num_prompts_needed
         )
+        # every rank has the same responses, so all ranks return here or none does
         if len(complete_prompts(self._found, request)) >= enough:
             return
+        # all responses of this launch must come from this one version
         self._version = self._requests.restore()
-        self._tail = StragglerAbort(
+        self._stragglers = StragglerAbort(
             request.num_prompts_needed, request.sampling.n, self._requests.new_name()
         )
+        # the count is over all ranks: each adds the finished responses among its own rows
         rows = self._my_rows()
         ended = {row for row, t in self._found.items() if t.finish_reason != "abort"}
         done = ended.intersection(rows)
-        self._tail.answered(sorted(done))
+        self._stragglers.answered(sorted(done))
         rows = [row for row in rows if row not in done]
         servers = max(1, len(self._requests.fleet.mine))
-        # enough requests to spread, few enough to cost little
+        # enough requests to balance the servers, few enough to keep the overhead small
         size = max(1, min(-(-len(rows) // (_JOBS_PER_SERVER * servers)), self._rollout.batch_size))
         self._jobs = [rows[start : start + size] for start in range(0, len(rows), size)]
-        self._in_flight = max(1, self._rollout.batch_size // size)
-        self._flight = self._requests.launch(self._jobs, self._ask, self._in_flight, self._tail)
+        # ``batch_size`` bounds the responses that a server generates at once, not its requests
+        self._max_in_flight = max(1, self._rollout.batch_size // size)
+        self._in_flight = self._requests.launch(
+            self._jobs, self._answer_rows, self._max_in_flight, self._stragglers
+        )
 
     def _my_rows(self) -> list[int]:
-        """Rows (``prompt * n + sample``) for this rank's servers, longest prompts first."""
+        """Rows (``prompt * n + sample``) of this rank's servers, longest prompts first."""
         n, fleet = self._request.sampling.n, self._requests.fleet
         lengths = [len(prompt.token_ids) for prompt in self._request.prompts]
         dealt = partition(lengths, fleet.count, equal_count=True)
@@ -88,49 +95,52 @@ class SGLangGeneration:
         mine.sort(key=lambda index: -lengths[index])
         return [index * n + sample for index in mine for sample in range(n)]
 
-    def _ask(self, api: SGLangApi, job: list[int]) -> dict[int, ServerResponse]:
-        """Have one server answer some rows; in any thread."""
-        request, tail = self._request, self._tail
-        if tail.reached.is_set():
+    def _answer_rows(self, api: SGLangApi, job: list[int]) -> dict[int, ServerResponse]:
+        """Make one server answer some rows; runs in any thread."""
+        request, stragglers = self._request, self._stragglers
+        if stragglers.reached.is_set():
             return {}
         texts, parameters = [], []
         for row in job:
             prompt, _ = request.sample_at(row)
             known = self._found[row].response_ids if row in self._found else ()
+            # a response that is continued is part of the prompt, and shortens what may follow
             texts.append(prompt.token_ids + known)
             limit = request.max_tokens - len(known)
-            parameters.append(sampling_parameters(request.sampling, limit, self._stops))
+            parameters.append(sampling_parameters(request.sampling, limit, self._stop_tokens))
         answers = api.generate(texts, parameters, self._routing is not None)
-        _check_answers(api.url, answers, self._version, may_abort=tail.reached.is_set())
-        answers = [a.settled(self._stops) for a in answers]
+        _check_answers(api.url, answers, self._version, may_abort=stragglers.reached.is_set())
+        answers = [a.with_final_reason(self._stop_tokens) for a in answers]
         ended = {r: a for r, a in zip(job, answers, strict=True) if a.reason != "abort"}
         if request.on_response is not None:
-            told = {r: a.trajectory(request.sample_at(r)[0]) for r, a in ended.items()}
-            request.on_response(
-                list(told), [joined(self._found.get(r), t) for r, t in told.items()]
-            )
-        tail.answered(list(ended))
+            new = {r: a.trajectory(request.sample_at(r)[0]) for r, a in ended.items()}
+            request.on_response(list(new), [joined(self._found.get(r), t) for r, t in new.items()])
+        stragglers.answered(list(ended))
         return {r: a for r, a in zip(job, answers, strict=True) if a.tokens}
 
     def wait(self) -> None:
         """See ``rollout.engine.Generation.wait``."""
-        if self._flight is None:
+        if self._in_flight is None:
             return
-        results = self._requests.landed(self._flight)
-        found, self._flight = self._gathered(results), None
-        self._found = {row: t for row, t in found.items() if self._counts(t)}
+        results = self._requests.join(self._in_flight)
+        found, self._in_flight = self._gathered(results), None
+        self._found = {row: t for row, t in found.items() if self._is_usable(t)}
         self._left_over = self._request.left_over(self._found)
 
     def collect(self) -> list[Trajectory]:
         """See ``rollout.engine.Generation.collect``."""
         request, n = self._request, self._request.sampling.n
-        if self._flight is None:
+        if self._in_flight is None:
             self._launch()
-        if self._flight is not None:
-            results = self._requests.answers(
-                self._jobs, self._ask, self._in_flight, self._tail, self._flight
+        if self._in_flight is not None:
+            results = self._requests.collect(
+                self._jobs,
+                self._answer_rows,
+                self._max_in_flight,
+                self._stragglers,
+                self._in_flight,
             )
-            self._found, self._flight = self._gathered(results), None
+            self._found, self._in_flight = self._gathered(results), None
         taken = complete_prompts(self._found, request)[: request.num_prompts_needed]
         self._left_over = request.left_over(self._found, taken) if self._partial else {}
         found, self._found = self._found, {}
@@ -149,10 +159,10 @@ class SGLangGeneration:
     def _gathered(
         self, results: Mapping[int, Mapping[int, ServerResponse]]
     ) -> dict[int, Trajectory]:
-        """This rank's answers and everybody's, and what was known before; collective."""
-        assert self._flight is not None
+        """All ranks' responses, joined with those known before; collective."""
+        assert self._in_flight is not None
         requests = self._requests
-        self._seconds = self._flight.seconds
+        self._seconds = self._in_flight.seconds
         mine = {row: answer for part in results.values() for row, answer in part.items()}
         found = gather_answers(
             mine,
@@ -164,27 +174,25 @@ class SGLangGeneration:
             requests.world,
             requests.group,
         )
-        self._tail.forget()
+        self._stragglers.close()
         return found
 
-    def drop(self) -> None:
-        """Abort what is under way; nobody wants it."""
-        if self._flight is not None:
-            self._flight.drop()
+    def abort(self) -> None:
+        """Abort requests in flight; their responses are lost."""
+        if self._in_flight is not None:
+            self._in_flight.abort()
 
 
 def _check_answers(
     url: str, answers: Sequence[ServerResponse], version: int, may_abort: bool
 ) -> None:
-    """Refuse what other weights generated, and what was aborted without having been told to.
+    """Check that responses come from the current weights and were not aborted unexpectedly.
 
     Raises:
-        ServerLost: such an answer.
+        ServerLost: a response does not; the server may have been restarted by others.
     """
     for answer in answers:
         if answer.weight_version != str(version):
-            raise ServerLost(
-                url, f"holds weights of version {answer.weight_version}, not {version}"
-            )
+            raise ServerLost(url, f"has weights of version {answer.weight_version}, not {version}")
         if answer.reason == "abort" and not may_abort:
             raise ServerLost(url, "gave up on a response")

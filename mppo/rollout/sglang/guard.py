@@ -1,8 +1,8 @@
-"""Runs a command that must not outlive the process that asked for it.
+"""Runs a command that must not outlive the process that started it.
 
 ``python -m mppo.rollout.sglang.guard PARENT_PID COMMAND...`` starts COMMAND in the guard's process
-group and waits. When the parent is gone in whatever way (``kill -9`` included) or COMMAND ends,
-each process of that group is killed. COMMAND dies with the guard, too.
+group and waits. When the parent has ended (even by ``kill -9``) or COMMAND ends, the guard kills
+every process of that group. The kernel kills COMMAND when the guard dies.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _die_with_guard() -> None:
-    """Have the kernel kill this process when its parent dies (Linux; elsewhere the group's kill
-    on the guard's regular ways out must do)."""
+    """Make the kernel kill this process when its parent dies.
+
+    Linux only; elsewhere the guard kills the group when it ends regularly.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command until it ends or the parent is gone.
+    """Run the command until it ends or the parent has ended.
 
     Args:
         arguments: parent's process id, then the command.
 
     Returns:
-        The command's exit code, never less than 1 (a server has no business ending).
+        The command's exit code, or 1 if it is 0: a server should not end.
     """
     parent, command = int(arguments[0]), arguments[1:]
     if os.getpid() != os.getsid(0):

@@ -18,11 +18,11 @@ MAX_ANSWER_BYTES = 2 << 30
 
 
 class RequestRefused(RuntimeError):
-    """The server answered that the request itself is wrong; repeating it would not help.
+    """The server rejected the request; a repetition would be rejected too.
 
     Args:
-        why: what is wrong with it.
-        status: of the HTTP answer; None where an answer's content is what is wrong.
+        why: the reason.
+        status: HTTP status; None if the content of a successful answer gives the reason.
     """
 
     def __init__(self, why: str, status: int | None = None) -> None:
@@ -31,11 +31,11 @@ class RequestRefused(RuntimeError):
 
 
 class ServerLost(ConnectionError):
-    """No usable answer: connection failed, time ran out, or the server reported its own failure.
+    """No usable answer: the connection failed, the time ran out, or the server reported a failure.
 
     Args:
-        url: the server.
-        why: what happened.
+        url: of the server.
+        why: the reason.
     """
 
     def __init__(self, url: str, why: object) -> None:
@@ -47,12 +47,15 @@ class ServerLost(ConnectionError):
 
 
 class JsonClient:
-    """Posts JSON, reads JSON.
+    """Sends JSON and reads JSON.
 
     Args:
         url: ``http://host:port``.
         api_key: sent as a bearer token, unless None.
-        timeout_s: for connecting, and from the request to the end of the answer.
+        timeout_s: for connecting, and from the request to the end of the answer, in seconds.
+
+    Attributes:
+        timeout_s: as above; may be changed between requests.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
@@ -60,7 +63,7 @@ class JsonClient:
             raise ValueError(f"{redact_text(url)!r} {problem}: write http://host:port")
         parts = urlsplit(url)
         self.url = url.rstrip("/")
-        self._parts, self._timeout_s = parts, timeout_s
+        self._parts, self.timeout_s = parts, timeout_s
         self._headers = {"Content-Type": "application/json"}
         self._secrets = [api_key] if api_key else []
         if api_key:
@@ -69,20 +72,20 @@ class JsonClient:
         self._idle: deque[http.client.HTTPConnection] = deque()
 
     def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """Answer to a POST of ``body``.
+        """POST ``body`` as JSON and return the answer.
 
         Raises:
             RequestRefused: status 4xx.
-            ServerLost: everything else that is no answer; safe to repeat elsewhere.
+            ServerLost: any other failure; the request may be repeated on another server.
         """
         return self._call("POST", path, json.dumps(body or {}), timeout_s)
 
     def get(self, path: str, timeout_s: float | None = None) -> Any:
-        """Answer to a GET; raises as ``post``."""
+        """Return the answer to a GET; raises as ``post``."""
         return self._call("GET", path, None, timeout_s)
 
     def _call(self, method: str, path: str, body: str | None, timeout_s: float | None) -> Any:
-        limit = self._timeout_s if timeout_s is None else timeout_s
+        limit = self.timeout_s if timeout_s is None else timeout_s
         for fresh in (False, True):
             connection = None if fresh else self._kept()
             reused = connection is not None
@@ -95,7 +98,7 @@ class JsonClient:
                 answer = connection.getresponse()
                 text = read_body(answer, MAX_ANSWER_BYTES)
             except (http.client.RemoteDisconnected, BrokenPipeError) as error:
-                # a kept-alive connection the server has closed meanwhile is no failure yet
+                # the server may have closed a kept-alive connection: try once with a new one
                 connection.close()
                 if not reused:
                     raise ServerLost(self.url, f"{path}: {error}") from error
@@ -110,13 +113,14 @@ class JsonClient:
         raise AssertionError("unreachable")
 
     def _kept(self) -> http.client.HTTPConnection | None:
-        """An open connection nobody uses; those the server has closed meanwhile are dropped."""
+        """An idle connection that the server has not closed; None if there is none."""
         while self._idle:
             try:
                 connection = self._idle.pop()
             except IndexError:  # another thread was faster
                 return None
             if connection.sock is not None:
+                # an idle connection becomes readable only when the server closes it
                 watch = select.poll()
                 watch.register(connection.sock, select.POLLIN)
                 if not watch.poll(0):
@@ -127,6 +131,7 @@ class JsonClient:
     def _new(self) -> http.client.HTTPConnection:
         secure = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        assert self._parts.hostname is not None, "url_problem refuses a URL without a host"
         return kind(self._parts.hostname, self._parts.port)
 
     def _read(self, path: str, status: int, text: bytes) -> Any:
@@ -143,4 +148,6 @@ class JsonClient:
         try:
             return parse_answer(text)
         except ValueError as error:
-            raise ServerLost(self.url, f"{path}: sent no JSON ({error}): {shown}") from error
+            raise ServerLost(
+                self.url, f"{path}: the answer is not JSON ({error}): {shown}"
+            ) from error

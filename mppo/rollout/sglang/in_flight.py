@@ -1,4 +1,4 @@
-"""Requests on their way to servers while this rank's main thread does something else."""
+"""Requests that run in a thread of their own while this rank's main thread continues."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from mppo.rollout.sglang.dispatch import DispatchResult, dispatch
 from mppo.rollout.sglang.straggler_abort import StragglerAbort
 from mppo.supervision import stop_request
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _ABORT_S = 5.0
-"""What is aborted is answered within this time, or its server hangs."""
+"""An aborted request is answered within this time, or its server hangs."""
 
 
 class InFlightRequests:
-    """Jobs dispatched from a thread of their own, which calls nothing collective.
+    """Jobs dispatched from one thread, which makes no collective call.
 
     Args:
-        apis: the servers that are up.
-        jobs, call, in_flight: see ``dispatch``.
-        tail: ends what runs once enough is answered; None: nothing ends early.
+        apis: returns clients to the servers that are not lost.
+        jobs, call, max_in_flight: see ``dispatch``.
+        stragglers: aborts running requests once enough prompts are answered; None: never.
+
+    Attributes:
+        seconds: duration of all jobs, once they have ended.
     """
 
     def __init__(
@@ -33,56 +36,56 @@ class InFlightRequests:
         apis: Callable[[], Mapping[int, SGLangApi]],
         jobs: Sequence[Any],
         call: Callable[[SGLangApi, Any], Any],
-        in_flight: int,
-        tail: StragglerAbort | None = None,
+        max_in_flight: int,
+        stragglers: StragglerAbort | None = None,
     ) -> None:
-        self._tail = tail
-        self._outcome: DispatchResult[Any] = DispatchResult()
+        self._stragglers = stragglers
+        self._result: DispatchResult[int, Any] = DispatchResult()
         self._error: Exception | None = None
         self.seconds = 0.0
 
         def work() -> None:
             start = time.perf_counter()
             try:
-                with nullcontext() if tail is None else tail.watching(apis):
-                    self._outcome = dispatch(apis(), jobs, call, in_flight)
-            except Exception as error:  # raised where the main thread waits
+                with nullcontext() if stragglers is None else stragglers.watching(apis):
+                    self._result = dispatch(apis(), jobs, call, max_in_flight)
+            except Exception as error:  # the main thread raises it
                 self._error = error
             self.seconds = time.perf_counter() - start
 
         self._thread = threading.Thread(target=work, name="rollout", daemon=True)
         self._thread.start()
 
-    def wait(self) -> DispatchResult[Any]:
-        """What became of the jobs, once all have ended.
+    def wait(self) -> DispatchResult[int, Any]:
+        """Wait until all jobs have ended.
 
         Raises:
-            Abandoned: the step is to be left; jobs under way are left alone.
-            Exception: what ``call`` raised.
+            StepInterrupted: a stop was requested; running jobs continue.
+            Exception: raised by ``call``.
         """
         while self._thread.is_alive():
             stop_request.raise_if_due()
-            self._thread.join(_LOOK_S)
+            self._thread.join(_POLL_S)
         return self._ended()
 
-    def land(self) -> DispatchResult[Any]:
-        """As ``wait``, in a step that is not left any more: of a run that is asked to stop the jobs
-        are aborted, for there is no time."""
+    def join(self) -> DispatchResult[int, Any]:
+        """As ``wait``, but never raise ``StepInterrupted``: if a stop was requested, abort."""
         deadline = math.inf
         while self._thread.is_alive() and time.monotonic() < deadline:
-            if stop_request.is_requested() and self._tail is not None and math.isinf(deadline):
-                self._tail.end()
+            stopping = stop_request.is_requested() and math.isinf(deadline)
+            if stopping and self._stragglers is not None:
+                self._stragglers.abort()
                 deadline = time.monotonic() + _ABORT_S
-            self._thread.join(_LOOK_S)
+            self._thread.join(_POLL_S)
         return self._ended()
 
-    def drop(self) -> None:
-        """Abort what runs; nobody wants it."""
-        if self._tail is not None:
-            self._tail.end()
+    def abort(self) -> None:
+        """Abort running requests; their responses are lost."""
+        if self._stragglers is not None:
+            self._stragglers.abort()
             self._thread.join(_ABORT_S)
 
-    def _ended(self) -> DispatchResult[Any]:
+    def _ended(self) -> DispatchResult[int, Any]:
         if self._error is not None:
             raise self._error
-        return self._outcome
+        return self._result

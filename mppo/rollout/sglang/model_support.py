@@ -1,10 +1,11 @@
-"""What SGLang 0.5 computes of a config.json, family by family, and where the actor computes more.
+"""How SGLang 0.5 interprets config.json, by family, and where its model differs from the actor's.
 
-SGLang ignores settings it does not know: nothing is said, and every log-probability is another
-model's. What it can be told it is told (``sglang_settings``, ``MODEL_PACKAGE``), the rest is
-refused (``engine_issues``). Read from SGLang 0.5.21's ``srt/models`` and ``srt/layers``.
+SGLang silently ignores settings that it does not support, and then computes the log-probabilities
+of another model. Settings that can be passed to SGLang are passed (``sglang_settings``,
+``MODEL_PACKAGE``); a recipe with any other difference is refused (``engine_issues``). Source:
+``srt/models`` and ``srt/layers`` of SGLang 0.5.21.
 
-The local engine needs no such table: its model is built from what the actor's is built from
+The local engine needs no such table: its model comes from the same configuration as the actor's
 (``mppo.models.transformers_model``).
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mppo.config.errors import ConfigIssue
+from mppo.config.rules.engine import sglang_options
 from mppo.config.schema import Recipe
 from mppo.models.families.architectures import FamilyConfig, family_config
 from mppo.models.families.rope import LLAMA3_FIXED, mla_rope, plain_rope
@@ -25,16 +27,16 @@ _PLAIN_ROPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Served:
-    """What SGLang takes from a family's config.json.
+    """What SGLang supports in a family's config.json.
 
     Args:
-        activations: those it computes.
-        ropes: kinds of rotary scaling it computes.
-        every_other_window: it slides the window in layers 0, 2, 4...; else in none.
-        ties: values of ``tie_word_embeddings`` it obeys.
-        takes_head_dim: heads have the width ``head_dim``; else ``hidden_size`` over their number.
-        whole_theta: it cuts ``rope_theta`` to a whole number.
-        reads: settings it obeys and the actor does not know, and with which value they say nothing.
+        activations: supported activations.
+        ropes: supported kinds of rotary scaling.
+        every_other_window: the window slides in layers 0, 2, 4...; False: in no layer.
+        ties: supported values of ``tie_word_embeddings``.
+        takes_head_dim: heads have the width ``head_dim``; False: ``hidden_size`` / heads.
+        integer_theta: ``rope_theta`` is truncated to an integer.
+        reads: settings that SGLang supports and the actor does not, with their neutral values.
     """
 
     activations: tuple[str, ...] = ("silu",)
@@ -42,7 +44,7 @@ class Served:
     every_other_window: bool = False
     ties: tuple[bool, ...] = (False, True)
     takes_head_dim: bool = True
-    whole_theta: bool = False
+    integer_theta: bool = False
     reads: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -55,7 +57,7 @@ _LLAMA = Served(
     }
 )
 _QWEN = Served(reads={"dual_chunk_attention_config": None, "original_num_attention_heads": None})
-_LATENT = Served(ropes=("default", "yarn"), ties=(False,))
+_MLA = Served(ropes=("default", "yarn"), ties=(False,))
 SERVED: dict[str, Served] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -66,31 +68,32 @@ SERVED: dict[str, Served] = {
         ("gelu_pytorch_tanh",), ("default",), every_other_window=True, ties=(True,)
     ),
     "mixtral": Served(
-        ropes=("default",), ties=(False,), takes_head_dim=False, whole_theta=True
+        ropes=("default",), ties=(False,), takes_head_dim=False, integer_theta=True
     ),
     "qwen2_moe": Served(takes_head_dim=False, reads={"dual_chunk_attention_config": None}),
     "qwen3_moe": Served(reads={"dual_chunk_attention_config": None}),
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
 }  # fmt: skip
 
 MODEL_PACKAGE = "mppo.rollout.sglang_models"
-"""Classes that servers started by mppo take in place of SGLang's (``SGLANG_EXTERNAL_MODEL_PACKAGE``
-of SGLang's documentation)."""
-_LATENT_CLASS = "takes rms_norm_eps in MLA's inner norms, which have 1e-6"
+"""Classes that replace SGLang's in servers started by mppo (``SGLANG_EXTERNAL_MODEL_PACKAGE`` in
+SGLang's documentation)."""
+_MLA_CLASS = "uses rms_norm_eps in MLA's inner norms instead of 1e-6"
 OWN_CLASSES = {
-    "gemma": "computes the exact GELU in place of hidden_act",
-    "deepseek_v2": _LATENT_CLASS,
-    "deepseek_v3": _LATENT_CLASS,
+    "gemma": "computes the exact GELU instead of hidden_act",
+    "deepseek_v2": _MLA_CLASS,
+    "deepseek_v3": _MLA_CLASS,
 }
-"""Families with a class in ``MODEL_PACKAGE``, and what SGLang's own class does instead."""
+"""Families with a class in ``MODEL_PACKAGE``, and how SGLang's own class differs."""
 
 CAPPED_BACKEND = "flashinfer"
-"""The attention backend on GPUs for models with soft-capped scores; on some, SGLang's default caps
-nothing."""
+"""The attention backend on GPUs for models with soft-capped scores; on some GPUs, SGLang's default
+backend ignores the cap."""
 _CAPPING = ("fa3", "flashinfer", "triton", "intel_amx")
-"""Attention backends that read a layer's soft-cap."""
+"""Attention backends that apply a layer's soft-cap."""
 CPU_BACKEND = "torch_native"
+_BACKUP = "enable_weights_cpu_backup"
 _BACKEND_KEYS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 _UNSTATED: dict[str, dict[str, Any]] = {
@@ -107,24 +110,25 @@ _UNSTATED: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
 }
-"""Settings SGLang reads from config.json that transformers takes for granted and does not save."""
+"""Settings that SGLang needs in config.json, while transformers implies them and does not save
+them."""
 
 
 def sglang_settings(hf_config: Any) -> dict[str, Any]:
-    """What SGLang is to read in place of config.json, for its model to be the actor's.
+    """Overrides of config.json with which SGLang's model equals the actor's.
 
     Args:
         hf_config: transformers config of the model.
 
     Returns:
-        Values by key of config.json; empty where it reads that as the actor does.
+        Values by key of config.json; empty if SGLang needs no override.
     """
     model_type = hf_config.model_type
     unstated = _UNSTATED.get(model_type, {})
     settings = {k: v for k, v in unstated.items() if getattr(hf_config, k, None) is None}
     if model_type == "deepseek_v2":
-        settings |= {"n_group": 1, "topk_group": 1}  # the actor's router knows no groups
-    if model_type == "gemma2":  # it wants both keys, of which transformers saves one
+        settings |= {"n_group": 1, "topk_group": 1}  # the actor's router has no groups
+    if model_type == "gemma2":  # SGLang needs both keys; transformers saves one of them
         activation = family_config(hf_config).activation
         settings |= {"hidden_act": activation, "hidden_activation": activation}
     if rope_parameters(hf_config)["rope_type"] != "default":
@@ -135,7 +139,7 @@ def sglang_settings(hf_config: Any) -> dict[str, Any]:
 
 
 def _rope(hf_config: Any) -> dict[str, Any]:
-    """Scaled rotary settings as the actor takes them, in SGLang's words."""
+    """The actor's scaled rotary settings under SGLang's names."""
     stated = rope_parameters(hf_config)
     common = {key: stated[key] for key in ("rope_type", "rope_theta")}
     if hf_config.model_type in MLA_FAMILIES:
@@ -162,15 +166,15 @@ def _rope(hf_config: Any) -> dict[str, Any]:
 
 
 def engine_issues(recipe: Recipe, hf_config: Any, on_cpu: bool) -> Iterator[ConfigIssue]:
-    """Where the rollout engine would compute another model than the actor.
+    """Recipes whose rollout engine would compute another model than the actor, or lose weights.
 
     Args:
         recipe: the recipe.
         hf_config: transformers config of the actor's model.
-        on_cpu: whether servers run on a CPU, whose attention knows no soft-cap.
+        on_cpu: servers run on a CPU.
 
     Raises:
-        ValueError: the actor cannot represent the model either.
+        ValueError: the actor does not support the model either.
     """
     if recipe.rollout.name != "sglang":
         return
@@ -182,20 +186,22 @@ def engine_issues(recipe: Recipe, hf_config: Any, on_cpu: bool) -> Iterator[Conf
         *_unknown_settings(hf_config, shape.model_type),
     ]
     for key, value, why, fix in found:
-        said = f"config.json says {key} = {value!r}, and SGLang 0.5 {why}"
-        fix = f"{fix}set rollout.name to local, whose model is the actor's"
-        yield ConfigIssue("rollout.name", "sglang", said, fix)
+        why = f"config.json says {key} = {value!r}, and SGLang 0.5 {why}"
+        fix = f"{fix}set rollout.name to local, which computes the actor's model"
+        yield ConfigIssue("rollout.name", "sglang", why, fix)
     yield from _cap_issues(recipe, actor, on_cpu)
+    yield from _delta_issues(recipe, on_cpu)
 
 
 Difference = tuple[str, Any, str, str]
-"""A key of config.json, its value, what SGLang does with it, another fix than the local engine."""
+"""A key of config.json, its value, what SGLang does with it, and a fix other than the local engine
+(may be empty)."""
 
 
 def _layer_differences(
     hf_config: Any, actor: FamilyConfig, shape: ModelShape
 ) -> Iterator[Difference]:
-    """Activation, positions, widths, ties, the cap of the logits."""
+    """Differences in activation, positions, head width, tied embeddings, and the cap of logits."""
     served, family = SERVED[shape.model_type], shape.model_type
     if actor.activation not in served.activations:
         key = "hidden_activation" if family == "gemma2" else "hidden_act"
@@ -203,30 +209,35 @@ def _layer_differences(
         yield key, actor.activation, why, ""
     rope = rope_parameters(hf_config)
     if rope["rope_type"] not in served.ropes:
-        why = f"scales no positions of a {family}"
+        why = f"does not scale positions of a {family}"
         yield "rope_parameters.rope_type", rope["rope_type"], why, ""
-    if served.whole_theta and rope["rope_theta"] != int(rope["rope_theta"]):
-        why = f"cuts it to {int(rope['rope_theta'])} in a {family}"
+    if served.integer_theta and rope["rope_theta"] != int(rope["rope_theta"]):
+        why = f"truncates it to {int(rope['rope_theta'])} in a {family}"
         yield "rope_parameters.rope_theta", rope["rope_theta"], why, ""
     if shape.tied not in served.ties:
-        does = "projects with the embeddings" if shape.tied is False else "has a projection apart"
+        does = "has a separate projection" if shape.tied else "projects with the embeddings"
         yield "tie_word_embeddings", shape.tied, f"{does} in a {family}", ""
     width = shape.hidden // shape.heads
     if not served.takes_head_dim and shape.head_dim != width:
         yield "head_dim", shape.head_dim, f"gives the heads of a {family} width {width}", ""
     cap = getattr(hf_config, "final_logit_softcapping", None)
     if (cap or None) != (actor.final_logit_softcap or None):
-        yield "final_logit_softcapping", cap, f"caps the logits, the actor's {family} does not", ""
+        yield (
+            "final_logit_softcapping",
+            cap,
+            f"caps the logits, while the actor's {family} does not",
+            "",
+        )
 
 
 def _window_differences(hf_config: Any, actor: FamilyConfig, longest: int) -> Iterator[Difference]:
-    """Layers in which one slides a window that the sequences exceed, and the other does not."""
+    """Layers in which only one of SGLang and the actor slides a window, if sequences exceed it."""
     ours = actor.layer_windows
     size = getattr(hf_config, "sliding_window", None)
     every_other = SERVED[actor.model_type].every_other_window
     theirs = [size if every_other and not i % 2 else None for i in range(len(ours))]
     other = [i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]]
-    if other and size < longest:
+    if other and size is not None and size < longest:
         slides = "slides it in every other layer, from the first" if every_other else "ignores it"
         layers = f"the actor slides it in {sum(w is not None for w in ours)} of {len(ours)} layers"
         why = f"{slides} ({layers}), while prompt and response may have {longest} tokens"
@@ -238,13 +249,13 @@ def _unknown_settings(hf_config: Any, family: str) -> Iterator[Difference]:
     for key, neutral in SERVED[family].reads.items():
         value = getattr(hf_config, key, None)
         if value is not None and value != neutral:
-            yield key, value, f"obeys it in a {family}, while the actor knows no such setting", ""
+            yield key, value, f"applies it in a {family}, while the actor has no such setting", ""
 
 
 def _cap_issues(recipe: Recipe, actor: FamilyConfig, on_cpu: bool) -> Iterator[ConfigIssue]:
-    """Attention backends that leave scores uncapped."""
+    """Attention backends that ignore the soft-cap of scores."""
     cap = actor.attn_logit_softcap
-    given = {k.lstrip("-").replace("-", "_"): v for k, v in recipe.rollout.server_args.items()}
+    given = sglang_options(recipe.rollout.server_args)
     backends = {key: given[key] for key in _BACKEND_KEYS if given.get(key)}
     why = f"ignores config.json's attn_logit_softcapping = {cap}"
     capping = ", ".join(_CAPPING)
@@ -253,7 +264,22 @@ def _cap_issues(recipe: Recipe, actor: FamilyConfig, on_cpu: bool) -> Iterator[C
             fix = f"leave it out, or use one that caps scores: {capping}"
             yield ConfigIssue(f"rollout.server_args.{key}", backend, f"this backend {why}", fix)
     if cap and on_cpu and _BACKEND_KEYS[0] not in backends:
-        said = f"SGLang's attention backend on a CPU, {CPU_BACKEND}, {why}"
+        why = f"SGLang's attention backend on a CPU, {CPU_BACKEND}, {why}"
         yield ConfigIssue(
-            "rollout.name", "sglang", said, "run on GPUs, or set rollout.name to local"
+            "rollout.name", "sglang", why, "run on GPUs, or set rollout.name to local"
         )
+
+
+def _delta_issues(recipe: Recipe, on_cpu: bool) -> Iterator[ConfigIssue]:
+    """Servers on a GPU that lose, while they sleep, the weights that changes are relative to."""
+    given = sglang_options(recipe.rollout.server_args)
+    if recipe.rollout.sync_mode != "delta" or on_cpu or given.get(_BACKUP):
+        return
+    yield ConfigIssue(
+        "rollout.sync_mode",
+        "delta",
+        "sends changes relative to the weights in the servers, which give up their GPU memory "
+        "while they sleep",
+        f"set rollout.server_args.{_BACKUP} to true (it keeps the weights in host memory), or set "
+        "sync_mode to sliced",
+    )

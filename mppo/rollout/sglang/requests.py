@@ -1,4 +1,4 @@
-"""Requests of all ranks to the servers, repeated where servers are lost."""
+"""Requests of all ranks to the servers, repeated after servers are lost."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Requests:
 
     Args:
         fleet: the servers.
-        restore: brings lost servers back, with the current weights, of which it returns the
+        restore: restarts lost servers, sends them the current weights, and returns the weights'
             version; collective.
         rank, world: this rank and the number of ranks.
-        device: where tensors are exchanged between ranks.
+        device: of tensors that are exchanged between ranks.
         group: process group of the ranks; None is the default one.
     """
 
@@ -50,76 +50,84 @@ class Requests:
         self._names = 0
 
     def new_name(self) -> str:
-        """A name not given before, the same on every rank; collective."""
+        """A name not returned before, the same on every rank if all ranks call it."""
         self._names += 1
         return str(self._names)
 
     def launch(
-        self, jobs: Sequence[Any], call: Call, in_flight: int, tail: StragglerAbort | None = None
-    ) -> InFlightRequests:
-        """Send this rank's jobs on their way."""
-        self.fleet.wake("kv_cache")
-        return InFlightRequests(lambda: self.fleet.apis, jobs, call, in_flight, tail)
-
-    def landed(self, flight: InFlightRequests) -> dict[int, Any]:
-        """Results, by job index, of what one flight could do; collective.
-
-        Raises:
-            RuntimeError: on every rank, when a server refused a request.
-        """
-        return self._taken(flight, may_leave=False).results
-
-    def answers(
         self,
         jobs: Sequence[Any],
         call: Call,
-        in_flight: int,
-        tail: StragglerAbort | None = None,
-        flight: InFlightRequests | None = None,
-        may_leave: bool = True,
-    ) -> dict[int, Any]:
-        """Results of all jobs, by index, lost servers being revived; collective.
+        max_in_flight: int,
+        stragglers: StragglerAbort | None = None,
+    ) -> InFlightRequests:
+        """Start this rank's jobs; see ``InFlightRequests``."""
+        self.fleet.wake("kv_cache")
+        return InFlightRequests(lambda: self.fleet.apis, jobs, call, max_in_flight, stragglers)
 
-        Args:
-            jobs: this rank's.
-            call, in_flight: see ``dispatch``.
-            tail: see ``InFlightRequests``.
-            flight: all jobs, on their way already; None: they are sent now.
-            may_leave: whether the step may be abandoned here.
+    def join(self, requests: InFlightRequests) -> dict[int, Any]:
+        """Wait for requests; return the results there are, by job index. Collective.
 
         Raises:
-            RuntimeError: on every rank, when a server refused a request or none was left.
+            RuntimeError: on every rank, if a server refused a request.
+        """
+        return self._result(requests, may_interrupt=False).results
+
+    def collect(
+        self,
+        jobs: Sequence[Any],
+        call: Call,
+        max_in_flight: int,
+        stragglers: StragglerAbort | None = None,
+        requests: InFlightRequests | None = None,
+        may_interrupt: bool = True,
+    ) -> dict[int, Any]:
+        """Results of all jobs, by index; lost servers are restarted. Collective.
+
+        Args:
+            jobs: this rank's jobs.
+            call, max_in_flight: see ``dispatch``.
+            stragglers: see ``InFlightRequests``.
+            requests: the jobs, if they are in flight already; None: they are started now.
+            may_interrupt: a stop request may interrupt the step here.
+
+        Raises:
+            RuntimeError: on every rank, if a server refused a request or no server was left.
             StepInterrupted: on every rank.
         """
         results: dict[int, Any] = {}
-        lost: dict[Any, str] = {}
+        lost: dict[int, str] = {}
+        left = len(jobs)
         for _ in range(ATTEMPTS):
             waiting = [index for index in range(len(jobs)) if index not in results]
-            if flight is None:
-                flight = self.launch([jobs[i] for i in waiting], call, in_flight, tail)
-            outcome, flight = self._taken(flight, may_leave), None
+            if requests is None:
+                requests = self.launch([jobs[i] for i in waiting], call, max_in_flight, stragglers)
+            outcome, requests = self._result(requests, may_interrupt), None
             results.update({waiting[place]: r for place, r in outcome.results.items()})
             lost = outcome.lost or lost
             left = len(jobs) - len(results)
+            # every rank repeats as long as one has requests left: ``restore`` is collective
             if not any(all_gather_objects(left, self.world, self.group)):
                 return results
             self.restore()
-        told = f"rank {self.rank}: {left} of {len(jobs)} requests not served in {ATTEMPTS} attempts"
-        why = f"{told}: {lost}{self.fleet.last_words()}"
+        why = (
+            f"rank {self.rank}: {left} of {len(jobs)} requests were not served in {ATTEMPTS} "
+            f"attempts: {lost}{self.fleet.last_output()}"
+        )
         raise_on_any_rank(why if left else None, self.world, self.group)
         raise AssertionError("some rank had requests left")
 
-    def _taken(self, flight: InFlightRequests, may_leave: bool) -> DispatchResult[Any]:
-        """What became of a flight; collective."""
-        outcome: DispatchResult[Any] = DispatchResult()
+    def _result(self, requests: InFlightRequests, may_interrupt: bool) -> DispatchResult[int, Any]:
+        """Wait for requests, and raise their errors on every rank; collective."""
+        result: DispatchResult[int, Any] = DispatchResult()
         error = None
         try:
-            with suppress(StepInterrupted):  # said by meet
-                outcome = flight.wait() if may_leave else flight.land()
+            with suppress(StepInterrupted):  # the sync below raises it on every rank
+                result = requests.wait() if may_interrupt else requests.join()
         except RequestRefused as caught:
             error = f"rank {self.rank}: {caught}"
-        if may_leave:
+        if may_interrupt:
             stop_request.sync()
         raise_on_any_rank(error, self.world, self.group)
-        self.fleet.lost.update(outcome.lost)
-        return outcome
+        self.fleet.lost.update(result.lost)
+        return result

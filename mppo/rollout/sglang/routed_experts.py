@@ -1,9 +1,10 @@
-"""The experts an engine's routers chose, from the servers' answers to every rank's trajectories."""
+"""Routed experts: from the servers' responses to the trajectories of every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,22 +17,22 @@ from mppo.rollout.sglang.http_client import RequestRefused
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What is chosen for each token: ``experts`` in each of ``layers``."""
+    """Routed experts of a token: ``experts`` of them in each of ``layers`` layers."""
 
     layers: int
     experts: int
 
 
-def routing_shape(hf_config) -> RoutingShape:
-    """The shape for a mixture of experts, from its Hugging Face config."""
+def routing_shape(hf_config: Any) -> RoutingShape:
+    """The routing shape of a mixture of experts, from its Hugging Face config."""
     return RoutingShape(hf_config.num_hidden_layers, hf_config.num_experts_per_tok)
 
 
 def decode_routed_experts(answer: bytes | None, shape: RoutingShape, tokens: int) -> Tensor:
-    """One answer's choices: int16 ``[tokens, layers, k]``.
+    """The routed experts of one response: int16 ``[tokens, layers, k]``.
 
     Raises:
-        RequestRefused: the server sent none, or for another number of tokens.
+        RequestRefused: the server sent none, or a wrong number of them.
     """
     if answer is None:
         raise RequestRefused(
@@ -54,28 +55,28 @@ def attach(
     world: int,
     group: dist.ProcessGroup | None,
 ) -> dict[int, Trajectory]:
-    """Trajectories with their experts, on every rank; collective.
+    """Attach routed experts to trajectories, on every rank; collective.
 
     Args:
         found: by ``prompt index * n + sample``.
         rows: every rank's packed responses (``pack_rows``).
-        mine: int16, this rank's choices in the order of its finished responses, flat.
-        shape: what was chosen for each token.
+        mine: int16, flat, the experts of this rank's finished responses, in their order.
+        shape: routed experts of a token.
         world: ranks in ``group``.
         group: process group; None is the default one.
 
     Returns:
-        Those of ``rows`` that are finished.
+        The finished trajectories of ``rows``.
     """
     complete = {}
-    # a byte at a time: not every backend gathers 16-bit integers
+    # as bytes: not every backend gathers 16-bit integers
     for packed, received in zip(rows, all_gather_varlen(mine.view(torch.uint8), world, group)):
         keys = packed[1 : 1 + int(packed[0])].tolist()
         experts = received.cpu().view(torch.int16).view(-1, shape.layers, shape.experts)
         at = 0
         for key in keys:
             if found[key].finish_reason == "abort":
-                continue  # will be routed again when continued
+                continue  # its tokens are routed again when it is continued
             count = routed_tokens(found[key])
             complete[key] = replace(found[key], routed_experts=experts[at : at + count])
             at += count
@@ -83,5 +84,5 @@ def attach(
 
 
 def routed_tokens(trajectory: Trajectory) -> int:
-    """Tokens an engine routed: all but the last one generated."""
+    """Tokens that the engine routed: all but the last generated token."""
     return len(trajectory.prompt.token_ids) + len(trajectory.response_ids) - 1

@@ -1,4 +1,4 @@
-"""An SGLang server of our own: its options, environment and command line."""
+"""An SGLang server that mppo starts: its options, environment and command line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from mppo.config.rules.engine import sglang_options
 from mppo.parallel.addresses import free_port
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused
@@ -28,22 +29,22 @@ from mppo.safety.temporary import own_folder, private_file
 
 HOST = "127.0.0.1"
 _LONGEST_SOCKET_FOLDER = 90
-"""Characters; the path of a Unix socket in it may have 107."""
+"""Characters; the path of a Unix socket in the folder may have 107."""
 _CPU_OPTIONS: dict[str, Any] = {
     "attention_backend": CPU_BACKEND,
     "mem_fraction_static": 0.3,
     "max_total_tokens": 32768,
     "max_running_requests": 256,
     "sleep_on_idle": True,
-    "skip_server_warmup": True,  # the health check generates a token, too
+    "skip_server_warmup": True,  # the health check generates a token anyway
 }
 
 
 def check_installed(on_cpu: bool) -> None:
-    """Refuse early where SGLang, or what it needs on a CPU, is not installed.
+    """Check that SGLang is installed, and on a CPU its compatibility package.
 
     Raises:
-        RuntimeError: with the command that installs it.
+        RuntimeError: a package is missing; the message has the command that installs it.
     """
     if find_spec("sglang") is None:
         fix = "make sglang-cpu" if on_cpu else 'pip install "mppo[sglang]"'
@@ -71,19 +72,18 @@ def server_options(
     Args:
         model_path: Hugging Face folder.
         dtype: ``float32`` or ``bfloat16``.
-        tensor_parallel: its ranks.
-        base_device: first GPU.
-        on_cpu: whether it runs on a CPU.
-        server_args: ``rollout.server_args``; wins over every default here.
+        tensor_parallel: ranks of the server.
+        base_device: the server's first GPU.
+        on_cpu: the server runs on a CPU.
+        server_args: ``rollout.server_args``; they override every default here.
         hf_config: the folder's configuration.
-        expert_parallel: groups of its ranks that share the experts out.
-        with_weights: read the folder's weights and tokenizer; else only its configuration: weights
-            start as dummies and come by sync.
+        expert_parallel: groups of the server's ranks among which its experts are divided.
+        with_weights: load the folder's weights and tokenizer; False: read only its configuration,
+            start with dummy weights, and receive weights by sync.
 
     Returns:
         Options without host, port and key.
     """
-    given = {name.lstrip("-").replace("-", "_"): value for name, value in server_args.items()}
     options: dict[str, Any] = {
         "model_path": model_path,
         "dtype": dtype,
@@ -103,22 +103,22 @@ def server_options(
         options |= {"base_gpu_id": base_device, "enable_memory_saver": True}
         if getattr(hf_config, "attn_logit_softcapping", None):
             options["attention_backend"] = CAPPED_BACKEND
-    return options | given
+    return options | sglang_options(server_args)
 
 
 def server_environment(tensor_parallel: int, on_cpu: bool, model_type: str) -> dict[str, str]:
-    """Variables a server of a model of that type needs."""
+    """Environment variables of a server for a model type."""
     variables = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
     if model_type in OWN_CLASSES:
         variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODEL_PACKAGE
     if len(str(own_folder())) <= _LONGEST_SOCKET_FOLDER:
-        variables["TMPDIR"] = str(own_folder())  # SGLang leaves its sockets there
+        variables["TMPDIR"] = str(own_folder())  # where SGLang creates its sockets, and leaves them
         compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
         variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
     if on_cpu:
         threads = os.environ.get("MPPO_SGLANG_THREADS", "1")
         variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads}
-        # the few lines SGLang compiles for a GPU's sake keep a C++ compiler busy for half a minute
+        # SGLang compiles a few functions for GPUs; on a CPU that costs half a minute
         variables["TORCHDYNAMO_DISABLE"] = "1"
         if tensor_parallel > 1:
             cores = sorted(os.sched_getaffinity(0))
@@ -130,11 +130,11 @@ def server_environment(tensor_parallel: int, on_cpu: bool, model_type: str) -> d
 def launch_command(options: Mapping[str, Any]) -> list[str]:
     """SGLang's command line.
 
-    The options go through a file that only this user can read, in this process's temporary folder:
-    the process table must not show the key.
+    The options are in a file that only this user can read, in this process's temporary folder: the
+    process table must not show the key.
 
     Args:
-        options: SGLang's, with host, port and key.
+        options: SGLang's options, with host, port and key.
     """
     config = own_folder() / f"server_{options['port']}.yaml"
     content = {name.replace("_", "-"): value for name, value in options.items()}
@@ -150,22 +150,21 @@ def own_server(
     folder: Path,
     start_timeout_s: float,
 ) -> ServerProcess:
-    """A server not yet started.
+    """A server process, not yet started.
 
     Args:
-        index: which of the run's servers.
+        index: of the server in the run.
         options: from ``server_options``.
         environment: from ``server_environment``.
-        api_key: what clients must present.
-        folder: for its log.
-        start_timeout_s: how long it may take to come up.
+        api_key: the key that clients must send.
+        folder: for the log.
+        start_timeout_s: longest time until the server answers, in seconds.
     """
 
     def command(port: int) -> list[str]:
-        # SGLang draws this one long before it listens, from where connections take theirs
-        shown = {"nccl_port": free_port(), **options}
-        content = {**shown, "host": HOST, "port": port, "api_key": api_key}
-        return launch_command(content)
+        # SGLang would pick this port from the ephemeral range, long before it listens on it
+        ports = {"nccl_port": free_port(), **options, "port": port}
+        return launch_command({**ports, "host": HOST, "api_key": api_key})
 
     return ServerProcess(
         name=f"SGLang server {index}",
@@ -178,8 +177,8 @@ def own_server(
 
 
 def is_ours(api: SGLangApi) -> bool:
-    """Whether the server of a client is up, and nothing else that took the same port."""
+    """Return whether the client's server is up, and not another program on the same port."""
     try:
-        return api.is_up() and api.takes_key() is True
+        return api.is_up() and api.accepts_key() is True
     except RequestRefused:
         return False

@@ -1,4 +1,4 @@
-"""A server process owned by this rank: start, watch, stop, start again."""
+"""A server process that this rank starts, monitors, stops and restarts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mppo.safety.temporary import SHARED_MEMORY, note
 _POLL_S = 0.1
 _TAIL_LINES = 25
 _STARTS = 3
-"""How often a server that is killed while starting is started in all."""
+"""Most starts of a server that is killed while it starts."""
 
 _EXITED = re.compile(r"mppo: .* ended with code \d+")
-"""Last words of the guard of a server that ended by itself."""
+"""Last line in the log of a server that ended by itself; written by its guard."""
 _BAD_OPTION = re.compile(r"\S.*?: error: (.*)")
-"""How argparse ends a program that got options it cannot take."""
+"""The line that argparse prints for options it does not accept."""
 _LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "WORLD_SIZE",
     "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
@@ -34,11 +34,11 @@ _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "SLURM_", "PMI_", "PMIX_",
 
 
 class ServerError(RuntimeError):
-    """A server that did not come up, or is gone."""
+    """A server did not start, or has ended."""
 
 
 def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without what a launcher told this rank, and with ``extra``."""
+    """This process's environment without the launcher's variables for this rank, plus ``extra``."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -54,7 +54,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _mapped(pid: int) -> set[Path]:
-    """Files in shared memory that a process has mapped; none where that cannot be seen."""
+    """Files in shared memory that a process has mapped; empty if this user may not see them."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         paths = {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED_MEMORY}/" in line}
@@ -63,17 +63,17 @@ def _mapped(pid: int) -> set[Path]:
 
 
 class ServerProcess:
-    """One server under a guard, in a process group of its own.
+    """One server under a guard, in its own process group.
 
-    The guard kills the server's whole process group when this process ends in any way.
+    The guard kills the server's process group when this process ends for any reason.
 
     Args:
-        name: what to call it in messages.
-        command: makes the command line for a fresh port.
-        environment: variables it gets besides this process's.
-        log: file its output goes to (appended).
-        is_up: asks the server whether it answers, given the port.
-        start_timeout_s: how long it may take to come up.
+        name: for messages.
+        command: returns the command line for a port.
+        environment: additional environment variables.
+        log: file to which the output is appended.
+        is_up: returns whether the server answers at a port.
+        start_timeout_s: longest time until the server answers, in seconds.
     """
 
     def __init__(
@@ -87,19 +87,25 @@ class ServerProcess:
     ) -> None:
         self.name, self.log = name, log
         self.port = 0
-        self._command, self._environment, self._is_up = command, environment, is_up
+        self.command, self._environment, self._is_up = command, environment, is_up
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen | None = None
 
+    @property
+    def pid(self) -> int:
+        """Process id of the guard, whose child is the server."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
     def start(self) -> None:
-        """Launch it; does not wait until it answers."""
+        """Start the process; does not wait until the server answers."""
         assert self._process is None, "already started"
         self.port = free_port()
         guard = [sys.executable, "-m", "mppo.rollout.sglang.guard", str(os.getpid())]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*guard, *self._command(self.port)],
+                [*guard, *self.command(self.port)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -108,34 +114,37 @@ class ServerProcess:
             )
 
     def wait_until_up(self) -> None:
-        """Block until it answers; one that is killed meanwhile is started again.
+        """Wait until the server answers; restart it if it is killed meanwhile.
 
         Raises:
-            ServerError: it ended, or stayed silent for ``start_timeout_s``; with its last output.
+            ServerError: the server ended, or did not answer within ``start_timeout_s``; the message
+                has its last output.
         """
         starts, deadline = 1, time.monotonic() + self._start_timeout_s
         print(f"mppo: waiting for {self.name} (its output: {self.log})", flush=True)
         while not self._is_up(self.port):
-            if not self.alive and starts < _STARTS and self._was_killed():
-                print(f"mppo: {self.name} was killed while starting: starting it again", flush=True)
+            # one look at ``alive`` per round: the process may end between two looks
+            if self.alive:
+                if time.monotonic() > deadline:
+                    self.stop()
+                    raise ServerError(
+                        f"{self.name} did not answer within {self._start_timeout_s:.0f} s "
+                        f"(rollout.start_timeout_s){self.last_output()}"
+                    )
+            elif starts < _STARTS and self._was_killed():
+                print(f"mppo: {self.name} was killed while starting; restarting it", flush=True)
                 self.stop()
                 self.start()
                 starts, deadline = starts + 1, time.monotonic() + self._start_timeout_s
-            if not self.alive:
+            else:
                 refused = self._refused_options()
                 why = f"{refused} (rollout.server_args)" if refused else self.last_output()
                 raise ServerError(f"{self.name} ended while starting{why}")
-            if time.monotonic() > deadline:
-                self.stop()
-                raise ServerError(
-                    f"{self.name} did not answer within {self._start_timeout_s:.0f} s "
-                    f"(rollout.start_timeout_s){self.last_output()}"
-                )
             time.sleep(_POLL_S)
         self._note_shared_memory()
 
     def _note_shared_memory(self) -> None:
-        """Have the shared memory of its processes removed: a killed server leaves it behind."""
+        """Note the server's shared memory for removal: a killed server leaves it behind."""
         assert self._process is not None
         for process in (self._process.pid, *_descendants(self._process.pid)):
             for path in _mapped(process):
@@ -143,28 +152,28 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs (it may hang)."""
+        """Whether the process runs; it may hang nevertheless."""
         return self._process is not None and self._process.poll() is None
 
     def _was_killed(self) -> bool:
-        """Whether a signal ended it, or its guard: it might come up another time."""
+        """Return whether a signal ended the server or its guard, so that a restart may succeed."""
         lines = self.log.read_text(errors="replace").splitlines()
         return not (lines and _EXITED.fullmatch(lines[-1]))
 
     def _refused_options(self) -> str:
-        """What it said of options it does not know, without the list of those it knows."""
+        """The server's message about options it does not accept, without the list of options."""
         lines = self.log.read_text(errors="replace").splitlines()
         said = [match[1] for line in lines if (match := _BAD_OPTION.match(line))]
         return f": {said[-1]}" if said else ""
 
     def last_output(self) -> str:
-        """The end of its log, for messages."""
+        """The end of the log, for error messages."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         tail = "\n  ".join(lines[-_TAIL_LINES:])
         return f"; the end of {self.log}:\n  {tail}" if tail else f"; {self.log} is empty"
 
     def stop(self) -> None:
-        """Kill the whole process group and reap the guard. Idempotent."""
+        """Kill the process group and reap the guard. Idempotent."""
         if self._process is None:
             return
         if self._process.poll() is None:

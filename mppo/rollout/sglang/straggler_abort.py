@@ -1,4 +1,4 @@
-"""Ending generation once enough prompts are answered: the slow tail is aborted."""
+"""Abort the slowest requests once enough prompts are answered."""
 
 from __future__ import annotations
 
@@ -18,64 +18,70 @@ _POLL_S = 0.05
 
 
 class StragglerAbort:
-    """Counts answered prompts over all ranks; when there are enough, requests are to end.
+    """Counts answered prompts over all ranks, and aborts running requests once there are enough.
 
     Args:
-        wanted: prompts, with all their samples, that are enough; None: nothing ends early.
-        n: samples of a prompt.
-        name: of this count, the same on every rank and used once.
+        num_prompts_needed: enough prompts with all their samples; None: nothing is aborted early.
+        n: samples per prompt.
+        name: of this count in the store, the same on every rank and used only once.
+
+    Attributes:
+        reached: set once running requests should be aborted.
     """
 
-    def __init__(self, wanted: int | None, n: int, name: str) -> None:
-        self.wanted, self._n, self._name = wanted, n, f"mppo/answered/{name}"
+    def __init__(self, num_prompts_needed: int | None, n: int, name: str) -> None:
+        self._needed, self._n, self._name = num_prompts_needed, n, f"mppo/answered/{name}"
         self._samples: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._store: Any = None
-        if wanted is not None and dist.is_initialized() and dist.get_world_size() > 1:
+        if num_prompts_needed is not None and dist.is_initialized() and dist.get_world_size() > 1:
             self._store = distributed_c10d._get_default_store()
-        self._here = 0
+        self._complete_here = 0
         self.reached = threading.Event()
 
-    def answered(self, keys: Sequence[int]) -> None:
-        """Count responses, given as ``prompt * n + sample``; any thread may call it."""
-        if self.wanted is None:
+    def answered(self, indices: Sequence[int]) -> None:
+        """Count finished responses, given as ``prompt * n + sample``; safe in any thread."""
+        if self._needed is None:
             return
         with self._lock:
-            self._samples.update(key // self._n for key in keys)
-            complete = [p for p in {k // self._n for k in keys} if self._samples[p] == self._n]
-            self._here += len(complete)
-        self._look(len(complete))
+            self._samples.update(index // self._n for index in indices)
+            prompts = {index // self._n for index in indices}
+            complete = [prompt for prompt in prompts if self._samples[prompt] == self._n]
+            self._complete_here += len(complete)
+        self._add(len(complete))
 
-    def end(self) -> None:
-        """Nothing more is wanted of this rank's servers; any thread may call it."""
+    def abort(self) -> None:
+        """Abort this rank's running requests; safe in any thread."""
         self.reached.set()
 
-    def _look(self, more: int) -> None:
-        if self.wanted is None:
+    def _add(self, complete: int) -> None:
+        """Add complete prompts to the count of all ranks, and compare it with the need."""
+        if self._needed is None:
             return
-        total = self._here if self._store is None else self._store.add(self._name, more)
-        if total >= self.wanted:
+        # the store's atomic counter needs no collective call: ranks finish at different times
+        here = self._complete_here
+        total = here if self._store is None else self._store.add(self._name, complete)
+        if total >= self._needed:
             self.reached.set()
 
     @contextmanager
     def watching(self, apis: Callable[[], Mapping[int, SGLangApi]]) -> Iterator[None]:
-        """Abort what still runs on this rank's servers from the moment on that enough is answered,
-        or ``end`` is called.
+        """Abort running requests of this rank's servers as soon as ``reached`` is set.
 
         Args:
-            apis: the servers that are up.
+            apis: returns clients to the servers that are not lost.
         """
         over = threading.Event()
 
         def watch() -> None:
-            # again and again: a request may reach a server just after it was told to abort all
+            # repeatedly: a request may reach a server just after the server aborted all others
             while not over.wait(_POLL_S):
-                self._look(0)
+                self._add(0)  # other ranks may have completed prompts
                 for api in apis().values() if self.reached.is_set() else ():
                     try:
                         api.abort_all()
                     except ServerLost:
-                        continue  # found and dealt with where its requests fail
+                        continue  # the request to that server fails too, and is handled there
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -85,7 +91,7 @@ class StragglerAbort:
             over.set()
             watcher.join()
 
-    def forget(self) -> None:
-        """Remove the shared count, once no rank looks any longer."""
+    def close(self) -> None:
+        """Remove the count from the store, after the last rank has read it."""
         if self._store is not None and dist.get_rank() == 0:
             self._store.delete_key(self._name)

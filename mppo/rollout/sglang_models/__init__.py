@@ -1,8 +1,8 @@
-"""Model classes for SGLang servers, where SGLang's own compute another model than the actor.
+"""Model classes for SGLang servers, for families whose SGLang class differs from the actor.
 
-SGLang takes the classes of the package that ``SGLANG_EXTERNAL_MODEL_PACKAGE`` names in place of its
-own of the same name. They are imported here, because SGLang goes on with its own class when the
-import of a module fails, and stops when that of the package does.
+The classes of the package in ``SGLANG_EXTERNAL_MODEL_PACKAGE`` replace SGLang's classes of the same
+name. The package imports its modules here: if the import of a module fails, SGLang would silently
+use its own class, but it stops if the import of the package fails.
 """
 
 from mppo.rollout.sglang_models import gemma, latent

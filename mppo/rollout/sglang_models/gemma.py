@@ -1,4 +1,4 @@
-"""Gemma (1) in SGLang, with the activation its config.json asks for and norms as stored."""
+"""Gemma (1) in SGLang, with the activation of config.json and unmodified norm weights."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ _FORMS = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
 
 
 class GemmaForCausalLM(gemma.GemmaForCausalLM):
-    """SGLang's own computes the exact GELU whatever config.json says. It also keeps ``1 + weight``
-    of a norm in place of the weight, rounded to the model's type, and adds the 1 to the very tensor
-    it is given; here norms are those of SGLang's Gemma 2, which add the 1 as they compute."""
+    """Gemma with the activation of config.json, and with the norms of SGLang's Gemma 2.
+
+    SGLang's own class always computes the exact GELU. It also stores ``1 + weight`` of a norm,
+    rounded to the model's dtype, and adds the 1 in place to the tensor it receives; the norms of
+    Gemma 2 add the 1 when they compute.
+    """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         size, eps = config.hidden_size, config.rms_norm_eps
-        for layer in self.model.layers:
+        model: Any = self.model
+        for layer in model.layers:
             layer.mlp.act_fn = GeluAndMul(_FORMS[activation_name(config)])
             layer.input_layernorm = GemmaRMSNorm(size, eps)
             layer.post_attention_layernorm = GemmaRMSNorm(size, eps)
-        self.model.norm = GemmaRMSNorm(size, eps)
+        model.norm = GemmaRMSNorm(size, eps)
 
-    load_weights = Gemma2ForCausalLM.load_weights
+    # it reads only attributes that both classes have, and does not change norm weights
+    load_weights = Gemma2ForCausalLM.load_weights  # pyright: ignore[reportAssignmentType]  # by class
 
 
 EntryClass = GemmaForCausalLM

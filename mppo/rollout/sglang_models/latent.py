@@ -1,8 +1,8 @@
-"""DeepSeek-V2, V3 and Moonlight in SGLang, with the epsilon published for their inner norms."""
+"""DeepSeek-V2, V3 and Moonlight in SGLang, with the published epsilon of MLA's inner norms."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from sglang.srt.models import deepseek_v2
 from torch import nn
@@ -13,10 +13,10 @@ _INNER_NORMS = (".q_a_layernorm", ".kv_a_layernorm")
 
 
 def _set_inner_epsilon(model: nn.Module) -> None:
-    """SGLang gives these norms ``rms_norm_eps``; kernels read the attribute that is set here."""
+    """Replace SGLang's ``rms_norm_eps`` in these norms; its kernels read the attribute set here."""
     for name, module in model.named_modules():
         if name.endswith(_INNER_NORMS):
-            module.variance_epsilon = MLA_NORM_EPSILON
+            cast("Any", module).variance_epsilon = MLA_NORM_EPSILON
 
 
 class DeepseekV2ForCausalLM(deepseek_v2.DeepseekV2ForCausalLM):

@@ -1,8 +1,9 @@
-"""Choosing the route of the weights by ``rollout.sync``."""
+"""Choose the weight transport by ``rollout.sync``."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import torch
@@ -30,13 +31,13 @@ def make_transport(
     rank: int,
     world: int,
 ) -> WeightTransport:
-    """The route of whole tensors; collective.
+    """Make the transport of whole tensors; collective.
 
     Args:
         rollout: the recipe's section.
         fleet: the run's servers.
-        device: where the stream's tensors are.
-        folder: for what servers find wrong, and weights synced by disk.
+        device: the device of the stream's tensors.
+        folder: for the servers' error reports, and for weights synced by disk.
         hf_folder: model folder.
         rank, world: this rank and the number of ranks.
     """
@@ -53,10 +54,10 @@ def make_transport(
         )
     group = None
     if device.type != "cpu" and tensor_parallel > 1:
-        # the ranks whose GPUs one server shares
+        # one group per server: the training ranks whose GPUs it shares; all ranks create all groups
         for first in range(0, world, tensor_parallel):
             ranks = list(range(first, first + tensor_parallel))
-            made = dist.new_group(ranks)
+            made = cast("dist.ProcessGroup", dist.new_group(ranks))
             group = made if rank in ranks else group
     report = None
     if not rollout.urls:
@@ -67,7 +68,7 @@ def make_transport(
 
 
 def _address(rollout: RolloutConfig) -> str:
-    """Where the servers reach this rank: loopback if all of them are on this machine."""
+    """The address at which servers reach this rank: loopback if all are on this machine."""
     towards = {address_towards(urlsplit(url).hostname or HOST) for url in rollout.urls}
     if towards <= {LOOPBACK}:
         return HOST

@@ -1,23 +1,25 @@
-"""A weight loader that runs inside mppo's own SGLang servers.
+"""A weight loader that runs inside the SGLang servers that mppo starts.
 
 SGLang calls ``load(model, named_tensors)`` (its ``custom_weight_loader`` option) with two tensors:
-the bytes of a bucket, and a table that says what they are. Whatever is wrong is written to the file
-the table names, where the trainer looks after each bucket: an exception here would end the server.
+the bytes of a bucket, and a table with the bucket's layout. An exception here would end the server,
+so errors are written to the file that the table gives; the trainer reads it after each bucket.
 
-With checksums in the table, bytes must be as sent, every tensor must have a place in the server's
-model, and what can be compared must be held there afterwards.
+If the table has checksums, the loader verifies the bytes, that the server's model has a parameter
+for every tensor, and, if it can compare them, that the parameter holds the tensor after loading.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+
+from mppo.weights.bucket import BucketLayout, WeightBucket
 
 LOADER = "mppo.rollout.transport.checked_load.load"
 BYTES, TABLE = "mppo.bytes", "mppo.table"
@@ -29,28 +31,18 @@ _FUSED = (
     (r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$", ".experts.w13_weight"),
     (r"\.experts\.\d+\.(down_proj|w2)\.weight$", ".experts.w2_weight"),
 )
-"""Checkpoint names, and the names under which SGLang holds several of them in one."""
-_SHARED = "lm_head.weight"
-"""Not a parameter of its own where embeddings are tied."""
+"""Checkpoint names (patterns), and the fused parameter of SGLang that holds the tensor."""
+_TIED = "lm_head.weight"
+"""Has no parameter where embeddings are tied."""
+
+Checksum = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class BucketEntry:
-    """One tensor of a bucket: bytes ``start`` to ``end``; not checked without a ``checksum``."""
-
-    name: str
-    dtype: str
-    shape: Sequence[int]
-    start: int
-    end: int
-    checksum: tuple[int, int] | None = None
-
-
-def tensor_checksum(flat: Tensor) -> tuple[int, int]:
-    """Sum of all 32-bit words, and of every second one.
+def tensor_checksum(flat: Tensor) -> Checksum:
+    """The sum of all 32-bit words, and the sum of every second one.
 
     Args:
-        flat: uint8, its length a multiple of 4 or padded here by zeros.
+        flat: uint8; padded with zeros to a multiple of 4.
     """
     if flat.numel() % _WORD:
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % _WORD)])
@@ -58,84 +50,100 @@ def tensor_checksum(flat: Tensor) -> tuple[int, int]:
     return int(words.sum(dtype=torch.int64)), int(words[::2].sum(dtype=torch.int64))
 
 
-def bucket_table(entries: Sequence[BucketEntry], report: Path, whole: bool) -> Tensor:
-    """What a bucket holds, as JSON bytes: uint8 on the CPU.
+def bucket_table(
+    layout: BucketLayout, checksums: Sequence[Checksum] | None, report: Path, single_rank: bool
+) -> Tensor:
+    """The table of a bucket, as JSON bytes: uint8 on the CPU.
 
     Args:
-        entries: its tensors.
-        report: file for whatever is wrong.
-        whole: the server is one rank, which so holds whole tensors.
+        layout: of the bucket.
+        checksums: one per tensor, in the layout's order; None: the server verifies nothing.
+        report: file for errors.
+        single_rank: the server has one rank, so its tensors are not sharded.
     """
-    rows = [list(vars(entry).values()) for entry in entries]
-    content = {"report": str(report), "whole": whole, "rows": rows}
+    content = {
+        "report": str(report),
+        "single_rank": single_rank,
+        "layout": layout.to_json(),
+        "checksums": checksums,
+    }
     return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
 
 
 def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Load a bucket; a fault is written to the report."""
+    """Load a bucket; errors are written to the report."""
     received = dict(named_tensors)
-    content = json.loads(received[TABLE].cpu().numpy().tobytes())
-    entries = [BucketEntry(*row) for row in content["rows"]]
+    table = json.loads(received[TABLE].cpu().numpy().tobytes())
     try:
-        _load(model, received[BYTES], entries, content["whole"])
+        bucket = WeightBucket(BucketLayout.from_json(table["layout"]), received[BYTES])
+        if table["checksums"] is None:
+            _load_weights(model, bucket)
+        else:
+            _load_checked(model, bucket, table["checksums"], table["single_rank"])
     except Exception as error:
-        with Path(content["report"]).open("a") as report:
+        with Path(table["report"]).open("a") as report:
             report.write(f"{type(error).__name__}: {error}\n")
 
 
-def _load(model: nn.Module, flat: Tensor, entries: Sequence[BucketEntry], whole: bool) -> None:
-    """Check, load, check.
+def _load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    load_weights = cast("Callable[[list[tuple[str, Tensor]]], object]", model.load_weights)
+    load_weights(list(tensors))
+
+
+def _load_checked(
+    model: nn.Module, bucket: WeightBucket, checksums: Sequence[Sequence[int]], single_rank: bool
+) -> None:
+    """Verify the bucket, load it, and verify what the model then holds.
 
     Raises:
-        ValueError: names the first tensor that is not as sent, or not as loaded.
+        ValueError: names the first tensor that arrived changed or was not loaded.
     """
-    tensors = [
-        (e.name, flat[e.start : e.end].view(getattr(torch, e.dtype)).view(list(e.shape)))
-        for e in entries
-    ]
-    checked = [e.name for e in entries if e.checksum is not None]
-    for entry in entries:
-        if entry.checksum is None:
-            continue
-        if list(tensor_checksum(flat[entry.start : entry.end])) != list(entry.checksum):
-            raise ValueError(f"verify_sync: {entry.name} arrived with other bytes than were sent")
-    held = {**dict(model.named_buffers()), **dict(model.named_parameters())} if checked else {}
-    for name in checked:
-        if _place(name, held) is None and name != _SHARED:
-            raise ValueError(f"verify_sync: {name} was sent, but SGLang's model has no such tensor")
-    model.load_weights(tensors)
-    for name, tensor in tensors if checked else ():
-        part = _part(name, tensor, held, whole)
+    for place, checksum in zip(bucket.layout.places, checksums, strict=True):
+        if list(tensor_checksum(bucket.content[place.start : place.end])) != list(checksum):
+            raise ValueError(f"verify_sync: {place.name} arrived with other bytes than were sent")
+    held = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    for place in bucket.layout.places:
+        if _parameter_name(place.name, held) is None and place.name != _TIED:
+            raise ValueError(
+                f"verify_sync: {place.name} was sent, but SGLang's model has no such tensor"
+            )
+    _load_weights(model, bucket)
+    if not single_rank:  # a rank holds shards, which are not compared
+        return
+    for name, tensor in bucket:
+        part = _part(name, tensor, held)
         if part is not None and not torch.equal(part, tensor.to(part.device, part.dtype)):
             raise ValueError(f"verify_sync: {name} was sent, but SGLang holds something else")
 
 
-def _place(name: str, held: dict[str, Tensor]) -> str | None:
-    """The parameter that holds a checkpoint's tensor, alone or with others."""
+def _parameter_name(name: str, held: dict[str, Tensor]) -> str | None:
+    """The parameter that holds a checkpoint's tensor, alone or fused with others."""
     if name in held:
         return name
     fused = (re.sub(pattern, into, name) for pattern, into in _FUSED)
     return next((other for other in fused if other != name and other in held), None)
 
 
-def _part(name: str, tensor: Tensor, held: dict[str, Tensor], whole: bool) -> Tensor | None:
-    """Where a checkpoint's tensor lies in the model; None where that cannot be told.
+def _part(name: str, tensor: Tensor, held: dict[str, Tensor]) -> Tensor | None:
+    """The part of a parameter that holds a checkpoint's tensor; None if it cannot be located.
 
-    Shards of several ranks are not looked at, nor experts on a GPU, whose order is the kernel's.
+    Experts on a GPU are not compared: the kernel decides their order.
     """
-    place = _place(name, held)
-    if place is None or not whole:
+    parameter_name = _parameter_name(name, held)
+    if parameter_name is None:
         return None
-    parameter, rows = held[place].detach(), len(tensor)
-    if ".experts." in place:
+    parameter, rows = held[parameter_name].detach(), len(tensor)
+    expert = re.search(r"\.experts\.(\d+)\.", name)
+    if ".experts." in parameter_name and expert is not None:
         if parameter.device.type != "cpu":
             return None
-        parameter = parameter[int(re.search(r"\.experts\.(\d+)\.", name)[1])]
+        parameter = parameter[int(expert[1])]
     if parameter.shape == tensor.shape:
         return parameter
     if parameter.dim() != tensor.dim() or parameter.shape[1:] != tensor.shape[1:]:
         return None
     kind = name.rsplit(".", 2)[-2]
+    # keys and values are the last two of the fused projection; halves of gate and up may be padded
     last = len(parameter) - rows
     first = {
         "q_proj": 0, "k_proj": last - rows, "v_proj": last,

@@ -1,46 +1,49 @@
-"""A weight loader that runs inside mppo's own SGLang servers and takes pieces of parameters.
+"""A weight loader for slices of parameters; it runs inside the SGLang servers that mppo starts.
 
 SGLang calls ``load(model, named_tensors)`` (its ``custom_weight_loader`` option) on each rank of a
-server with that rank's own bytes, and a table that says where they go: into which stretch of which
-of the rank's parameters, whole or block by block. Whatever is wrong is written to the file the
-table names, where the trainer looks after each bucket: an exception here would end the server.
+server with the bytes for that rank, and a table: for each slice its parameter, its place in the
+parameter, and its bytes, all of them or only changed blocks. An exception here would end the
+server, so errors are written to the file that the table gives; the trainer reads it after each
+bucket.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from mppo.rollout.transport.checked_load import BYTES, TABLE, tensor_checksum
-from mppo.weights.slices.source import BLOCK, INDEX_BYTES, WHOLE
+from mppo.weights.bucket import aligned
+from mppo.weights.slices.messages import ALL_BLOCKS, BLOCK, INDEX_BYTES
 
 SLICE_LOADER = "mppo.rollout.transport.slice_load.load"
 _DERIVED = ".kv_b_proj."
-"""SGLang's MLA multiplies by parts of this parameter that it copies."""
+"""SGLang's MLA copies parts of this parameter, and must copy them again after a change."""
 
 
 @dataclass(frozen=True)
 class PieceRow:
-    """A stretch of a parameter.
+    """A slice of a parameter.
 
     Args:
         name: SGLang's name of the parameter.
-        whole: the parameter's shape on this rank.
-        expert: index along its first dimension; None: it holds no experts.
-        dim, offset: where the stretch begins.
-        shape: of the stretch.
-        dtype: of its bytes.
-        begin: where they begin in the message.
-        checksum: of all of them once it is loaded; None: not to be checked.
+        parameter_shape: the parameter's shape on this rank.
+        expert: index along the parameter's first dimension; None: it holds no experts.
+        dim, offset: dimension along which the slice is cut, and its first index.
+        shape: of the slice.
+        dtype: of the bytes in the message.
+        begin: its first byte in the message.
+        checksum: of all its bytes after loading; None: not verified.
     """
 
     name: str
-    whole: Sequence[int]
+    parameter_shape: Sequence[int]
     expert: int | None
     dim: int
     offset: int
@@ -52,7 +55,7 @@ class PieceRow:
 
 @dataclass(frozen=True)
 class MessageRow:
-    """A message: its bytes in the bucket, how many blocks it has (``WHOLE``: all), its pieces."""
+    """A message: its bytes in the bucket, its number of blocks (or ``ALL_BLOCKS``), its pieces."""
 
     start: int
     end: int
@@ -61,11 +64,11 @@ class MessageRow:
 
 
 def slice_table(messages: Sequence[MessageRow], report: Path) -> Tensor:
-    """What a bucket for one rank holds, as JSON bytes: uint8 on the CPU.
+    """The table of a bucket for one rank, as JSON bytes: uint8 on the CPU.
 
     Args:
-        messages: what it holds.
-        report: file for whatever is wrong.
+        messages: the messages in the bucket.
+        report: file for errors.
     """
     rows = [
         (m.start, m.end, m.blocks, [list(vars(piece).values()) for piece in m.pieces])
@@ -76,7 +79,7 @@ def slice_table(messages: Sequence[MessageRow], report: Path) -> Tensor:
 
 
 def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Load a bucket; a fault is written to the report."""
+    """Load a bucket; errors are written to the report."""
     received = dict(named_tensors)
     content = json.loads(received[TABLE].cpu().numpy().tobytes())
     try:
@@ -88,53 +91,63 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
             written += _load(held, received[BYTES][start:end], message)
         derived = [name for name in written if _DERIVED in name]
         if derived and hasattr(model, "post_load_weights"):
-            model.post_load_weights(weight_names=derived)
+            post_load_weights = cast("Callable[..., object]", model.post_load_weights)
+            post_load_weights(weight_names=derived)
     except Exception as error:
         with Path(content["report"]).open("a") as report:
             report.write(f"{type(error).__name__}: {error}\n")
 
 
 def _check_order(model: nn.Module) -> None:
-    """Stacks are in the order of ``mppo.weights.slices.engine_tensors``, which shapes do not tell.
+    """Check that fused parameters have the order of ``mppo.weights.slices.engine_tensors``.
+
+    The shapes are the same in either order.
 
     Raises:
-        ValueError: some kernel of SGLang wants another.
+        ValueError: a kernel of SGLang uses another order.
     """
     for name, module in model.named_modules():
         kernel = getattr(module, "quant_method", None)
         if getattr(kernel, "load_up_proj_weight_first", False):
             raise ValueError(
-                f"{name} holds up before gate in SGLang: set rollout.sync_mode to full, or "
+                f"SGLang's kernel for {name} stores the up projection before the gate, while "
+                "slices have the gate first: set rollout.sync_mode to full, or "
                 "rollout.server_args.moe_runner_backend to triton"
             )
 
 
 @torch.no_grad()
 def _load(held: dict[str, Tensor], flat: Tensor, message: MessageRow) -> list[str]:
-    """Write a message's pieces; the names of the parameters that changed.
+    """Write a message's pieces into the parameters.
+
+    Returns:
+        Names of the parameters that changed.
 
     Raises:
-        ValueError: names the first piece that has no such place, or is not as sent.
+        ValueError: names the first piece that does not fit its parameter or fails its checksum.
     """
     written = []
-    if message.blocks != WHOLE:
+    index = blocks = flat
+    bounds: list[int] = []
+    if message.blocks != ALL_BLOCKS:
         index = flat[: message.blocks * INDEX_BYTES].view(torch.int32)
         blocks = flat[len(flat) - message.blocks * BLOCK :].view(-1, BLOCK)
+        # the indices are sorted: find which of them belong to each piece
         ends = [piece.begin // BLOCK for piece in message.pieces[1:]]
         edges = torch.tensor(ends, dtype=torch.int32, device=flat.device)
         bounds = [0, *torch.searchsorted(index, edges).tolist(), message.blocks]
     for number, piece in enumerate(message.pieces):
-        target = _stretch(held, piece)
-        if message.blocks == WHOLE:
+        target = _slice_of(held, piece)
+        if message.blocks == ALL_BLOCKS:
             content = flat[piece.begin : piece.begin + target.numel() * _dtype(piece).itemsize]
         else:
             first, last = bounds[number], bounds[number + 1]
             if first == last and piece.checksum is None:
-                continue
+                continue  # nothing changed, nothing to verify
             places = (index[first:last] - piece.begin // BLOCK).long()
             content = _patched(target, piece, places, blocks[first:last])
         if piece.checksum is not None and list(tensor_checksum(content)) != list(piece.checksum):
-            raise ValueError(f"verify_sync: {piece.name} would not be what the trainer holds")
+            raise ValueError(f"verify_sync: {piece.name} would differ from the trainer's")
         target.copy_(content.view(_dtype(piece)).view(list(piece.shape)))
         written.append(piece.name)
     return written
@@ -144,39 +157,41 @@ def _dtype(piece: PieceRow) -> torch.dtype:
     return getattr(torch, piece.dtype)
 
 
-def _stretch(held: dict[str, Tensor], piece: PieceRow) -> Tensor:
-    """The part of this rank's parameter a piece is for.
+def _slice_of(held: dict[str, Tensor], piece: PieceRow) -> Tensor:
+    """The view of this rank's parameter that a piece fills.
 
     Raises:
-        ValueError: SGLang keeps the parameter otherwise.
+        ValueError: SGLang has no such parameter, or one of another shape.
     """
     parameter = held.get(piece.name)
     if parameter is None:
         raise ValueError(
-            f"SGLang's model has no parameter {piece.name}: set rollout.sync_mode to full"
+            f"SGLang's model has no parameter {piece.name}, so slices cannot be loaded: set "
+            "rollout.sync_mode to full"
         )
-    if list(parameter.shape) != list(piece.whole):
+    if list(parameter.shape) != list(piece.parameter_shape):
         raise ValueError(
             f"{piece.name} has shape {list(parameter.shape)} on a rank of SGLang, not "
-            f"{list(piece.whole)}: set rollout.sync_mode to full"
+            f"{list(piece.parameter_shape)}, so slices do not fit: set rollout.sync_mode to full"
         )
-    whole = parameter.detach() if piece.expert is None else parameter.detach()[piece.expert]
-    return whole.narrow(piece.dim, piece.offset, piece.shape[piece.dim])
+    tensor = parameter.detach() if piece.expert is None else parameter.detach()[piece.expert]
+    return tensor.narrow(piece.dim, piece.offset, piece.shape[piece.dim])
 
 
 def _patched(target: Tensor, piece: PieceRow, places: Tensor, blocks: Tensor) -> Tensor:
-    """What the stretch holds, with some of its blocks replaced, as bytes.
+    """The bytes that ``target`` holds, with some blocks replaced: uint8.
 
     Raises:
-        ValueError: the parameter's type cannot hold what was sent before.
+        ValueError: the parameter's dtype is narrower than the piece's, so it no longer holds the
+            bytes that were sent before.
     """
     if torch.promote_types(target.dtype, _dtype(piece)) != target.dtype:
         raise ValueError(
-            f"{piece.name} is {target.dtype} in SGLang, which rounds the {piece.dtype} sent: "
-            "set rollout.sync_mode to sliced"
+            f"{piece.name} is {target.dtype} in SGLang, which rounds the {piece.dtype} sent, so "
+            "changed blocks cannot be patched in: set rollout.sync_mode to sliced"
         )
     held = target.to(_dtype(piece)).contiguous().flatten().view(torch.uint8)
-    padded = held.new_zeros(-(-len(held) // BLOCK) * BLOCK)
+    padded = held.new_zeros(aligned(len(held), BLOCK))
     padded[: len(held)] = held
     padded.view(-1, BLOCK)[places] = blocks
     return padded[: len(held)]

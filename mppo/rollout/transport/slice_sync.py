@@ -1,36 +1,39 @@
-"""The route of the weights by pieces: each rollout rank is handed its own, by the rank beside it.
+"""Weight updates by slices: each rollout rank reads its own slices from its host.
 
-The training rank beside a rollout rank lays out what is for it in memory both can read; the rank
-that talks to the server collects the handles and passes them on, one per rollout rank.
+The host, a training rank on the same device, puts the slices into memory that both can read. The
+head rank of a server collects the handles and sends them in one request, one per rollout rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.collectives import all_gather_objects
-from mppo.rollout.engine import WeightBucket, WeightSource
+from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.transport.buckets import SharedBuffer
 from mppo.rollout.transport.checked_load import tensor_checksum
 from mppo.rollout.transport.slice_load import SLICE_LOADER, MessageRow, PieceRow, slice_table
 from mppo.rollout.transport.sync import TensorTransport
-from mppo.weights.slices.source import Key, Message, SliceBucket, SliceRequest, SliceStream
+from mppo.weights.bucket import WeightBucket
+from mppo.weights.slices.plan import Key, SliceRequest
+from mppo.weights.slices.source import Message, SliceBucket, SliceStream
 
 
-class SliceRoute(TensorTransport):
-    """Shared memory on one machine, as ``TensorTransport``, but a rollout rank's own pieces only.
+class SliceTransport(TensorTransport):
+    """Shared memory on one machine, as ``TensorTransport``, with each rollout rank's slices only.
 
     Args:
-        device: where the weights are.
+        device: the device of the weights.
         tensor_parallel: ranks of each server.
-        reports: for each server, the file in which it tells what is wrong.
-        report: that of this rank's servers.
+        reports: for each server, the file to which it writes errors.
+        report: that file of this rank's servers.
         world: number of ranks.
         group: process group of the ranks; None is the default one.
     """
@@ -51,13 +54,14 @@ class SliceRoute(TensorTransport):
         self._of_slots: tuple[dict[int, SharedBuffer], dict[int, SharedBuffer]] = ({}, {})
 
     def send_slices(self, bucket: SliceBucket) -> None:
-        """Take one bucket, as ``send``; every rank does this in step."""
+        """Send one bucket, as ``send``; collective."""
         if bucket.empty:
             return
         turn, self._turn = self._turn, 1 - self._turn
         mine: dict[int, str] = {}
         self._try(lambda: mine.update(self._handles(turn, bucket)))
-        # the others fill their buffers of the last turn as soon as the exchange is over
+        # after this exchange the other ranks refill the buffers of the previous turn, which this
+        # rank's servers may still be reading
         self._try(lambda: self._wait(1 - turn))
         everyone = all_gather_objects(mine, self._world, self._everyone)
         handles = {slot: handle for part in everyone for slot, handle in part.items()}
@@ -68,10 +72,12 @@ class SliceRoute(TensorTransport):
                 future = self._pool.submit(self._load, api, payloads, self._version)
                 self._in_flight[turn].append(future)
             elif self._failure is None:
-                self._failure = RuntimeError(f"{api.url}: a rank had no weights to hand over")
+                self._failure = RuntimeError(
+                    f"{api.url}: a training rank could not fill its buffer; see that rank's error"
+                )
 
     def _handles(self, turn: int, bucket: SliceBucket) -> dict[int, str]:
-        """Fill this turn's buffers; a handle for each rollout rank hosted here."""
+        """Fill this turn's buffers; returns a handle for each rollout rank hosted here."""
         handles = {}
         for slot, messages in bucket.messages.items():
             buffer = self._of_slots[turn].setdefault(slot, SharedBuffer(self._device))
@@ -84,7 +90,7 @@ class SliceRoute(TensorTransport):
         return handles
 
     def close(self) -> None:
-        """See ``Route``."""
+        """See ``WeightTransport``."""
         try:
             super().close()
         finally:
@@ -92,13 +98,19 @@ class SliceRoute(TensorTransport):
                 self._of_slots = ({}, {})
 
     def stop(self) -> None:
-        """See ``Route``."""
+        """See ``WeightTransport``."""
         super().stop()
         self._of_slots = ({}, {})
 
 
 def message_row(begin: int, message: Message, checks: Mapping[Key, tuple[int, int]]) -> MessageRow:
-    """A message as the loader reads it."""
+    """A message as a row of the table that the loader reads.
+
+    Args:
+        begin: its first byte in the rollout rank's buffer.
+        message: the message.
+        checks: checksums of all pieces; empty: none.
+    """
     pieces = [
         PieceRow(
             piece.target.name,
@@ -117,19 +129,20 @@ def message_row(begin: int, message: Message, checks: Mapping[Key, tuple[int, in
 
 
 class SliceSync:
-    """The pieces on their way, and which weights each server of this rank holds.
+    """Updates servers by slices, and records which version each server of this rank holds.
 
     Args:
         rollout: the recipe's section.
-        fleet: the run's own servers.
-        dtype: type of their weights.
-        device: where the trainer's are.
-        folder: where servers tell what is wrong.
+        fleet: the servers, which mppo started.
+        dtype: of the servers' weights.
+        device: the device of the trainer's weights.
+        folder: for the servers' error reports.
         rank, world: this rank and the number of ranks.
         group: process group of the ranks; None is the default one.
 
-    Raises:
-        ValueError: the servers would forget what the next update takes for granted.
+    Attributes:
+        transport: carries the slices.
+        request: the slices that the servers need; the role plans by it at the first update.
     """
 
     def __init__(
@@ -143,57 +156,53 @@ class SliceSync:
         world: int,
         group: dist.ProcessGroup | None,
     ) -> None:
-        delta, backup = rollout.sync_mode == "delta", "enable_weights_cpu_backup"
-        if delta and device.type != "cpu" and not rollout.server_args.get(backup):
-            raise ValueError(
-                "rollout.sync_mode = delta builds on the weights servers hold, which sleeping on a "
-                f"GPU throws away: set rollout.server_args.{backup} to true (it keeps them in host "
-                "memory), or sync_mode to sliced"
-            )
         self._world, self._group = world, group
         size = fleet.tensor_parallel
         heads = [fleet.head_of(server) for server in range(fleet.count)]
-        self._request = SliceRequest(
+        self.request = SliceRequest(
             hosts=tuple(tuple((head + i) % world for i in range(size)) for head in heads),
             dtype=dtype,
             bucket_bytes=rollout.sync_bucket_mb << 20,
-            keep=delta,
+            keep=rollout.sync_mode == "delta",
             checksum=tensor_checksum if rollout.verify_sync == "checksum" else None,
             expert_parallel=rollout.expert_parallel_size,
         )
         files = [(folder / f"refused_{rank}.txt").resolve() for rank in range(world)]
         reports = [files[head] for head in heads]
-        self.route = SliceRoute(device, size, reports, files[rank], world, group)
+        self.transport = SliceTransport(device, size, reports, files[rank], world, group)
         self._held: dict[int, int] = {}
         self._stream: SliceStream | None = None
 
-    def takes(self, buckets: Iterable[WeightBucket]) -> bool:
-        """Whether a stream can be had as pieces."""
+    def accepts(self, buckets: Iterable[WeightBucket]) -> TypeGuard[WeightSource]:
+        """Return whether the weights are available as slices."""
         return isinstance(buckets, WeightSource) and buckets.slices is not None
 
     def send(self, source: WeightSource, version: int, servers: Collection[int]) -> None:
-        """Send what these servers of this rank lack to them; collective, between the route's
-        ``open`` and ``close``."""
+        """Send to servers of this rank the slices they lack; collective.
+
+        Call it between ``transport.open`` and ``transport.close``.
+        """
         assert source.slices is not None
-        stream = source.slices(self._request)
-        if stream is not self._stream:  # what was sent before is another's
+        stream = source.slices(self.request)
+        if stream is not self._stream:  # no changes are known relative to another stream's weights
             self._stream, self._held = stream, {}
         mine = {self._held.pop(server, None) for server in servers}
-        held = set().union(*all_gather_objects(mine, self._world, self._group))
+        held: set[int | None] = set().union(*all_gather_objects(mine, self._world, self._group))
+        # changes can be sent only if all servers hold the same version
         for bucket in stream.update(version, held.pop() if len(held) == 1 else None):
-            self.route.send_slices(bucket)
+            self.transport.send_slices(bucket)
 
-    def holds(self, servers: Collection[int], version: int) -> None:
-        """These servers have loaded all of a version."""
+    def record(self, servers: Collection[int], version: int) -> None:
+        """Record that servers have loaded all weights of a version."""
         self._held.update(dict.fromkeys(servers, version))
 
     def forget(self, servers: Collection[int]) -> None:
-        """These servers hold something else, or nothing."""
+        """Record that servers hold other weights, or none."""
         for server in servers:
             self._held.pop(server, None)
 
     def metrics(self) -> dict[str, float]:
-        """Bytes of the last update, over all ranks."""
+        """Bytes of the last update, over all ranks (``rollout/sync_bytes/*``)."""
         if self._stream is None:
             return {}
         moved = vars(self._stream.bytes)

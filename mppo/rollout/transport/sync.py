@@ -1,7 +1,8 @@
-"""Ways of bringing a stream of weights to SGLang servers.
+"""Transports of a weight stream to SGLang servers: shared memory, broadcast, or a folder.
 
-A route is opened, takes buckets one by one, and is closed; every rank does this in step, and only
-some ranks have servers to talk to. While a server loads one bucket the next is produced and copied.
+A transport is opened, takes buckets one by one, and is closed. All ranks make these calls in the
+same order, but only head ranks send requests to servers. While a server loads one bucket, the next
+one is produced and copied.
 """
 
 from __future__ import annotations
@@ -13,51 +14,54 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import (
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]  # documented, missing in __all__
+    distributed_c10d,
+)
 
 from mppo.parallel.addresses import free_port
 from mppo.parallel.collectives import all_gather_objects
-from mppo.rollout.engine import WeightBucket
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused
-from mppo.rollout.transport.buckets import SharedBuffer, by_dtype, dtype_names
+from mppo.rollout.transport.buckets import SharedBuffer
 from mppo.rollout.transport.checked_load import LOADER
+from mppo.weights.bucket import WeightBucket
 
 _POLL_S = 0.0005
 _MOST_SERVERS = 256
 
 
 class WeightTransport(Protocol):
-    """A way to the servers.
+    """A transport of weights to servers.
 
-    A server's failure does not stop the stream, which is collective: it is kept until ``close``.
+    Producing the stream is collective, so the failure of a server does not stop it: ``close``
+    raises the first failure.
     """
 
     def open(self, servers: Mapping[int, SGLangApi], version: int) -> None:
-        """Begin an update of these servers (those this rank talks to; maybe none)."""
+        """Begin an update of the servers for which this rank is the head (possibly none)."""
         ...
 
     def send(self, bucket: WeightBucket) -> None:
-        """Take one bucket; it may be in flight until the next call but one."""
+        """Send one bucket; the servers may still read it during the next call."""
         ...
 
     def close(self) -> None:
-        """Wait until all is loaded and end the update.
+        """Wait until the servers have loaded every bucket, and end the update.
 
         Raises:
             ServerLost: a server is gone; the others may hold part of the weights.
-            Exception: whatever else went wrong since ``open``.
+            Exception: any other failure since ``open``.
         """
         ...
 
     def stop(self) -> None:
-        """Give back everything held."""
+        """Release memory, threads, groups and files."""
         ...
 
 
@@ -65,13 +69,13 @@ class TensorTransport:
     """Shared memory on one machine: servers read the trainer's memory (CUDA IPC on a GPU).
 
     Args:
-        device: where the stream's tensors are.
-        tensor_parallel: ranks of each server. On a GPU each reads from the training rank on its own
-            device: the payloads of ``tensor_parallel`` neighbouring ranks go together.
-        group: process group of those neighbours (GPU with tensor_parallel > 1 only).
-        report: the servers are mppo's own and load by ``mppo.rollout.transport.checked_load``,
-            which tells in this file what is wrong; None: servers of others.
-        checked: have own servers verify what they get and load.
+        device: the device of the stream's tensors.
+        tensor_parallel: ranks of each server. On a GPU, each reads from the training rank on its
+            own device: one request carries the payloads of ``tensor_parallel`` neighbouring ranks.
+        group: process group of those neighbours (only on a GPU with tensor_parallel > 1).
+        report: file to which ``mppo.rollout.transport.checked_load`` in servers that mppo started
+            writes errors; None: external servers, which load with SGLang's own loader.
+        checked: servers that mppo started verify what they receive and load.
     """
 
     _loader = LOADER
@@ -92,7 +96,7 @@ class TensorTransport:
         self._version = 0
         self._turn = 0
         self._failure: Exception | None = None
-        # one thread: a server takes its buckets one at a time anyway
+        # one thread: a server loads one bucket at a time
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
 
     def open(self, servers: Mapping[int, SGLangApi], version: int) -> None:
@@ -102,7 +106,7 @@ class TensorTransport:
         self._try(lambda: [api.begin_update() for api in servers.values()])
 
     def _try(self, step: Callable[[], object]) -> None:
-        """Do a step unless one failed before; keep its failure."""
+        """Run a step unless an earlier one failed; keep the failure for ``close``."""
         if self._failure is None:
             try:
                 step()
@@ -114,17 +118,20 @@ class TensorTransport:
         if not self._servers and self._group is None:
             return
         turn, self._turn = self._turn, 1 - self._turn
+        # this buffer may still be read by the load of the bucket before the last one
         self._try(lambda: self._wait(turn))
         self._try(lambda: self._buffers[turn].fill(bucket))
+        shared: list[str] = []
         if self._group is not None:
-            # the others fill their buffer of the last turn as soon as this exchange is over
+            # after this exchange the other ranks refill the buffer of the previous turn, which this
+            # rank's server may still be reading
             self._try(lambda: self._wait(1 - turn))
             mine = "" if self._failure else self._payload(turn)
             shared = all_gather_objects(mine, self._tensor_parallel, self._group)
         for api in self._servers.values():
             if self._failure is not None:
                 return
-            if self._group is None:
+            if self._group is None:  # a payload can be opened once: one for each rank
                 shared = [self._payload(turn) for _ in range(self._tensor_parallel)]
             self._in_flight[turn].append(self._pool.submit(self._load, api, shared, self._version))
 
@@ -135,10 +142,10 @@ class TensorTransport:
         return buffer.own_payload(self._report, self._tensor_parallel == 1, self._checked)
 
     def _load(self, api: SGLangApi, payloads: list[str], version: int) -> None:
-        """Have one server load one bucket.
+        """Make one server load one bucket.
 
         Raises:
-            RequestRefused: an own server found something wrong with it.
+            RequestRefused: the loader reported an error.
         """
         if self._report is None:
             api.update_from_tensor(payloads, version)
@@ -171,14 +178,14 @@ class TensorTransport:
 
 
 class DistributedTransport:
-    """One broadcast per bucket and type from the first training rank to all ranks of all servers.
+    """One broadcast per bucket and dtype from the first training rank to all ranks of all servers.
 
     Args:
-        device: where the stream's tensors are.
+        device: the device of the stream's tensors.
         backend: torch.distributed backend of the group.
         tensor_parallel: ranks of each server.
-        address: name of this machine as the servers' machines know it.
-        timeout_s: longest wait for the servers.
+        address: address of this machine that the servers' machines can reach.
+        timeout_s: longest wait for the servers, in seconds.
     """
 
     def __init__(
@@ -200,7 +207,7 @@ class DistributedTransport:
         self._pool = ThreadPoolExecutor(_MOST_SERVERS, thread_name_prefix="weight-sync")
 
     def open(self, servers: Mapping[int, SGLangApi], version: int) -> None:
-        """See ``WeightTransport``; ``servers`` are all servers on the sending rank, else none."""
+        """See ``WeightTransport``; ``servers``: all servers on rank 0, none on other ranks."""
         self._servers, self._version, self._failure = servers, version, None
         if not servers:
             return
@@ -208,16 +215,16 @@ class DistributedTransport:
             if [api.url for api in servers.values()] != [api.url for api in self._joined]:
                 self._leave()
                 self._join()
-            self._ask_all(lambda api: api.begin_update())
+            self._call_all(lambda api: api.begin_update())
         except Exception as error:
             self._failure = error
 
-    def _ask_all(self, call: Callable[[SGLangApi], object]) -> None:
+    def _call_all(self, call: Callable[[SGLangApi], object]) -> None:
         for future in [self._pool.submit(call, api) for api in self._servers.values()]:
             future.result()
 
     def _join(self) -> None:
-        """Make the group: this rank is 0, servers' ranks follow in order."""
+        """Create the group: this rank is rank 0, the ranks of the servers follow in order."""
         apis = tuple(self._servers.values())
         world = 1 + self._tensor_parallel * len(apis)
         port, self._name = free_port(), f"mppo_weights_{time.time_ns()}"
@@ -244,30 +251,31 @@ class DistributedTransport:
         if not self._servers or self._failure is not None:
             return
         try:
-            for part, flat in by_dtype(bucket):
-                self._broadcast(part, flat)
+            for part in bucket.by_dtype():
+                self._broadcast(part)
         except Exception as error:
             self._failure = error
 
-    def _broadcast(self, part: WeightBucket, flat: Tensor) -> None:
+    def _broadcast(self, part: WeightBucket) -> None:
         assert self._group is not None
-        names, shapes = [name for name, _ in part], [list(tensor.shape) for _, tensor in part]
+        places = part.layout.places
         loads = [
             self._pool.submit(
                 api.update_from_distributed,
-                names,
-                dtype_names(part),
-                shapes,
+                [place.name for place in places],
+                [place.dtype_name for place in places],
+                [place.shape for place in places],
                 self._name,
                 self._version,
             )
             for api in self._servers.values()
         ]
-        work = dist.broadcast(flat, 0, group=self._group, async_op=True)
+        work = dist.broadcast(part.content, 0, group=self._group, async_op=True)
+        assert work is not None, "async_op returns work on a member of the group"
         while not work.is_completed():
             for load in loads:
                 if load.done():
-                    load.result()  # a server that refused never joins the broadcast
+                    load.result()  # raises if a server refused: it will not join the broadcast
             time.sleep(_POLL_S)
         work.wait()
         for load in loads:
@@ -277,7 +285,7 @@ class DistributedTransport:
         """See ``WeightTransport``."""
         if self._servers and self._failure is None:
             try:
-                self._ask_all(lambda api: api.end_update())
+                self._call_all(lambda api: api.end_update())
             except Exception as error:
                 self._failure = error
         if self._failure is not None:
@@ -285,7 +293,7 @@ class DistributedTransport:
             raise self._failure
 
     def _leave(self) -> None:
-        """End the group here and on every server that still answers."""
+        """Destroy the group on this rank and on every server that still answers."""
         group, joined = self._group, self._joined
         self._group, self._joined = None, ()
         if group is None:
@@ -305,9 +313,9 @@ class DiskTransport:
     """A Hugging Face folder that the first rank writes and every server reads.
 
     Args:
-        folder: where; the servers' machines must see it under the same path.
-        hf_folder: model folder whose config and tokenizer files go along.
-        writes: whether this rank writes.
+        folder: the folder, on a file system where all servers see it under the same path.
+        hf_folder: model folder whose config and tokenizer files are copied into it.
+        writes: this rank writes the files.
     """
 
     def __init__(self, folder: Path, hf_folder: Path, writes: bool) -> None:
@@ -337,6 +345,7 @@ class DiskTransport:
         if not self._writes:
             return
         shard = f"model-{len(set(self._index.values())) + 1:05d}.safetensors"
+        # a copy of its own for each: save_file refuses tensors that share a storage
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket}
         save_file(tensors, self.folder / shard, metadata={"format": "pt"})
         self._index.update(dict.fromkeys(tensors, shard))
@@ -350,12 +359,12 @@ class DiskTransport:
             path.write_text(json.dumps(index))
 
     def load(self, servers: Mapping[int, SGLangApi]) -> None:
-        """Have servers read the folder, once every rank has closed the route."""
+        """Make servers read the folder, after every rank has closed the transport."""
         for api in servers.values():
             api.update_from_disk(str(self.folder), self._version)
 
     def stop(self) -> None:
-        """See ``WeightTransport``; the folder is needed no longer."""
+        """See ``WeightTransport``; removes the folder."""
         if self._writes:
             shutil.rmtree(self._root, ignore_errors=True)
 
@@ -363,21 +372,22 @@ class DiskTransport:
 def make_group(
     backend: str, address: str, port: int, world: int, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Rank 0 of a process group with ranks of another program, beside the default group.
+    """Create a process group with ranks of another program; this process is rank 0.
 
-    ``torch.distributed.new_group`` only knows ranks of the default group; the servers make theirs
-    by this same internal constructor, whose store keys must agree.
+    ``torch.distributed.new_group`` accepts only ranks of the default group. The servers call the
+    same internal constructor, so both sides use the same store keys.
     """
-    # under torchrun, torch's own rendezvous would look for the launcher's store at this address
-    store = dist.TCPStore(address, port, world, is_master=True, timeout=timeout, multi_tenant=True)
+    # under torchrun, torch's own rendezvous would connect to the launcher's store at this address
+    store = TCPStore(address, port, world, is_master=True, timeout=timeout, multi_tenant=True)
     group, _ = distributed_c10d._new_process_group_helper(
         world,
         0,
         [],
         distributed_c10d.Backend(backend),
         distributed_c10d.PrefixStore(name, store),
-        group_name=name,
+        group_name=distributed_c10d.GroupName(name),
         timeout=timeout,
     )
+    group = cast("dist.ProcessGroup", group)  # not a member only if this rank were outside
     distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world)}
     return group

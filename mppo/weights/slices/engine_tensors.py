@@ -1,7 +1,7 @@
-"""Where SGLang keeps a parameter: its own name for it, and the shape on one tensor-parallel rank.
+"""The parameter of SGLang that holds an entry: its name, and its shape on one tensor-parallel rank.
 
-SGLang stacks what a checkpoint has apart: queries, keys and values; gate and up; all experts of a
-layer; the two latent down projections. The order inside a stack is that of
+SGLang fuses tensors that are separate in a checkpoint: queries, keys and values; gate and up; all
+experts of a layer; MLA's two down projections. The order inside a fused parameter is that of
 ``mppo.weights.slices.reshard.engine_blocks``.
 """
 
@@ -20,9 +20,9 @@ class EngineTensor:
 
     Args:
         name: SGLang's name of the parameter.
-        shape: the whole parameter's shape on that rank.
+        shape: of the full parameter on that rank.
         expert: index along the parameter's first dimension; None: it holds no experts.
-        first: where the entry begins along its ``cut_dim`` (within its expert).
+        first: first index of the entry along its ``cut_dim`` (within its expert).
     """
 
     name: str
@@ -39,27 +39,27 @@ def engine_tensor(
     vocab_multiple: int = 64,
     expert_parallel: int = 1,
 ) -> EngineTensor:
-    """Where tensor rank ``rank`` of ``size`` keeps an entry, of which it holds a part.
+    """The place of an entry on tensor-parallel rank ``rank`` of ``size``, which holds a part of it.
 
     Args:
         entry: the parameter.
         shape: the model's sizes.
-        rank, size: of the rollout engine's tensor parallelism.
+        rank, size: in the rollout engine's tensor parallelism.
         vocab_multiple: the engine pads its vocabulary to a multiple of this.
-        expert_parallel: groups of its ranks that share the experts out.
+        expert_parallel: groups of the engine's ranks among which its experts are divided.
     """
     row, dim = entry.row, entry.cut_dim
     blocks = engine_blocks(entry, shape, rank, size, vocab_multiple, expert_parallel)
     assert blocks
     first, length = 0, sum(block.length for block in blocks)
-    if row.atomic == "a":  # queries' latent, then that of keys and values
+    if row.fuse_group == "a":  # the down projection of queries, then that of keys and values
         assert shape.mla is not None
         assert shape.mla.q_lora_rank is not None
         queries = shape.mla.q_lora_rank
         keys = shape.mla.kv_lora_rank + shape.mla.qk_rope_head_dim
         first, length = (0 if ".q_a_proj." in entry.hf[0] else queries), queries + keys
-    whole = row.shapes[0]
-    local = (*whole[:dim], length, *whole[dim + 1 :])
+    full = row.shapes[0]
+    local = (*full[:dim], length, *full[dim + 1 :])
     expert = entry.expert
     if expert is not None:
         experts = shape.num_experts // expert_parallel
@@ -76,6 +76,6 @@ def _engine_name(entry: Entry) -> str:
         return name.replace(".q_proj.", ".qkv_proj.")
     if row.kind == "gated":
         return name.replace(".gate_proj.", ".gate_up_proj.")
-    if row.atomic == "a":
+    if row.fuse_group == "a":
         return f"{name.rsplit('.', 2)[0]}.fused_qkv_a_proj_with_mqa.weight"
     return name

@@ -1,8 +1,8 @@
-"""From a training layout to a rollout engine's: which bytes go where.
+"""From a training layout to a rollout engine's layout: which parts of which shards move where.
 
-Both sides are lists of blocks of the same Hugging Face tensors, so a plan is their interval
-intersection. Every destination byte comes from the destination's own rank where that rank holds it;
-what crosses ranks is therefore the least possible.
+Both layouts are lists of blocks of the same Hugging Face tensors, so the plan is the intersection
+of their intervals. A destination rank takes from its own shard every element that the shard holds;
+so the fewest possible elements cross ranks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import ZERO, Block, padded_vocab_size, shard_blocks
 from mppo.weights.shape import ModelShape
-from mppo.weights.table import Entry, Row, Table
+from mppo.weights.table import Entry, Row
+
+SourcePiece = tuple[int, int, int, int]
+"""A part of a source tensor that a shard holds: start, length, shard, offset in the shard."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """``length`` rows (columns where the entry is cut along dimension 1) of one parameter.
+    """``length`` rows (columns if the entry is cut along dimension 1) of one parameter.
 
     Offsets are within the shards of source and destination, along the entry's ``cut_dim``.
-    ``source`` and ``destination`` are training ranks; ``slot`` is the rollout rank that is served,
-    counted over the engines.
+    ``source`` and ``destination`` are training ranks; ``slot`` is the rollout rank, counted over
+    the engines, that ``destination`` hosts.
     """
 
     source: int
@@ -39,10 +42,10 @@ class Reshard:
 
     Args:
         entry: the parameter.
-        moves: what fills the engine's shards; ranks are training ranks.
+        moves: the moves that fill the engines' shards.
         crossing: elements that move between different ranks.
-        total: elements the engines' shards hold, padding left out.
-        gathered: elements that move where every training rank is brought the whole entry.
+        total: elements in the engines' shards, without padding.
+        gathered: elements that would move if every training rank gathered the full entry.
     """
 
     entry: Entry
@@ -52,63 +55,75 @@ class Reshard:
     gathered: int
 
 
-def plan_reshard(
-    table: Table,
-    layout: Layout,
-    owner: Mapping[object, int],
-    engines: Sequence[Sequence[int]],
-    vocab_multiple: int = 64,
-    whole: Collection[str] = (),
-    expert_parallel: int = 1,
-) -> Iterator[Reshard]:
-    """Plan the moves of every entry.
+@dataclass(frozen=True)
+class ReshardPlanner:
+    """Plans the moves of entries between one training layout and one set of engines.
 
     Args:
-        table: the model's parameter table.
+        shape: the model's sizes.
         layout: the training layout.
-        owner: pipeline stage of each layer index and of each end's row name.
-        engines: for each engine, the training rank that hosts each of its tensor ranks.
+        owner: pipeline stage of each layer index, and of each row name outside layers.
+        engines: for each engine, the training rank that hosts each of its tensor-parallel ranks.
         vocab_multiple: the engine pads its vocabulary to a multiple of this.
-        whole: names of rows that the training ranks hold whole though the table cuts them.
-        expert_parallel: groups of an engine's ranks that share the experts out.
-
-    Yields:
-        One plan per entry, in the table's order.
+        uncut_rows: names of rows that every training rank holds in full, although the table shards
+            them.
+        expert_parallel: groups of an engine's ranks among which its experts are divided.
     """
-    for entry in table.entries():
-        yield plan_entry(
-            entry, table.shape, layout, owner, engines, vocab_multiple, whole, expert_parallel
-        )
 
+    shape: ModelShape
+    layout: Layout
+    owner: Mapping[object, int]
+    engines: Sequence[Sequence[int]]
+    vocab_multiple: int = 64
+    uncut_rows: Collection[str] = ()
+    expert_parallel: int = 1
 
-def plan_entry(
-    entry: Entry,
-    shape: ModelShape,
-    layout: Layout,
-    owner: Mapping[object, int],
-    engines: Sequence[Sequence[int]],
-    vocab_multiple: int = 64,
-    whole: Collection[str] = (),
-    expert_parallel: int = 1,
-) -> Reshard:
-    """The moves of one entry; arguments as ``plan_reshard``."""
-    shards = 1 if entry.row.name in whole else _group_size(entry.row, layout)
-    held = _source_shards(entry, shape, shards)
-    holders = _holders(entry, shape, layout, owner, shards)
-    per_row = _elements_per_row(entry)
-    moves: list[Move] = []
-    slot = 0
-    for engine in engines:
-        for rank, host in enumerate(engine):
-            wanted = engine_blocks(entry, shape, rank, len(engine), vocab_multiple, expert_parallel)
-            moves += _moves(held, holders, wanted, host, slot)
-            slot += 1
-    crossing = sum(move.length for move in moves if move.source != move.destination)
-    total = sum(move.length for move in moves)
-    length = sum(part[entry.cut_dim] for part in entry.row.shapes)
-    copies = sum(len(ranks) for ranks in holders.values()) / shards
-    gathered = round((layout.world - copies) * length)
-    return Reshard(entry, tuple(moves), crossing * per_row, total * per_row, gathered * per_row)
+    def plan(self, entry: Entry) -> Reshard:
+        """Plan the moves of one entry."""
+        shards = self._shards(entry.row)
+        held = _source_pieces(entry, self.shape, shards)
+        holders = self._holders(entry, shards)
+        moves: list[Move] = []
+        slot = 0
+        for engine in self.engines:
+            for rank, host in enumerate(engine):
+                needed = engine_blocks(
+                    entry, self.shape, rank, len(engine), self.vocab_multiple, self.expert_parallel
+                )
+                moves += _moves(held, holders, needed, host, slot)
+                slot += 1
+        # lengths are counted along the cut dimension; the other dimensions move in full
+        per_row = _elements_per_row(entry)
+        crossing = sum(move.length for move in moves if move.source != move.destination)
+        total = sum(move.length for move in moves)
+        # to gather, each rank receives all that it does not hold: ``copies`` full entries are held
+        length = sum(part[entry.cut_dim] for part in entry.row.shapes)
+        copies = sum(len(ranks) for ranks in holders.values()) / shards
+        gathered = round((self.layout.world - copies) * length)
+        return Reshard(entry, tuple(moves), crossing * per_row, total * per_row, gathered * per_row)
+
+    def _shards(self, row: Row) -> int:
+        """Number of different shards of a row in the training layout."""
+        if row.dim is None or row.name in self.uncut_rows:
+            return 1
+        return self.layout.etp if row.group == "etp" else self.layout.tp
+
+    def _holders(self, entry: Entry, shards: int) -> dict[int, list[int]]:
+        """Training ranks that hold each shard of an entry."""
+        key = entry.row.name if entry.layer is None else entry.layer
+        holders: dict[int, list[int]] = {}
+        for rank in range(self.layout.world):
+            here = self.layout.coordinates(rank)
+            if here.pp != self.owner[key]:
+                continue
+            if entry.expert is not None:
+                if entry.expert // (self.shape.num_experts // self.layout.ep) != here.ep:
+                    continue
+                shard = here.etp
+            else:
+                shard = here.tp
+            holders.setdefault(shard if shards > 1 else 0, []).append(rank)
+        return holders
 
 
 def engine_blocks(
@@ -119,12 +134,12 @@ def engine_blocks(
     vocab_multiple: int = 64,
     expert_parallel: int = 1,
 ) -> tuple[Block, ...]:
-    """What tensor rank ``rank`` of ``size`` of a rollout engine holds of an entry.
+    """The blocks of an entry that tensor-parallel rank ``rank`` of ``size`` of an engine holds.
 
-    Queries, keys and values are stacked, each cut by heads, keys and values repeated where there
-    are more ranks than heads; latent down projections, routers and norms are whole on every rank.
-    Neighbouring ranks form ``expert_parallel`` groups; each holds as many experts, in order, and
-    cuts them within: a rank holds nothing of another group's.
+    Queries, keys and values are stacked, each cut by heads; key-value heads are repeated if there
+    are more ranks than heads. MLA's down projections, routers and norms are replicated.
+    Neighbouring ranks form ``expert_parallel`` groups. Each group holds the same number of experts,
+    in order, and shards them over its ranks; a rank holds nothing of other groups' experts.
     """
     row = entry.row
     if entry.expert is not None:
@@ -133,7 +148,7 @@ def engine_blocks(
         if entry.expert * expert_parallel // shape.num_experts != group:
             return ()
     lengths = tuple(part[entry.cut_dim] for part in row.shapes)
-    if row.dim is None or _is_whole_in_engine(row):
+    if row.dim is None or _is_replicated_in_engine(row):
         return tuple(Block(source, 0, length) for source, length in enumerate(lengths))
     if row.kind == "qkv":
         queries, keys, _ = lengths
@@ -153,22 +168,14 @@ def engine_blocks(
     return shard_blocks(row.kind, lengths, rank, size, shape.kv_heads, padded)
 
 
-def _is_whole_in_engine(row: Row) -> bool:
+def _is_replicated_in_engine(row: Row) -> bool:
     return row.name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight"))
 
 
-def _group_size(row: Row, layout: Layout) -> int:
-    if row.dim is None:
-        return 1
-    return layout.etp if row.group == "etp" else layout.tp
-
-
-def _source_shards(
-    entry: Entry, shape: ModelShape, size: int
-) -> dict[int, list[tuple[int, int, int, int]]]:
-    """For each source tensor: (start, length, shard, offset in it) of the pieces held."""
+def _source_pieces(entry: Entry, shape: ModelShape, size: int) -> dict[int, list[SourcePiece]]:
+    """For each source tensor, the pieces that the ``size`` shards hold, in order."""
     padded = padded_vocab_size(shape.vocab, size) if entry.row.kind == "vocab" else 0
-    pieces: dict[int, list[tuple[int, int, int, int]]] = {}
+    pieces: dict[int, list[SourcePiece]] = {}
     for shard in range(size):
         offset = 0
         for block in entry.blocks(shard, size, shape.kv_heads, padded):
@@ -179,41 +186,23 @@ def _source_shards(
     return {source: sorted(found) for source, found in pieces.items()}
 
 
-def _holders(
-    entry: Entry, shape: ModelShape, layout: Layout, owner: Mapping[object, int], shards: int
-) -> dict[int, list[int]]:
-    """Training ranks that hold each shard of the entry."""
-    key = entry.row.name if entry.layer is None else entry.layer
-    holders: dict[int, list[int]] = {}
-    for rank in range(layout.world):
-        here = layout.coordinates(rank)
-        if here.pp != owner[key]:
-            continue
-        if entry.expert is not None:
-            if entry.expert // (shape.num_experts // layout.ep) != here.ep:
-                continue
-            shard = here.etp
-        else:
-            shard = here.tp
-        holders.setdefault(shard if shards > 1 else 0, []).append(rank)
-    return holders
-
-
 def _moves(
-    held: Mapping[int, list[tuple[int, int, int, int]]],
+    held: Mapping[int, list[SourcePiece]],
     holders: Mapping[int, list[int]],
-    wanted: Sequence[Block],
+    needed: Sequence[Block],
     host: int,
     slot: int,
 ) -> Iterator[Move]:
+    """The moves that fill one rollout rank's shard."""
     offset = 0
-    for block in wanted:
-        if block.source != ZERO:
+    for block in needed:
+        if block.source != ZERO:  # the engine fills its padding itself
             for start, length, shard, at in held[block.source]:
                 begin = max(start, block.start)
                 end = min(start + length, block.start + block.length)
                 if begin < end:
                     ranks = holders[shard]
+                    # the host's own shard costs nothing; else spread the load over the replicas
                     source = host if host in ranks else ranks[host % len(ranks)]
                     at_source, at_host = at + begin - start, offset + begin - block.start
                     yield Move(source, at_source, host, at_host, end - begin, slot)
@@ -221,7 +210,7 @@ def _moves(
 
 
 def _elements_per_row(entry: Entry) -> int:
-    """Elements of one step along the cut dimension."""
+    """Elements per index of the cut dimension."""
     shape, count = entry.row.shapes[0], 1
     for dim, length in enumerate(shape):
         if dim != entry.cut_dim:

@@ -1,0 +1,146 @@
+"""Tensors in one buffer, with the layout that says where each of them is.
+
+The layout of a bucket is computed once, where the bucket is made. The shared memory, the table for
+a server and the server's loader use that same layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes; a tensor of any dtype can be viewed at a multiple of it."""
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+"""Hugging Face names and whole tensors; a ``WeightBucket`` is one."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """One tensor of a bucket.
+
+    Args:
+        name: Hugging Face name.
+        dtype: of its elements.
+        shape: its shape.
+        start: its first byte in the bucket.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def end(self) -> int:
+        """The byte after its last one."""
+        return self.start + nbytes_of(self.shape, self.dtype)
+
+    @property
+    def dtype_name(self) -> str:
+        """Torch's short name of the dtype, such as ``bfloat16``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def view(self, content: Tensor) -> Tensor:
+        """The tensor as a view of the bucket's bytes (uint8)."""
+        return content[self.start : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where the tensors of a bucket are, and the bucket's size in bytes."""
+
+    places: tuple[TensorPlace, ...]
+    nbytes: int
+
+    @classmethod
+    def plan(
+        cls,
+        tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+        alignment: int = ALIGNMENT,
+    ) -> BucketLayout:
+        """Lay tensors out one after the other.
+
+        Args:
+            tensors: name, dtype and shape of each.
+            alignment: each tensor starts at a multiple of this many bytes.
+        """
+        places, offset = [], 0
+        for name, dtype, shape in tensors:
+            places.append(TensorPlace(name, dtype, tuple(shape), offset))
+            offset = aligned(places[-1].end, alignment)
+        return cls(tuple(places), offset)
+
+    def to_json(self) -> dict[str, Any]:
+        """The layout as JSON values."""
+        rows = [(p.name, p.dtype_name, p.shape, p.start) for p in self.places]
+        return {"nbytes": self.nbytes, "places": rows}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> BucketLayout:
+        """The layout from what ``to_json`` returned."""
+        places = tuple(
+            TensorPlace(name, getattr(torch, dtype), tuple(shape), start)
+            for name, dtype, shape, start in value["places"]
+        )
+        return cls(places, value["nbytes"])
+
+
+@dataclass(frozen=True, eq=False)
+class WeightBucket:
+    """Whole tensors under their Hugging Face names, in one buffer.
+
+    Iterating yields names and tensors, which are views of the buffer.
+
+    Args:
+        layout: where each tensor is.
+        content: uint8 ``[layout.nbytes]``.
+    """
+
+    layout: BucketLayout
+    content: Tensor
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((place.name, place.view(self.content)) for place in self.layout.places)
+
+    @classmethod
+    def pack(cls, tensors: NamedTensors, alignment: int = ALIGNMENT) -> WeightBucket:
+        """Copy tensors of one device into a bucket.
+
+        Args:
+            tensors: names and tensors, at least one.
+            alignment: see ``BucketLayout.plan``.
+        """
+        named = list(tensors)
+        layout = BucketLayout.plan([(n, t.dtype, t.shape) for n, t in named], alignment)
+        content = torch.empty(layout.nbytes, dtype=torch.uint8, device=named[0][1].device)
+        for place, (_, tensor) in zip(layout.places, named, strict=True):
+            place.view(content).copy_(tensor.detach())
+        return cls(layout, content)
+
+    def by_dtype(self) -> Iterator[WeightBucket]:
+        """One bucket per dtype, without gaps between tensors.
+
+        A receiver that gets only names, dtypes and shapes computes the same layout from them.
+        """
+        groups: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        for name, tensor in self:
+            groups.setdefault(tensor.dtype, []).append((name, tensor))
+        for named in groups.values():
+            yield WeightBucket.pack(named, alignment=1)
+
+
+def nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """Round up to a multiple of ``alignment``."""
+    return -(-nbytes // alignment) * alignment
