@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-_unique = cast(Any, torch.unique)
+_unique = cast(Any, torch.unique)  # pyright: ignore[reportUnknownMemberType]  not annotated
 
 
 def sorted_unique(x_N: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -38,6 +39,11 @@ def _restore(state: dict[str, object]) -> None:
     parallel_state.__dict__.update(state)
 
 
+def _own_group(group: object) -> dist.ProcessGroup:
+    """A group that this rank belongs to; torch types the others as an int or None."""
+    return cast(dist.ProcessGroup, group)
+
+
 class LayoutGroups:
     """Process groups of one layout.
 
@@ -61,11 +67,11 @@ class LayoutGroups:
         self._state = _snapshot()
         self.rank = dist.get_rank()
         self.coordinates: Coordinates = layout.coordinates(self.rank)
-        self.tp = parallel_state.get_tensor_model_parallel_group()
-        self.pp = parallel_state.get_pipeline_model_parallel_group()
-        self.cp = parallel_state.get_context_parallel_group()
-        self.ep = parallel_state.get_expert_model_parallel_group()
-        self.etp = parallel_state.get_expert_tensor_parallel_group()
+        self.tp = _own_group(parallel_state.get_tensor_model_parallel_group())
+        self.pp = _own_group(parallel_state.get_pipeline_model_parallel_group())
+        self.cp = _own_group(parallel_state.get_context_parallel_group())
+        self.ep = _own_group(parallel_state.get_expert_model_parallel_group())
+        self.etp = _own_group(parallel_state.get_expert_tensor_parallel_group())
         self._check_coordinates()
         _restore(before)
 

@@ -117,7 +117,7 @@ class SliceStream:
         self._device = next(iter(slots.values())).tensor.device
         rows = {(s.entry.layer, s.entry.row.name): (s.tensor.dtype, s.size) for s in slots.values()}
         everyone = all_gather_objects(rows, layout.world)
-        stage = {
+        stage: dict[object, int] = {
             key[1] if key[0] is None else key[0]: layout.coordinates(rank).pp
             for rank, held in enumerate(everyone)
             for key in held

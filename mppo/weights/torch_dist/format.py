@@ -112,8 +112,7 @@ def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
     is_tensor = type(saved) is Record and saved.name == "_rebuild_tensor_v2"
     storage, first, shape, stride = saved.arguments[:4] if is_tensor else none
     outside = storage.arguments[0] if type(storage) is Record else None
-    is_storage = type(outside) is tuple and storage.name == OUTSIDE
-    kind = outside[1] if is_storage else None
+    kind = outside[1] if type(outside) is tuple and storage.name == OUTSIDE else None
     dtype = STORAGES.get(kind.name) if type(kind) is Name else None
     sizes = type(shape) is type(stride) is tuple and are_sizes([first, *shape, *stride])
     if dtype is None or not sizes or len(shape) != len(stride):

@@ -87,7 +87,7 @@ class CheckpointReader:
         # a row range may span several chunks: take its intersection with each
         for hf_row, row, length in row_ranges(entry, source, self.table.shape.kv_heads):
             for chunk, data in located:
-                offsets, sizes = chunk.offsets[len(leading) :], chunk.sizes[len(leading) :]
+                offsets, sizes = [*chunk.offsets[len(leading) :]], chunk.sizes[len(leading) :]
                 begin, end = max(row, offsets[0]), min(row + length, offsets[0] + sizes[0])
                 if begin >= end:
                     continue
