@@ -17,7 +17,7 @@ SGLANG_COMPAT := extras/sglang_cpu
 help:
 	@echo "make demo        train a small model by PPO on two processes (about five minutes)"
 	@echo "make test        run lint and all tests"
-	@echo "make lint        run ruff: rules and format"
+	@echo "make lint        run ruff (rules and format) and pyright (types)"
 	@echo "make format      reformat the code with ruff"
 	@echo "make schema      write docs/recipe.schema.json from mppo/config/sections"
 	@echo "make attacks     print docs/attacks.md from the rows of tests/attacks"
@@ -34,9 +34,10 @@ demo: $(VENV)/.mppo
 test: $(VENV)/.test slurm lint
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests $(TWO_AT_ONCE) --durations=15
 
-lint: $(VENV)/.lint
+lint: $(VENV)/.lint $(VENV)/.mppo
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
@@ -80,7 +81,7 @@ $(VENV)/.mppo: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python
-	$(PIP) "ruff>=0.12"
+	$(PIP) "ruff>=0.12" "pyright[nodejs]==1.1.414"
 	@touch $@
 
 $(VENV)/.sglang: $(SGLANG_COMPAT)/pyproject.toml $(SGLANG_COMPAT)/requirements.txt | $(VENV)/.mppo

@@ -283,7 +283,7 @@ BAD = {
     "fewer layers": (lambda f: edited_config(f, num_hidden_layers=3), "does not have"),
     "other width": (lambda f: edited_config(f, intermediate_size=80), "do not belong together"),
     "several labels": (several_labels, "num_labels=1"),
-    "no such family": (lambda f: edited_config(f, model_type="gpt2"), "no such family"),
+    "no such family": (lambda f: edited_config(f, model_type="gpt2"), "is not supported"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
     "no config": (lambda f: (f / "config.json").unlink(), "no such file"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "unreadable"),

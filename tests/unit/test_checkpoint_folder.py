@@ -142,4 +142,4 @@ def test_only_valid_checkpoints_count_in_max_ckpt_to_keep(tmp_path):
     make(tmp_path, 4)
     pruner.published(4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_4", "global_step_5"]
-    assert len([line for line in said if "left alone" in line]) == 1
+    assert len([line for line in said if "neither counted nor deleted" in line]) == 1

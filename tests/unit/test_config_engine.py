@@ -35,7 +35,7 @@ REFUSED = {
     ),
     "a weight loader of the user's": (
         DENSE, ['rollout.server_args={"custom-weight-loader": ["x.load"]}'],
-        "rollout.server_args.custom_weight_loader", "is decided by mppo",
+        "rollout.server_args.custom_weight_loader", "is set by mppo",
     ),
     "experts that are not returned": (
         MOE,

@@ -90,7 +90,7 @@ CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (endless(CHUNKS, b"1\r\n[\r\n", 0.1), ServerLost, "no answer within 1 s"),
         (raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9999999999\r\n\r\n"), ServerLost, "2048 MiB"),
         (raw(CHUNKS + b"-5\r\n"), ServerLost, "malformed answer"),
-        (says(b'{"a": 1, "a": 2}'), ServerLost, "the key 'a' stands twice"),
+        (says(b'{"a": 1, "a": 2}'), ServerLost, "the key 'a' occurs twice"),
         (says(b"[" * 100_000), ServerLost, "nested too deeply"),
         (says(b"", b"307 Found", b"Location: http://x/\r\n"), RequestRefused, "not followed"),
         (echoes(b"401"), RequestRefused, r"status 401: .*Authorization: \*\*\*"),

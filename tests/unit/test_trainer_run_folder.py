@@ -298,7 +298,7 @@ def test_a_flipped_bit_in_the_warm_start_is_noticed(tmp_path):
     exported(run / "warm_start", b"warm")
     assert opened(run, *keys).warm_start() == run / "warm_start"
     (run / "warm_start/model.safetensors").write_bytes(b"wasm")
-    with pytest.raises(ConfigError, match="checksum is not the one") as caught:
+    with pytest.raises(ConfigError, match="checksum differs from the one") as caught:
         opened(run, *keys).warm_start()
     assert "resume_mode=disable" in str(caught.value)
     assert "download" not in str(caught.value)
