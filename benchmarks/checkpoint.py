@@ -167,7 +167,6 @@ def read_files(folder: Path) -> None:
 def measuring(role, tokens: int) -> Callable[[], object]:
     """A forward pass of the role over sequences of 128 random tokens."""
     from mppo.batch import Prompt, Trajectory, pack_trajectories
-    from mppo.pipeline.schedule import forward_schedule
 
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(
@@ -178,8 +177,8 @@ def measuring(role, tokens: int) -> Callable[[], object]:
         for i, row in enumerate(rows)
     ]
     batch = pack_trajectories(trajectories, [0.0] * len(rows))
-    (action,) = forward_schedule(batch.lengths_B.tolist(), [role.micro_batch_spec(training=False)])
-    return lambda: role.forward(batch, action.microbatches)
+    plan = role.plan(batch, training=False)
+    return lambda: role.forward(batch, plan)
 
 
 def copy_time(source: Path, target: Path) -> float:

@@ -110,21 +110,15 @@ def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp:
 def make_update(role, batch) -> Callable[[], object]:
     """A forward and backward pass of the role over the whole batch."""
     from mppo.models.role_spec import MiniBatch
-    from mppo.pipeline.schedule import forward_schedule, update_schedule
 
-    lengths = batch.lengths_B.tolist()
-    role.forward(
-        batch, forward_schedule(lengths, [role.micro_batch_spec(training=False)])[0].microbatches
-    )
-    action = update_schedule(lengths, role.micro_batch_spec(training=True), [range(len(lengths))])[
-        0
-    ]
+    role.forward(batch, role.plan(batch, training=False))
+    plan = role.plan(batch, training=True)
 
     def objective(outputs, indices):
         loss = -outputs.logprobs_T.sum() / float(batch.response_mask_T.sum())
         return loss, {"loss": loss.detach()}
 
-    return lambda: role.forward_backward(MiniBatch(batch, action.microbatches, objective))
+    return lambda: role.forward_backward(MiniBatch(batch, plan, objective))
 
 
 def as_chosen(role, batch):
@@ -195,10 +189,9 @@ def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
     make_update(role, make_batch([256]))()
     before = peak_bytes()
     from mppo.models.role_spec import MiniBatch
-    from mppo.pipeline.schedule import update_schedule
 
     batch = make_batch([length])
-    plan = update_schedule([length], role.micro_batch_spec(training=True), [[0]])[0].microbatches
+    plan = role.plan(batch, training=True)
 
     def objective(outputs, indices):
         loss = -outputs.logprobs_T.mean()

@@ -31,7 +31,7 @@ from mppo.parallel.process_group import process_group
 from mppo.safety.redact import redacted_output
 from mppo.trainer.replay_case import CASE, MODELS, ReplayCase, load_case, named_tensors
 from mppo.trainer.roles import Roles
-from mppo.trainer.update_phase import UpdatePhase
+from mppo.trainer.update.phase import UpdatePhase
 from mppo.weights.torch_dist.contents import METADATA, read_checkpoint
 
 _NO_CASE = (ValueError, KeyError, TypeError, OSError)

@@ -16,7 +16,7 @@ from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.checkpoint.staging import HostBuffers
 from mppo.checkpoint.writer import SaveJob, SaveThread
 from mppo.trainer.run import Run
-from mppo.trainer.update_phase import UpdatePhase
+from mppo.trainer.update.phase import UpdatePhase
 
 
 class _DelayedBuffers(HostBuffers):

@@ -41,6 +41,13 @@ TINY = [
     "trainer.save_freq=1",
     "trainer.heartbeat_timeout_s=12",
 ]
+ONE_STREAM = [
+    "actor.megatron.tensor_model_parallel_size=1",
+    "actor.megatron.pipeline_model_parallel_size=2",
+    "actor.ppo_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+]
+"""Actor and critic run through one pipeline, by a flush-free schedule."""
 
 
 STEPS = 6

@@ -20,7 +20,7 @@ from mppo.parallel.layout import Layout
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def _finalize(models, num_tokens, **kwargs) -> None:
+def finalize_gradients(models, num_tokens, **kwargs) -> None:
     """Reduce gradients without dividing them: losses already carry the global normaliser.
 
     Megatron would update the routers' expert biases here, before the gradient is known to be
@@ -98,7 +98,7 @@ def fields_set(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         calculate_per_token_loss=True,
-        finalize_model_grads_func=_finalize,
+        finalize_model_grads_func=finalize_gradients,
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
         # Megatron's auxiliary losses depend on the micro-batches; mppo.models.moe.router computes

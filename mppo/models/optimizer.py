@@ -6,9 +6,11 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -22,6 +24,7 @@ from mppo.config.sections.megatron import MegatronConfig
 from mppo.config.sections.optimizer import OptimConfig
 from mppo.models import adam
 from mppo.models.stage import Stage
+from mppo.parallel import device
 
 logging.getLogger("megatron.core").setLevel(logging.WARNING)
 
@@ -62,6 +65,38 @@ def wrap_in_ddp(stages: Sequence[Stage], megatron: MegatronConfig) -> list[Distr
         config.no_sync_func = cast("Callable", no_sync[0] if single else no_sync)
         config.grad_sync_func = cast("Callable", start[0] if single else start)
     return chunks
+
+
+@dataclass(frozen=True)
+class PendingNorm:
+    """A gradient's norm on its way.
+
+    Args:
+        squares: sums of squares, one for each set of ranks that shares the parameters.
+        works: the sums over ranks under way.
+        overflow: the gradient overflowed.
+    """
+
+    squares: list[torch.Tensor]
+    works: list[dist.Work]
+    overflow: bool
+
+    def wait(self) -> float:
+        """The norm, inf where the gradient overflowed."""
+        for work in self.works:
+            work.wait()
+        norms = [square.item() ** 0.5 for square in self.squares]
+        norm = norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
+        return math.inf if self.overflow and math.isfinite(norm) else norm
+
+
+def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Of this rank's share, float32 ``[1]``."""
+    if not gradients:
+        return torch.zeros(1, device=device.device())
+    unused = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
+    norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, unused, [gradients], False)
+    return norm**2.0
 
 
 class RoleOptimizer:
@@ -138,17 +173,29 @@ class RoleOptimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def gradient_norm(self) -> float:
-        """Finalise the accumulated gradient; returns its norm, inf if it overflowed."""
+    def start_norm(self) -> PendingNorm:
+        """Finalise the accumulated gradient, and begin to sum its norm over the ranks.
+
+        The sums are those of Megatron's ``get_grad_norm``, which waits for them.
+        """
         overflow = self.megatron.prepare_grads()
-        norm = float(self.megatron.get_grad_norm() or 0.0)
-        return math.inf if overflow and math.isfinite(norm) else norm
+        parts = self._chained()
+        groups = [part.get_grad_stats_parallel_group() for part in parts]
+        gradients = [part.get_main_grads_for_grad_norm() for part in parts]
+        if all(group == groups[0] for group in groups):
+            groups, gradients = groups[:1], [list(chain.from_iterable(gradients))]
+        squares = [_sum_of_squares(part) for part in gradients]
+        works = [
+            cast("dist.Work", dist.all_reduce(square, group=group, async_op=True))
+            for square, group in zip(squares, groups, strict=True)
+        ]
+        return PendingNorm(squares, works, overflow)
 
     def apply(self, norm: float) -> None:
         """Clip the gradient and update the weights.
 
         Args:
-            norm: of the gradient, from :meth:`gradient_norm`.
+            norm: of the gradient, from :meth:`start_norm`.
         """
         for optimizer in self._chained():
             parameters: list[torch.Tensor] = [*optimizer.get_parameters()]

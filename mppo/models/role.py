@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,8 @@ from mppo.models.stage import Stage, build_stages
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.groups import LayoutGroups
-from mppo.pipeline.executor import run_pipeline
-from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchPlan
-from mppo.pipeline.schedule import MicroBatchSpec
+from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchPlan, MicroBatchSpec
+from mppo.pipeline.sequential import run_pipeline
 from mppo.weights.blocks import padded_vocab_size
 
 _EXCHANGED_ROWS = 8192
@@ -66,12 +66,12 @@ class Role:
             )
             self.weights = RoleWeights(self.stages, hf_config, groups, spec.folder, spec.ema_decay)
             self._prepare_routers()
-            self._chunks: list[torch.nn.Module] = list(self.stages)
+            self.chunks: list[torch.nn.Module] = list(self.stages)
             self.optimizer: RoleOptimizer | None = None
             if spec.optim is not None:
-                self._chunks = wrap_in_ddp(self.stages, spec.megatron)
+                self.chunks = wrap_in_ddp(self.stages, spec.megatron)
                 self.optimizer = RoleOptimizer(
-                    self._chunks, spec.optim, spec.megatron, spec.dtype, spec.total_steps
+                    self.chunks, spec.optim, spec.megatron, spec.dtype, spec.total_steps
                 )
             else:
                 for stage in self.stages:
@@ -113,7 +113,11 @@ class Role:
         tokens = tokens * self.layout.cp if batching.use_dynamic_bsz else None
         limits = MicroBatchLimits(sequences, tokens)
         multiple = self.layout.pp if self.layout.vpp > 1 else 1
-        return MicroBatchSpec(self.name, self.layout.dp, multiple, limits)
+        return MicroBatchSpec(self.layout.dp, multiple, limits)
+
+    def plan(self, batch: Batch, training: bool) -> MicroBatchPlan:
+        """The micro-batches of a pass over all of a batch."""
+        return self.micro_batch_spec(training).plan(batch.lengths_B.tolist())
 
     def predicted_mask_T(self, batch: Batch) -> Tensor:
         """1 on the tokens whose value or log-probability the head gives, float32 ``[T]``."""
@@ -189,13 +193,13 @@ class Role:
         with self.groups.active():
             for stage in self.stages:
                 stage.eval()
-            microbatches = self._cut(batch, plan)
+            microbatches = self.cut(batch, plan)
             if self.routing:
                 self.routing.before_forward(batch, microbatches)
             parts = run_pipeline(
                 self.stages,
                 microbatches,
-                _run_chunk,
+                run_chunk,
                 finish,
                 max_tokens=max(len(m.tokens_t) for m in microbatches),
             )
@@ -218,19 +222,18 @@ class Role:
             for stage in self.stages:
                 stage.train()
             self.optimizer.zero_grad()
-            microbatches = self._cut(batch, plan)
+            microbatches = self.cut(batch, plan)
             if self.routing:
                 self.routing.before_update(batch, plan, microbatches)
             parts = run_pipeline(
-                self._chunks,
+                self.chunks,
                 microbatches,
-                _run_chunk,
+                run_chunk,
                 partial(self.head, batch=batch, inputs=mini_batch.inputs),
                 max_tokens=max(len(m.tokens_t) for m in microbatches),
                 objective=mini_batch.objective,
             )
-        self.loss, stats = self._sum_statistics(parts)
-        return stats
+        return self.start_statistics(parts).wait()
 
     def optimizer_step(self) -> StepResult:
         """Apply the accumulated gradient, unless it or its loss is not finite."""
@@ -240,7 +243,7 @@ class Role:
         """Balance of the experts and router replay since the last call; collective."""
         return self.routing.metrics(self.name) if self.routing else {}
 
-    def _cut(self, batch: Batch, plan: MicroBatchPlan) -> list[MicroBatch]:
+    def cut(self, batch: Batch, plan: MicroBatchPlan) -> list[MicroBatch]:
         """This rank's micro-batches of a plan."""
         mine = plan[self.groups.coordinates.dp]
         context = None
@@ -253,47 +256,93 @@ class Role:
             for indices in mine
         ]
 
-    def _sum_statistics(
-        self, parts: Sequence[tuple[Tensor, dict[str, Tensor]]]
-    ) -> tuple[float, dict[str, float]]:
-        """Loss and statistics over the micro-batches of all ranks."""
+    def start_statistics(
+        self, parts: Sequence[tuple[Tensor, dict[str, Tensor]]], leave: bool = False
+    ) -> PendingStatistics:
+        """Begin to sum loss and statistics over the micro-batches of all ranks.
+
+        Args:
+            parts: of this rank's micro-batches.
+            leave: whether this rank would leave the update.
+        """
         if self._stat_names is None:
             known = all_gather_objects(sorted(parts[0][1]) if parts else None)
             self._stat_names = next(names for names in known if names is not None)
-        totals = torch.zeros(1 + len(self._stat_names), dtype=torch.float64)
+        names = self._stat_names
+        totals = torch.zeros(2 + len(names), dtype=torch.float64)
         if self.groups.is_reporting_rank:
             for loss, stats in parts:
-                totals += torch.tensor([float(loss), *(float(stats[n]) for n in self._stat_names)])
+                totals[1:] += torch.tensor([float(loss), *(float(stats[n]) for n in names)])
+        totals[0] = leave
         totals = totals.to(device.device())
-        dist.all_reduce(totals)
-        loss, *sums = totals.tolist()
-        return loss, dict(zip(self._stat_names, sums))
+        work = cast("dist.Work", dist.all_reduce(totals, async_op=True))
+        return PendingStatistics(self, names, totals, work)
+
+    def take_step(self, norm: float) -> None:
+        """Clip the accumulated gradient, whose norm is ``norm``, and update the weights."""
+        assert self.optimizer is not None, f"{self.name} is frozen"
+        with self.groups.active():
+            self.optimizer.apply(norm)
+            if self.routing:
+                self.routing.move_expert_biases()
+        if self.weights.average is not None:
+            self.weights.average.update()
+
+
+@dataclass
+class PendingStatistics:
+    """Loss and statistics of a mini-batch on their way.
+
+    Args:
+        role: whose.
+        names: of the statistics.
+        totals: how many ranks would leave the update, the loss, the statistics; float64.
+        work: the sum over ranks under way.
+        leave: whether any rank would leave the update; known after ``wait``.
+    """
+
+    role: Role
+    names: list[str]
+    totals: Tensor
+    work: dist.Work
+    leave: bool = False
+
+    def wait(self) -> dict[str, float]:
+        """The summed statistics, the same on every rank; sets the role's ``loss``."""
+        self.work.wait()
+        leaving, self.role.loss, *sums = self.totals.tolist()
+        self.leave = leaving > 0
+        return dict(zip(self.names, sums, strict=True))
 
 
 def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
-    """Apply the accumulated gradients of several roles: all of them, or none if any gradient, or
-    the loss it belongs to, is not finite.
-
-    Returns:
-        By role name.
-    """
+    """Sum the norms of the accumulated gradients of several roles, and ``take_steps``."""
     norms = {}
     for role in roles:
         assert role.optimizer is not None, f"{role.name} is frozen"
         with role.groups.active():
-            norms[role.name] = role.optimizer.gradient_norm()
+            norms[role.name] = role.optimizer.start_norm().wait()
+    return take_steps(roles, norms)
+
+
+def take_steps(roles: Sequence[Role], norms: Mapping[str, float]) -> dict[str, StepResult]:
+    """Apply the accumulated gradients of several roles: all of them, or none if any gradient, or
+    the loss it belongs to, is not finite.
+
+    Args:
+        roles: whose gradients are ready.
+        norms: of the gradients, by role name.
+
+    Returns:
+        By role name.
+    """
     numbers = [*norms.values(), *(role.loss for role in roles)]
     finite = all(math.isfinite(number) for number in numbers)
     for role in roles if finite else ():
-        with role.groups.active():
-            role.optimizer.apply(norms[role.name])
-            if role.routing:
-                role.routing.move_expert_biases()
-        if role.weights.average is not None:
-            role.weights.average.update()
+        role.take_step(norms[role.name])
     return {role.name: StepResult(role.loss, norms[role.name], finite) for role in roles}
 
 
-def _run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
+def run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
     stage = chunk.module if hasattr(chunk, "ddp_config") else chunk
     return stage.forward_packed(microbatch.tokens_t, microbatch.packing)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
@@ -72,6 +73,7 @@ class LayoutGroups:
         self.cp = _own_group(parallel_state.get_context_parallel_group())
         self.ep = _own_group(parallel_state.get_expert_model_parallel_group())
         self.etp = _own_group(parallel_state.get_expert_tensor_parallel_group())
+        self.pp_back = _second_pipeline_group(layout)
         self._check_coordinates()
         _restore(before)
 
@@ -119,6 +121,21 @@ class LayoutGroups:
         It is on the last pipeline stage and first along the tensor and context axes.
         """
         return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
+
+
+def _second_pipeline_group(layout: Layout) -> dist.ProcessGroup | None:
+    """A group of the ranks of this rank's pipeline besides Megatron's own, for messages that go
+    towards the first stage: the two directions are then never paired with each other."""
+    apart = layout.world // layout.pp
+    mine: dist.ProcessGroup | None = None
+    for first in range(apart if layout.pp > 1 else 0):
+        ranks = list(range(first, layout.world, apart))
+        group = parallel_state.create_group(
+            ranks, timeout=timedelta(minutes=30), group_desc="PIPELINE_BACK_GROUP"
+        )
+        if dist.get_rank() in ranks:
+            mine = _own_group(group)
+    return mine
 
 
 class GroupRegistry:

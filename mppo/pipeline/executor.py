@@ -1,71 +1,123 @@
-"""Carries a list of micro-batches through a role's pipeline by Megatron's schedules."""
+"""Carries out a stage's list of actions; nothing else decides what runs when."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Protocol
 
-import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from mppo.supervision.phase import tick
+from mppo.pipeline.actions import Action
+from mppo.pipeline.links import Arriving, Links
+from mppo.pipeline.schedule import Schedule
+from mppo.pipeline.timeline import Recorder
 
-M = TypeVar("M")
+Numbers = tuple[str, int, int]
+"""Role, mini-batch, micro-batch."""
 
 
-def run_pipeline(
-    chunks: Sequence[torch.nn.Module],
-    microbatches: Sequence[M],
-    forward: Callable[[torch.nn.Module, M], Tensor],
-    finish: Callable[[Tensor, M], Any],
-    max_tokens: int,
-    objective: Callable[[Any, tuple[int, ...]], tuple[Tensor, Any]] | None = None,
-) -> list[Any]:
-    """Run all micro-batches forward, and backward where there is an objective.
+class StageWork(Protocol):
+    """What a role does on this stage."""
 
-    The layout's groups must be active, and every rank of a pipeline passes equally many
-    micro-batches, cut from the same sequences.
+    def room(self, mini_batch: int, micro_batch: int) -> Tensor:
+        """Memory for a message of a micro-batch, in either direction."""
+        ...
+
+    def forward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
+        """Compute a forward pass; what the next stage is sent, None on the last stage."""
+        ...
+
+    def backward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
+        """Compute a backward pass; what the stage before is sent, None on the first stage."""
+        ...
+
+    def reduce(self, mini_batch: int) -> None:
+        """Begin to reduce the accumulated gradient over data parallelism."""
+        ...
+
+    def norm(self, mini_batch: int) -> None:
+        """Complete the gradient, and begin to sum its norm over all stages."""
+        ...
+
+
+class Executor:
+    """A stage's run through its list.
 
     Args:
-        chunks: this rank's model chunks, wrapped in DDP where gradients are wanted.
-        microbatches: inputs in order; each has the ``indices`` of its sequences.
-        forward: runs one chunk.
-        finish: called on the last stage with the last chunk's output: the micro-batch's outputs.
-        max_tokens: largest token count of a micro-batch (a buffer size hint; lengths may differ).
-        objective: loss and statistics of outputs and their sequences. The gradients of the losses
-            are summed as they are. None: forward only.
-
-    Returns:
-        On the last stage, in micro-batch order: the outputs, or ``(loss, statistics)`` where there
-        is an objective. Elsewhere an empty list.
+        schedule: a schedule that ``mppo.pipeline.checks.check_schedule`` accepts.
+        work: of each role, by name.
+        links: to the neighbouring stages.
+        step: takes an optimizer step, given its role and mini-batch; whether the update goes on,
+            the same on every rank.
+        recorder: notes when the actions ran; None: nothing is noted.
     """
 
-    def forward_step(iterator, chunk):
-        microbatch = next(iterator)
-        tick()
-        output = forward(chunk, microbatch)
+    def __init__(
+        self,
+        schedule: Schedule,
+        work: Mapping[str, StageWork],
+        links: Links,
+        step: Callable[[str, int], bool],
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._schedule, self._work, self._links, self._step = schedule, work, links, step
+        self._recorder = recorder
+        self._inputs: dict[Numbers, Arriving] = {}
+        self._gradients: dict[Numbers, Arriving] = {}
+        self._outgoing: dict[Numbers, Tensor] = {}
 
-        def loss_func(hidden: Tensor, non_loss_data: bool = False):
-            outputs = finish(hidden, microbatch)
-            if objective is None:
-                return outputs
-            loss, stats = objective(outputs, microbatch.indices)
-            # three values and calculate_per_token_loss: Megatron leaves the loss as it is
-            return loss, torch.ones((), dtype=torch.int), (loss.detach(), stats)
+    def run(self) -> bool:
+        """Carry out the list.
 
-        return output, loss_func
+        Returns:
+            Whether it came to its end: False where ``step`` said that the update is to be left.
+        """
+        stage = self._links.stage
+        for position, action in enumerate(self._schedule.lists[stage]):
+            if not self._do(action):
+                for last in self._schedule.rest_after(stage, position):
+                    self._do(last)
+                self._links.finish()
+                return False
+        self._links.finish()
+        return True
 
-    iterators = [iter(microbatches) for _ in chunks]
-    single = len(chunks) == 1
-    with torch.set_grad_enabled(objective is not None):
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators[0] if single else iterators,
-            model=chunks[0] if single else list(chunks),
-            num_microbatches=len(microbatches),
-            seq_length=max_tokens,
-            micro_batch_size=1,
-            forward_only=objective is None,
-            collect_non_loss_data=objective is None,
-        )
+    def _do(self, action: Action) -> bool:
+        with nullcontext() if self._recorder is None else self._recorder.action(action):
+            if action.kind == "step":
+                return self._step(action.role, action.mini_batch)
+            self._act(action)
+        return True
+
+    def _act(self, action: Action) -> None:
+        work, i, j = self._work[action.role], action.mini_batch, action.micro_batch
+        numbers = action.role, i, j
+        match action.kind:
+            case "receive_input":
+                self._inputs[numbers] = self._links.receive_input(work.room(i, j))
+            case "receive_gradient":
+                self._gradients[numbers] = self._links.receive_gradient(work.room(i, j))
+            case "forward":
+                received = self._await(self._inputs, numbers) if self._links.stage else None
+                self._leave(numbers, work.forward(i, j, received))
+            case "backward":
+                last = self._links.stage == self._links.stages - 1
+                received = None if last else self._await(self._gradients, numbers)
+                self._leave(numbers, work.backward(i, j, received))
+            case "send_output":
+                self._links.send_output(self._outgoing.pop(numbers))
+            case "send_gradient":
+                self._links.send_gradient(self._outgoing.pop(numbers))
+            case "reduce":
+                work.reduce(i)
+            case "norm":
+                work.norm(i)
+
+    def _await(self, arriving: dict[Numbers, Arriving], numbers: Numbers) -> Tensor:
+        with nullcontext() if self._recorder is None else self._recorder.waiting():
+            return arriving.pop(numbers).wait()
+
+    def _leave(self, numbers: Numbers, message: Tensor | None) -> None:
+        if message is not None:
+            self._outgoing[numbers] = message

@@ -26,6 +26,27 @@ class MicroBatchLimits:
     max_tokens: int | None = None
 
 
+@dataclass(frozen=True)
+class MicroBatchSpec:
+    """How a role's sequences are cut into micro-batches.
+
+    Args:
+        dp: data-parallel ranks.
+        count_multiple: the number of micro-batches per rank is a multiple of this (pipeline size
+            under interleaving).
+        limits: what fits one micro-batch.
+    """
+
+    dp: int
+    count_multiple: int
+    limits: MicroBatchLimits
+
+    def plan(self, lengths: Sequence[int], indices: Sequence[int] | None = None) -> MicroBatchPlan:
+        """The micro-batches of one pass over some sequences of a batch (None: over all)."""
+        chosen = range(len(lengths)) if indices is None else indices
+        return plan_microbatches(lengths, chosen, self.dp, self.limits, self.count_multiple)
+
+
 def plan_microbatches(
     lengths: Sequence[int],
     indices: Sequence[int],

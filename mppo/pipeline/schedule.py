@@ -1,90 +1,169 @@
-"""What runs when in a stage of the loop: a plain list of actions.
-
-The executor (``mppo.pipeline.executor``) carries actions out in order. The kinds here hand a whole
-list of micro-batches to Megatron's own 1F1B or interleaved schedule; finer-grained schedules add
-kinds beside them.
-"""
+"""Schedules: for every pipeline stage the list of actions that it carries out, and no others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
 
-from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchPlan, plan_microbatches
-
-ActionKind = Literal["forward", "forward_backward", "optimizer_step"]
+from mppo.config.schedule import ScheduleKind
+from mppo.pipeline.actions import Action, RoleWork, StageLists
+from mppo.pipeline.greedy import greedy_orders
+from mppo.pipeline.simulation import Simulation, Step, simulate, stage_order, steps_of
+from mppo.pipeline.streams import Stream, candidate_streams
 
 
 @dataclass(frozen=True)
-class Action:
-    """One thing a role does.
+class Schedule:
+    """What runs when in an update.
 
     Args:
-        kind: "forward" fills in a measurement, "forward_backward" accumulates gradients,
-            "optimizer_step" applies them.
-        role: which role.
-        mini_batch: indices of the mini-batch's sequences (all of the batch for "forward").
-        microbatches: the plan; empty for "optimizer_step".
+        kind: what its rules are.
+        roles: what they do.
+        stream: the order in which micro-batches enter the pipeline.
+        steps: the optimizer steps; ``together``: see ``steps_of``.
+        simulation: when what runs, at the costs that the roles state.
+        lists: the actions of every stage.
     """
 
-    kind: ActionKind
-    role: str
-    mini_batch: tuple[int, ...]
-    microbatches: MicroBatchPlan
+    kind: ScheduleKind
+    roles: tuple[RoleWork, ...]
+    stream: Stream
+    steps: list[Step]
+    together: bool
+    simulation: Simulation
+    lists: StageLists
 
+    def rest_after(self, stage: int, position: int) -> list[Action]:
+        """What a stage still does when the update is left at one of its "step" actions.
 
-@dataclass(frozen=True)
-class MicroBatchSpec:
-    """What a schedule needs to know of a role."""
+        All stages leave at the same step, though at different times. What has entered the pipeline
+        before that step's next mini-batch runs to its end everywhere, as messages of it may be on
+        their way; no further step is taken.
 
-    name: str
-    dp: int
-    count_multiple: int
-    limits: MicroBatchLimits
-
-
-def forward_schedule(lengths: Sequence[int], roles: Sequence[MicroBatchSpec]) -> list[Action]:
-    """One forward pass of each role over the whole batch."""
-    everything = tuple(range(len(lengths)))
-    return [
-        Action(
-            "forward",
-            role.name,
-            everything,
-            plan_microbatches(lengths, everything, role.dp, role.limits, role.count_multiple),
+        Args:
+            stage: the stage.
+            position: of the "step" in its list, which is not taken either.
+        """
+        left = self.lists[stage][position]
+        assert left.kind == "step"
+        names = [role.name for role in self.roles]
+        here = next(
+            s for s in self.steps if (names[s.role], s.mini_batch) == (left.role, left.mini_batch)
         )
-        for role in roles
-    ]
+        entered = {(names[e.role], e.mini_batch, e.micro_batch) for e in self.stream[: here.before]}
+        ended = {(names[s.role], s.mini_batch) for s in self.steps if s.last < here.before}
+        rest = []
+        for action in self.lists[stage][position + 1 :]:
+            if action.kind in ("reduce", "norm"):
+                keep = (action.role, action.mini_batch) in ended
+            else:
+                keep = (action.role, action.mini_batch, action.micro_batch) in entered
+            if keep and action.kind != "step":
+                rest.append(action)
+        return rest
 
 
-def update_schedule(
-    lengths: Sequence[int], role: MicroBatchSpec, mini_batches: Sequence[Sequence[int]]
-) -> list[Action]:
-    """Gradient and step for each mini-batch in turn.
+@lru_cache(maxsize=64)
+def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) -> Schedule:
+    """The quickest schedule of a kind, by simulation; the same on every rank.
 
-    Invariant: every "forward_backward" is followed by its "optimizer_step".
+    Every stream is tried with the stage orders of 1F1B, which hold whatever the costs are, and with
+    those of ``greedy_orders``, which are better where a role has few micro-batches.
+
+    Args:
+        kind: the rules, see ``candidate_streams``.
+        roles: what there is to do.
+        stages: of the pipeline.
     """
-    actions = []
-    for mini_batch in mini_batches:
-        plan = plan_microbatches(lengths, mini_batch, role.dp, role.limits, role.count_multiple)
-        actions.append(Action("forward_backward", role.name, tuple(mini_batch), plan))
-        actions.append(Action("optimizer_step", role.name, tuple(mini_batch), []))
+    together = kind != "flush_free"
+    best: tuple[Simulation, Stream] | None = None
+    for stream in candidate_streams(kind, roles):
+        usual = [stage_order(stream, stage, stages) for stage in range(stages)]
+        for orders in (usual, greedy_orders(stream, roles, stages, together)):
+            simulation = simulate(stream, roles, orders, together)
+            if best is None or simulation.makespan < best[0].makespan:
+                best = simulation, stream
+    assert best is not None
+    simulation, stream = best
+    steps = steps_of(stream, together)
+    lists = [
+        _with_messages(_stage_list(stream, roles, steps, simulation, stage), stage, stages)
+        for stage in range(stages)
+    ]
+    return Schedule(kind, roles, stream, steps, together, simulation, lists)
+
+
+def _stage_list(
+    stream: Stream,
+    roles: Sequence[RoleWork],
+    steps: Sequence[Step],
+    simulation: Simulation,
+    stage: int,
+) -> list[Action]:
+    """A stage's computations, with the parts of the optimizer steps among them.
+
+    "reduce" follows a mini-batch's last backward pass on the stage. "norm" comes when, in the
+    simulation, every stage has finished that pass: it may wait for other stages, which are then
+    there. "step" comes right before the first computation that needs it.
+    """
+    norms = sorted(range(len(steps)), key=lambda k: (simulation.norm_known[k], k))
+    untaken = sorted(range(len(steps)), key=lambda k: (steps[k].before, k))
+    completed_by = {step.last: step for step in steps}
+    actions: list[Action] = []
+
+    def add_until(start: float | None, before: int | None) -> None:
+        while norms and (start is None or simulation.norm_known[norms[0]] <= start):
+            actions.append(_of_step("norm", roles, steps[norms.pop(0)]))
+        while untaken and before is not None and steps[untaken[0]].before <= before:
+            actions.append(_of_step("step", roles, steps[untaken.pop(0)]))
+
+    for n in simulation.orders[stage]:
+        entry = stream[n if n >= 0 else ~n]
+        numbers = roles[entry.role].name, entry.mini_batch, entry.micro_batch
+        if n >= 0:
+            add_until(simulation.forward_start[stage][n], n)
+            actions.append(Action("forward", *numbers))
+        else:
+            add_until(simulation.backward_start[stage][~n], None)
+            actions.append(Action("backward", *numbers))
+            if ~n in completed_by:
+                actions.append(_of_step("reduce", roles, completed_by[~n]))
+    add_until(None, len(stream))
     return actions
 
 
-def joint_rounds(schedules: Sequence[Sequence[Action]]) -> list[list[Action]]:
-    """Lay the update schedules of several roles side by side, mini-batch by mini-batch.
+def _of_step(kind, roles: Sequence[RoleWork], step: Step) -> Action:
+    return Action(kind, roles[step.role].name, step.mini_batch)
 
-    A round holds the i-th gradient of every role that has one, then their optimizer steps, which
-    are to be taken together: all or none. The roles' numbers are those of one after the other,
-    for neither reads what the other has updated.
 
-    Args:
-        schedules: from ``update_schedule``, one per role.
+def _with_messages(actions: Sequence[Action], stage: int, stages: int) -> list[Action]:
+    """A stage's list with what it sends and receives.
+
+    A message is sent when it is computed. Room for one is made while the stage computes what comes
+    before, so that it arrives meanwhile, but never before an optimizer step that must come first:
+    the update may end there.
     """
-    rounds = []
-    for first in range(0, max(map(len, schedules), default=0), 2):
-        pairs = [schedule[first : first + 2] for schedule in schedules if first < len(schedule)]
-        rounds.append([gradient for gradient, _ in pairs] + [step for _, step in pairs])
-    return rounds
+    result: list[Action] = []
+    place = 0
+    for action in actions:
+        numbers = action.role, action.mini_batch, action.micro_batch
+        if action.kind == "forward":
+            if stage > 0:
+                result.insert(place, Action("receive_input", *numbers))
+            place = len(result)
+            result.append(action)
+            if stage < stages - 1:
+                result.append(Action("send_output", *numbers))
+        elif action.kind == "backward":
+            if stage < stages - 1:
+                result.insert(place, Action("receive_gradient", *numbers))
+            place = len(result)
+            result.append(action)
+            if stage > 0:
+                result.append(Action("send_gradient", *numbers))
+        else:
+            result.append(action)
+            if action.kind == "step":
+                place = len(result)
+    return result

@@ -24,6 +24,7 @@ from mppo.planning.memory import (
     role_memory,
     stage_layers,
 )
+from mppo.planning.schedule import TrainedRole, describe_schedule
 from mppo.weights.shape import model_shape
 from mppo.weights.table import Table, parameter_table
 
@@ -81,6 +82,7 @@ def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]
         f"# layout of {world_size} ranks\n" + _layouts(plans),
         "# where each rank sits\n" + _ranks(plans, world_size),
         "# one iteration\n" + _iteration(recipe, plans),
+        "# schedule of an update\n" + _schedule(recipe, plans),
         "# parameters and estimated memory per GPU\n" + _memory(recipe, plans),
     ]
     return "\n\n".join(parts) + "\n"
@@ -212,6 +214,23 @@ def _iteration(recipe: Recipe, plans: list[RolePlan]) -> str:
         share = f"{plan.layout.bubble_fraction(plan.micro_batches):.0%}"
         rows.append((plan.role.name, steps, str(plan.micro_batches), tokens, share))
     return "\n".join([*lines, _columns(rows)])
+
+
+def _schedule(recipe: Recipe, plans: list[RolePlan]) -> str:
+    """The schedule; a pass costs in proportion to parameters and tokens."""
+    roles = [
+        TrainedRole(
+            plan.role.name,
+            plan.layout,
+            plan.mini_batches,
+            plan.micro_batches,
+            plan.parameters * plan.micro_batch_tokens,
+            plan.role.megatron.recompute_granularity == "full",
+        )
+        for plan in reversed(plans)
+        if plan.mini_batches
+    ]
+    return describe_schedule(recipe, roles)
 
 
 def _memory(recipe: Recipe, plans: list[RolePlan]) -> str:

@@ -141,12 +141,15 @@ def sync_between_updates(done: int, of: int, began: float) -> None:
     Raises:
         StepInterrupted: on every rank.
     """
+    _raise_if_any(late_between_updates(done, of, began), half_done=True)
+
+
+def late_between_updates(done: int, of: int, began: float) -> bool:
+    """Whether this rank would leave between updates; arguments as of ``sync_between_updates``."""
+    if _stop.requested_at is None:
+        return False
     now = time.monotonic()
-    late = False
-    if _stop.requested_at is not None:
-        limit = _stop.requested_at + _stop.limit_s
-        late = now + (of - done) * (now - began) / done > limit
-    _raise_if_any(late, half_done=True)
+    return now + (of - done) * (now - began) / done > _stop.requested_at + _stop.limit_s
 
 
 def _raise_if_any(here: bool, half_done: bool = False) -> None:

@@ -12,7 +12,6 @@ from mppo.batch import Batch, ModelOutputs
 from mppo.models.heads.outputs import Outputs
 from mppo.models.role import Role
 from mppo.models.role_spec import PassInputs
-from mppo.pipeline.schedule import forward_schedule
 from mppo.supervision.phase import phase
 from mppo.trainer.roles import Roles
 
@@ -38,10 +37,6 @@ class ForwardPhase:
         self._roles, self._batch = roles, batch
         actor = roles.actor if roles.recipe.needs_actor_logprobs else None
         self.order = [role for role in (roles.ref, actor, roles.critic) if role is not None]
-        actions = forward_schedule(
-            batch.lengths_B.tolist(), [role.micro_batch_spec(training=False) for role in self.order]
-        )
-        self._plans = {action.role: action.microbatches for action in actions}
         self._outputs: dict[str, Any] = {}
         self._ref_hidden_T: Tensor | None = None
 
@@ -53,7 +48,7 @@ class ForwardPhase:
         self._roles.seconds[TIMED_AS[name]] = time.perf_counter() - start
 
     def _forward(self, role: Role) -> Outputs:
-        plan = self._plans[role.name]
+        plan = role.plan(self._batch, training=False)
         if role is self._roles.ref and self._roles.recipe.needs_full_kl:
             outputs, self._ref_hidden_T = role.forward_with_states(self._batch, plan)
             return outputs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -42,7 +41,7 @@ from mppo.trainer.rollout_stage import (
 )
 from mppo.trainer.run import Run
 from mppo.trainer.selection import resample_experience
-from mppo.trainer.update_phase import NonFiniteStep, UpdatePhase
+from mppo.trainer.update.phase import NonFiniteStep, UpdatePhase
 
 
 def train(run: Run) -> None:
@@ -134,11 +133,8 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     run.checkpoints.before_update()
     with run.stage("update", step), keeping_nonfinite_step(run, experience, step):
         actor_frozen = step <= recipe.trainer.critic_warmup
-        update, began = UpdatePhase(run.roles, experience, step, actor_frozen), time.monotonic()
-        for done, actions in enumerate(update.rounds):
-            if done:
-                stop_request.sync_between_updates(done, len(update.rounds), began)
-            update.run_round(actions)
+        update = UpdatePhase(run.roles, experience, step, actor_frozen)
+        update.run()
         update_metrics = update.metrics()
     prefetch_metrics = wait_for_prefetch(run, step)
     with run.stage("update_weights", step):

@@ -18,11 +18,18 @@ from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
 from mppo.data.loader import PromptLoader
 from mppo.models.heads.outputs import Outputs, PolicyOutputs, map_outputs
 from mppo.models.role_spec import Objective
-from mppo.pipeline.microbatches import MicroBatchPlan, plan_microbatches
-from mppo.pipeline.schedule import MicroBatchSpec
+from mppo.pipeline.microbatches import MicroBatchPlan, MicroBatchSpec
 from mppo.trainer.selection import concatenate_batches
 
 METRIC = "actor/ptx_loss"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of one mini-batch, and their micro-batches for every data-parallel rank."""
+
+    batch: Batch
+    plan: MicroBatchPlan
 
 
 class PretrainingMix:
@@ -45,15 +52,20 @@ class PretrainingMix:
         """Continue from a saved position."""
         self.documents.load_state_dict(state)
 
+    def draw(self, spec: MicroBatchSpec) -> Documents:
+        """The next documents, cut as the actor's sequences are."""
+        batch = text_batch(next(self.documents))
+        return Documents(batch, spec.plan(batch.lengths_B.tolist()))
+
     def join(
-        self, batch: Batch, plan: MicroBatchPlan, spec: MicroBatchSpec, objective: Objective
+        self, batch: Batch, plan: MicroBatchPlan, documents: Documents, objective: Objective
     ) -> tuple[Batch, MicroBatchPlan, Objective]:
-        """Append the next documents to a batch.
+        """Documents behind a batch's sequences.
 
         Args:
             batch: the global batch.
             plan: micro-batches of one mini-batch of it.
-            spec: the actor's.
+            documents: from ``draw``.
             objective: of the mini-batch's micro-batches.
 
         Returns:
@@ -61,17 +73,10 @@ class PretrainingMix:
             objective of both kinds, ``L + coef mean(-log pi(text))``, with the metric
             ``actor/ptx_loss`` (nats per token, without the coefficient).
         """
-        text, first = text_batch(next(self.documents)), batch.num_sequences
-        text_plan = plan_microbatches(
-            text.lengths_B.tolist(),
-            range(text.num_sequences),
-            spec.dp,
-            spec.limits,
-            spec.count_multiple,
-        )
+        text, first = documents.batch, batch.num_sequences
         longer = [
             [*mine, *([first + i for i in indices] for indices in theirs)]
-            for mine, theirs in zip(plan, text_plan, strict=True)
+            for mine, theirs in zip(plan, documents.plan, strict=True)
         ]
         mixed = MixedObjective(objective, text, first, self.coef)
         return concatenate_batches([batch, text]), longer, mixed

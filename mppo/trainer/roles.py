@@ -109,7 +109,7 @@ class Roles:
         }
         self.seconds: dict[str, float] = {}
         self.skipped_steps = 0
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row: dict[str, int] = {}
 
     @property
     def trained(self) -> dict[str, Role]:
@@ -121,7 +121,7 @@ class Roles:
         """Return the state of a checkpoint besides models and optimizers."""
         return {
             "skipped_steps": self.skipped_steps,
-            "in_a_row": self.skipped_in_a_row,
+            "skipped_in_a_row": dict(self.skipped_in_a_row),
             "text": None if self.text is None else self.text.state_dict(),
         }
 
@@ -130,4 +130,5 @@ class Roles:
         if self.text is not None and state.get("text"):
             self.text.load_state_dict(state["text"])
         self.skipped_steps = int(state["skipped_steps"])
-        self.skipped_in_a_row = int(state["in_a_row"])
+        in_a_row = state.get("skipped_in_a_row", {})
+        self.skipped_in_a_row = {name: int(count) for name, count in in_a_row.items()}

@@ -27,10 +27,9 @@ from mppo.models.optimizer import StepResult
 from mppo.models.role import Role
 from mppo.models.role_spec import MiniBatch, RoleSpec
 from mppo.parallel.groups import GroupRegistry
-from mppo.pipeline.schedule import update_schedule
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
-from mppo.trainer.update_phase import NonFiniteStep
+from mppo.trainer.update.phase import NonFiniteStep
 
 
 def train_sft(
@@ -112,15 +111,10 @@ def _as_batch(examples: list[SupervisedExample]) -> Batch:
 def _train_step(role: Role, batch: Batch) -> tuple[float, StepResult]:
     """Take one step on all examples of a batch; return its loss and the step's result."""
     weight_T = batch.response_mask_T / batch.response_mask_T.sum()
-    schedule = update_schedule(
-        batch.lengths_B.tolist(),
-        role.micro_batch_spec(training=True),
-        [range(batch.num_sequences)],
-    )
     assert role.optimizer is not None
     role.optimizer.advance()
     objective = NegativeLogLikelihood(batch, weight_T)
-    stats = role.forward_backward(MiniBatch(batch, schedule[0].microbatches, objective))
+    stats = role.forward_backward(MiniBatch(batch, role.plan(batch, training=True), objective))
     return stats["loss"], role.optimizer_step()
 
 

@@ -163,27 +163,22 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
 def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
     """A role's passes over the batch and their outputs; yields None after each."""
     from mppo.models.role_spec import MiniBatch
-    from mppo.pipeline.schedule import forward_schedule, update_schedule
 
     batch = batch_of()
     role = build_role(case, folder, registry)
     if role.spec.router_replay == "R3":
         sizes = role.config.num_layers, role.config.num_moe_experts, role.config.moe_router_topk
         batch = replace(batch, routed_experts_T=engine_choices(len(batch.tokens_T), *sizes))
-    lengths = batch.lengths_B.tolist()
-    plan = forward_schedule(lengths, [role.micro_batch_spec(training=False)])[0].microbatches
-    outputs = tuple(tensors_of(role.forward(batch, plan)))
+    outputs = tuple(tensors_of(role.forward(batch, role.plan(batch, training=False))))
     yield None
     initial = _weights(role)
-    action = update_schedule(lengths, role.micro_batch_spec(training=True), [range(len(lengths))])[
-        0
-    ]
+    plan = role.plan(batch, training=True)
     role.optimizer.advance()
     stats, norms, loss_of = [], [], objective(batch)
     first = starting_from(outputs, batch, loss_of) if case.dtype == "float32" else loss_of
     for step in range(case.steps):
         losses = loss_of if step else first
-        mini_batch = MiniBatch(batch, action.microbatches, losses)
+        mini_batch = MiniBatch(batch, plan, losses)
         stats.append(role.forward_backward(mini_batch))
         norms.append(role.optimizer_step().grad_norm)
         yield None

@@ -68,14 +68,12 @@ def resume(role, root: Path, said: list[str], part=None, **trainer) -> int:
 
 def train(role, steps: int) -> None:
     from mppo.models.role_spec import MiniBatch
-    from mppo.pipeline.schedule import update_schedule
 
     batch = batch_of()
-    lengths = batch.lengths_B.tolist()
-    plan = update_schedule(lengths, role.micro_batch_spec(training=True), [range(len(lengths))])[0]
+    plan = role.plan(batch, training=True)
     for _ in range(steps):
         role.optimizer.advance()
-        role.forward_backward(MiniBatch(batch, plan.microbatches, objective(batch)))
+        role.forward_backward(MiniBatch(batch, plan, objective(batch)))
         role.optimizer_step()
 
 

@@ -71,7 +71,6 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     from mppo.models.heads.outputs import tensors_of
     from mppo.models.role import Role
     from mppo.models.role_spec import MiniBatch, PassInputs
-    from mppo.pipeline.schedule import forward_schedule, update_schedule
     from mppo.trainer.pretraining_mix import PretrainingMix
 
     world = dist.get_world_size()
@@ -92,19 +91,16 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     actor.head.load_reference(reference.head, reference.weights, 1 << 14)
     batch = batch_of()
     lengths = batch.lengths_B.tolist()
-    plans = forward_schedule(
-        lengths, [r.micro_batch_spec(training=False) for r in (reference, actor)]
-    )
-    ref_outputs, hidden_T = reference.forward_with_states(batch, plans[0].microbatches)
-    outputs = actor.forward(batch, plans[1].microbatches, PassInputs(hidden_T))
-    shape = actor.micro_batch_spec(training=True)
-    plan = update_schedule(lengths, shape, [range(len(lengths))])[0].microbatches
+    ref_plan, plan = (role.plan(batch, training=False) for role in (reference, actor))
+    ref_outputs, hidden_T = reference.forward_with_states(batch, ref_plan)
+    outputs = actor.forward(batch, plan, PassInputs(hidden_T))
+    plan, shape = actor.plan(batch, training=True), actor.micro_batch_spec(training=True)
     text = PretrainingMix(PromptLoader(PromptSet(tuple(documents())), 5, False, 0), COEF)
     inputs = PassInputs(hidden_T, text_from=len(lengths))
     stats, norms, weights = [], [], [_weights(actor)]
     actor.optimizer.advance()
     for _ in range(case.steps):
-        longer, longer_plan, objective = text.join(batch, plan, shape, kl_loss(batch))
+        longer, longer_plan, objective = text.join(batch, plan, text.draw(shape), kl_loss(batch))
         mini_batch = MiniBatch(longer, longer_plan, objective, inputs)
         stats.append(actor.forward_backward(mini_batch))
         norms.append(actor.optimizer_step().grad_norm)
@@ -152,18 +148,15 @@ def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]
 
     from mppo.models.role import step_together
     from mppo.models.role_spec import MiniBatch
-    from mppo.pipeline.schedule import update_schedule
 
     actor = build_role(case, folder, registry)
     critic = build_role(dataclasses.replace(case, head="value", role={}), folder, registry)
     critic.spec = dataclasses.replace(critic.spec, name="critic")
     batch, roles = batch_of(), (actor, critic)
-    lengths = batch.lengths_B.tolist()
     seen = [[_weights(role) for role in roles]]
     for factor, lost in ((torch.inf, 0.0), (1.0, torch.inf), (1.0, 0.0)):
         for role in roles:
-            shape = role.micro_batch_spec(training=True)
-            plan = update_schedule(lengths, shape, [range(len(lengths))])[0].microbatches
+            plan = role.plan(batch, training=True)
             role.optimizer.advance()
             scale, added = (factor, lost) if role is critic else (1.0, 0.0)
 

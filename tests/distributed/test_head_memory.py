@@ -34,21 +34,18 @@ class LargestTensor(TorchDispatchMode):
 def largest(case: Case, folder: Path, registry) -> dict[str, int]:
     """Bytes of the largest tensor in the forward and backward passes over one micro-batch."""
     from mppo.models.role_spec import MiniBatch
-    from mppo.pipeline.schedule import forward_schedule, update_schedule
 
     role = build_role(case, folder, registry)
     batch = batch_of(SEQUENCES, LONGEST)
-    lengths = batch.lengths_B.tolist()
-    measuring = forward_schedule(lengths, [role.micro_batch_spec(training=False)])[0]
-    training = update_schedule(lengths, role.micro_batch_spec(training=True), [range(SEQUENCES)])[0]
-    assert len(measuring.microbatches) == len(training.microbatches) == 1
+    measuring, training = (role.plan(batch, training) for training in (False, True))
+    assert len(measuring) == len(training) == 1
     found = {}
     with LargestTensor() as seen:
-        role.forward(batch, measuring.microbatches)
+        role.forward(batch, measuring)
     found["measuring"] = seen.bytes
     role.optimizer.advance()
     with LargestTensor() as seen:
-        role.forward_backward(MiniBatch(batch, training.microbatches, objective(batch)))
+        role.forward_backward(MiniBatch(batch, training, objective(batch)))
     found["training"] = seen.bytes
     return found
 

@@ -49,6 +49,7 @@ CONFIGS = {
     "qwen2_wide": lambda: hf.Qwen2Config(
         **{**_GROUPED, "vocab_size": 4096, "tie_word_embeddings": True}
     ),
+    "qwen2_shallow": lambda: hf.Qwen2Config(**{**_GROUPED, "num_hidden_layers": 2}),
     "llama": lambda: hf.LlamaConfig(**_GROUPED),
     "llama_of_9_heads": lambda: hf.LlamaConfig(**_NINE),
     "qwen3": lambda: hf.Qwen3Config(**_GROUPED, head_dim=12),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched_run import QUIET, ROOT, keys, steps_logged, torchrun
+from launched_run import ONE_STREAM, QUIET, ROOT, keys, steps_logged, torchrun
 
 SCRIPT = """
 import ctypes, os, sys, threading, time
@@ -45,9 +45,9 @@ def run(tmp_path: Path, launcher: list[str], how: str, leaving: str, *overrides:
     return result
 
 
-@pytest.mark.parametrize("leaving", ["0", "1"])
-def test_the_launcher_fails_if_one_rank_exits_early_with_code_0(leaving, tmp_path):
-    result = run(tmp_path, torchrun(), "system", leaving)
+@pytest.mark.parametrize(("leaving", "layout"), [("0", ()), ("1", ONE_STREAM)])
+def test_the_launcher_fails_if_one_rank_exits_early_with_code_0(leaving, layout, tmp_path):
+    result = run(tmp_path, torchrun(), "system", leaving, *layout)
     assert result.returncode != 0
     assert f"rank {leaving} of 2" in result.stderr
     assert "Root Cause" in result.stderr

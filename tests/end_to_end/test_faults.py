@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launched_run import (
+    ONE_STREAM,
     STEPS,
     LaunchedRun,
     mpirun,
@@ -108,6 +109,14 @@ def test_a_killed_rank_ends_the_job_and_the_next_start_continues(tmp_path, undis
     assert re.search(r"mppo: no heartbeat for \d+ s from rank 1 of 2 \(pid \d+ on", text)
     assert re.search(r"which was in: .*; last completed step: [1-5]", text)
     finishes_like(undisturbed, tmp_path)
+
+
+def test_a_rank_killed_while_actor_and_critic_share_a_pipeline_ends_the_job(tmp_path):
+    run = LaunchedRun(tmp_path, [*ONE_STREAM, "trainer.total_training_steps=200"])
+    run.until_step(2)
+    run.send(1, signal.SIGKILL)
+    assert run.codes(patience_s=120) == [1, -signal.SIGKILL]
+    assert "rank 1 of 2" in run.text(0)
 
 
 @pytest.mark.parametrize(
@@ -207,12 +216,20 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def test_a_nonfinite_gradient_stops_the_run_and_can_be_replayed(tmp_path, capsys):
-    run = LaunchedRun(tmp_path, BLOWN_UP, program=__name__)
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["trainer.align_overflow=true"], r"critic: loss nan.*actor: .*norm nan"),
+        (ONE_STREAM, r"(critic|actor): loss .*; (critic|actor) took no step"),
+    ],
+    ids=["one role after the other", "one stream"],
+)
+def test_a_nonfinite_gradient_stops_the_run_and_can_be_replayed(settings, reason, tmp_path, capsys):
+    run = LaunchedRun(tmp_path, [*BLOWN_UP, *settings], program=__name__)
     codes = run.codes()
     assert codes == [1, 1]
     text = run.texts()
-    assert re.search(r"loss or gradient norm at step 1.*critic: loss nan.*actor: .*norm nan", text)
+    assert re.search(rf"loss or gradient norm at step 1.*{reason}", text), text
     assert text.count("gradient norm at step") == text.count("took no step") == 1, text
     assert text.count("left in order: True") == 2, text
     assert not (tmp_path / "stacks").exists()

@@ -75,11 +75,7 @@ def _role(folder: Path, replay: str, registry):
 
 def _logprobs(role, batch) -> torch.Tensor:
     """The role's log-probabilities of the response tokens."""
-    from mppo.pipeline.schedule import forward_schedule
-
-    plan = forward_schedule(batch.lengths_B.tolist(), [role.micro_batch_spec(training=False)])[
-        0
-    ].microbatches
+    plan = role.plan(batch, training=False)
     return role.forward(batch, plan).logprobs_T[batch.response_mask_T > 0]
 
 

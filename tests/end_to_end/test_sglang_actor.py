@@ -182,14 +182,12 @@ def _gap(engine, role) -> tuple[float, int]:
     """Largest difference over response tokens, and how many there are."""
     from mppo.batch import pack_trajectories
     from mppo.config.sections.rollout import SamplingConfig
-    from mppo.pipeline.schedule import forward_schedule
     from mppo.rollout.engine import GenerationRequest
 
     sampling = SamplingConfig(temperature=TEMPERATURE, n=2)
     trajectories = engine.generate(GenerationRequest(prompts(6), sampling, 8, seed=0))
     batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
-    shapes = [role.micro_batch_spec(training=False)]
-    (plan,) = (s.microbatches for s in forward_schedule(batch.lengths_B.tolist(), shapes))
+    plan = role.plan(batch, training=False)
     inside = batch.response_mask_T > 0
     gap = (role.forward(batch, plan).logprobs_T - batch.rollout_logprobs_T)[inside].abs()
     return gap.max().item(), len(gap)

@@ -20,7 +20,6 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
     from mppo.models.role_spec import RoleSpec
     from mppo.parallel import device
     from mppo.parallel.groups import GroupRegistry
-    from mppo.pipeline.schedule import forward_schedule
 
     config = Qwen2Config(
         vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -46,8 +45,7 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
             ],
             [0.0] * 3,
         )
-        plan = forward_schedule(batch.lengths_B.tolist(), [role.micro_batch_spec(training=False)])
-        logprobs_T = role.forward(batch, plan[0].microbatches).logprobs_T
+        logprobs_T = role.forward(batch, role.plan(batch, training=False)).logprobs_T
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype).cuda()
         tokens = torch.tensor(ids, device="cuda")
         with torch.no_grad():

@@ -24,7 +24,8 @@ FILE_LINES, FUNCTION_LINES, ROOM_FILES = 400, 70, 17
 PURE = frozenset(
     {
         "mppo.parallel.layout", "mppo.parallel.partition", "mppo.pipeline.microbatches",
-        "mppo.pipeline.schedule",
+        "mppo.pipeline.actions", "mppo.pipeline.streams", "mppo.pipeline.simulation",
+        "mppo.pipeline.greedy", "mppo.pipeline.schedule", "mppo.pipeline.checks",
         "mppo.weights.blocks", "mppo.weights.shape", "mppo.weights.table",
         "mppo.weights.model_folder", "mppo.weights.hf.config_file",
         "mppo.weights.torch_dist.contents",

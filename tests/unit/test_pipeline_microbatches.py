@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mppo.parallel.partition import partition
-from mppo.pipeline.microbatches import MicroBatchLimits, plan_microbatches
-from mppo.pipeline.schedule import MicroBatchSpec, forward_schedule, update_schedule
+from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec, plan_microbatches
 from mppo.trainer.metrics import balance_metrics
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -71,20 +70,10 @@ def test_a_sequence_over_the_budget_is_alone():
     assert sorted(map(sorted, plan[0])) == [[0, 2], [1]]
 
 
-def test_the_forward_schedule_is_one_forward_pass_of_each_role():
-    roles = [MicroBatchSpec(name, 2, 1, MicroBatchLimits(2)) for name in ("actor", "critic")]
-    actions = forward_schedule([4, 4, 4, 4, 4], roles)
-    assert [(a.kind, a.role, a.mini_batch) for a in actions] == [
-        ("forward", "actor", (0, 1, 2, 3, 4)),
-        ("forward", "critic", (0, 1, 2, 3, 4)),
-    ]
-
-
-def test_the_update_schedule_steps_after_every_mini_batch():
-    role = MicroBatchSpec("actor", 1, 2, MicroBatchLimits(1))
-    actions = update_schedule([4] * 5, role, [[0, 1, 2], [3, 4]])
-    assert [a.kind for a in actions] == ["forward_backward", "optimizer_step"] * 2
-    assert [len(a.microbatches[0]) for a in actions[::2]] == [4, 2]  # rounded up to pairs
+def test_a_role_cuts_every_rank_into_a_multiple_of_its_micro_batches():
+    spec = MicroBatchSpec(1, 2, MicroBatchLimits(1))
+    assert [len(spec.plan([4] * 5, part)[0]) for part in ([0, 1, 2], [3, 4])] == [4, 2]
+    assert len(MicroBatchSpec(2, 1, MicroBatchLimits(2)).plan([4] * 5)) == 2
 
 
 def test_balance_metrics_by_hand():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.layout import divisors
 from mppo.config.rules.rule import RuleContext, rule
+from mppo.config.schedule import lists_obstacle, stream_obstacle
 from mppo.config.sections.rollout import DrawingConfig
 from mppo.safety.bounded_http import url_problem
 
@@ -128,6 +129,36 @@ def covariance_bounds_are_ordered(context: RuleContext) -> Iterator[ConfigIssue]
             f"is not below clip_cov_ub = {loss.clip_cov_ub}",
             "lower it, or raise clip_cov_ub",
         )
+
+
+@rule("trainer.schedule", "trainer.align_overflow", "algorithm", "actor", "critic")
+def schedule_is_possible(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A schedule that is asked for by name suits the roles and the rule for skipped steps."""
+    trainer = context.recipe.trainer
+    if trainer.schedule not in ("fused", "flush_free"):
+        return
+    obstacle = stream_obstacle(context.recipe)
+    if obstacle is not None:
+        fix = "set it to auto or sequential, or change that"
+        yield ConfigIssue("trainer.schedule", trainer.schedule, obstacle, fix)
+    elif trainer.align_overflow and trainer.schedule == "flush_free":
+        yield ConfigIssue(
+            "trainer.schedule",
+            trainer.schedule,
+            "trainer.align_overflow = true skips the steps of actor and critic together, but here "
+            "one role steps before the other's gradient is known",
+            "set it to fused, or align_overflow to false",
+        )
+
+
+@rule("trainer.timeline", "algorithm", "actor", "critic")
+def timeline_has_lists(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Only actions of a list are recorded; Megatron's own schedules have none."""
+    steps = context.recipe.trainer.timeline.steps
+    obstacle = lists_obstacle(context.recipe) if steps else None
+    if obstacle is not None:
+        fix = "leave it out, or change that"
+        yield ConfigIssue("trainer.timeline.steps", list(steps), obstacle, fix)
 
 
 @rule("algorithm.rollout_correction")

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from mppo.config.sections.section import Section
+from mppo.config.sections.timeline import TimelineConfig
 
 
 class TrainerConfig(Section):
@@ -89,11 +90,22 @@ class TrainerConfig(Section):
     hang_timeout_s: float | None = Field(default=None, gt=0)
     """Seconds without progress on any rank after which the job ends. null: 0.9 x
     ``collective_timeout_s``."""
+    schedule: Literal["auto", "sequential", "fused", "flush_free"] = "auto"
+    """How actor and critic share the pipeline in an update (docs/schedule.md): one after the other
+    (sequential), filling it once for each pair of mini-batches (fused), or once per update
+    (flush_free). auto: flush_free, or fused with ``align_overflow``; sequential if the layouts
+    allow neither."""
+    timeline: TimelineConfig = TimelineConfig()
+    """PPO steps whose updates are recorded action by action."""
+    align_overflow: bool = False
+    """Skip the optimizer steps of actor and critic together if the loss or gradient of one of them
+    is not finite (DeepSpeed-Chat's key). false: skip only that role's step."""
     on_nonfinite: Literal["skip", "stop"] = "stop"
     """For a mini-batch whose loss or gradient is not finite: skip its optimizer step, or stop the
     run."""
     max_nonfinite_in_a_row: int = Field(default=3, gt=0)
-    """With ``on_nonfinite: skip``, optimizer steps skipped in a row after which the run stops."""
+    """With ``on_nonfinite: skip``, optimizer steps of a role skipped in a row after which the run
+    stops."""
     peak_tflops_per_rank: float | None = Field(default=None, gt=0)
     """Peak of one device in TFLOP/s, the denominator of ``perf/mfu/*``. null: the GPU's dense
     bfloat16 peak, by its name; without one ``perf/mfu/*`` is not reported."""

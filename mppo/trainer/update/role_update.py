@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -13,10 +13,30 @@ from mppo.batch import Batch
 from mppo.models.role import Role
 from mppo.models.role_spec import TOKENS_ONLY, MiniBatch, Objective, PassInputs
 from mppo.parallel import device
-from mppo.pipeline.schedule import Action, update_schedule
+from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.planning.flops import ModelFlops, update_flops
 from mppo.trainer.metrics import update_metrics
-from mppo.trainer.pretraining_mix import PretrainingMix
+from mppo.trainer.pretraining_mix import Documents, PretrainingMix
+
+
+@dataclass(frozen=True)
+class PlannedMiniBatch:
+    """A mini-batch before its targets are made.
+
+    Args:
+        sequences: indices of the batch.
+        plan: their micro-batches for every data-parallel rank.
+        documents: whose loss is added; None: none.
+    """
+
+    sequences: tuple[int, ...]
+    plan: MicroBatchPlan
+    documents: Documents | None = None
+
+    @property
+    def micro_batches(self) -> int:
+        """Per data-parallel rank, those of the documents included."""
+        return len(self.plan[0]) + (0 if self.documents is None else len(self.documents.plan[0]))
 
 
 @dataclass
@@ -46,23 +66,28 @@ class RoleUpdate:
     stats: list[dict[str, float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
-    def mini_batch(self, batch: Batch, action: Action) -> MiniBatch:
-        """What the gradient of an action is taken of."""
-        plan, inputs = action.microbatches, self.inputs
-        objective = self.objective_of(action.mini_batch)
-        if self.text is not None:
+    def planned(self, batch: Batch, sequences: Sequence[int]) -> PlannedMiniBatch:
+        """Cut sequences into micro-batches, and draw the documents beside them."""
+        spec = self.role.micro_batch_spec(training=True)
+        plan = spec.plan(batch.lengths_B.tolist(), sequences)
+        documents = None if self.text is None else self.text.draw(spec)
+        return PlannedMiniBatch(tuple(sequences), plan, documents)
+
+    def mini_batch(self, batch: Batch, planned: PlannedMiniBatch) -> MiniBatch:
+        """What a gradient is taken of, its targets on the device."""
+        plan, inputs = planned.plan, self.inputs
+        objective = self.objective_of(planned.sequences)
+        if self.text is not None and planned.documents is not None:
             inputs = replace(inputs, text_from=batch.num_sequences)
-            spec = self.role.micro_batch_spec(training=True)
-            batch, plan, objective = self.text.join(batch, plan, spec, objective)
+            batch, plan, objective = self.text.join(batch, plan, planned.documents, objective)
         mask_T = self.role.predicted_mask_T(batch)
         self.flops += update_flops(self.model_flops, batch, plan, mask_T)
         return MiniBatch(batch, plan, objective, inputs)
 
     def run_once(self, batch: Batch, sequences: tuple[int, ...]) -> None:
         """The gradient of one mini-batch, outside any schedule."""
-        spec = self.role.micro_batch_spec(training=True)
-        action = update_schedule(batch.lengths_B.tolist(), spec, [sequences])[0]
-        self.stats.append(self.role.forward_backward(self.mini_batch(batch, action)))
+        mini_batch = self.mini_batch(batch, self.planned(batch, sequences))
+        self.stats.append(self.role.forward_backward(mini_batch))
 
     @contextmanager
     def timing(self) -> Iterator[None]:

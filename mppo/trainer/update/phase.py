@@ -7,14 +7,17 @@ import time
 from collections.abc import Mapping, Sequence
 
 from mppo.batch import Experience
+from mppo.config.schedule import ScheduleKind, schedule_kind
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.optimizer import StepResult
 from mppo.models.role import step_together
 from mppo.models.role_spec import TOKENS_ONLY, PassInputs
 from mppo.parallel import device
-from mppo.pipeline.schedule import Action, joint_rounds, update_schedule
+from mppo.pipeline.timeline import Recorder
 from mppo.planning.peak_flops import peak_tflops
+from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
+from mppo.supervision.stop_request import StepInterrupted
 from mppo.trainer.losses import (
     PolicyObjective,
     ValueObjective,
@@ -22,8 +25,9 @@ from mppo.trainer.losses import (
     to_device,
     value_targets,
 )
-from mppo.trainer.role_update import RoleUpdate
 from mppo.trainer.roles import Roles
+from mppo.trainer.update.role_update import RoleUpdate
+from mppo.trainer.update.streamed import StreamedUpdate, write_timeline
 
 
 class NonFiniteStep(RuntimeError):
@@ -52,7 +56,7 @@ class NonFiniteStep(RuntimeError):
 
 
 class UpdatePhase:
-    """All mini-batches of critic and actor, side by side.
+    """All mini-batches of critic and actor.
 
     Args:
         roles: the models.
@@ -62,7 +66,7 @@ class UpdatePhase:
 
     Attributes:
         updates: the roles that learn, the critic first.
-        rounds: for each mini-batch the gradients, then the optimizer steps taken together.
+        kind: of the schedule they run by.
     """
 
     def __init__(self, roles: Roles, experience: Experience, step: int, actor_frozen: bool) -> None:
@@ -70,33 +74,59 @@ class UpdatePhase:
         self.updates = [] if roles.critic is None else [self._critic_update()]
         if not actor_frozen:
             self.updates.append(self._actor_update())
-        self._by_name = {update.role.name: update for update in self.updates}
-        lengths = experience.old.batch.lengths_B.tolist()
-        schedules = []
-        for update in self.updates:
-            spec = update.role.micro_batch_spec(training=True)
-            schedules.append(update_schedule(lengths, spec, update.mini_batches))
-        self.rounds: list[list[Action]] = joint_rounds(schedules)
+        self.kind: ScheduleKind = "sequential"
+        if len(self.updates) > 1:
+            self.kind = schedule_kind(roles.recipe)
+        self._align = roles.recipe.trainer.align_overflow
 
-    def run_round(self, actions: Sequence[Action]) -> None:
-        """The gradients and optimizer steps of one round; collective.
+    def run(self) -> None:
+        """All gradients and optimizer steps; collective.
 
         Raises:
             NonFiniteStep: a loss or gradient was not finite and the recipe says to stop, or for the
                 ``trainer.max_nonfinite_in_a_row``-th time in a row.
+            StepInterrupted: the run is asked to stop, and the rest would take too long.
         """
-        if actions is self.rounds[0]:
-            for update in self.updates:
-                update.learning_rate = update.role.optimizer.advance()
-        for action in actions:
-            if action.kind == "forward_backward":
-                update = self._by_name[action.role]
-                with phase(f"updating {action.role}", self.step), update.timing():
-                    mini_batch = update.mini_batch(self.experience.old.batch, action)
-                    update.stats.append(update.role.forward_backward(mini_batch))
-        stepping = [a.role for a in actions if a.kind == "optimizer_step"]
-        with phase(f"stepping {' and '.join(stepping)}", self.step):
-            self._step([self._by_name[name] for name in stepping], actions[0].mini_batch)
+        for update in self.updates:
+            update.learning_rate = update.role.optimizer.advance()
+        records = self.step in self._roles.recipe.trainer.timeline.steps
+        if self.kind == "sequential" and not records:
+            self._run_sequentially()
+        else:
+            self._run_streamed(Recorder() if records else None)
+
+    def _run_sequentially(self) -> None:
+        """The i-th gradient of every role that has one, then their steps, then the next."""
+        began = time.monotonic()
+        rounds = max(len(update.mini_batches) for update in self.updates)
+        for i in range(rounds):
+            if i:
+                stop_request.sync_between_updates(i, rounds, began)
+            updates = [update for update in self.updates if i < len(update.mini_batches)]
+            for update in updates:
+                with phase(f"updating {update.role.name}", self.step), update.timing():
+                    update.run_once(self.experience.old.batch, tuple(update.mini_batches[i]))
+            for together in [updates] if self._align else [[update] for update in updates]:
+                names = " and ".join(update.role.name for update in together)
+                with phase(f"stepping {names}", self.step):
+                    self._step(together, i)
+
+    def _run_streamed(self, recorder: Recorder | None) -> None:
+        began, batch = time.monotonic(), self.experience.old.batch
+        names = " and ".join(update.role.name for update in self.updates)
+
+        def is_late(done: int, of: int) -> bool:
+            return bool(done) and stop_request.late_between_updates(done, of, began)
+
+        with phase(f"updating {names}", self.step):
+            streamed = StreamedUpdate(
+                self.kind, self.updates, batch, self._align, self._count_skipped, is_late, recorder
+            )
+            if not streamed.run():
+                raise StepInterrupted(half_done=True)
+        if recorder is not None:
+            folder = self._roles.recipe.trainer.run_dir / "timeline"
+            write_timeline(folder, self.step, streamed.schedule, recorder.events)
 
     def metrics(self) -> dict[str, float]:
         """Of all mini-batches of all roles, once they are done; collective."""
@@ -158,22 +188,34 @@ class UpdatePhase:
             chosen += [order[i : i + per_mini_batch] for i in range(0, len(order), per_mini_batch)]
         return chosen
 
-    def _step(self, updates: Sequence[RoleUpdate], mini_batch: tuple[int, ...]) -> None:
-        """Take the optimizer steps of a round together, or leave all of them out."""
+    def _step(self, updates: Sequence[RoleUpdate], mini_batch: int) -> None:
+        """Take optimizer steps together, or leave all of them out."""
         start = time.perf_counter()
         results = step_together([update.role for update in updates])
         for update in updates:
             update.norms.append(results[update.role.name].grad_norm)
             update.seconds += (time.perf_counter() - start) / len(updates)
+        self._count_skipped(results, mini_batch)
+
+    def _count_skipped(self, results: Mapping[str, StepResult], mini_batch: int) -> None:
+        """Count steps that were left out, each role's in a row.
+
+        Raises:
+            NonFiniteStep: see ``run``.
+        """
+        roles, trainer = self._roles, self._roles.recipe.trainer
         if all(result.applied for result in results.values()):
-            self._roles.skipped_in_a_row = 0
+            roles.skipped_in_a_row |= dict.fromkeys(results, 0)
             return
-        self._roles.skipped_steps += 1
-        self._roles.skipped_in_a_row += 1
-        trainer = self._roles.recipe.trainer
-        in_a_row, stop = self._roles.skipped_in_a_row, trainer.on_nonfinite == "stop"
+        roles.skipped_steps += 1
+        for name in results:
+            roles.skipped_in_a_row[name] = roles.skipped_in_a_row.get(name, 0) + 1
+        in_a_row = max(roles.skipped_in_a_row[name] for name in results)
+        stop = trainer.on_nonfinite == "stop"
         if stop or in_a_row >= trainer.max_nonfinite_in_a_row:
             last = "set trainer.on_nonfinite=skip" if stop else "raise max_nonfinite_in_a_row"
             fix = f"lower their optim.lr, look at the rewards, or {last}"
             when = f"step {self.step}, {in_a_row} time(s) in a row,"
-            raise NonFiniteStep(when, results, fix, mini_batch)
+            update = next(update for update in self.updates if update.role.name in results)
+            sequences = tuple(update.mini_batches[mini_batch])
+            raise NonFiniteStep(when, results, fix, sequences)

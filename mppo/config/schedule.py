@@ -1,0 +1,55 @@
+"""Which schedule an update runs by: what the recipe asks for, and what its layouts allow."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mppo.config.schema import Recipe
+from mppo.config.sections.roles import ActorConfig, CriticConfig
+
+ScheduleKind = Literal["sequential", "fused", "flush_free"]
+
+
+def schedule_kind(recipe: Recipe) -> ScheduleKind:
+    """The kind of schedule of an update that trains every role the recipe trains."""
+    if stream_obstacle(recipe) is not None:
+        return "sequential"
+    if recipe.trainer.schedule != "auto":
+        return recipe.trainer.schedule
+    return "fused" if recipe.trainer.align_overflow else "flush_free"
+
+
+def stream_obstacle(recipe: Recipe) -> str | None:
+    """Why actor and critic cannot run through one pipeline together; None: they can."""
+    if not recipe.algorithm.uses_critic:
+        return f"algorithm.adv_estimator = {recipe.algorithm.adv_estimator} trains no critic"
+    return lists_obstacle(recipe)
+
+
+def lists_obstacle(recipe: Recipe) -> str | None:
+    """Why an update cannot be carried out by lists of actions at all; None: it can."""
+    sections: dict[str, ActorConfig | CriticConfig] = {"actor": recipe.actor}
+    if recipe.algorithm.uses_critic:
+        sections["critic"] = recipe.critic
+    stages = {s.megatron.pipeline_model_parallel_size: name for name, s in sections.items()}
+    if len(stages) > 1:
+        (first, one), (second, other) = stages.items()
+        return f"the {one} has {first} pipeline stages, the {other} {second}"
+    for name, section in sections.items():
+        chunks = section.megatron.virtual_pipeline_model_parallel_size
+        if chunks is not None:
+            return f"the {name}'s pipeline is interleaved ({chunks} chunks per stage)"
+    unmeasured = recipe.actor.ptx_coef > 0 or not recipe.needs_actor_logprobs
+    if unmeasured and _records_experts(recipe.actor):
+        return (
+            "the actor's routers repeat or balance recorded choices of experts, and some "
+            "sequences are recorded by a pass between the mini-batches"
+        )
+    return None
+
+
+def _records_experts(section: ActorConfig | CriticConfig) -> bool:
+    """Whether a forward-only pass keeps the choice of experts (see ``RoleRouting.records``)."""
+    megatron, replay = section.megatron, section.router_replay
+    balances = megatron.moe_router_load_balancing_type == "aux_loss"
+    return replay == "R2" or (replay == "off" and balances and megatron.moe_aux_loss_coeff > 0)

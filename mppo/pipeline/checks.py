@@ -1,0 +1,184 @@
+"""What must hold of a schedule's lists before anything runs, checked by carrying them out.
+
+Receiving blocks here where a computation needs the message, and "norm" waits for every stage: what
+runs through like this cannot make real stages wait for each other, as they wait for less. Messages
+from one stage to its neighbour in one direction arrive in the order in which they were sent, and
+that is the order in which room was made for them: so each direction may be a communicator of its
+own whose operations are paired one by one, as NCCL's are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from mppo.pipeline.actions import COMPUTE, Action, ActionKind, StageLists
+from mppo.pipeline.schedule import Schedule
+
+_RECEIVES: dict[str, ActionKind] = {"forward": "receive_input", "backward": "receive_gradient"}
+_SENDS: dict[str, ActionKind] = {"forward": "send_output", "backward": "send_gradient"}
+_PARTS_OF_A_STEP: tuple[ActionKind, ...] = ("reduce", "norm", "step")
+
+
+class ScheduleFault(AssertionError):
+    """A schedule that must not run."""
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Check a schedule.
+
+    Raises:
+        ScheduleFault: an action is missing or there twice, something precedes what it needs, stages
+            would wait for each other, or more activations are held than under 1F1B.
+    """
+    stages = len(schedule.lists)
+    for stage, actions in enumerate(schedule.lists):
+        _once_each(schedule, actions, stage, stages)
+        _in_order(schedule, actions)
+        _few_in_flight(actions, stage, stages)
+    run_blocking(schedule.lists)
+
+
+def run_blocking(lists: StageLists) -> None:
+    """Carry lists out with receives that block.
+
+    Raises:
+        ScheduleFault: stages wait for each other, a message meets room made for another one, or
+            something is left over.
+    """
+    _BlockingRun(lists).run()
+
+
+def _once_each(schedule: Schedule, actions: Sequence[Action], stage: int, stages: int) -> None:
+    expected: Counter[Action] = Counter()
+    names = [role.name for role in schedule.roles]
+    for entry in schedule.stream:
+        numbers = names[entry.role], entry.mini_batch, entry.micro_batch
+        expected[Action("forward", *numbers)] += 1
+        expected[Action("backward", *numbers)] += 1
+        if stage > 0:
+            expected[Action("receive_input", *numbers)] += 1
+            expected[Action("send_gradient", *numbers)] += 1
+        if stage < stages - 1:
+            expected[Action("send_output", *numbers)] += 1
+            expected[Action("receive_gradient", *numbers)] += 1
+    for role in schedule.roles:
+        for i, count in enumerate(role.micro_batches):
+            in_stream = sum(
+                (names[e.role], e.mini_batch) == (role.name, i) for e in schedule.stream
+            )
+            if in_stream != count:
+                raise ScheduleFault(f"{role.name}: {in_stream} of {count} micro-batches of {i}")
+            for kind in _PARTS_OF_A_STEP:
+                expected[Action(kind, role.name, i)] += 1
+    found = Counter(actions)
+    if found != expected:
+        raise ScheduleFault(
+            f"stage {stage}: missing {expected - found}, there without need {found - expected}"
+        )
+
+
+def _in_order(schedule: Schedule, actions: Sequence[Action]) -> None:
+    """Micro-batches of a role in order; a step after its gradient, and before the next forward."""
+    at = {action: position for position, action in enumerate(actions)}
+    for role in schedule.roles:
+        for i, count in enumerate(role.micro_batches):
+            for kind in COMPUTE:
+                places = [at[Action(kind, role.name, i, j)] for j in range(count)]
+                if places != sorted(places):
+                    raise ScheduleFault(f"{kind} passes of {role.name} {i} are out of order")
+            last = [at[Action("backward", role.name, i, count - 1)]]
+            last += [at[Action(kind, role.name, i)] for kind in _PARTS_OF_A_STEP]
+            if i + 1 < len(role.micro_batches):
+                last.append(at[Action("forward", role.name, i + 1, 0)])
+            if last != sorted(last):
+                raise ScheduleFault(f"the step of {role.name} {i} is out of order")
+            if schedule.together:
+                first = at[Action("step", role.name, i)]
+                others = [r.name for r in schedule.roles if i < len(r.micro_batches)]
+                if any(at[Action("norm", name, i)] > first for name in others):
+                    raise ScheduleFault(f"the steps of mini-batch {i} are not taken together")
+    for action, position in at.items():
+        if action.kind in _RECEIVES:
+            numbers = action.role, action.mini_batch, action.micro_batch
+            room, message = (Action(x[action.kind], *numbers) for x in (_RECEIVES, _SENDS))
+            if at.get(room, -1) > position or at.get(message, position) < position:
+                raise ScheduleFault(f"{action} comes before its message, or after its own")
+
+
+def _few_in_flight(actions: Sequence[Action], stage: int, stages: int) -> None:
+    held = 0
+    for action in actions:
+        held += {"forward": 1, "backward": -1}.get(action.kind, 0)
+        if held > stages - stage:
+            raise ScheduleFault(f"stage {stage} holds {held} micro-batches, not {stages - stage}")
+
+
+class _BlockingRun:
+    """The state of stages that run their lists."""
+
+    def __init__(self, lists: StageLists) -> None:
+        self._lists = lists
+        self._next = [0] * len(lists)
+        self._down: list[deque[Action]] = [deque() for _ in lists]
+        self._up: list[deque[Action]] = [deque() for _ in lists]
+        self._room_down: list[deque[Action]] = [deque() for _ in lists]
+        self._room_up: list[deque[Action]] = [deque() for _ in lists]
+
+    def run(self) -> None:
+        """Until no stage moves any more."""
+        while any([self._advance(stage) for stage in range(len(self._lists))]) or self._meet():
+            pass
+        for stage, actions in enumerate(self._lists):
+            if self._next[stage] < len(actions):
+                raise ScheduleFault(f"stage {stage} waits for ever at {actions[self._next[stage]]}")
+        for queues in (self._down, self._up, self._room_down, self._room_up):
+            if any(queues):
+                raise ScheduleFault(f"messages or room for them are left over: {queues}")
+
+    def _advance(self, stage: int) -> bool:
+        begin = self._next[stage]
+        while self._next[stage] < len(self._lists[stage]):
+            if not self._do(stage, self._lists[stage][self._next[stage]]):
+                break
+            self._next[stage] += 1
+        return self._next[stage] > begin
+
+    def _do(self, stage: int, action: Action) -> bool:
+        if action.kind == "norm":
+            return False
+        if action.kind == "receive_input":
+            self._room_down[stage].append(action)
+        elif action.kind == "receive_gradient":
+            self._room_up[stage].append(action)
+        elif action.kind == "send_output":
+            self._down[stage + 1].append(action)
+        elif action.kind == "send_gradient":
+            self._up[stage - 1].append(action)
+        elif action.kind == "forward" and stage > 0:
+            return _take(self._down[stage], self._room_down[stage], action)
+        elif action.kind == "backward" and stage < len(self._lists) - 1:
+            return _take(self._up[stage], self._room_up[stage], action)
+        return True
+
+    def _meet(self) -> bool:
+        """All stages are at the same "norm": pass it."""
+        here = {
+            actions[at] if at < len(actions) else None
+            for actions, at in zip(self._lists, self._next, strict=True)
+        }
+        if len(here) > 1 or (action := here.pop()) is None or action.kind != "norm":
+            return False
+        self._next = [at + 1 for at in self._next]
+        return True
+
+
+def _take(messages: deque[Action], room: deque[Action], action: Action) -> bool:
+    if not messages:
+        return False
+    message, place = messages.popleft(), room.popleft() if room else None
+    wanted = action.role, action.mini_batch, action.micro_batch
+    for found in (message, place):
+        if found is None or (found.role, found.mini_batch, found.micro_batch) != wanted:
+            raise ScheduleFault(f"{action} meets {found}")
+    return True

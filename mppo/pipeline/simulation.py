@@ -1,0 +1,215 @@
+"""What a stream of micro-batches takes on a pipeline: every stage's order, and when each part runs.
+
+The model: a stage computes one thing at a time, in its order; a forward pass begins once the stage
+before has sent its input, a backward pass once the stage after has; an optimizer step begins once
+every stage has finished its gradient. Messages take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mppo.pipeline.actions import RoleWork
+from mppo.pipeline.streams import Stream
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """When what runs; times are in the unit of the costs.
+
+    Args:
+        orders: ``orders[stage]``: entry ``n``'s forward pass as ``n``, its backward as ``~n``.
+        forward_start, backward_start: ``[stage][n]``.
+        norm_known: of each step (see ``steps_of``): when the norm of its gradient is known.
+        makespan: until the last stage is done, steps included.
+        idle_share: of the stages' time, in which they compute nothing.
+        in_flight: largest number of micro-batches whose activations each stage holds.
+    """
+
+    orders: list[list[int]]
+    forward_start: list[list[float]]
+    backward_start: list[list[float]]
+    norm_known: list[float]
+    makespan: float
+    idle_share: float
+    in_flight: list[int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step of a stream.
+
+    Args:
+        role, mini_batch: its numbers.
+        last: the last entry of its mini-batch.
+        before: the first entry that must find it done; the stream's length where none does.
+    """
+
+    role: int
+    mini_batch: int
+    last: int
+    before: int
+
+
+def steps_of(stream: Stream, together: bool) -> list[Step]:
+    """The optimizer steps of a stream, in the order in which their gradients are completed.
+
+    Args:
+        stream: the stream.
+        together: the i-th steps of all roles are taken at one time, before the next round.
+    """
+    last: dict[tuple[int, int], int] = {}
+    first: dict[tuple[int, int], int] = {}
+    for n, entry in enumerate(stream):
+        last[entry.role, entry.mini_batch] = n
+        first.setdefault((entry.role, entry.mini_batch), n)
+    steps = []
+    for (role, i), n in sorted(last.items(), key=lambda item: item[1]):
+        following = [k for (r, j), k in first.items() if j == i + 1 and (together or r == role)]
+        steps.append(Step(role, i, n, min(following, default=len(stream))))
+    return steps
+
+
+def stage_order(stream: Stream, stage: int, stages: int) -> list[int]:
+    """The order of one stage: backward passes as late as the number of activations in flight, that
+    of 1F1B (``stages - stage``), and the stream's ``after`` allow; forward passes first."""
+    order: list[int] = []
+    done, most = 0, stages - stage
+    for n, entry in enumerate(stream):
+        while done < entry.after or n - done >= most:
+            order.append(~done)
+            done += 1
+        order.append(n)
+    order.extend(~n for n in range(done, len(stream)))
+    return order
+
+
+def simulate(
+    stream: Stream,
+    roles: Sequence[RoleWork],
+    orders: list[list[int]],
+    together: bool = False,
+) -> Simulation:
+    """Run a stream on a pipeline.
+
+    Args:
+        stream: from ``candidate_streams``.
+        roles: what the roles do and what it costs.
+        orders: of every stage, from ``stage_order`` or ``greedy_orders``.
+        together: see ``steps_of``.
+    """
+    return _Run(stream, roles, orders, together).result()
+
+
+class _Run:
+    """The state of a simulation: how far every stage has come."""
+
+    def __init__(
+        self, stream: Stream, roles: Sequence[RoleWork], orders: list[list[int]], together: bool
+    ) -> None:
+        self._stream, self._roles, self.orders = stream, roles, orders
+        self._stages = stages = len(orders)
+        costs = [role.costs(stages) for role in roles]
+        self._forward = [[costs[e.role][0][s] for e in stream] for s in range(stages)]
+        self._backward = [[costs[e.role][1][s] for e in stream] for s in range(stages)]
+        size = len(stream)
+        self._f_end: list[list[float | None]] = [[None] * size for _ in range(stages)]
+        self._b_end: list[list[float | None]] = [[None] * size for _ in range(stages)]
+        self._clock = [0.0] * stages
+        self._next = [0] * stages
+        self._steps = steps_of(stream, together)
+        self._before: dict[int, list[int]] = {}
+        for index, step in enumerate(self._steps):
+            self._before.setdefault(step.before, []).append(index)
+        self._norms: dict[int, float] = {}
+
+    def result(self) -> Simulation:
+        """Let every stage go as far as it can, again and again, until all are done."""
+        total = sum(map(len, self.orders))
+        while total:
+            moved = sum(self._advance(stage) for stage in range(self._stages))
+            moved += sum(self._advance(stage) for stage in reversed(range(self._stages)))
+            assert moved, "the stages wait for each other"
+            total -= moved
+        for stage in range(self._stages):
+            for index in self._before.get(len(self._stream), ()):
+                self._take_step(stage, index)
+        makespan = max(self._clock, default=0.0)
+        busy = sum(map(sum, self._forward)) + sum(map(sum, self._backward))
+        busy += self._stages * sum(self._roles[step.role].step for step in self._steps)
+        return Simulation(
+            orders=self.orders,
+            forward_start=_starts(self._f_end, self._forward),
+            backward_start=_starts(self._b_end, self._backward),
+            norm_known=[self._norms[index] for index in range(len(self._steps))],
+            makespan=makespan,
+            idle_share=1 - busy / (self._stages * makespan) if makespan else 0.0,
+            in_flight=[_most_in_flight(order) for order in self.orders],
+        )
+
+    def _advance(self, stage: int) -> int:
+        """Run what is ready on a stage; how many computations that was."""
+        order, begin = self.orders[stage], self._next[stage]
+        at = begin
+        while at < len(order):
+            n = order[at]
+            if not (self._run_forward(stage, n) if n >= 0 else self._run_backward(stage, ~n)):
+                break
+            at += 1
+        self._next[stage] = at
+        return at - begin
+
+    def _run_forward(self, stage: int, n: int) -> bool:
+        ready = self._f_end[stage - 1][n] if stage else 0.0
+        steps = self._before.get(n, ())
+        if ready is None or any(self._norm(index) is None for index in steps):
+            return False
+        for index in steps:
+            self._take_step(stage, index)
+        self._clock[stage] = max(self._clock[stage], ready) + self._forward[stage][n]
+        self._f_end[stage][n] = self._clock[stage]
+        return True
+
+    def _run_backward(self, stage: int, n: int) -> bool:
+        last = stage == self._stages - 1
+        ready = self._f_end[stage][n] if last else self._b_end[stage + 1][n]
+        if ready is None:
+            return False
+        self._clock[stage] = max(self._clock[stage], ready) + self._backward[stage][n]
+        self._b_end[stage][n] = self._clock[stage]
+        return True
+
+    def _take_step(self, stage: int, index: int) -> None:
+        known = self._norm(index)
+        assert known is not None
+        cost = self._roles[self._steps[index].role].step
+        self._clock[stage] = max(self._clock[stage], known) + cost
+
+    def _norm(self, index: int) -> float | None:
+        """When the norm of a step's gradient is known on all stages; None: not yet."""
+        if index not in self._norms:
+            step = self._steps[index]
+            ends = [end for row in self._b_end if (end := row[step.last]) is not None]
+            if len(ends) < self._stages:
+                return None
+            self._norms[index] = max(ends) + self._roles[step.role].reduce
+        return self._norms[index]
+
+
+def _starts(ends: list[list[float | None]], costs: list[list[float]]) -> list[list[float]]:
+    starts = []
+    for row, costs_of_stage in zip(ends, costs, strict=True):
+        starts.append([])
+        for end, cost in zip(row, costs_of_stage, strict=True):
+            assert end is not None, "a pass has not run"
+            starts[-1].append(end - cost)
+    return starts
+
+
+def _most_in_flight(order: Sequence[int]) -> int:
+    held = most = 0
+    for n in order:
+        held += 1 if n >= 0 else -1
+        most = max(most, held)
+    return most

@@ -1,0 +1,94 @@
+"""What each kind of schedule would make of an update, by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mppo.config.schedule import schedule_kind, stream_obstacle
+from mppo.config.schema import Recipe
+from mppo.parallel.layout import Layout
+from mppo.pipeline.actions import RoleWork
+from mppo.pipeline.schedule import make_schedule
+from mppo.pipeline.streams import KINDS
+
+
+@dataclass(frozen=True)
+class TrainedRole:
+    """A role's work in an update.
+
+    Args:
+        name: of the role.
+        layout: its layout.
+        mini_batches: optimizer steps.
+        micro_batches: of each, per data-parallel rank.
+        cost: of a micro-batch's forward pass through the model, in any unit.
+        recomputes: the backward pass repeats the forward pass.
+    """
+
+    name: str
+    layout: Layout
+    mini_batches: int
+    micro_batches: int
+    cost: float
+    recomputes: bool
+
+    def stage_cost(self, stages: int) -> float:
+        """Of a forward pass on a rank, were there so many stages on the same ranks."""
+        ranks = self.layout.tp * self.layout.cp
+        return self.cost / (ranks * stages)
+
+    def work(self, stages: int, unit: float) -> RoleWork:
+        """As the schedule takes it; costs in multiples of ``unit``."""
+        forward = self.stage_cost(stages) / unit
+        counts = (self.micro_batches,) * self.mini_batches
+        return RoleWork(self.name, counts, forward, (3 if self.recomputes else 2) * forward)
+
+
+def describe_schedule(recipe: Recipe, roles: Sequence[TrainedRole]) -> str:
+    """The kind of schedule, and of every possible kind the time, idle share and activations held.
+
+    Args:
+        recipe: the recipe.
+        roles: those that learn.
+    """
+    kind, obstacle = schedule_kind(recipe), stream_obstacle(recipe)
+    title = f"trainer.schedule = {recipe.trainer.schedule}: {kind}"
+    if obstacle is not None:
+        return "\n".join([f"{title}, because {obstacle}", *_gain(roles)])
+    stages = roles[0].layout.pp
+    works = _works(roles, stages)
+    lines = [title]
+    sequential = make_schedule("sequential", works, stages).simulation
+    for other in KINDS:
+        simulation = make_schedule(other, works, stages).simulation
+        lines.append(
+            f"{other}: {simulation.idle_share:.1%} of the time idle, "
+            f"{simulation.makespan / sequential.makespan:.2f} of sequential's time, "
+            f"{simulation.in_flight[0]} micro-batches in flight on the first stage"
+        )
+    return "\n".join(lines)
+
+
+def _works(roles: Sequence[TrainedRole], stages: int) -> tuple[RoleWork, ...]:
+    """The unit is the longest pass, so that equal models are simulated in whole numbers."""
+    unit = max(role.stage_cost(stages) for role in roles)
+    return tuple(role.work(stages, unit) for role in roles)
+
+
+def _gain(roles: Sequence[TrainedRole]) -> list[str]:
+    """What equal pipelines would gain, where unequal ones keep two roles apart."""
+    if len({role.layout.pp for role in roles}) < 2:
+        return []
+    time = busy = 0.0
+    for role in roles:
+        stages = role.layout.pp
+        simulation = make_schedule("sequential", (role.work(stages, 1.0),), stages).simulation
+        time += simulation.makespan
+        busy += simulation.makespan * (1 - simulation.idle_share)
+    stages = max(role.layout.pp for role in roles)
+    free = make_schedule("flush_free", _works(roles, stages), stages).simulation.idle_share
+    return [
+        f"sequential: {1 - busy / time:.1%} of the time idle; with {stages} pipeline stages each "
+        f"and as many micro-batches, flush_free: {free:.1%}"
+    ]

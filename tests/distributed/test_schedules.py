@@ -1,0 +1,219 @@
+"""An update by any schedule is that of Megatron's own schedules, one role after the other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from layout_case import batch_of, run_cases
+
+ITERATIONS = 3
+COMMON = [
+    "model.dtype=float32",
+    "rollout.n=1",
+    "data.train_batch_size=8",
+    "actor.ppo_mini_batch_size=4",
+    "actor.ppo_epochs=2",
+    "critic.ppo_epochs=2",
+    "actor.shuffle=true",
+    "actor.optim.lr=1e-2",
+    "critic.optim.lr=1e-2",
+    "actor.optim.eps=1e-2",
+    "critic.optim.eps=1e-2",
+    "actor.optim.clip_grad=0.1",
+    "actor.use_kl_loss=true",
+    "actor.entropy_coeff=0.01",
+    "actor.ppo_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+    "actor.ema_decay=0.9",
+    "trainer.on_nonfinite=skip",
+    "trainer.max_nonfinite_in_a_row=9",
+]
+TP, PP = "megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size"
+CP, EP = "megatron.context_parallel_size", "megatron.expert_model_parallel_size"
+
+
+def both(key: str) -> tuple[str, str]:
+    """The same key for actor and critic."""
+    return f"actor.{key}", f"critic.{key}"
+
+
+@dataclass(frozen=True)
+class Update:
+    """Updates to compare.
+
+    Args:
+        model: key of ``tiny_models.CONFIGS``.
+        overrides: recipe keys besides ``COMMON``.
+        kind: compared with "sequential".
+        spoiled: a return is not finite in the second iteration, so that the critic skips a step.
+        beside: the critic's model, where it has another one.
+    """
+
+    model: str
+    overrides: tuple[str, ...]
+    kind: str = "flush_free"
+    spoiled: bool = False
+    beside: Update | None = None
+
+
+PP2 = both(f"{PP}=2")
+SIZES = (
+    "actor.ppo_micro_batch_size_per_gpu=2",
+    "critic.use_dynamic_bsz=true",
+    "critic.ppo_max_token_len_per_gpu=30",
+    "critic.ppo_epochs=1",
+)
+BALANCED = both("megatron.moe_router_load_balancing_type=aux_loss")
+MOVING = both("megatron.moe_router_bias_update_rate=0.01")
+CASES = {
+    "PP2": Update("qwen2", PP2),
+    "PP2, a fused schedule": Update("qwen2", PP2, kind="fused"),
+    "PP4": Update("qwen2", both(f"{PP}=4")),
+    "PP2, critic of half the depth": Update("qwen2", PP2, beside=Update("qwen2_shallow", ())),
+    "PP2, a skipped step": Update("qwen2", PP2, spoiled=True),
+    "PP2, a step skipped together": Update(
+        "qwen2", (*PP2, "trainer.align_overflow=true"), kind="fused", spoiled=True
+    ),
+    "PP1, actor TP2": Update("qwen2", (f"actor.{TP}=2",)),
+    "actor TP2xPP2, critic PP2": Update("qwen2", (*PP2, f"actor.{TP}=2")),
+    "PP2, gradients reduced in the background": Update(
+        "qwen2", (*PP2, *both("megatron.overlap_grad_reduce=true"))
+    ),
+    "PP2, no distributed optimizer": Update(
+        "qwen2", (*PP2, *both("megatron.use_distributed_optimizer=false"))
+    ),
+    "CP2xPP2": Update("qwen2", (*PP2, *both(f"{CP}=2"))),
+    "tied embeddings, TP2xPP2": Update("qwen2_tied", (*PP2, *both(f"{TP}=2"))),
+    "micro-batches of other sizes": Update("qwen2", (*PP2, *SIZES)),
+    "full recomputation": Update("qwen2", (*PP2, "actor.megatron.recompute_granularity=full")),
+    "MoE, EP2xPP2": Update(
+        "qwen3_moe",
+        (*PP2, *both(f"{EP}=2"), *BALANCED, *both("megatron.moe_aux_loss_coeff=0.01")),
+    ),
+    "MLA and MoE with moving biases, TP2xPP2": Update(
+        "moonlight", (*PP2, *both(f"{TP}=2"), *MOVING, "actor.router_replay=R2")
+    ),
+}
+
+
+def updated(case: Update, folder: Path, registry) -> dict:
+    """What three updates give by the case's schedule and one role at a time, on this rank."""
+    return {kind: _updates(case, kind, folder, registry) for kind in ("sequential", case.kind)}
+
+
+def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
+    roles, experience_of = _begin(case, kind, folder, registry)
+    metrics = []
+    for step in range(1, ITERATIONS + 1):
+        update = _update_phase(roles, experience_of(), step)
+        if case.spoiled and step == 2:
+            returns_T = update.experience.returns_T
+            returns_T[update.experience.old.batch.response_mask_T.nonzero()[0]] = torch.inf
+        assert update.kind == kind
+        update.run()
+        metrics.append(update.metrics() | {"skipped": roles.skipped_steps})
+    return {"metrics": metrics, "state": _state(roles), "in_a_row": roles.skipped_in_a_row}
+
+
+def _begin(case: Update, kind: str, folder: Path, registry):
+    """New roles, and what makes an experience of a batch by the roles as they are."""
+    from mppo.config.load import load_recipe
+    from mppo.hub.builtin import read_model_config
+    from mppo.trainer.advantages import estimate
+    from mppo.trainer.forward_phase import ForwardPhase
+    from mppo.trainer.roles import Roles
+
+    overrides = [*COMMON, f"model.path={folder / case.model}", *case.overrides]
+    if case.beside is not None:
+        overrides.append(f"critic.path={folder / case.beside.model}")
+    recipe = load_recipe(None, [*overrides, f"trainer.schedule={kind}"])
+    torch.manual_seed(0)
+    roles = Roles(recipe, folder / case.model, read_model_config, registry, ITERATIONS)
+    batch = replace(batch_of(8), scores_B=torch.sin(torch.arange(8.0)))
+
+    def experience_of():
+        forward = ForwardPhase(roles, batch)
+        for role in forward.order:
+            forward.compute(role)
+        return estimate(forward.outputs(), recipe.algorithm, 0.1)
+
+    return roles, experience_of
+
+
+def _update_phase(roles, experience, step: int):
+    from mppo.trainer.update.phase import UpdatePhase
+
+    return UpdatePhase(roles, experience, step, actor_frozen=False)
+
+
+def _state(roles) -> list[dict[str, torch.Tensor]]:
+    """Weights, averages and the last gradients of this rank's part, from every rank."""
+    mine = {}
+    for name, role in roles.trained.items():
+        for i, stage in enumerate(role.stages):
+            for key, value in stage.state_dict().items():
+                if isinstance(value, torch.Tensor):
+                    mine[f"{name} {i} {key}"] = value.detach().clone()
+            for key, parameter in stage.named_parameters():
+                mine[f"{name} {i} gradient of {key}"] = parameter.main_grad.clone()
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    return everywhere
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("schedules")
+    return dict(zip(CASES, run_cases(list(CASES.values()), 4, folder, updated)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_gradients_metrics_and_weights(name, outcomes):
+    expected, found = outcomes[name].values()
+    for there, here in zip(expected["metrics"], found["metrics"], strict=True):
+        there, here = (
+            {k: v for k, v in m.items() if not k.startswith("perf/")} for m in (there, here)
+        )
+        assert here == pytest.approx(there, rel=0, abs=0, nan_ok=True)
+    for there, here in zip(expected["state"], found["state"], strict=True):
+        assert there.keys() == here.keys()
+        different = [key for key, value in there.items() if not torch.equal(here[key], value)]
+        assert not different
+    assert expected["in_a_row"] == found["in_a_row"]
+    skipped = [metrics["skipped"] for metrics in found["metrics"]]
+    assert (skipped[0], skipped[1] > 0) == (0, CASES[name].spoiled)
+
+
+def left_between_steps(case: Update, folder: Path, registry) -> dict:
+    """An update that one rank is asked to leave, and another one of the same models after it."""
+    from mppo.supervision import stop_request
+    from mppo.supervision.stop_request import StepInterrupted
+
+    roles, experience_of = _begin(case, case.kind, folder, registry)
+    update = _update_phase(roles, experience_of(), 1)
+    stop_request.reset(within_s=0, patience_s=0)
+    if dist.get_rank() == 1:
+        stop_request.request()
+    with pytest.raises(StepInterrupted) as left:
+        update.run()
+    assert left.value.half_done
+    stop_request.reset()
+    known = [len(one.norms) for one in update.updates]
+    total = [len(one.mini_batches) for one in update.updates]
+    after = _update_phase(roles, experience_of(), 2)
+    after.run()
+    return {"known": known, "total": total, "metrics": after.metrics()}
+
+
+@pytest.mark.parametrize("kind", ["flush_free", "fused"])
+def test_an_update_that_one_rank_would_leave_is_left_by_all_with_no_message_on_its_way(
+    kind, tmp_path
+):
+    (outcome,) = run_cases([Update("qwen2", PP2, kind)], 4, tmp_path, left_between_steps)
+    assert 0 < sum(outcome["known"]) < sum(outcome["total"])
+    assert all(math.isfinite(value) for value in outcome["metrics"].values())

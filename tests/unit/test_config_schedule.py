@@ -1,0 +1,77 @@
+"""Which schedule a recipe gets, what is refused, and what a dry run says of it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from test_config_bad_input import GOOD, assert_one_fault, refusal
+from test_config_checks import DENSE, PP
+
+from mppo.config.load import load_recipe
+from mppo.config.schedule import schedule_kind
+from mppo.planning.plan import describe_plan
+
+REFUSED = [
+    ("no such kind", "trainer.schedule=zero_bubble",
+     "choose one of: auto, sequential, fused, flush_free"),
+    ("unequal pipelines", "trainer.schedule=flush_free "
+     "critic.megatron.pipeline_model_parallel_size=2",
+     "the actor has 1 pipeline stages, the critic 2"),
+    ("one role", "trainer.schedule=fused algorithm.adv_estimator=grpo rollout.n=2",
+     "trains no critic"),
+    ("steps taken apart and together", "trainer.schedule=flush_free trainer.align_overflow=true",
+     "set it to fused"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED]
+)
+def test_a_schedule_that_cannot_be_is_refused(settings, wanted, tmp_path, capsys):
+    message = refusal(tmp_path, capsys, GOOD, settings, "--dry-run", "--world-size", "2")
+    assert_one_fault(message, "trainer.schedule", wanted)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        ((), "flush_free"),
+        (("trainer.align_overflow=true",), "fused"),
+        (("trainer.schedule=sequential",), "sequential"),
+        (("algorithm.adv_estimator=grpo", "rollout.n=2"), "sequential"),
+        ((f"actor.megatron.{PP}=2",), "sequential"),
+        (
+            (
+                *(f"{role}.megatron.{PP}=2" for role in ("actor", "critic")),
+                "critic.megatron.virtual_pipeline_model_parallel_size=2",
+            ),
+            "sequential",
+        ),
+        (("actor.router_replay=R2",), "flush_free"),
+        (("actor.router_replay=R2", "actor.ptx_coef=0.1"), "sequential"),
+    ],
+)
+def test_the_schedule_is_flush_free_where_roles_and_layouts_allow_it(overrides, kind):
+    assert schedule_kind(load_recipe(None, overrides)) == kind
+
+
+def test_a_dry_run_names_the_schedule_and_what_each_kind_would_take():
+    stages = [f"{role}.megatron.{PP}=2" for role in ("actor", "critic")]
+    sizes = ["data.train_batch_size=64", "actor.ppo_mini_batch_size=16"]
+    equal = "\n".join(_schedule_lines([*stages, *sizes]))
+    assert "trainer.schedule = auto: flush_free" in equal
+    assert re.search(r"sequential: 33\.3% of the time idle", equal)
+    assert re.search(r"fused: 20\.\d% of the time idle, 0\.\d\d of sequential's time", equal)
+    assert re.search(r"flush_free: 6\.\d% of the time idle, 0\.71 .* 2 micro-batches in", equal)
+    unequal = "\n".join(_schedule_lines([stages[0], *sizes]))
+    assert "sequential, because the actor has 2 pipeline stages, the critic 1" in unequal
+    assert "with 2 pipeline stages each" in unequal
+
+
+def _schedule_lines(overrides: list[str]) -> list[str]:
+    """The lines of the dry run that speak of the schedule."""
+    text = describe_plan(load_recipe(None, overrides), 2, {"actor": DENSE, "critic": DENSE})
+    lines = text.splitlines()
+    first = lines.index("# schedule of an update") + 1
+    return lines[first : lines.index("", first)]

@@ -1,0 +1,144 @@
+"""Schedules: the lists of every stage keep their rules, and take the time that is promised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mppo.pipeline.actions import Action, RoleWork
+from mppo.pipeline.checks import ScheduleFault, check_schedule, run_blocking
+from mppo.pipeline.schedule import make_schedule
+from mppo.pipeline.streams import KINDS
+
+TABLE = {
+    (2, 2): (0.333, 0.200, 0.059, 1.41),
+    (4, 4): (0.429, 0.273, 0.086, 1.60),
+    (8, 4): (0.636, 0.467, 0.333, 1.83),
+    (8, 8): (0.467, 0.304, 0.099, 1.69),
+    (8, 16): (0.304, 0.179, 0.052, 1.36),
+    (16, 16): (0.484, 0.319, 0.105, 1.73),
+}
+"""Idle share of each kind and sequential time over flush-free time, by stages and micro-batches:
+four mini-batches, equal models, a backward pass of twice a forward pass's cost."""
+
+
+@pytest.mark.parametrize(("stages", "count"), TABLE)
+def test_idle_shares_of_equal_models(stages, count):
+    work = tuple(RoleWork(name, (count,) * 4) for name in ("critic", "actor"))
+    sequential, fused, free = (make_schedule(kind, work, stages).simulation for kind in KINDS)
+    shares = [round(s.idle_share, 3) for s in (sequential, fused, free)]
+    ratio = round(sequential.makespan / free.makespan, 2)
+    assert (*shares, ratio) == TABLE[stages, count]
+
+
+COSTS = st.integers(1, 8).map(float)
+
+
+@st.composite
+def updates(draw):
+    """Stages, and one or two roles with micro-batches and costs of their own."""
+    stages = draw(st.integers(1, 6))
+    roles = []
+    for name in draw(st.sampled_from([("critic",), ("critic", "actor")])):
+        per_stage = st.tuples(*[COSTS] * stages)
+        roles.append(
+            RoleWork(
+                name,
+                tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))),
+                draw(COSTS | per_stage),
+                draw(COSTS | per_stage),
+                float(draw(st.integers(0, 3))),
+                float(draw(st.integers(0, 3))),
+            )
+        )
+    return stages, tuple(roles)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(updates())
+def test_lists_of_any_update_keep_their_rules_and_get_no_slower(update):
+    stages, roles = update
+    spans = []
+    for kind in KINDS:
+        schedule = make_schedule(kind, roles, stages)
+        check_schedule(schedule)
+        spans.append(schedule.simulation.makespan)
+        assert all(
+            held <= stages - stage for stage, held in enumerate(schedule.simulation.in_flight)
+        )
+    sequential, fused, free = spans
+    assert free <= fused <= sequential
+
+
+@settings(max_examples=500, deadline=None)
+@given(updates(), st.data())
+def test_an_update_left_at_any_step_ends_on_every_stage(update, data):
+    stages, roles = update
+    schedule = make_schedule(data.draw(st.sampled_from(KINDS)), roles, stages)
+    steps = [action for action in schedule.lists[0] if action.kind == "step"]
+    left = data.draw(st.sampled_from(steps))
+    places = [actions.index(left) for actions in schedule.lists]
+    lists = [
+        [*actions[:place], *schedule.rest_after(stage, place)]
+        for stage, (actions, place) in enumerate(zip(schedule.lists, places, strict=True))
+    ]
+    run_blocking(lists)
+    taken = [[a for a in actions if a.kind == "step"] for actions in lists]
+    assert all(steps_of_stage == steps[: steps.index(left)] for steps_of_stage in taken)
+
+
+@given(st.integers(1, 16), st.integers(1, 20), st.integers(1, 4))
+def test_sequential_idles_as_the_formula_says(stages, count, mini_batches):
+    work = tuple(RoleWork(name, (count,) * mini_batches) for name in ("critic", "actor"))
+    share = make_schedule("sequential", work, stages).simulation.idle_share
+    assert share == pytest.approx((stages - 1) / (count + stages - 1))
+
+
+def test_one_stage_never_idles():
+    work = (RoleWork("critic", (3, 3)), RoleWork("actor", (5,), 2.0, 3.0))
+    for kind in KINDS:
+        assert make_schedule(kind, work, 1).simulation.idle_share == 0
+
+
+def test_a_role_with_fewer_mini_batches_fills_the_pipeline_between_all_of_the_others():
+    """One mini-batch of 16 beside four of 4: as full as four beside four."""
+    many = RoleWork("actor", (4,) * 4)
+    spread = make_schedule("flush_free", (RoleWork("critic", (16,)), many), 4).simulation
+    equal = make_schedule("flush_free", (RoleWork("critic", (4,) * 4), many), 4).simulation
+    assert spread.makespan == equal.makespan
+
+
+def test_messages_are_awaited_during_the_computation_before():
+    work = (RoleWork("critic", (2,)), RoleWork("actor", (2,)))
+    second = make_schedule("flush_free", work, 2).lists[1]
+    kinds = [(a.kind, a.role, a.micro_batch) for a in second[:6]]
+    assert kinds == [
+        ("receive_input", "critic", 0),
+        ("forward", "critic", 0),
+        ("receive_input", "critic", 1),
+        ("backward", "critic", 0),
+        ("send_gradient", "critic", 0),
+        ("forward", "critic", 1),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["forward", "send_output", "step"])
+def test_a_list_without_one_of_its_actions_is_refused(kind):
+    schedule = make_schedule("flush_free", (RoleWork("critic", (2, 2)), RoleWork("actor", (2,))), 2)
+    first = [*schedule.lists[0]]
+    first.remove(next(action for action in first if action.kind == kind))
+    with pytest.raises(ScheduleFault, match=f"missing.*{kind}"):
+        check_schedule(replace(schedule, lists=[first, schedule.lists[1]]))
+
+
+def test_stages_that_would_wait_for_each_other_are_refused():
+    schedule = make_schedule("flush_free", (RoleWork("critic", (2,)), RoleWork("actor", (2,))), 2)
+    first = [*schedule.lists[0]]
+    early = Action("backward", "critic", 0, 0)
+    first.remove(early)
+    first.insert(first.index(Action("forward", "critic", 0, 0)), early)
+    with pytest.raises(ScheduleFault):
+        run_blocking([first, schedule.lists[1]])
