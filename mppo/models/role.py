@@ -66,12 +66,12 @@ class Role:
             )
             self.weights = RoleWeights(self.stages, hf_config, groups, spec.folder, spec.ema_decay)
             self._prepare_routers()
-            self.chunks: list[torch.nn.Module] = list(self.stages)
+            self.chunks: Sequence[torch.nn.Module] = self.stages
             self.optimizer: RoleOptimizer | None = None
             if spec.optim is not None:
-                self.chunks = wrap_in_ddp(self.stages, spec.megatron)
+                self.chunks = wrapped = wrap_in_ddp(self.stages, spec.megatron)
                 self.optimizer = RoleOptimizer(
-                    self.chunks, spec.optim, spec.megatron, spec.dtype, spec.total_steps
+                    wrapped, spec.optim, spec.megatron, spec.dtype, spec.total_steps
                 )
             else:
                 for stage in self.stages:
@@ -344,5 +344,6 @@ def take_steps(roles: Sequence[Role], norms: Mapping[str, float]) -> dict[str, S
 
 
 def run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
-    stage = chunk.module if hasattr(chunk, "ddp_config") else chunk
+    """The output of a chunk, in DDP or not."""
+    stage = cast("Stage", chunk.module if hasattr(chunk, "ddp_config") else chunk)
     return stage.forward_packed(microbatch.tokens_t, microbatch.packing)

@@ -10,7 +10,7 @@ from mppo.batch import Experience
 from mppo.config.schedule import ScheduleKind, schedule_kind
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.optimizer import StepResult
-from mppo.models.role import step_together
+from mppo.models.role import Role, step_together
 from mppo.models.role_spec import TOKENS_ONLY, PassInputs
 from mppo.parallel import device
 from mppo.pipeline.timeline import Recorder
@@ -71,7 +71,7 @@ class UpdatePhase:
 
     def __init__(self, roles: Roles, experience: Experience, step: int, actor_frozen: bool) -> None:
         self._roles, self.experience, self.step = roles, experience, step
-        self.updates = [] if roles.critic is None else [self._critic_update()]
+        self.updates = [] if roles.critic is None else [self._critic_update(roles.critic)]
         if not actor_frozen:
             self.updates.append(self._actor_update())
         self.kind: ScheduleKind = "sequential"
@@ -88,6 +88,7 @@ class UpdatePhase:
             StepInterrupted: the run is asked to stop, and the rest would take too long.
         """
         for update in self.updates:
+            assert update.role.optimizer is not None, f"{update.role.name} is frozen"
             update.learning_rate = update.role.optimizer.advance()
         records = self.step in self._roles.recipe.trainer.timeline.steps
         if self.kind == "sequential" and not records:
@@ -134,7 +135,7 @@ class UpdatePhase:
             self._roles.seconds[f"update_{update.role.name}"] = update.seconds
         return {name: value for update in self.updates for name, value in update.metrics().items()}
 
-    def _critic_update(self) -> RoleUpdate:
+    def _critic_update(self, critic: Role) -> RoleUpdate:
         section, longest = self._roles.recipe.critic, self._roles.recipe.data.max_response_length
         size = section.ppo_mini_batch_size or self._roles.recipe.actor.ppo_mini_batch_size
 
@@ -143,7 +144,7 @@ class UpdatePhase:
             return ValueObjective(to_device(targets, device.device()), sequences, section)
 
         return RoleUpdate(
-            self._roles.critic,
+            critic,
             self._mini_batches(size, section),
             objective_of,
             self._roles.flops["critic"],

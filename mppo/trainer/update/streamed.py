@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -17,6 +16,7 @@ from mppo.models.optimizer import StepResult
 from mppo.models.role import take_steps
 from mppo.models.streamed_role import StreamedRole
 from mppo.parallel import device
+from mppo.parallel.collectives import all_gather_objects
 from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.executor import Executor
 from mppo.pipeline.links import Links
@@ -148,8 +148,7 @@ def write_timeline(folder: Path, step: int, schedule: Schedule, events: Sequence
         schedule: what ran.
         events: of this rank.
     """
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, list(events))
+    rows = all_gather_objects(list(events))
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / f"step_{step}.json", json.dumps(chrome_trace(rows)) + "\n")
