@@ -32,7 +32,7 @@ from moe_step import start
 from record import alternate, parser, record
 
 from mppo.pipeline.actions import RoleWork
-from mppo.pipeline.executor import Executor
+from mppo.pipeline.executor import run_update
 from mppo.pipeline.links import Links
 from mppo.pipeline.schedule import Schedule, make_schedule
 from mppo.pipeline.streams import KINDS
@@ -120,7 +120,7 @@ def wait_rank(rank: int, stages: int, folder: Path, milliseconds: float, cost: f
             }
             dist.barrier()
             begin = time.perf_counter()
-            Executor(schedule, work, links, lambda role, i, w=work: w[role].step()).run()
+            run_update(schedule, work, links, lambda role, i, w=work: w[role].step())
             dist.barrier()
             ratio = (time.perf_counter() - begin) / (schedule.simulation.makespan * unit)
             rows.append([stages, count, mini_batches, cost, KINDS.index(kind), round(ratio, 4)])
@@ -180,8 +180,8 @@ def make_updates(folder: Path, registry, count: int):
         for i, row in enumerate(ids)
     ]  # fmt: skip
     forward = ForwardPhase(roles, pack_trajectories(trajectories, [0.1 * i for i in range(size)]))
-    for role in forward.order:
-        forward.compute(role)
+    for together in forward.passes:
+        forward.compute(together)
     experience = estimate(forward.outputs(), roles.recipe.algorithm, 0.1)
 
     def run(kind: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 
@@ -46,6 +47,16 @@ def lists_obstacle(recipe: Recipe) -> str | None:
             "sequences are recorded by a pass between the mini-batches"
         )
     return None
+
+
+def streams_forward(recipe: Recipe) -> bool:
+    """Whether the forward-only passes of all roles run through one pipeline."""
+    megatrons = [role.megatron for role in roles_in_use(recipe)]
+    stages = {megatron.pipeline_model_parallel_size for megatron in megatrons}
+    interleaved = any(megatron.virtual_pipeline_model_parallel_size for megatron in megatrons)
+    # the actor's pass reads what the reference's leaves
+    one_by_one = recipe.trainer.schedule == "sequential" or recipe.needs_full_kl
+    return len(stages) == 1 and max(stages) > 1 and not interleaved and not one_by_one
 
 
 def _records_experts(section: ActorConfig | CriticConfig) -> bool:

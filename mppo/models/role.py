@@ -140,7 +140,7 @@ class Role:
         """
         compute = partial(self.head, batch=batch, inputs=inputs)
         microbatches, parts = self._forward(batch, plan, compute)
-        return self._gather_outputs(batch, microbatches, parts, inputs.ref_hidden_T is not None)
+        return self.gather_outputs(batch, microbatches, parts, inputs.ref_hidden_T is not None)
 
     @torch.no_grad()
     def forward_with_states(self, batch: Batch, plan: MicroBatchPlan) -> tuple[Outputs, Tensor]:
@@ -156,7 +156,7 @@ class Role:
             return outputs, self.head.predicting_states(hidden, microbatch).cpu()
 
         microbatches, parts = self._forward(batch, plan, outputs_and_states)
-        outputs = self._gather_outputs(batch, microbatches, [part for part, _ in parts], False)
+        outputs = self.gather_outputs(batch, microbatches, [part for part, _ in parts], False)
         width = self.config.hidden_size
         hidden_T = torch.zeros(len(batch.tokens_T), width, dtype=self.spec.dtype)
         if self.groups.is_last_stage and self.groups.coordinates.tp == 0:
@@ -168,7 +168,7 @@ class Role:
             rows.copy_(exchanged)
         return outputs, hidden_T
 
-    def _gather_outputs(
+    def gather_outputs(
         self,
         batch: Batch,
         microbatches: Sequence[MicroBatch],
@@ -190,12 +190,8 @@ class Role:
     ) -> tuple[list[MicroBatch], list[Any]]:
         """This rank's micro-batches, and on the last stage what ``finish`` makes of their hidden
         states; no gradient."""
+        microbatches = self.begin_forward(batch, plan)
         with self.groups.active():
-            for stage in self.stages:
-                stage.eval()
-            microbatches = self.cut(batch, plan)
-            if self.routing:
-                self.routing.before_forward(batch, microbatches)
             parts = run_pipeline(
                 self.stages,
                 microbatches,
@@ -203,9 +199,26 @@ class Role:
                 finish,
                 max_tokens=max(len(m.tokens_t) for m in microbatches),
             )
-            if self.routing:
-                self.routing.after_forward(batch, plan, microbatches)
+        self.end_forward(batch, plan, microbatches)
         return microbatches, parts
+
+    def begin_forward(self, batch: Batch, plan: MicroBatchPlan) -> list[MicroBatch]:
+        """Prepare a forward-only pass; this rank's micro-batches."""
+        with self.groups.active():
+            for stage in self.stages:
+                stage.eval()
+            microbatches = self.cut(batch, plan)
+            if self.routing:
+                self.routing.before_forward(batch, microbatches)
+        return microbatches
+
+    def end_forward(
+        self, batch: Batch, plan: MicroBatchPlan, microbatches: Sequence[MicroBatch]
+    ) -> None:
+        """Keep what the routers recorded in a forward-only pass. Collective."""
+        if self.routing:
+            with self.groups.active():
+                self.routing.after_forward(batch, plan, microbatches)
 
     def forward_backward(self, mini_batch: MiniBatch) -> dict[str, float]:
         """Accumulate the gradient of one mini-batch, from zero.
@@ -255,6 +268,16 @@ class Role:
             cut(batch, indices, self.token_multiple, device.device(), mask_T, context, merge)
             for indices in mine
         ]
+
+    def message_room(self, microbatch: MicroBatch) -> Tensor:
+        """Memory for a micro-batch's hidden states between two stages, or their gradient.
+
+        Returns:
+            ``[t, 1, hidden]``, ``[t / tp, 1, hidden]`` under sequence parallelism.
+        """
+        tokens = len(microbatch.tokens_t) // self.token_multiple
+        shape = (tokens, 1, self.config.hidden_size)
+        return torch.empty(shape, dtype=self.config.pipeline_dtype, device=device.device())
 
     def start_statistics(
         self, parts: Sequence[tuple[Tensor, dict[str, Tensor]]], leave: bool = False

@@ -19,7 +19,6 @@ from mppo.models.microbatch import MicroBatch
 from mppo.models.optimizer import PendingNorm
 from mppo.models.role import PendingStatistics, Role, run_chunk
 from mppo.models.role_spec import MiniBatch
-from mppo.parallel import device
 from mppo.pipeline.sequential import forward_step_function
 
 
@@ -73,14 +72,11 @@ class StreamedRole:
         self._pending: tuple[PendingNorm, PendingStatistics] | None = None
 
     def room(self, mini_batch: int, micro_batch: int) -> Tensor:
-        """Hidden states, or their gradient, of a micro-batch: ``[t, 1, hidden]``, ``[t / tp, 1,
-        hidden]`` under sequence parallelism."""
-        tokens = len(self._begun(mini_batch).microbatches[micro_batch].tokens_t)
-        shape = (tokens // self.role.token_multiple, 1, self.role.config.hidden_size)
-        return torch.empty(shape, dtype=self.role.config.pipeline_dtype, device=device.device())
+        """See ``ForwardWork``."""
+        return self.role.message_room(self._begun(mini_batch).microbatches[micro_batch])
 
     def forward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
-        """See ``StageWork``."""
+        """See ``ForwardWork``."""
         run, config = self._begun(mini_batch), self.role.config
         if received is not None:
             received.requires_grad_()

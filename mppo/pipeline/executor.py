@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -17,8 +17,8 @@ Numbers = tuple[str, int, int]
 """Role, mini-batch, micro-batch."""
 
 
-class StageWork(Protocol):
-    """What a role does on this stage."""
+class ForwardWork(Protocol):
+    """What a role does on this stage in a list of forward passes."""
 
     def room(self, mini_batch: int, micro_batch: int) -> Tensor:
         """Memory for a message of a micro-batch, in either direction."""
@@ -27,6 +27,10 @@ class StageWork(Protocol):
     def forward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
         """Compute a forward pass; what the next stage is sent, None on the last stage."""
         ...
+
+
+class StageWork(ForwardWork, Protocol):
+    """What a role does on this stage in an update."""
 
     def backward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
         """Compute a backward pass; what the stage before is sent, None on the first stage."""
@@ -41,8 +45,22 @@ class StageWork(Protocol):
         ...
 
 
-class Executor:
-    """A stage's run through its list.
+def run_forward(actions: Sequence[Action], work: Mapping[str, ForwardWork], links: Links) -> None:
+    """Carry out a stage's list of forward passes, of any number of roles."""
+    run = _Run(cast("Mapping[str, StageWork]", work), links)
+    for action in actions:
+        run.act(action)
+    links.finish()
+
+
+def run_update(
+    schedule: Schedule,
+    work: Mapping[str, StageWork],
+    links: Links,
+    step: Callable[[str, int], bool],
+    recorder: Recorder | None = None,
+) -> bool:
+    """Carry out this stage's list of an update.
 
     Args:
         schedule: a schedule that ``mppo.pipeline.checks.check_schedule`` accepts.
@@ -51,46 +69,39 @@ class Executor:
         step: takes an optimizer step, given its role and mini-batch; whether the update goes on,
             the same on every rank.
         recorder: notes when the actions ran; None: nothing is noted.
+
+    Returns:
+        Whether it came to its end: False where ``step`` said that the update is to be left.
     """
 
+    actions, run, goes_on = schedule.lists[links.stage], _Run(work, links, recorder), True
+    for position, action in enumerate(actions):
+        with nullcontext() if recorder is None else recorder.action(action):
+            if action.kind == "step":
+                goes_on = step(action.role, action.mini_batch)
+            else:
+                run.act(action)
+        if not goes_on:
+            for last in schedule.rest_after(links.stage, position):
+                run.act(last)
+            break
+    links.finish()
+    return goes_on
+
+
+class _Run:
+    """What is on its way while a list is carried out."""
+
     def __init__(
-        self,
-        schedule: Schedule,
-        work: Mapping[str, StageWork],
-        links: Links,
-        step: Callable[[str, int], bool],
-        recorder: Recorder | None = None,
+        self, work: Mapping[str, StageWork], links: Links, recorder: Recorder | None = None
     ) -> None:
-        self._schedule, self._work, self._links, self._step = schedule, work, links, step
-        self._recorder = recorder
+        self._work, self._links, self._recorder = work, links, recorder
         self._inputs: dict[Numbers, Arriving] = {}
         self._gradients: dict[Numbers, Arriving] = {}
         self._outgoing: dict[Numbers, Tensor] = {}
 
-    def run(self) -> bool:
-        """Carry out the list.
-
-        Returns:
-            Whether it came to its end: False where ``step`` said that the update is to be left.
-        """
-        stage = self._links.stage
-        for position, action in enumerate(self._schedule.lists[stage]):
-            if not self._do(action):
-                for last in self._schedule.rest_after(stage, position):
-                    self._do(last)
-                self._links.finish()
-                return False
-        self._links.finish()
-        return True
-
-    def _do(self, action: Action) -> bool:
-        with nullcontext() if self._recorder is None else self._recorder.action(action):
-            if action.kind == "step":
-                return self._step(action.role, action.mini_batch)
-            self._act(action)
-        return True
-
-    def _act(self, action: Action) -> None:
+    def act(self, action: Action) -> None:
+        """Carry out an action, other than a step."""
         work, i, j = self._work[action.role], action.mini_batch, action.micro_batch
         numbers = action.role, i, j
         match action.kind:

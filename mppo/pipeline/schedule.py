@@ -94,6 +94,19 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
     return Schedule(kind, roles, stream, steps, together, simulation, lists)
 
 
+def forward_list(roles: Sequence[tuple[str, int]], stage: int, stages: int) -> list[Action]:
+    """A stage's list of forward passes: those of one role after those of the other.
+
+    The pipeline fills and drains once. Messages go one way, so no stage waits for one before it.
+
+    Args:
+        roles: names, and numbers of micro-batches per data-parallel rank.
+        stage, stages: which stage of how many.
+    """
+    passes = [Action("forward", name, 0, j) for name, count in roles for j in range(count)]
+    return _with_messages(passes, stage, stages)
+
+
 def _stage_list(
     stream: Stream,
     roles: Sequence[RoleWork],

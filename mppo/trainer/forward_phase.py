@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mppo.batch import Batch, ModelOutputs
+from mppo.config.schedule import streams_forward
 from mppo.models.heads.outputs import Outputs
 from mppo.models.role import Role
 from mppo.models.role_spec import PassInputs
+from mppo.models.streamed_forward import StreamedForward
+from mppo.pipeline.executor import run_forward
+from mppo.pipeline.links import Links
+from mppo.pipeline.schedule import forward_list
 from mppo.supervision.phase import phase
 from mppo.trainer.roles import Roles
 
@@ -20,32 +26,57 @@ TIMED_AS = {"actor": "old_log_prob", "ref": "ref", "critic": "values"}
 
 
 class ForwardPhase:
-    """Forward passes of reference, actor and critic over a batch, one role at a time.
+    """Forward passes of reference, actor and critic over a batch.
 
-    The actor is left out where the recipe takes the engine's log-probabilities instead.
+    They run through one pipeline if the layouts allow it, otherwise one role at a time. The actor
+    is left out where the recipe takes the engine's log-probabilities instead.
 
     Args:
         roles: the models.
         batch: the global batch.
 
     Attributes:
-        order: the roles that compute; the reference comes before the actor, whose pass may read
-            its hidden states.
+        passes: the roles that compute, those of one stream together; the reference comes before
+            the actor, whose pass may read its hidden states.
     """
 
     def __init__(self, roles: Roles, batch: Batch) -> None:
         self._roles, self._batch = roles, batch
         actor = roles.actor if roles.recipe.needs_actor_logprobs else None
-        self.order = [role for role in (roles.ref, actor, roles.critic) if role is not None]
+        order = [role for role in (roles.ref, actor, roles.critic) if role is not None]
+        streamed = len(order) > 1 and streams_forward(roles.recipe)
+        self.passes: list[list[Role]] = [order] if streamed else [[role] for role in order]
         self._outputs: dict[str, Any] = {}
         self._ref_hidden_T: Tensor | None = None
 
-    def compute(self, role: Role) -> None:
-        """The forward pass of one role; collective."""
-        name, start = role.name, time.perf_counter()
-        with phase(f"computing {TIMED_AS[name]} with {name}"):
-            self._outputs[name] = self._forward(role)
-        self._roles.seconds[TIMED_AS[name]] = time.perf_counter() - start
+    def compute(self, roles: Sequence[Role]) -> None:
+        """The forward passes of some ``passes``; collective.
+
+        Roles of one stream have taken time in proportion to their parameters and micro-batches.
+        """
+        names, start = [role.name for role in roles], time.perf_counter()
+        what, who = (" and ".join(words) for words in ([TIMED_AS[name] for name in names], names))
+        with phase(f"computing {what} with {who}"):
+            if len(roles) == 1:
+                self._outputs[names[0]], shares = self._forward(roles[0]), [1.0]
+            else:
+                shares = self._stream(roles)
+        seconds = time.perf_counter() - start
+        for name, share in zip(names, shares, strict=True):
+            self._roles.seconds[TIMED_AS[name]] = seconds * share
+
+    def _stream(self, roles: Sequence[Role]) -> list[float]:
+        """Forward passes through one pipeline; each role's share of the work."""
+        links = Links(roles[0].groups)
+        work = {role.name: StreamedForward(role, self._batch) for role in roles}
+        counts = [(name, one.num_micro_batches) for name, one in work.items()]
+        run_forward(forward_list(counts, links.stage, links.stages), work, links)
+        self._outputs |= {name: one.outputs() for name, one in work.items()}
+        weights = [
+            one.num_micro_batches * sum(p.numel() for p in one.role.stages[0].parameters())
+            for one in work.values()
+        ]
+        return [weight / sum(weights) for weight in weights]
 
     def _forward(self, role: Role) -> Outputs:
         plan = role.plan(self._batch, training=False)

@@ -123,8 +123,8 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     )
     with run.stage("log_probs", step):
         forward = ForwardPhase(run.roles, batch)
-        for role in forward.order:
-            forward.compute(role)
+        for roles in forward.passes:
+            forward.compute(roles)
             stop_request.sync()
         outputs = forward.outputs()
     with run.stage("adv", step):

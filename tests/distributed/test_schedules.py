@@ -1,4 +1,4 @@
-"""An update by any schedule is that of Megatron's own schedules, one role after the other."""
+"""Any schedule computes and learns what Megatron's own schedules do, one role after the other."""
 
 from __future__ import annotations
 
@@ -107,6 +107,8 @@ def updated(case: Update, folder: Path, registry) -> dict:
 
 
 def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
+    from mppo.config.schedule import streams_forward
+
     roles, experience_of = _begin(case, kind, folder, registry)
     metrics = []
     for step in range(1, ITERATIONS + 1):
@@ -117,6 +119,8 @@ def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
         assert update.kind == kind
         update.run()
         metrics.append(update.metrics() | {"skipped": roles.skipped_steps})
+    streamed = streams_forward(roles.recipe)
+    assert streamed == (kind != "sequential" and roles.actor.layout.pp > 1)
     return {"metrics": metrics, "state": _state(roles), "in_a_row": roles.skipped_in_a_row}
 
 
@@ -138,8 +142,8 @@ def _begin(case: Update, kind: str, folder: Path, registry):
 
     def experience_of():
         forward = ForwardPhase(roles, batch)
-        for role in forward.order:
-            forward.compute(role)
+        for together in forward.passes:
+            forward.compute(together)
         return estimate(forward.outputs(), recipe.algorithm, 0.1)
 
     return roles, experience_of

@@ -9,7 +9,7 @@ from test_config_bad_input import GOOD, assert_one_fault, refusal
 from test_config_checks import DENSE, PP
 
 from mppo.config.load import load_recipe
-from mppo.config.schedule import schedule_kind
+from mppo.config.schedule import schedule_kind, streams_forward
 from mppo.planning.plan import describe_plan
 
 REFUSED = [
@@ -75,3 +75,16 @@ def _schedule_lines(overrides: list[str]) -> list[str]:
     lines = text.splitlines()
     first = lines.index("# schedule of an update") + 1
     return lines[first : lines.index("", first)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "streamed"),
+    [
+        ([], False),
+        ([f"{role}.megatron.{PP}=2" for role in ("actor", "critic")], True),
+        ([f"actor.megatron.{PP}=2"], False),
+        ([f"actor.megatron.{PP}=2", "algorithm.adv_estimator=grpo", "rollout.n=2"], True),
+    ],
+)
+def test_forward_passes_share_a_pipeline_of_equally_many_stages(overrides, streamed):
+    assert streams_forward(load_recipe(None, overrides)) == streamed

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mppo.pipeline.actions import Action, RoleWork
 from mppo.pipeline.checks import ScheduleFault, check_schedule, run_blocking
-from mppo.pipeline.schedule import make_schedule
+from mppo.pipeline.schedule import forward_list, make_schedule
 from mppo.pipeline.streams import KINDS
 
 TABLE = {
@@ -88,6 +88,16 @@ def test_an_update_left_at_any_step_ends_on_every_stage(update, data):
     run_blocking(lists)
     taken = [[a for a in actions if a.kind == "step"] for actions in lists]
     assert all(steps_of_stage == steps[: steps.index(left)] for steps_of_stage in taken)
+
+
+@given(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=4))
+def test_forward_passes_of_several_roles_run_through_one_pipeline(stages, counts):
+    roles = [(f"role {i}", count) for i, count in enumerate(counts)]
+    lists = [forward_list(roles, stage, stages) for stage in range(stages)]
+    run_blocking(lists)
+    passes = [[a for a in actions if a.kind == "forward"] for actions in lists]
+    assert all(mine == passes[0] for mine in passes)
+    assert len(set(passes[0])) == sum(counts)
 
 
 @given(st.integers(1, 16), st.integers(1, 20), st.integers(1, 4))

@@ -18,7 +18,7 @@ from mppo.models.streamed_role import StreamedRole
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
 from mppo.pipeline.actions import RoleWork
-from mppo.pipeline.executor import Executor
+from mppo.pipeline.executor import run_update
 from mppo.pipeline.links import Links
 from mppo.pipeline.schedule import Schedule, make_schedule
 from mppo.pipeline.timeline import Event, Recorder, chrome_trace, planned_events
@@ -95,7 +95,7 @@ class StreamedUpdate:
         begin = time.perf_counter()
         first = next(iter(self._updates.values()))
         links = Links(first.role.groups)
-        finished = Executor(self.schedule, self._roles, links, self._step, self._recorder).run()
+        finished = run_update(self.schedule, self._roles, links, self._step, self._recorder)
         device.synchronize()
         self._share_time(time.perf_counter() - begin)
         if self._left is not None:
