@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -42,7 +41,7 @@ class Links:
 
     def __init__(self, groups: LayoutGroups) -> None:
         self.stages, self.stage = groups.layout.pp, groups.coordinates.pp
-        self._forward = cast("dist.ProcessGroup", groups.pp)
+        self._forward = groups.pp
         self._back = groups.pp_back
         apart = groups.layout.world // groups.layout.pp
         self._before, self._after = groups.rank - apart, groups.rank + apart
