@@ -22,7 +22,7 @@ SMALLEST = {
     "estimators.py": ["--repeat", "1", "--sequences", "8", "--tokens", "64"],
     "weight_sync.py": ["--layers", "1", "--repeat", "2"],
     "sync_routes.py": ["--layers", "1", "--repeat", "1"],
-    "schedule.py": ["waits", "--stages", "2", "--milliseconds", "4"],
+    "schedule.py": ["waits", "--stages", "2", "--milliseconds", "4", "--repeat", "1"],
 }  # fmt: skip
 LOOKED_AT = {"checkpoint.py", "rollout.py", "soak.py", "weight_sync.py", "sync_routes.py"}
 """Benchmarks with a separate test of their results."""
