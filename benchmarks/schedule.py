@@ -21,6 +21,7 @@ import itertools
 import os
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,7 +33,7 @@ from moe_step import start
 from record import alternate, parser, record
 
 from mppo.pipeline.actions import RoleWork
-from mppo.pipeline.executor import run_update
+from mppo.pipeline.executor import carry_out
 from mppo.pipeline.links import Links
 from mppo.pipeline.schedule import Schedule, make_schedule
 from mppo.pipeline.streams import KINDS
@@ -124,7 +125,13 @@ def wait_rank(
             for _ in range(repeat):
                 dist.barrier()
                 begin = time.perf_counter()
-                run_update(schedule, work, links, lambda role, i, w=work: w[role].step())
+                carry_out(
+                    schedule.lists[rank],
+                    work,
+                    links,
+                    lambda role, i, w=work: w[role].step(),
+                    partial(schedule.rest_after, rank),
+                )
                 dist.barrier()
                 seconds.append(time.perf_counter() - begin)
             ratio = min(seconds) / (schedule.simulation.makespan * unit)

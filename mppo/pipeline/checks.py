@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from functools import lru_cache
 
-from mppo.pipeline.actions import COMPUTE, Action, ActionKind, StageLists
-from mppo.pipeline.schedule import Schedule
+from mppo.config.schedule import ScheduleKind
+from mppo.pipeline.actions import COMPUTE, Action, ActionKind, RoleWork, StageLists
+from mppo.pipeline.schedule import Schedule, make_schedule
 
 _RECEIVES: dict[str, ActionKind] = {"forward": "receive_input", "backward": "receive_gradient"}
 _SENDS: dict[str, ActionKind] = {"forward": "send_output", "backward": "send_gradient"}
@@ -22,6 +24,14 @@ _PARTS_OF_A_STEP: tuple[ActionKind, ...] = ("reduce", "norm", "step")
 
 class ScheduleFault(AssertionError):
     """A schedule that must not run."""
+
+
+@lru_cache(maxsize=64)
+def checked_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) -> Schedule:
+    """``make_schedule``, checked before anything runs by it."""
+    schedule = make_schedule(kind, roles, stages)
+    check_schedule(schedule)
+    return schedule
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -62,19 +72,18 @@ def _once_each(schedule: Schedule, actions: Sequence[Action], stage: int, stages
         if stage < stages - 1:
             expected[Action("send_output", *numbers)] += 1
             expected[Action("receive_gradient", *numbers)] += 1
+    counts = Counter((names[entry.role], entry.mini_batch) for entry in schedule.stream)
     for role in schedule.roles:
         for i, count in enumerate(role.micro_batches):
-            in_stream = sum(
-                (names[e.role], e.mini_batch) == (role.name, i) for e in schedule.stream
-            )
-            if in_stream != count:
-                raise ScheduleFault(f"{role.name}: {in_stream} of {count} micro-batches of {i}")
+            if counts[role.name, i] != count:
+                found = counts[role.name, i]
+                raise ScheduleFault(f"{role.name}: {found} of {count} micro-batches of {i}")
             for kind in _PARTS_OF_A_STEP:
                 expected[Action(kind, role.name, i)] += 1
-    found = Counter(actions)
-    if found != expected:
+    there = Counter(actions)
+    if there != expected:
         raise ScheduleFault(
-            f"stage {stage}: missing {expected - found}, there without need {found - expected}"
+            f"stage {stage}: missing {expected - there}, there without need {there - expected}"
         )
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mppo.pipeline.actions import Action
 from mppo.pipeline.links import Arriving, Links
-from mppo.pipeline.schedule import Schedule
 from mppo.pipeline.timeline import Recorder
 
 Numbers = tuple[str, int, int]
@@ -45,90 +44,74 @@ class StageWork(ForwardWork, Protocol):
         ...
 
 
-def run_forward(actions: Sequence[Action], work: Mapping[str, ForwardWork], links: Links) -> None:
-    """Carry out a stage's list of forward passes, of any number of roles."""
-    run = _Run(cast("Mapping[str, StageWork]", work), links)
-    for action in actions:
-        run.act(action)
-    links.finish()
-
-
-def run_update(
-    schedule: Schedule,
-    work: Mapping[str, StageWork],
+def carry_out(
+    actions: Sequence[Action],
+    work: Mapping[str, ForwardWork],
     links: Links,
-    step: Callable[[str, int], bool],
+    step: Callable[[str, int], bool] | None = None,
+    rest_after: Callable[[int], Sequence[Action]] | None = None,
     recorder: Recorder | None = None,
 ) -> bool:
-    """Carry out this stage's list of an update.
+    """Carry out this stage's list.
 
     Args:
-        schedule: a schedule that ``mppo.pipeline.checks.check_schedule`` accepts.
-        work: of each role, by name.
+        actions: the list, of a schedule that ``mppo.pipeline.checks.check_schedule`` accepts, or
+            of forward passes.
+        work: of each role, by name; ``StageWork`` in a list of an update.
         links: to the neighbouring stages.
         step: takes an optimizer step, given its role and mini-batch; whether the update goes on,
             the same on every rank.
+        rest_after: what is still done when the update is left at a position of the list.
         recorder: notes when the actions ran; None: nothing is noted.
 
     Returns:
-        Whether it came to its end: False where ``step`` said that the update is to be left.
+        Whether the list came to its end: False where ``step`` said that the update is to be left.
     """
-
-    actions, run, goes_on = schedule.lists[links.stage], _Run(work, links, recorder), True
-    for position, action in enumerate(actions):
-        with nullcontext() if recorder is None else recorder.action(action):
-            if action.kind == "step":
-                goes_on = step(action.role, action.mini_batch)
-            else:
-                run.act(action)
-        if not goes_on:
-            for last in schedule.rest_after(links.stage, position):
-                run.act(last)
-            break
-    links.finish()
-    return goes_on
-
-
-class _Run:
-    """What is on its way while a list is carried out."""
-
-    def __init__(
-        self, work: Mapping[str, StageWork], links: Links, recorder: Recorder | None = None
-    ) -> None:
-        self._work, self._links, self._recorder = work, links, recorder
-        self._inputs: dict[Numbers, Arriving] = {}
-        self._gradients: dict[Numbers, Arriving] = {}
-        self._outgoing: dict[Numbers, Tensor] = {}
-
-    def act(self, action: Action) -> None:
-        """Carry out an action, other than a step."""
-        work, i, j = self._work[action.role], action.mini_batch, action.micro_batch
+    inputs: dict[Numbers, Arriving] = {}
+    gradients: dict[Numbers, Arriving] = {}
+    outgoing: dict[Numbers, Tensor | None] = {}
+    last = links.stage == links.stages - 1
+    todo, position, finished = actions, 0, True
+    while position < len(todo):
+        action = todo[position]
+        role = cast("StageWork", work[action.role])
+        i, j = action.mini_batch, action.micro_batch
         numbers = action.role, i, j
-        match action.kind:
-            case "receive_input":
-                self._inputs[numbers] = self._links.receive_input(work.room(i, j))
-            case "receive_gradient":
-                self._gradients[numbers] = self._links.receive_gradient(work.room(i, j))
-            case "forward":
-                received = self._await(self._inputs, numbers) if self._links.stage else None
-                self._leave(numbers, work.forward(i, j, received))
-            case "backward":
-                last = self._links.stage == self._links.stages - 1
-                received = None if last else self._await(self._gradients, numbers)
-                self._leave(numbers, work.backward(i, j, received))
-            case "send_output":
-                self._links.send_output(self._outgoing.pop(numbers))
-            case "send_gradient":
-                self._links.send_gradient(self._outgoing.pop(numbers))
-            case "reduce":
-                work.reduce(i)
-            case "norm":
-                work.norm(i)
+        position += 1
+        with nullcontext() if recorder is None else recorder.action(action):
+            match action.kind:
+                case "receive_input":
+                    inputs[numbers] = links.receive_input(role.room(i, j))
+                case "receive_gradient":
+                    gradients[numbers] = links.receive_gradient(role.room(i, j))
+                case "forward":
+                    received = _wait(inputs.pop(numbers), recorder) if links.stage else None
+                    outgoing[numbers] = role.forward(i, j, received)
+                case "backward":
+                    received = None if last else _wait(gradients.pop(numbers), recorder)
+                    outgoing[numbers] = role.backward(i, j, received)
+                case "send_output":
+                    links.send_output(_message(outgoing.pop(numbers)))
+                case "send_gradient":
+                    links.send_gradient(_message(outgoing.pop(numbers)))
+                case "reduce":
+                    role.reduce(i)
+                case "norm":
+                    role.norm(i)
+                case "step":
+                    assert step is not None
+                    assert rest_after is not None
+                    if not step(action.role, i):
+                        todo, position, finished = rest_after(position - 1), 0, False
+    links.finish()
+    return finished
 
-    def _await(self, arriving: dict[Numbers, Arriving], numbers: Numbers) -> Tensor:
-        with nullcontext() if self._recorder is None else self._recorder.waiting():
-            return arriving.pop(numbers).wait()
 
-    def _leave(self, numbers: Numbers, message: Tensor | None) -> None:
-        if message is not None:
-            self._outgoing[numbers] = message
+def _wait(arriving: Arriving, recorder: Recorder | None) -> Tensor:
+    with nullcontext() if recorder is None else recorder.waiting():
+        return arriving.wait()
+
+
+def _message(computed: Tensor | None) -> Tensor:
+    assert computed is not None, "this stage has no neighbour in that direction"
+    return computed

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
 
 _FORWARD, _BACK = 1, 2
@@ -45,8 +47,27 @@ class Links:
         self._back = groups.pp_back
         apart = groups.layout.world // groups.layout.pp
         self._before, self._after = groups.rank - apart, groups.rank + apart
+        self._connect()
         self._outputs: deque[Arriving] = deque()
         self._gradients: deque[Arriving] = deque()
+
+    def _connect(self) -> None:
+        """Exchange a number with each neighbour, each way.
+
+        The first message of two ranks makes their connection, and that may wait for both ranks. A
+        list may begin to receive before it computes what the sender waits for.
+        """
+        first, last = self.stage == 0, self.stage == self.stages - 1
+        number = torch.zeros(1, device=device.device())
+        arriving = [] if first else [self.receive_input(torch.empty_like(number))]
+        sent = [] if last else [dist.isend(number, self._after, self._forward, tag=_FORWARD)]
+        arriving += [] if last else [self.receive_gradient(torch.empty_like(number))]
+        sent += [] if first else [dist.isend(number, self._before, self._back, tag=_BACK)]
+        for message in arriving:
+            message.wait()
+        for work in sent:
+            assert work is not None
+            work.wait()
 
     def receive_input(self, room: Tensor) -> Arriving:
         """Await a message from the stage before, in ``room``."""

@@ -15,7 +15,7 @@ from mppo.models.heads.outputs import Outputs
 from mppo.models.role import Role
 from mppo.models.role_spec import PassInputs
 from mppo.models.streamed_forward import StreamedForward
-from mppo.pipeline.executor import run_forward
+from mppo.pipeline.executor import carry_out
 from mppo.pipeline.links import Links
 from mppo.pipeline.schedule import forward_list
 from mppo.supervision.phase import phase
@@ -70,7 +70,7 @@ class ForwardPhase:
         links = Links(roles[0].groups)
         work = {role.name: StreamedForward(role, self._batch) for role in roles}
         counts = [(name, one.num_micro_batches) for name, one in work.items()]
-        run_forward(forward_list(counts, links.stage, links.stages), work, links)
+        carry_out(forward_list(counts, links.stage, links.stages), work, links)
         self._outputs |= {name: one.outputs() for name, one in work.items()}
         weights = [
             one.num_micro_batches * sum(p.numel() for p in one.role.stages[0].parameters())

@@ -13,6 +13,7 @@ from mppo.models.optimizer import StepResult
 from mppo.models.role import Role, step_together
 from mppo.models.role_spec import TOKENS_ONLY, PassInputs
 from mppo.parallel import device
+from mppo.pipeline.executor import carry_out
 from mppo.pipeline.timeline import Recorder
 from mppo.planning.peak_flops import peak_tflops
 from mppo.supervision import stop_request
@@ -92,9 +93,27 @@ class UpdatePhase:
             update.learning_rate = update.role.optimizer.advance()
         records = self.step in self._roles.recipe.trainer.timeline.steps
         if self.kind == "sequential" and not records:
-            self._run_sequentially()
-        else:
-            self._run_streamed(Recorder() if records else None)
+            return self._run_sequentially()
+        recorder = Recorder() if records else None
+        names = " and ".join(update.role.name for update in self.updates)
+        with phase(f"updating {names}", self.step):
+            streamed = self._streamed()
+            with streamed.timing():
+                finished = carry_out(
+                    streamed.actions,
+                    streamed.work,
+                    streamed.links,
+                    streamed.take_step,
+                    streamed.rest_after,
+                    recorder,
+                )
+            streamed.raise_error()
+        if not finished:
+            raise StepInterrupted(half_done=True)
+        if recorder is not None:
+            folder = self._roles.recipe.trainer.run_dir / "timeline"
+            write_timeline(folder, self.step, streamed.schedule, recorder.events)
+        return None
 
     def _run_sequentially(self) -> None:
         """The i-th gradient of every role that has one, then their steps, then the next."""
@@ -112,22 +131,16 @@ class UpdatePhase:
                 with phase(f"stepping {names}", self.step):
                     self._step(together, i)
 
-    def _run_streamed(self, recorder: Recorder | None) -> None:
+    def _streamed(self) -> StreamedUpdate:
+        """All mini-batches as one stream."""
         began, batch = time.monotonic(), self.experience.old.batch
-        names = " and ".join(update.role.name for update in self.updates)
 
         def is_late(done: int, of: int) -> bool:
             return bool(done) and stop_request.late_between_updates(done, of, began)
 
-        with phase(f"updating {names}", self.step):
-            streamed = StreamedUpdate(
-                self.kind, self.updates, batch, self._align, self._count_skipped, is_late, recorder
-            )
-            if not streamed.run():
-                raise StepInterrupted(half_done=True)
-        if recorder is not None:
-            folder = self._roles.recipe.trainer.run_dir / "timeline"
-            write_timeline(folder, self.step, streamed.schedule, recorder.events)
+        return StreamedUpdate(
+            self.kind, self.updates, batch, self._align, self._count_skipped, is_late
+        )
 
     def metrics(self) -> dict[str, float]:
         """Of all mini-batches of all roles, once they are done; collective."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +18,11 @@ from mppo.models.role import take_steps
 from mppo.models.streamed_role import StreamedRole
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
-from mppo.pipeline.actions import RoleWork
-from mppo.pipeline.executor import run_update
+from mppo.pipeline.actions import Action, RoleWork
+from mppo.pipeline.checks import checked_schedule
 from mppo.pipeline.links import Links
-from mppo.pipeline.schedule import Schedule, make_schedule
-from mppo.pipeline.timeline import Event, Recorder, chrome_trace, planned_events
+from mppo.pipeline.schedule import Schedule
+from mppo.pipeline.timeline import Event, chrome_trace, planned_events
 from mppo.planning.flops import update_flops
 from mppo.report.timeline import draw_timeline
 from mppo.safety.disk import replace_text
@@ -32,7 +33,7 @@ TakeSteps = Callable[[dict[str, StepResult], int], None]
 
 
 class StreamedUpdate:
-    """All mini-batches of several roles in one stream.
+    """All mini-batches of several roles in one stream: what the executor is given.
 
     Args:
         kind: of the schedule.
@@ -41,7 +42,11 @@ class StreamedUpdate:
         align: a step that is not finite is skipped by all roles together.
         on_steps: told every step.
         would_leave: whether this rank would leave the update after so many of its steps.
-        recorder: notes when what ran; None: nothing is noted.
+
+    Attributes:
+        schedule: what runs when.
+        work: of each role.
+        links: to the neighbouring stages.
     """
 
     def __init__(
@@ -52,17 +57,16 @@ class StreamedUpdate:
         align: bool,
         on_steps: TakeSteps,
         would_leave: Callable[[int, int], bool],
-        recorder: Recorder | None = None,
     ) -> None:
         self._updates = {update.role.name: update for update in updates}
         self._align, self._on_steps, self._would_leave = align, on_steps, would_leave
-        self._recorder = recorder
         planned = {
             update.role.name: [update.planned(batch, part) for part in update.mini_batches]
             for update in updates
         }
         self.schedule = _schedule(kind, updates, planned, batch)
-        self._roles = {
+        self.links = Links(updates[0].role.groups)
+        self.work = {
             update.role.name: StreamedRole(
                 update.role,
                 [
@@ -74,39 +78,24 @@ class StreamedUpdate:
             for update in updates
         }
         self._taken = 0
-        self._left: BaseException | None = None
+        self._error: BaseException | None = None
         self._leave = False
 
     @property
-    def steps(self) -> int:
-        """Optimizer steps of all roles."""
-        return len(self.schedule.steps)
+    def actions(self) -> list[Action]:
+        """This stage's list."""
+        return self.schedule.lists[self.links.stage]
 
-    def run(self) -> bool:
-        """Carry the schedule out; collective.
+    def rest_after(self, position: int) -> list[Action]:
+        """What this stage still does when it leaves its list at a step."""
+        return self.schedule.rest_after(self.links.stage, position)
+
+    def take_step(self, role: str, mini_batch: int) -> bool:
+        """Take a step, or all steps of its round where they are taken together.
 
         Returns:
-            False where a rank would leave the update: what was under way is done, and no step is
-            taken any more.
-
-        Raises:
-            Exception: what ``on_steps`` raised, when what was under way is done.
+            Whether the update goes on: not where a rank would leave it, or ``on_steps`` raised.
         """
-        begin = time.perf_counter()
-        first = next(iter(self._updates.values()))
-        links = Links(first.role.groups)
-        finished = run_update(self.schedule, self._roles, links, self._step, self._recorder)
-        device.synchronize()
-        self._share_time(time.perf_counter() - begin)
-        if self._left is not None:
-            raise self._left
-        return finished
-
-    def _leaves(self) -> bool:
-        return self._would_leave(self._taken, self.steps)
-
-    def _step(self, role: str, mini_batch: int) -> bool:
-        """Take a step, or all steps of its round where they are taken together."""
         names = [role]
         if self._align:
             names = [n for n, u in self._updates.items() if mini_batch < len(u.mini_batches)]
@@ -115,27 +104,40 @@ class StreamedUpdate:
         norms = {}
         for name in names:
             update = self._updates[name]
-            norm, stats, leave = self._roles[name].wait()
+            norm, stats, leave = self.work[name].wait()
             norms[name] = norm
             update.norms.append(norm)
             update.stats.append(stats)
             self._leave |= leave
         self._taken += len(names)
-        if self._leave and self._taken < self.steps:
+        if self._leave and self._taken < len(self.schedule.steps):
             return False
         results = take_steps([self._updates[name].role for name in names], norms)
         try:
             self._on_steps(results, mini_batch)
         except Exception as error:
-            self._left = error
+            self._error = error
             return False
         return True
 
-    def _share_time(self, seconds: float) -> None:
-        """Roles that compute side by side have taken time in proportion to their operations."""
+    def raise_error(self) -> None:
+        """Raise what ``on_steps`` raised, now that nothing is on its way."""
+        if self._error is not None:
+            raise self._error
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Roles that compute side by side inside take time in proportion to their operations."""
+        begin = time.perf_counter()
+        yield
+        device.synchronize()
+        seconds = time.perf_counter() - begin
         total = sum(update.flops for update in self._updates.values())
         for update in self._updates.values():
             update.seconds += seconds * update.flops / total
+
+    def _leaves(self) -> bool:
+        return self._would_leave(self._taken, len(self.schedule.steps))
 
 
 def write_timeline(folder: Path, step: int, schedule: Schedule, events: Sequence[Event]) -> None:
@@ -172,7 +174,7 @@ def _schedule(
         backward = (3 if recomputed == "full" else 2) * forward
         counts = tuple(mini_batch.micro_batches for mini_batch in planned[name])
         work.append(RoleWork(name, counts, forward, backward))
-    return make_schedule(kind, tuple(work), updates[0].role.layout.pp)
+    return checked_schedule(kind, tuple(work), updates[0].role.layout.pp)
 
 
 def _pass_cost(update: RoleUpdate, planned: Sequence[PlannedMiniBatch], batch: Batch) -> float:
