@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,7 @@ class Update:
         overrides: recipe keys besides ``COMMON``.
         kind: compared with "sequential".
         spoiled: a return is not finite in the second iteration, so that the critic skips a step.
+        recorded: all updates of that kind are recorded.
         beside: the critic's model, where it has another one.
     """
 
@@ -58,6 +60,7 @@ class Update:
     overrides: tuple[str, ...]
     kind: str = "flush_free"
     spoiled: bool = False
+    recorded: bool = False
     beside: Update | None = None
 
 
@@ -73,6 +76,8 @@ MOVING = both("megatron.moe_router_bias_update_rate=0.01")
 CASES = {
     "PP2": Update("qwen2", PP2),
     "PP2, a fused schedule": Update("qwen2", PP2, kind="fused"),
+    "PP2, sequential by lists": Update("qwen2", PP2, kind="sequential", recorded=True),
+    "PP2, recorded": Update("qwen2", PP2, recorded=True),
     "PP4": Update("qwen2", both(f"{PP}=4")),
     "PP2, critic of half the depth": Update("qwen2", PP2, beside=Update("qwen2_shallow", ())),
     "PP2, a skipped step": Update("qwen2", PP2, spoiled=True),
@@ -103,7 +108,12 @@ CASES = {
 
 def updated(case: Update, folder: Path, registry) -> dict:
     """What three updates give by the case's schedule and one role at a time, on this rank."""
-    return {kind: _updates(case, kind, folder, registry) for kind in ("sequential", case.kind)}
+    expected = _updates(case, "sequential", folder, registry)
+    if case.recorded:
+        recorded = f"trainer.timeline={{steps: {list(range(1, ITERATIONS + 1))}}}"
+        where = f"trainer.default_local_dir={folder / case.kind}"
+        case = replace(case, overrides=(*case.overrides, recorded, where))
+    return {"expected": expected, "found": _updates(case, case.kind, folder, registry)}
 
 
 def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
@@ -173,7 +183,8 @@ def _state(roles) -> list[dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("schedules")
-    return dict(zip(CASES, run_cases(list(CASES.values()), 4, folder, updated)))
+    found = dict(zip(CASES, run_cases(list(CASES.values()), 4, folder, updated)))
+    return found | {"folder": folder}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -191,6 +202,18 @@ def test_same_gradients_metrics_and_weights(name, outcomes):
     assert expected["in_a_row"] == found["in_a_row"]
     skipped = [metrics["skipped"] for metrics in found["metrics"]]
     assert (skipped[0], skipped[1] > 0) == (0, CASES[name].spoiled)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "flush_free"])
+def test_a_recorded_update_is_a_trace_and_a_picture(kind, outcomes):
+    found = outcomes["folder"] / kind / "timeline"
+    names = [f"step_{step}.{ending}" for step in (1, 2, 3) for ending in ("json", "png")]
+    assert sorted(path.name for path in found.iterdir()) == sorted(names)
+    events = json.loads((found / "step_3.json").read_text())["traceEvents"]
+    done = [e["name"] for e in events if e["ph"] == "X" and e["pid"] == 3]
+    # two epochs of two mini-batches, of two micro-batches on each of two data-parallel ranks
+    assert sum(name.startswith("backward actor") for name in done) == 8
+    assert [name for name in done if name.startswith("step critic")][-1] == "step critic 3"
 
 
 def left_between_steps(case: Update, folder: Path, registry) -> dict:

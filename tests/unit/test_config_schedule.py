@@ -25,6 +25,12 @@ REFUSED = [
 ]  # fmt: skip
 
 
+def test_a_timeline_without_lists_is_refused(tmp_path, capsys):
+    settings = "trainer.timeline={steps:[3]} critic.megatron.pipeline_model_parallel_size=2"
+    message = refusal(tmp_path, capsys, GOOD, settings, "--dry-run", "--world-size", "2")
+    assert_one_fault(message, "trainer.timeline.steps", "pipeline stages")
+
+
 @pytest.mark.parametrize(
     ("settings", "wanted"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED]
 )

@@ -1,0 +1,44 @@
+"""Timelines of an update: planned, for Perfetto, and as a picture."""
+
+from __future__ import annotations
+
+import pytest
+
+from mppo.pipeline.actions import Action, RoleWork
+from mppo.pipeline.schedule import make_schedule
+from mppo.pipeline.streams import KINDS
+from mppo.pipeline.timeline import Event, Recorder, chrome_trace, idle_share, planned_events
+from mppo.report.timeline import draw_timeline
+
+WORK = (RoleWork("critic", (2, 2), 1.0, 2.0), RoleWork("actor", (3,), 1.5, 2.5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_idles_as_the_simulation_says(kind):
+    schedule = make_schedule(kind, WORK, 3)
+    rows = planned_events(schedule)
+    assert idle_share(rows) == pytest.approx(schedule.simulation.idle_share)
+    assert max(e.end for row in rows for e in row) == schedule.simulation.makespan
+
+
+def test_a_recorder_tells_waiting_from_computing():
+    times = iter([1.0, 2.0, 5.0, 7.0])
+    recorder = Recorder(clock=lambda: next(times))
+    action = Action("forward", "actor", 0, 1)
+    with recorder.action(action), recorder.waiting():
+        pass
+    assert recorder.events == [Event(action, 1.0, 3.0, 7.0)]
+
+
+def test_a_trace_names_what_ran_and_what_waited():
+    row = [Event(Action("backward", "critic", 1, 2), 10.0, 0.5, 11.0)]
+    named, waiting, ran = chrome_trace([row])["traceEvents"]
+    assert named["args"] == {"name": "rank 0"}
+    assert (waiting["name"], waiting["ts"], waiting["dur"]) == ("waiting", 0.0, 5e5)
+    assert (ran["name"], ran["ts"], ran["dur"]) == ("backward critic 1.2", 5e5, 5e5)
+
+
+def test_a_picture_shows_plan_and_measurement(tmp_path):
+    rows = planned_events(make_schedule("flush_free", WORK, 3))
+    draw_timeline([("planned", rows), ("measured", rows)], tmp_path / "step_3.png")
+    assert (tmp_path / "step_3.png").read_bytes().startswith(b"\x89PNG")
