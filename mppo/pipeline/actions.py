@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,8 +74,3 @@ class RoleWork:
 
 StageLists = list[list[Action]]
 """``lists[stage]``: the actions of a stage in order."""
-
-
-def total_micro_batches(roles: Sequence[RoleWork]) -> int:
-    """Of all roles and mini-batches."""
-    return sum(sum(role.micro_batches) for role in roles)
