@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from mppo.config.schedule import schedule_kind, stream_obstacle
 from mppo.config.schema import Recipe
@@ -32,6 +32,11 @@ class TrainedRole:
     micro_batches: int
     cost: float
     recomputes: bool
+
+    @property
+    def cost_per_rank(self) -> float:
+        """Of a forward pass, were all stages on one rank."""
+        return self.stage_cost(1)
 
     def stage_cost(self, stages: int) -> float:
         """Of a forward pass on a rank, were there so many stages on the same ranks."""
@@ -67,7 +72,29 @@ def describe_schedule(recipe: Recipe, roles: Sequence[TrainedRole]) -> str:
             f"{simulation.makespan / sequential.makespan:.2f} of sequential's time, "
             f"{simulation.in_flight[0]} micro-batches in flight on the first stage"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_balance(roles, works, stages)])
+
+
+_WORTH_TELLING = 0.97
+"""Of the time as it is: what takes longer is not told."""
+
+
+def _balance(roles: Sequence[TrainedRole], works: Sequence[RoleWork], stages: int) -> Iterator[str]:
+    """What larger micro-batches of the cheaper role would gain: stages wait for the longer pass."""
+    cheap, dear = sorted(roles, key=lambda role: role.cost_per_rank)
+    ratio = cheap.cost_per_rank / dear.cost_per_rank
+    count = max(1, round(cheap.micro_batches * ratio))
+    larger = replace(cheap, micro_batches=count, cost=cheap.cost * cheap.micro_batches / count)
+    unit = dear.stage_cost(stages)
+    equal = tuple((larger if role is cheap else role).work(stages, unit) for role in roles)
+    now = make_schedule("flush_free", tuple(works), stages).simulation
+    then = make_schedule("flush_free", equal, stages).simulation
+    if then.makespan < _WORTH_TELLING * now.makespan:
+        yield (
+            f"a micro-batch of the {cheap.name} costs {ratio:.2f} of the {dear.name}'s; if "
+            f"{cheap.micro_batches / count:.1f} times as large, both cost about the same, and "
+            f"flush_free takes {then.makespan / now.makespan:.2f} of its time"
+        )
 
 
 def _works(roles: Sequence[TrainedRole], stages: int) -> tuple[RoleWork, ...]:
