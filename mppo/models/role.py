@@ -264,8 +264,7 @@ class Role:
         if self.groups.is_reporting_rank:
             for loss, stats in parts:
                 totals += torch.tensor([float(loss), *(float(stats[n]) for n in self._stat_names)])
-        totals = totals.to(device.device())
-        dist.all_reduce(totals)
+        dist.all_reduce(totals)  # on the CPU, where the values were read
         loss, *sums = totals.tolist()
         return loss, dict(zip(self._stat_names, sums))
 

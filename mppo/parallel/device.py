@@ -42,7 +42,25 @@ def device() -> torch.device:
 
 
 def backend() -> str:
-    """The torch.distributed backend for that device."""
+    """The torch.distributed backend of this program's process groups (see ``backends``)."""
+    return backends(is_cuda())
+
+
+def backends(on_cuda: bool) -> str:
+    """The torch.distributed backends by kind of device.
+
+    On CUDA there are two: a rank that waits in a collective of CPU tensors waits in its process,
+    while a collective of CUDA tensors waits inside a kernel, which takes the GPU's time from a
+    rollout server on the same GPU. Object collectives and barriers use the CPU's.
+
+    Args:
+        on_cuda: whether training runs on CUDA.
+    """
+    return "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+
+
+def weight_backend() -> str:
+    """The torch.distributed backend for tensors on this rank's device alone."""
     return "nccl" if is_cuda() else "gloo"
 
 

@@ -86,7 +86,7 @@ class SGLangEngine:
         self.fleet = Fleet(
             rollout, Path(hf_folder), hf_config, dtype, rank, world, self._device, folder, group
         )
-        self._requests = Requests(self.fleet, self._restore, rank, world, self._device, group)
+        self._requests = Requests(self.fleet, self._restore, rank, world, group)
         self._transport = make_transport(
             rollout, self.fleet, self._device, folder, Path(hf_folder), rank, world
         )
@@ -289,7 +289,7 @@ class SGLangEngine:
             may_interrupt=False,  # called by the sync check, after the updates of the step
         )
         values = [v for index in range(len(jobs)) for row in answered[index] for v in row]
-        flat = torch.tensor(values, dtype=torch.float32, device=self._device)
+        flat = torch.tensor(values, dtype=torch.float32)
         result: list[list[float]] = [[] for _ in sequences]
         for rank, received in enumerate(all_gather_varlen(flat, self._world, self._group)):
             servers = [s for s in range(self.fleet.count) if self.fleet.head_of(s) == rank]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank
@@ -32,7 +31,6 @@ class Requests:
         restore: restarts lost servers, sends them the current weights, and returns the weights'
             version; collective.
         rank, world: this rank and the number of ranks.
-        device: of tensors that are exchanged between ranks.
         group: process group of the ranks; None is the default one.
     """
 
@@ -42,11 +40,10 @@ class Requests:
         restore: Callable[[], int],
         rank: int,
         world: int,
-        device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
         self.fleet, self.restore = fleet, restore
-        self.rank, self.world, self.device, self.group = rank, world, device, group
+        self.rank, self.world, self.group = rank, world, group
         self._names = 0
 
     def new_name(self) -> str:

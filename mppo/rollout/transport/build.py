@@ -47,7 +47,7 @@ def make_transport(
     if rollout.sync == "distributed":
         return DistributedTransport(
             device,
-            device_seam.backend(),
+            device_seam.weight_backend(),
             tensor_parallel,
             _address(rollout),
             rollout.request_timeout_s,
