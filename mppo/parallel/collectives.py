@@ -8,14 +8,21 @@ rank that waits for the others must not occupy its GPU, where a rollout server m
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 T = TypeVar("T")
+
+_LONGEST_PAUSE_S = 0.2
+_waits: Counter[str] = Counter()
+"""Calls of ``wait_for_ranks`` by group; the same on all ranks of a group."""
 
 
 def group_size(group: dist.ProcessGroup | None = None) -> int:
@@ -71,6 +78,30 @@ def largest_of_ranks(values: Sequence[float]) -> list[float]:
     if group_size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.tolist()
+
+
+def wait_for_ranks(world: int, group: dist.ProcessGroup | None = None) -> None:
+    """Wait until every rank has made this call. Collective, without a time limit.
+
+    Use it where ranks arrive at very different times, as after generation: a collective would fail
+    after the process group's timeout. If a rank never arrives, the heartbeat ends the job.
+
+    Args:
+        world: ranks in ``group``.
+        group: process group; None is the default one.
+    """
+    if world == 1:
+        return
+    group = group or distributed_c10d._get_default_group()
+    store = distributed_c10d._get_process_group_store(group)
+    number = _waits[group.group_name] = _waits[group.group_name] + 1
+    arrived, pause_s = store.add(f"mppo/wait/{number}", 1), 0.001
+    while arrived < world:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        arrived = store.add(f"mppo/wait/{number}", 0)
+    if dist.get_rank(group) == 0 and number > 1:  # no rank reads the previous key any more
+        store.delete_key(f"mppo/wait/{number - 1}")
 
 
 def raise_on_any_rank(

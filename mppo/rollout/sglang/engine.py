@@ -17,7 +17,11 @@ import torch.distributed as dist
 from mppo.batch import Trajectory
 from mppo.config.rules.engine import sglang_options
 from mppo.config.sections.rollout import RolloutConfig
-from mppo.parallel.collectives import all_gather_objects, all_gather_varlen, raise_on_any_rank
+from mppo.parallel.collectives import (
+    all_gather_objects,
+    all_gather_varlen,
+    raise_on_any_rank,
+)
 from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine, stop_tokens

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank
+from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.dispatch import DispatchResult
 from mppo.rollout.sglang.fleet import Fleet
@@ -123,6 +123,7 @@ class Requests:
                 result = requests.wait() if may_interrupt else requests.join()
         except RequestRefused as caught:
             error = f"rank {self.rank}: {caught}"
+        wait_for_ranks(self.world, self.group)  # a generation may take longer than any time limit
         if may_interrupt:
             stop_request.sync()
         raise_on_any_rank(error, self.world, self.group)

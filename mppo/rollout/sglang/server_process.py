@@ -16,6 +16,7 @@ import psutil
 
 from mppo.parallel.addresses import free_port
 from mppo.safety.temporary import SHARED_MEMORY, note
+from mppo.supervision.phase import tick
 
 _POLL_S = 0.1
 _TAIL_LINES = 25
@@ -140,6 +141,7 @@ class ServerProcess:
                 refused = self._refused_options()
                 why = f"{refused} (rollout.server_args)" if refused else self.last_output()
                 raise ServerError(f"{self.name} ended while starting{why}")
+            tick()  # the wait has its own limit
             time.sleep(_POLL_S)
         self._note_shared_memory()
 
