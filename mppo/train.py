@@ -21,6 +21,7 @@ from mppo.config.rules.rule import RoleCase, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
 from mppo.hub.download import fetch_model
+from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo, discover, launcher_patience_s, parents_command
 from mppo.safety.redact import redacted_output
 from mppo.supervision import last_words
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             last_words.say(remark)
         if arguments.dry_run:
             return _dry_run(recipe, world or world_size_of(recipe), info)
+        set_for_training(os.environ, recipe.rollout.sync == "distributed")
         _check_device()
     except (ConfigError, ValueError) as error:
         return last_words.refuse_recipe(error, info.rank)

@@ -97,6 +97,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def wait_for_stream(place: torch.device) -> None:
+    """Wait for the work queued on a device's current stream; no effect on the CPU."""
+    if place.type == "cuda":
+        torch.cuda.current_stream(place).synchronize()
+
+
 def peak_memory_bytes() -> int:
     """Peak memory in bytes: allocated on the GPU; on the CPU the process's resident set."""
     if is_cuda():
@@ -148,9 +154,10 @@ def has_transformer_engine() -> bool:
 
 
 def accumulates_weight_gradients() -> bool:
-    """Whether linear layers can add a weight's gradient to its buffer in one kernel.
+    """Whether Megatron's own linear layers can add a weight's gradient to its buffer in one kernel.
 
-    On CUDA that is Apex's extension; the CPU has ``mppo.cpu.fused``.
+    On CUDA that is Apex's extension; the CPU has ``mppo.cpu.fused``. Transformer Engine's layers
+    always can.
     """
     return not is_cuda() or find_spec("fused_weight_gradient_mlp_cuda") is not None
 
@@ -174,6 +181,10 @@ def keep_freed_memory() -> None:
 def prepare_megatron() -> None:
     """Make Megatron-Core usable on this machine; idempotent. Call before building any model."""
     if is_cuda():
+        if has_transformer_engine() and not accumulates_weight_gradients():
+            from mppo.parallel import weight_gradients
+
+            weight_gradients.install()
         return
     keep_freed_memory()
     from mppo.cpu import fused, megatron_stand_ins, products

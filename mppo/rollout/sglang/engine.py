@@ -32,9 +32,10 @@ from mppo.rollout.sglang.http_client import ServerLost
 from mppo.rollout.sglang.requests import ATTEMPTS, Requests
 from mppo.rollout.sglang.routed_experts import RoutingShape
 from mppo.rollout.sync_check import SyncCheck
+from mppo.rollout.transport.broadcast import DistributedTransport
 from mppo.rollout.transport.build import make_transport
 from mppo.rollout.transport.slice_sync import SliceSync
-from mppo.rollout.transport.sync import DiskTransport, DistributedTransport
+from mppo.rollout.transport.sync import DiskTransport
 from mppo.weights.bucket import WeightBucket
 
 _SCORE_TOKENS = 8192

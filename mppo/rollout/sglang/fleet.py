@@ -123,7 +123,13 @@ class Fleet:
             options["custom_weight_loader"] = [LOADER, SLICE_LOADER]
             environment = server_environment(self.tensor_parallel, on_cpu, hf_config.model_type)
             self.processes[server] = own_server(
-                server, options, environment, self.key or "", folder, self._rollout.start_timeout_s
+                server,
+                options,
+                environment,
+                self.key or "",
+                folder,
+                self._rollout.start_timeout_s,
+                broadcasts=self._rollout.sync == "distributed",
             )
             self.processes[server].start()
 
