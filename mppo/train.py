@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; exit code 0, 2 for an invalid recipe or input, 1 for another failure."""
     arguments = _parse(argv)
+    set_for_training(os.environ)  # before torch is imported: CUDA reads its variables once
     if not sys.warnoptions:
         # about optional packages and deprecated calls: a user cannot act on them
         warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             last_words.say(remark)
         if arguments.dry_run:
             return _dry_run(recipe, world or world_size_of(recipe), info)
-        set_for_training(os.environ, recipe.rollout.sync == "distributed")
+        set_for_training(os.environ, recipe.rollout.sync == "distributed")  # NCCL reads them later
         _check_device()
     except (ConfigError, ValueError) as error:
         return last_words.refuse_recipe(error, info.rank)

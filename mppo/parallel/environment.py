@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True)
-class Row:
+class EnvironmentRule:
     """A variable, or all variables that match a pattern.
 
     Args:
@@ -36,40 +36,40 @@ _NETWORK = "names the machine's network, which servers use for rollout.sync=dist
 _ONE_TREATMENT = "SGLang turns it off; NCCL hangs if the two ends of a communicator differ"
 
 ROWS = (
-    Row(
+    EnvironmentRule(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "with one queue, Megatron's communication starts before the computation that hides it; "
         "SGLang overlaps otherwise",
         value="1",
     ),
-    Row("NCCL_CUMEM_ENABLE", _ONE_TREATMENT, value="0", for_broadcasts=True),
-    Row("NCCL_NVLS_ENABLE", _ONE_TREATMENT, value="0", for_broadcasts=True),
-    Row("NCCL_SOCKET_*", _NETWORK, for_servers=True),
-    Row("NCCL_IB_*", _NETWORK, for_servers=True),
-    Row("NCCL_NET*", _NETWORK, for_servers=True),
-    Row("NCCL_DEBUG*", "shows what NCCL does, in servers too", for_servers=True),
-    Row("NCCL_*", "tunes training's communicators; SGLang sets its own values"),
-    Row("TORCH_NCCL_*", "tunes training's process groups"),
-    Row(
+    EnvironmentRule("NCCL_CUMEM_ENABLE", _ONE_TREATMENT, value="0", for_broadcasts=True),
+    EnvironmentRule("NCCL_NVLS_ENABLE", _ONE_TREATMENT, value="0", for_broadcasts=True),
+    EnvironmentRule("NCCL_SOCKET_*", _NETWORK, for_servers=True),
+    EnvironmentRule("NCCL_IB_*", _NETWORK, for_servers=True),
+    EnvironmentRule("NCCL_NET*", _NETWORK, for_servers=True),
+    EnvironmentRule("NCCL_DEBUG*", "shows what NCCL does, in servers too", for_servers=True),
+    EnvironmentRule("NCCL_*", "tunes training's communicators; SGLang sets its own values"),
+    EnvironmentRule("TORCH_NCCL_*", "tunes training's process groups"),
+    EnvironmentRule(
         "PYTORCH_*ALLOC_CONF",
         "expandable segments help training; memory that a server releases between generations "
         "cannot be in them",
     ),
-    Row("NVTE_*", "chooses Transformer Engine's kernels for training"),
+    EnvironmentRule("NVTE_*", "chooses Transformer Engine's kernels for training"),
     *(
-        Row(names, _LAUNCHER)
+        EnvironmentRule(names, _LAUNCHER)
         for names in (
             "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
             "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_*",
             "SLURM_*", "PMI_*", "PMIX_*", "OMPI_*",
         )
     ),
-    Row("OMP_NUM_THREADS", "is the share of one rank; a server has its own number of threads"),
+    EnvironmentRule("OMP_NUM_THREADS", "is the share of one rank; a server has its own number of threads"),
 )  # fmt: skip
 """The first row that matches a variable applies; servers inherit a variable without a row."""
 
 
-def set_for_training(environ: MutableMapping[str, str], broadcasts: bool) -> None:
+def set_for_training(environ: MutableMapping[str, str], broadcasts: bool = False) -> None:
     """Set what training needs, before CUDA and NCCL read it; the user's own values stay.
 
     Args:

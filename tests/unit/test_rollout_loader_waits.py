@@ -17,15 +17,13 @@ class _Server(nn.Module):
         pass
 
 
-@pytest.mark.skipif(
-    torch.version.cuda is not None, reason="the wait shows as an error without CUDA"
-)
+@pytest.mark.skipif(torch.version.cuda is not None, reason="shows as an error without CUDA")
 @pytest.mark.parametrize("loader", [checked_load, slice_load])
 def test_a_loader_waits_for_the_stream_of_the_device_that_holds_the_bytes(loader, tmp_path):
     """A tensor on CUDA without data; torch without CUDA refuses to wait for its stream."""
     report = tmp_path / "report"
     if loader is checked_load:
-        table = checked_load.bucket_table(BucketLayout(()), None, report, True)
+        table = checked_load.bucket_table(BucketLayout((), 0), None, report, True)
     else:
         table = slice_load.slice_table([], report)
     for kind, waits in (("cuda", True), ("cpu", False)):
