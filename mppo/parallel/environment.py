@@ -64,7 +64,7 @@ ROWS = (
             "SLURM_*", "PMI_*", "PMIX_*", "OMPI_*",
         )
     ),
-    EnvironmentRule("OMP_NUM_THREADS", "is the share of one rank; a server has its own number of threads"),
+    EnvironmentRule("OMP_NUM_THREADS", "is the share of one rank; a server has its own number"),
 )  # fmt: skip
 """The first row that matches a variable applies; servers inherit a variable without a row."""
 

@@ -19,7 +19,6 @@ from ranks import start_ranks
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.collectives import all_gather_objects
 from mppo.rollout.sglang.fleet import Fleet
-from mppo.rollout.sglang.http_client import ServerLost
 from mppo.rollout.sglang.in_flight import InFlightRequests
 from mppo.rollout.sglang.requests import Requests
 from mppo.supervision import phase
@@ -108,8 +107,7 @@ def test_a_server_that_computes_nothing_is_lost_after_the_limit(url, tmp_path, k
     fleet = _fleet(f"{url}/{kind}", tmp_path, 0, 1)
     fleet.revive()
     outcome = _generate(fleet).wait()
-    assert f"no answer and no progress within {LIMIT_S:.0f} s" in outcome.lost[0]
-    assert ServerLost.__name__ not in outcome.lost[0]
+    assert f"no answer within {LIMIT_S:.0f} s of its last progress" in outcome.lost[0]
 
 
 def _worker(rank: int, world: int, store: str, url: str) -> None:

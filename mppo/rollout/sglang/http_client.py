@@ -126,8 +126,8 @@ class JsonClient:
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 late = isinstance(error, TimeoutError)
-                sign = "answer" if progress_at is None else "answer and no progress"
-                why = f"no {sign} within {limit:.0f} s" if late else quoted(str(error))
+                since = "" if progress_at is None else " of its last progress"
+                why = f"no answer within {limit:.0f} s{since}" if late else quoted(str(error))
                 raise ServerLost(self.url, f"{path}: {why}") from error
             else:
                 self._idle.append(connection)
