@@ -27,6 +27,7 @@ from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.hub.check_weights import check_weights
 from mppo.hub.download import fetch_model
 from mppo.parallel import device
+from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo, discover
 from mppo.parallel.process_group import process_group
 from mppo.rewards.division import ScoringError
@@ -129,6 +130,7 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
         )
     scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
     scorer.check(prompts)
+    set_for_training(os.environ, recipe.rollout.sync == "distributed")
     with process_group(info, recipe.trainer.collective_timeout_s):
         engine = build_engine(recipe, companion_folder(folder), config, Path("runs") / "evaluate")
         try:

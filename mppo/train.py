@@ -21,6 +21,7 @@ from mppo.config.rules.rule import RoleCase, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
 from mppo.hub.download import fetch_model
+from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo, discover, launcher_patience_s, parents_command
 from mppo.safety.redact import redacted_output
 from mppo.supervision import last_words
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; exit code 0, 2 for an invalid recipe or input, 1 for another failure."""
     arguments = _parse(argv)
+    set_for_training(os.environ)  # before torch is imported: CUDA reads its variables once
     if not sys.warnoptions:
         # about optional packages and deprecated calls: a user cannot act on them
         warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
@@ -64,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.dry_run:
             code = _dry_run(recipe, world or world_size_of(recipe), info)
             return _simulate(arguments) if arguments.simulate and info.rank == 0 else code
+        set_for_training(os.environ, recipe.rollout.sync == "distributed")  # NCCL reads them later
         _check_device()
     except (ConfigError, ValueError) as error:
         return last_words.refuse_recipe(error, info.rank)

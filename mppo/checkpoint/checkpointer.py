@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import mppo
@@ -33,8 +32,7 @@ from mppo.checkpoint.timing import SaveTiming
 from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_shards
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.models.role import Role
-from mppo.parallel import device
-from mppo.parallel.collectives import all_gather_objects, broadcast_object
+from mppo.parallel.collectives import all_gather_objects, broadcast_object, largest_of_ranks
 from mppo.safety.disk import FileEntry
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
@@ -257,9 +255,8 @@ class Checkpointer:
         signalled = self._stop.signal_name is not None
         clock = self._rank == 0 and self._timing.is_due_by_clock()
         limit = self._rank == 0 and self._timing.must_stop()
-        flags = torch.tensor([clock, signalled, limit], dtype=torch.float32, device=device.device())
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        clock, signalled, limit = (bool(flag) for flag in flags.tolist())
+        flags = largest_of_ranks([clock, signalled, limit])
+        clock, signalled, limit = (bool(flag) for flag in flags)
         if signalled:
             name = self._stop.signal_name or "a signal on another rank"
             self._say(f"stopping after this step: {name}")

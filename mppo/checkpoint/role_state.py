@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from mppo.checkpoint.rectangles import Rectangle, rectangles
 from mppo.models.role import Role
-from mppo.parallel import device
+from mppo.parallel.collectives import largest_of_ranks
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.sharded_load import load_sharded
 
@@ -264,8 +263,7 @@ def role_counters(role: Role) -> dict[str, int]:
         for part in optimizer_parts(role)
         for group in part.optimizer.param_groups
     ]
-    furthest = torch.tensor(max(steps, default=0), device=device.device())
-    dist.all_reduce(furthest, op=dist.ReduceOp.MAX)
+    (furthest,) = largest_of_ranks([max(steps, default=0)])
     return {
         "optimizer_step": int(furthest),
         "schedule_step": int(role.optimizer.schedule.num_steps),

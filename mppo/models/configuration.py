@@ -33,6 +33,32 @@ def finalize_gradients(models, num_tokens, **kwargs) -> None:
     config.moe_router_enable_expert_bias = has_bias
 
 
+def uses_transformer_engine(family: FamilyConfig) -> bool:
+    """Whether Transformer Engine's layers are used; its attention does not support soft-capping."""
+    return device.has_transformer_engine() and family.attn_logit_softcap is None
+
+
+def fused_kernels(family: FamilyConfig, use_te: bool, own_accumulation: bool) -> dict[str, bool]:
+    """The configuration's fields that choose fused kernels.
+
+    Args:
+        family: architecture.
+        use_te: the layers are Transformer Engine's.
+        own_accumulation: see ``device.accumulates_weight_gradients``.
+    """
+    # the fused rotary kernel for packed sequences ignores YaRN's factor on the cosines, and
+    # Megatron calls its fusion for MLA experimental
+    plain_rope = not family.is_mla and family.gpt_kwargs.get("position_embedding_type") != "yarn"
+    return dict(
+        # without it, a micro-batch's gradient is rounded to bfloat16 before it is added
+        gradient_accumulation_fusion=use_te or own_accumulation,
+        # unfused, both wait for the GPU to learn lengths: the one for each sequence, the other
+        # for each expert
+        apply_rope_fusion=use_te and plain_rope,
+        moe_permute_fusion=use_te and "num_moe_experts" in family.transformer_kwargs,
+    )
+
+
 def transformer_config(
     family: FamilyConfig,
     megatron: MegatronConfig,
@@ -83,7 +109,9 @@ def fields_set(
     Arguments are those of :func:`transformer_config`.
     """
     sequence_parallel = megatron.sequence_parallel and layout.tp > 1
-    use_te = device.has_transformer_engine()
+    use_te = uses_transformer_engine(family)
+    fused = fused_kernels(family, use_te, device.accumulates_weight_gradients())
+    fused["gradient_accumulation_fusion"] &= trained  # needs DDP's buffers
     values = dict(
         **layout.megatron_sizes(),
         sequence_parallel=sequence_parallel,
@@ -111,17 +139,18 @@ def fields_set(
         moe_grouped_gemm=use_te and "num_moe_experts" in family.transformer_kwargs,
         layernorm_zero_centered_gamma=family.zero_centered_norm,
         attention_backend=AttnBackend.auto if use_te else AttnBackend.local,
-        gradient_accumulation_fusion=trained and device.accumulates_weight_gradients(),
         masked_softmax_fusion=False,
         bias_activation_fusion=family.transformer_kwargs["activation_func"] is F.silu,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=use_te,
         # interleaving with batched p2p gives wrong gradients; see docs/parallelism.md
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
+        # the current stream waits for each request; the whole device need not
+        batch_p2p_sync=False,
         # gloo sends from the output's memory; interleaving would free it before the send is done
         deallocate_pipeline_outputs=device.is_cuda() or layout.vpp == 1,
+        **fused,
         **_recompute(megatron.recompute_granularity),
     )
     return values | family.transformer_kwargs

@@ -297,7 +297,7 @@ class Role:
             for loss, stats in parts:
                 totals[1:] += torch.tensor([float(loss), *(float(stats[n]) for n in names)])
         totals[0] = leave
-        totals = totals.to(device.device())
+        # on the CPU, where the values were read
         work = cast("dist.Work", dist.all_reduce(totals, async_op=True))
         return PendingStatistics(self, names, totals, work)
 

@@ -32,6 +32,7 @@ from mppo.models.attention.core import PackedAttention
 from mppo.models.attention.mla import LocalMLA, PublishedMLA
 from mppo.models.attention.packing import Packing
 from mppo.models.attention.rotary import PackedRotary
+from mppo.models.configuration import uses_transformer_engine
 from mppo.models.families.architectures import FamilyConfig
 from mppo.models.families.gemma2_layer import Gemma2Layer
 from mppo.models.heads.last_layer import LastLayer, with_early_select
@@ -179,11 +180,6 @@ def build_stages(
         reduce_over_expert_data_parallel(stage, layout)
         stages.append(stage.to(device=device.device()))
     return stages
-
-
-def uses_transformer_engine(family: FamilyConfig) -> bool:
-    """Whether Transformer Engine's layers are used; its attention does not support soft-capping."""
-    return device.has_transformer_engine() and family.attn_logit_softcap is None
 
 
 def layer_specs(

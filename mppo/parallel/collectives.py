@@ -1,19 +1,28 @@
-"""Collectives of Python objects and of tensors whose length differs between ranks.
+"""Collectives of Python objects, of flags and of tensors whose length differs between ranks.
 
-``torch.distributed``'s own calls serve tensors of equal shape. Every other exchange of the package
-goes through this module, except the one in ``mppo.cpu.shared_memory``, which implements collectives
-for the CPU and lies below.
+``torch.distributed``'s own calls serve tensors of equal shape on the models' device. Every other
+exchange of the package goes through this module, except the one in ``mppo.cpu.shared_memory``,
+which implements collectives for the CPU and lies below. All exchanges here are of CPU tensors: a
+rank that waits for the others must not occupy its GPU, where a rollout server may be generating.
 """
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 T = TypeVar("T")
+
+_LONGEST_PAUSE_S = 0.2
+_waits: Counter[str] = Counter()
+"""Calls of ``wait_for_ranks`` by group; the same on all ranks of a group."""
 
 
 def group_size(group: dist.ProcessGroup | None = None) -> int:
@@ -59,6 +68,42 @@ def broadcast_object(value: T) -> T:
     return box[0]
 
 
+def largest_of_ranks(values: Sequence[float]) -> list[float]:
+    """The largest of every rank's values, on every rank of the default group. Collective.
+
+    Args:
+        values: of this rank, equally many on every rank; a flag counts as 0 or 1.
+    """
+    largest = torch.tensor(values, dtype=torch.float64)
+    if group_size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+def wait_for_ranks(world: int, group: dist.ProcessGroup | None = None) -> None:
+    """Wait until every rank has made this call. Collective, without a time limit.
+
+    Use it where ranks arrive at very different times, as after generation: a collective would fail
+    after the process group's timeout. If a rank never arrives, the heartbeat ends the job.
+
+    Args:
+        world: ranks in ``group``.
+        group: process group; None is the default one.
+    """
+    if world == 1:
+        return
+    group = group or distributed_c10d._get_default_group()
+    store = distributed_c10d._get_process_group_store(group)
+    number = _waits[group.group_name] = _waits[group.group_name] + 1
+    arrived, pause_s = store.add(f"mppo/wait/{number}", 1), 0.001
+    while arrived < world:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        arrived = store.add(f"mppo/wait/{number}", 0)
+    if dist.get_rank(group) == 0 and number > 1:  # no rank reads the previous key any more
+        store.delete_key(f"mppo/wait/{number - 1}")
+
+
 def raise_on_any_rank(
     error: str | None, world: int, group: dist.ProcessGroup | None = None
 ) -> None:
@@ -83,16 +128,17 @@ def all_gather_varlen(
     """Every rank's one-dimensional tensor, on every rank; lengths may differ. Collective.
 
     Args:
-        value: ``[N]`` of this rank; same dtype and kind of device on all ranks.
+        value: ``[N]`` of this rank, on any device; same dtype on all ranks.
         world: ranks in ``group``.
         group: process group; None is the default one.
 
     Returns:
-        ``world`` tensors, in rank order.
+        ``world`` tensors on the CPU, in rank order.
     """
+    value = value.cpu()
     if world == 1:
         return [value]
-    size = torch.tensor([value.numel()], dtype=torch.int64, device=value.device)
+    size = torch.tensor([value.numel()], dtype=torch.int64)
     sizes = [torch.empty_like(size) for _ in range(world)]
     dist.all_gather(sizes, size, group=group)
     counts = [int(s) for s in sizes]

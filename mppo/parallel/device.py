@@ -43,7 +43,25 @@ def device() -> torch.device:
 
 
 def backend() -> str:
-    """The torch.distributed backend for that device."""
+    """The torch.distributed backend of this program's process groups (see ``backends``)."""
+    return backends(is_cuda())
+
+
+def backends(on_cuda: bool) -> str:
+    """The torch.distributed backends by kind of device.
+
+    On CUDA there are two: a rank that waits in a collective of CPU tensors waits in its process,
+    while a collective of CUDA tensors waits inside a kernel, which takes the GPU's time from a
+    rollout server on the same GPU. Object collectives and barriers use the CPU's.
+
+    Args:
+        on_cuda: whether training runs on CUDA.
+    """
+    return "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+
+
+def weight_backend() -> str:
+    """The torch.distributed backend for tensors on this rank's device alone."""
     return "nccl" if is_cuda() else "gloo"
 
 
@@ -78,6 +96,12 @@ def synchronize() -> None:
     """Wait for the device's queued work; no effect on the CPU."""
     if is_cuda():
         torch.cuda.synchronize()
+
+
+def wait_for_stream(place: torch.device) -> None:
+    """Wait for the work queued on a device's current stream; no effect on the CPU."""
+    if place.type == "cuda":
+        torch.cuda.current_stream(place).synchronize()
 
 
 def peak_memory_bytes() -> int:
@@ -131,9 +155,10 @@ def has_transformer_engine() -> bool:
 
 
 def accumulates_weight_gradients() -> bool:
-    """Whether linear layers can add a weight's gradient to its buffer in one kernel.
+    """Whether Megatron's own linear layers can add a weight's gradient to its buffer in one kernel.
 
-    On CUDA that is Apex's extension; the CPU has ``mppo.cpu.fused``.
+    On CUDA that is Apex's extension; the CPU has ``mppo.cpu.fused``. Transformer Engine's layers
+    always can.
     """
     return not is_cuda() or find_spec("fused_weight_gradient_mlp_cuda") is not None
 
@@ -165,6 +190,10 @@ def prepare_megatron() -> None:
         megatron_stand_ins.install()
         fused.install()
         products.install()
+    elif has_transformer_engine() and not accumulates_weight_gradients():
+        from mppo.parallel import weight_gradients
+
+        weight_gradients.install()
     megatron_without_te.install()
 
 

@@ -118,16 +118,24 @@ def fetch(request: urllib.request.Request, timeout_s: float, max_bytes: int) -> 
 
 
 def bounded(
-    connection: http.client.HTTPConnection, timeout_s: float, max_bytes: int
+    connection: http.client.HTTPConnection,
+    timeout_s: float,
+    max_bytes: int,
+    progress_at: Callable[[], float] | None = None,
 ) -> http.client.HTTPConnection:
     """Limit time and size of the next answer on a connection.
 
     Args:
         connection: a connection to a server, open or not.
-        timeout_s: seconds from now to the end of the answer.
+        timeout_s: seconds from now, or from the server's last progress, to the end of the answer.
         max_bytes: limit of the answer in bytes, headers included.
+        progress_at: returns the time of the server's last progress, on the monotonic clock.
     """
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
+
+    def deadline() -> float:
+        return timeout_s + (began if progress_at is None else max(began, progress_at()))
+
     connection.response_class = partial(_BoundedResponse, deadline=deadline, max_bytes=max_bytes)  # type: ignore[assignment]
     return connection
 
@@ -185,7 +193,14 @@ class _Handler(urllib.request.AbstractHTTPHandler):
 
 
 class _BoundedResponse(http.client.HTTPResponse):
-    def __init__(self, sock: Any, *args: Any, deadline: float, max_bytes: int, **options: Any):
+    def __init__(
+        self,
+        sock: Any,
+        *args: Any,
+        deadline: Callable[[], float],
+        max_bytes: int,
+        **options: Any,
+    ):
         super().__init__(sock, *args, **options)
         self.fp.close()
         self.fp = io.BufferedReader(_BoundedReader(sock, deadline, max_bytes))
@@ -194,7 +209,7 @@ class _BoundedResponse(http.client.HTTPResponse):
 class _BoundedReader(io.RawIOBase):
     """Bytes from a socket, up to a deadline and a number of bytes."""
 
-    def __init__(self, sock: Any, deadline: float, max_bytes: int) -> None:
+    def __init__(self, sock: Any, deadline: Callable[[], float], max_bytes: int) -> None:
         self._socket, self._raw = sock, sock.makefile("rb", buffering=0)
         self._deadline, self._max_bytes, self._received = deadline, max_bytes, 0
 
@@ -202,15 +217,21 @@ class _BoundedReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        self._socket.settimeout(left)
-        count = self._raw.readinto(buffer)
+        count = self._read_before_deadline(buffer)
         self._received += count or 0
         if self._received > self._max_bytes:
             raise AnswerRefused(f"its answer is larger than {self._max_bytes >> 20} MiB")
         return count
+
+    def _read_before_deadline(self, buffer: Any) -> int | None:
+        while (left := self._deadline() - time.monotonic()) > 0:
+            self._socket.settimeout(left)
+            try:
+                return self._raw.readinto(buffer)
+            except TimeoutError:  # the deadline may have moved; a reader that timed out is unusable
+                before, self._raw = self._raw, self._socket.makefile("rb", buffering=0)
+                before.close()
+        raise TimeoutError("timed out")
 
     def close(self) -> None:
         self._raw.close()

@@ -12,10 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
-from mppo.parallel import device
+from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.launch import PATIENCE_S
 
 _LAST_WORDS_S = 2.0
@@ -154,9 +151,5 @@ def late_between_updates(done: int, of: int, began: float) -> bool:
 
 def _raise_if_any(here: bool, half_done: bool = False) -> None:
     """Raise ``StepInterrupted`` on every rank if ``here`` is true on any. Collective."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        flag = torch.tensor(float(here), device=device.device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        here = bool(flag)
-    if here:
+    if any(largest_of_ranks([here])):
         raise StepInterrupted(half_done)

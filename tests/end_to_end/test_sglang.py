@@ -137,6 +137,20 @@ def test_on_response_gets_responses_while_others_are_generated(qwen2) -> None:
     assert all(everything[key] == t for part in parts for key, t in part.items())
 
 
+def test_progress_is_observed_while_the_server_computes_and_not_after(qwen2) -> None:
+    api = qwen2.engine.fleet.apis[0]
+    qwen2.engine.fleet.wake("kv_cache")
+    long = {"max_new_tokens": 1000, "ignore_eos": True}
+    request = threading.Thread(target=api.generate, args=([[3, 4, 5]], long), daemon=True)
+    request.start()
+    observed = 0
+    while request.is_alive():
+        observed += api.observe_progress()
+        request.join(0.1)
+    assert observed > 1
+    assert not api.observe_progress()
+
+
 def test_remaining_requests_are_aborted_once_enough_prompts_are_complete(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()

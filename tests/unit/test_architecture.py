@@ -54,6 +54,12 @@ FORBIDDEN_IN_PURE = ("torch.distributed", "torch.cuda", "megatron", "transformer
 DEVICE_WORDS = re.compile(r"['\"](cuda|nccl|gloo)\b|\btorch\.cuda\.|\.cuda\(")
 
 
+WAITING_ROOMS = {"checkpoint", "config", "data", "report", "rewards", "supervision", "trainer"}
+"""Rooms whose exchanges between ranks are control flags and objects."""
+
+TENSOR_COLLECTIVE = re.compile(r"\bdist\.(all_reduce|all_gather|broadcast|reduce|scatter)\(")
+
+
 @cache
 def modules() -> dict[str, Path]:
     """Every module of the package by dotted name."""
@@ -312,3 +318,14 @@ def test_one_public_name_means_one_thing():
                 places.setdefault(node.name, []).append(module)
     twice = {name: found for name, found in places.items() if len(found) > 1}
     assert twice.keys() <= SAME_ON_PURPOSE, twice
+
+
+def test_control_exchanges_go_through_the_module_that_keeps_them_off_the_gpu():
+    """``mppo.parallel.collectives`` keeps them on the CPU; on CUDA they wait in a kernel."""
+    wrong = [
+        f"{module}: {match[0]}"
+        for module, path in modules().items()
+        if room_of(module) in WAITING_ROOMS or module.startswith("mppo.rollout.sglang.")
+        for match in TENSOR_COLLECTIVE.finditer(path.read_text())
+    ]
+    assert not wrong, "\n".join(wrong)

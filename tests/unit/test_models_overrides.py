@@ -28,7 +28,7 @@ MAY_CHANGE = {
     "use_cpu_initialization", "moe_grouped_gemm", "attention_backend",
     "gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion",
     "bias_dropout_fusion", "apply_rope_fusion", "persist_layer_norm", "recompute_method",
-    "recompute_num_layers",
+    "recompute_num_layers", "moe_permute_fusion", "batch_p2p_sync",
 }  # fmt: skip
 """Fields that mppo sets and a recipe may change: they do not change the model's function."""
 

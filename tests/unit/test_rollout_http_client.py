@@ -192,7 +192,7 @@ def test_a_request_that_fails_every_attempt_is_reported_with_the_servers_reason(
         served = job == "at once" or (job == "at last" and requested.count(job) == ATTEMPTS)
         return JsonClient(api.url, "key", 30.0).post("/echo" if served else "/fail", {"job": job})
 
-    requests = Requests(fleet, restore, 0, 1, torch.device("cpu"), None)
+    requests = Requests(fleet, restore, 0, 1, None)
     answered = requests.collect(["at once", "at last"], call, max_in_flight=1)
     assert [answered[index]["got"]["job"] for index in (0, 1)] == ["at once", "at last"]
     assert requested == ["at once", *["at last"] * ATTEMPTS]

@@ -84,7 +84,8 @@ class RolloutConfig(SamplingConfig):
     """Largest difference in nats that the check ``logprob`` accepts. null: a value for the
     engine's type."""
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that a server may be silent during a request."""
+    """Seconds that a server may take to answer a request; in generation, seconds without progress
+    of the server."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that a server may take to start."""
     server_args: dict[str, Any] = Field(default_factory=dict)

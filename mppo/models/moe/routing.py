@@ -212,11 +212,10 @@ class RoleRouting:
             if self._reports:
                 sums[layer] += load.sums.cpu()
             load.sums.zero_()
-        sums = sums.to(device.device())
         dist.all_reduce(sums)
         sums[:, -1] /= max(self._mini_batches, 1)
         self._mini_batches = 0
-        return load_metrics(sums.cpu(), self._config.moe_router_topk, name)
+        return load_metrics(sums, self._config.moe_router_topk, name)
 
     @property
     def _num_experts(self) -> int:

@@ -21,6 +21,7 @@ from mppo.cpu.packed_linear import packed_linears
 from mppo.rollout.local.row_attention import ColumnPositions
 from mppo.rollout.local.sampling import draw, uniforms
 from mppo.supervision import stop_request
+from mppo.supervision.phase import tick
 
 _PREFILL_TOKENS = 16384
 _GROWTH_COLUMNS = 256
@@ -260,6 +261,7 @@ def decode(
     with packed_linears(model, len(parent_R), max_tokens - 1):
         for step in range(max_tokens):
             stop_request.raise_if_due()
+            tick()
             token_R = rows.draw(logits, step, sampling)
             alive = rows.finish(token_R, step, stop_tokens)
             if alive is not None:

@@ -22,7 +22,7 @@ from mppo.batch import ResponsesBySample, Trajectory
 from mppo.cpu import onednn
 from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
-from mppo.parallel.collectives import all_gather_varlen
+from mppo.parallel.collectives import all_gather_varlen, wait_for_ranks
 from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.decoding import DecodedRows, decode
@@ -161,6 +161,7 @@ class LocalEngine:
                     done = _pack(chunk, n, parts[-1:], self._device)
                     early = unpack_rows(done, request, version)
                     request.on_response(list(early), list(early.values()))
+        wait_for_ranks(self._world, self._group)
         if self._world > 1:
             stop_request.sync()
         else:

@@ -50,7 +50,6 @@ def gather_answers(
     version: int,
     known: Mapping[int, Trajectory],
     routing: RoutingShape | None,
-    device: torch.device,
     world: int,
     group: dist.ProcessGroup | None,
 ) -> dict[int, Trajectory]:
@@ -62,7 +61,6 @@ def gather_answers(
         version: of the weights.
         known: earlier parts of responses, which ``mine`` continues.
         routing: shape of the routed experts in each response; None: none.
-        device: for the exchange between ranks.
         world: ranks in ``group``.
         group: process group; None is the default one.
 
@@ -70,12 +68,12 @@ def gather_answers(
         RuntimeError: on every rank, if routed experts are missing.
     """
     found = dict(known)
-    rows = all_gather_varlen(_packed(mine).to(device), world, group)
+    rows = all_gather_varlen(_packed(mine), world, group)
     for received in rows:
         for key, more in unpack_rows(received, request, version).items():
             found[key] = joined(known.get(key), more)
     if routing is not None:
-        chosen = _routed_experts(mine, found, routing, world, group).to(device)
+        chosen = _routed_experts(mine, found, routing, world, group)
         found |= attach(found, rows, chosen, routing, world, group)
     return found
 

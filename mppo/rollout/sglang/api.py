@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import math
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,7 +67,7 @@ class SGLangApi:
     Args:
         url: the server's address.
         api_key: the server's key, or None.
-        timeout_s: longest time to an answer in generation and weight updates, in seconds.
+        timeout_s: longest time to an answer, in generation longest time without progress; seconds.
 
     Attributes:
         client: sends the requests.
@@ -75,6 +77,29 @@ class SGLangApi:
         self.url = url
         self.client = JsonClient(url, api_key, timeout_s)
         self._has_sessions = True
+        self._loads: Any = None
+        self._progress_at = -math.inf
+
+    def observe_progress(self) -> bool:
+        """Return whether the server has computed anything for its requests since the last call.
+
+        The scheduler publishes its load after its batches. A load without requests is no progress:
+        a request that the server has lost is not waited for longer than the limit.
+        """
+        try:
+            answer = self.client.get("/v1/loads?include=core", timeout_s=_QUICK_S)
+        except (ServerLost, RequestRefused):
+            return False
+        loads = answer.get("loads") if isinstance(answer, dict) else None
+        busy = [load for load in loads or () if load["num_running_reqs"]]
+        moved = bool(busy) and busy != self._loads
+        self._loads = busy
+        if moved:
+            self._progress_at = time.monotonic()
+        return moved
+
+    def _generate(self, body: dict[str, Any]) -> Any:
+        return self.client.post("/generate", body, progress_at=lambda: self._progress_at)
 
     def is_up(self) -> bool:
         """Return whether the server answers a health check within a few seconds.
@@ -130,7 +155,7 @@ class SGLangApi:
         }
         if routed_experts:
             body["return_routed_experts"] = True
-        return [self._generated(answer) for answer in self.client.post("/generate", body)]
+        return [self._generated(answer) for answer in self._generate(body)]
 
     def _generated(self, answer: dict[str, Any]) -> ServerResponse:
         meta = answer["meta_info"]
@@ -156,7 +181,7 @@ class SGLangApi:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answers = self.client.post("/generate", body)
+        answers = self._generate(body)
         return [[e[0] for e in a["meta_info"]["input_token_logprobs"][1:]] for a in answers]
 
     def abort_all(self) -> None:

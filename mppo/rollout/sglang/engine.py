@@ -17,7 +17,11 @@ import torch.distributed as dist
 from mppo.batch import Trajectory
 from mppo.config.rules.engine import sglang_options
 from mppo.config.sections.rollout import RolloutConfig
-from mppo.parallel.collectives import all_gather_objects, all_gather_varlen, raise_on_any_rank
+from mppo.parallel.collectives import (
+    all_gather_objects,
+    all_gather_varlen,
+    raise_on_any_rank,
+)
 from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine, stop_tokens
@@ -28,9 +32,10 @@ from mppo.rollout.sglang.http_client import ServerLost
 from mppo.rollout.sglang.requests import ATTEMPTS, Requests
 from mppo.rollout.sglang.routed_experts import RoutingShape
 from mppo.rollout.sync_check import SyncCheck
+from mppo.rollout.transport.broadcast import DistributedTransport
 from mppo.rollout.transport.build import make_transport
 from mppo.rollout.transport.slice_sync import SliceSync
-from mppo.rollout.transport.sync import DiskTransport, DistributedTransport
+from mppo.rollout.transport.sync import DiskTransport
 from mppo.weights.bucket import WeightBucket
 
 _SCORE_TOKENS = 8192
@@ -86,7 +91,7 @@ class SGLangEngine:
         self.fleet = Fleet(
             rollout, Path(hf_folder), hf_config, dtype, rank, world, self._device, folder, group
         )
-        self._requests = Requests(self.fleet, self._restore, rank, world, self._device, group)
+        self._requests = Requests(self.fleet, self._restore, rank, world, group)
         self._transport = make_transport(
             rollout, self.fleet, self._device, folder, Path(hf_folder), rank, world
         )
@@ -289,7 +294,7 @@ class SGLangEngine:
             may_interrupt=False,  # called by the sync check, after the updates of the step
         )
         values = [v for index in range(len(jobs)) for row in answered[index] for v in row]
-        flat = torch.tensor(values, dtype=torch.float32, device=self._device)
+        flat = torch.tensor(values, dtype=torch.float32)
         result: list[list[float]] = [[] for _ in sequences]
         for rank, received in enumerate(all_gather_varlen(flat, self._world, self._group)):
             servers = [s for s in range(self.fleet.count) if self.fleet.head_of(s) == rank]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mppo.config.sections.rollout import RolloutConfig
-from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank
+from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
 from mppo.rollout.sglang.model_support import OWN_CLASSES
@@ -30,6 +30,7 @@ from mppo.rollout.sglang.server_options import (
 from mppo.rollout.sglang.server_process import ServerError, ServerProcess
 from mppo.rollout.transport.checked_load import LOADER
 from mppo.rollout.transport.slice_load import SLICE_LOADER
+from mppo.supervision.phase import tick
 
 API_KEY_VARIABLE = "MPPO_ROLLOUT_API_KEY"
 _POLL_S = 0.5
@@ -122,7 +123,13 @@ class Fleet:
             options["custom_weight_loader"] = [LOADER, SLICE_LOADER]
             environment = server_environment(self.tensor_parallel, on_cpu, hf_config.model_type)
             self.processes[server] = own_server(
-                server, options, environment, self.key or "", folder, self._rollout.start_timeout_s
+                server,
+                options,
+                environment,
+                self.key or "",
+                folder,
+                self._rollout.start_timeout_s,
+                broadcasts=self._rollout.sync == "distributed",
             )
             self.processes[server].start()
 
@@ -173,6 +180,7 @@ class Fleet:
                 new.append(server)
         except (ServerError, ValueError, OSError) as caught:
             error = f"rank {self._rank}: {caught}"
+        wait_for_ranks(self._world, self._group)
         raise_on_any_rank(error, self._world, self._group)
         return new
 
@@ -192,6 +200,7 @@ class Fleet:
                         f"no SGLang server answered at {api.url} (rollout.urls) within "
                         f"{self._rollout.start_timeout_s:.0f} s (rollout.start_timeout_s)"
                     )
+                tick()
                 time.sleep(_POLL_S)
         except RequestRefused as error:
             raise ServerError(
@@ -216,10 +225,15 @@ class Fleet:
         return not self._rollout.urls and self._rollout.mode == "colocated"
 
     def sleep(self, tags: tuple[str, ...]) -> None:
-        """Release the memory of ``tags`` on every server of this rank."""
+        """Release the memory of ``tags`` on every server; collective.
+
+        When it returns, all servers have released it: a rank that heads no server shares its GPU
+        with one, too.
+        """
         self._call(lambda server, api: api.release_memory(tags))
         for server in self.apis:
             self._asleep.setdefault(server, set()).update(tags)
+        wait_for_ranks(self._world, self._group)
 
     def wake(self, tag: str) -> None:
         """Allocate the memory of ``tag`` again on servers that released it."""

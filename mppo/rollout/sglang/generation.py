@@ -170,7 +170,6 @@ class SGLangGeneration:
             self._version,
             self._found,
             self._routing,
-            requests.device,
             requests.world,
             requests.group,
         )

@@ -6,6 +6,7 @@ import http.client
 import json
 import select
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -71,27 +72,47 @@ class JsonClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._idle: deque[http.client.HTTPConnection] = deque()
 
-    def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+    def post(
+        self,
+        path: str,
+        body: Any = None,
+        timeout_s: float | None = None,
+        progress_at: Callable[[], float] | None = None,
+    ) -> Any:
         """POST ``body`` as JSON and return the answer.
+
+        Args:
+            path: of the call.
+            body: sent as JSON.
+            timeout_s: the time limit of this call; None: the client's.
+            progress_at: returns the time of the server's last progress (monotonic clock), from
+                which the limit counts anew.
 
         Raises:
             RequestRefused: status 4xx.
             ServerLost: any other failure; the request may be repeated on another server.
         """
-        return self._call("POST", path, json.dumps(body or {}), timeout_s)
+        return self._call("POST", path, json.dumps(body or {}), timeout_s, progress_at)
 
     def get(self, path: str, timeout_s: float | None = None) -> Any:
         """Return the answer to a GET; raises as ``post``."""
         return self._call("GET", path, None, timeout_s)
 
-    def _call(self, method: str, path: str, body: str | None, timeout_s: float | None) -> Any:
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: str | None,
+        timeout_s: float | None,
+        progress_at: Callable[[], float] | None = None,
+    ) -> Any:
         limit = self.timeout_s if timeout_s is None else timeout_s
         for fresh in (False, True):
             connection = None if fresh else self._kept()
             reused = connection is not None
             connection = connection or self._new()
             try:
-                bounded(connection, limit, MAX_ANSWER_BYTES).timeout = limit
+                bounded(connection, limit, MAX_ANSWER_BYTES, progress_at).timeout = limit
                 if connection.sock is not None:
                     connection.sock.settimeout(limit)
                 connection.request(method, self._parts.path + path, body, self._headers)
@@ -105,7 +126,8 @@ class JsonClient:
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 late = isinstance(error, TimeoutError)
-                why = f"no answer within {limit:.0f} s" if late else quoted(str(error))
+                since = "" if progress_at is None else " of its last progress"
+                why = f"no answer within {limit:.0f} s{since}" if late else quoted(str(error))
                 raise ServerLost(self.url, f"{path}: {why}") from error
             else:
                 self._idle.append(connection)

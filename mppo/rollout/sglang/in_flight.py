@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.dispatch import DispatchResult, dispatch
 from mppo.rollout.sglang.straggler_abort import StragglerAbort
 from mppo.supervision import stop_request
+from mppo.supervision.phase import tick
 
 _POLL_S = 0.2
 _ABORT_S = 5.0
 """An aborted request is answered within this time, or its server hangs."""
+_OBSERVE_S = 5.0
+"""Seconds between two looks at a server's progress, at most."""
 
 
 class InFlightRequests:
@@ -44,11 +47,17 @@ class InFlightRequests:
         self._error: Exception | None = None
         self.seconds = 0.0
 
+        def counted(api: SGLangApi, job: Any) -> Any:
+            result = call(api, job)
+            tick()
+            return result
+
         def work() -> None:
             start = time.perf_counter()
+            watching = nullcontext() if stragglers is None else stragglers.watching(apis)
             try:
-                with nullcontext() if stragglers is None else stragglers.watching(apis):
-                    self._result = dispatch(apis(), jobs, call, max_in_flight)
+                with watching, _observing(apis):
+                    self._result = dispatch(apis(), jobs, counted, max_in_flight)
             except Exception as error:  # the main thread raises it
                 self._error = error
             self.seconds = time.perf_counter() - start
@@ -89,3 +98,28 @@ class InFlightRequests:
         if self._error is not None:
             raise self._error
         return self._result
+
+
+@contextmanager
+def _observing(apis: Callable[[], Mapping[int, SGLangApi]]) -> Iterator[None]:
+    """Observe the servers' progress: it extends the limit of their requests, and the heartbeat's.
+
+    Args:
+        apis: returns clients to the servers that are not lost.
+    """
+    over = threading.Event()
+    limits_s = [api.client.timeout_s for api in apis().values()]
+    interval_s = min([_OBSERVE_S, *(limit_s / 4 for limit_s in limits_s)])
+
+    def observe() -> None:
+        while not over.wait(interval_s):
+            for api in apis().values():
+                if api.observe_progress():
+                    tick()
+
+    observer = threading.Thread(target=observe, name="rollout progress", daemon=True)
+    observer.start()
+    try:
+        yield
+    finally:
+        over.set()

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank
+from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.dispatch import DispatchResult
 from mppo.rollout.sglang.fleet import Fleet
@@ -32,7 +31,6 @@ class Requests:
         restore: restarts lost servers, sends them the current weights, and returns the weights'
             version; collective.
         rank, world: this rank and the number of ranks.
-        device: of tensors that are exchanged between ranks.
         group: process group of the ranks; None is the default one.
     """
 
@@ -42,11 +40,10 @@ class Requests:
         restore: Callable[[], int],
         rank: int,
         world: int,
-        device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
         self.fleet, self.restore = fleet, restore
-        self.rank, self.world, self.device, self.group = rank, world, device, group
+        self.rank, self.world, self.group = rank, world, group
         self._names = 0
 
     def new_name(self) -> str:
@@ -126,6 +123,7 @@ class Requests:
                 result = requests.wait() if may_interrupt else requests.join()
         except RequestRefused as caught:
             error = f"rank {self.rank}: {caught}"
+        wait_for_ranks(self.world, self.group)  # a generation may take longer than any time limit
         if may_interrupt:
             stop_request.sync()
         raise_on_any_rank(error, self.world, self.group)

@@ -15,6 +15,7 @@ import yaml
 
 from mppo.config.rules.engine import sglang_options
 from mppo.parallel.addresses import free_port
+from mppo.parallel.environment import for_server
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused
 from mppo.rollout.sglang.model_support import (
@@ -107,7 +108,7 @@ def server_options(
 
 
 def server_environment(tensor_parallel: int, on_cpu: bool, model_type: str) -> dict[str, str]:
-    """Environment variables of a server for a model type."""
+    """Environment variables that a server for a model type needs besides the inherited ones."""
     variables = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
     if model_type in OWN_CLASSES:
         variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODEL_PACKAGE
@@ -149,6 +150,7 @@ def own_server(
     api_key: str,
     folder: Path,
     start_timeout_s: float,
+    broadcasts: bool = False,
 ) -> ServerProcess:
     """A server process, not yet started.
 
@@ -159,6 +161,7 @@ def own_server(
         api_key: the key that clients must send.
         folder: for the log.
         start_timeout_s: longest time until the server answers, in seconds.
+        broadcasts: the server receives weights by ``rollout.sync=distributed``.
     """
 
     def command(port: int) -> list[str]:
@@ -169,7 +172,7 @@ def own_server(
     return ServerProcess(
         name=f"SGLang server {index}",
         command=command,
-        environment=environment,
+        environment=for_server(os.environ, broadcasts) | environment,
         log=folder / f"server_{index}.log",
         is_up=lambda port: is_ours(SGLangApi(f"http://{HOST}:{port}", api_key, 5.0)),
         start_timeout_s=start_timeout_s,

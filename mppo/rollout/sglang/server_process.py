@@ -16,6 +16,7 @@ import psutil
 
 from mppo.parallel.addresses import free_port
 from mppo.safety.temporary import SHARED_MEMORY, note
+from mppo.supervision.phase import tick
 
 _POLL_S = 0.1
 _TAIL_LINES = 25
@@ -26,25 +27,10 @@ _EXITED = re.compile(r"mppo: .* ended with code \d+")
 """Last line in the log of a server that ended by itself; written by its guard."""
 _BAD_OPTION = re.compile(r"\S.*?: error: (.*)")
 """The line that argparse prints for options it does not accept."""
-_LAUNCHER_VARIABLES = (
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-)  # fmt: skip
-_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "SLURM_", "PMI_", "PMIX_", "OMPI_")
 
 
 class ServerError(RuntimeError):
     """A server did not start, or has ended."""
-
-
-def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without the launcher's variables for this rank, plus ``extra``."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
-    }
-    return {**kept, **extra}
 
 
 def _descendants(pid: int) -> list[int]:
@@ -70,10 +56,14 @@ class ServerProcess:
     Args:
         name: for messages.
         command: returns the command line for a port.
-        environment: additional environment variables.
+        environment: all environment variables of the server.
         log: file to which the output is appended.
         is_up: returns whether the server answers at a port.
         start_timeout_s: longest time until the server answers, in seconds.
+
+    Attributes:
+        port: where the server listens, once started.
+        command, environment: as above.
     """
 
     def __init__(
@@ -87,7 +77,7 @@ class ServerProcess:
     ) -> None:
         self.name, self.log = name, log
         self.port = 0
-        self.command, self._environment, self._is_up = command, environment, is_up
+        self.command, self.environment, self._is_up = command, environment, is_up
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen | None = None
 
@@ -109,7 +99,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=clean_environment(self._environment),
+                env=dict(self.environment),
                 start_new_session=True,
             )
 
@@ -140,6 +130,7 @@ class ServerProcess:
                 refused = self._refused_options()
                 why = f"{refused} (rollout.server_args)" if refused else self.last_output()
                 raise ServerError(f"{self.name} ended while starting{why}")
+            tick()  # the wait has its own limit
             time.sleep(_POLL_S)
         self._note_shared_memory()
 

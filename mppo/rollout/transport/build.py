@@ -14,9 +14,9 @@ from mppo.parallel import device as device_seam
 from mppo.parallel.addresses import LOOPBACK, address_towards, own_address
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.server_options import HOST
+from mppo.rollout.transport.broadcast import DistributedTransport
 from mppo.rollout.transport.sync import (
     DiskTransport,
-    DistributedTransport,
     TensorTransport,
     WeightTransport,
 )
@@ -47,7 +47,7 @@ def make_transport(
     if rollout.sync == "distributed":
         return DistributedTransport(
             device,
-            device_seam.backend(),
+            device_seam.weight_backend(),
             tensor_parallel,
             _address(rollout),
             rollout.request_timeout_s,

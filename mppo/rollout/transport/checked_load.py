@@ -19,6 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from mppo.parallel.device import wait_for_stream
 from mppo.weights.bucket import BucketLayout, WeightBucket
 
 LOADER = "mppo.rollout.transport.checked_load.load"
@@ -80,6 +81,8 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
             _load_weights(model, bucket)
         else:
             _load_checked(model, bucket, table["checksums"], table["single_rank"])
+        # once the server answers, the trainer overwrites the bucket, which copies may still read
+        wait_for_stream(received[BYTES].device)
     except Exception as error:
         with Path(table["report"]).open("a") as report:
             report.write(f"{type(error).__name__}: {error}\n")

@@ -18,6 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from mppo.parallel.device import wait_for_stream
 from mppo.rollout.transport.checked_load import BYTES, TABLE, tensor_checksum
 from mppo.weights.bucket import aligned
 from mppo.weights.slices.messages import ALL_BLOCKS, BLOCK, INDEX_BYTES
@@ -93,6 +94,8 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
         if derived and hasattr(model, "post_load_weights"):
             post_load_weights = cast("Callable[..., object]", model.post_load_weights)
             post_load_weights(weight_names=derived)
+        # once the server answers, the trainer overwrites the bucket, which copies may still read
+        wait_for_stream(received[BYTES].device)
     except Exception as error:
         with Path(content["report"]).open("a") as report:
             report.write(f"{type(error).__name__}: {error}\n")

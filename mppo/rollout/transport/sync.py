@@ -1,4 +1,4 @@
-"""Transports of a weight stream to SGLang servers: shared memory, broadcast, or a folder.
+"""Transports of a weight stream to SGLang servers: shared memory or a folder.
 
 A transport is opened, takes buckets one by one, and is closed. All ranks make these calls in the
 same order, but only head ranks send requests to servers. While a server loads one bucket, the next
@@ -9,31 +9,21 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed import (
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]  # documented, missing in __all__
-    distributed_c10d,
-)
 
-from mppo.parallel.addresses import free_port
 from mppo.parallel.collectives import all_gather_objects
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused
 from mppo.rollout.transport.buckets import SharedBuffer
 from mppo.rollout.transport.checked_load import LOADER
 from mppo.weights.bucket import WeightBucket
-
-_POLL_S = 0.0005
-_MOST_SERVERS = 256
 
 
 class WeightTransport(Protocol):
@@ -177,138 +167,6 @@ class TensorTransport:
         self._buffers = (SharedBuffer(self._device), SharedBuffer(self._device))
 
 
-class DistributedTransport:
-    """One broadcast per bucket and dtype from the first training rank to all ranks of all servers.
-
-    Args:
-        device: the device of the stream's tensors.
-        backend: torch.distributed backend of the group.
-        tensor_parallel: ranks of each server.
-        address: address of this machine that the servers' machines can reach.
-        timeout_s: longest wait for the servers, in seconds.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        backend: str,
-        tensor_parallel: int,
-        address: str,
-        timeout_s: float,
-    ) -> None:
-        self._device, self._backend, self._address = device, backend, address
-        self._tensor_parallel, self._timeout_s = tensor_parallel, timeout_s
-        self._servers: Mapping[int, SGLangApi] = {}
-        self._joined: tuple[SGLangApi, ...] = ()
-        self._group: dist.ProcessGroup | None = None
-        self._name = ""
-        self._version = 0
-        self._failure: Exception | None = None
-        self._pool = ThreadPoolExecutor(_MOST_SERVERS, thread_name_prefix="weight-sync")
-
-    def open(self, servers: Mapping[int, SGLangApi], version: int) -> None:
-        """See ``WeightTransport``; ``servers``: all servers on rank 0, none on other ranks."""
-        self._servers, self._version, self._failure = servers, version, None
-        if not servers:
-            return
-        try:
-            if [api.url for api in servers.values()] != [api.url for api in self._joined]:
-                self._leave()
-                self._join()
-            self._call_all(lambda api: api.begin_update())
-        except Exception as error:
-            self._failure = error
-
-    def _call_all(self, call: Callable[[SGLangApi], object]) -> None:
-        for future in [self._pool.submit(call, api) for api in self._servers.values()]:
-            future.result()
-
-    def _join(self) -> None:
-        """Create the group: this rank is rank 0, the ranks of the servers follow in order."""
-        apis = tuple(self._servers.values())
-        world = 1 + self._tensor_parallel * len(apis)
-        port, self._name = free_port(), f"mppo_weights_{time.time_ns()}"
-        joins = [
-            self._pool.submit(
-                api.join_group,
-                self._address,
-                port,
-                1 + place * self._tensor_parallel,
-                world,
-                self._name,
-                self._backend,
-            )
-            for place, api in enumerate(apis)
-        ]
-        limit = timedelta(seconds=self._timeout_s)
-        self._group = make_group(self._backend, self._address, port, world, self._name, limit)
-        for join in joins:
-            join.result()
-        self._joined = apis
-
-    def send(self, bucket: WeightBucket) -> None:
-        """See ``WeightTransport``."""
-        if not self._servers or self._failure is not None:
-            return
-        try:
-            for part in bucket.by_dtype():
-                self._broadcast(part)
-        except Exception as error:
-            self._failure = error
-
-    def _broadcast(self, part: WeightBucket) -> None:
-        assert self._group is not None
-        places = part.layout.places
-        loads = [
-            self._pool.submit(
-                api.update_from_distributed,
-                [place.name for place in places],
-                [place.dtype_name for place in places],
-                [place.shape for place in places],
-                self._name,
-                self._version,
-            )
-            for api in self._servers.values()
-        ]
-        work = dist.broadcast(part.content, 0, group=self._group, async_op=True)
-        assert work is not None, "async_op returns work on a member of the group"
-        while not work.is_completed():
-            for load in loads:
-                if load.done():
-                    load.result()  # raises if a server refused: it will not join the broadcast
-            time.sleep(_POLL_S)
-        work.wait()
-        for load in loads:
-            load.result()
-
-    def close(self) -> None:
-        """See ``WeightTransport``."""
-        if self._servers and self._failure is None:
-            try:
-                self._call_all(lambda api: api.end_update())
-            except Exception as error:
-                self._failure = error
-        if self._failure is not None:
-            self._leave()
-            raise self._failure
-
-    def _leave(self) -> None:
-        """Destroy the group on this rank and on every server that still answers."""
-        group, joined = self._group, self._joined
-        self._group, self._joined = None, ()
-        if group is None:
-            return
-        for api in joined:
-            if api.is_up():
-                api.leave_group(self._name)
-        dist.destroy_process_group(group)
-
-    def stop(self) -> None:
-        """See ``WeightTransport``."""
-        self._group, self._joined = None, ()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
 class DiskTransport:
     """A Hugging Face folder that the first rank writes and every server reads.
 
@@ -367,27 +225,3 @@ class DiskTransport:
         """See ``WeightTransport``; removes the folder."""
         if self._writes:
             shutil.rmtree(self._root, ignore_errors=True)
-
-
-def make_group(
-    backend: str, address: str, port: int, world: int, name: str, timeout: timedelta
-) -> dist.ProcessGroup:
-    """Create a process group with ranks of another program; this process is rank 0.
-
-    ``torch.distributed.new_group`` accepts only ranks of the default group. The servers call the
-    same internal constructor, so both sides use the same store keys.
-    """
-    # under torchrun, torch's own rendezvous would connect to the launcher's store at this address
-    store = TCPStore(address, port, world, is_master=True, timeout=timeout, multi_tenant=True)
-    group, _ = distributed_c10d._new_process_group_helper(
-        world,
-        0,
-        [],
-        distributed_c10d.Backend(backend),
-        distributed_c10d.PrefixStore(name, store),
-        group_name=distributed_c10d.GroupName(name),
-        timeout=timeout,
-    )
-    group = cast("dist.ProcessGroup", group)  # not a member only if this rank were outside
-    distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world)}
-    return group

@@ -246,7 +246,7 @@ class SliceStream:
         """Number of blocks of every message (or ``ALL_BLOCKS``), on every rank; collective."""
         if all_bytes:
             return dict.fromkeys(plan.pieces, ALL_BLOCKS)
-        mine = torch.zeros(len(self.request.slots), dtype=torch.int64, device=self._device)
+        mine = torch.zeros(len(self.request.slots), dtype=torch.int64)
         for slot, (blocks, _) in sending.items():
             mine[slot] = blocks
         everyone = [mine]

@@ -1,0 +1,96 @@
+"""Environment variables of CUDA, NCCL and the launcher: what training sets, what servers inherit.
+
+A rollout server that mppo starts is a child of a training rank, but not a rank. Its environment is
+the rank's without the rows of ``ROWS`` that are for training alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class EnvironmentRule:
+    """A variable, or all variables that match a pattern.
+
+    Args:
+        names: a name, or a pattern with ``*``.
+        why: the reason for ``value`` and ``for_servers``.
+        value: what training sets, unless the user has set the variable; None: nothing.
+        for_broadcasts: ``value`` is set only with ``rollout.sync=distributed``, and servers then
+            get the trainer's value: both ends of a communicator must agree on it.
+        for_servers: a server that mppo starts inherits the variable.
+    """
+
+    names: str
+    why: str
+    value: str | None = None
+    for_broadcasts: bool = False
+    for_servers: bool = False
+
+
+_LAUNCHER = "describes the rank; a server is none"
+_NETWORK = "names the machine's network, which servers use for rollout.sync=distributed"
+_ONE_TREATMENT = "SGLang turns it off; NCCL hangs if the two ends of a communicator differ"
+
+ROWS = (
+    EnvironmentRule(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "with one queue, Megatron's communication starts before the computation that hides it; "
+        "SGLang overlaps otherwise",
+        value="1",
+    ),
+    EnvironmentRule("NCCL_CUMEM_ENABLE", _ONE_TREATMENT, value="0", for_broadcasts=True),
+    EnvironmentRule("NCCL_NVLS_ENABLE", _ONE_TREATMENT, value="0", for_broadcasts=True),
+    EnvironmentRule("NCCL_SOCKET_*", _NETWORK, for_servers=True),
+    EnvironmentRule("NCCL_IB_*", _NETWORK, for_servers=True),
+    EnvironmentRule("NCCL_NET*", _NETWORK, for_servers=True),
+    EnvironmentRule("NCCL_DEBUG*", "shows what NCCL does, in servers too", for_servers=True),
+    EnvironmentRule("NCCL_*", "tunes training's communicators; SGLang sets its own values"),
+    EnvironmentRule("TORCH_NCCL_*", "tunes training's process groups"),
+    EnvironmentRule(
+        "PYTORCH_*ALLOC_CONF",
+        "expandable segments help training; memory that a server releases between generations "
+        "cannot be in them",
+    ),
+    EnvironmentRule("NVTE_*", "chooses Transformer Engine's kernels for training"),
+    *(
+        EnvironmentRule(names, _LAUNCHER)
+        for names in (
+            "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
+            "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_*",
+            "SLURM_*", "PMI_*", "PMIX_*", "OMPI_*",
+        )
+    ),
+    EnvironmentRule("OMP_NUM_THREADS", "is the share of one rank; a server has its own number"),
+)  # fmt: skip
+"""The first row that matches a variable applies; servers inherit a variable without a row."""
+
+
+def set_for_training(environ: MutableMapping[str, str], broadcasts: bool = False) -> None:
+    """Set what training needs, before CUDA and NCCL read it; the user's own values stay.
+
+    Args:
+        environ: this process's environment.
+        broadcasts: whether weights reach the servers by ``rollout.sync=distributed``.
+    """
+    for row in ROWS:
+        if row.value is not None and (broadcasts or not row.for_broadcasts):
+            environ.setdefault(row.names, row.value)
+
+
+def for_server(environ: Mapping[str, str], broadcasts: bool = False) -> dict[str, str]:
+    """The part of a training rank's environment that a server inherits.
+
+    Args:
+        environ: the rank's environment.
+        broadcasts: as in ``set_for_training``.
+    """
+    kept = {}
+    for name, value in environ.items():
+        row = next((row for row in ROWS if fnmatchcase(name, row.names)), None)
+        if row is None or row.for_servers or (row.for_broadcasts and broadcasts):
+            kept[name] = value
+    return kept

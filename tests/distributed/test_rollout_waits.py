@@ -1,0 +1,138 @@
+"""Waits for generation and for the servers' memory, longer than every time limit."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import start_ranks
+
+from mppo.config.sections.rollout import RolloutConfig
+from mppo.parallel.collectives import all_gather_objects
+from mppo.rollout.sglang.fleet import Fleet
+from mppo.rollout.sglang.in_flight import InFlightRequests
+from mppo.rollout.sglang.requests import Requests
+from mppo.supervision import phase
+
+LIMIT_S = 2.0
+"""Of a request, and of the process group's collectives."""
+LONG_S = 3 * LIMIT_S
+
+
+class _Server(http.server.BaseHTTPRequestHandler):
+    """Generates for ``LONG_S``; the load that it reports depends on the path's first part."""
+
+    protocol_version = "HTTP/1.1"
+    running, memory_released = 0, 0.0
+
+    def do_GET(self) -> None:
+        kind = self.path.split("/")[1]
+        load = {
+            "timestamp": 0.0 if kind == "stuck" else time.time(),
+            "num_running_reqs": 0 if kind == "idle" else _Server.running,
+        }
+        self._say({"loads": [load]} if "/v1/loads" in self.path else {})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.endswith("/generate"):
+            _Server.running += 1
+            time.sleep(LONG_S)
+            _Server.running -= 1
+            meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 7, None]]}
+            self._say([{"output_ids": [7], "meta_info": meta}])
+            return
+        if self.path.endswith("/release_memory_occupation"):
+            time.sleep(1)
+            _Server.memory_released = time.time()
+        self._say({"at": _Server.memory_released})
+
+    def _say(self, content: object) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def _fleet(url: str, folder: Path, rank: int, world: int) -> Fleet:
+    rollout = RolloutConfig(
+        name="sglang", mode="disaggregated", urls=(url,), request_timeout_s=LIMIT_S
+    )
+    model = SimpleNamespace(model_type="qwen2")
+    return Fleet(
+        rollout, folder, model, torch.float32, rank, world, torch.device("cpu"), folder, None
+    )
+
+
+def _generate(fleet: Fleet) -> InFlightRequests:
+    call = lambda api, job: api.generate([job], {})  # noqa: E731
+    return InFlightRequests(lambda: fleet.apis, [[1]], call, 1)
+
+
+def test_a_long_generation_is_waited_for_while_the_server_computes(url, tmp_path) -> None:
+    fleet = _fleet(f"{url}/busy", tmp_path, 0, 1)
+    fleet.revive()
+    before = phase.progress()
+    outcome = _generate(fleet).wait()
+    assert outcome.results[0][0].tokens == [7]
+    assert phase.progress() - before > 2  # the heartbeat sees the server's progress too
+
+
+@pytest.mark.parametrize("kind", ["stuck", "idle"])
+def test_a_server_that_computes_nothing_is_lost_after_the_limit(url, tmp_path, kind) -> None:
+    """``idle``: the server has forgotten the request."""
+    fleet = _fleet(f"{url}/{kind}", tmp_path, 0, 1)
+    fleet.revive()
+    outcome = _generate(fleet).wait()
+    assert f"no answer within {LIMIT_S:.0f} s of its last progress" in outcome.lost[0]
+
+
+def _worker(rank: int, world: int, store: str, url: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=LIMIT_S)
+    )
+    try:
+        fleet = _fleet(f"{url}/busy", Path(store).parent, rank, world)
+        fleet.revive()
+        requests = Requests(fleet, lambda: 0, rank, world, None)
+        jobs = [[1]] if fleet.mine else []  # the other rank heads no server
+        answered = requests.collect(jobs, lambda api, job: api.generate([job], {}), 1)
+        assert len(answered) == len(jobs)
+        fleet.sleep(("weights",))
+        asleep_at = time.time()  # from here on this rank may use the memory
+        api = fleet.client(f"{url}/busy")
+        assert 0.0 < api.client.post("/when")["at"] <= asleep_at
+        assert all_gather_objects(rank) == [0, 1]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_a_rank_without_a_server_waits_for_generation_and_for_released_memory(
+    url, tmp_path
+) -> None:
+    start_ranks(_worker, (2, str(tmp_path / "store"), url), 2)
