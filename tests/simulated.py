@@ -75,9 +75,9 @@ def loaded(path: str, *overrides: str) -> RankCase:
 
 
 def targets_left_on_the_host() -> None:
-    from mppo.trainer import update_phase
+    from mppo.trainer.update import phase
 
-    update_phase.to_device = lambda targets, device: targets
+    phase.to_device = lambda targets, device: targets
 
 
 def tokens_not_moved() -> None:

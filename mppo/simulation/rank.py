@@ -199,24 +199,23 @@ class _Simulation:
         """One iteration, as ``mppo.trainer.loop`` runs it, from scored responses to new weights."""
         from mppo.trainer.advantages import estimate, kl_controller
         from mppo.trainer.forward_phase import ForwardPhase
-        from mppo.trainer.update_phase import UpdatePhase
+        from mppo.trainer.update.phase import UpdatePhase
 
         self.counters.clear()
         recipe = self.case.recipe
         batch = longest_batch(recipe)
         with phase("log_probs", step):
             forward = ForwardPhase(self.roles, batch)
-            for role in forward.order:
-                forward.compute(role)
+            for roles in forward.passes:
+                forward.compute(roles)
             outputs = forward.outputs()
         with phase("adv", step):
             kl = kl_controller(recipe.algorithm.kl_ctrl).coef
             experience = estimate(outputs, recipe.algorithm, kl)
         with phase("update", step):
             update = UpdatePhase(self.roles, experience, step, actor_frozen=False)
-            for actions in update.rounds:
-                update.run_round(actions)
-                self._assign()
+            update.run()
+            self._assign()
             update.metrics()
         self.resident = self.ledger.composition()
         with phase("weight sync", step):
@@ -257,7 +256,7 @@ class _Simulation:
             assign((p for stage in role.stages for p in stage.parameters()), f"{name} weights")
             if role.optimizer is None:
                 continue
-            for chunk in role._chunks:
+            for chunk in role.chunks:
                 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                     assign([buffer.param_data], f"{name} weights")
                     assign([buffer.grad_data], f"{name} gradients")

@@ -69,7 +69,7 @@ def import_simulated_code() -> None:
     """Import once what every simulated rank needs: the processes forked from here share it."""
     import mppo.checkpoint.role_state
     import mppo.simulation.other_ranks
-    import mppo.trainer.update_phase  # noqa: F401
+    import mppo.trainer.update.phase  # noqa: F401
 
 
 def _result(case: RankCase, quick: bool) -> RankResult:
