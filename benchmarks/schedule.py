@@ -129,6 +129,7 @@ def wait_rank(
                     schedule.lists[rank],
                     work,
                     links,
+                    {name: name for name in work},
                     lambda role, i, w=work: w[role].step(),
                     partial(schedule.rest_after, rank),
                 )

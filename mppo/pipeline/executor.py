@@ -11,6 +11,7 @@ from torch import Tensor
 from mppo.pipeline.actions import Action
 from mppo.pipeline.links import Arriving, Links
 from mppo.pipeline.timeline import Recorder
+from mppo.supervision.phase import phase
 
 Numbers = tuple[str, int, int]
 """Role, mini-batch, micro-batch."""
@@ -48,6 +49,7 @@ def carry_out(
     actions: Sequence[Action],
     work: Mapping[str, ForwardWork],
     links: Links,
+    doing: Mapping[str, str],
     step: Callable[[str, int], bool] | None = None,
     rest_after: Callable[[int], Sequence[Action]] | None = None,
     recorder: Recorder | None = None,
@@ -59,6 +61,7 @@ def carry_out(
             of forward passes.
         work: of each role, by name; ``StageWork`` in a list of an update.
         links: to the neighbouring stages.
+        doing: the phase that a failure reports, by role.
         step: takes an optimizer step, given its role and mini-batch; whether the update goes on,
             the same on every rank.
         rest_after: what is still done when the update is left at a position of the list.
@@ -78,7 +81,8 @@ def carry_out(
         i, j = action.mini_batch, action.micro_batch
         numbers = action.role, i, j
         position += 1
-        with nullcontext() if recorder is None else recorder.action(action):
+        noted = nullcontext() if recorder is None else recorder.action(action)
+        with phase(doing[action.role]), noted:
             match action.kind:
                 case "receive_input":
                     inputs[numbers] = links.receive_input(role.room(i, j))

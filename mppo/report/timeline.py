@@ -11,20 +11,21 @@ _PALETTES = ("Blues", "Oranges", "Greens", "Purples")
 _STEP = "black"
 
 
-def draw_timeline(panels: Sequence[tuple[str, Sequence[Sequence[Event]]]], path: Path) -> None:
+def draw_timeline(panels: Sequence[tuple[str, str, Sequence[Sequence[Event]]]], path: Path) -> None:
     """Draw panels below each other and write them as an image.
 
     Args:
-        panels: a title, and the events of every rank or stage.
+        panels: a title, what a row is, and the events of every row.
         path: the image; its ending says which format.
     """
     from matplotlib.figure import Figure
 
-    rows = max(len(events) for _, events in panels)
+    rows = max(len(events) for *_, events in panels)
     figure = Figure(figsize=(12, len(panels) * (1 + 0.4 * rows)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axis, (title, events) in zip(axes, panels, strict=True):
+    for axis, (title, unit, events) in zip(axes, panels, strict=True):
         _draw(axis, title, events)
+        axis.set_ylabel(unit)
     figure.savefig(path, dpi=150)
 
 
@@ -53,5 +54,4 @@ def _draw(axis, title: str, rows: Sequence[Sequence[Event]]) -> None:
             )
     axis.set_title(f"{title}: {idle_share(rows):.0%} idle", fontsize=9, loc="left")
     axis.set_yticks([-rank for rank in range(len(rows))], [str(rank) for rank in range(len(rows))])
-    axis.set_ylabel("rank")
     axis.spines[["top", "right"]].set_visible(False)

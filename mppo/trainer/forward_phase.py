@@ -25,6 +25,11 @@ TIMED_AS = {"actor": "old_log_prob", "ref": "ref", "critic": "values"}
 """verl's name for what each role's forward pass yields, under which it is timed."""
 
 
+def _what(name: str) -> str:
+    """The phase of a role's forward pass."""
+    return f"computing {TIMED_AS[name]} with {name}"
+
+
 class ForwardPhase:
     """Forward passes of reference, actor and critic over a batch.
 
@@ -55,11 +60,12 @@ class ForwardPhase:
         Roles of one stream have taken time in proportion to their parameters and micro-batches.
         """
         names, start = [role.name for role in roles], time.perf_counter()
-        what, who = (" and ".join(words) for words in ([TIMED_AS[name] for name in names], names))
-        with phase(f"computing {what} with {who}"):
-            if len(roles) == 1:
-                self._outputs[names[0]], shares = self._forward(roles[0]), [1.0]
-            else:
+        shares = [1.0]
+        if len(roles) == 1:
+            with phase(_what(names[0])):
+                self._outputs[names[0]] = self._forward(roles[0])
+        else:
+            with phase("computing in one stream"):
                 shares = self._stream(roles)
         seconds = time.perf_counter() - start
         for name, share in zip(names, shares, strict=True):
@@ -70,7 +76,8 @@ class ForwardPhase:
         links = Links(roles[0].groups)
         work = {role.name: StreamedForward(role, self._batch) for role in roles}
         counts = [(name, one.num_micro_batches) for name, one in work.items()]
-        carry_out(forward_list(counts, links.stage, links.stages), work, links)
+        doing = {name: _what(name) for name in work}
+        carry_out(forward_list(counts, links.stage, links.stages), work, links, doing)
         self._outputs |= {name: one.outputs() for name, one in work.items()}
         weights = [
             one.num_micro_batches * sum(p.numel() for p in one.role.stages[0].parameters())

@@ -57,6 +57,10 @@ VARIANTS = {
     "actor TP2xPP2, critic TP4, reference PP4": [
         f"actor.{TP}=2", f"actor.{PP}=2", f"critic.{TP}=4", f"ref.{PP}=4",
     ],
+    "actor TP2xPP2, critic and reference PP2, in one stream": [
+        f"actor.{TP}=2", f"actor.{PP}=2", f"critic.{PP}=2", f"ref.{PP}=2",
+        "actor.ppo_micro_batch_size_per_gpu=1",
+    ],
     "actor PP2xVPP2, critic DP4, one sequence a micro-batch": [
         f"actor.{PP}=2", f"actor.{VPP}=2", "actor.ppo_micro_batch_size_per_gpu=1",
         "critic.ppo_micro_batch_size_per_gpu=1",

@@ -175,6 +175,9 @@ def _state(roles) -> list[dict[str, torch.Tensor]]:
                     mine[f"{name} {i} {key}"] = value.detach().clone()
             for key, parameter in stage.named_parameters():
                 mine[f"{name} {i} gradient of {key}"] = parameter.main_grad.clone()
+                if role.weights.average is not None:
+                    average = role.weights.average.of_parameters()[id(parameter)]
+                    mine[f"{name} {i} average of {key}"] = average.clone()
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     return everywhere

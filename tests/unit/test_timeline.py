@@ -40,5 +40,5 @@ def test_a_trace_names_what_ran_and_what_waited():
 
 def test_a_picture_shows_plan_and_measurement(tmp_path):
     rows = planned_events(make_schedule("flush_free", WORK, 3))
-    draw_timeline([("planned", rows), ("measured", rows)], tmp_path / "step_3.png")
+    draw_timeline([("planned", "stage", rows), ("measured", "rank", rows)], tmp_path / "step_3.png")
     assert (tmp_path / "step_3.png").read_bytes().startswith(b"\x89PNG")

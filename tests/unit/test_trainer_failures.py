@@ -90,6 +90,11 @@ def test_a_file_of_the_users_that_is_missing_is_no_fault_of_the_disk(capsys):
     ("where", "key"),
     [
         ("update, step 1 > updating critic, step 1", "critic.ppo_micro_batch_size_per_gpu"),
+        ("updating in one stream, step 1 > updating actor", "actor.ppo_micro_batch_size_per_gpu"),
+        (
+            "computing in one stream > computing values with critic",
+            "critic.log_prob_micro_batch_size_per_gpu",
+        ),
         ("log_probs, step 1 > computing ref with ref", "ref.log_prob_micro_batch_size_per_gpu"),
         ("gen, step 1", "rollout.batch_size"),
         ("update_weights, step 1 > weight sync", "rollout.sync_bucket_mb"),

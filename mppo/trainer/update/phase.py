@@ -95,14 +95,15 @@ class UpdatePhase:
         if self.kind == "sequential" and not records:
             return self._run_sequentially()
         recorder = Recorder() if records else None
-        names = " and ".join(update.role.name for update in self.updates)
-        with phase(f"updating {names}", self.step):
+        names = [update.role.name for update in self.updates]
+        with phase("updating in one stream", self.step):
             streamed = self._streamed()
             with streamed.timing():
                 finished = carry_out(
                     streamed.actions,
                     streamed.work,
                     streamed.links,
+                    {name: f"updating {name}" for name in names},
                     streamed.take_step,
                     streamed.rest_after,
                     recorder,

@@ -154,7 +154,10 @@ def write_timeline(folder: Path, step: int, schedule: Schedule, events: Sequence
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / f"step_{step}.json", json.dumps(chrome_trace(rows)) + "\n")
-        panels = [(f"{schedule.kind}, planned", planned_events(schedule)), ("measured", rows)]
+        panels = [
+            (f"{schedule.kind}, planned", "stage", planned_events(schedule)),
+            ("measured, in seconds", "rank", rows),
+        ]
         draw_timeline(panels, folder / f"step_{step}.png")
 
 
