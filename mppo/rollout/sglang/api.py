@@ -91,7 +91,11 @@ class SGLangApi:
         except (ServerLost, RequestRefused):
             return False
         loads = answer.get("loads") if isinstance(answer, dict) else None
-        busy = [load for load in loads or () if load["num_running_reqs"]]
+        busy = [
+            load
+            for load in (loads if isinstance(loads, list) else ())
+            if isinstance(load, dict) and load.get("num_running_reqs")
+        ]
         moved = bool(busy) and busy != self._loads
         self._loads = busy
         if moved:

@@ -172,7 +172,7 @@ def own_server(
     return ServerProcess(
         name=f"SGLang server {index}",
         command=command,
-        environment=for_server(os.environ, broadcasts) | environment,
+        environment={**for_server(os.environ, broadcasts), **environment},
         log=folder / f"server_{index}.log",
         is_up=lambda port: is_ours(SGLangApi(f"http://{HOST}:{port}", api_key, 5.0)),
         start_timeout_s=start_timeout_s,
