@@ -17,11 +17,17 @@ import torch
 from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
-from mppo.simulation import attention_kernels, cuda_namespace, te_stand_in, torch_guard, world
-from mppo.simulation.counters import Collective, Counters, Wait
-from mppo.simulation.device_mode import SimulatedGpu
-from mppo.simulation.gpu_types import GpuType
-from mppo.simulation.ledger import Allocation, Ledger
+from mppo.simulation.gpu import (
+    attention_kernels,
+    cuda_namespace,
+    te_stand_in,
+    torch_guard,
+    world,
+)
+from mppo.simulation.gpu.counters import Collective, Counters, Wait
+from mppo.simulation.gpu.device_mode import SimulatedGpu
+from mppo.simulation.gpu.gpu_types import GpuType
+from mppo.simulation.gpu.ledger import Allocation, Ledger, Peak
 from mppo.supervision.phase import current, phase
 
 if TYPE_CHECKING:
@@ -29,6 +35,9 @@ if TYPE_CHECKING:
     from mppo.trainer.roles import Roles
 
 _STEP = re.compile(r", step (\d+)")
+LOWEST_PEAK = 0.6
+"""Share of a phase's peak from which a source line's own peak may be the largest at another
+depth."""
 SMALL = "small allocations"
 """Purpose of what is too small to be listed one by one."""
 GATHER_BUFFER = "gather buffer"
@@ -76,6 +85,7 @@ class PhaseResult:
         micro_batches: micro-batches that the rank worked on.
         waits: times the host waited for the GPU, by place.
         calls, nbytes: collectives, and the bytes handed to and taken from them, by kind.
+        by_line: bytes by purpose at the largest moment of each source line that allocates much.
     """
 
     name: str
@@ -88,6 +98,7 @@ class PhaseResult:
     waits: Counter[Wait] = field(default_factory=Counter)
     calls: Counter[Collective] = field(default_factory=Counter)
     nbytes: Counter[Collective] = field(default_factory=Counter)
+    by_line: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -99,7 +110,7 @@ class RankResult:
         coordinates: its place in each role's layout, by role.
         phases: in order.
         resident: bytes by purpose that live between steps.
-        groups: process groups that hold the rank, by backend.
+        groups: process groups of several ranks that the rank uses: NCCL communicators.
         attention: calls by attention kernel.
         unknown: places that read a number only a GPU would know.
         seconds: time the simulation took.
@@ -110,7 +121,7 @@ class RankResult:
     coordinates: dict[str, Any]
     phases: list[PhaseResult]
     resident: Counter[str]
-    groups: Counter[str]
+    groups: int
     attention: Counter[str]
     unknown: Counter[str]
     seconds: float
@@ -273,9 +284,12 @@ class _Simulation:
         """What was counted."""
         counters, phases = self.counters, []
         for name, peak in self.ledger.peaks.items():
-            composition = self.ledger.composition(peak.moment)
-            composition[SMALL] = peak.size - composition.total()
-            found = PhaseResult(name, peak.size, composition, peak.moment, peak.line)
+            found = PhaseResult(name, peak.size, self._composition(peak), peak.moment, peak.line)
+            found.by_line = {
+                line: self._composition(other)
+                for (where, line), other in self.ledger.line_peaks.items()
+                if where == name and other.size > LOWEST_PEAK * peak.size
+            }
             found.operations = counters.operations[name]
             found.micro_batches = counters.micro_batches[name]
             for (where, place), count in counters.waits.items():
@@ -292,17 +306,16 @@ class _Simulation:
             coordinates={role.name: role.groups.coordinates for role in self.present},
             phases=phases,
             resident=self.resident,
-            groups=self._groups(),
+            groups=len(counters.groups),
             attention=Counter(attention_kernels.calls),
             unknown=Counter(counters.unknown),
             seconds=seconds,
             allocations=self.ledger.allocations,
         )
 
-    def _groups(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for (_, backend), count in self.counters.groups.items():
-            found["gloo" if backend == "gloo" else "nccl"] += count
+    def _composition(self, peak: Peak) -> Counter[str]:
+        found = self.ledger.composition(peak.moment)
+        found[SMALL] = peak.size - found.total()
         return found
 
 

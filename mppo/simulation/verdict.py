@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mppo.config.schema import Recipe
 from mppo.planning.memory import BYTES
-from mppo.simulation.gpu_types import GIB, MIB, GpuType
+from mppo.simulation.gpu.gpu_types import GIB, MIB, GpuType
 from mppo.simulation.rank import RankResult
 from mppo.weights.shape import ModelShape
 
@@ -79,7 +79,7 @@ def judge_fit(
     """
     fixed = {
         "CUDA context": CUDA_CONTEXT,
-        "NCCL": result.groups["nccl"] * NCCL_COMMUNICATOR,
+        "NCCL": result.groups * NCCL_COMMUNICATOR,
     }
     engine = _engine(recipe, parameters)
     asleep = {key: size for key, size in engine.items() if key != "engine's weights"}

@@ -12,9 +12,9 @@ import torch
 from mppo.config.checks import load_checked
 from mppo.config.rules.rule import roles_in_use
 from mppo.simulate import main
-from mppo.simulation.counters import Wait
-from mppo.simulation.gpu_types import GIB, GPU_TYPES, find_gpu
-from mppo.simulation.ledger import Allocation, Ledger
+from mppo.simulation.gpu.counters import Wait
+from mppo.simulation.gpu.gpu_types import GIB, GPU_TYPES, find_gpu
+from mppo.simulation.gpu.ledger import Allocation, Ledger
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.quick import Depths, chunk_depths, extrapolated, reduced_batch, with_layers
 from mppo.simulation.rank import PhaseResult, RankCase, RankResult, longest_batch
@@ -44,8 +44,8 @@ def result_of(peak: int, resident: int, layers: int = 1) -> RankResult:
         waits=Counter({Wait("a.py:1", "item"): 4 * layers}),
     )
     return RankResult(
-        0, {}, [phase], Counter({"actor weights": resident}), Counter(nccl=2), Counter(),
-        Counter(), 1.0,
+        0, {}, [phase], Counter({"actor weights": resident}), 2, Counter(), Counter(),
+        1.0,
     )  # fmt: skip
 
 
@@ -89,6 +89,16 @@ def test_a_line_through_two_depths_gives_the_third():
     assert found.phases[0].peak == 13 * GIB
     assert found.phases[0].operations == 10 * 9
     assert found.phases[0].waits == {Wait("a.py:1", "item"): 4 * 9}
+
+
+def test_another_line_may_reach_the_peak_at_another_depth():
+    shallow, deep = result_of(10 * GIB, 3 * GIB), result_of(11 * GIB, 3 * GIB)
+    for result, steep in ((shallow, 8 * GIB), (deep, 10 * GIB)):
+        phase = result.phases[0]
+        phase.line = "flat.py:1"
+        phase.by_line = {"flat.py:1": phase.composition, "steep.py:2": Counter({"actor x": steep})}
+    found = extrapolated(shallow, deep, Depths(2, 3, {"actor": 10.0})).phases[0]
+    assert (found.peak, found.line) == (24 * GIB, "steep.py:2")
 
 
 @pytest.mark.parametrize(
