@@ -77,6 +77,18 @@ def raise_on_any_rank(
         raise RuntimeError("; ".join(errors))
 
 
+def barrier(world: int, group: dist.ProcessGroup | None = None) -> None:
+    """Return once every rank has called this. Collective.
+
+    ``torch.distributed.barrier`` occupies the device of a rank that waits.
+
+    Args:
+        world: ranks in ``group``.
+        group: process group; None is the default one.
+    """
+    all_gather_objects(None, world, group)
+
+
 def all_gather_varlen(
     value: Tensor, world: int, group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:

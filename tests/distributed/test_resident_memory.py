@@ -42,9 +42,7 @@ def before_and_after(case: Case, folder: Path, registry) -> tuple[int, int, int]
     elements = sum(p.numel() for part in role.optimizer.parts for p in part.get_parameters())
     built = optimizer_bytes(role)
     lengths = batch.lengths_B.tolist()
-    schedule = update_schedule(
-        lengths, role.micro_batch_spec(training=True), [range(len(lengths))]
-    )
+    schedule = update_schedule(lengths, role.micro_batch_spec(training=True), [range(len(lengths))])
     role.optimizer.advance()
     role.forward_backward(MiniBatch(batch, schedule[0].microbatches, objective(batch)))
     assert role.optimizer_step().applied

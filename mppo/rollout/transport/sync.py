@@ -24,6 +24,7 @@ from torch.distributed import (
     distributed_c10d,
 )
 
+from mppo.parallel import device as device_seam
 from mppo.parallel.addresses import free_port
 from mppo.parallel.collectives import all_gather_objects
 from mppo.rollout.sglang.api import SGLangApi
@@ -168,6 +169,7 @@ class TensorTransport:
         self._try(lambda: [api.end_update() for api in self._servers.values()])
         if self._device.type != "cpu":  # device memory belongs to training between updates
             self._buffers = (SharedBuffer(self._device), SharedBuffer(self._device))
+            device_seam.collect_shared_memory()
         if self._failure is not None:
             raise self._failure
 
