@@ -67,6 +67,27 @@ def engine_parallelism_fits(context: RuleContext) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key, tp, why, f"choose one of {divisors(shape.kv_heads)}")
 
 
+@rule(
+    "rollout.tensor_model_parallel_size", "rollout.mode", "rollout.urls", "trainer.n_gpus_per_node"
+)
+def servers_fit_on_a_node(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A server of the run is on one node, on the GPUs of consecutive ranks."""
+    rollout, per_node = context.recipe.rollout, context.ranks_per_node
+    tp = rollout.tensor_model_parallel_size
+    own = rollout.name == "sglang" and rollout.mode == "colocated" and not rollout.urls
+    if not own or per_node is None or context.world_size % tp:
+        return
+    if per_node < context.world_size and per_node % tp:
+        yield ConfigIssue(
+            "rollout.tensor_model_parallel_size",
+            tp,
+            f"a server on the GPUs of {tp} consecutive ranks would be on several nodes, which have "
+            f"{per_node} ranks each",
+            f"choose one of {divisors(per_node)}, or start a server over several nodes yourself "
+            "and name it in rollout.urls",
+        )
+
+
 @rule("rollout.tensor_model_parallel_size", "rollout.expert_parallel_size", "model")
 def engine_cuts_feed_forward_evenly(context: RuleContext) -> Iterator[ConfigIssue]:
     """SGLang refuses a feed-forward width that its ranks cannot divide evenly."""
