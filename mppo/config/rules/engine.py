@@ -161,6 +161,26 @@ def server_options_do_not_repeat_keys(context: RuleContext) -> Iterator[ConfigIs
             )
 
 
+_NEEDED_TO_SLEEP = {
+    ("enable_memory_saver", False): "the server could release nothing while its devices train",
+    ("cuda_graph_backend_prefill", "breakable"): (
+        "SGLang does not start with breakable graphs where the memory of graphs can be released"
+    ),
+}
+"""Options with which a server cannot release its memory, each with the reason."""
+
+
+@rule("rollout.server_args", "rollout.mode")
+def colocated_servers_can_sleep(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Servers on the training devices release their memory while these train."""
+    rollout = context.recipe.rollout
+    given = sglang_options(rollout.server_args)
+    for (name, value), why in _NEEDED_TO_SLEEP.items():
+        if rollout.mode == "colocated" and not rollout.urls and given.get(name) == value:
+            fix = "leave it out, or use servers elsewhere (rollout.urls)"
+            yield ConfigIssue(f"rollout.server_args.{name}", value, why, fix)
+
+
 @rule("rollout.name", "model")
 def server_builds_the_models_layers(context: RuleContext) -> Iterator[ConfigIssue]:
     """SGLang 0.5 builds every layer of a Qwen mixture of experts with experts."""
