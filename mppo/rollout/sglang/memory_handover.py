@@ -64,4 +64,4 @@ class MemoryHandover:
         """Servers hold everything."""
         if self._fleet.shares_devices:
             self.from_trainer()
-            self._fleet.wake(_FOR_GENERATION)
+            self._fleet.wake(MEMORY_TAGS)
