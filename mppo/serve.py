@@ -123,12 +123,12 @@ def server_start(
         str(folder),
         rollout.dtype or recipe.model.dtype,
         rollout.tensor_model_parallel_size,
-        0,
         on_cpu,
         rollout.server_args,
         hf_config,
         rollout.expert_parallel_size,
         with_weights=not empty,
+        sleeps=False,
     )
     options["custom_weight_loader"] = [LOADER]
     if not empty and trust:

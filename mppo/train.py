@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine_check=partial(_check_engine, planned=planned),
             remarks=remarks,
             fetch_model=fetch_model,
+            ranks_per_node=info.local_world_size if info.world_size > 1 else None,
         )
         for remark in remarks if info.rank == 0 else ():
             last_words.say(remark)

@@ -90,8 +90,7 @@ def sharded_state(role: Role) -> dict[str, Any]:
     if role.optimizer is not None:
         entries = {id(entry.data): entry for entry in nested_values(model) if _is_sharded(entry)}
         pieces = []
-        for part in optimizer_parts(role):
-            part.init_state_fn(part.optimizer, part.config)
+        for part in role.optimizer.parts:
             for share in _shares(part):
                 pieces += _pieces(share, entries[id(share.parameter)], part.optimizer.state)
         state["optimizer"] = dict(enumerate(pieces))
@@ -117,14 +116,6 @@ def _with_average(entry, average: Tensor):
     if isinstance(entry, ShardedTensor):
         return replace(entry, key=f"average.{entry.key}", data=average, dtype=average.dtype)
     return replace(entry, key=f"average.{entry.key}", data=average)
-
-
-def optimizer_parts(role: Role) -> list:
-    """Megatron's optimizers of a trained role: a second one for experts spread over ranks."""
-    assert role.optimizer is not None
-    optimizer = role.optimizer.megatron
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if part.optimizer is not None]
 
 
 @dataclass(frozen=True)
@@ -241,7 +232,7 @@ def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
             for name, average in entries.items():
                 average.copy_(loaded["average"][chunk][name])
         if role.optimizer is not None:
-            for part in optimizer_parts(role):
+            for part in role.optimizer.parts:
                 for group in part.optimizer.param_groups:
                     group["step"] = counters["optimizer_step"]
             role.optimizer.resume_schedule(counters["schedule_step"])
@@ -260,7 +251,7 @@ def role_counters(role: Role) -> dict[str, int]:
         return {}
     steps = [
         int(group.get("step", 0))
-        for part in optimizer_parts(role)
+        for part in role.optimizer.parts
         for group in part.optimizer.param_groups
     ]
     (furthest,) = largest_of_ranks([max(steps, default=0)])

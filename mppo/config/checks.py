@@ -39,6 +39,7 @@ def check_recipe(
     world_size: int,
     hf_configs: Mapping[str, Any],
     keys_with_issues: Collection[str] = (),
+    ranks_per_node: int | None = None,
 ) -> list[ConfigIssue]:
     """Apply every rule between keys, layouts and models. Reads no file.
 
@@ -48,6 +49,7 @@ def check_recipe(
         hf_configs: Hugging Face config object of each role's model, by role; rules that need the
             config of a role that is absent skip that role.
         keys_with_issues: keys that already have an issue; rules that read one of them are skipped.
+        ranks_per_node: number of ranks on a node; None: ``trainer.n_gpus_per_node``.
 
     Returns:
         All issues; empty if the recipe is valid.
@@ -61,7 +63,8 @@ def check_recipe(
             except ValueError as error:
                 issues.append(_model_issue(role.path_key, role.path, error))
     positions = _positions(hf_configs["actor"]) if "actor" in shapes else None
-    context = RuleContext(recipe, world_size, shapes, positions)
+    per_node = ranks_per_node or recipe.trainer.n_gpus_per_node
+    context = RuleContext(recipe, world_size, shapes, positions, per_node)
     for keys, function in RULES:
         if not _touches(keys, keys_with_issues):
             issues += function(context)
@@ -78,6 +81,7 @@ def load_checked(
     engine_check: EngineCheck | None = None,
     remarks: list[str] | None = None,
     fetch_model: FetchModel | None = None,
+    ranks_per_node: int | None = None,
 ) -> Recipe:
     """Load a recipe and check it: keys, rules and files first, then what needs the models' configs.
 
@@ -93,6 +97,7 @@ def load_checked(
         remarks: receives a line for the log for every key that has no effect or another meaning
             than written.
         fetch_model: downloads a model of the Hub, if ``model.hub`` is set.
+        ranks_per_node: number of ranks on a node; None: ``trainer.n_gpus_per_node``.
 
     Returns:
         The recipe, with names of models on the Hub replaced by their local folders.
@@ -105,7 +110,9 @@ def load_checked(
     if recipe is None:
         raise ConfigError(issues, source=source_name(path))
     world_size = world_size or world_size_of(recipe)
-    issues += _unless_known(check_recipe(recipe, world_size, {}, _keys(issues)), issues)
+    issues += _unless_known(
+        check_recipe(recipe, world_size, {}, _keys(issues), ranks_per_node), issues
+    )
     # downloads only for a recipe without other issues: they take minutes
     if fetch_model is not None and recipe.model.hub and not issues:
         recipe, issues = _download_models(recipe, fetch_model, files)
@@ -114,7 +121,7 @@ def load_checked(
         issues += _unless_known(check_files(recipe), issues)
     if not issues and read_hf_config is not None:  # takes seconds; all checks above are instant
         configs, issues = _read_configs(recipe, read_hf_config)
-        issues += check_recipe(recipe, world_size, configs, _keys(issues))
+        issues += check_recipe(recipe, world_size, configs, _keys(issues), ranks_per_node)
         for check in role_checks:
             issues += _check_roles(recipe, configs, check, _keys(issues))
         actor_is_valid = "actor" in configs and "model.path" not in _keys(issues)

@@ -102,6 +102,8 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
 class RoleOptimizer:
     """Adam over a role's chunks with clipping, a schedule, and a guard against non-finite steps.
 
+    The moments exist from the start, as zeros.
+
     Args:
         chunks: DDP-wrapped chunks of this rank.
         optim: the role's ``optim`` section of the recipe.
@@ -134,6 +136,10 @@ class RoleOptimizer:
             use_distributed_optimizer=megatron.use_distributed_optimizer,
         )
         self.megatron = get_megatron_optimizer(config, [*self._chunks])
+        for part in self.parts:
+            # by default with the first step; servers on the same device start before it, and divide
+            # the memory that is free by then
+            part.init_state_fn(part.optimizer, part.config)
         warmup = optim.lr_warmup_steps
         if warmup is None:
             warmup = int(optim.lr_warmup_steps_ratio * total_steps)
@@ -150,6 +156,15 @@ class RoleOptimizer:
             wd_incr_steps=max(total_steps, 1),
             wd_incr_style="constant",
         )
+
+    @property
+    def parts(self) -> list[MegatronOptimizer]:
+        """Megatron's optimizers with parameters on this rank.
+
+        One; or a second one for experts spread over ranks; or none.
+        """
+        chained = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        return [part for part in chained if part.optimizer is not None]
 
     def advance(self) -> float:
         """Advance the schedule to the next PPO step; returns the learning rate of that step."""
@@ -197,14 +212,10 @@ class RoleOptimizer:
         Args:
             norm: of the gradient, from :meth:`start_norm`.
         """
-        for optimizer in self._chained():
+        for optimizer in self.parts:
             parameters: list[torch.Tensor] = [*optimizer.get_parameters()]
             if optimizer.config.clip_grad > 0 and parameters:
                 clip_grads.clip_grad_by_total_norm_fp32(
                     parameters, optimizer.config.clip_grad, norm
                 )
         self.megatron.step_with_ready_grads()
-
-    def _chained(self) -> list[MegatronOptimizer]:
-        """Megatron's optimizers: several if experts have their own, otherwise one."""
-        return getattr(self.megatron, "chained_optimizers", [self.megatron])

@@ -8,9 +8,11 @@ what Megatron misses without Transformer Engine (``mppo.parallel.megatron_withou
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -102,6 +104,82 @@ def wait_for_stream(place: torch.device) -> None:
     """Wait for the work queued on a device's current stream; no effect on the CPU."""
     if place.type == "cuda":
         torch.cuda.current_stream(place).synchronize()
+
+
+def collect_shared_memory() -> None:
+    """Free memory that was shared with another process and that neither uses; no effect on the CPU.
+
+    torch keeps what it sent by CUDA IPC until it looks whether the receiver has closed it.
+    """
+    if is_cuda():
+        torch.cuda.ipc_collect()
+
+
+def give_back_memory() -> None:
+    """Return the memory that this process holds unused to the GPU; no effect on the CPU.
+
+    torch's allocator keeps freed blocks for itself. Another process cannot allocate them.
+    """
+    if is_cuda():
+        gc.collect()
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
+def gpu_uuid() -> str:
+    """The UUID of this rank's GPU, the same in every process of the machine; empty on the CPU."""
+    if not is_cuda():
+        return ""
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return uuid.removeprefix("GPU-")
+
+
+def gpus_of_machine() -> list[str]:
+    """UUIDs of the GPUs that this process may open, in the order of ``nvidia-smi``.
+
+    ``CUDA_VISIBLE_DEVICES`` does not limit them. Call it on CUDA only: NVML comes with SGLang.
+    """
+    import pynvml  # pyright: ignore[reportMissingImports]  # nvidia-ml-py, which SGLang requires
+
+    pynvml.nvmlInit()
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [str(pynvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-") for handle in handles]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def gpu_indices(wanted: Sequence[str], machine: Sequence[str]) -> list[int]:
+    """Indices of GPUs on a machine.
+
+    Args:
+        wanted: UUIDs of the GPUs.
+        machine: UUIDs of the machine's GPUs, from ``gpus_of_machine``.
+
+    Raises:
+        ValueError: a GPU is not on the machine, or two are the same.
+    """
+    missing = [uuid for uuid in wanted if uuid not in machine]
+    if missing:
+        raise ValueError(f"the GPUs {', '.join(missing)} are not among the {len(machine)} here")
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(f"several ranks share a GPU ({', '.join(wanted)})")
+    return [machine.index(uuid) for uuid in wanted]
+
+
+def visible_gpus(indices: Sequence[int]) -> dict[str, str]:
+    """Environment variables that limit a process to some GPUs of the machine.
+
+    The GPUs are given by index: SGLang 0.5.21 reads the variable as integers
+    (``custom_all_reduce_utils.py``), so that UUIDs, which CUDA accepts, would stop it.
+
+    Args:
+        indices: in the order of ``nvidia-smi``; none: no variables.
+    """
+    if not indices:
+        return {}
+    visible = ",".join(map(str, indices))
+    return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def peak_memory_bytes() -> int:

@@ -31,7 +31,10 @@ def build_engine(recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path) ->
     if rollout.name == "sglang":
         from mppo.rollout.sglang.engine import SGLangEngine
         from mppo.rollout.sglang.routed_experts import routing_shape
+        from mppo.rollout.sglang.server_options import check_installed
 
+        if not rollout.urls:
+            check_installed(on_cpu=not device.is_cuda())
         replays = recipe.actor.router_replay == "R3"
 
         return SGLangEngine(

@@ -159,6 +159,8 @@ class RolloutEngine(Protocol):
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         """Load new weights. Every rank drains ``buckets`` (producing them is collective).
 
+        After ``sleep``, this makes the engine usable again.
+
         An engine can repeat a ``WeightSource`` if a server loses its weights.
         """
         ...
@@ -176,10 +178,6 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> None:
         """Release device memory for training."""
-        ...
-
-    def wake(self) -> None:
-        """Allocate the memory of the weights again."""
         ...
 
     def stop(self) -> None:

@@ -182,7 +182,6 @@ def sync_weights(run: Run, version: int) -> None:
     """Send the actor's weights to the rollout engine as ``version``."""
     bucket_bytes = run.recipe.rollout.sync_bucket_mb << 20
     with phase("weight sync"):
-        run.engine.wake()
         actor = run.roles.actor
         weights = WeightSource(lambda: actor.weights.stream(bucket_bytes), actor.weights.slices)
         run.engine.update_weights(weights, version)

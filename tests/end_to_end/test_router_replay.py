@@ -107,7 +107,7 @@ def server(tmp_path_factory):
         "enable_return_routed_experts": True,
     }
     config = AutoConfig.from_pretrained(model)
-    options = server_options(str(model), "float32", 1, 0, True, arguments, config)
+    options = server_options(str(model), "float32", 1, True, arguments, config)
     process = own_server(
         0, options, server_environment(1, True, config.model_type), KEY, folder, START_S
     )

@@ -259,26 +259,32 @@ def test_stop_aborts_a_submitted_request(qwen2, monkeypatch) -> None:
 
 
 def test_sleep_releases_memory_and_wake_takes_back_what_is_needed_next(qwen2, monkeypatch) -> None:
-    requested: list[tuple[str, tuple[str, ...]]] = []
+    requested: list[tuple[str, tuple[str, ...] | None]] = []
     api = qwen2.engine.fleet.apis[0]
 
     def note(call) -> None:
-        def noted(tags) -> None:
-            requested.append((call.__name__, tuple(tags)))
-            call(tags)
+        def noted(argument) -> None:
+            tags = tuple(argument) if isinstance(argument, list) else None
+            requested.append((call.__name__, tags))
+            call(argument)
 
         monkeypatch.setattr(api, call.__name__, noted)
 
+    note(api.wait_until_idle)
     note(api.release_memory)
     note(api.resume_memory)
     qwen2.engine.sleep()
-    assert requested == [("release_memory", ("weights", "kv_cache"))]
+    assert requested == [
+        ("wait_until_idle", None),
+        ("release_memory", ("weights", "kv_cache", "cuda_graph")),
+    ]
+    qwen2.engine.sleep()
+    assert len(requested) == 2, "what is released is not released again"
     qwen2.change_weights()
-    qwen2.engine.wake()
     qwen2.sync()
-    assert requested[1:] == [("resume_memory", ("weights",))]
+    assert requested[2:] == [("resume_memory", ("weights",))]
     qwen2.check()
-    assert requested[2:] == [("resume_memory", ("kv_cache",))]
+    assert requested[3:] == [("resume_memory", ("kv_cache", "cuda_graph"))]
 
 
 def test_a_refused_stream_stops_with_a_reason_and_leaves_the_server(qwen2) -> None:

@@ -148,7 +148,7 @@ def test_refused_settings_change_the_servers_function(served, key: str) -> None:
 def test_a_server_with_sglangs_own_class_is_refused(tmp_path, monkeypatch) -> None:
     config, folder = SAME["gemma"](), tmp_path / "model"
     options = server_options(
-        str(_saved(config, folder)), "float32", 1, 0, True, {"max_total_tokens": 4096}, config
+        str(_saved(config, folder)), "float32", 1, True, {"max_total_tokens": 4096}, config
     )
     server = own_server(0, options, server_environment(1, True, "qwen2"), "key", tmp_path, START_S)
     server.start()

@@ -106,7 +106,6 @@ def test_kill_9_in_mid_update_and_while_asleep(qwen2) -> None:
     asleep = server_process(qwen2)
     asleep.kill()
     asleep.wait()
-    qwen2.engine.wake()
     qwen2.change_weights()
     qwen2.sync()
     qwen2.check()

@@ -91,7 +91,7 @@ def test_training_with_a_disaggregated_server(tmp_path, colocated) -> None:
     folder = resolve_model("builtin:tiny", os.environ["MPPO_CACHE"])
     limits = {"max_total_tokens": 8192}
     config = AutoConfig.from_pretrained(folder)
-    options = server_options(str(folder), "float32", 1, 0, True, limits, config)
+    options = server_options(str(folder), "float32", 1, True, limits, config)
     server = own_server(
         0, options, server_environment(1, True, config.model_type), "key", tmp_path, START_S
     )

@@ -323,6 +323,9 @@ LAYOUTS = [
      "algorithm.adv_estimator=reinforce_plus_plus", "rollout.name", "1 of 4 are dense"),
     ("an engine that does not fit", "rollout.name=sglang rollout.tensor_model_parallel_size=3 "
      "model.path={nine_heads}", "rollout.tensor_model_parallel_size", "divide the 4 ranks"),
+    ("a server on two nodes", "rollout.name=sglang rollout.tensor_model_parallel_size=4 "
+     "trainer.nnodes=2 trainer.n_gpus_per_node=2", "rollout.tensor_model_parallel_size",
+     "would be on several nodes, which have 2 ranks each"),
     ("an engine's groups of unequal size", "rollout.name=sglang model.path={six_experts} "
      "algorithm.adv_estimator=reinforce_plus_plus rollout.tensor_model_parallel_size=4 "
      "rollout.expert_parallel_size=3", "rollout.expert_parallel_size",

@@ -37,6 +37,14 @@ REFUSED = {
         DENSE, ['rollout.server_args={"custom-weight-loader": ["x.load"]}'],
         "rollout.server_args.custom_weight_loader", "is set by mppo",
     ),
+    "a server that cannot sleep": (
+        DENSE, ["rollout.server_args={enable-memory-saver: false}"],
+        "rollout.server_args.enable_memory_saver", "could release nothing",
+    ),
+    "graphs that cannot be released": (
+        DENSE, ["rollout.server_args={cuda_graph_backend_prefill: breakable}"],
+        "rollout.server_args.cuda_graph_backend_prefill", "does not start with breakable graphs",
+    ),
     "experts that are not returned": (
         MOE,
         ["actor.router_replay=R3", "rollout.server_args={enable-return-routed-experts: false}"],
@@ -51,6 +59,9 @@ REFUSED = {
 
 ACCEPTED = {
     "checksums by own servers": (DENSE, ["rollout.verify_sync=checksum"]),
+    "breakable graphs elsewhere": (
+        DENSE, ["rollout.server_args={cuda_graph_backend_prefill: breakable}", *ELSEWHERE]
+    ),
     "repeated key-value heads": (DENSE, [f"{TP}=12"]),
     "experts divided among groups": (MOE, [f"{TP}=12", f"{EP}=4"]),
     "a feed-forward cut otherwise": (

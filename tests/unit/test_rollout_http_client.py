@@ -150,6 +150,18 @@ def _external(url: str, folder: Path, **options: object) -> Fleet:
     )
 
 
+def test_a_server_that_is_never_idle_is_lost() -> None:
+    busy = says(b"pending requests", status=b"400 Bad Request")
+    with hostile_server(busy) as url, pytest.raises(ServerLost, match="is not idle within 0 s"):
+        SGLangApi(url, None, 5.0).wait_until_idle(0.3)
+
+
+def test_a_server_that_refuses_to_tell_whether_it_is_idle_is_not_asked_again() -> None:
+    refusal = says(b"no key", status=b"401 Unauthorized")
+    with hostile_server(refusal) as url, pytest.raises(RequestRefused, match="status 401"):
+        SGLangApi(url, None, 5.0).wait_until_idle(600.0)
+
+
 def test_an_external_server_that_refuses_the_key_is_reported(
     url: str, tmp_path, monkeypatch
 ) -> None:

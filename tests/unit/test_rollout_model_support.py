@@ -169,7 +169,7 @@ def test_a_window_that_holds_the_sequences_does_not_matter(name: str) -> None:
 
 def test_soft_capped_scores_need_a_backend_that_caps() -> None:
     config = hf.Gemma2Config(**{**GEMMA2, "attn_logit_softcapping": 50.0})
-    assert server_options("/m", "bfloat16", 1, 0, False, {}, config)["attention_backend"] == (
+    assert server_options("/m", "bfloat16", 1, False, {}, config)["attention_backend"] == (
         "flashinfer"
     )
     assert list(engine_issues(recipe(), config, on_cpu=False)) == []
@@ -186,7 +186,7 @@ def test_soft_capped_scores_need_a_backend_that_caps() -> None:
     assert list(engine_issues(chosen, config, on_cpu=True)) == []
     uncapped = hf.Gemma2Config(**GEMMA2)
     assert list(engine_issues(recipe(), uncapped, on_cpu=True)) == []
-    assert "attention_backend" not in server_options("/m", "bfloat16", 1, 0, False, {}, uncapped)
+    assert "attention_backend" not in server_options("/m", "bfloat16", 1, False, {}, uncapped)
 
 
 def test_changes_need_weights_that_survive_the_sleep_of_a_server() -> None:

@@ -18,6 +18,7 @@ from mppo.rollout.sglang.server_options import (
     own_server,
     server_environment,
     server_options,
+    sleeping_environment,
 )
 from mppo.rollout.sglang.server_process import ServerError, ServerProcess
 from mppo.safety.temporary import SHARED_MEMORY, remove_leftovers
@@ -191,7 +192,7 @@ time.sleep(600)
 
 
 def test_the_key_is_not_in_the_command_and_its_file_is_private(tmp_path) -> None:
-    options = server_options("/model", "float32", 2, 0, True, {"max-total-tokens": 64}, CONFIG)
+    options = server_options("/model", "float32", 2, True, {"max-total-tokens": 64}, CONFIG)
     server = own_server(0, options, server_environment(2, True, "qwen2"), "secret", tmp_path, 1.0)
     command = server.command(1234)
     assert "secret" not in " ".join(command)
@@ -205,7 +206,7 @@ def test_the_key_is_not_in_the_command_and_its_file_is_private(tmp_path) -> None
 
 def test_every_start_chooses_a_rendezvous_port_for_the_servers_ranks(tmp_path) -> None:
     def nccl_port(server_args: dict[str, object]) -> int:
-        options = server_options("/model", "float32", 1, 0, True, server_args, CONFIG)
+        options = server_options("/model", "float32", 1, True, server_args, CONFIG)
         server = own_server(0, options, server_environment(1, True, "qwen2"), "key", tmp_path, 1.0)
         return yaml.safe_load(Path(server.command(1234)[-1]).read_text())["nccl-port"]
 
@@ -217,19 +218,24 @@ def test_every_start_chooses_a_rendezvous_port_for_the_servers_ranks(tmp_path) -
     assert nccl_port({"nccl_port": 23456}) == 23456
 
 
-def test_gpu_options_set_the_first_device_and_memory_saver() -> None:
-    gpu = server_options("/model", "bfloat16", 4, 4, False, {"mem_fraction_static": 0.6}, CONFIG)
-    assert gpu["base_gpu_id"] == 4
-    assert gpu["enable_memory_saver"] is True
-    assert gpu["mem_fraction_static"] == 0.6
+def test_a_server_on_training_gpus_can_release_all_its_memory() -> None:
+    options = server_options("/model", "bfloat16", 4, False, {"mem_fraction_static": 0.6}, CONFIG)
+    assert options["enable_memory_saver"] is True
+    assert options["cuda_graph_backend_prefill"] == "disabled", "breakable graphs refuse to start"
+    assert options["mem_fraction_static"] == 0.6
+    environment = sleeping_environment([3, 1])
+    assert environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "3,1"
+    alone = server_options("/model", "bfloat16", 4, False, {}, CONFIG, sleeps=False)
+    assert not {"enable_memory_saver", "cuda_graph_backend_prefill"} & alone.keys()
 
 
 def test_settings_missing_in_config_json_are_passed_to_sglang() -> None:
     latent = SimpleNamespace(model_type="deepseek_v3", scoring_func="sigmoid")
-    options = server_options("/model", "float32", 1, 0, True, {}, latent)
+    options = server_options("/model", "float32", 1, True, {}, latent)
     given = json.loads(options["json_model_override_args"])
     assert given["topk_method"] == "noaux_tc"
     assert "scoring_func" not in given
     assert "json_model_override_args" not in server_options(
-        "/model", "float32", 1, 0, True, {}, CONFIG
+        "/model", "float32", 1, True, {}, CONFIG
     )

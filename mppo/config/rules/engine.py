@@ -67,6 +67,27 @@ def engine_parallelism_fits(context: RuleContext) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key, tp, why, f"choose one of {divisors(shape.kv_heads)}")
 
 
+@rule(
+    "rollout.tensor_model_parallel_size", "rollout.mode", "rollout.urls", "trainer.n_gpus_per_node"
+)
+def servers_fit_on_a_node(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A server of the run is on one node, on the GPUs of consecutive ranks."""
+    rollout, per_node = context.recipe.rollout, context.ranks_per_node
+    tp = rollout.tensor_model_parallel_size
+    own = rollout.name == "sglang" and rollout.mode == "colocated" and not rollout.urls
+    if not own or per_node is None or context.world_size % tp:
+        return
+    if per_node < context.world_size and per_node % tp:
+        yield ConfigIssue(
+            "rollout.tensor_model_parallel_size",
+            tp,
+            f"a server on the GPUs of {tp} consecutive ranks would be on several nodes, which have "
+            f"{per_node} ranks each",
+            f"choose one of {divisors(per_node)}, or start a server over several nodes yourself "
+            "and name it in rollout.urls",
+        )
+
+
 @rule("rollout.tensor_model_parallel_size", "rollout.expert_parallel_size", "model")
 def engine_cuts_feed_forward_evenly(context: RuleContext) -> Iterator[ConfigIssue]:
     """SGLang refuses a feed-forward width that its ranks cannot divide evenly."""
@@ -138,6 +159,26 @@ def server_options_do_not_repeat_keys(context: RuleContext) -> Iterator[ConfigIs
             yield ConfigIssue(
                 f"rollout.server_args.{name}", value, "is set by mppo", _SET_BY_MPPO[name]
             )
+
+
+_NEEDED_TO_SLEEP = {
+    ("enable_memory_saver", False): "the server could release nothing while its devices train",
+    ("cuda_graph_backend_prefill", "breakable"): (
+        "SGLang does not start with breakable graphs where the memory of graphs can be released"
+    ),
+}
+"""Options with which a server cannot release its memory, each with the reason."""
+
+
+@rule("rollout.server_args", "rollout.mode")
+def colocated_servers_can_sleep(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Servers on the training devices release their memory while these train."""
+    rollout = context.recipe.rollout
+    given = sglang_options(rollout.server_args)
+    for (name, value), why in _NEEDED_TO_SLEEP.items():
+        if rollout.mode == "colocated" and not rollout.urls and given.get(name) == value:
+            fix = "leave it out, or use servers elsewhere (rollout.urls)"
+            yield ConfigIssue(f"rollout.server_args.{name}", value, why, fix)
 
 
 @rule("rollout.name", "model")

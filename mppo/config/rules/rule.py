@@ -48,12 +48,14 @@ class RuleContext:
         world_size: number of ranks.
         shapes: model sizes by role; without roles whose config has not been read.
         positions: longest sequence of the actor's position encoding; None: unknown or unlimited.
+        ranks_per_node: number of ranks on a node; None: unknown.
     """
 
     recipe: Recipe
     world_size: int
     shapes: dict[str, ModelShape]
     positions: int | None = None
+    ranks_per_node: int | None = None
 
     @cached_property
     def roles(self) -> tuple[RoleCase, ...]:

@@ -208,6 +208,7 @@ class LocalEngine:
             ValueError: the stream does not fit the model; the engine has no weights afterwards.
         """
         self._version = None
+        self._move(self._device)
         self._sink.fill(buckets)
         self._version = version
 
@@ -257,10 +258,6 @@ class LocalEngine:
     def sleep(self) -> None:
         """Move the weights from the GPU to host memory; on a CPU, do nothing."""
         self._move(torch.device("cpu"))
-
-    def wake(self) -> None:
-        """Move the weights back to the device."""
-        self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
         if self._device.type == "cpu":

@@ -14,6 +14,11 @@ from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused, ServerLost
 
 _QUICK_S = 5.0
+_IDLE_POLL_S = 0.05
+
+WEIGHTS, KV_CACHE, CUDA_GRAPHS = "weights", "kv_cache", "cuda_graph"
+MEMORY_TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPHS)
+"""SGLang's names for the parts of its memory that it can release."""
 
 
 @dataclass(frozen=True)
@@ -286,12 +291,40 @@ class SGLangApi:
         body = {"model_path": folder, "load_format": "auto", "weight_version": str(version)}
         self._succeed("/update_weights_from_disk", body)
 
+    def wait_until_idle(self, timeout_s: float) -> None:
+        """Wait until the server computes nothing, and empty its cache of prefixes.
+
+        After the answer to its last request, SGLang's scheduler still holds that batch for a
+        moment. It stops with an assertion if memory is released before.
+
+        Args:
+            timeout_s: longest wait, in seconds.
+
+        Raises:
+            ServerLost: the server does not answer, or is not idle within that time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.client.post("/flush_cache", timeout_s=timeout_s)
+                return
+            except RequestRefused as error:
+                if error.status != 400:  # "not idle"
+                    raise
+            if time.monotonic() > deadline:
+                raise ServerLost(self.url, f"is not idle within {timeout_s:.0f} s")
+            time.sleep(_IDLE_POLL_S)
+
     def release_memory(self, tags: Sequence[str]) -> None:
-        """Release the device memory of ``weights`` or ``kv_cache``."""
+        """Release device memory; the server must be idle.
+
+        Args:
+            tags: of ``MEMORY_TAGS``.
+        """
         self.client.post("/release_memory_occupation", {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Allocate that memory again."""
+        """Allocate released memory again."""
         self.client.post("/resume_memory_occupation", {"tags": list(tags)})
 
     def _succeed(self, path: str, body: dict[str, Any]) -> None:

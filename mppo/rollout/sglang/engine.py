@@ -17,11 +17,8 @@ import torch.distributed as dist
 from mppo.batch import Trajectory
 from mppo.config.rules.engine import sglang_options
 from mppo.config.sections.rollout import RolloutConfig
-from mppo.parallel.collectives import (
-    all_gather_objects,
-    all_gather_varlen,
-    raise_on_any_rank,
-)
+from mppo.parallel.collectives import all_gather_objects, all_gather_varlen, raise_on_any_rank
+from mppo.parallel.device import give_back_memory
 from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine, stop_tokens
@@ -29,8 +26,11 @@ from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.generation import SGLangGeneration
 from mppo.rollout.sglang.http_client import ServerLost
+from mppo.rollout.sglang.memory_handover import MemoryHandover
 from mppo.rollout.sglang.requests import ATTEMPTS, Requests
 from mppo.rollout.sglang.routed_experts import RoutingShape
+from mppo.rollout.sglang.server_options import own_server
+from mppo.rollout.sglang.server_process import ServerProcess
 from mppo.rollout.sync_check import SyncCheck
 from mppo.rollout.transport.broadcast import DistributedTransport
 from mppo.rollout.transport.build import make_transport
@@ -55,6 +55,11 @@ class SGLangEngine:
         run_dir: for logs, option files and weights synced by disk.
         group: process group of the ranks; None is the default one.
         routing: shape of the routed experts that trajectories carry; None: they carry none.
+        make_server: makes the process of a server, as ``own_server`` does.
+        give_back: returns this rank's unused memory to the device.
+
+    The constructor is collective. It starts mppo's own servers on the memory that the trainer
+    leaves, and puts them to sleep.
 
     Attributes:
         fleet: the servers.
@@ -74,6 +79,8 @@ class SGLangEngine:
         run_dir: Path,
         group: dist.ProcessGroup | None = None,
         routing: RoutingShape | None = None,
+        make_server: Callable[..., ServerProcess] = own_server,
+        give_back: Callable[[], None] = give_back_memory,
     ) -> None:
         self._routing = routing
         if routing is not None:
@@ -88,9 +95,9 @@ class SGLangEngine:
         self._pending: SGLangGeneration | None = None
         self._synced: dict[int, int | None] = {}  # server of this rank -> version it holds
         self._source: Iterable[WeightBucket] | None = None
-        self.fleet = Fleet(
-            rollout, Path(hf_folder), hf_config, dtype, rank, world, self._device, folder, group
-        )
+        place = (rank, world, self._device, folder, group)
+        self.fleet = Fleet(rollout, Path(hf_folder), hf_config, dtype, *place, make_server)
+        self._memory = MemoryHandover(self.fleet, world, group, give_back)
         self._requests = Requests(self.fleet, self._restore, rank, world, group)
         self._transport = make_transport(
             rollout, self.fleet, self._device, folder, Path(hf_folder), rank, world
@@ -106,6 +113,17 @@ class SGLangEngine:
                 hf_folder, hf_config, dtype, rank=rank, world=world, device=device, group=group
             )
             self._sync_check = SyncCheck(oracle, dtype, rollout.logprob_tolerance, self.fleet.count)
+        if self.fleet.shares_devices:
+            self._start_servers()
+
+    def _start_servers(self) -> None:
+        """Start mppo's own servers and put them to sleep; collective."""
+        try:
+            self._revive()
+            self._memory.to_trainer()
+        except BaseException:
+            self.stop()
+            raise
 
     # ---- weights
 
@@ -122,13 +140,16 @@ class SGLangEngine:
         self._source = None if iter(buckets) is buckets else buckets
         self._version, self._synced = version, {}
         self._revive()
-        self.fleet.wake("weights")
+        self._memory.for_weights()
         self._push(buckets)
         if self._sync_check is not None:
             self._sync_check.compare(self.logprobs, version)
 
     def _revive(self) -> None:
-        """Restart lost servers and record that they hold no weights; collective."""
+        """Start servers that do not run, and record that they hold no weights; collective."""
+        if not any(all_gather_objects(self.fleet.missing(), self._world, self._group)):
+            return
+        self._memory.from_trainer()  # a server's KV cache takes a share of what is free now
         for server in self.fleet.revive():
             self._synced.pop(server, None)
             if self.slices is not None:
@@ -145,6 +166,7 @@ class SGLangEngine:
             if self._source is None:
                 break
             self._revive()
+            self._memory.for_weights()
             buckets = self._source
         note = "" if self._source else " (and this weight stream cannot be repeated)"
         outputs = all_gather_objects(self.fleet.last_output(), self._world, self._group)
@@ -231,7 +253,9 @@ class SGLangEngine:
         )
 
     def _restore(self) -> int:
-        """Restart lost servers and send them the current weights; collective.
+        """Make every server ready to generate; collective.
+
+        Lost servers are restarted and receive the current weights.
 
         Returns:
             Version of the current weights.
@@ -240,15 +264,15 @@ class SGLangEngine:
             raise RuntimeError("the SGLang engine has no weights: call update_weights first")
         self._revive()
         lacking = self._lacking()
-        if not lacking:
-            return self._version
-        if self._source is None:
+        if lacking and self._source is None:
             raise RuntimeError(
                 f"SGLang servers {sorted(lacking)} lost their weights, which cannot be sent again, "
                 "because the last weight stream was a generator: pass a WeightSource"
             )
-        self.fleet.wake("weights")
-        self._push(self._source)
+        if lacking and self._source is not None:
+            self._memory.for_weights()
+            self._push(self._source)
+        self._memory.for_generation()
         return self._version
 
     # ---- generation
@@ -311,16 +335,12 @@ class SGLangEngine:
         return self.slices.metrics() if self.slices is not None else {}
 
     def sleep(self) -> None:
-        """Release the memory of weights and KV cache, if servers share the training devices."""
+        """Release the memory of servers that share the training devices."""
         if self.fleet.shares_devices:
             self._wait()
-            self.fleet.sleep(("weights", "kv_cache"))
+            self._memory.to_trainer()
             if self._device.type != "cpu":
                 self._synced = {}
-
-    def wake(self) -> None:
-        """Allocate the memory of the weights; the KV cache follows with the first request."""
-        self.fleet.wake("weights")
 
     def stop(self) -> None:
         """Abort requests in flight, and stop every server that mppo started. Idempotent."""

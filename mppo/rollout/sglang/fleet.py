@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,17 @@ import torch
 import torch.distributed as dist
 
 from mppo.config.sections.rollout import RolloutConfig
+from mppo.parallel import device as device_seam
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
 from mppo.rollout.sglang.model_support import OWN_CLASSES
 from mppo.rollout.sglang.server_options import (
     HOST,
-    check_installed,
     own_server,
     server_environment,
     server_options,
+    sleeping_environment,
 )
 from mppo.rollout.sglang.server_process import ServerError, ServerProcess
 from mppo.rollout.transport.checked_load import LOADER
@@ -39,7 +40,7 @@ _POLL_S = 0.5
 class Fleet:
     """All servers; the processes that this rank started, and clients to the servers it heads.
 
-    The constructor starts mppo's own servers; the first ``revive`` waits until they answer.
+    The first ``revive`` starts mppo's own servers, and waits until all servers answer.
 
     Args:
         rollout: the recipe's section.
@@ -50,13 +51,14 @@ class Fleet:
         device: this rank's device.
         folder: for logs and option files.
         group: process group of the ranks; None is the default one.
+        make_server: makes the process of a server, as ``own_server`` does.
 
     Attributes:
         count: number of servers.
         mine: the servers for which this rank is the head.
         key: API key of all servers, or None.
         lost: servers of this rank that failed, and why.
-        processes: the servers that this rank started.
+        processes: the servers that this rank starts.
         tensor_parallel: ranks of each server.
     """
 
@@ -71,6 +73,7 @@ class Fleet:
         device: torch.device,
         folder: Path,
         group: dist.ProcessGroup | None,
+        make_server: Callable[..., ServerProcess] = own_server,
     ) -> None:
         self._rollout, self._rank, self._world, self._group = rollout, rank, world, group
         self.tensor_parallel = rollout.tensor_model_parallel_size
@@ -86,7 +89,7 @@ class Fleet:
         self._apis: dict[int, SGLangApi] = {}
         self.processes: dict[int, ServerProcess] = {}
         if not rollout.urls:
-            self._launch(model_folder, hf_config, dtype, device, folder)
+            self._make_servers(model_folder, hf_config, dtype, device, folder, make_server)
 
     def head_of(self, server: int) -> int:
         """The rank that sends requests to a server."""
@@ -99,22 +102,23 @@ class Fleet:
         key = secrets.token_hex(32) if self._rank == 0 else None
         return all_gather_objects(key, self._world, self._group)[0]
 
-    def _launch(
+    def _make_servers(
         self,
         model_folder: Path,
         hf_config: Any,
         dtype: torch.dtype,
         device: torch.device,
         folder: Path,
+        make_server: Callable[..., ServerProcess],
     ) -> None:
+        """Make the processes of this rank's servers, not yet started; collective."""
         on_cpu = device.type == "cpu"
-        check_installed(on_cpu)
+        gpus = {} if on_cpu else self._gpus()
         for server in self.mine:
             options = server_options(
                 str(model_folder),
                 str(dtype).removeprefix("torch."),
                 self.tensor_parallel,
-                device.index or 0,
                 on_cpu,
                 self._rollout.server_args,
                 hf_config,
@@ -122,7 +126,9 @@ class Fleet:
             )
             options["custom_weight_loader"] = [LOADER, SLICE_LOADER]
             environment = server_environment(self.tensor_parallel, on_cpu, hf_config.model_type)
-            self.processes[server] = own_server(
+            if not on_cpu:
+                environment |= sleeping_environment(gpus[server])
+            self.processes[server] = make_server(
                 server,
                 options,
                 environment,
@@ -131,7 +137,34 @@ class Fleet:
                 self._rollout.start_timeout_s,
                 broadcasts=self._rollout.sync == "distributed",
             )
-            self.processes[server].start()
+
+    def _gpus(self) -> dict[int, list[int]]:
+        """Indices of the GPUs of this rank's servers on its machine; collective.
+
+        A server of N ranks runs on the GPUs of N training ranks: of its head and of those after it.
+        They are found by UUID, because a launcher may show each rank its own GPU only, or in
+        another order.
+
+        Raises:
+            RuntimeError: on every rank, if a server's GPUs are not on its head's machine.
+        """
+        uuids = all_gather_objects(device_seam.gpu_uuid(), self._world, self._group)
+        found, error = {}, None
+        for server in self.mine:
+            ranks = [(self._rank + i) % self._world for i in range(self.tensor_parallel)]
+            try:
+                machine = device_seam.gpus_of_machine()
+                found[server] = device_seam.gpu_indices([uuids[r] for r in ranks], machine)
+            except ValueError as reason:
+                error = (
+                    f"SGLang server {server} cannot run on the GPUs of ranks {ranks}, seen from "
+                    f"rank {self._rank}: {reason}. A server runs on one machine: set "
+                    "rollout.tensor_model_parallel_size to a divisor of the ranks per node, and "
+                    "start the ranks so that each may open all GPUs of its node (Slurm: without "
+                    "--gpus-per-task)"
+                )
+        raise_on_any_rank(error, self._world, self._group)
+        return found
 
     @property
     def apis(self) -> dict[int, SGLangApi]:
@@ -161,28 +194,35 @@ class Fleet:
         Raises:
             RuntimeError: on every rank, if a server does not start.
         """
-        new, error = [], None
+        new, error = self.missing(), None
         try:
-            for server in self.mine:
-                process = self.processes.get(server)
-                # a server can end while no request notices
-                if process is not None and server in self._apis and not process.alive:
-                    self.lost.setdefault(server, "its process ended")
-                if server in self._apis and server not in self.lost:
-                    continue
-                if server in self.lost and process is not None:
-                    print(f"mppo: restarting {process.name}: {self.lost[server]}", flush=True)
-                    process.stop()
-                    process.start()
+            for server in new:  # all of them, before the first is waited for
+                if server in self.processes:
+                    self._start(server, self.processes[server])
+            for server in new:
                 self._apis[server] = self._connected(server)
                 self._asleep.pop(server, None)
                 self.lost.pop(server, None)
-                new.append(server)
         except (ServerError, ValueError, OSError) as caught:
             error = f"rank {self._rank}: {caught}"
         wait_for_ranks(self._world, self._group)
         raise_on_any_rank(error, self._world, self._group)
         return new
+
+    def missing(self) -> list[int]:
+        """Servers of this rank that must be started or connected to."""
+        for server, process in self.processes.items():
+            # a server can end while no request notices
+            if server in self._apis and not process.alive:
+                self.lost.setdefault(server, "its process ended")
+        return [server for server in self.mine if server not in self.apis]
+
+    def _start(self, server: int, process: ServerProcess) -> None:
+        """Start a server's process anew."""
+        if server in self.lost:
+            print(f"mppo: restarting {process.name}: {self.lost[server]}", flush=True)
+        process.stop()
+        process.start()
 
     def _connected(self, server: int) -> SGLangApi:
         """A client to a server that answers, takes the key and computes the actor's model."""
@@ -224,24 +264,28 @@ class Fleet:
         """Whether servers share the training devices, and so must release memory for training."""
         return not self._rollout.urls and self._rollout.mode == "colocated"
 
-    def sleep(self, tags: tuple[str, ...]) -> None:
-        """Release the memory of ``tags`` on every server; collective.
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Release the memory of ``tags`` on every server of this rank that holds it."""
 
-        When it returns, all servers have released it: a rank that heads no server shares its GPU
-        with one, too.
-        """
-        self._call(lambda server, api: api.release_memory(tags))
-        for server in self.apis:
-            self._asleep.setdefault(server, set()).update(tags)
-        wait_for_ranks(self._world, self._group)
+        def release(server: int, api: SGLangApi) -> None:
+            asleep = self._asleep.setdefault(server, set())
+            held = [tag for tag in tags if tag not in asleep]
+            if held:
+                api.wait_until_idle(self._rollout.request_timeout_s)
+                api.release_memory(held)
+                asleep.update(held)
 
-    def wake(self, tag: str) -> None:
-        """Allocate the memory of ``tag`` again on servers that released it."""
+        self._call(release)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Allocate the memory of ``tags`` again on every server that released it."""
 
         def resume(server: int, api: SGLangApi) -> None:
-            if tag in self._asleep.get(server, ()):
-                api.resume_memory([tag])
-                self._asleep[server].discard(tag)
+            asleep = self._asleep.get(server, set())
+            released = [tag for tag in tags if tag in asleep]
+            if released:
+                api.resume_memory(released)
+                asleep.difference_update(released)
 
         self._call(resume)
 

@@ -28,8 +28,8 @@ class Requests:
 
     Args:
         fleet: the servers.
-        restore: restarts lost servers, sends them the current weights, and returns the weights'
-            version; collective.
+        restore: makes every server ready to generate (``SGLangEngine``), and returns the version of
+            the weights; collective. Call it before ``launch`` or ``collect``.
         rank, world: this rank and the number of ranks.
         group: process group of the ranks; None is the default one.
     """
@@ -59,7 +59,6 @@ class Requests:
         stragglers: StragglerAbort | None = None,
     ) -> InFlightRequests:
         """Start this rank's jobs; see ``InFlightRequests``."""
-        self.fleet.wake("kv_cache")
         return InFlightRequests(lambda: self.fleet.apis, jobs, call, max_in_flight, stragglers)
 
     def join(self, requests: InFlightRequests) -> dict[int, Any]:

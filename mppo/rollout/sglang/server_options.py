@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from mppo.config.rules.engine import sglang_options
+from mppo.parallel import device
 from mppo.parallel.addresses import free_port
 from mppo.parallel.environment import for_server
 from mppo.rollout.sglang.api import SGLangApi
@@ -39,6 +40,11 @@ _CPU_OPTIONS: dict[str, Any] = {
     "sleep_on_idle": True,
     "skip_server_warmup": True,  # the health check generates a token anyway
 }
+_SLEEPING_OPTIONS: dict[str, Any] = {
+    "enable_memory_saver": True,
+    # SGLang's default, breakable graphs, does not start with SGLANG_MEMORY_SAVER_CUDA_GRAPH
+    "cuda_graph_backend_prefill": "disabled",
+}
 
 
 def check_installed(on_cpu: bool) -> None:
@@ -61,12 +67,12 @@ def server_options(
     model_path: str,
     dtype: str,
     tensor_parallel: int,
-    base_device: int,
     on_cpu: bool,
     server_args: Mapping[str, Any],
     hf_config: Any,
     expert_parallel: int = 1,
     with_weights: bool = False,
+    sleeps: bool = True,
 ) -> dict[str, Any]:
     """SGLang's options for a server.
 
@@ -74,13 +80,13 @@ def server_options(
         model_path: Hugging Face folder.
         dtype: ``float32`` or ``bfloat16``.
         tensor_parallel: ranks of the server.
-        base_device: the server's first GPU.
         on_cpu: the server runs on a CPU.
         server_args: ``rollout.server_args``; they override every default here.
         hf_config: the folder's configuration.
         expert_parallel: groups of the server's ranks among which its experts are divided.
         with_weights: load the folder's weights and tokenizer; False: read only its configuration,
             start with dummy weights, and receive weights by sync.
+        sleeps: the server releases its memory while its GPUs train.
 
     Returns:
         Options without host, port and key.
@@ -101,7 +107,8 @@ def server_options(
     if on_cpu:
         options |= {"device": "cpu", **_CPU_OPTIONS}
     else:
-        options |= {"base_gpu_id": base_device, "enable_memory_saver": True}
+        if sleeps:
+            options |= _SLEEPING_OPTIONS
         if getattr(hf_config, "attn_logit_softcapping", None):
             options["attention_backend"] = CAPPED_BACKEND
     return options | sglang_options(server_args)
@@ -126,6 +133,22 @@ def server_environment(tensor_parallel: int, on_cpu: bool, model_type: str) -> d
             bound = [str(cores[i % len(cores)]) for i in range(tensor_parallel)]
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
     return variables
+
+
+def sleeping_environment(gpus: Sequence[int]) -> dict[str, str]:
+    """Further environment variables of a server that shares its GPUs with training ranks.
+
+    Args:
+        gpus: the server's GPUs, see ``device.visible_gpus``.
+    """
+    return {
+        **device.visible_gpus(gpus),
+        # without it, the memory of captured graphs stays allocated when it is released
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+        # SGLang does not start on GPUs of which one has less free memory than another; training
+        # ranks hold unequal amounts
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+    }
 
 
 def launch_command(options: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mppo.config.sections.rollout import RolloutConfig
+from mppo.parallel import device as device_seam
 from mppo.parallel.collectives import all_gather_objects
 from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.fleet import Fleet
@@ -96,6 +97,7 @@ class SliceTransport(TensorTransport):
         finally:
             if self._device.type != "cpu":  # device memory belongs to training between updates
                 self._of_slots = ({}, {})
+                device_seam.collect_shared_memory()
 
     def stop(self) -> None:
         """See ``WeightTransport``."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from mppo.parallel import device as device_seam
 from mppo.parallel.collectives import all_gather_objects
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused
@@ -158,6 +159,7 @@ class TensorTransport:
         self._try(lambda: [api.end_update() for api in self._servers.values()])
         if self._device.type != "cpu":  # device memory belongs to training between updates
             self._buffers = (SharedBuffer(self._device), SharedBuffer(self._device))
+            device_seam.collect_shared_memory()
         if self._failure is not None:
             raise self._failure
 
