@@ -285,15 +285,8 @@ def _patch_modules() -> None:
         _get_cuda_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
         _set_cuda_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
     )
-    # the module reads this name even where it could not import it
-    _names_of("transformer.moe.moe_utils").setdefault("te_general_gemm", None)
     for module in ("optimizer.clip_grads", "optimizer.optimizer"):
         _names_of(module)["clip_grad_by_total_norm_fp32"] = _clip_grad_by_total_norm
-    # isinstance checks need classes
-    mla = _names_of("transformer.multi_latent_attention")
-    for name in ("TELinear", "TEColumnParallelLinear"):
-        if not isinstance(mla.get(name), type):
-            mla[name] = type(name, (), {})
 
 
 def _clip_grad_by_total_norm(

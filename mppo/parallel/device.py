@@ -1,7 +1,8 @@
 """The device seam: the only place that decides between CUDA with NCCL and the CPU with gloo.
 
 Other modules call ``device()``. On a machine without a GPU, ``prepare_megatron`` makes
-Megatron-Core run on the CPU (see ``mppo.cpu.megatron_stand_ins``); with one it changes nothing.
+Megatron-Core run on the CPU (see ``mppo.cpu.megatron_stand_ins``); with one it only defines
+what Megatron misses without Transformer Engine (``mppo.parallel.megatron_without_te``).
 """
 
 from __future__ import annotations
@@ -155,14 +156,16 @@ def keep_freed_memory() -> None:
 
 def prepare_megatron() -> None:
     """Make Megatron-Core usable on this machine; idempotent. Call before building any model."""
-    if is_cuda():
-        return
-    keep_freed_memory()
-    from mppo.cpu import fused, megatron_stand_ins, products
+    from mppo.parallel import megatron_without_te
 
-    megatron_stand_ins.install()
-    fused.install()
-    products.install()
+    if not is_cuda():
+        keep_freed_memory()
+        from mppo.cpu import fused, megatron_stand_ins, products
+
+        megatron_stand_ins.install()
+        fused.install()
+        products.install()
+    megatron_without_te.install()
 
 
 def prepare_dtype(dtype: torch.dtype) -> None:
