@@ -1,0 +1,130 @@
+"""Collectives of one rank of a simulated world, as if every other rank held the same tensors.
+
+Values that are known stay known where that assumption says what they become. Sizes, devices and
+splits are checked; counts and bytes are kept by operation and group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from mppo.simulation.counters import Collective, Counters
+from mppo.simulation.known_values import attach, forget, known
+from mppo.simulation.ledger import source_line
+
+receive: list[Callable[[Tensor], None]] = [lambda tensor: forget([tensor])]
+"""What a point-to-point receive does with the values of its tensor."""
+reduction: list[Any] = [dist.ReduceOp.SUM]
+"""Of the all-reduce at work; torch's operation does not show its own."""
+_UNCHANGED = {"broadcast_", "send", "barrier"}
+
+
+def run_collective(counters: Counters, func: Any, args: tuple, kwargs: dict) -> Any:
+    """A ``c10d`` operation on simulated tensors.
+
+    Raises:
+        RuntimeError: its tensors are on different devices, or the splits of an all-to-all do not
+            sum up to its tensors' sizes.
+    """
+    operation = func._schema.name.removeprefix("c10d::")
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    devices = {x.device.type for x in tensors}
+    if len(devices) > 1:
+        raise RuntimeError(f"{operation}: tensors on {' and '.join(sorted(devices))}, {source_line()}")
+    group = _group(args)
+    size = group.size() if group is not None else 1
+    described = group.group_desc if group is not None else ""
+    kind = Collective(operation.strip("_"), described or f"{size} ranks", size)
+    counters.collective(kind, sum(x.numel() * x.element_size() for x in tensors))
+    if operation == "alltoall_base_":
+        _check_splits(args)
+    # the fake process group only wants to be called: with empty tensors of the CPU
+    empty = {id(x): torch.empty(0, dtype=x.dtype) for x in tensors}
+    back = {id(empty[id(x)]): x for x in tensors}
+    plain_args, plain_kwargs = tree_map(lambda x: empty.get(id(x), x), (args, kwargs))
+    if operation == "alltoall_base_":
+        plain_args = [[] if _is_sizes(x) else x for x in plain_args]
+    out = func(*plain_args, **plain_kwargs)
+    _propagate(operation, args, size)
+    return tree_map(lambda x: back.get(id(x), x), out)
+
+
+def _group(args: tuple) -> dist.ProcessGroup | None:
+    for x in args:
+        if isinstance(x, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError):
+                return dist.ProcessGroup.unbox(x)
+    return None
+
+
+def _is_sizes(x: Any) -> bool:
+    return isinstance(x, list | tuple) and bool(x) and all(isinstance(y, int) for y in x)
+
+
+def _check_splits(args: tuple) -> None:
+    for tensor, splits in zip(args[:2], [x for x in args[2:] if _is_sizes(x)]):
+        if sum(splits) != tensor.shape[0]:
+            raise RuntimeError(
+                f"all-to-all splits {list(splits)} of {tuple(tensor.shape)}, {source_line()}"
+            )
+
+
+def _propagate(operation: str, args: tuple, size: int) -> None:
+    """Values after an operation, from those before it."""
+    if operation in _UNCHANGED:
+        return
+    lists = [[x for x in tree_flatten(a)[0] if isinstance(x, FakeTensor)] for a in args]
+    if operation == "allreduce_":
+        for x in lists[0]:
+            _reduce(x, size)
+    elif operation in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
+        for out, source in zip(lists[0], lists[1]):
+            value = known(source)
+            _set(out, None if value is None else _repeated(value, out))
+    elif operation == "allgather_":
+        value = known(lists[1][0])
+        for out in lists[0]:
+            _set(out, value if value is not None and value.shape == out.shape else None)
+    elif operation == "alltoall_base_":
+        out, value = lists[0][0], known(lists[1][0])
+        _set(out, value if value is not None and value.shape == out.shape else None)
+    elif operation == "recv_":
+        for x in lists[0]:
+            receive[0](x)
+    else:
+        forget(x for tensors in lists for x in tensors)
+
+
+def _reduce(x: FakeTensor, size: int) -> None:
+    value = known(x)
+    if value is None:
+        return
+    kind = str(reduction[0])
+    if "SUM" in kind:
+        value.mul_(size)
+    elif "MAX" not in kind and "MIN" not in kind:
+        forget([x])
+
+
+def _repeated(value: Tensor, out: Tensor) -> Tensor:
+    return value.reshape(-1).repeat(out.numel() // max(value.numel(), 1)).view(out.shape)
+
+
+def _set(out: FakeTensor, value: Tensor | None) -> None:
+    """Give a tensor that a collective filled its values."""
+    if value is None:
+        forget([out])
+        return
+    before = known(out)
+    if before is not None:
+        before.copy_(value)
+    elif out.numel() * out.element_size() == out.untyped_storage().nbytes():
+        attach(out, value.clone())

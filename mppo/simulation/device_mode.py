@@ -1,0 +1,252 @@
+"""Tensors on the simulated GPU: shape, dtype, device and storage, but no data.
+
+Inside ``SimulatedGpu`` every operation on "cuda" runs on torch's fake tensors, which check shapes,
+dtypes and devices as the real operations do; tensors on the CPU stay real. Every storage is entered
+into the ledger, every kernel and every wait of the host into the counters.
+
+What a fake tensor cannot know:
+
+- values that follow from the host alone are computed (``mppo.simulation.known_values``);
+- a floating-point number that only a GPU would know reads as 1.0, and is counted;
+- an integer or a truth value that only a GPU would know is an error: the program's course, or a
+  shape, would depend on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from mppo.simulation.collectives import run_collective
+from mppo.simulation.counters import Counters
+from mppo.simulation.known_values import (
+    CPU,
+    UnknownValue,
+    attach,
+    evaluate,
+    known,
+    worth_keeping,
+)
+from mppo.simulation.ledger import Ledger, source_line
+
+aten = torch.ops.aten
+_VALUE_SHAPED = {
+    aten.nonzero.default, aten.masked_select.default, aten.bincount.default,
+    aten._unique2.default, aten.unique_consecutive.default, aten.repeat_interleave.Tensor,
+}  # fmt: skip
+"""Operations whose result's shape depends on values: the host waits for the GPU."""
+_INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default,
+            aten._index_put_impl_.default}  # fmt: skip
+_FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+_NO_KERNEL = ("aten::empty", "aten::detach", "aten::alias", "aten::lift_fresh", "aten::new_empty",
+              "aten::set_", "aten::_local_scalar_dense", "aten::resize_")  # fmt: skip
+
+
+class _FakeTensors(FakeTensorMode):
+    avoid_device_init = True  # there is no GPU to initialise
+
+
+class SimulatedGpu(TorchDispatchMode):
+    """Operations on the simulated GPU.
+
+    Args:
+        ledger: takes every allocation.
+        counters: take every kernel, wait and collective.
+    """
+
+    def __init__(self, ledger: Ledger, counters: Counters) -> None:
+        super().__init__()
+        self.ledger, self.counters = ledger, counters
+        self._fakes = _FakeTensors(allow_non_fake_inputs=True)
+        self._special = {
+            aten._local_scalar_dense.default: self._read_item,
+            aten.equal.default: self._compare,
+            aten.is_pinned.default: lambda *args, **kwargs: False,
+            aten._pin_memory.default: lambda x, *args, **kwargs: x,
+            aten._to_copy.default: self._to_copy,
+            aten.copy_.default: self._copy,
+            aten.set_.source_Storage_storage_offset: self._set_storage,
+        }
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        fakes = fake_arguments(args, kwargs)
+        where = kwargs.get("device")
+        if not fakes and (where is None or torch.device(where).type != "cuda"):
+            return self._on_host(func, args, kwargs)
+        if func.namespace == "c10d":
+            return run_collective(self.counters, func, args, kwargs)
+        special = self._special.get(func)
+        if special is not None:
+            return special(*args, **kwargs)
+        if func in _INDEXED:
+            args = (args[0], self._positions(args[1]), *args[2:])
+            fakes = fake_arguments(args, kwargs)
+        return self._run(func, args, kwargs, fakes)
+
+    def _on_host(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """An operation on real tensors; nothing is pinned, since there is no driver to pin it."""
+        if func is aten.is_pinned.default:
+            return False
+        if func is aten._pin_memory.default:
+            return args[0]
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+    def _run(self, func: Any, args: tuple, kwargs: dict, fakes: list[FakeTensor]) -> Any:
+        name = func._schema.name
+        if not func.is_view and not name.startswith(_NO_KERNEL):
+            self.counters.operation()
+        if fakes and name.rpartition("::")[2] in _FILLED:
+            return self._filled(func, args, kwargs)
+        value = evaluate(func, args, kwargs, fakes)
+        if func in _VALUE_SHAPED:
+            out = self._of_unknown_shape(func, args, value)
+        else:
+            with self._fakes:
+                out = func(*args, **kwargs)
+        self._note(out, value)
+        return out
+
+    def _note(self, out: Any, value: Any) -> None:
+        """Enter an operation's results into the ledger, with their values if they are known."""
+        results = (out,) if isinstance(out, Tensor) else tree_flatten(out)[0]
+        values = tree_flatten(value)[0] if value is not None else [None] * len(results)
+        for result, found in zip(results, values):
+            if isinstance(result, FakeTensor) and result.device.type == "cuda":
+                storage = result.untyped_storage()
+                is_new = getattr(storage, "allocation", None) is None
+                self.ledger.note(result)
+                if is_new and isinstance(found, Tensor):
+                    attach(result, found)
+
+    def _filled(self, func: Any, args: tuple, kwargs: dict) -> Tensor:
+        """A tensor of one number, like another: its values do not depend on the other's."""
+        with self._fakes:
+            out = func(*args, **kwargs)
+        name = func._schema.name
+        number = 0 if "zeros" in name else 1
+        if "full" in name:
+            number = args[2] if name.endswith("new_full") else args[1]
+        if out.device.type == "cpu":
+            return torch.full(out.shape, number, dtype=out.dtype)
+        value = None
+        if worth_keeping(out.numel(), out.dtype):
+            value = torch.full(out.shape, number, dtype=out.dtype)
+        self._note(out, value)
+        return out
+
+    def _of_unknown_shape(self, func: Any, args: tuple, value: Any) -> Any:
+        """A result whose shape the GPU computes and the host then waits for."""
+        self.counters.wait(func._schema.name.removeprefix("aten::"))
+        if func is aten.masked_select.default:
+            mask = known(args[1]) if isinstance(args[1], FakeTensor) else args[1]
+            if mask is not None:
+                shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+                with self._fakes:
+                    return torch.empty(
+                        int(mask.expand(shape).sum()), dtype=args[0].dtype, device=args[0].device
+                    )
+        if value is None:
+            raise UnknownValue(f"{func._schema.name} of values only a GPU knows, {source_line()}")
+
+        def fake(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+
+        with self._fakes:
+            return tree_map(fake, value)
+
+    def _positions(self, indices: list[Any]) -> list[Any]:
+        """Indices with every mask replaced by the positions it selects."""
+        found: list[Any] = []
+        for index in indices:
+            if not isinstance(index, FakeTensor) or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+                continue
+            self.counters.wait("mask")
+            mask = known(index)
+            if mask is None:
+                shape = tuple(index.shape)
+                raise UnknownValue(f"a mask {shape} only a GPU knows, {source_line()}")
+            found += [self._to_gpu(x) for x in mask.nonzero(as_tuple=True)]
+        return found
+
+    def _to_gpu(self, x: Tensor) -> Tensor:
+        with self._fakes:
+            out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+        self._note(out, x)
+        return out
+
+    def _read_item(self, x: FakeTensor) -> Any:
+        self.counters.wait("item")
+        value = known(x)
+        if value is not None:
+            return value.item()
+        if not x.dtype.is_floating_point:
+            raise UnknownValue(f"a {x.dtype} only a GPU knows is read, {source_line()}")
+        self.counters.unknown[source_line()] += 1
+        return 1.0
+
+    def _compare(self, x: Tensor, other: Tensor) -> bool:
+        self.counters.wait("equal")
+        found = [known(t) if isinstance(t, FakeTensor) else t for t in (x, other)]
+        if found[0] is None or found[1] is None:
+            raise UnknownValue(f"tensors only a GPU knows are compared, {source_line()}")
+        return torch.equal(found[0], found[1])
+
+    def _to_copy(self, x: Tensor, **kwargs: Any) -> Any:
+        where = kwargs.get("device")
+        if where is None or torch.device(where).type != "cpu" or not isinstance(x, FakeTensor):
+            args = (x,)
+            return self._run(aten._to_copy.default, args, kwargs, fake_arguments(args, {}))
+        return self._to_host(x, kwargs.get("dtype") or x.dtype)
+
+    def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if isinstance(to, FakeTensor):
+            args = (to, source, non_blocking)
+            return self._run(aten.copy_.default, args, {}, fake_arguments(args, {}))
+        assert isinstance(source, FakeTensor)
+        return to.copy_(self._to_host(source, to.dtype, waits=not non_blocking))
+
+    def _to_host(self, x: FakeTensor, dtype: torch.dtype, waits: bool = True) -> Tensor:
+        if waits:
+            self.counters.wait("copy to host")
+        value = known(x)
+        if value is not None:
+            return value.to(dtype, copy=True)
+        if not x.dtype.is_floating_point and waits:
+            raise UnknownValue(
+                f"{x.dtype} {tuple(x.shape)} only a GPU knows is read, {source_line()}"
+            )
+        self.counters.unknown[source_line()] += 1
+        return torch.zeros((), dtype=dtype, device=CPU).expand(x.shape).contiguous()
+
+    def _set_storage(
+        self, x: FakeTensor, source: Any, offset: int, size: Any, stride: Any = ()
+    ) -> FakeTensor:
+        """``x`` becomes a view of a storage. torch's own way keeps that storage for ever."""
+        meta = torch.empty(0, dtype=x.dtype, device="meta")
+        view = meta.set_(source, offset, size, stride or torch.empty(size, device="meta").stride())
+        x.data = FakeTensor(self._fakes, view, x.device)
+        return x
+
+
+def fake_arguments(args: Any, kwargs: Any) -> list[FakeTensor]:
+    """The simulated tensors among an operation's arguments, inside lists too."""
+    found = []
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(x, FakeTensor):
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            found.extend(y for y in tree_flatten(x)[0] if isinstance(y, FakeTensor))
+    return found

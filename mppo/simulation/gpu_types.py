@@ -1,0 +1,57 @@
+"""GPUs by name: memory, and what ``torch.cuda`` says of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mppo.config.errors import nearest
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class GpuType:
+    """A GPU.
+
+    Args:
+        name: as ``torch.cuda.get_device_name`` says it.
+        nbytes: memory that the driver reports as its total.
+        capability: compute capability.
+    """
+
+    name: str
+    nbytes: int
+    capability: tuple[int, int] = (9, 0)
+
+
+GPU_TYPES = {
+    "a100-40gb": GpuType("NVIDIA A100-SXM4-40GB", 40_326 * MIB, (8, 0)),
+    "a100-80gb": GpuType("NVIDIA A100-SXM4-80GB", 81_038 * MIB, (8, 0)),
+    "h100-80gb": GpuType("NVIDIA H100 80GB HBM3", 81_079 * MIB),
+    "h20-96gb": GpuType("NVIDIA H20", 97_280 * MIB),
+    "h200-141gb": GpuType("NVIDIA H200", 143_155 * MIB),
+    "b200-180gb": GpuType("NVIDIA B200", 182_642 * MIB, (10, 0)),
+    "l40s-48gb": GpuType("NVIDIA L40S", 45_478 * MIB, (8, 9)),
+}
+"""Total memory as ``torch.cuda.get_device_properties`` reports it, about 1% below the label."""
+
+
+def find_gpu(name: str) -> GpuType:
+    """A GPU by its name in ``GPU_TYPES``, or by its memory in GiB.
+
+    Raises:
+        ValueError: neither.
+    """
+    if name.lower() in GPU_TYPES:
+        return GPU_TYPES[name.lower()]
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)(?:gib)?", name.lower())
+    if number and float(number[1]) > 0:
+        return GpuType(f"GPU of {float(number[1]):g} GiB", int(float(number[1]) * GIB))
+    close = nearest(name.lower(), GPU_TYPES)
+    meant = f" (did you mean {close}?)" if close else ""
+    raise ValueError(
+        f"--gpu {name}: unknown GPU{meant}; choose one of {', '.join(GPU_TYPES)}, or give its "
+        "memory in GiB, such as 79.2"
+    )

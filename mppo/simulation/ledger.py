@@ -1,0 +1,156 @@
+"""Every allocation on the simulated GPU from its beginning to its end, by purpose and source line."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+BLOCK = 512
+"""Bytes to whose multiples torch's allocator rounds a request."""
+_LARGE = 1 << 20
+"""Smallest allocation whose source line is noted."""
+_LISTED = 1 << 16
+"""Smallest allocation that is kept in the list of all."""
+_FIRST_ADDRESS = 1 << 40
+_OWN = str(Path(__file__).parent)
+_PACKAGE_ROOT = str(Path(__file__).parents[2]) + "/"
+
+
+@cache
+def _shown(filename: str) -> str | None:
+    """A source file as reports name it; None for torch, the interpreter and this room."""
+    hidden = ("/torch/", "<frozen", "<string>", "/contextlib.py", "/functools.py", "/threading.py")
+    if filename.startswith(_OWN) or any(part in filename for part in hidden):
+        return None
+    return filename.rsplit("site-packages/", 1)[-1].removeprefix(_PACKAGE_ROOT)
+
+
+def source_line() -> str:
+    """``file:line`` of the innermost caller outside torch and the simulation."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = _shown(frame.f_code.co_filename)
+        if name is not None:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"
+
+
+@dataclass(slots=True)
+class Allocation:
+    """One storage on the simulated GPU.
+
+    Args:
+        size: bytes, rounded as torch's allocator does.
+        purpose: what it is for; the phase it was made in until ``Ledger.assign`` says more.
+        line: source line that made it; empty for small ones.
+        address: where it lies, different for all.
+        begin: moment it was made, in allocations since the start.
+        end: moment it was freed; None: it lives.
+    """
+
+    size: int
+    purpose: str
+    line: str
+    address: int
+    begin: int
+    end: int | None = None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest number of bytes at one moment of a phase.
+
+    Args:
+        size: bytes.
+        moment: when, in allocations since the start.
+        line: source line of the allocation that reached it.
+    """
+
+    size: int
+    moment: int
+    line: str
+
+
+class Ledger:
+    """Bytes that live on the simulated GPU.
+
+    Args:
+        phase: names the phase the rank is in.
+
+    Attributes:
+        now: bytes that live.
+        moment: allocations so far.
+        peaks: by phase, the largest number of bytes at one moment.
+        allocations: all storages so far but small ones, those that were freed too.
+    """
+
+    def __init__(self, phase: Callable[[], str]) -> None:
+        self._phase = phase
+        self.now = 0
+        self.moment = 0
+        self.peaks: dict[str, Peak] = {}
+        self.allocations: list[Allocation] = []
+        self._living: dict[int, tuple[weakref.ref, Allocation]] = {}
+        self._next_address = _FIRST_ADDRESS
+
+    def note(self, tensor: Tensor) -> Allocation:
+        """The allocation of a tensor's storage, recorded if it is new or was resized."""
+        storage: Any = tensor.untyped_storage()
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        known: Allocation | None = getattr(storage, "allocation", None)
+        if known is not None and known.size == size:
+            return known
+        phase = self._phase()
+        line = source_line() if size >= _LARGE else ""
+        found = Allocation(size, phase, line, self._next_address, self.moment)
+        if known is None:
+            storage.reference = weakref.ref(storage, self._freed)
+        else:
+            found.purpose = known.purpose
+            self._end(known)
+        storage.allocation = found
+        self._living[id(storage.reference)] = storage.reference, found
+        self._next_address += size + BLOCK
+        self.moment += 1
+        self.now += size
+        if size >= _LISTED:
+            self.allocations.append(found)
+        peak = self.peaks.get(phase)
+        if peak is None or self.now > peak.size:
+            self.peaks[phase] = Peak(self.now, found.begin, line or source_line())
+        return found
+
+    def assign(self, tensors: Iterable[Tensor | None], purpose: str) -> None:
+        """Say what the storages of tensors are for."""
+        for tensor in tensors:
+            if tensor is not None and isinstance(tensor, FakeTensor):
+                self.note(tensor).purpose = purpose
+
+    def composition(self, moment: int | None = None) -> Counter[str]:
+        """Bytes by purpose of what lived at a moment; None: now."""
+        found: Counter[str] = Counter()
+        if moment is None:
+            for _, allocation in self._living.values():
+                found[allocation.purpose] += allocation.size
+            return found
+        for allocation in self.allocations:
+            if allocation.begin <= moment and (allocation.end is None or allocation.end > moment):
+                found[allocation.purpose] += allocation.size
+        return found
+
+    def _freed(self, reference: weakref.ref) -> None:
+        self._end(self._living.pop(id(reference))[1])
+
+    def _end(self, allocation: Allocation) -> None:
+        allocation.end = self.moment
+        self.now -= allocation.size

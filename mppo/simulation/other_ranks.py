@@ -1,0 +1,146 @@
+"""What one rank of a simulated world cannot know by itself, in place of what would say it: the
+weights' files, what the other pipeline stages hold, the shapes they send, and the choices of
+routers, which depend on numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mppo.config.rules.rule import RoleCase
+from mppo.models import role, role_weights
+from mppo.models.attention import core
+from mppo.models.moe import router
+from mppo.parallel.layout import Layout
+from mppo.planning.memory import stage_layers
+from mppo.simulation import attention_kernels, collectives
+from mppo.simulation.counters import Counters
+from mppo.simulation.known_values import attach, forget
+from mppo.supervision.phase import current
+from mppo.weights import stream
+from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.safetensors_file import StoredTensor
+from mppo.weights.load import load_hf_weights
+from mppo.weights.shape import model_shape
+from mppo.weights.table import parameter_table
+
+
+class EmptyFolder(HFFolder):
+    """A Hugging Face folder with every tensor of a model and no file: all numbers are zero.
+
+    Args:
+        hf_config: the model's config.
+    """
+
+    def __init__(self, hf_config: Any) -> None:
+        self.path = Path("no weights")
+        shapes = parameter_table(model_shape(hf_config)).hf_shapes()
+        self.tensors = {
+            name: StoredTensor(self.path, 0, torch.bfloat16, shape)
+            for name, shape in shapes.items()
+        }
+        self.bytes_read = 0
+        self._scales = {}
+
+    def read_into(self, target: Tensor, name: str, dim: int = 0, start: int = 0) -> None:
+        """Copy zeros from the host, as a file's slice is copied."""
+        target.copy_(torch.zeros((), dtype=target.dtype).expand(target.shape))
+
+
+def install(
+    cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters: Counters
+) -> None:
+    """Put the stand-ins in place.
+
+    Args:
+        cases: by role, its section and its model's config.
+        world_size: ranks of the world.
+        counters: count the micro-batches.
+    """
+
+    def load_weights(path: Any, chunks: Any, hf_config: Any, groups: Any) -> tuple[str, ...]:
+        folder = EmptyFolder(hf_config)
+        return load_hf_weights(folder, chunks, hf_config, groups.layout, groups.coordinates).fresh
+
+    role_weights.load_weights = load_weights
+    case, hf_config = cases["actor"]
+    everyone = stage_holdings(case, hf_config, world_size)
+
+    def gather_objects(held: list[tuple], group: Any, size: int) -> list[list[tuple]]:
+        return [held] if size == 1 else everyone
+
+    stream._gather_objects = gather_objects
+    router.Router._choose = _even_choice(router.Router._choose)
+    _follow_micro_batches(counters, {name: config for name, (_, config) in cases.items()})
+    attention_kernels.install(core)
+
+
+def stage_holdings(case: RoleCase, hf_config: Any, world_size: int) -> list[list[tuple]]:
+    """What every pipeline stage of a role holds, as ``WeightStream`` exchanges it."""
+    table, m = parameter_table(model_shape(hf_config)), case.megatron
+    layout: Layout = m.layout(world_size)
+    layers = stage_layers(
+        table.shape.num_layers,
+        layout.pp,
+        layout.vpp,
+        m.num_layers_in_first_pipeline_stage,
+        m.num_layers_in_last_pipeline_stage,
+        m.pipeline_layers,
+    )
+    stages = []
+    for stage, owned in enumerate(layers):
+        ends = {"embedding"} if stage == 0 else set()
+        if stage == layout.pp - 1:
+            ends |= {"final", "output"}
+        rows = [(r.where, None, r.name, torch.bfloat16) for r in table.rows if r.where in ends]
+        for layer in owned:
+            for r in table.rows:
+                if table.applies(r, layer):
+                    dtype = torch.float32 if r.keep_fp32 else torch.bfloat16
+                    rows.append((r.where, layer, r.name, dtype))
+        stages.append(rows)
+    return stages
+
+
+def _follow_micro_batches(counters: Counters, hf_configs: Mapping[str, Any]) -> None:
+    """Count micro-batches. What a neighbouring stage sends has the shape of the last one cut."""
+    plain_cut, tokens = role.cut, [0]
+
+    def cut(batch: Any, indices: Any, multiple: int, *rest: Any) -> Any:
+        found = plain_cut(batch, indices, multiple, *rest)
+        counters.micro_batch()
+        tokens[0] = len(found.tokens_t) // multiple
+        return found
+
+    def receive(tensor: Tensor) -> None:
+        if tensor.dtype is not torch.int64 or tuple(tensor.shape) != (3,):
+            forget([tensor])
+            return
+        words = current().replace(",", "").split()
+        width = next(config.hidden_size for name, config in hf_configs.items() if name in words)
+        attach(tensor, torch.tensor([tokens[0], 1, width]))
+
+    role.cut = cut
+    collectives.receive[0] = receive
+
+
+def _even_choice(plain_choose: Any) -> Any:
+    """The router's choice with every expert taken equally often."""
+
+    def choose_evenly(self: Any, scores: Tensor, topk: int, num_groups: Any, group_topk: Any,
+                      choose: Any) -> Any:  # fmt: skip
+        def even(scores: Tensor, topk: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            choose(scores, topk, **kwargs)
+            tokens, experts = scores.shape
+            places = torch.arange(tokens)[:, None] * topk + torch.arange(topk)
+            taken = (places % experts).to(scores.device)
+            return scores.gather(1, taken), taken
+
+        return plain_choose(self, scores, topk, num_groups, group_topk, even)
+
+    return choose_evenly

@@ -1,0 +1,312 @@
+"""One rank of a run, executed on a simulated GPU at the recipe's size."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
+from mppo.config.rules.rule import roles_in_use
+from mppo.config.schema import Recipe
+from mppo.simulation import attention_kernels, cuda_namespace, torch_guard, world
+from mppo.simulation.counters import Collective, Counters, Wait
+from mppo.simulation.device_mode import SimulatedGpu
+from mppo.simulation.gpu_types import GpuType
+from mppo.simulation.ledger import Allocation, Ledger
+from mppo.supervision.phase import current, phase
+
+if TYPE_CHECKING:
+    from mppo.models.role import Role
+    from mppo.trainer.roles import Roles
+
+_STEP = re.compile(r", step (\d+)")
+SMALL = "small allocations"
+"""Purpose of what is too small to be listed one by one."""
+_TOTAL_STEPS = 100
+"""PPO steps the learning rates are scheduled for; they change no tensor."""
+
+
+@dataclass(frozen=True)
+class RankCase:
+    """A rank to simulate.
+
+    Args:
+        recipe: a valid recipe; its models' paths need not hold weights.
+        hf_configs: config of every role's model.
+        world_size: ranks of the world.
+        rank: which one.
+        steps: PPO steps.
+        gpu: what the GPU is.
+        gpus_per_node: GPUs of a node.
+    """
+
+    recipe: Recipe
+    hf_configs: Mapping[str, Any]
+    world_size: int
+    rank: int
+    steps: int
+    gpu: GpuType
+    gpus_per_node: int = 8
+
+
+@dataclass
+class PhaseResult:
+    """What a phase of the run did on this rank; of several steps, the last.
+
+    Args:
+        name: the phase.
+        peak: most bytes that lived at one moment of it, over all steps.
+        composition: bytes by purpose at that moment.
+        moment: that moment, in allocations since the start.
+        line: source line that reached it.
+        operations: kernels started.
+        micro_batches: micro-batches that the rank worked on.
+        waits: times the host waited for the GPU, by place.
+        calls, nbytes: collectives, and the bytes handed to and taken from them, by kind.
+    """
+
+    name: str
+    peak: int = 0
+    composition: Counter[str] = field(default_factory=Counter)
+    moment: int = 0
+    line: str = ""
+    operations: float = 0
+    micro_batches: float = 0
+    waits: Counter[Wait] = field(default_factory=Counter)
+    calls: Counter[Collective] = field(default_factory=Counter)
+    nbytes: Counter[Collective] = field(default_factory=Counter)
+
+
+@dataclass
+class RankResult:
+    """What a simulated rank did.
+
+    Args:
+        rank: which one.
+        coordinates: its place in each role's layout, by role.
+        phases: in order.
+        resident: bytes by purpose that live between steps.
+        groups: process groups that hold the rank, by backend.
+        attention: calls by attention kernel.
+        unknown: places that read a number only a GPU would know.
+        seconds: time the simulation took.
+        allocations: every allocation, for a timeline.
+    """
+
+    rank: int
+    coordinates: dict[str, Any]
+    phases: list[PhaseResult]
+    resident: Counter[str]
+    groups: Counter[str]
+    attention: Counter[str]
+    unknown: Counter[str]
+    seconds: float
+    allocations: list[Allocation] = field(default_factory=list)
+
+    @property
+    def peak(self) -> PhaseResult:
+        """The phase with the most bytes."""
+        return max(self.phases, key=lambda found: found.peak)
+
+
+@cache
+def _label(path: str) -> tuple[int, str]:
+    """Step and innermost phase of what ``mppo.supervision.phase.current`` says."""
+    step = _STEP.search(path)
+    return int(step[1]) if step else 0, _STEP.sub("", path.split(" > ")[-1])
+
+
+def current_phase() -> str:
+    """The innermost phase the rank is in, without the step."""
+    return _label(current())[1]
+
+
+def simulate_rank(case: RankCase) -> RankResult:
+    """Build the roles of a rank and run PPO steps on it, all by the code that runs on a GPU.
+
+    The process is changed for good: call it in one that does nothing else (``isolated``).
+
+    Raises:
+        UnknownValue: the code waits for a value that decides its course.
+        Exception: what the code raises, such as tensors on different devices.
+    """
+    began = time.perf_counter()
+    ledger, counters = Ledger(current_phase), Counters(current_phase)
+    torch_guard.install()
+    device = case.rank % case.gpus_per_node
+    cuda_namespace.install(ledger, counters, case.gpu, device, case.gpus_per_node)
+    world.install(case.rank, case.world_size, counters)
+    with SimulatedGpu(ledger, counters):
+        run = _Simulation(case, ledger, counters)
+        run.build()
+        for step in range(1, case.steps + 1):
+            run.step(step)
+        run.save()
+    return run.result(time.perf_counter() - began)
+
+
+class _Simulation:
+    """A rank at work."""
+
+    def __init__(self, case: RankCase, ledger: Ledger, counters: Counters) -> None:
+        from mppo.parallel import device
+        from mppo.simulation import other_ranks
+
+        self.case, self.ledger, self.counters = case, ledger, counters
+        device.prepare_megatron()
+        roles = {role.name: (role, case.hf_configs[role.name]) for role in roles_in_use(case.recipe)}
+        other_ranks.install(roles, case.world_size, counters)
+        self.resident: Counter[str] = Counter()
+
+    def build(self) -> None:
+        """The roles, as ``mppo.trainer.run_setup`` builds them."""
+        from mppo.parallel.groups import GroupRegistry
+        from mppo.trainer.roles import Roles
+
+        configs = {role.path: self.case.hf_configs[role.name] for role in roles_in_use(self.case.recipe)}
+        recipe = self.case.recipe
+        self.roles: Roles = Roles(
+            recipe,
+            Path(recipe.model.path),
+            lambda path, *rest: configs[str(path)],
+            GroupRegistry(recipe.trainer.seed),
+            _TOTAL_STEPS,
+        )
+        present = [self.roles.actor, self.roles.critic, self.roles.ref]
+        self.present: list[Role] = [role for role in present if role is not None]
+        for role in self.present:
+            if not role.groups.is_last_stage:
+                role._stat_names = []  # the last stage's, which this rank cannot ask
+        self._assign()
+
+    def step(self, step: int) -> None:
+        """One iteration, as ``mppo.trainer.loop`` runs it, from scored responses to new weights."""
+        from mppo.trainer.advantages import estimate, kl_controller
+        from mppo.trainer.forward_phase import ForwardPhase
+        from mppo.trainer.update_phase import UpdatePhase
+
+        self.counters.clear()
+        recipe = self.case.recipe
+        batch = longest_batch(recipe)
+        with phase("log_probs", step):
+            forward = ForwardPhase(self.roles, batch)
+            for role in forward.order:
+                forward.compute(role)
+            outputs = forward.outputs()
+        with phase("adv", step):
+            kl = kl_controller(recipe.algorithm.kl_ctrl).coef
+            experience = estimate(outputs, recipe.algorithm, kl)
+        with phase("update", step):
+            update = UpdatePhase(self.roles, experience, step, actor_frozen=False)
+            for actions in update.rounds:
+                update.run_round(actions)
+                self._assign()
+            update.metrics()
+        self.resident = self.ledger.composition()
+        with phase("weight sync", step):
+            self._stream()
+
+    def _stream(self) -> None:
+        """The weights into the two buffers that servers read (``TensorTransport``)."""
+        from mppo.parallel import device
+        from mppo.rollout.transport.buckets import SharedBuffer
+
+        buffers = [SharedBuffer(device.device()) for _ in range(2)]
+        stream = self.roles.actor.weights.stream(self.case.recipe.rollout.sync_bucket_mb << 20)
+        for number, bucket in enumerate(stream):
+            buffers[number % 2].fill(bucket)
+        del buffers, bucket
+        gc.collect()
+
+    def save(self) -> None:
+        """The sharded state of what a checkpoint holds."""
+        from mppo.checkpoint.role_state import sharded_state
+
+        with phase("checkpoint state"):
+            for role in self.roles.trained.values():
+                with role.groups.active():
+                    sharded_state(role)
+
+    def _assign(self) -> None:
+        """Name the purposes of what lives as long as the roles."""
+        from mppo.checkpoint.role_state import optimizer_parts
+
+        for role in self.present:
+            name, assign = role.name, self.ledger.assign
+            assign((p for stage in role.stages for p in stage.parameters()), f"{name} weights")
+            if role.optimizer is None:
+                continue
+            for chunk in role._chunks:
+                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                    assign([buffer.param_data], f"{name} weights")
+                    assign([buffer.grad_data], f"{name} gradients")
+            for part in optimizer_parts(role):
+                groups = part.optimizer.param_groups
+                assign((p for group in groups for p in group["params"]), f"{name} main weights")
+                states = part.optimizer.state.values()
+                assign(
+                    (x for state in states for x in state.values() if isinstance(x, torch.Tensor)),
+                    f"{name} moments",
+                )
+
+    def result(self, seconds: float) -> RankResult:
+        """What was counted."""
+        counters, phases = self.counters, []
+        for name, peak in self.ledger.peaks.items():
+            composition = self.ledger.composition(peak.moment)
+            composition[SMALL] = peak.size - composition.total()
+            found = PhaseResult(name, peak.size, composition, peak.moment, peak.line)
+            found.operations = counters.operations[name]
+            found.micro_batches = counters.micro_batches[name]
+            for (where, place), count in counters.waits.items():
+                found.waits[place] += count * (where == name)
+            for (where, kind), count in counters.calls.items():
+                found.calls[kind] += count * (where == name)
+                found.nbytes[kind] += counters.bytes[where, kind] * (where == name)
+            for counts in (found.waits, found.calls, found.nbytes):
+                for key in [key for key, count in counts.items() if not count]:
+                    del counts[key]
+            phases.append(found)
+        return RankResult(
+            rank=self.case.rank,
+            coordinates={role.name: role.groups.coordinates for role in self.present},
+            phases=phases,
+            resident=self.resident,
+            groups=self._groups(),
+            attention=Counter(attention_kernels.calls),
+            unknown=Counter(counters.unknown),
+            seconds=seconds,
+            allocations=self.ledger.allocations,
+        )
+
+    def _groups(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for (_, backend), count in self.counters.groups.items():
+            found["gloo" if backend == "gloo" else "nccl"] += count
+        return found
+
+
+def longest_batch(recipe: Recipe) -> Batch:
+    """A batch of the recipe's size whose prompts and responses all have the greatest length."""
+    prompt, response = recipe.data.max_prompt_length, recipe.data.max_response_length
+    trajectories = [
+        Trajectory(
+            Prompt(i // recipe.rollout.n, (1,) * prompt, "", "", ""),
+            (2,) * response,
+            (-0.5,) * response,
+            "length",
+            0,
+        )
+        for i in range(recipe.data.train_batch_size * recipe.rollout.n)
+    ]
+    scores = [float(i % 2) for i in range(len(trajectories))]
+    return pack_trajectories(trajectories, scores, recipe.algorithm.score_after_end)
