@@ -38,7 +38,9 @@ def run_collective(counters: Counters, func: Any, args: tuple, kwargs: dict) -> 
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     devices = {x.device.type for x in tensors}
     if len(devices) > 1:
-        raise RuntimeError(f"{operation}: tensors on {' and '.join(sorted(devices))}, {source_line()}")
+        raise RuntimeError(
+            f"{operation}: tensors on {' and '.join(sorted(devices))}, {source_line()}"
+        )
     group = _group(args)
     size = group.size() if group is not None else 1
     described = group.group_desc if group is not None else ""

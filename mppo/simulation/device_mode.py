@@ -26,11 +26,11 @@ from mppo.simulation.collectives import run_collective
 from mppo.simulation.counters import Counters
 from mppo.simulation.known_values import (
     CPU,
+    MOST_BYTES,
     UnknownValue,
     attach,
     evaluate,
     known,
-    worth_keeping,
 )
 from mppo.simulation.ledger import Ledger, source_line
 
@@ -139,8 +139,10 @@ class SimulatedGpu(TorchDispatchMode):
         if out.device.type == "cpu":
             return torch.full(out.shape, number, dtype=out.dtype)
         value = None
-        if worth_keeping(out.numel(), out.dtype):
-            value = torch.full(out.shape, number, dtype=out.dtype)
+        if out.numel() * out.element_size() <= MOST_BYTES:  # of floats too: masks grow from zeros
+            plain = torch.zeros if not number else torch.ones
+            value = plain(out.shape, dtype=out.dtype)
+            value = value if number in (0, 1) else value.fill_(number)
         self._note(out, value)
         return out
 

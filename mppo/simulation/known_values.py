@@ -65,7 +65,9 @@ def worth_keeping(numel: int, dtype: torch.dtype) -> bool:
     return numel * dtype.itemsize <= MOST_BYTES
 
 
-def evaluate(func: Any, args: Sequence[Any], kwargs: dict[str, Any], fakes: list[FakeTensor]) -> Any:
+def evaluate(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], fakes: list[FakeTensor]
+) -> Any:
     """The operation on known values; None where an input's are unknown or too many.
 
     Operations in place change the values they write to, or make them unknown.

@@ -52,9 +52,7 @@ class EmptyFolder(HFFolder):
         target.copy_(torch.zeros((), dtype=target.dtype).expand(target.shape))
 
 
-def install(
-    cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters: Counters
-) -> None:
+def install(cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters: Counters) -> None:
     """Put the stand-ins in place.
 
     Args:

@@ -163,7 +163,9 @@ class _Simulation:
 
         self.case, self.ledger, self.counters = case, ledger, counters
         device.prepare_megatron()
-        roles = {role.name: (role, case.hf_configs[role.name]) for role in roles_in_use(case.recipe)}
+        roles = {
+            role.name: (role, case.hf_configs[role.name]) for role in roles_in_use(case.recipe)
+        }
         other_ranks.install(roles, case.world_size, counters)
         self.resident: Counter[str] = Counter()
 
@@ -172,7 +174,9 @@ class _Simulation:
         from mppo.parallel.groups import GroupRegistry
         from mppo.trainer.roles import Roles
 
-        configs = {role.path: self.case.hf_configs[role.name] for role in roles_in_use(self.case.recipe)}
+        configs = {
+            role.path: self.case.hf_configs[role.name] for role in roles_in_use(self.case.recipe)
+        }
         recipe = self.case.recipe
         self.roles: Roles = Roles(
             recipe,

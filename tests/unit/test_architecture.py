@@ -44,7 +44,8 @@ LAYERS = (
     {"data", "models", "report"},
     {"planning", "rewards", "rollout", "checkpoint"},
     {"trainer"},
-    {"evaluate", "preflight", "replay", "serve", "train"},
+    {"simulation"},
+    {"evaluate", "preflight", "replay", "serve", "simulate", "train"},
 )
 """Rooms, and modules directly under ``mppo``: each imports itself and those of layers above it."""
 
@@ -171,7 +172,7 @@ def test_pure_modules_import_no_process_group_device_or_engine():
 def test_devices_are_named_in_one_room():
     wrong = []
     for module, path in modules().items():
-        if room_of(module) in ("parallel", "cpu"):
+        if room_of(module) in ("parallel", "cpu", "simulation"):
             continue
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             if DEVICE_WORDS.search(line):

@@ -1,0 +1,66 @@
+"""A function in a process of its own, forked from one that has imported what it needs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+
+class SimulationError(RuntimeError):
+    """The simulated code failed, as it would on a GPU.
+
+    Args:
+        what: the error in one line: where, and what.
+        stack: Python's report of it.
+    """
+
+    def __init__(self, what: str, stack: str) -> None:
+        super().__init__(what)
+        self.stack = stack
+
+
+def isolated(function: Callable[..., R], *arguments: Any) -> R:
+    """The function's result. What it changes in the process, such as torch itself, ends with it.
+
+    Raises:
+        SimulationError: it raised, or its process was killed.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = context.Process(target=_run, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    try:
+        result = receiver.recv()
+    except EOFError:
+        result = None
+    process.join()
+    if result is None:
+        why = f"the simulating process ended with code {process.exitcode}"
+        raise SimulationError(f"{why}; too little memory on this machine?", "")
+    value, error = result
+    if error is not None:
+        raise SimulationError(*error)
+    return value
+
+
+def _run(sender: Any, function: Callable[..., Any], arguments: tuple) -> None:
+    try:
+        result = function(*arguments), None
+    except BaseException as error:  # whatever the simulated code raises is the caller's to report
+        from mppo.supervision.phase import current
+
+        what = f"while {current()}: {type(error).__name__}: {error}"
+        result = None, (what, "".join(traceback.format_exception(error)))
+    sender.send(result)
+    sender.close()
+    sys.stdout.flush()
+    os._exit(0)  # torch's own exit handlers would look for the GPU's driver

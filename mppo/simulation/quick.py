@@ -1,0 +1,235 @@
+"""A rank's result from two smaller runs: few layers and micro-batches, scaled to the recipe's.
+
+What a rank holds and does is linear in the layers of its pipeline chunks, once a mixture's first
+dense layers and one period of alternating attention windows are there. Two depths give the line.
+Operations, waits and communication of a phase are taken per micro-batch; peaks do not depend on the
+number of micro-batches once the pipeline is full.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from mppo.config.rules.rule import RoleCase, roles_in_use
+from mppo.config.schema import Recipe
+from mppo.planning.memory import stage_layers
+from mppo.simulation.rank import PhaseResult, RankCase, RankResult
+from mppo.weights.shape import model_shape
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True)
+class Depths:
+    """Layers of each pipeline chunk in the two runs, and in the recipe.
+
+    Args:
+        first, second: of the runs.
+        wanted: by role, of the simulated rank.
+    """
+
+    first: int
+    second: int
+    wanted: Mapping[str, float]
+
+
+def quick_result(
+    case: RankCase, run: Callable[[RankCase], RankResult], vary_layers: bool = True
+) -> RankResult:
+    """The result of ``case`` from smaller runs.
+
+    Args:
+        case: the rank.
+        run: runs one case.
+        vary_layers: also reduce the layers; otherwise only the micro-batches.
+    """
+    recipe = reduced_batch(case.recipe, case.world_size)
+    fewer = replace(case, recipe=recipe)
+    depths = chunk_depths(case) if vary_layers else None
+    if depths is None:
+        return scale_micro_batches(run(fewer), case.recipe, recipe)
+    shallow, deep = (run(with_layers(fewer, n)) for n in (depths.first, depths.second))
+    return scale_micro_batches(extrapolated(shallow, deep, depths), case.recipe, recipe)
+
+
+def chunk_depths(case: RankCase) -> Depths | None:
+    """Depths to run; None where the rank's chunks are hardly deeper than those."""
+    wanted, dense = {}, 0
+    for role in roles_in_use(case.recipe):
+        shape = model_shape(case.hf_configs[role.name])
+        layout = role.megatron.layout(case.world_size)
+        owned = _owned_layers(role, shape.num_layers, case.world_size)
+        stage = layout.coordinates(case.rank).pp
+        wanted[role.name] = len(owned[stage]) / layout.vpp
+        if shape.sparse_layers and any(shape.sparse_layers):
+            dense = max(dense, list(shape.sparse_layers).index(True))
+    period = max(_period(case.hf_configs[name]) for name in wanted)
+    first = max(2, period * math.ceil((dense + 1) / period))
+    second = first + period
+    if min(wanted.values()) <= second:
+        return None
+    return Depths(first, second, wanted)
+
+
+def _owned_layers(role: RoleCase, num_layers: int, world_size: int) -> list[list[int]]:
+    m = role.megatron
+    layout = m.layout(world_size)
+    ends = m.num_layers_in_first_pipeline_stage, m.num_layers_in_last_pipeline_stage
+    return stage_layers(num_layers, layout.pp, layout.vpp, *ends, m.pipeline_layers)
+
+
+def _period(hf_config: Any) -> int:
+    """After how many layers the kinds of attention repeat."""
+    kinds = getattr(hf_config, "layer_types", None) or ["full_attention"]
+    return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[: len(kinds) - n])
+
+
+def with_layers(case: RankCase, layers: int) -> RankCase:
+    """The case with this many layers in every pipeline chunk of every role."""
+    configs, recipe = {}, case.recipe
+    for role in roles_in_use(case.recipe):
+        layout = role.megatron.layout(case.world_size)
+        config = copy.deepcopy(case.hf_configs[role.name])
+        config.num_hidden_layers = layers * layout.pp * layout.vpp
+        if getattr(config, "layer_types", None):
+            period = _period(config)
+            kinds = config.layer_types[:period] * config.num_hidden_layers
+            config.layer_types = kinds[: config.num_hidden_layers]
+        configs[role.name] = config
+    even = dict(
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        pipeline_layers=None,
+    )
+    for name in ("actor", "critic", "ref"):
+        section = getattr(recipe, name)
+        if section.megatron is not None:
+            changed = section.model_copy(
+                update={"megatron": section.megatron.model_copy(update=even)}
+            )
+            recipe = recipe.model_copy(update={name: changed})
+    return replace(case, recipe=recipe, hf_configs=configs)
+
+
+def reduced_batch(recipe: Recipe, world_size: int) -> Recipe:
+    """The recipe with one mini-batch of no more micro-batches than fill every role's pipeline."""
+    longest = recipe.data.max_prompt_length + recipe.data.max_response_length
+    multiple, least = recipe.rollout.n, 1
+    for role in roles_in_use(recipe):
+        layout = role.megatron.layout(world_size)
+        passes = layout.pp * (2 if layout.vpp > 1 else 1) + (layout.pp > 1)
+        passes = math.ceil(passes / layout.pp) * layout.pp if layout.vpp > 1 else passes
+        for size in _micro_batch_sizes(role, layout.cp, longest):
+            multiple = math.lcm(multiple, layout.dp * size)
+            least = max(least, passes * layout.dp * size)
+    full = recipe.actor.ppo_mini_batch_size * recipe.rollout.n
+    sequences = multiple * math.ceil(least / multiple)
+    if sequences >= full:
+        sequences = full
+    prompts = sequences // recipe.rollout.n
+    sections: dict[str, Any] = {
+        name: getattr(recipe, name).model_copy(
+            update={"ppo_mini_batch_size": prompts, "ppo_epochs": 1}
+        )
+        for name in ("actor", "critic")
+    }
+    data = recipe.data.model_copy(update={"train_batch_size": prompts})
+    return recipe.model_copy(update={**sections, "data": data})
+
+
+def _micro_batch_sizes(role: RoleCase, cp: int, longest: int) -> set[int]:
+    """Sequences of one micro-batch, in training and in forward passes."""
+    b = role.section
+    if b.use_dynamic_bsz:
+        budgets = (b.ppo_max_token_len_per_gpu, b.log_prob_max_token_len_per_gpu)
+        return {max(1, budget * cp // longest) for budget in budgets if budget}
+    sizes = (b.ppo_micro_batch_size_per_gpu, b.log_prob_micro_batch_size_per_gpu)
+    return {size for size in sizes if size}
+
+
+def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankResult:
+    """The result at the recipe's depth, on the line through two smaller ones."""
+    names = {
+        name: (wanted - depths.first) / (depths.second - depths.first)
+        for name, wanted in depths.wanted.items()
+    }
+
+    def factor(text: str) -> float:
+        """How far to go along the line: by the role that the text names."""
+        words = text.replace(",", "").split()
+        return next((by for name, by in names.items() if name in words), max(names.values()))
+
+    def line(a: Counter[K], b: Counter[K], by: Callable[[K], float]) -> Counter[K]:
+        found: Counter[K] = Counter()
+        for key in a | b:
+            found[key] = round(a[key] + (b[key] - a[key]) * by(key))
+        return found
+
+    phases = []
+    for one, two in zip(shallow.phases, deep.phases, strict=True):
+        at = factor(one.name)
+        composition = line(
+            one.composition, two.composition, lambda text, at=at: names.get(text.split()[0], at)
+        )
+        phases.append(
+            PhaseResult(
+                name=one.name,
+                peak=composition.total(),
+                composition=composition,
+                moment=two.moment,
+                line=two.line,
+                operations=one.operations + (two.operations - one.operations) * at,
+                micro_batches=two.micro_batches,
+                waits=line(one.waits, two.waits, lambda key, at=at: at),
+                calls=line(one.calls, two.calls, lambda key, at=at: at),
+                nbytes=line(one.nbytes, two.nbytes, lambda key, at=at: at),
+            )
+        )
+    resident = line(
+        shallow.resident, deep.resident, lambda text: names.get(text.split()[0], factor(text))
+    )
+    seconds = shallow.seconds + deep.seconds
+    return replace(deep, phases=phases, resident=resident, seconds=seconds)
+
+
+def scale_micro_batches(result: RankResult, recipe: Recipe, reduced: Recipe) -> RankResult:
+    """The counts of a whole step, where the run had fewer sequences than the recipe.
+
+    What is done as often as there are micro-batches, or a multiple of it, grows with them; the rest
+    happens once per mini-batch or step and is left as it is.
+    """
+    mini_batches = -(-recipe.data.train_batch_size // recipe.actor.ppo_mini_batch_size)
+    share = recipe.data.train_batch_size / reduced.data.train_batch_size
+    phases = []
+    for phase in result.phases:
+        count = phase.micro_batches
+
+        def scale(counts: Counter[K], per_mini: int, count: float = count) -> Counter[K]:
+            return Counter(
+                {
+                    key: round(number * (share if count and number % count == 0 else per_mini))
+                    for key, number in counts.items()
+                }
+            )
+
+        per_mini = mini_batches if phase.name.startswith(("updating", "stepping")) else 1
+        calls = scale(phase.calls, per_mini)
+        nbytes = Counter(
+            {key: round(n * calls[key] / phase.calls[key]) for key, n in phase.nbytes.items()}
+        )
+        phases.append(
+            replace(
+                phase,
+                operations=phase.operations * (share if count else per_mini),
+                micro_batches=count * share,
+                waits=scale(phase.waits, per_mini),
+                calls=calls,
+                nbytes=nbytes,
+            )
+        )
+    return replace(result, phases=phases)

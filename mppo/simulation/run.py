@@ -1,0 +1,81 @@
+"""Ranks of a recipe, one after the other, and what is printed of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+
+from mppo.config.rules.rule import roles_in_use
+from mppo.config.schema import Recipe
+from mppo.planning.plan import plan_roles
+from mppo.simulation.gpu_types import GpuType
+from mppo.simulation.isolated import SimulationError, isolated
+from mppo.simulation.model_config import ModelConfigs
+from mppo.simulation.quick import quick_result
+from mppo.simulation.rank import RankCase, RankResult, simulate_rank
+from mppo.simulation.report import describe_rank, describe_verdict
+from mppo.simulation.timeline import write_timeline
+from mppo.simulation.verdict import judge_fit
+from mppo.weights.shape import model_shape
+
+
+def simulate_run(
+    recipe: Recipe,
+    configs: ModelConfigs,
+    world_size: int,
+    gpu: GpuType,
+    arguments: argparse.Namespace,
+) -> bool:
+    """Simulate the ranks that the arguments name, and print each.
+
+    Returns:
+        Whether all of them fit the GPU.
+
+    Raises:
+        SystemExit: the simulated code failed; code 1.
+    """
+    hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
+    parameters = plan_roles(recipe, world_size, hf_configs)[0].parameters
+    shape, all_fit = model_shape(hf_configs["actor"]), True
+    import_simulated_code()
+    per_node = recipe.trainer.n_gpus_per_node or 8
+    for rank in ranks_to_simulate(recipe, world_size, arguments):
+        case = RankCase(recipe, hf_configs, world_size, rank, arguments.steps, gpu, per_node)
+        result = _result(case, arguments.quick)
+        print(describe_rank(result, recipe, world_size), end="\n\n", flush=True)
+        verdict = judge_fit(result, recipe, shape, parameters, gpu)
+        print(describe_verdict(verdict), end="\n\n", flush=True)
+        all_fit &= verdict.fits
+        if arguments.timeline is not None:
+            write_timeline(arguments.timeline, result)
+    return all_fit
+
+
+def ranks_to_simulate(recipe: Recipe, world_size: int, arguments: argparse.Namespace) -> list[int]:
+    """The rank named, or the first of every stage of the deepest pipeline."""
+    if not arguments.all_stages:
+        return [arguments.rank]
+    layouts = [role.megatron.layout(world_size) for role in roles_in_use(recipe)]
+    deepest = max(layouts, key=lambda layout: layout.pp)
+    first: dict[int, int] = {}
+    for rank in range(world_size):
+        first.setdefault(deepest.coordinates(rank).pp, rank)
+    return [first[stage] for stage in sorted(first)]
+
+
+def import_simulated_code() -> None:
+    """Import once what every simulated rank needs: the processes forked from here share it."""
+    import mppo.checkpoint.role_state
+    import mppo.simulation.other_ranks
+    import mppo.trainer.update_phase  # noqa: F401
+
+
+def _result(case: RankCase, quick: bool) -> RankResult:
+    run = partial(isolated, simulate_rank)
+    try:
+        return quick_result(case, run) if quick else run(case)
+    except SimulationError as error:
+        print(error.stack, file=sys.stderr)
+        print(f"mppo: rank {case.rank} fails {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None

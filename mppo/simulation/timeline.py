@@ -1,0 +1,40 @@
+"""A rank's memory over its allocations as a Chrome trace, which Perfetto and chrome://tracing show."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from mppo.simulation.gpu_types import MIB
+from mppo.simulation.rank import RankResult
+
+SHOWN_BYTES = 16 * MIB
+"""Smallest allocation that gets a bar of its own."""
+
+
+def write_timeline(path: Path, result: RankResult) -> None:
+    """Write the trace: a counter of bytes by purpose, and a bar for each large allocation.
+
+    Time is counted in allocations since the rank began, shown as microseconds.
+    """
+    changes: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    events: list[dict[str, Any]] = []
+    last = max((a.end or a.begin for a in result.allocations), default=0)
+    for number, a in enumerate(result.allocations):
+        end = last if a.end is None else a.end
+        changes[a.begin].append((a.purpose, a.size))
+        changes[end].append((a.purpose, -a.size))
+        if a.size >= SHOWN_BYTES:
+            common = {"name": f"{a.purpose} {a.size / MIB:.0f} MiB", "cat": "allocation",
+                      "pid": result.rank, "tid": 1, "id": number}  # fmt: skip
+            events.append({**common, "ph": "b", "ts": a.begin, "args": {"line": a.line}})
+            events.append({**common, "ph": "e", "ts": end})
+    now: Counter[str] = Counter()
+    for moment in sorted(changes):
+        for purpose, size in changes[moment]:
+            now[purpose] += size
+        shown = {purpose: round(size / MIB, 2) for purpose, size in now.items()}
+        events.append({"name": "MiB", "ph": "C", "pid": result.rank, "ts": moment, "args": shown})
+    path.write_text(json.dumps({"traceEvents": events}))

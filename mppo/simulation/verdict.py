@@ -1,0 +1,166 @@
+"""Whether a simulated rank fits its GPU, with what lies there beside torch's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mppo.config.schema import Recipe
+from mppo.planning.memory import BYTES
+from mppo.simulation.gpu_types import GIB, MIB, GpuType
+from mppo.simulation.rank import RankResult
+from mppo.weights.shape import ModelShape
+
+CUDA_CONTEXT = int(0.6 * GIB)
+"""Of each process on a GPU: driver, kernels' code, cuBLAS workspaces. Measured values of the field
+lie between 0.4 and 0.8 GiB."""
+NCCL_COMMUNICATOR = 128 * MIB
+"""Buffers of one NCCL communicator with default settings on NVLink."""
+ENGINE_GRAPHS = int(1.5 * GIB)
+"""CUDA graphs and workspaces of an SGLang server on one GPU, which sleeping does not release."""
+LEAST_SEQUENCES = 8
+"""Responses of the greatest length that a server's KV cache must hold at once to be of use."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What lies on the GPU at the largest moment of a phase.
+
+    Args:
+        phase: the phase.
+        trainer: bytes of the trainer's tensors.
+        beside: bytes of everything else, by what it is.
+    """
+
+    phase: str
+    trainer: int
+    beside: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.trainer + sum(self.beside.values())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a rank fits.
+
+    Args:
+        gpu: the GPU.
+        moments: the largest first.
+        kv_tokens: tokens that fit into the engine's KV cache while it generates; None where the
+            engine is elsewhere.
+        fixes: what would help, with GiB; empty where it fits.
+    """
+
+    gpu: GpuType
+    moments: tuple[Moment, ...]
+    kv_tokens: int | None
+    fixes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the largest moment is within the GPU's memory."""
+        return self.moments[0].total <= self.gpu.nbytes
+
+
+def judge_fit(
+    result: RankResult, recipe: Recipe, actor: ModelShape, parameters: int, gpu: GpuType
+) -> Verdict:
+    """The verdict on a simulated rank.
+
+    Args:
+        result: the rank.
+        recipe: its recipe.
+        actor: shape of the actor's model.
+        parameters: of the actor's whole model.
+        gpu: the GPU.
+    """
+    fixed = {
+        "CUDA context": CUDA_CONTEXT,
+        "NCCL": result.groups["nccl"] * NCCL_COMMUNICATOR,
+    }
+    engine = _engine(recipe, parameters)
+    asleep = {key: size for key, size in engine.items() if key != "engine's weights"}
+    moments = []
+    for phase in result.phases:
+        beside = engine if phase.name == "weight sync" else asleep
+        moments.append(Moment(phase.name, phase.peak, {**fixed, **beside}))
+    kv_tokens = None
+    if engine:
+        resident = result.resident.total()
+        per_token = _kv_bytes_per_token(recipe, actor)
+        longest = recipe.data.max_prompt_length + recipe.data.max_response_length
+        cache = LEAST_SEQUENCES * longest * per_token
+        beside = {**fixed, **engine, f"KV cache of {LEAST_SEQUENCES} sequences": cache}
+        moments.append(Moment("generation", resident, beside))
+        free = gpu.nbytes - moments[-1].total + cache
+        kv_tokens = max(0, free // per_token)
+    moments.sort(key=lambda moment: -moment.total)
+    over = moments[0].total - gpu.nbytes
+    fixes = _fixes(result, recipe, moments[0], over) if over > 0 else ()
+    return Verdict(gpu, tuple(moments), kv_tokens, fixes)
+
+
+def _engine(recipe: Recipe, parameters: int) -> dict[str, int]:
+    """Bytes of a colocated engine on one GPU; nothing where it is elsewhere."""
+    rollout = recipe.rollout
+    if rollout.mode != "colocated" or rollout.urls:
+        return {}
+    if rollout.name == "local":  # gathers the actor's weights into a model of its own
+        return {"engine's weights": parameters * BYTES[rollout.dtype or recipe.model.dtype]}
+    width = BYTES[rollout.dtype or recipe.model.dtype]
+    return {
+        "engine's weights": parameters * width // rollout.tensor_model_parallel_size,
+        "engine's graphs": ENGINE_GRAPHS,
+        "engine's CUDA context": CUDA_CONTEXT,
+    }
+
+
+def _kv_bytes_per_token(recipe: Recipe, shape: ModelShape) -> int:
+    width = BYTES[recipe.rollout.dtype or recipe.model.dtype]
+    if shape.mla is not None:  # SGLang keeps the compressed form, whole on every rank
+        return shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.qk_rope_head_dim) * width
+    heads = max(1, shape.kv_heads // recipe.rollout.tensor_model_parallel_size)
+    return 2 * shape.num_layers * heads * shape.head_dim * width
+
+
+def _fixes(result: RankResult, recipe: Recipe, moment: Moment, over: int) -> tuple[str, ...]:
+    """What would make room, the largest first."""
+    found: list[tuple[int, str]] = []
+    phase = next((p for p in result.phases if p.name == moment.phase), None)
+    held = phase.composition if phase is not None else result.resident
+    roles = [name for name in ("actor", "critic", "ref") if any(k.startswith(name) for k in held)]
+    for role in roles:
+        size = sum(n for key, n in held.items() if key.startswith(f"{role} "))
+        key = f"{role}.megatron.tensor_model_parallel_size or pipeline_model_parallel_size"
+        found.append((size // 2, f"double {key}: {role} holds {size / GIB:.1f} GiB here"))
+    if phase is not None and phase.name.startswith(("updating", "computing")):
+        size = held[phase.name]
+        role = next(
+            (name for name in roles if name in phase.name.replace(",", "").split()), "actor"
+        )
+        section = getattr(recipe, role)
+        key, value = "ppo_micro_batch_size_per_gpu", section.ppo_micro_batch_size_per_gpu
+        if section.use_dynamic_bsz:
+            key, value = "ppo_max_token_len_per_gpu", section.ppo_max_token_len_per_gpu
+        if phase.name.startswith("computing"):
+            key = f"log_prob_{key.removeprefix('ppo_')}"
+        found.append(
+            (size // 2, f"halve {role}.{key} ({value}): activations are {size / GIB:.1f} GiB")
+        )
+    engine = sum(size for key, size in moment.beside.items() if key.startswith("engine"))
+    if engine:
+        size = moment.beside.get("engine's weights", 0)
+        if size:
+            key = "rollout.tensor_model_parallel_size"
+            found.append(
+                (size // 2, f"double {key}: the engine's weights are {size / GIB:.1f} GiB")
+            )
+        found.append((engine, "rollout.mode=disaggregated: the engine on GPUs of its own"))
+    found.sort(reverse=True)
+    return tuple(
+        f"{text}; gives {size / GIB:.1f} GiB" + ("" if size >= over else ", not enough by itself")
+        for size, text in found
+    )
