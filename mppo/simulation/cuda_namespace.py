@@ -1,5 +1,5 @@
-"""``torch.cuda``, and the few functions of torch that refuse "cuda" before any operation runs, for a
-process that simulates a GPU."""
+"""``torch.cuda`` for a process that simulates a GPU, and the few functions of torch that refuse
+"cuda" before any operation runs."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def _replace_tensor_methods(ledger: Ledger, counters: Counters) -> None:
 
 
 def _move_module(self: Any, move: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """``torch.nn.Module._apply``: a parameter that is in place stays; one from the host is replaced.
+    """``torch.nn.Module._apply``: a parameter in place stays; one from the host is replaced.
 
     torch itself keeps the parameter object and swaps its tensor, which simulated tensors refuse.
     """

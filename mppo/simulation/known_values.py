@@ -1,9 +1,9 @@
 """Values of simulated tensors, where they follow from the host alone.
 
-A tensor on the simulated GPU has no data. But sequence bounds, indices, masks and a router's choices
-come from the host or are computed from what did, and they decide shapes. Their storages carry real
-CPU memory of the same size: ``storage.values``. All views of a storage share it, so an operation in
-place on one is seen by the others, as on a GPU.
+A tensor on the simulated GPU has no data. But sequence bounds, indices, masks and a router's
+choices come from the host or are computed from what did, and they decide shapes. Their storages
+carry real CPU memory of the same size: ``storage.values``. All views of a storage share it, so an
+operation in place on one is seen by the others, as on a GPU.
 """
 
 from __future__ import annotations

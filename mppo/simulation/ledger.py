@@ -1,4 +1,4 @@
-"""Every allocation on the simulated GPU from its beginning to its end, by purpose and source line."""
+"""Every allocation on the simulated GPU, from its beginning to its end."""
 
 from __future__ import annotations
 

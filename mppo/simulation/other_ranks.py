@@ -22,6 +22,7 @@ from mppo.simulation import attention_kernels, collectives
 from mppo.simulation.counters import Counters
 from mppo.simulation.known_values import attach, forget
 from mppo.supervision.phase import current
+from mppo.trainer import roles
 from mppo.weights import stream
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.safetensors_file import StoredTensor
@@ -66,6 +67,7 @@ def install(cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters
         return load_hf_weights(folder, chunks, hf_config, groups.layout, groups.coordinates).fresh
 
     role_weights.load_weights = load_weights
+    roles.resolve_model = Path
     case, hf_config = cases["actor"]
     everyone = stage_holdings(case, hf_config, world_size)
 

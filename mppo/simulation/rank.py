@@ -174,14 +174,12 @@ class _Simulation:
         from mppo.parallel.groups import GroupRegistry
         from mppo.trainer.roles import Roles
 
-        configs = {
-            role.path: self.case.hf_configs[role.name] for role in roles_in_use(self.case.recipe)
-        }
-        recipe = self.case.recipe
+        recipe, configs = self.case.recipe, self.case.hf_configs
+        by_path = {role.path: configs[role.name] for role in roles_in_use(recipe)}
         self.roles: Roles = Roles(
             recipe,
             Path(recipe.model.path),
-            lambda path, *rest: configs[str(path)],
+            lambda path, *rest: by_path[str(path)],
             GroupRegistry(recipe.trainer.seed),
             _TOTAL_STEPS,
         )

@@ -1,4 +1,4 @@
-"""A rank's memory over its allocations as a Chrome trace, which Perfetto and chrome://tracing show."""
+"""A rank's memory over its allocations as a Chrome trace, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
