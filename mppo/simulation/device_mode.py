@@ -153,10 +153,9 @@ class SimulatedGpu(TorchDispatchMode):
             mask = known(args[1]) if isinstance(args[1], FakeTensor) else args[1]
             if mask is not None:
                 shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+                count = int(mask.expand(shape).sum())
                 with self._fakes:
-                    return torch.empty(
-                        int(mask.expand(shape).sum()), dtype=args[0].dtype, device=args[0].device
-                    )
+                    return torch.empty(count, dtype=args[0].dtype, device=args[0].device)
         if value is None:
             raise UnknownValue(f"{func._schema.name} of values only a GPU knows, {source_line()}")
 
