@@ -71,10 +71,11 @@ def install(cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters
     case, hf_config = cases["actor"]
     everyone = stage_holdings(case, hf_config, world_size)
 
-    def gather_objects(held: list[tuple], group: Any, size: int) -> list[list[tuple]]:
+    def all_gather_objects(held: list[tuple], size: int, group: Any = None) -> list[list[tuple]]:
         return [held] if size == 1 else everyone
 
-    stream._gather_objects = gather_objects
+    replaced: Any = stream
+    replaced.all_gather_objects = all_gather_objects
     router.Router._choose = _even_choice(router.Router._choose)
     _follow_micro_batches(counters, {name: config for name, (_, config) in cases.items()})
     attention_kernels.install(core)

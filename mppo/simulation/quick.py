@@ -122,7 +122,8 @@ def reduced_batch(recipe: Recipe, world_size: int) -> Recipe:
     multiple, least = recipe.rollout.n, 1
     for role in roles_in_use(recipe):
         layout = role.megatron.layout(world_size)
-        passes = layout.pp * (2 if layout.vpp > 1 else 1) + (layout.pp > 1)
+        # two at least, so that what comes once per micro-batch differs from what comes once
+        passes = max(2, layout.pp * (2 if layout.vpp > 1 else 1) + (layout.pp > 1))
         passes = math.ceil(passes / layout.pp) * layout.pp if layout.vpp > 1 else passes
         for size in _micro_batch_sizes(role, layout.cp, longest):
             multiple = math.lcm(multiple, layout.dp * size)

@@ -240,10 +240,15 @@ class _Simulation:
 
     def _assign(self) -> None:
         """Name the purposes of what lives as long as the roles."""
+        from megatron.core import parallel_state
+
         from mppo.checkpoint.role_state import optimizer_parts
 
         for role in self.present:
             name, assign = role.name, self.ledger.assign
+            with role.groups.active():
+                buffers = parallel_state.get_global_memory_buffer().buffer
+                assign(buffers.values(), "Megatron's gather buffer")
             assign((p for stage in role.stages for p in stage.parameters()), f"{name} weights")
             if role.optimizer is None:
                 continue
