@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for remark in remarks if info.rank == 0 else ():
             last_words.say(remark)
         if arguments.dry_run:
-            return _dry_run(recipe, world or world_size_of(recipe), info)
+            code = _dry_run(recipe, world or world_size_of(recipe), info)
+            return _simulate(arguments) if arguments.simulate and info.rank == 0 else code
         _check_device()
     except (ConfigError, ValueError) as error:
         return last_words.refuse_recipe(error, info.rank)
@@ -89,8 +90,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
     ranks = "number of ranks for --dry-run; default: nodes x GPUs of the recipe, or the fewest"
     parser.add_argument("--world-size", type=int, help=ranks)
+    simulated = "after the plan, run every pipeline stage on a simulated GPU (docs/simulation.md)"
+    parser.add_argument("--simulate", action="store_true", help=simulated)
+    parser.add_argument("--gpu", help="GPU for --simulate: its name, or its memory in GiB")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.simulate and not arguments.dry_run:
+        parser.error("--simulate needs --dry-run: it simulates the run that is planned")
+    if arguments.gpu and not arguments.simulate:
+        parser.error("--gpu needs --dry-run --simulate: it names the GPU to simulate")
     if arguments.world_size and not arguments.dry_run:
         parser.error(
             "--world-size needs --dry-run; without it the launcher sets the number of ranks"
@@ -124,6 +132,17 @@ def _check_device() -> None:
     from mppo.parallel import device
 
     device.check()
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    """The first rank of every pipeline stage, executed without a GPU."""
+    from mppo.simulation.options import Options
+    from mppo.simulation.program import simulate
+
+    options = Options(
+        arguments.world_size, all_stages=True, quick=True, gpu=arguments.gpu or Options.gpu
+    )
+    return simulate(arguments.config, arguments.overrides, options)
 
 
 def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:

@@ -7,7 +7,7 @@ splits are checked; counts and bytes are kept by operation and group.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,8 +46,7 @@ def run_collective(counters: Counters, func: Any, args: tuple, kwargs: dict) -> 
     described = group.group_desc if group is not None else ""
     kind = Collective(operation.strip("_"), described or f"{size} ranks", size)
     counters.collective(kind, sum(x.numel() * x.element_size() for x in tensors))
-    if operation == "alltoall_base_":
-        _check_splits(args)
+    _check_sizes(operation, args, size)
     # the fake process group only wants to be called: with empty tensors of the CPU
     empty = {id(x): torch.empty(0, dtype=x.dtype) for x in tensors}
     back = {id(empty[id(x)]): x for x in tensors}
@@ -71,12 +70,33 @@ def _is_sizes(x: Any) -> bool:
     return isinstance(x, list | tuple) and bool(x) and all(isinstance(y, int) for y in x)
 
 
-def _check_splits(args: tuple) -> None:
-    for tensor, splits in zip(args[:2], [x for x in args[2:] if _is_sizes(x)]):
-        if sum(splits) != tensor.shape[0]:
+def _check_sizes(operation: str, args: tuple, size: int) -> None:
+    """What NCCL would hang or fail on: tensors that do not fit the group's size."""
+    found = [[x for x in tree_flatten(a)[0] if isinstance(x, FakeTensor)] for a in args[:2]]
+    for large, small in _gathered_pairs(operation, found):
+        if large.numel() != small.numel() * size:
             raise RuntimeError(
-                f"all-to-all splits {list(splits)} of {tuple(tensor.shape)}, {source_line()}"
+                f"{operation}: {tuple(small.shape)} on each of {size} ranks is not "
+                f"{tuple(large.shape)}, {source_line()}"
             )
+    if operation != "alltoall_base_":
+        return
+    for tensor, splits in zip(args[:2], [x for x in args[2:] if _is_sizes(x)]):
+        if sum(splits) != tensor.shape[0] or len(splits) != size:
+            raise RuntimeError(
+                f"all-to-all of {size} ranks: splits {list(splits)} of {tuple(tensor.shape)}, "
+                f"{source_line()}"
+            )
+
+
+def _gathered_pairs(
+    operation: str, found: list[list[FakeTensor]]
+) -> Iterator[tuple[FakeTensor, FakeTensor]]:
+    """Pairs of which the first holds every rank's part and the second one part."""
+    if operation in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
+        yield from zip(found[0], found[1])
+    elif operation in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
+        yield from zip(found[1], found[0])
 
 
 def _propagate(operation: str, args: tuple, size: int) -> None:

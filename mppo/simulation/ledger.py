@@ -28,7 +28,7 @@ _PACKAGE_ROOT = str(Path(__file__).parents[2]) + "/"
 @cache
 def _shown(filename: str) -> str | None:
     """A source file as reports name it; None for torch, the interpreter and this room."""
-    hidden = ("/torch/", "<frozen", "<string>", "/contextlib.py", "/functools.py", "/threading.py")
+    hidden = ("/torch/", "<frozen", "<string>", "/contextlib.py", "/typing_extensions.py")
     if filename.startswith(_OWN) or any(part in filename for part in hidden):
         return None
     return filename.rsplit("site-packages/", 1)[-1].removeprefix(_PACKAGE_ROOT)

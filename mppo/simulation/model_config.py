@@ -15,14 +15,14 @@ class ModelConfigs:
     of the same name.
 
     Args:
-        recipe: the recipe's file.
+        recipe: the recipe's file; None: keys of the command line only.
 
     Attributes:
         remarks: which configs were taken from there, for the user.
     """
 
-    def __init__(self, recipe: Path) -> None:
-        self._beside = recipe.parent / "configs"
+    def __init__(self, recipe: Path | None) -> None:
+        self._beside = (recipe or Path("recipe")).parent / "configs"
         self._read: dict[str, Any] = {}
         self.remarks: list[str] = []
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _STEP = re.compile(r", step (\d+)")
 SMALL = "small allocations"
 """Purpose of what is too small to be listed one by one."""
+GATHER_BUFFER = "gather buffer"
+"""Purpose of the buffer in which Megatron gathers sequence-parallel activations; it is kept."""
 _TOTAL_STEPS = 100
 """PPO steps the learning rates are scheduled for; they change no tensor."""
 
@@ -248,7 +250,7 @@ class _Simulation:
             name, assign = role.name, self.ledger.assign
             with role.groups.active():
                 buffers = parallel_state.get_global_memory_buffer().buffer
-                assign(buffers.values(), "Megatron's gather buffer")
+                assign(buffers.values(), GATHER_BUFFER)
             assign((p for stage in role.stages for p in stage.parameters()), f"{name} weights")
             if role.optimizer is None:
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from functools import partial
 
@@ -12,6 +11,7 @@ from mppo.planning.plan import plan_roles
 from mppo.simulation.gpu_types import GpuType
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
+from mppo.simulation.options import Options
 from mppo.simulation.quick import quick_result
 from mppo.simulation.rank import RankCase, RankResult, simulate_rank
 from mppo.simulation.report import describe_rank, describe_verdict
@@ -25,9 +25,9 @@ def simulate_run(
     configs: ModelConfigs,
     world_size: int,
     gpu: GpuType,
-    arguments: argparse.Namespace,
+    options: Options,
 ) -> bool:
-    """Simulate the ranks that the arguments name, and print each.
+    """Simulate the ranks that the options name, and print each.
 
     Returns:
         Whether all of them fit the GPU.
@@ -40,22 +40,22 @@ def simulate_run(
     shape, all_fit = model_shape(hf_configs["actor"]), True
     import_simulated_code()
     per_node = recipe.trainer.n_gpus_per_node or 8
-    for rank in ranks_to_simulate(recipe, world_size, arguments):
-        case = RankCase(recipe, hf_configs, world_size, rank, arguments.steps, gpu, per_node)
-        result = _result(case, arguments.quick)
+    for rank in ranks_to_simulate(recipe, world_size, options):
+        case = RankCase(recipe, hf_configs, world_size, rank, options.steps, gpu, per_node)
+        result = _result(case, options.quick)
         print(describe_rank(result, recipe, world_size), end="\n\n", flush=True)
         verdict = judge_fit(result, recipe, shape, parameters, gpu)
         print(describe_verdict(verdict), end="\n\n", flush=True)
         all_fit &= verdict.fits
-        if arguments.timeline is not None:
-            write_timeline(arguments.timeline, result)
+        if options.timeline is not None:
+            write_timeline(options.timeline, result)
     return all_fit
 
 
-def ranks_to_simulate(recipe: Recipe, world_size: int, arguments: argparse.Namespace) -> list[int]:
+def ranks_to_simulate(recipe: Recipe, world_size: int, options: Options) -> list[int]:
     """The rank named, or the first of every stage of the deepest pipeline."""
-    if not arguments.all_stages:
-        return [arguments.rank]
+    if not options.all_stages:
+        return [options.rank]
     layouts = [role.megatron.layout(world_size) for role in roles_in_use(recipe)]
     deepest = max(layouts, key=lambda layout: layout.pp)
     first: dict[int, int] = {}

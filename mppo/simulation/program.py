@@ -1,0 +1,67 @@
+"""The simulation as a program: what it is asked, what it refuses, and its exit code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from mppo.config.checks import load_checked
+from mppo.config.errors import ConfigError
+from mppo.config.rules.rule import world_size_of
+from mppo.simulation.gpu_types import find_gpu
+from mppo.simulation.model_config import ModelConfigs
+from mppo.simulation.options import Options
+from mppo.supervision import last_words
+
+EXIT_TOO_LARGE = 3
+"""The recipe does not fit the GPU."""
+
+
+def simulate(config: Path | None, overrides: Sequence[str], options: Options) -> int:
+    """Simulate a recipe and print the report.
+
+    Args:
+        config: the recipe's file.
+        overrides: ``section.key=value``.
+        options: what to simulate.
+
+    Returns:
+        The exit code.
+    """
+    configs = ModelConfigs(config)
+    try:
+        gpu = find_gpu(options.gpu)
+        _check_environment()
+        recipe = load_checked(config, overrides, options.world_size, configs.read, files=False)
+        world_size = options.world_size or world_size_of(recipe)
+        _check_numbers(options, world_size)
+    except (ConfigError, ValueError) as error:
+        return last_words.refuse_recipe(error)
+    for remark in configs.remarks:
+        last_words.say(remark)
+    from mppo.simulation.run import simulate_run
+
+    return EXIT_TOO_LARGE if not simulate_run(recipe, configs, world_size, gpu, options) else 0
+
+
+def _check_numbers(options: Options, world_size: int) -> None:
+    if not 0 <= options.rank < world_size:
+        raise ValueError(
+            f"--rank {options.rank}: the world has {world_size} ranks; choose one from 0 to "
+            f"{world_size - 1}"
+        )
+    timeline: Path | None = options.timeline
+    if timeline is not None and not timeline.absolute().parent.is_dir():
+        raise ValueError(f"--timeline {timeline}: no folder {timeline.parent}; make it first")
+    if options.steps < 1:
+        raise ValueError(f"--steps {options.steps}: simulate at least one step")
+
+
+def _check_environment() -> None:
+    from mppo.simulation import torch_guard
+
+    if not torch_guard.is_supported():
+        raise ValueError("mppo-simulate needs Linux on x86_64 or aarch64: run it there")
+    if os.environ.get("MPPO_DEVICE") == "cpu":
+        raise ValueError("MPPO_DEVICE=cpu, but mppo-simulate simulates GPUs: unset the variable")

@@ -1,0 +1,184 @@
+"""Ranks of the shipped recipes and of a small model, simulated in one process without Megatron's
+stand-ins for the CPU; prints one line of JSON per case.
+
+``python tests/simulated.py CASE...`` with the names of ``CASES``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mppo.config.checks import load_checked
+from mppo.config.rules.rule import roles_in_use, world_size_of
+from mppo.planning.plan import plan_roles
+from mppo.simulation.gpu_types import find_gpu
+from mppo.simulation.isolated import SimulationError, isolated
+from mppo.simulation.model_config import ModelConfigs
+from mppo.simulation.quick import quick_result, reduced_batch, with_layers
+from mppo.simulation.rank import GATHER_BUFFER, RankCase, RankResult, simulate_rank
+
+ROOT = Path(__file__).parents[1]
+SMALL_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 7,
+    "vocab_size": 4096,
+}
+SMALL = ("recipes/qwen2_7b_rm.yaml", "data.train_batch_size=128", "actor.ppo_mini_batch_size=128",
+         "critic.megatron.recompute_granularity=none")  # fmt: skip
+
+
+def recipe_case(recipe: str, last: bool = False) -> RankCase:
+    """A shipped recipe with two layers in every pipeline chunk and few micro-batches."""
+    case = loaded(f"recipes/{recipe}.yaml")
+    if last:
+        layout = roles_in_use(case.recipe)[0].megatron.layout(case.world_size)
+        last_stage = layout.pp - 1
+        ranks = range(case.world_size)
+        case = replace(case, rank=next(r for r in ranks if layout.coordinates(r).pp == last_stage))
+    fewer = replace(case, recipe=reduced_batch(case.recipe, case.world_size))
+    return with_layers(fewer, 2)
+
+
+def small_case() -> RankCase:
+    """A shipped recipe on a model of a few million parameters and seven layers."""
+    case = loaded(*SMALL)
+    for config in case.hf_configs.values():
+        for name, value in SMALL_SIZES.items():
+            setattr(config, name, value)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: config.num_hidden_layers]
+    return case
+
+
+def loaded(path: str, *overrides: str) -> RankCase:
+    """A recipe's first rank, one step."""
+    configs = ModelConfigs(ROOT / path)
+    recipe = load_checked(ROOT / path, overrides, None, configs.read, files=False)
+    hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
+    return RankCase(recipe, hf_configs, world_size_of(recipe), 0, 1, find_gpu("h100-80gb"))
+
+
+# Mistakes that no test on a CPU can see. Each is made in a forked process and ends with it.
+
+
+def targets_left_on_the_host() -> None:
+    from mppo.trainer import update_phase
+
+    update_phase.to_device = lambda targets, device: targets
+
+
+def tokens_not_moved() -> None:
+    from mppo.models import role
+
+    plain = role.cut
+
+    def cut(*args: Any) -> Any:
+        found = plain(*args)
+        return replace(found, tokens_t=found.tokens_t.cpu())
+
+    role.cut = cut
+
+
+def weights_gathered_over_the_wrong_group() -> None:
+    from mppo.parallel.groups import LayoutGroups
+
+    plain = LayoutGroups.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        self.tp = self.pp
+
+    LayoutGroups.__init__ = init
+
+
+def gradients_allocated_twice() -> None:
+    from mppo.models import role
+
+    plain = role.wrap_in_ddp
+
+    def wrap(*args: Any) -> Any:
+        chunks = plain(*args)
+        for chunk in chunks:
+            chunk.second = [torch.empty_like(buffer.grad_data) for buffer in chunk.buffers]
+        return chunks
+
+    role.wrap_in_ddp = wrap
+
+
+MISTAKES: dict[str, Callable[[], None]] = {
+    function.__name__: function
+    for function in (
+        targets_left_on_the_host,
+        tokens_not_moved,
+        weights_gathered_over_the_wrong_group,
+        gradients_allocated_twice,
+    )
+}
+
+
+def with_mistake(make: Callable[[], None], case: RankCase) -> RankResult:
+    import mppo.simulation.other_ranks  # noqa: F401  first: it keeps what the mistake replaces
+
+    make()
+    return simulate_rank(case)
+
+
+def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
+    """What the tests compare: bytes, counts per micro-batch, and the plan of the same case."""
+    plans = plan_roles(case.recipe, case.world_size, case.hf_configs)
+    stages = [plan.memory[plan.layout.coordinates(case.rank).pp] for plan in plans]
+    return {
+        "resident": result.resident.total() - result.resident[GATHER_BUFFER],
+        "peaks": {phase.name: phase.peak for phase in result.phases},
+        "operations": {p.name: p.operations / (p.micro_batches or 1) for p in result.phases},
+        "waits": {
+            p.name: sum(p.waits.values()) / p.micro_batches
+            for p in result.phases
+            if p.micro_batches
+        },
+        "planned": sum(m.weights + m.gradients + m.optimizer for m in stages),
+        "roles": {
+            plan.role.name: (m.weights, m.gradients, m.optimizer, m.activations + m.head)
+            for plan, m in zip(plans, stages)
+        },
+    }
+
+
+def run(name: str) -> dict[str, Any]:
+    """The summary of a case, or its error."""
+    kind, _, what = name.partition(":")
+    try:
+        if kind == "mistake":
+            case = replace(with_layers(small_case(), 2))
+            return summary(case, isolated(with_mistake, MISTAKES[what], case))
+        if kind in ("full", "quick"):
+            case = small_case()
+            once = partial(isolated, simulate_rank)
+            return summary(case, once(case) if kind == "full" else quick_result(case, once))
+        case = recipe_case(what, last=kind == "last")
+        return summary(case, isolated(simulate_rank, case))
+    except SimulationError as error:
+        return {"error": str(error), "stack": error.stack}
+
+
+if __name__ == "__main__":
+    os.environ.pop("MPPO_DEVICE", None)
+    warnings.simplefilter("ignore")
+    from mppo.simulation.run import import_simulated_code
+
+    import_simulated_code()
+    for name in sys.argv[1:]:
+        print(json.dumps({"name": name, **run(name)}), flush=True)

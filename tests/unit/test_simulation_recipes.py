@@ -1,0 +1,111 @@
+"""Shipped recipes executed at their real width on a simulated GPU, two layers in every pipeline
+chunk, and mistakes that no test on a CPU can see.
+
+One process simulates all cases of this file (about a minute of one core). They are chosen so that
+every kind of layer, parallelism and attention appears: a pipeline's first and last stage, experts,
+latent attention, soft-capped attention, context parallelism, token budgets. With
+``MPPO_SIMULATE_ALL=1`` it simulates the first and the last stage of every cluster recipe;
+``benchmarks/simulate.py`` does so at full depth.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL_RECIPES = ("tiny_", "demo", "smollm2")
+CLUSTER = sorted(
+    path.stem
+    for path in (ROOT / "recipes").glob("*.yaml")
+    if not path.stem.startswith(SMALL_RECIPES)
+)
+CHOSEN = [
+    "first:qwen2.5_32b_gsm8k_math",
+    "last:moonlight_16b_a3b_gsm8k",
+    "first:qwen1.5_moe_a2.7b_gsm8k",
+    "first:gemma_2_2b_gsm8k",
+    "first:deepseek_llm_7b_gsm8k_cp2",
+    "first:qwen2_7b_seq_balance",
+]
+RECIPES = CHOSEN
+if os.environ.get("MPPO_SIMULATE_ALL"):
+    RECIPES = [f"{stage}:{name}" for name in CLUSTER for stage in ("first", "last")]
+MISTAKES = (
+    "targets_left_on_the_host",
+    "tokens_not_moved",
+    "weights_gathered_over_the_wrong_group",
+    "gradients_allocated_twice",
+)
+MOST_WAITS = json.loads((ROOT / "tests" / "simulated_waits.json").read_text())
+"""By case and phase: times the host may wait for the GPU per micro-batch, at two layers a chunk."""
+
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, dict[str, Any]]:
+    names = [*RECIPES, "full:small", "quick:small", *(f"mistake:{name}" for name in MISTAKES)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment.pop("MPPO_DEVICE", None)
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "simulated.py"), *names],
+        capture_output=True, text=True, env=environment, cwd=ROOT,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    return {row.pop("name"): row for row in map(json.loads, found.stdout.splitlines())}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs_and_holds_what_the_plan_says(name, simulated):
+    found = simulated[name]
+    assert "error" not in found, found["stack"]
+    assert found["resident"] == pytest.approx(found["planned"], rel=0.02)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_host_waits_no_more_than_the_table_says(name, simulated):
+    allowed = MOST_WAITS[name]
+    for phase, waits in simulated[name]["waits"].items():
+        assert waits <= allowed[phase], f"{phase}: {waits} waits per micro-batch"
+
+
+def test_quick_mode_agrees_with_the_full_run(simulated):
+    full, quick = simulated["full:small"], simulated["quick:small"]
+    assert quick["resident"] == pytest.approx(full["resident"], rel=0.01)
+    for phase, peak in full["peaks"].items():
+        assert quick["peaks"][phase] == pytest.approx(peak, rel=0.02), phase
+    for phase, waits in full["waits"].items():
+        assert quick["waits"][phase] == pytest.approx(waits, rel=0.05), phase
+        operations = full["operations"][phase]
+        assert quick["operations"][phase] == pytest.approx(operations, rel=0.05), phase
+
+
+def test_targets_left_on_the_host_are_caught(simulated):
+    error = simulated["mistake:targets_left_on_the_host"]["error"]
+    assert "updating critic" in error
+    assert "cpu and cuda:0" in error
+
+
+def test_tokens_that_were_not_moved_are_caught(simulated):
+    error = simulated["mistake:tokens_not_moved"]["error"]
+    assert "computing old_log_prob with actor" in error
+    assert "cuda:0 and cpu" in error
+
+
+def test_a_gather_over_the_wrong_group_is_caught(simulated):
+    error = simulated["mistake:weights_gathered_over_the_wrong_group"]["error"]
+    assert "weight sync" in error
+    assert "on each of 1 ranks is not" in error
+
+
+def test_a_buffer_allocated_twice_is_caught(simulated):
+    found = simulated["mistake:gradients_allocated_twice"]
+    doubled = found["roles"]["actor"][1] + found["roles"]["critic"][1]
+    assert found["resident"] == pytest.approx(found["planned"] + doubled, rel=0.02)
+    assert found["resident"] > 1.02 * found["planned"]
