@@ -142,6 +142,7 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
     stages = [plan.memory[plan.layout.coordinates(case.rank).pp] for plan in plans]
     return {
         "resident": result.resident.total() - result.resident[GATHER_BUFFER],
+        "held": dict(result.resident),
         "peaks": {phase.name: phase.peak for phase in result.phases},
         "operations": {p.name: p.operations / (p.micro_batches or 1) for p in result.phases},
         "waits": {

@@ -19,6 +19,7 @@ class Options:
         quick: few layers and micro-batches, scaled to the recipe's.
         gpu: name or memory of the GPU.
         timeline: file for a trace of the memory; None: none.
+        transformer_engine: folder with Transformer Engine's Python; None: it is absent.
     """
 
     world_size: int | None = None
@@ -28,6 +29,7 @@ class Options:
     quick: bool = False
     gpu: str = "h100-80gb"
     timeline: Path | None = None
+    transformer_engine: Path | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         default="h100-80gb",
         help="the GPU's name, or its memory in GiB (default h100-80gb)",
+    )
+    parser.add_argument(
+        "--transformer-engine",
+        type=Path,
+        metavar="FOLDER",
+        help="with Transformer Engine, whose Python is in this folder (docs/simulation.md)",
     )
     parser.add_argument("--timeline", type=Path, help="write a Chrome trace of the memory here")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.rules.rule import world_size_of
+from mppo.simulation import te_stand_in
 from mppo.simulation.gpu_types import find_gpu
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.options import Options
@@ -36,6 +37,8 @@ def simulate(config: Path | None, overrides: Sequence[str], options: Options) ->
         recipe = load_checked(config, overrides, options.world_size, configs.read, files=False)
         world_size = options.world_size or world_size_of(recipe)
         _check_numbers(options, world_size)
+        if options.transformer_engine is not None:
+            te_stand_in.install(options.transformer_engine)
     except (ConfigError, ValueError) as error:
         return last_words.refuse_recipe(error)
     for remark in configs.remarks:

@@ -17,7 +17,7 @@ import torch
 from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
-from mppo.simulation import attention_kernels, cuda_namespace, torch_guard, world
+from mppo.simulation import attention_kernels, cuda_namespace, te_stand_in, torch_guard, world
 from mppo.simulation.counters import Collective, Counters, Wait
 from mppo.simulation.device_mode import SimulatedGpu
 from mppo.simulation.gpu_types import GpuType
@@ -49,6 +49,7 @@ class RankCase:
         steps: PPO steps.
         gpu: what the GPU is.
         gpus_per_node: GPUs of a node.
+        transformer_engine: its stand-in is installed in this process (``te_stand_in``).
     """
 
     recipe: Recipe
@@ -58,6 +59,7 @@ class RankCase:
     steps: int
     gpu: GpuType
     gpus_per_node: int = 8
+    transformer_engine: bool = False
 
 
 @dataclass
@@ -147,6 +149,8 @@ def simulate_rank(case: RankCase) -> RankResult:
     device = case.rank % case.gpus_per_node
     cuda_namespace.install(ledger, counters, case.gpu, device, case.gpus_per_node)
     world.install(case.rank, case.world_size, counters)
+    if case.transformer_engine:
+        te_stand_in.accept_simulated_tensors()
     with SimulatedGpu(ledger, counters):
         run = _Simulation(case, ledger, counters)
         run.build()

@@ -41,7 +41,8 @@ def simulate_run(
     import_simulated_code()
     per_node = recipe.trainer.n_gpus_per_node or 8
     for rank in ranks_to_simulate(recipe, world_size, options):
-        case = RankCase(recipe, hf_configs, world_size, rank, options.steps, gpu, per_node)
+        with_te = options.transformer_engine is not None
+        case = RankCase(recipe, hf_configs, world_size, rank, options.steps, gpu, per_node, with_te)
         result = _result(case, options.quick)
         print(describe_rank(result, recipe, world_size), end="\n\n", flush=True)
         verdict = judge_fit(result, recipe, shape, parameters, gpu)

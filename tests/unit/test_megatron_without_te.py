@@ -1,4 +1,4 @@
-"""What Megatron-Core misses where Transformer Engine is absent, without any of the CPU's stand-ins."""
+"""What Megatron-Core lacks where Transformer Engine is absent, without the CPU's stand-ins."""
 
 from __future__ import annotations
 
