@@ -33,7 +33,7 @@ SMALL_SIZES = {
     "intermediate_size": 512,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "num_hidden_layers": 7,
+    "num_hidden_layers": 5,
     "vocab_size": 4096,
 }
 SMALL = ("recipes/qwen2_7b_rm.yaml", "data.train_batch_size=128", "actor.ppo_mini_batch_size=128",

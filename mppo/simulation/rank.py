@@ -180,12 +180,11 @@ class _Simulation:
         from mppo.parallel.groups import GroupRegistry
         from mppo.trainer.roles import Roles
 
-        recipe, configs = self.case.recipe, self.case.hf_configs
-        by_path = {role.path: configs[role.name] for role in roles_in_use(recipe)}
+        recipe = by_role(self.case.recipe)
         self.roles: Roles = Roles(
             recipe,
-            Path(recipe.model.path),
-            lambda path, *rest: by_path[str(path)],
+            Path("actor"),
+            lambda path, *rest: self.case.hf_configs[str(path)],
             GroupRegistry(recipe.trainer.seed),
             _TOTAL_STEPS,
         )
@@ -306,6 +305,15 @@ class _Simulation:
         for (_, backend), count in self.counters.groups.items():
             found["gloo" if backend == "gloo" else "nccl"] += count
         return found
+
+
+def by_role(recipe: Recipe) -> Recipe:
+    """The recipe with each role's name for its model's path: roles may have one path and, in
+    smaller runs, models of different depth."""
+    sections = {
+        name: getattr(recipe, name).model_copy(update={"path": name}) for name in ("critic", "ref")
+    }
+    return recipe.model_copy(update=sections)
 
 
 def longest_batch(recipe: Recipe) -> Batch:

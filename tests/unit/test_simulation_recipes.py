@@ -3,9 +3,9 @@ chunk, and mistakes that no test on a CPU can see.
 
 One process simulates all cases of this file (about a minute of one core). They are chosen so that
 every kind of layer, parallelism and attention appears: a pipeline's first and last stage, experts,
-latent attention, soft-capped attention, context parallelism, token budgets. With
-``MPPO_SIMULATE_ALL=1`` it simulates the first and the last stage of every cluster recipe;
-``benchmarks/simulate.py`` does so at full depth.
+latent attention, soft-capped attention, context parallelism. With ``MPPO_SIMULATE_ALL=1`` the first
+and the last stage of every cluster recipe run; ``benchmarks/simulate.py`` scales them to the
+recipes' depth.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ CLUSTER = sorted(
 CHOSEN = [
     "first:qwen2.5_32b_gsm8k_math",
     "last:moonlight_16b_a3b_gsm8k",
-    "first:qwen1.5_moe_a2.7b_gsm8k",
     "first:gemma_2_2b_gsm8k",
     "first:deepseek_llm_7b_gsm8k_cp2",
-    "first:qwen2_7b_seq_balance",
 ]
 RECIPES = CHOSEN
 if os.environ.get("MPPO_SIMULATE_ALL"):
@@ -68,11 +66,11 @@ def test_a_recipe_runs_and_holds_what_the_plan_says(name, simulated):
     assert found["resident"] == pytest.approx(found["planned"], rel=0.02)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", CHOSEN)
 def test_the_host_waits_no_more_than_the_table_says(name, simulated):
-    allowed = MOST_WAITS[name]
     for phase, waits in simulated[name]["waits"].items():
-        assert waits <= allowed[phase], f"{phase}: {waits} waits per micro-batch"
+        most = MOST_WAITS[name][phase]
+        assert waits <= most, f"{phase}: {waits} waits per micro-batch, the table says {most}"
 
 
 def test_quick_mode_agrees_with_the_full_run(simulated):
