@@ -91,6 +91,7 @@ class Ledger:
         now: bytes that live.
         moment: allocations so far.
         peaks: by phase, the largest number of bytes at one moment.
+        line_peaks: the same at the large allocations of each source line, by phase and line.
         allocations: all storages so far but small ones, those that were freed too.
     """
 
@@ -99,6 +100,7 @@ class Ledger:
         self.now = 0
         self.moment = 0
         self.peaks: dict[str, Peak] = {}
+        self.line_peaks: dict[tuple[str, str], Peak] = {}
         self.allocations: list[Allocation] = []
         self._living: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._next_address = _FIRST_ADDRESS
@@ -125,6 +127,10 @@ class Ledger:
         self.now += size
         if size >= _LISTED:
             self.allocations.append(found)
+        if line:
+            before = self.line_peaks.get((phase, line))
+            if before is None or self.now > before.size:
+                self.line_peaks[phase, line] = Peak(self.now, found.begin, line)
         peak = self.peaks.get(phase)
         if peak is None or self.now > peak.size:
             self.peaks[phase] = Peak(self.now, found.begin, line or source_line())

@@ -174,16 +174,23 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
     phases = []
     for one, two in zip(shallow.phases, deep.phases, strict=True):
         at = factor(one.name)
-        composition = line(
-            one.composition, two.composition, lambda text, at=at: names.get(text.split()[0], at)
-        )
+        # which line reaches the peak may change with the depth: each has a line of its own
+        moments = [(one.composition, two.composition, two.line)] if one.line == two.line else []
+        both = one.by_line.keys() & two.by_line.keys()
+        moments += [(one.by_line[source], two.by_line[source], source) for source in both]
+        moments = moments or [(one.composition, two.composition, two.line)]
+        peaks = [
+            (line(a, b, lambda text, at=at: names.get(text.split()[0], at)), source)
+            for a, b, source in moments
+        ]
+        composition, source = max(peaks, key=lambda found: found[0].total())
         phases.append(
             PhaseResult(
                 name=one.name,
                 peak=composition.total(),
                 composition=composition,
                 moment=two.moment,
-                line=two.line,
+                line=source,
                 operations=one.operations + (two.operations - one.operations) * at,
                 micro_batches=two.micro_batches,
                 waits=line(one.waits, two.waits, lambda key, at=at: at),

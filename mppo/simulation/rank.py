@@ -21,7 +21,7 @@ from mppo.simulation import attention_kernels, cuda_namespace, te_stand_in, torc
 from mppo.simulation.counters import Collective, Counters, Wait
 from mppo.simulation.device_mode import SimulatedGpu
 from mppo.simulation.gpu_types import GpuType
-from mppo.simulation.ledger import Allocation, Ledger
+from mppo.simulation.ledger import Allocation, Ledger, Peak
 from mppo.supervision.phase import current, phase
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from mppo.trainer.roles import Roles
 
 _STEP = re.compile(r", step (\d+)")
+LOWEST_PEAK = 0.6
+"""Share of a phase's peak from which a source line's own peak may be the largest at another
+depth."""
 SMALL = "small allocations"
 """Purpose of what is too small to be listed one by one."""
 GATHER_BUFFER = "gather buffer"
@@ -76,6 +79,7 @@ class PhaseResult:
         micro_batches: micro-batches that the rank worked on.
         waits: times the host waited for the GPU, by place.
         calls, nbytes: collectives, and the bytes handed to and taken from them, by kind.
+        by_line: bytes by purpose at the largest moment of each source line that allocates much.
     """
 
     name: str
@@ -88,6 +92,7 @@ class PhaseResult:
     waits: Counter[Wait] = field(default_factory=Counter)
     calls: Counter[Collective] = field(default_factory=Counter)
     nbytes: Counter[Collective] = field(default_factory=Counter)
+    by_line: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -274,9 +279,12 @@ class _Simulation:
         """What was counted."""
         counters, phases = self.counters, []
         for name, peak in self.ledger.peaks.items():
-            composition = self.ledger.composition(peak.moment)
-            composition[SMALL] = peak.size - composition.total()
-            found = PhaseResult(name, peak.size, composition, peak.moment, peak.line)
+            found = PhaseResult(name, peak.size, self._composition(peak), peak.moment, peak.line)
+            found.by_line = {
+                line: self._composition(other)
+                for (where, line), other in self.ledger.line_peaks.items()
+                if where == name and other.size > LOWEST_PEAK * peak.size
+            }
             found.operations = counters.operations[name]
             found.micro_batches = counters.micro_batches[name]
             for (where, place), count in counters.waits.items():
@@ -299,6 +307,11 @@ class _Simulation:
             seconds=seconds,
             allocations=self.ledger.allocations,
         )
+
+    def _composition(self, peak: Peak) -> Counter[str]:
+        found = self.ledger.composition(peak.moment)
+        found[SMALL] = peak.size - found.total()
+        return found
 
     def _groups(self) -> Counter[str]:
         found: Counter[str] = Counter()

@@ -91,6 +91,16 @@ def test_a_line_through_two_depths_gives_the_third():
     assert found.phases[0].waits == {Wait("a.py:1", "item"): 4 * 9}
 
 
+def test_another_line_may_reach_the_peak_at_another_depth():
+    shallow, deep = result_of(10 * GIB, 3 * GIB), result_of(11 * GIB, 3 * GIB)
+    for result, steep in ((shallow, 8 * GIB), (deep, 10 * GIB)):
+        phase = result.phases[0]
+        phase.line = "flat.py:1"
+        phase.by_line = {"flat.py:1": phase.composition, "steep.py:2": Counter({"actor x": steep})}
+    found = extrapolated(shallow, deep, Depths(2, 3, {"actor": 10.0})).phases[0]
+    assert (found.peak, found.line) == (24 * GIB, "steep.py:2")
+
+
 @pytest.mark.parametrize(
     ("recipe", "rank", "first", "second", "wanted"),
     [
