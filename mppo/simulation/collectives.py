@@ -44,6 +44,8 @@ def run_collective(counters: Counters, func: Any, args: tuple, kwargs: dict) -> 
     group = _group(args)
     size = group.size() if group is not None else 1
     described = group.group_desc if group is not None else ""
+    if group is not None and size > 1:
+        counters.groups.add(group.group_name)
     kind = Collective(operation.strip("_"), described or f"{size} ranks", size)
     counters.collective(kind, sum(x.numel() * x.element_size() for x in tensors))
     _check_sizes(operation, args, size)

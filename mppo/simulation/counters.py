@@ -48,7 +48,7 @@ class Counters:
         waits: by phase and place.
         calls: collectives by phase and kind.
         bytes: what this rank hands to collectives and takes from them, by phase and kind.
-        groups: process groups that hold this rank, by their ranks and backend.
+        groups: names of the process groups of several ranks that were used.
         micro_batches: cut for the roles, by phase.
         unknown: places that read a floating-point number only a GPU would know; 1.0 is returned.
     """
@@ -59,7 +59,7 @@ class Counters:
         self.waits: Counter[tuple[str, Wait]] = Counter()
         self.calls: Counter[tuple[str, Collective]] = Counter()
         self.bytes: Counter[tuple[str, Collective]] = Counter()
-        self.groups: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self.groups: set[str] = set()
         self.micro_batches: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
 

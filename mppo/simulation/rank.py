@@ -104,7 +104,7 @@ class RankResult:
         coordinates: its place in each role's layout, by role.
         phases: in order.
         resident: bytes by purpose that live between steps.
-        groups: process groups that hold the rank, by backend.
+        groups: process groups of several ranks that the rank uses: NCCL communicators.
         attention: calls by attention kernel.
         unknown: places that read a number only a GPU would know.
         seconds: time the simulation took.
@@ -115,7 +115,7 @@ class RankResult:
     coordinates: dict[str, Any]
     phases: list[PhaseResult]
     resident: Counter[str]
-    groups: Counter[str]
+    groups: int
     attention: Counter[str]
     unknown: Counter[str]
     seconds: float
@@ -301,7 +301,7 @@ class _Simulation:
             coordinates={role.name: role.groups.coordinates for role in self.present},
             phases=phases,
             resident=self.resident,
-            groups=self._groups(),
+            groups=len(counters.groups),
             attention=Counter(attention_kernels.calls),
             unknown=Counter(counters.unknown),
             seconds=seconds,
@@ -311,12 +311,6 @@ class _Simulation:
     def _composition(self, peak: Peak) -> Counter[str]:
         found = self.ledger.composition(peak.moment)
         found[SMALL] = peak.size - found.total()
-        return found
-
-    def _groups(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for (_, backend), count in self.counters.groups.items():
-            found["gloo" if backend == "gloo" else "nccl"] += count
         return found
 
 

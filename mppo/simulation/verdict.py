@@ -79,7 +79,7 @@ def judge_fit(
     """
     fixed = {
         "CUDA context": CUDA_CONTEXT,
-        "NCCL": result.groups["nccl"] * NCCL_COMMUNICATOR,
+        "NCCL": result.groups * NCCL_COMMUNICATOR,
     }
     engine = _engine(recipe, parameters)
     asleep = {key: size for key, size in engine.items() if key != "engine's weights"}

@@ -44,8 +44,8 @@ def result_of(peak: int, resident: int, layers: int = 1) -> RankResult:
         waits=Counter({Wait("a.py:1", "item"): 4 * layers}),
     )
     return RankResult(
-        0, {}, [phase], Counter({"actor weights": resident}), Counter(nccl=2), Counter(),
-        Counter(), 1.0,
+        0, {}, [phase], Counter({"actor weights": resident}), 2, Counter(), Counter(),
+        1.0,
     )  # fmt: skip
 
 

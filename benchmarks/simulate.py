@@ -1,0 +1,97 @@
+"""Memory, operations and host waits of the shipped cluster recipes on a simulated GPU.
+
+    python benchmarks/simulate.py [RECIPE ...] [--stages first last] [--full] [--out FILE]
+
+Simulates the first and last pipeline stage of each recipe in quick mode (``--full``: at full depth
+and batch). Processor seconds count: on a shared machine wall-clock time means little.
+"""
+
+from __future__ import annotations
+
+import resource
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import record
+
+from mppo.config.checks import load_checked
+from mppo.config.rules.rule import roles_in_use, world_size_of
+from mppo.planning.plan import plan_roles
+from mppo.simulation.gpu_types import GIB, find_gpu
+from mppo.simulation.isolated import isolated
+from mppo.simulation.model_config import ModelConfigs
+from mppo.simulation.quick import quick_result
+from mppo.simulation.rank import RankCase, RankResult, simulate_rank
+from mppo.simulation.run import import_simulated_code
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+SMALL = ("tiny_", "demo", "smollm2")
+
+
+def cases(path: Path, stages: list[str], gpu: str) -> dict[str, RankCase]:
+    """The ranks of a recipe to simulate, by stage."""
+    configs = ModelConfigs(path)
+    recipe = load_checked(path, [], None, configs.read, files=False)
+    world = world_size_of(recipe)
+    hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
+    layout = roles_in_use(recipe)[0].megatron.layout(world)
+    wanted = {"first": 0, "last": layout.pp - 1}
+    found = {}
+    for stage in stages:
+        rank = next(r for r in range(world) if layout.coordinates(r).pp == wanted[stage])
+        found[stage] = RankCase(recipe, hf_configs, world, rank, 1, find_gpu(gpu))
+    return found
+
+
+def measured(case: RankCase, full: bool) -> dict[str, Any]:
+    """A rank's numbers, and the processor seconds they took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    once = partial(isolated, simulate_rank)
+    result: RankResult = once(case) if full else quick_result(case, once)
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    plans = plan_roles(case.recipe, case.world_size, case.hf_configs)
+    stages = [plan.memory[plan.layout.coordinates(case.rank).pp] for plan in plans]
+    planned = sum(m.weights + m.gradients + m.optimizer for m in stages)
+    return {
+        "rank": case.rank,
+        "world": case.world_size,
+        "processor_seconds": round(seconds, 1),
+        "resident_gib": round(result.resident.total() / GIB, 2),
+        "planned_resident_gib": round(planned / GIB, 2),
+        "phases": {
+            phase.name: {
+                "peak_gib": round(phase.peak / GIB, 2),
+                "at": phase.line,
+                "operations": round(phase.operations),
+                "micro_batches": round(phase.micro_batches),
+                "waits": sum(phase.waits.values()),
+                "gib_moved": round(sum(phase.nbytes.values()) / GIB, 1),
+            }
+            for phase in result.phases
+        },
+    }
+
+
+def main() -> None:
+    """Simulate and record."""
+    parser = record.parser(__doc__)
+    parser.add_argument("recipes", nargs="*", help="names; default: all cluster recipes")
+    parser.add_argument("--stages", nargs="+", choices=("first", "last"), default=["first", "last"])
+    parser.add_argument("--full", action="store_true", help="full depth and batch")
+    parser.add_argument("--gpu", default="h100-80gb")
+    arguments = parser.parse_args()
+    names = arguments.recipes or sorted(
+        path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith(SMALL)
+    )
+    import_simulated_code()
+    found: dict[str, Any] = {}
+    for name in names:
+        for stage, case in cases(RECIPES / f"{name}.yaml", arguments.stages, arguments.gpu).items():
+            found[f"{name} {stage}"] = measured(case, arguments.full)
+            print(name, stage, found[f"{name} {stage}"], flush=True)
+    record.record({"mode": "full" if arguments.full else "quick", "ranks": found}, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
