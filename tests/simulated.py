@@ -21,7 +21,7 @@ import torch
 from mppo.config.checks import load_checked
 from mppo.config.rules.rule import roles_in_use, world_size_of
 from mppo.planning.plan import plan_roles
-from mppo.simulation.gpu_types import find_gpu
+from mppo.simulation.gpu.gpu_types import find_gpu
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.quick import quick_result, reduced_batch, with_layers

@@ -18,9 +18,9 @@ from mppo.models.attention import core
 from mppo.models.moe import router
 from mppo.parallel.layout import Layout
 from mppo.planning.memory import stage_layers
-from mppo.simulation import attention_kernels, collectives
-from mppo.simulation.counters import Counters
-from mppo.simulation.known_values import attach, forget
+from mppo.simulation.gpu import attention_kernels, collectives
+from mppo.simulation.gpu.counters import Counters
+from mppo.simulation.gpu.known_values import attach_values, forget
 from mppo.supervision.phase import current
 from mppo.trainer import roles
 from mppo.weights import stream
@@ -124,7 +124,7 @@ def _follow_micro_batches(counters: Counters, hf_configs: Mapping[str, Any]) -> 
             return
         words = current().replace(",", "").split()
         width = next(config.hidden_size for name, config in hf_configs.items() if name in words)
-        attach(tensor, torch.tensor([tokens[0], 1, width]))
+        attach_values(tensor, torch.tensor([tokens[0], 1, width]))
 
     role.cut = cut
     collectives.receive[0] = receive

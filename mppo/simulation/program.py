@@ -9,8 +9,8 @@ from pathlib import Path
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.rules.rule import world_size_of
-from mppo.simulation import te_stand_in
-from mppo.simulation.gpu_types import find_gpu
+from mppo.simulation.gpu import te_stand_in
+from mppo.simulation.gpu.gpu_types import find_gpu
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.options import Options
 from mppo.supervision import last_words
@@ -62,7 +62,7 @@ def _check_numbers(options: Options, world_size: int) -> None:
 
 
 def _check_environment() -> None:
-    from mppo.simulation import torch_guard
+    from mppo.simulation.gpu import torch_guard
 
     if not torch_guard.is_supported():
         raise ValueError("mppo-simulate needs Linux on x86_64 or aarch64: run it there")

@@ -17,11 +17,17 @@ import torch
 from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
-from mppo.simulation import attention_kernels, cuda_namespace, te_stand_in, torch_guard, world
-from mppo.simulation.counters import Collective, Counters, Wait
-from mppo.simulation.device_mode import SimulatedGpu
-from mppo.simulation.gpu_types import GpuType
-from mppo.simulation.ledger import Allocation, Ledger, Peak
+from mppo.simulation.gpu import (
+    attention_kernels,
+    cuda_namespace,
+    te_stand_in,
+    torch_guard,
+    world,
+)
+from mppo.simulation.gpu.counters import Collective, Counters, Wait
+from mppo.simulation.gpu.device_mode import SimulatedGpu
+from mppo.simulation.gpu.gpu_types import GpuType
+from mppo.simulation.gpu.ledger import Allocation, Ledger, Peak
 from mppo.supervision.phase import current, phase
 
 if TYPE_CHECKING:

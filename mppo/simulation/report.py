@@ -6,8 +6,8 @@ from collections import Counter
 
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
-from mppo.simulation.counters import Collective
-from mppo.simulation.gpu_types import GIB
+from mppo.simulation.gpu.counters import Collective
+from mppo.simulation.gpu.gpu_types import GIB
 from mppo.simulation.rank import PhaseResult, RankResult
 from mppo.simulation.verdict import Verdict
 

@@ -8,7 +8,7 @@ from functools import partial
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.planning.plan import plan_roles
-from mppo.simulation.gpu_types import GpuType
+from mppo.simulation.gpu.gpu_types import GpuType
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.options import Options

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mppo.config.schema import Recipe
 from mppo.planning.memory import BYTES
-from mppo.simulation.gpu_types import GIB, MIB, GpuType
+from mppo.simulation.gpu.gpu_types import GIB, MIB, GpuType
 from mppo.simulation.rank import RankResult
 from mppo.weights.shape import ModelShape
 

@@ -12,9 +12,9 @@ import torch
 from mppo.config.checks import load_checked
 from mppo.config.rules.rule import roles_in_use
 from mppo.simulate import main
-from mppo.simulation.counters import Wait
-from mppo.simulation.gpu_types import GIB, GPU_TYPES, find_gpu
-from mppo.simulation.ledger import Allocation, Ledger
+from mppo.simulation.gpu.counters import Wait
+from mppo.simulation.gpu.gpu_types import GIB, GPU_TYPES, find_gpu
+from mppo.simulation.gpu.ledger import Allocation, Ledger
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.quick import Depths, chunk_depths, extrapolated, reduced_batch, with_layers
 from mppo.simulation.rank import PhaseResult, RankCase, RankResult, longest_batch

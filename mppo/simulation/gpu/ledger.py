@@ -21,8 +21,8 @@ _LARGE = 1 << 20
 _LISTED = 1 << 16
 """Smallest allocation that is kept in the list of all."""
 _FIRST_ADDRESS = 1 << 40
-_OWN = str(Path(__file__).parent)
-_PACKAGE_ROOT = str(Path(__file__).parents[2]) + "/"
+_OWN = str(Path(__file__).parents[1])
+_PACKAGE_ROOT = str(Path(__file__).parents[3]) + "/"
 
 
 @cache

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mppo.simulation.ledger import source_line
+from mppo.simulation.gpu.ledger import source_line
 
 
 @dataclass(frozen=True)

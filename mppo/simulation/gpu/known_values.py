@@ -40,7 +40,7 @@ def known(tensor: Tensor) -> Tensor | None:
     return view.set_(values, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def attach(tensor: Tensor, value: Tensor) -> None:
+def attach_values(tensor: Tensor, value: Tensor) -> None:
     """Give a simulated tensor's new storage its values."""
     storage: Any = tensor.untyped_storage()
     same = value.stride() == tensor.stride() and value.dtype == tensor.dtype
@@ -65,7 +65,7 @@ def worth_keeping(numel: int, dtype: torch.dtype) -> bool:
     return numel * dtype.itemsize <= MOST_BYTES
 
 
-def evaluate(
+def evaluate_known(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], fakes: list[FakeTensor]
 ) -> Any:
     """The operation on known values; None where an input's are unknown or too many.

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from mppo.simulation.counters import Collective, Counters
-from mppo.simulation.known_values import attach, forget, known
-from mppo.simulation.ledger import source_line
+from mppo.simulation.gpu.counters import Collective, Counters
+from mppo.simulation.gpu.known_values import attach_values, forget, known
+from mppo.simulation.gpu.ledger import source_line
 
 receive: list[Callable[[Tensor], None]] = [lambda tensor: forget([tensor])]
 """What a point-to-point receive does with the values of its tensor."""
@@ -151,4 +151,4 @@ def _set(out: FakeTensor, value: Tensor | None) -> None:
     if before is not None:
         before.copy_(value)
     elif out.numel() * out.element_size() == out.untyped_storage().nbytes():
-        attach(out, value.clone())
+        attach_values(out, value.clone())

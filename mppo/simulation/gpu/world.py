@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mppo.simulation import collectives
-from mppo.simulation.counters import Counters
+from mppo.simulation.gpu import collectives
+from mppo.simulation.gpu.counters import Counters
 
 
 def install(rank: int, world_size: int, counters: Counters) -> None:

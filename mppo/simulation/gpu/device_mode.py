@@ -6,7 +6,7 @@ into the ledger, every kernel and every wait of the host into the counters.
 
 What a fake tensor cannot know:
 
-- values that follow from the host alone are computed (``mppo.simulation.known_values``);
+- values that follow from the host alone are computed (``mppo.simulation.gpu.known_values``);
 - a floating-point number that only a GPU would know reads as 1.0, and is counted;
 - an integer or a truth value that only a GPU would know is an error: the program's course, or a
   shape, would depend on it.
@@ -22,17 +22,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from mppo.simulation.collectives import run_collective
-from mppo.simulation.counters import Counters
-from mppo.simulation.known_values import (
+from mppo.simulation.gpu.collectives import run_collective
+from mppo.simulation.gpu.counters import Counters
+from mppo.simulation.gpu.known_values import (
     CPU,
     MOST_BYTES,
     UnknownValue,
-    attach,
-    evaluate,
+    attach_values,
+    evaluate_known,
     known,
 )
-from mppo.simulation.ledger import Ledger, source_line
+from mppo.simulation.gpu.ledger import Ledger, source_line
 
 aten = torch.ops.aten
 _VALUE_SHAPED = {
@@ -107,7 +107,7 @@ class SimulatedGpu(TorchDispatchMode):
             self.counters.operation()
         if fakes and name.rpartition("::")[2] in _FILLED:
             return self._filled(func, args, kwargs)
-        value = evaluate(func, args, kwargs, fakes)
+        value = evaluate_known(func, args, kwargs, fakes)
         if func in _VALUE_SHAPED:
             out = self._of_unknown_shape(func, args, value)
         else:
@@ -126,7 +126,7 @@ class SimulatedGpu(TorchDispatchMode):
                 is_new = getattr(storage, "allocation", None) is None
                 self.ledger.note(result)
                 if is_new and isinstance(found, Tensor):
-                    attach(result, found)
+                    attach_values(result, found)
 
     def _filled(self, func: Any, args: tuple, kwargs: dict) -> Tensor:
         """A tensor of one number, like another: its values do not depend on the other's."""

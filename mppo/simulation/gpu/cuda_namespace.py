@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mppo.simulation.counters import Counters
-from mppo.simulation.gpu_types import GpuType
-from mppo.simulation.known_values import UnknownValue, known
-from mppo.simulation.ledger import Ledger, source_line
+from mppo.simulation.gpu.counters import Counters
+from mppo.simulation.gpu.gpu_types import GpuType
+from mppo.simulation.gpu.known_values import UnknownValue, known
+from mppo.simulation.gpu.ledger import Ledger, source_line
 
 _TYPE_NAMES = {
     torch.float32: "FloatTensor",
