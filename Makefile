@@ -10,6 +10,7 @@ RECIPE ?= recipes/demo.yaml
 # Two test files at a time, in the order of tests/ (the cluster first): tests of servers mostly wait.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
+TE_PYTHON := transformer-engine==2.11.0 onnxscript==0.5.6 onnx==1.23.2 onnx_ir==1.1.0 ml_dtypes==0.6.0
 SGLANG_COMPAT := extras/sglang_cpu
 
 .PHONY: help demo test lint format schema attacks verl-flags sglang-cpu slurm soak trl clean
@@ -89,7 +90,12 @@ $(VENV)/.sglang: $(SGLANG_COMPAT)/pyproject.toml $(SGLANG_COMPAT)/requirements.t
 	$(PIP) --no-deps $(SGLANG_CPU) ./$(SGLANG_COMPAT)
 	@touch $@
 
-$(VENV)/.test: pyproject.toml $(VENV)/.mppo $(VENV)/.sglang $(VENV)/.lint
+# Transformer Engine's Python, whose compiled part the simulation replaces; not importable as is.
+$(VENV)/.te: | $(VENV)/bin/python
+	$(PIP) --no-deps --upgrade --target $(VENV)/te $(TE_PYTHON)
+	@touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.mppo $(VENV)/.sglang $(VENV)/.te $(VENV)/.lint
 	$(PIP) -e ".[cpu,mpi,rewards,parquet,tensorboard,dev]"
 	@touch $@
 

@@ -21,6 +21,7 @@ import torch
 from mppo.config.checks import load_checked
 from mppo.config.rules.rule import roles_in_use, world_size_of
 from mppo.planning.plan import plan_roles
+from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.gpu.gpu_types import find_gpu
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
@@ -28,6 +29,8 @@ from mppo.simulation.quick import quick_result, reduced_batch, with_layers
 from mppo.simulation.rank import GATHER_BUFFER, RankCase, RankResult, simulate_rank
 
 ROOT = Path(__file__).parents[1]
+TE_FOLDER = os.environ.get("MPPO_TEST_TE_FOLDER", "")
+"""Folder with Transformer Engine's Python, for a process in which it is installed."""
 SMALL_SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -68,7 +71,8 @@ def loaded(path: str, *overrides: str) -> RankCase:
     configs = ModelConfigs(ROOT / path)
     recipe = load_checked(ROOT / path, overrides, None, configs.read, files=False)
     hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
-    return RankCase(recipe, hf_configs, world_size_of(recipe), 0, 1, find_gpu("h100-80gb"))
+    gpu, world = find_gpu("h100-80gb"), world_size_of(recipe)
+    return RankCase(recipe, hf_configs, world, 0, 1, gpu, transformer_engine=bool(TE_FOLDER))
 
 
 # Mistakes that no test on a CPU can see. Each is made in a forked process and ends with it.
@@ -163,8 +167,11 @@ def run(name: str) -> dict[str, Any]:
     kind, _, what = name.partition(":")
     try:
         if kind == "mistake":
-            case = replace(with_layers(small_case(), 2))
+            case = with_layers(small_case(), 2)
             return summary(case, isolated(with_mistake, MISTAKES[what], case))
+        if kind == "shallow":
+            case = with_layers(small_case(), 2)
+            return summary(case, isolated(simulate_rank, case))
         if kind in ("full", "quick"):
             case = small_case()
             once = partial(isolated, simulate_rank)
@@ -178,6 +185,8 @@ def run(name: str) -> dict[str, Any]:
 if __name__ == "__main__":
     os.environ.pop("MPPO_DEVICE", None)
     warnings.simplefilter("ignore")
+    if TE_FOLDER:
+        te_stand_in.install(Path(TE_FOLDER))
     from mppo.simulation.run import import_simulated_code
 
     import_simulated_code()

@@ -257,8 +257,6 @@ class _Simulation:
         """Name the purposes of what lives as long as the roles."""
         from megatron.core import parallel_state
 
-        from mppo.checkpoint.role_state import optimizer_parts
-
         for role in self.present:
             name, assign = role.name, self.ledger.assign
             with role.groups.active():
@@ -271,7 +269,7 @@ class _Simulation:
                 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                     assign([buffer.param_data], f"{name} weights")
                     assign([buffer.grad_data], f"{name} gradients")
-            for part in optimizer_parts(role):
+            for part in role.optimizer.parts:
                 groups = part.optimizer.param_groups
                 assign((p for group in groups for p in group["params"]), f"{name} main weights")
                 states = part.optimizer.state.values()

@@ -36,15 +36,12 @@ def optimizer_bytes(role) -> int:
 def before_and_after(case: Case, folder: Path, registry) -> tuple[int, int, int]:
     """Elements that the optimizer updates; bytes of its state when built, and after a step."""
     from mppo.models.role_spec import MiniBatch
-    from mppo.pipeline.schedule import update_schedule
 
     role, batch = build_role(case, folder, registry), batch_of()
     elements = sum(p.numel() for part in role.optimizer.parts for p in part.get_parameters())
     built = optimizer_bytes(role)
-    lengths = batch.lengths_B.tolist()
-    schedule = update_schedule(lengths, role.micro_batch_spec(training=True), [range(len(lengths))])
     role.optimizer.advance()
-    role.forward_backward(MiniBatch(batch, schedule[0].microbatches, objective(batch)))
+    role.forward_backward(MiniBatch(batch, role.plan(batch, training=True), objective(batch)))
     assert role.optimizer_step().applied
     return elements, built, optimizer_bytes(role)
 

@@ -35,6 +35,7 @@ CHOSEN = [
 RECIPES = CHOSEN
 if os.environ.get("MPPO_SIMULATE_ALL"):
     RECIPES = [f"{stage}:{name}" for name in CLUSTER for stage in ("first", "last")]
+TE_FOLDER = ROOT / ".venv" / "te"
 MISTAKES = (
     "targets_left_on_the_host",
     "tokens_not_moved",
@@ -47,8 +48,15 @@ MOST_WAITS = json.loads((ROOT / "tests" / "simulated_waits.json").read_text())
 
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, dict[str, Any]]:
-    names = [*RECIPES, "full:small", "quick:small", *(f"mistake:{name}" for name in MISTAKES)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    return run_cases(
+        *RECIPES, "full:small", "quick:small", *(f"mistake:{name}" for name in MISTAKES)
+    )
+
+
+def run_cases(*names: str, **variables: str) -> dict[str, dict[str, Any]]:
+    """The summaries of these cases of ``tests/simulated.py``, by name."""
+    environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
     environment.pop("MPPO_DEVICE", None)
     found = subprocess.run(
         [sys.executable, "-W", "ignore", str(ROOT / "tests" / "simulated.py"), *names],
@@ -107,3 +115,14 @@ def test_a_buffer_allocated_twice_is_caught(simulated):
     doubled = found["roles"]["actor"][1] + found["roles"]["critic"][1]
     assert found["resident"] == pytest.approx(found["planned"] + doubled, rel=0.02)
     assert found["resident"] > 1.02 * found["planned"]
+
+
+@pytest.mark.skipif(
+    not (TE_FOLDER / "transformer_engine").is_dir(),
+    reason="Transformer Engine's Python is not installed: make .venv/.te",
+)
+def test_transformer_engines_layers_run_and_hold_what_the_plan_says():
+    found = run_cases("shallow:small", MPPO_TEST_TE_FOLDER=str(TE_FOLDER))["shallow:small"]
+    assert "error" not in found, found["stack"]
+    assert found["held"]["actor weights"] == pytest.approx(found["roles"]["actor"][0], rel=0.02)
+    assert found["held"]["critic gradients"] == pytest.approx(found["roles"]["critic"][1], rel=0.02)
