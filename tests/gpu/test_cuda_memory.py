@@ -1,0 +1,27 @@
+"""On one GPU: memory goes back to the driver, and a rank's GPU is found on its machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mppo.parallel import device
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_unused_memory_goes_back_to_the_driver():
+    device.give_back_memory()
+    free, _ = torch.cuda.mem_get_info()
+    block = torch.empty(1 << 30, dtype=torch.uint8, device=device.device())
+    del block
+    cached, _ = torch.cuda.mem_get_info()
+    assert free - cached >= 1 << 30, "torch's allocator keeps the block"
+    device.give_back_memory()
+    assert torch.cuda.mem_get_info()[0] >= free
+
+
+def test_the_gpu_of_a_rank_is_on_its_machine():
+    pytest.importorskip("pynvml", reason="needs the package nvidia-ml-py")
+    (index,) = device.gpu_indices([device.gpu_uuid()], device.gpus_of_machine())
+    assert index < len(device.gpus_of_machine())
