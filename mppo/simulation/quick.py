@@ -171,6 +171,9 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
             found[key] = round(a[key] + (b[key] - a[key]) * by(key))
         return found
 
+    resident = line(
+        shallow.resident, deep.resident, lambda text: names.get(text.split()[0], factor(text))
+    )
     phases = []
     for one, two in zip(shallow.phases, deep.phases, strict=True):
         at = factor(one.name)
@@ -183,6 +186,9 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
             (line(a, b, lambda text, at=at: names.get(text.split()[0], at)), source)
             for a, b, source in moments
         ]
+        for found, _ in peaks:
+            for purpose in found.keys() & resident.keys():
+                found[purpose] = min(found[purpose], resident[purpose])
         composition, source = max(peaks, key=lambda found: found[0].total())
         phases.append(
             PhaseResult(
@@ -198,9 +204,6 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
                 nbytes=line(one.nbytes, two.nbytes, lambda key, at=at: at),
             )
         )
-    resident = line(
-        shallow.resident, deep.resident, lambda text: names.get(text.split()[0], factor(text))
-    )
     seconds = shallow.seconds + deep.seconds
     return replace(deep, phases=phases, resident=resident, seconds=seconds)
 

@@ -101,6 +101,13 @@ def test_another_line_may_reach_the_peak_at_another_depth():
     assert (found.peak, found.line) == (24 * GIB, "steep.py:2")
 
 
+def test_no_more_of_a_purpose_than_lives_between_steps():
+    shallow, deep = result_of(5 * GIB, 3 * GIB), result_of(8 * GIB, 4 * GIB)
+    deep.phases[0].composition = Counter({"actor weights": 6 * GIB, "updating actor": 2 * GIB})
+    found = extrapolated(shallow, deep, Depths(2, 3, {"actor": 10.0}))
+    assert found.phases[0].composition["actor weights"] == found.resident["actor weights"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "rank", "first", "second", "wanted"),
     [
