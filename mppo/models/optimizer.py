@@ -163,8 +163,11 @@ class RoleOptimizer:
 
         One; or a second one for experts spread over ranks; or none.
         """
-        chained = getattr(self.megatron, "chained_optimizers", [self.megatron])
-        return [part for part in chained if part.optimizer is not None]
+        return [part for part in self._chained() if part.optimizer is not None]
+
+    def _chained(self) -> list[MegatronOptimizer]:
+        """Megatron's optimizers, also those without parameters on this rank."""
+        return getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     def advance(self) -> float:
         """Advance the schedule to the next PPO step; returns the learning rate of that step."""

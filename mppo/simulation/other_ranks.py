@@ -63,7 +63,7 @@ def install(cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters
     """
 
     def load_weights(path: Any, chunks: Any, hf_config: Any, groups: Any) -> tuple[str, ...]:
-        folder = EmptyFolder(hf_config)
+        folder: Any = EmptyFolder(hf_config)
         return load_hf_weights(folder, chunks, hf_config, groups.layout, groups.coordinates).fresh
 
     role_weights.load_weights = load_weights
@@ -98,7 +98,9 @@ def stage_holdings(case: RoleCase, hf_config: Any, world_size: int) -> list[list
         ends = {"embedding"} if stage == 0 else set()
         if stage == layout.pp - 1:
             ends |= {"final", "output"}
-        rows = [(r.where, None, r.name, torch.bfloat16) for r in table.rows if r.where in ends]
+        rows: list[tuple[Any, ...]] = [
+            (r.where, None, r.name, torch.bfloat16) for r in table.rows if r.where in ends
+        ]
         for layer in owned:
             for r in table.rows:
                 if table.applies(r, layer):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -265,7 +265,7 @@ class _Simulation:
             assign((p for stage in role.stages for p in stage.parameters()), f"{name} weights")
             if role.optimizer is None:
                 continue
-            for chunk in role.chunks:
+            for chunk in cast("list[Any]", role.chunks):  # wrapped in DDP
                 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                     assign([buffer.param_data], f"{name} weights")
                     assign([buffer.grad_data], f"{name} gradients")

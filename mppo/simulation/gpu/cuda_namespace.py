@@ -117,13 +117,13 @@ def install(ledger: Ledger, counters: Counters, gpu: GpuType, device: int, devic
     torch.cuda.default_generators = tuple(_Generator(state) for _ in range(devices))
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
-    torch.cuda.nccl.version = lambda: (2, 28, 9)
+    torch.cuda.nccl.version = lambda: (2, 28, 9)  # pyright: ignore[reportAttributeAccessIssue]  loaded lazily
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args, **kwargs: None
     torch.accelerator.synchronize = torch.cuda.synchronize
     # fusions that Megatron compiles: the functions themselves show the same tensors, or more
     torch.compile = lambda model=None, *args, **kwargs: (lambda f: f) if model is None else model
     _replace_tensor_methods(ledger, counters)
-    torch.nn.Module._apply = _move_module
+    torch.nn.Module._apply = _move_module  # pyright: ignore[reportAttributeAccessIssue]  replaced
     torch.tensor = _on_any_device(torch.tensor)
     torch.as_tensor = _on_any_device(torch.as_tensor)
 
@@ -210,7 +210,7 @@ def _replace_tensor_methods(ledger: Ledger, counters: Counters) -> None:
     def data_ptr(self: Tensor) -> int:
         if not isinstance(self, FakeTensor):
             return plain_address(self)
-        return ledger.note(self).address + self.storage_offset() * self.element_size()
+        return ledger.note(self).address + int(self.storage_offset()) * self.element_size()
 
     def storage_data_ptr(self: Any) -> int:
         allocation = getattr(self, "allocation", None)
@@ -240,7 +240,7 @@ def _move_module(self: Any, move: Callable[[Tensor], Tensor], recurse: bool = Tr
             moved = move(parameter)
         if moved is not parameter:
             replaced = torch.nn.Parameter(moved, parameter.requires_grad)
-            replaced.__dict__.update(parameter.__dict__)
+            vars(replaced).update(vars(parameter))
             self._parameters[name] = replaced
     for name, buffer in self._buffers.items():
         if buffer is not None:

@@ -48,7 +48,7 @@ _NO_KERNEL = ("aten::empty", "aten::detach", "aten::alias", "aten::lift_fresh", 
 
 
 class _FakeTensors(FakeTensorMode):
-    avoid_device_init = True  # there is no GPU to initialise
+    avoid_device_init = True  # pyright: ignore[reportAssignmentType]  there is no GPU to initialise
 
 
 class SimulatedGpu(TorchDispatchMode):
