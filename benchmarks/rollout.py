@@ -28,6 +28,7 @@ from mppo.batch import Prompt
 from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
+from mppo.weights.bucket import WeightBucket
 
 MODEL = {
     "vocab_size": 1024,
@@ -71,7 +72,7 @@ def local(arguments: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(0)
     model = transformers.Qwen2ForCausalLM(config).to(dtype).eval()
     engine = LocalEngine("", config, dtype, batch_size=arguments.prompts)
-    engine.update_weights([list(model.state_dict().items())], 1)
+    engine.update_weights([WeightBucket.pack(model.state_dict().items())], 1)
     count, length = arguments.prompts, arguments.response_length
     even = make_prompts([arguments.prompt_length] * count)
     mixed = make_prompts(mixed_lengths(count, arguments.prompt_length))
@@ -169,7 +170,7 @@ def sglang(arguments: argparse.Namespace) -> dict[str, object]:
             folder, config, getattr(torch, arguments.dtype), rollout, run_dir=Path(folder)
         )
         try:
-            engine.update_weights([list(model.state_dict().items())], 1)
+            engine.update_weights([WeightBucket.pack(model.state_dict().items())], 1)
             prompts = make_prompts([arguments.prompt_length] * arguments.prompts)
             length = arguments.response_length
             (api,) = engine.fleet.apis.values()

@@ -26,6 +26,7 @@ from mppo.parallel.layout import Layout
 from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.engine import SGLangEngine
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
+from mppo.weights.bucket import WeightBucket
 from mppo.weights.shape import model_shape
 from mppo.weights.slices.reshard import ReshardPlanner
 from mppo.weights.table import parameter_table
@@ -54,7 +55,8 @@ def measure_routes(repeat: int, layers: int) -> dict[str, object]:
     config = transformers.Qwen2Config(**MODEL, num_hidden_layers=layers)
     model = transformers.Qwen2ForCausalLM(config).eval()
     tensors = list(model.state_dict().items())
-    source = WeightSource(lambda: [tensors[i : i + 16] for i in range(0, len(tensors), 16)])
+    starts = range(0, len(tensors), 16)
+    source = WeightSource(lambda: (WeightBucket.pack(tensors[i : i + 16]) for i in starts))
     nbytes = sum(tensor.nbytes for _, tensor in tensors)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

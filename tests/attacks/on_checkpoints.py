@@ -237,7 +237,7 @@ TABLES = (
     _table("a list as table of contents", lambda c: [1], "it holds a list"),
     _table("a key that is a number", lambda c: c.state_dict_metadata.update({1: 2}), "not a text"),
     _table("a size below 0", lambda c: vars(_tensor(c)).update(size=(-1, 2)), "no shape and"),
-    _table("an offset below 0", _set(offset=-1), "does not lie in a stretch"),
+    _table("an offset below 0", _set(offset=-1), "has no valid byte range"),
     _table("a length beyond the file", _set(length=1 << 40), "cut short"),
     _table("a data file with ..", _set(relative_path="../../x"), "leads out of the folder"),
     _table("/etc/passwd as data file", _set(relative_path="/etc/passwd"), "leads out of the"),

@@ -214,10 +214,12 @@ WEIGHTS = (
     _converted("an offset of 2^64", weights({"a": entry(0, 1 << 64)}), "not whole numbers"),
     _converted("a negative size", weights({"a": entry(shape=(-2, -2))}), "not whole numbers"),
     _converted(
-        "a shape of 2^40 times 2^40", weights({"a": entry(shape=(1 << 40, 1 << 40))}), "says 16"
+        "a shape of 2^40 times 2^40",
+        weights({"a": entry(shape=(1 << 40, 1 << 40))}),
+        "has 16 bytes",
     ),
     _converted("a shape of 1000 ones", weights({"a": entry(shape=(1,) * 1000)}), "not whole"),
-    _converted("a shape that its bytes do not fit", weights({"a": entry(0, 8)}), "needs 16"),
+    _converted("a shape that its bytes do not fit", weights({"a": entry(0, 8)}), "need 16"),
     _converted(
         "two tensors in the same bytes",
         weights({"a": entry(), "b": entry(8, 24)}),

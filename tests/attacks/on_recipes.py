@@ -79,7 +79,7 @@ TABLE = Table(
         _recipe("a number of 5000 digits", f"data: {{seed: {LONG}}}\n", "5000 digits"),
         _recipe("a list as key", "? [a, b]\n: 1\n", "a sequence cannot be a key"),
         _recipe("a map as key", "{a: 1}: 2\n", "a mapping cannot be a key"),
-        _recipe("a NUL in a path", 'model: {path: "a\\0b"}\n', "a character that no text has"),
+        _recipe("a NUL in a path", 'model: {path: "a\\0b"}\n', "not valid in text"),
         _recipe("half a surrogate pair", 'model: {path: "\\ud800"}\n', "half a surrogate pair"),
         _recipe("bytes that are no UTF-8", b"model: \xff\xfe\n", "not UTF-8"),
         _recipe(
@@ -87,10 +87,10 @@ TABLE = Table(
             "model: !!python/object/apply:os.system ['touch ../outside/done']\n",
             "is not supported",
         ),
-        _recipe("a tag that the value does not fit", "data: {seed: !!int x}\n", "its tag says"),
+        _recipe("a tag that the value does not fit", "data: {seed: !!int x}\n", "match its tag"),
         _recipe("a merge of a number", "data:\n  <<: 5\n", "is not valid YAML"),
         _recipe("what a terminal would obey", 'a: {"\\e]0;x\\a": 1}\n', "no such key"),
-        _recipe("a recipe that builds on itself", "base: ./recipe.yaml\n", "build on each other"),
+        _recipe("a recipe that builds on itself", "base: ./recipe.yaml\n", "each other as base"),
         Attack(
             "18 recipes, each building on the next one twice",
             prepare=_bases,
