@@ -174,6 +174,8 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
     resident = line(
         shallow.resident, deep.resident, lambda text: names.get(text.split()[0], factor(text))
     )
+    # purposes that outlive their phase: no more of one can live than between steps
+    lasting = resident.keys() - {phase.name for phase in deep.phases}
     phases = []
     for one, two in zip(shallow.phases, deep.phases, strict=True):
         at = factor(one.name)
@@ -187,7 +189,7 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
             for a, b, source in moments
         ]
         for found, _ in peaks:
-            for purpose in found.keys() & resident.keys():
+            for purpose in found.keys() & lasting:
                 found[purpose] = min(found[purpose], resident[purpose])
         composition, source = max(peaks, key=lambda found: found[0].total())
         phases.append(
