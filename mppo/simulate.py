@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mppo.safety.redact import redacted_output
 from mppo.simulation.options import add_arguments, options_of
-from mppo.simulation.program import simulate
+from mppo.simulation.program import run_program
 
 
 @redacted_output()
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
-    return simulate(arguments.config, arguments.overrides, options_of(arguments))
+    return run_program(arguments.config, arguments.overrides, options_of(arguments))
 
 
 if __name__ == "__main__":

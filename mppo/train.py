@@ -141,12 +141,12 @@ def _check_device() -> None:
 def _simulate(arguments: argparse.Namespace) -> int:
     """The first rank of every pipeline stage, executed without a GPU."""
     from mppo.simulation.options import Options
-    from mppo.simulation.program import simulate
+    from mppo.simulation.program import run_program
 
     options = Options(
         arguments.world_size, all_stages=True, quick=True, gpu=arguments.gpu or Options.gpu
     )
-    return simulate(arguments.config, arguments.overrides, options)
+    return run_program(arguments.config, arguments.overrides, options)
 
 
 def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:

@@ -294,10 +294,14 @@ class Role:
         names = self._stat_names
         totals = torch.zeros(2 + len(names), dtype=torch.float64)
         if self.groups.is_reporting_rank:
-            for loss, stats in parts:
-                totals[1:] += torch.tensor([float(loss), *(float(stats[n]) for n in names)])
+            rows = [
+                torch.stack([loss.detach().double(), *(stats[n].double() for n in names)])
+                for loss, stats in parts
+            ]
+            for row in torch.stack(rows).cpu():  # one copy for all micro-batches
+                totals[1:] += row
         totals[0] = leave
-        # on the CPU, where the values were read
+        # on the CPU, so that no rank waits inside a kernel
         work = cast("dist.Work", dist.all_reduce(totals, async_op=True))
         return PendingStatistics(self, names, totals, work)
 

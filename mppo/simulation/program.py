@@ -19,7 +19,7 @@ EXIT_TOO_LARGE = 3
 """The recipe does not fit the GPU."""
 
 
-def simulate(config: Path | None, overrides: Sequence[str], options: Options) -> int:
+def run_program(config: Path | None, overrides: Sequence[str], options: Options) -> int:
     """Simulate a recipe and print the report.
 
     Args:

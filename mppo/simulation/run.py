@@ -15,7 +15,7 @@ from mppo.simulation.options import Options
 from mppo.simulation.quick import quick_result
 from mppo.simulation.rank import RankCase, RankResult, simulate_rank
 from mppo.simulation.report import describe_rank, describe_verdict
-from mppo.simulation.timeline import write_timeline
+from mppo.simulation.timeline import write_memory_trace
 from mppo.simulation.verdict import judge_fit
 from mppo.weights.shape import model_shape
 
@@ -49,7 +49,7 @@ def simulate_run(
         print(describe_verdict(verdict), end="\n\n", flush=True)
         all_fit &= verdict.fits
         if options.timeline is not None:
-            write_timeline(options.timeline, result)
+            write_memory_trace(options.timeline, result)
     return all_fit
 
 

@@ -14,7 +14,7 @@ SHOWN_BYTES = 16 * MIB
 """Smallest allocation that gets a bar of its own."""
 
 
-def write_timeline(path: Path, result: RankResult) -> None:
+def write_memory_trace(path: Path, result: RankResult) -> None:
     """Write the trace: a counter of bytes by purpose, and a bar for each large allocation.
 
     Time is counted in allocations since the rank began, shown as microseconds.

@@ -97,8 +97,10 @@ def ledger_process(
     api_key: str,
     folder: Path,
     start_timeout_s: float,
+    broadcasts: bool,
 ) -> ServerProcess:
-    """As ``own_server``, with the test server instead of SGLang."""
+    """As ``own_server``, with the test server instead of SGLang; it never broadcasts."""
+    assert not broadcasts
     return ServerProcess(
         name=f"test server {index}",
         command=lambda port: [sys.executable, str(SERVER), str(ledger), str(gpus), str(port)],

@@ -52,12 +52,8 @@ def test_the_server_listens_on_loopback_and_requires_the_key(qwen2) -> None:
     port = qwen2.engine.fleet.processes[0].port
     reported = yaml.safe_load((own_folder() / f"server_{port}.yaml").read_text())
     assert "Failed to apply hooks" not in (qwen2.run_dir / "rollout" / "server_0.log").read_text()
-    listening = {
-        (connection.laddr.ip, connection.laddr.port)
-        for process in processes_of(qwen2)
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    found = [c for process in processes_of(qwen2) for c in process.net_connections("tcp")]
+    listening = {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
     assert ("127.0.0.1", reported["port"]) in listening
     assert reported["nccl-port"] in {port for _, port in listening}
     url = qwen2.engine.fleet.apis[0].url

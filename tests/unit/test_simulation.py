@@ -18,7 +18,7 @@ from mppo.simulation.gpu.ledger import Allocation, Ledger
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.quick import Depths, chunk_depths, extrapolated, reduced_batch, with_layers
 from mppo.simulation.rank import PhaseResult, RankCase, RankResult, longest_batch
-from mppo.simulation.timeline import write_timeline
+from mppo.simulation.timeline import write_memory_trace
 from mppo.simulation.verdict import ENGINE_GRAPHS, judge_fit
 from mppo.weights.shape import model_shape
 
@@ -174,7 +174,7 @@ def test_a_timeline_is_a_chrome_trace(tmp_path):
         Allocation(64 << 20, "actor weights", "a.py:1", 0, 0),
         Allocation(32 << 20, "updating actor", "b.py:2", 0, 1, 2),
     ]
-    write_timeline(tmp_path / "trace.json", result)
+    write_memory_trace(tmp_path / "trace.json", result)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     counters = [event["args"] for event in events if event["ph"] == "C"]
     assert counters[1] == {"actor weights": 64, "updating actor": 32}

@@ -265,7 +265,11 @@ class Fleet:
         return not self._rollout.urls and self._rollout.mode == "colocated"
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Release the memory of ``tags`` on every server of this rank that holds it."""
+        """Release the memory of ``tags`` on every server that holds it; collective.
+
+        When it returns, all servers have released it: a rank that heads no server shares its GPU
+        with one, too.
+        """
 
         def release(server: int, api: SGLangApi) -> None:
             asleep = self._asleep.setdefault(server, set())
@@ -276,6 +280,7 @@ class Fleet:
                 asleep.update(held)
 
         self._call(release)
+        wait_for_ranks(self._world, self._group)
 
     def wake(self, tags: Sequence[str]) -> None:
         """Allocate the memory of ``tags`` again on every server that released it."""

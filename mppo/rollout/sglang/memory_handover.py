@@ -45,7 +45,6 @@ class MemoryHandover:
         """Servers release all memory, for training."""
         if self._fleet.shares_devices:
             self._fleet.sleep(MEMORY_TAGS)
-            wait_for_ranks(self._world, self._group)
 
     def from_trainer(self) -> None:
         """Every rank returns what it does not use, before servers start."""
