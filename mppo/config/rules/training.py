@@ -133,7 +133,7 @@ def covariance_bounds_are_ordered(context: RuleContext) -> Iterator[ConfigIssue]
 
 @rule("trainer.schedule", "trainer.align_overflow", "algorithm", "actor", "critic")
 def schedule_is_possible(context: RuleContext) -> Iterator[ConfigIssue]:
-    """A schedule that is asked for by name suits the roles and the rule for skipped steps."""
+    """A schedule that the recipe names must suit the roles and the rule for skipped steps."""
     trainer = context.recipe.trainer
     if trainer.schedule not in ("fused", "flush_free"):
         return
