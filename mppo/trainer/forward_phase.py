@@ -74,11 +74,16 @@ class ForwardPhase:
     def _stream(self, roles: Sequence[Role]) -> list[float]:
         """Forward passes through one pipeline; each role's share of the work."""
         links = Links(roles[0].groups)
-        work = {role.name: StreamedForward(role, self._batch) for role in roles}
+        doing = {role.name: _what(role.name) for role in roles}
+        work: dict[str, StreamedForward] = {}
+        for role in roles:
+            with phase(doing[role.name]):
+                work[role.name] = StreamedForward(role, self._batch)
         counts = [(name, one.num_micro_batches) for name, one in work.items()]
-        doing = {name: _what(name) for name in work}
         carry_out(forward_list(counts, links.stage, links.stages), work, links, doing)
-        self._outputs |= {name: one.outputs() for name, one in work.items()}
+        for name, one in work.items():
+            with phase(doing[name]):
+                self._outputs[name] = one.outputs()
         weights = [
             one.num_micro_batches * sum(p.numel() for p in one.role.stages[0].parameters())
             for one in work.values()

@@ -21,7 +21,7 @@ from torch import Tensor
 from mppo.algos.aggregation import aggregation_weights_T
 from mppo.algos.covariance import covariance, covariance_band, covariance_top
 from mppo.algos.kl import kl_estimate
-from mppo.algos.packing import select_cu_seqlens, select_sequences
+from mppo.algos.packing import select_cu_seqlens, select_sequences, sequence_token_indices
 from mppo.algos.policy_loss import (
     Loss,
     cispo,
@@ -92,8 +92,9 @@ Targets = TypeVar("Targets", PolicyTargets, ValueTargets)
 
 def select_targets(targets: Targets, indices: Sequence[int] | Tensor) -> Targets:
     """Select sequences by their position in ``targets``, in the order of ``indices``."""
+    where_T = sequence_token_indices(targets.cu_seqlens, indices)  # once: it waits for the GPU
     changes = {
-        field.name: select_sequences(getattr(targets, field.name), targets.cu_seqlens, indices)
+        field.name: getattr(targets, field.name)[where_T]
         for field in fields(targets)
         if field.name != "cu_seqlens"
     }
