@@ -106,7 +106,7 @@ def _first_fit(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) 
 def _split(
     share: Sequence[int], lengths: Sequence[int], count: int, limits: MicroBatchLimits
 ) -> list[list[int]]:
-    """Split one rank's share into ``count`` micro-batches, evenly where the limits allow it."""
+    """Split one rank's share into ``count`` micro-batches, evenly if the limits allow it."""
     weights = [lengths[i] for i in share]
     even = partition(weights, count, equal_count=limits.max_tokens is None)
     if limits.max_tokens is not None and any(
