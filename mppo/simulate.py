@@ -2,8 +2,8 @@
 
 ``mppo-simulate recipe.yaml --world-size 32`` executes one rank of the run at its real size on
 tensors that have a shape but no data, and prints memory by phase and purpose, operations, waits of
-the host for the GPU, communication, and whether the rank fits a GPU. docs/simulation.md says what
-that covers and what it cannot.
+the host for the GPU, communication, and whether the rank fits a GPU. docs/simulation.md describes
+what the simulation covers and what it cannot show.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from mppo.simulation.program import run_program
 
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate; exit code 0, 2 for bad input, 3 if a rank does not fit its GPU, 1 if the simulated
-    code fails."""
+    """Run the program.
+
+    Returns:
+        The exit code: 0 if all simulated ranks fit, 1 if the simulated code fails, 2 for invalid
+        input, 3 if a rank does not fit its GPU.
+    """
     parser = argparse.ArgumentParser(
         prog="mppo-simulate",
         description=__doc__,

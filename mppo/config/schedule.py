@@ -1,4 +1,4 @@
-"""Which schedule an update runs by: what the recipe asks for, and what its layouts allow."""
+"""The kind of schedule of an update, from the recipe's setting and its layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ScheduleKind = Literal["sequential", "fused", "flush_free"]
 
 
 def schedule_kind(recipe: Recipe) -> ScheduleKind:
-    """The kind of schedule of an update that trains every role the recipe trains."""
+    """Kind of schedule of an update of all trained roles of the recipe."""
     if stream_obstacle(recipe) is not None:
         return "sequential"
     if recipe.trainer.schedule != "auto":
@@ -21,14 +21,14 @@ def schedule_kind(recipe: Recipe) -> ScheduleKind:
 
 
 def stream_obstacle(recipe: Recipe) -> str | None:
-    """Why actor and critic cannot run through one pipeline together; None: they can."""
+    """Reason why actor and critic cannot share a pipeline; None if they can."""
     if not recipe.algorithm.uses_critic:
         return f"algorithm.adv_estimator = {recipe.algorithm.adv_estimator} trains no critic"
     return lists_obstacle(recipe)
 
 
 def lists_obstacle(recipe: Recipe) -> str | None:
-    """Why an update cannot be carried out by lists of actions at all; None: it can."""
+    """Reason why the executor cannot run an update by lists of actions; None if it can."""
     sections: dict[str, ActorConfig | CriticConfig] = {"actor": recipe.actor}
     if recipe.algorithm.uses_critic:
         sections["critic"] = recipe.critic
@@ -54,13 +54,13 @@ def streams_forward(recipe: Recipe) -> bool:
     megatrons = [role.megatron for role in roles_in_use(recipe)]
     stages = {megatron.pipeline_model_parallel_size for megatron in megatrons}
     interleaved = any(megatron.virtual_pipeline_model_parallel_size for megatron in megatrons)
-    # the actor's pass reads what the reference's leaves
+    # the actor's pass reads the hidden states of the reference's pass
     one_by_one = recipe.trainer.schedule == "sequential" or recipe.needs_full_kl
     return len(stages) == 1 and max(stages) > 1 and not interleaved and not one_by_one
 
 
 def _records_experts(section: ActorConfig | CriticConfig) -> bool:
-    """Whether a forward-only pass keeps the choice of experts (see ``RoleRouting.records``)."""
+    """Whether a forward-only pass records expert choices (see ``RoleRouting.records``)."""
     megatron, replay = section.megatron, section.router_replay
     balances = megatron.moe_router_load_balancing_type == "aux_loss"
     return replay == "R2" or (replay == "off" and balances and megatron.moe_aux_loss_coeff > 0)

@@ -1,4 +1,4 @@
-"""A role: a model in its own layout, and its passes: forward, forward-backward, optimizer step."""
+"""A role: a model in its own layout, with forward pass, gradient and optimizer step."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from mppo.pipeline.sequential import run_pipeline
 from mppo.weights.blocks import padded_vocab_size
 
 _EXCHANGED_ROWS = 8192
-"""Tokens whose hidden states are on the device at one time while ranks exchange them."""
+"""Number of tokens whose hidden states one all-reduce exchanges between ranks."""
 
 
 class Role:
-    """A Megatron model on this rank's part of a layout.
+    """A role's Megatron model: this rank's part of it in the role's layout.
 
     Args:
-        spec: how to build it.
+        spec: the specification of the role.
         hf_config: transformers config of ``spec.folder``.
-        groups: the layout's process groups.
+        groups: process groups of the layout.
 
     Attributes:
-        weights: its parameters: streamed, saved, averaged.
-        head: from hidden states to outputs.
-        loss: of the mini-batch whose gradient is accumulated, the same on every rank.
+        weights: the parameters; streams, saves and averages them.
+        head: computes the outputs from the hidden states.
+        loss: loss of the mini-batch whose gradient is accumulated, the same on every rank.
     """
 
     def __init__(self, spec: RoleSpec, hf_config, groups: LayoutGroups) -> None:
@@ -81,7 +81,7 @@ class Role:
         self._stat_names: list[str] | None = None
 
     def _prepare_routers(self) -> None:
-        """Freeze the routers where the recipe says so, and follow their choices of experts."""
+        """Freeze the routers if the recipe says so, and record or replay their expert choices."""
         spec = self.spec
         if spec.megatron.freeze_moe_router:
             for stage in self.stages:
@@ -99,11 +99,11 @@ class Role:
 
     @property
     def token_multiple(self) -> int:
-        """A rank's token counts of micro-batches are multiples of this."""
+        """Divisor of a rank's token count in every micro-batch."""
         return self.layout.tp if self.config.sequence_parallel else 1
 
     def micro_batch_spec(self, training: bool) -> MicroBatchSpec:
-        """How batches are cut into micro-batches, for training or for a forward-only pass."""
+        """Size and number limits of micro-batches, for training or for a forward-only pass."""
         batching = self.spec.batching
         sequences = batching.ppo_micro_batch_size_per_gpu
         tokens = batching.ppo_max_token_len_per_gpu
@@ -116,23 +116,23 @@ class Role:
         return MicroBatchSpec(self.layout.dp, multiple, limits)
 
     def plan(self, batch: Batch, training: bool) -> MicroBatchPlan:
-        """The micro-batches of a pass over all of a batch."""
+        """Plan the micro-batches of a pass over all sequences of a batch."""
         return self.micro_batch_spec(training).plan(batch.lengths_B.tolist())
 
     def predicted_mask_T(self, batch: Batch) -> Tensor:
-        """1 on the tokens whose value or log-probability the head gives, float32 ``[T]``."""
+        """1 on the tokens for which the head gives a value or log-probability, float32 ``[T]``."""
         return batch.value_mask_T if self.spec.head == "value" else batch.response_mask_T
 
     @torch.no_grad()
     def forward(
         self, batch: Batch, plan: MicroBatchPlan, inputs: PassInputs = TOKENS_ONLY
     ) -> Outputs:
-        """The head's outputs for the global batch, without gradients.
+        """Compute the head's outputs for the global batch, without gradients.
 
         Args:
             batch: the global batch, the same on every rank.
             plan: micro-batches for every data-parallel rank.
-            inputs: what the pass is given besides tokens.
+            inputs: inputs of the pass besides the tokens.
 
         Returns:
             Outputs on the batch's token axis, float32 ``[T]`` on the CPU of every rank, zero
@@ -144,11 +144,12 @@ class Role:
 
     @torch.no_grad()
     def forward_with_states(self, batch: Batch, plan: MicroBatchPlan) -> tuple[Outputs, Tensor]:
-        """As :meth:`forward`, and the hidden states that predict each response token.
+        """Compute the outputs of :meth:`forward` and the hidden states that predict responses.
 
         Returns:
-            The head's outputs; hidden states ``[T, hidden]`` in the parameters' dtype, on the CPU
-            of every rank, zero outside responses.
+            The head's outputs; and, for each response token, the hidden state that predicts it,
+            ``[T, hidden]`` in the parameters' dtype, on the CPU of every rank, zero outside
+            responses.
         """
 
         def outputs_and_states(hidden: Tensor, microbatch: MicroBatch) -> tuple[Outputs, Tensor]:
@@ -175,7 +176,7 @@ class Role:
         parts: Sequence[Outputs],
         with_full_kl: bool,
     ) -> Outputs:
-        """Outputs of every rank's micro-batches on the batch's token axis, on every rank's CPU."""
+        """Gather all micro-batches' outputs on the batch's token axis, on every rank's CPU."""
         count = num_outputs(self.spec.head, with_full_kl)
         rows_kT = torch.zeros(count, len(batch.tokens_T), device=device.device())
         if self.groups.is_reporting_rank:
@@ -188,8 +189,12 @@ class Role:
     def _forward(
         self, batch: Batch, plan: MicroBatchPlan, finish: Callable[[Tensor, MicroBatch], Any]
     ) -> tuple[list[MicroBatch], list[Any]]:
-        """This rank's micro-batches, and on the last stage what ``finish`` makes of their hidden
-        states; no gradient."""
+        """Run a forward-only pass.
+
+        Returns:
+            This rank's micro-batches; on the last stage the results of ``finish`` for their hidden
+            states, elsewhere an empty list.
+        """
         microbatches = self.begin_forward(batch, plan)
         with self.groups.active():
             parts = run_pipeline(
@@ -203,7 +208,7 @@ class Role:
         return microbatches, parts
 
     def begin_forward(self, batch: Batch, plan: MicroBatchPlan) -> list[MicroBatch]:
-        """Prepare a forward-only pass; this rank's micro-batches."""
+        """Prepare a forward-only pass; return this rank's micro-batches."""
         with self.groups.active():
             for stage in self.stages:
                 stage.eval()
@@ -215,13 +220,13 @@ class Role:
     def end_forward(
         self, batch: Batch, plan: MicroBatchPlan, microbatches: Sequence[MicroBatch]
     ) -> None:
-        """Keep what the routers recorded in a forward-only pass. Collective."""
+        """Store the expert choices that the routers recorded in the pass. Collective."""
         if self.routing:
             with self.groups.active():
                 self.routing.after_forward(batch, plan, microbatches)
 
     def forward_backward(self, mini_batch: MiniBatch) -> dict[str, float]:
-        """Accumulate the gradient of one mini-batch, from zero.
+        """Set the gradient to zero and accumulate that of one mini-batch.
 
         Returns:
             The summed statistics, the same on every rank.
@@ -249,15 +254,15 @@ class Role:
         return self.start_statistics(parts).wait()
 
     def optimizer_step(self) -> StepResult:
-        """Apply the accumulated gradient, unless it or its loss is not finite."""
+        """Apply the accumulated gradient if its norm and loss are finite."""
         return step_together([self])[self.name]
 
     def routing_metrics(self) -> dict[str, float]:
-        """Balance of the experts and router replay since the last call; collective."""
+        """Metrics of expert balance and router replay since the last call. Collective."""
         return self.routing.metrics(self.name) if self.routing else {}
 
     def cut(self, batch: Batch, plan: MicroBatchPlan) -> list[MicroBatch]:
-        """This rank's micro-batches of a plan."""
+        """Cut this rank's micro-batches of a plan out of the batch."""
         mine = plan[self.groups.coordinates.dp]
         context = None
         if self.layout.cp > 1:
@@ -270,10 +275,11 @@ class Role:
         ]
 
     def message_room(self, microbatch: MicroBatch) -> Tensor:
-        """Memory for a micro-batch's hidden states between two stages, or their gradient.
+        """Allocate memory to receive a micro-batch's hidden states, or their gradient.
 
         Returns:
-            ``[t, 1, hidden]``, ``[t / tp, 1, hidden]`` under sequence parallelism.
+            An empty tensor ``[t, 1, hidden]`` in the pipeline's dtype on the device; under sequence
+            parallelism ``[t / tp, 1, hidden]``.
         """
         tokens = len(microbatch.tokens_t) // self.token_multiple
         shape = (tokens, 1, self.config.hidden_size)
@@ -282,11 +288,11 @@ class Role:
     def start_statistics(
         self, parts: Sequence[tuple[Tensor, dict[str, Tensor]]], leave: bool = False
     ) -> PendingStatistics:
-        """Begin to sum loss and statistics over the micro-batches of all ranks.
+        """Start to sum loss and statistics over the micro-batches of all ranks.
 
         Args:
-            parts: of this rank's micro-batches.
-            leave: whether this rank would leave the update.
+            parts: loss and statistics of this rank's micro-batches.
+            leave: whether this rank wants to end the update early.
         """
         if self._stat_names is None:
             known = all_gather_objects(sorted(parts[0][1]) if parts else None)
@@ -301,12 +307,12 @@ class Role:
             for row in torch.stack(rows).cpu():  # one copy for all micro-batches
                 totals[1:] += row
         totals[0] = leave
-        # on the CPU, so that no rank waits inside a kernel
+        # on the CPU: an NCCL kernel would occupy the GPU until the slowest rank joins
         work = cast("dist.Work", dist.all_reduce(totals, async_op=True))
         return PendingStatistics(self, names, totals, work)
 
     def take_step(self, norm: float) -> None:
-        """Clip the accumulated gradient, whose norm is ``norm``, and update the weights."""
+        """Clip the accumulated gradient of norm ``norm``, and update the weights."""
         assert self.optimizer is not None, f"{self.name} is frozen"
         with self.groups.active():
             self.optimizer.apply(norm)
@@ -318,14 +324,15 @@ class Role:
 
 @dataclass
 class PendingStatistics:
-    """Loss and statistics of a mini-batch on their way.
+    """Loss and statistics of a mini-batch while ranks sum them.
 
     Args:
-        role: whose.
-        names: of the statistics.
-        totals: how many ranks would leave the update, the loss, the statistics; float64.
-        work: the sum over ranks under way.
-        leave: whether any rank would leave the update; known after ``wait``.
+        role: the role of the mini-batch.
+        names: names of the statistics.
+        totals: number of ranks that want to end the update early, loss, statistics; float64
+            ``[2 + statistics]`` on the CPU.
+        work: handle of the all-reduce of ``totals``.
+        leave: whether any rank wants to end the update early; valid after ``wait``.
     """
 
     role: Role
@@ -335,7 +342,7 @@ class PendingStatistics:
     leave: bool = False
 
     def wait(self) -> dict[str, float]:
-        """The summed statistics, the same on every rank; sets the role's ``loss``."""
+        """Wait; set the role's ``loss``, return the summed statistics, equal on all ranks."""
         self.work.wait()
         leaving, self.role.loss, *sums = self.totals.tolist()
         self.leave = leaving > 0
@@ -343,7 +350,7 @@ class PendingStatistics:
 
 
 def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
-    """Sum the norms of the accumulated gradients of several roles, and ``take_steps``."""
+    """Compute the gradient norms of several roles, then call ``take_steps``."""
     norms = {}
     for role in roles:
         assert role.optimizer is not None, f"{role.name} is frozen"
@@ -353,15 +360,14 @@ def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
 
 
 def take_steps(roles: Sequence[Role], norms: Mapping[str, float]) -> dict[str, StepResult]:
-    """Apply the accumulated gradients of several roles: all of them, or none if any gradient, or
-    the loss it belongs to, is not finite.
+    """Take the optimizer steps of all roles, or of none if any loss or gradient is not finite.
 
     Args:
-        roles: whose gradients are ready.
-        norms: of the gradients, by role name.
+        roles: the roles; their gradients are complete.
+        norms: gradient norm of each role, by name.
 
     Returns:
-        By role name.
+        The result of each role's step, by name.
     """
     numbers = [*norms.values(), *(role.loss for role in roles)]
     finite = all(math.isfinite(number) for number in numbers)
@@ -371,6 +377,6 @@ def take_steps(roles: Sequence[Role], norms: Mapping[str, float]) -> dict[str, S
 
 
 def run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
-    """The output of a chunk, in DDP or not."""
+    """Compute the output of a model chunk, which may be wrapped in DDP."""
     stage = cast("Stage", chunk.module if hasattr(chunk, "ddp_config") else chunk)
     return stage.forward_packed(microbatch.tokens_t, microbatch.packing)

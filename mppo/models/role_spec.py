@@ -19,7 +19,7 @@ from mppo.models.moe.routing import Replay
 from mppo.pipeline.microbatches import MicroBatchPlan
 
 Objective = Callable[[Outputs, tuple[int, ...]], tuple[Tensor, dict[str, Tensor]]]
-"""Maps outputs and the micro-batch's sequence indices to (summed loss, summed statistics)."""
+"""Maps a micro-batch's outputs and sequence indices to (summed loss, summed statistics)."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class RoleSpec:
 
     Args:
         name: "actor", "critic", "ref" or "reward".
-        head: what the model ends in.
+        head: the kind of output head.
         folder: the initial weights: a Hugging Face folder or a Megatron checkpoint.
-        dtype: parameters' dtype.
+        dtype: dtype of the parameters.
         megatron: the role's ``megatron`` section of the recipe.
         batching: micro-batch limits and head chunk.
-        temperature: log-probabilities are of softmax(logits / temperature).
+        temperature: log-probabilities are those of softmax(logits / temperature).
         optim: the role's ``optim`` section of the recipe; None for a frozen role.
-        total_steps: PPO steps of the run.
-        router_replay: which choice of experts the update replays (``mppo.models.moe.routing``).
-        ema_decay: decay of the weights' moving average; None: no average.
+        total_steps: number of PPO steps of the run.
+        router_replay: expert choices that the update replays (``mppo.models.moe.routing``).
+        ema_decay: decay of the moving average of the weights; None: no average.
     """
 
     name: str
@@ -58,7 +58,8 @@ class PassInputs:
     """Inputs of a policy's pass over a batch, besides the tokens.
 
     Args:
-        ref_hidden_T: the reference's hidden states ``[T, hidden]``, for the KL over the vocabulary.
+        ref_hidden_T: hidden states of the reference model ``[T, hidden]``, for the KL over the
+            vocabulary.
         text_from: index of the first sequence of plain text, which is scored at temperature 1;
             None: the batch has none.
     """

@@ -1,4 +1,4 @@
-"""A role in a forward stream: the forward-only passes of one micro-batch at a time."""
+"""Forward-only passes of a role for the executor, one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mppo.pipeline.sequential import forward_step_function
 
 
 class StreamedForward:
-    """A role's forward pass over a batch, for the executor (``ForwardWork``).
+    """A role's forward pass over a batch; implements ``ForwardWork`` of the executor.
 
-    The layout is not interleaved. A list names all micro-batches as those of mini-batch 0.
+    The layout must not be interleaved. In the lists, all micro-batches belong to mini-batch 0.
 
     Args:
         role: the role.
@@ -36,7 +36,7 @@ class StreamedForward:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of each data-parallel rank."""
+        """Number of micro-batches per data-parallel rank."""
         return len(self._microbatches)
 
     def room(self, mini_batch: int, micro_batch: int) -> Tensor:
@@ -63,6 +63,6 @@ class StreamedForward:
         return None if self.role.groups.is_last_stage else output
 
     def outputs(self) -> Outputs:
-        """The head's outputs for the batch, on every rank, as of ``Role.forward``. Collective."""
+        """Gather the head's outputs on every rank, in the form of ``Role.forward``. Collective."""
         self.role.end_forward(self._batch, self._plan, self._microbatches)
         return self.role.gather_outputs(self._batch, self._microbatches, self._parts, False)

@@ -1,4 +1,4 @@
-"""A role in a schedule: the passes of one micro-batch, and the parts of its optimizer steps."""
+"""Passes and optimizer steps of a role for the executor, one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from mppo.pipeline.sequential import forward_step_function
 
 @dataclass
 class _Running:
-    """A mini-batch on this rank, from its first forward pass to its step.
+    """The state of a mini-batch on this rank, from its first forward pass to its "norm".
 
     Args:
-        number: of the mini-batch.
-        microbatches: this rank's.
-        forward_step: what Megatron calls for a forward pass.
-        unsynchronised: while it is open, a backward pass reduces no gradient.
-        held: input and output of the forward passes whose backward passes are to come.
-        parts: losses and statistics of the micro-batches, on the last stage.
+        number: index of the mini-batch.
+        microbatches: this rank's micro-batches.
+        forward_step: Megatron's ``forward_step_func`` for this mini-batch.
+        unsynchronised: DDP's ``no_sync``; while it is open, backward passes reduce no gradient.
+        held: input and output of each micro-batch whose backward pass has not run yet, by index.
+        parts: loss and statistics of each micro-batch, on the last stage.
     """
 
     number: int
@@ -44,15 +44,16 @@ class _Running:
 
 
 class StreamedRole:
-    """What a role does in an update, for the executor (``StageWork``).
+    """The update of a role on this stage; implements ``StageWork`` of the executor.
 
-    Megatron's own functions compute the passes and complete the gradient; the role's layout is
-    active meanwhile only. The layout is not interleaved.
+    Megatron's own functions compute the passes and complete the gradient. The role's layout is
+    active only during these calls. The layout must not be interleaved.
 
     Args:
-        role: a role that learns.
-        mini_batches: make the mini-batch of each step, when its first pass begins.
-        would_leave: whether this rank would leave the update; asked with every norm.
+        role: a role with an optimizer.
+        mini_batches: functions that make the mini-batch of each step; each is called at the start
+            of its mini-batch's first pass.
+        would_leave: whether this rank wants to end the update early; called at every "norm".
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class StreamedRole:
         if self.role.groups.is_last_stage:
             return None
         message = output.detach()
-        # autograd needs the output's history, and only the message its values
+        # autograd needs only the history of the output; its values are in the message
         schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
         return message
 
@@ -113,7 +114,7 @@ class StreamedRole:
         return None if taken is None else cast("Tensor", gradient).contiguous()
 
     def reduce(self, mini_batch: int) -> None:
-        """Begin to reduce the gradient, where the recipe wants that behind the computation."""
+        """Start to reduce the gradient in the background if ``overlap_grad_reduce`` is set."""
         run = self._begun(mini_batch)
         run.unsynchronised.close()
         if self._chunk.ddp_config.overlap_grad_reduce:
@@ -121,7 +122,7 @@ class StreamedRole:
                 self._chunk.start_grad_sync()
 
     def norm(self, mini_batch: int) -> None:
-        """Complete the gradient as Megatron does, and begin to sum its norm and the statistics."""
+        """Complete the gradient as Megatron does; start to sum its norm and the statistics."""
         run, role = self._begun(mini_batch), self.role
         with role.groups.active():
             finalize_gradients([self._chunk], None)
@@ -130,8 +131,12 @@ class StreamedRole:
         self._running, self._pending = None, (norm, statistics)
 
     def wait(self) -> tuple[float, dict[str, float], bool]:
-        """Norm and statistics of the gradient that was completed last, the same on every rank; and
-        whether any rank would leave the update. The role's ``loss`` is then the mini-batch's."""
+        """Wait for the sums that ``norm`` started, and set the role's ``loss``.
+
+        Returns:
+            The gradient norm, the summed statistics, and whether any rank wants to end the update
+            early; the same on every rank.
+        """
         assert self._pending is not None, "norm comes first"
         norm, statistics = self._pending
         self._pending = None
@@ -139,7 +144,7 @@ class StreamedRole:
         return norm.wait(), sums, statistics.leave
 
     def _begun(self, number: int) -> _Running:
-        """The mini-batch that runs; begins it, with gradient zero, where none does."""
+        """The state of mini-batch ``number``; its first call starts it with a zero gradient."""
         if self._running is None:
             self._running = self._begin(number)
         assert self._running.number == number

@@ -1,7 +1,7 @@
-"""Environment variables of CUDA, NCCL and the launcher: what training sets, what servers inherit.
+"""Environment variables of CUDA, NCCL and the launcher that training sets or servers inherit.
 
-A rollout server that mppo starts is a child of a training rank, but not a rank. Its environment is
-the rank's without the rows of ``ROWS`` that are for training alone.
+A rollout server that mppo starts is a child process of a training rank, but not a rank itself. It
+inherits the rank's environment without the variables that ``ROWS`` reserves for training.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class EnvironmentRule:
-    """A variable, or all variables that match a pattern.
+    """The rule for one variable, or for all variables that match a pattern.
 
     Args:
         names: a name, or a pattern with ``*``.
         why: the reason for ``value`` and ``for_servers``.
-        value: what training sets, unless the user has set the variable; None: nothing.
-        for_broadcasts: ``value`` is set only with ``rollout.sync=distributed``, and servers then
-            get the trainer's value: both ends of a communicator must agree on it.
-        for_servers: a server that mppo starts inherits the variable.
+        value: the value that training sets if the user has not set the variable; None: training
+            does not set it.
+        for_broadcasts: ``value`` is set only with ``rollout.sync=distributed``. Servers then
+            inherit the trainer's value, because both ends of a communicator need the same one.
+        for_servers: whether a server that mppo starts inherits the variable.
     """
 
     names: str
@@ -66,11 +67,13 @@ ROWS = (
     ),
     EnvironmentRule("OMP_NUM_THREADS", "is the share of one rank; a server has its own number"),
 )  # fmt: skip
-"""The first row that matches a variable applies; servers inherit a variable without a row."""
+"""The first row that matches a variable applies. Servers inherit variables without a row."""
 
 
 def set_for_training(environ: MutableMapping[str, str], broadcasts: bool = False) -> None:
-    """Set what training needs, before CUDA and NCCL read it; the user's own values stay.
+    """Set the variables that training needs, except those that the user has set.
+
+    Call it before CUDA and NCCL read them.
 
     Args:
         environ: this process's environment.
@@ -82,7 +85,7 @@ def set_for_training(environ: MutableMapping[str, str], broadcasts: bool = False
 
 
 def for_server(environ: Mapping[str, str], broadcasts: bool = False) -> dict[str, str]:
-    """The part of a training rank's environment that a server inherits.
+    """Select the part of a training rank's environment that a server inherits.
 
     Args:
         environ: the rank's environment.

@@ -1,6 +1,6 @@
 """Names that Megatron-Core 0.16.1 uses but defines only where Transformer Engine is installed.
 
-Without them every mixture of experts fails in its router, and every MLA model while it is built, on
+Without these names, the router of every mixture of experts fails, and no MLA model can be built, on
 any device.
 """
 
@@ -12,9 +12,9 @@ import importlib
 def install() -> None:
     """Define the missing names. Idempotent; changes nothing where Transformer Engine is installed.
 
-    ``moe_utils.te_general_gemm`` becomes None, which the router's own code reads as "absent".
-    ``multi_latent_attention.TELinear`` becomes a class without instances, because an
-    ``isinstance`` check reads it.
+    ``moe_utils.te_general_gemm`` becomes None, which the router's code treats as absent.
+    ``TELinear`` and ``TEColumnParallelLinear`` of ``multi_latent_attention`` become classes without
+    instances, because ``isinstance`` checks use them.
     """
     moe_utils = vars(importlib.import_module("megatron.core.transformer.moe.moe_utils"))
     moe_utils.setdefault("te_general_gemm", None)

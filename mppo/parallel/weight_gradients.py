@@ -1,8 +1,9 @@
-"""Weight gradients of Megatron's own linear layers where only Transformer Engine's kernel exists.
+"""Fused weight gradients of Megatron's own linear layers, for machines without Apex.
 
 With ``gradient_accumulation_fusion``, Transformer Engine's layers add weight gradients to the
-float32 buffer in one kernel. The same setting makes Megatron refuse its own linear layers without
-Apex, even the output layer, whose weight this package uses without calling the layer.
+float32 buffer in one kernel. With the same setting, Megatron refuses to build its own linear layers
+if Apex is missing. This includes the output layer, whose weight this package uses without calling
+the layer.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ def accumulate(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     """Compute ``main_grad += grad_output.T @ inputs`` in float32.
 
     Args:
-        inputs: ``[tokens, in]``.
-        grad_output: ``[tokens, out]``.
-        main_grad: float32 ``[out, in]``.
+        inputs: the layer's input ``[tokens, in]``.
+        grad_output: gradient of the layer's output ``[tokens, out]``.
+        main_grad: accumulated weight gradient, float32 ``[out, in]``; changed in place.
     """
     main_grad.addmm_(grad_output.t().to(main_grad.dtype), inputs.to(main_grad.dtype))
 
 
 def install() -> None:
-    """Put ``accumulate`` in the place of Apex's kernel. Idempotent."""
+    """Replace Apex's kernel by ``accumulate``. Idempotent."""
     from megatron.core.tensor_parallel import layers
 
     layers._grad_accum_fusion_available = True

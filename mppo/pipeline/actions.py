@@ -1,4 +1,4 @@
-"""The actions of an update, as data: what each pipeline stage does, one thing after the other."""
+"""The actions of an update as data: each pipeline stage executes a list of them in order."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ COMPUTE: tuple[ActionKind, ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Action:
-    """One thing a stage does for a role.
+    """One action of a pipeline stage for one role.
 
     Args:
-        kind: "forward" and "backward" compute one micro-batch. "receive_input" and
-            "receive_gradient" make room for the message that such a computation needs, and do not
-            wait; the computation does. "send_output" and "send_gradient" do not wait either.
-            "reduce" begins the reduction of a mini-batch's gradient over data parallelism; "norm"
-            completes that gradient and begins the sum of its norm over all stages; "step" waits for
-            the norm, clips and updates the weights.
-        role: whose.
-        mini_batch: number of the role's optimizer step.
-        micro_batch: number within the mini-batch; 0 for "reduce", "norm" and "step".
+        kind: "forward" and "backward" compute a pass of one micro-batch. "receive_input" and
+            "receive_gradient" post a non-blocking receive for the message that a later pass needs;
+            that pass waits for the message. "send_output" and "send_gradient" start a
+            non-blocking send. "reduce" starts the data-parallel reduction of a mini-batch's
+            gradient. "norm" completes that gradient and starts the all-reduce of its norm. "step"
+            waits for the norm, clips the gradient and updates the weights.
+        role: name of the role, such as "actor".
+        mini_batch: index of the mini-batch (optimizer step) within the role's update.
+        micro_batch: index of the micro-batch within the mini-batch; 0 for "reduce", "norm" and
+            "step".
     """
 
     kind: ActionKind
@@ -44,15 +45,20 @@ class Action:
 
 @dataclass(frozen=True)
 class RoleWork:
-    """What a role does in an update, and what that costs.
+    """The passes and optimizer steps of one role in an update, with their costs.
+
+    All costs are in one arbitrary unit of time.
 
     Args:
-        name: of the role.
-        micro_batches: of each mini-batch (optimizer step), per data-parallel rank.
-        forward: cost of a micro-batch's forward pass on every stage, or on each.
-        backward: the same of its backward pass.
-        reduce: of reducing a gradient, behind the stage's computations.
-        step: of an optimizer step, which the stage computes.
+        name: name of the role.
+        micro_batches: number of micro-batches of each mini-batch (optimizer step), per
+            data-parallel rank.
+        forward: cost of one micro-batch's forward pass on one stage: one number for all stages, or
+            one number per stage.
+        backward: cost of one micro-batch's backward pass on one stage, in the same form.
+        reduce: cost of reducing one mini-batch's gradient; the reduction runs in the background
+            while the stage computes.
+        step: cost of an optimizer step; the stage computes nothing else meanwhile.
     """
 
     name: str
@@ -63,7 +69,7 @@ class RoleWork:
     step: float = 0.0
 
     def costs(self, stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Costs of a forward and of a backward pass on each stage."""
+        """Costs of one forward pass and of one backward pass on each stage."""
         forward, backward = (
             (cost,) * stages if isinstance(cost, int | float) else cost
             for cost in (self.forward, self.backward)
@@ -73,4 +79,4 @@ class RoleWork:
 
 
 StageLists = list[list[Action]]
-"""``lists[stage]``: the actions of a stage in order."""
+"""``lists[stage]``: the actions of a stage, in the order in which it executes them."""

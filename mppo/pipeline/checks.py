@@ -1,10 +1,10 @@
-"""What must hold of a schedule's lists before anything runs, checked by carrying them out.
+"""Validation of a schedule's lists before they run, by executing them symbolically.
 
-Receiving blocks here where a computation needs the message, and "norm" waits for every stage: what
-runs through like this cannot make real stages wait for each other, as they wait for less. Messages
-from one stage to its neighbour in one direction arrive in the order in which they were sent, and
-that is the order in which room was made for them: so each direction may be a communicator of its
-own whose operations are paired one by one, as NCCL's are.
+In this execution a pass blocks until its message has arrived, and "norm" is a barrier of all
+stages. Real stages wait for less, so lists that complete here cannot deadlock on real stages. The
+execution also checks that the messages from a stage to its neighbour are sent in the order in which
+the neighbour posts its receives. Each direction can therefore be a communicator of its own, which
+pairs its operations one by one, as NCCL does.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PARTS_OF_A_STEP: tuple[ActionKind, ...] = ("reduce", "norm", "step")
 
 
 class ScheduleFault(AssertionError):
-    """A schedule that must not run."""
+    """A schedule is invalid and must not run."""
 
 
 @lru_cache(maxsize=64)
 def checked_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) -> Schedule:
-    """``make_schedule``, checked before anything runs by it."""
+    """Make a schedule with ``make_schedule`` and check it. Results are cached."""
     schedule = make_schedule(kind, roles, stages)
     check_schedule(schedule)
     return schedule
@@ -38,8 +38,9 @@ def check_schedule(schedule: Schedule) -> None:
     """Check a schedule.
 
     Raises:
-        ScheduleFault: an action is missing or there twice, something precedes what it needs, stages
-            would wait for each other, or more activations are held than under 1F1B.
+        ScheduleFault: an action is missing or duplicated, an action precedes another one that it
+            depends on, the stages would deadlock, or a stage holds the activations of more
+            micro-batches than under 1F1B.
     """
     stages = len(schedule.lists)
     for stage, actions in enumerate(schedule.lists):
@@ -50,11 +51,11 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def run_blocking(lists: StageLists) -> None:
-    """Carry lists out with receives that block.
+    """Execute the lists symbolically, with blocking receives.
 
     Raises:
-        ScheduleFault: stages wait for each other, a message meets room made for another one, or
-            something is left over.
+        ScheduleFault: the stages deadlock, a message is paired with the receive of another
+            message, or a message or a receive is left over at the end.
     """
     _BlockingRun(lists).run()
 
@@ -88,7 +89,7 @@ def _once_each(schedule: Schedule, actions: Sequence[Action], stage: int, stages
 
 
 def _in_order(schedule: Schedule, actions: Sequence[Action]) -> None:
-    """Micro-batches of a role in order; a step after its gradient, and before the next forward."""
+    """Check that a role's micro-batches are in order, and each step between its mini-batches."""
     at = {action: position for position, action in enumerate(actions)}
     for role in schedule.roles:
         for i, count in enumerate(role.micro_batches):
@@ -124,7 +125,7 @@ def _few_in_flight(actions: Sequence[Action], stage: int, stages: int) -> None:
 
 
 class _BlockingRun:
-    """The state of stages that run their lists."""
+    """The state of all stages while they execute their lists."""
 
     def __init__(self, lists: StageLists) -> None:
         self._lists = lists
@@ -135,7 +136,7 @@ class _BlockingRun:
         self._room_up: list[deque[Action]] = [deque() for _ in lists]
 
     def run(self) -> None:
-        """Until no stage moves any more."""
+        """Advance the stages until none can proceed, then check that all lists are complete."""
         while any([self._advance(stage) for stage in range(len(self._lists))]) or self._meet():
             pass
         for stage, actions in enumerate(self._lists):
@@ -171,7 +172,7 @@ class _BlockingRun:
         return True
 
     def _meet(self) -> bool:
-        """All stages are at the same "norm": pass it."""
+        """Pass a "norm" if all stages have reached the same one; return whether they had."""
         here = {
             actions[at] if at < len(actions) else None
             for actions, at in zip(self._lists, self._next, strict=True)

@@ -1,4 +1,4 @@
-"""Carries out a stage's list of actions; nothing else decides what runs when."""
+"""The executor: runs a stage's list of actions in the order of the list."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from mppo.pipeline.timeline import Recorder
 from mppo.supervision.phase import phase
 
 Numbers = tuple[str, int, int]
-"""Role, mini-batch, micro-batch."""
+"""Name of the role, index of the mini-batch, index of the micro-batch."""
 
 
 class ForwardWork(Protocol):
-    """What a role does on this stage in a list of forward passes."""
+    """The operations of one role on this stage in a list of forward passes."""
 
     def room(self, mini_batch: int, micro_batch: int) -> Tensor:
-        """Memory for a message of a micro-batch, in either direction."""
+        """Return an empty tensor that can receive a micro-batch's message, in either direction."""
         ...
 
     def forward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
-        """Compute a forward pass; what the next stage is sent, None on the last stage."""
+        """Compute a forward pass; return the message to the next stage (last stage: None)."""
         ...
 
 
 class StageWork(ForwardWork, Protocol):
-    """What a role does on this stage in an update."""
+    """The operations of one role on this stage in an update."""
 
     def backward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
-        """Compute a backward pass; what the stage before is sent, None on the first stage."""
+        """Compute a backward pass; return the message to the previous stage (first: None)."""
         ...
 
     def reduce(self, mini_batch: int) -> None:
-        """Begin to reduce the accumulated gradient over data parallelism."""
+        """Start the data-parallel reduction of the accumulated gradient."""
         ...
 
     def norm(self, mini_batch: int) -> None:
-        """Complete the gradient, and begin to sum its norm over all stages."""
+        """Complete the gradient and start the all-reduce of its norm."""
         ...
 
 
@@ -54,21 +54,22 @@ def carry_out(
     rest_after: Callable[[int], Sequence[Action]] | None = None,
     recorder: Recorder | None = None,
 ) -> bool:
-    """Carry out this stage's list.
+    """Execute this stage's list of actions.
 
     Args:
-        actions: the list, of a schedule that ``mppo.pipeline.checks.check_schedule`` accepts, or
-            of forward passes.
-        work: of each role, by name; ``StageWork`` in a list of an update.
-        links: to the neighbouring stages.
-        doing: the phase that a failure reports, by role.
-        step: takes an optimizer step, given its role and mini-batch; whether the update goes on,
-            the same on every rank.
-        rest_after: what is still done when the update is left at a position of the list.
-        recorder: notes when the actions ran; None: nothing is noted.
+        actions: this stage's list. It comes from a schedule that
+            ``mppo.pipeline.checks.check_schedule`` has accepted, or from ``forward_list``.
+        work: the operations of each role, by name; the list of an update needs ``StageWork``.
+        links: connections to the neighbouring stages.
+        doing: name of the phase (``mppo.supervision.phase``) of each role's actions, by role.
+        step: takes the optimizer step of a role's mini-batch, given both. Returns whether the
+            update continues; the result is the same on every rank. None: the list has no "step".
+        rest_after: maps the position of the "step" at which the update ends early to the actions
+            that this stage must still execute.
+        recorder: records the times of the actions; None: no recording.
 
     Returns:
-        Whether the list came to its end: False where ``step`` said that the update is to be left.
+        True if the list was executed to its end, False if ``step`` ended the update early.
     """
     inputs: dict[Numbers, Arriving] = {}
     gradients: dict[Numbers, Arriving] = {}

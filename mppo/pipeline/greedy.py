@@ -1,4 +1,4 @@
-"""Orders of the stages that a simulated pipeline takes when no stage waits for what is late."""
+"""Greedy stage orders: in a simulated pipeline, each stage computes the next pass that is ready."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from mppo.pipeline.streams import Stream
 def greedy_orders(
     stream: Stream, roles: Sequence[RoleWork], stages: int, together: bool
 ) -> list[list[int]]:
-    """Every stage computes what is ready: a backward pass first, else a forward pass, if no more
-    activations are in flight than under 1F1B.
+    """Simulate a pipeline whose stages are greedy, and return the order of each stage's passes.
 
-    The order of all starts is one in which every computation follows those it needs, so the orders
-    cannot make the stages wait for each other, whatever the real costs are.
+    A free stage computes a backward pass if one is ready, else a forward pass if one is ready and
+    the stage then holds no more micro-batches than under 1F1B.
+
+    Sorted by their simulated start, all passes follow the passes that they depend on. The orders
+    therefore cannot deadlock, whatever the real costs are.
 
     Args:
-        stream, roles, together: as of ``simulate``.
-        stages: of the pipeline.
+        stream, roles, together: see ``simulate``.
+        stages: number of pipeline stages.
 
     Returns:
-        As ``Simulation.orders``.
+        The order of each stage, in the form of ``Simulation.orders``.
     """
     return _Greedy(stream, roles, stages, together).orders()
 
 
 class _Greedy:
-    """Time goes from event to event; an event says that a stage may have something to do."""
+    """Event-driven simulation; at an event ``(time, stage)`` the stage looks for a ready pass."""
 
     def __init__(
         self, stream: Stream, roles: Sequence[RoleWork], stages: int, together: bool
@@ -56,7 +58,7 @@ class _Greedy:
         self._events = [(0.0, stage) for stage in range(stages)]
 
     def orders(self) -> list[list[int]]:
-        """Run until nothing is left to do."""
+        """Process all events and return the order of each stage's passes."""
         while self._events:
             now, stage = heapq.heappop(self._events)
             if self._free[stage] > now:

@@ -1,7 +1,7 @@
-"""Messages between neighbouring pipeline stages, of known sizes; nothing waits for a send.
+"""Non-blocking messages of known sizes between neighbouring pipeline stages.
 
-Each direction is a communicator of its own, on which one neighbour only sends and the other only
-receives, in the same order: what ``mppo.pipeline.checks`` shows of the lists.
+Each direction has a communicator of its own, on which one neighbour only sends and the other only
+receives. Both do so in the same order; ``mppo.pipeline.checks`` checks this for every schedule.
 """
 
 from __future__ import annotations
@@ -17,28 +17,34 @@ from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
 
 _FORWARD, _BACK = 1, 2
-"""Tags, where both directions are one communicator."""
+"""Message tags, which matter where both directions share a communicator."""
 
 
 @dataclass(frozen=True)
 class Arriving:
-    """A message that is awaited."""
+    """A message whose non-blocking send or receive has started.
+
+    Args:
+        tensor: the message.
+        work: handle of the send or receive; None on a rank outside the process group.
+    """
 
     tensor: Tensor
     work: dist.Work | None
 
     def wait(self) -> Tensor:
-        """The message, once it is there."""
+        """Wait until the operation has completed and return the message."""
         assert self.work is not None, "this rank is not in the pipeline"
         self.work.wait()
         return self.tensor
 
 
 class Links:
-    """This rank's links to the stages before and after its own.
+    """This rank's connections to the previous and the next pipeline stage.
 
     Args:
-        groups: of a role; all roles in a schedule have the same neighbours.
+        groups: process groups of any role in the schedule; this rank has the same neighbours in
+            all of them.
     """
 
     def __init__(self, groups: LayoutGroups) -> None:
@@ -52,10 +58,11 @@ class Links:
         self._gradients: deque[Arriving] = deque()
 
     def _connect(self) -> None:
-        """Exchange a number with each neighbour, each way.
+        """Exchange one number with each neighbour in each direction.
 
-        The first message of two ranks makes their connection, and that may wait for both ranks. A
-        list may begin to receive before it computes what the sender waits for.
+        The first message between two ranks creates their connection, which may block until both
+        ranks take part. In a list a rank may post a receive before it computes a pass whose result
+        the sender needs first; a blocking first receive would then deadlock.
         """
         first, last = self.stage == 0, self.stage == self.stages - 1
         number = torch.zeros(1, device=device.device())
@@ -70,39 +77,41 @@ class Links:
             work.wait()
 
     def receive_input(self, room: Tensor) -> Arriving:
-        """Await a message from the stage before, in ``room``."""
+        """Start to receive a message from the previous stage into ``room``."""
         work = dist.irecv(room, self._before, group=self._forward, tag=_FORWARD)
         return Arriving(room, work)
 
     def receive_gradient(self, room: Tensor) -> Arriving:
-        """Await a message from the stage after, in ``room``."""
+        """Start to receive a message from the next stage into ``room``."""
         work = dist.irecv(room, self._after, group=self._back, tag=_BACK)
         return Arriving(room, work)
 
     def send_output(self, message: Tensor) -> None:
-        """Send to the stage after."""
+        """Start to send a message to the next stage."""
         work = dist.isend(message, self._after, group=self._forward, tag=_FORWARD)
         self._outputs.append(Arriving(message, work))
         self._release(self._outputs, self.stages - self.stage)
 
     def send_gradient(self, message: Tensor) -> None:
-        """Send to the stage before."""
+        """Start to send a message to the previous stage."""
         work = dist.isend(message, self._before, group=self._back, tag=_BACK)
         self._gradients.append(Arriving(message, work))
         self._release(self._gradients, self.stages - self.stage + 1)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has been received."""
+        """Wait until all sends have completed."""
         self._release(self._outputs, 0)
         self._release(self._gradients, 0)
 
     @staticmethod
     def _release(sent: deque[Arriving], kept: int) -> None:
-        """Let go of all but the last messages, which may not have been received yet.
+        """Free all but the last ``kept`` messages, whose sends may not have completed yet.
 
-        A stage holds at most ``stages - stage`` micro-batches, the stage before it one more. So
-        when it sends another one's output, the gradient of the oldest kept has come back; and when
-        it sends another gradient, the stage before has needed the oldest kept to go on.
+        The waits for the older ones do not block. A stage holds at most ``stages - stage``
+        micro-batches, the previous stage one more. When this stage sends a further output, the
+        gradient of the oldest micro-batch has already come back, so its output has been received.
+        When it sends a further gradient, the previous stage must have consumed the oldest one to
+        have room for the micro-batch that this gradient belongs to.
         """
         while len(sent) > kept:
             sent.popleft().wait()

@@ -20,7 +20,12 @@ MicroBatchPlan = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """What fits one micro-batch: a number of sequences, or a number of tokens where given."""
+    """Size limit of one micro-batch.
+
+    Args:
+        max_sequences: largest number of sequences; used if ``max_tokens`` is None.
+        max_tokens: largest number of tokens; None: the number of sequences is limited instead.
+    """
 
     max_sequences: int
     max_tokens: int | None = None
@@ -31,10 +36,10 @@ class MicroBatchSpec:
     """How a role's sequences are cut into micro-batches.
 
     Args:
-        dp: data-parallel ranks.
+        dp: number of data-parallel ranks.
         count_multiple: the number of micro-batches per rank is a multiple of this (pipeline size
             under interleaving).
-        limits: what fits one micro-batch.
+        limits: size limit of one micro-batch.
     """
 
     dp: int
@@ -42,7 +47,7 @@ class MicroBatchSpec:
     limits: MicroBatchLimits
 
     def plan(self, lengths: Sequence[int], indices: Sequence[int] | None = None) -> MicroBatchPlan:
-        """The micro-batches of one pass over some sequences of a batch (None: over all)."""
+        """Plan the micro-batches of one pass over some sequences of a batch (None: all of them)."""
         chosen = range(len(lengths)) if indices is None else indices
         return plan_microbatches(lengths, chosen, self.dp, self.limits, self.count_multiple)
 
@@ -57,10 +62,10 @@ def plan_microbatches(
     """Plan the micro-batches of one pass.
 
     Args:
-        lengths: tokens of every sequence of the batch.
-        indices: the sequences of this pass.
-        dp: data-parallel ranks.
-        limits: what fits one micro-batch.
+        lengths: number of tokens of every sequence of the batch.
+        indices: indices of the sequences of this pass.
+        dp: number of data-parallel ranks.
+        limits: size limit of one micro-batch.
         count_multiple: the number of micro-batches per rank is a multiple of this (pipeline size
             under interleaving).
 
@@ -77,7 +82,7 @@ def plan_microbatches(
 
 
 def _needed(lengths: Sequence[int], limits: MicroBatchLimits) -> int:
-    """Micro-batches a share needs: first-fit decreasing under the limits."""
+    """Number of micro-batches that one rank's share needs, by first-fit decreasing."""
     if limits.max_tokens is None:
         return math.ceil(len(lengths) / limits.max_sequences)
     return len(_first_fit(list(range(len(lengths))), lengths, limits.max_tokens))
@@ -101,7 +106,7 @@ def _first_fit(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) 
 def _split(
     share: Sequence[int], lengths: Sequence[int], count: int, limits: MicroBatchLimits
 ) -> list[list[int]]:
-    """Split one rank's share into ``count`` micro-batches, evenly where the limits allow it."""
+    """Split one rank's share into ``count`` micro-batches, evenly if the limits allow it."""
     weights = [lengths[i] for i in share]
     even = partition(weights, count, equal_count=limits.max_tokens is None)
     if limits.max_tokens is not None and any(

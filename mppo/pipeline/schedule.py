@@ -1,4 +1,4 @@
-"""Schedules: for every pipeline stage the list of actions that it carries out, and no others."""
+"""Schedules: the list of actions that each pipeline stage executes in an update."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from mppo.pipeline.streams import Stream, candidate_streams
 
 @dataclass(frozen=True)
 class Schedule:
-    """What runs when in an update.
+    """The schedule of one update.
 
     Args:
-        kind: what its rules are.
-        roles: what they do.
+        kind: the kind of schedule, see ``candidate_streams``.
+        roles: passes, optimizer steps and costs of each role.
         stream: the order in which micro-batches enter the pipeline.
-        steps: the optimizer steps; ``together``: see ``steps_of``.
-        simulation: when what runs, at the costs that the roles state.
-        lists: the actions of every stage.
+        steps: the optimizer steps, in the order of ``steps_of``.
+        together: whether all roles take their i-th steps together, see ``steps_of``.
+        simulation: simulated start times of the passes, at the costs in ``roles``.
+        lists: the list of actions of every stage.
     """
 
     kind: ScheduleKind
@@ -35,15 +36,15 @@ class Schedule:
     lists: StageLists
 
     def rest_after(self, stage: int, position: int) -> list[Action]:
-        """What a stage still does when the update is left at one of its "step" actions.
+        """Return the actions that a stage must still execute if the update ends early at a "step".
 
-        All stages leave at the same step, though at different times. What has entered the pipeline
-        before that step's next mini-batch runs to its end everywhere, as messages of it may be on
-        their way; no further step is taken.
+        All stages end the update at the same step, but reach it at different times. Micro-batches
+        that entered the pipeline before the first one that needs this step are computed to their
+        end on every stage, because their messages may be in flight. No further step is taken.
 
         Args:
-            stage: the stage.
-            position: of the "step" in its list, which is not taken either.
+            stage: index of the stage.
+            position: index of the "step" in the stage's list; this step is not taken either.
         """
         left = self.lists[stage][position]
         assert left.kind == "step"
@@ -66,15 +67,15 @@ class Schedule:
 
 @lru_cache(maxsize=64)
 def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) -> Schedule:
-    """The quickest schedule of a kind, by simulation; the same on every rank.
+    """Make the schedule of a kind with the shortest simulated time; the same on every rank.
 
-    Every stream is tried with the stage orders of 1F1B, which hold whatever the costs are, and with
-    those of ``greedy_orders``, which are better where a role has few micro-batches.
+    Each candidate stream is simulated with the stage orders of 1F1B, which do not depend on the
+    costs, and with those of ``greedy_orders``, which are faster if a role has few micro-batches.
 
     Args:
-        kind: the rules, see ``candidate_streams``.
-        roles: what there is to do.
-        stages: of the pipeline.
+        kind: the kind of schedule, see ``candidate_streams``.
+        roles: passes, optimizer steps and costs of each role.
+        stages: number of pipeline stages.
     """
     together = kind != "flush_free"
     best: tuple[Simulation, Stream] | None = None
@@ -95,13 +96,15 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
 
 
 def forward_list(roles: Sequence[tuple[str, int]], stage: int, stages: int) -> list[Action]:
-    """A stage's list of forward passes: those of one role after those of the other.
+    """Make a stage's list of forward-only passes, role after role.
 
-    The pipeline fills and drains once. Messages go one way, so no stage waits for one before it.
+    The pipeline fills and drains once. Messages go from each stage to the next only, so the stages
+    cannot deadlock.
 
     Args:
-        roles: names, and numbers of micro-batches per data-parallel rank.
-        stage, stages: which stage of how many.
+        roles: name and number of micro-batches per data-parallel rank, of each role.
+        stage: index of the stage.
+        stages: number of pipeline stages.
     """
     passes = [Action("forward", name, 0, j) for name, count in roles for j in range(count)]
     return _with_messages(passes, stage, stages)
@@ -114,11 +117,11 @@ def _stage_list(
     simulation: Simulation,
     stage: int,
 ) -> list[Action]:
-    """A stage's computations, with the parts of the optimizer steps among them.
+    """Make a stage's list of passes and of the parts of optimizer steps, without messages.
 
-    "reduce" follows a mini-batch's last backward pass on the stage. "norm" comes when, in the
-    simulation, every stage has finished that pass: it may wait for other stages, which are then
-    there. "step" comes right before the first computation that needs it.
+    "reduce" follows a mini-batch's last backward pass on the stage. "norm" may wait for all stages,
+    so it is placed at the simulated time at which every stage has finished that pass. "step" is
+    placed directly before the first forward pass that needs the updated weights.
     """
     norms = sorted(range(len(steps)), key=lambda k: (simulation.norm_known[k], k))
     untaken = sorted(range(len(steps)), key=lambda k: (steps[k].before, k))
@@ -151,11 +154,11 @@ def _of_step(kind, roles: Sequence[RoleWork], step: Step) -> Action:
 
 
 def _with_messages(actions: Sequence[Action], stage: int, stages: int) -> list[Action]:
-    """A stage's list with what it sends and receives.
+    """Add sends and receives to a stage's list.
 
-    A message is sent when it is computed. Room for one is made while the stage computes what comes
-    before, so that it arrives meanwhile, but never before an optimizer step that must come first:
-    the update may end there.
+    A message is sent directly after the pass that computes it. A receive is posted before the pass
+    that precedes the one which needs the message, so that the message arrives during that
+    pass. A receive is never moved before an optimizer step, because the update may end there.
     """
     result: list[Action] = []
     place = 0

@@ -1,6 +1,6 @@
-"""Carries a list of micro-batches through one role's pipeline by Megatron's own schedules.
+"""One role's micro-batches through its pipeline, by Megatron's own schedules.
 
-What other schedules compute is compared with what these do.
+Tests compare the results of all other schedules with these.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mppo.supervision.phase import tick
 
 
 class HasIndices(Protocol):
-    """A micro-batch, as an objective sees it."""
+    """A micro-batch that has the indices of its sequences."""
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The sequences of its batch that it holds."""
+        """Indices in the batch of the micro-batch's sequences."""
         ...
 
 
@@ -35,23 +35,24 @@ def run_pipeline(
     max_tokens: int,
     objective: Callable[[Any, tuple[int, ...]], tuple[Tensor, Any]] | None = None,
 ) -> list[Any]:
-    """Run all micro-batches forward, and backward where there is an objective.
+    """Run all micro-batches forward, and also backward if there is an objective.
 
-    The layout's groups must be active, and every rank of a pipeline passes equally many
+    The layout's groups must be active. All ranks of a pipeline must pass the same number of
     micro-batches, cut from the same sequences.
 
     Args:
-        chunks: this rank's model chunks, wrapped in DDP where gradients are wanted.
-        microbatches: inputs in order; each has the ``indices`` of its sequences.
-        forward: runs one chunk.
-        finish: called on the last stage with the last chunk's output: the micro-batch's outputs.
+        chunks: this rank's model chunks; wrapped in DDP if there is an objective.
+        microbatches: the micro-batches in order.
+        forward: computes the output of one chunk for a micro-batch.
+        finish: computes the micro-batch's outputs from the output of the last chunk; called on the
+            last stage only.
         max_tokens: largest token count of a micro-batch (a buffer size hint; lengths may differ).
-        objective: loss and statistics of outputs and their sequences. The gradients of the losses
-            are summed as they are. None: forward only.
+        objective: maps the outputs of a micro-batch and its sequence indices to loss and
+            statistics. The losses' gradients are summed without scaling. None: forward only.
 
     Returns:
-        On the last stage, in micro-batch order: the outputs, or ``(loss, statistics)`` where there
-        is an objective. Elsewhere an empty list.
+        On the last stage, in micro-batch order: the outputs, or ``(loss, statistics)`` if there is
+        an objective. On other stages an empty list.
     """
 
     iterators = [iter(microbatches) for _ in chunks]
@@ -74,7 +75,7 @@ def forward_step_function(
     finish: Callable[[Tensor, M], Any],
     objective: Callable[[Any, tuple[int, ...]], tuple[Tensor, Any]] | None,
 ) -> Callable[[Iterator[M], torch.nn.Module], tuple[Tensor, Callable]]:
-    """What Megatron calls for a micro-batch's forward pass; arguments as of ``run_pipeline``."""
+    """Make Megatron's ``forward_step_func``; for the arguments see ``run_pipeline``."""
 
     def forward_step(iterator: Iterator[M], chunk: torch.nn.Module):
         microbatch = next(iterator)
@@ -86,7 +87,7 @@ def forward_step_function(
             if objective is None:
                 return outputs
             loss, stats = objective(outputs, microbatch.indices)
-            # three values and calculate_per_token_loss: Megatron leaves the loss as it is
+            # three values and calculate_per_token_loss: Megatron does not scale the loss
             return loss, torch.ones((), dtype=torch.int), (loss.detach(), stats)
 
         return output, loss_func

@@ -1,8 +1,9 @@
-"""What a stream of micro-batches takes on a pipeline: every stage's order, and when each part runs.
+"""Simulation of a stream of micro-batches on a pipeline: start times of passes and steps.
 
-The model: a stage computes one thing at a time, in its order; a forward pass begins once the stage
-before has sent its input, a backward pass once the stage after has; an optimizer step begins once
-every stage has finished its gradient. Messages take no time.
+The model: a stage computes one pass or step at a time, in its order. A forward pass can start when
+the previous stage has computed its input, a backward pass when the next stage has computed the
+gradient of its output. An optimizer step can start when every stage has finished the gradient.
+Messages take no time.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from mppo.pipeline.streams import Stream
 
 @dataclass(frozen=True)
 class Simulation:
-    """When what runs; times are in the unit of the costs.
+    """Result of a simulation; times are in the unit of the costs.
 
     Args:
-        orders: ``orders[stage]``: entry ``n``'s forward pass as ``n``, its backward as ``~n``.
-        forward_start, backward_start: ``[stage][n]``.
-        norm_known: of each step (see ``steps_of``): when the norm of its gradient is known.
-        makespan: until the last stage is done, steps included.
-        idle_share: of the stages' time, in which they compute nothing.
-        in_flight: largest number of micro-batches whose activations each stage holds.
+        orders: ``orders[stage]`` is the order of a stage's passes: ``n`` is the forward pass of
+            stream entry ``n``, ``~n`` its backward pass.
+        forward_start: ``[stage][n]``, start time of the forward pass of stream entry ``n``.
+        backward_start: ``[stage][n]``, start time of its backward pass.
+        norm_known: for each step of ``steps_of``, the time at which its gradient norm is known.
+        makespan: time at which the last stage has finished all passes and steps.
+        idle_share: share of ``stages * makespan`` in which the stages compute nothing, 0 to 1.
+        in_flight: for each stage, the largest number of micro-batches whose activations it holds.
     """
 
     orders: list[list[int]]
@@ -41,9 +44,11 @@ class Step:
     """An optimizer step of a stream.
 
     Args:
-        role, mini_batch: its numbers.
-        last: the last entry of its mini-batch.
-        before: the first entry that must find it done; the stream's length where none does.
+        role: index of the role.
+        mini_batch: index of the mini-batch.
+        last: index in the stream of the mini-batch's last entry.
+        before: index of the first entry whose forward pass needs the step; the stream's length if
+            there is none.
     """
 
     role: int
@@ -53,11 +58,11 @@ class Step:
 
 
 def steps_of(stream: Stream, together: bool) -> list[Step]:
-    """The optimizer steps of a stream, in the order in which their gradients are completed.
+    """List the optimizer steps of a stream, in the order in which their gradients are completed.
 
     Args:
         stream: the stream.
-        together: the i-th steps of all roles are taken at one time, before the next round.
+        together: all roles take their i-th steps together, before any (i+1)-th mini-batch starts.
     """
     last: dict[tuple[int, int], int] = {}
     first: dict[tuple[int, int], int] = {}
@@ -72,8 +77,19 @@ def steps_of(stream: Stream, together: bool) -> list[Step]:
 
 
 def stage_order(stream: Stream, stage: int, stages: int) -> list[int]:
-    """The order of one stage: backward passes as late as the number of activations in flight, that
-    of 1F1B (``stages - stage``), and the stream's ``after`` allow; forward passes first."""
+    """Order the passes of one stage as 1F1B does: forward passes as early as possible.
+
+    A backward pass precedes a forward pass only if the stage already holds ``stages - stage``
+    micro-batches, or if the forward pass's ``after`` requires it.
+
+    Args:
+        stream: the order in which micro-batches enter the pipeline.
+        stage: index of the stage.
+        stages: number of pipeline stages.
+
+    Returns:
+        The order, in the form of ``Simulation.orders[stage]``.
+    """
     order: list[int] = []
     done, most = 0, stages - stage
     for n, entry in enumerate(stream):
@@ -91,19 +107,19 @@ def simulate(
     orders: list[list[int]],
     together: bool = False,
 ) -> Simulation:
-    """Run a stream on a pipeline.
+    """Simulate a stream on a pipeline.
 
     Args:
-        stream: from ``candidate_streams``.
-        roles: what the roles do and what it costs.
-        orders: of every stage, from ``stage_order`` or ``greedy_orders``.
+        stream: the order in which micro-batches enter the pipeline, from ``candidate_streams``.
+        roles: passes, optimizer steps and costs of each role.
+        orders: order of every stage's passes, from ``stage_order`` or ``greedy_orders``.
         together: see ``steps_of``.
     """
     return _Run(stream, roles, orders, together).result()
 
 
 class _Run:
-    """The state of a simulation: how far every stage has come."""
+    """The state of a simulation: clock and progress of every stage."""
 
     def __init__(
         self, stream: Stream, roles: Sequence[RoleWork], orders: list[list[int]], together: bool
@@ -125,7 +141,7 @@ class _Run:
         self._norms: dict[int, float] = {}
 
     def result(self) -> Simulation:
-        """Let every stage go as far as it can, again and again, until all are done."""
+        """Advance every stage as far as it can, repeatedly, until all orders are complete."""
         total = sum(map(len, self.orders))
         while total:
             moved = sum(self._advance(stage) for stage in range(self._stages))
@@ -149,7 +165,7 @@ class _Run:
         )
 
     def _advance(self, stage: int) -> int:
-        """Run what is ready on a stage; how many computations that was."""
+        """Run the passes of a stage that are ready, in order; return how many."""
         order, begin = self.orders[stage], self._next[stage]
         at = begin
         while at < len(order):
@@ -187,7 +203,7 @@ class _Run:
         self._clock[stage] = max(self._clock[stage], known) + cost
 
     def _norm(self, index: int) -> float | None:
-        """When the norm of a step's gradient is known on all stages; None: not yet."""
+        """Time at which a step's gradient norm is known on all stages; None: not yet known."""
         if index not in self._norms:
             step = self._steps[index]
             ends = [end for row in self._b_end if (end := row[step.last]) is not None]

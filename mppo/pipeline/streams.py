@@ -1,8 +1,8 @@
 """The order in which micro-batches of several roles enter a pipeline.
 
-Every stage computes forward passes in this order, and backward passes in this order. ``after`` says
-how many backward passes a stage must have done before it may begin an entry's forward pass: all of
-the mini-batches whose optimizer steps the entry needs.
+Every stage computes its forward passes in this order, and its backward passes too. ``after`` is the
+number of backward passes that a stage must have computed before it starts an entry's forward pass:
+it covers all mini-batches whose optimizer steps the entry needs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class StreamEntry:
 
     Args:
         role: index of the role.
-        mini_batch, micro_batch: its numbers.
-        after: entries before it whose backward passes come first: ``stream[:after]``.
+        mini_batch: index of the mini-batch within the role's update.
+        micro_batch: index of the micro-batch within the mini-batch.
+        after: the backward passes of ``stream[:after]`` precede this entry's forward pass.
     """
 
     role: int
@@ -37,13 +38,14 @@ Stream = tuple[StreamEntry, ...]
 
 
 def candidate_streams(kind: ScheduleKind, roles: Sequence[RoleWork]) -> list[Stream]:
-    """Streams that keep the rules of a kind; the first one is its usual form.
+    """List the streams that a kind of schedule permits; the first one is its usual form.
 
     Args:
-        kind: "sequential" empties the pipeline after every mini-batch of every role; "fused" after
-            the i-th mini-batches of all roles, whose steps are then taken together; "flush_free"
-            never, but a role's mini-batch waits for that role's step before it.
-        roles: what there is to do.
+        kind: "sequential" drains the pipeline after every mini-batch of every role. "fused" drains
+            it after the i-th mini-batches of all roles, whose steps are then taken together.
+            "flush_free" never drains it: a mini-batch waits only for the previous step of its own
+            role.
+        roles: passes, optimizer steps and costs of each role.
     """
     found: dict[Stream, None] = {}
     if kind == "flush_free":
@@ -58,7 +60,7 @@ def candidate_streams(kind: ScheduleKind, roles: Sequence[RoleWork]) -> list[Str
 
 
 def _rounds(roles: Sequence[RoleWork], order: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """The i-th mini-batch of every role that has one, then the next."""
+    """Yield (role, mini-batch, micro-batch): the i-th mini-batch of every role, then the next."""
     for i in range(max((len(role.micro_batches) for role in roles), default=0)):
         for role in order:
             if i < len(roles[role].micro_batches):
@@ -67,8 +69,10 @@ def _rounds(roles: Sequence[RoleWork], order: Sequence[int]) -> Iterator[tuple[i
 
 
 def _spread(roles: Sequence[RoleWork], order: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """As ``_rounds`` for the roles with most mini-batches; the micro-batches of the others are
-    divided evenly over all rounds, and so keep the pipeline full there too."""
+    """Like ``_rounds``, but roles with fewer mini-batches than others are spread over all rounds.
+
+    Their micro-batches are divided evenly, so that they keep the pipeline full in every round.
+    """
     rounds = max((len(role.micro_batches) for role in roles), default=0)
     slots = [
         [(i, j) for i, count in enumerate(role.micro_batches) for j in range(count)]
@@ -85,18 +89,18 @@ def _spread(roles: Sequence[RoleWork], order: Sequence[int]) -> Iterator[tuple[i
 
 
 def _after_own_step(slots: Sequence[tuple[int, int, int]], n: int) -> int:
-    """The role's mini-batch before this one."""
+    """``after`` for "flush_free": wait for the role's previous mini-batch."""
     role, i, _ = slots[n]
     return 1 + max((k for k in range(n) if slots[k][:2] == (role, i - 1)), default=-1)
 
 
 def _after_round(slots: Sequence[tuple[int, int, int]], n: int) -> int:
-    """All mini-batches of the rounds before."""
+    """``after`` for "fused": wait for all mini-batches of earlier rounds."""
     return 1 + max((k for k in range(n) if slots[k][1] < slots[n][1]), default=-1)
 
 
 def _after_all(slots: Sequence[tuple[int, int, int]], n: int) -> int:
-    """All that is before the mini-batch."""
+    """``after`` for "sequential": wait for all entries before the mini-batch."""
     return next(k for k in range(n + 1) if slots[k][:2] == slots[n][:2])
 
 

@@ -1,4 +1,4 @@
-"""When the actions of an update began and ended: as planned, as measured, and for Perfetto."""
+"""Start and end times of an update's actions, planned and measured, and their Perfetto trace."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mppo.pipeline.actions import COMPUTE, Action
 from mppo.pipeline.schedule import Schedule
 
 SHOWN = (*COMPUTE, "reduce", "norm", "step")
-"""Kinds of actions that take a stage's time."""
+"""Kinds of actions that a timeline shows; the others take almost no time."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """An action of one rank.
+    """The execution of an action on one rank; times in seconds (planned: the simulation's unit).
 
     Args:
-        action: what it did.
-        start: when the rank came to it, in seconds (the simulation's unit in a plan).
-        waited: how long it then waited for a message or for other ranks.
-        end: when it was done.
+        action: the action.
+        start: time at which the rank reached the action.
+        waited: duration of the wait for a message or for other ranks that followed.
+        end: time at which the action was complete.
     """
 
     action: Action
@@ -34,7 +34,16 @@ class Event:
 
 
 class Recorder:
-    """Notes the actions of this rank; the device is empty between them, which takes some time."""
+    """Records the actions of this rank.
+
+    The device is synchronised after each action, which slows the update down.
+
+    Args:
+        clock: returns the time in seconds.
+
+    Attributes:
+        events: the recorded actions, in order.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.events: list[Event] = []
@@ -42,7 +51,7 @@ class Recorder:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Note an action that runs inside."""
+        """Record the action that runs in this context."""
         start, self._waited = self._clock(), 0.0
         yield
         device.synchronize()
@@ -51,7 +60,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Note that the action waits inside."""
+        """Count the time in this context as waiting time of the current action."""
         start = self._clock()
         yield
         device.synchronize()
@@ -59,7 +68,7 @@ class Recorder:
 
 
 def planned_events(schedule: Schedule) -> list[list[Event]]:
-    """What the simulation says of every stage: passes and optimizer steps that take time."""
+    """The simulated passes of every stage as events; one list per stage."""
     simulation, rows = schedule.simulation, []
     for stage in range(len(schedule.lists)):
         clock, row = 0.0, []
@@ -79,7 +88,7 @@ def planned_events(schedule: Schedule) -> list[list[Event]]:
 
 
 def idle_share(rows: Sequence[Sequence[Event]]) -> float:
-    """Share of the ranks' time, from the first start to the last end, in which they wait."""
+    """Share of the ranks' time between first start and last end without work, 0 to 1."""
     events = [event for row in rows for event in row]
     span = max(e.end for e in events) - min(e.start for e in events)
     busy = sum(e.end - e.start - e.waited for e in events)
@@ -87,7 +96,7 @@ def idle_share(rows: Sequence[Sequence[Event]]) -> float:
 
 
 def chrome_trace(rows: Sequence[Sequence[Event]]) -> dict[str, Any]:
-    """The format of Chrome's and Perfetto's trace viewers; one line per rank, times in us."""
+    """Convert events to Chrome's trace format for Perfetto: one row per rank, times in µs."""
     origin = min(event.start for row in rows for event in row)
     found = []
     for rank, row in enumerate(rows):

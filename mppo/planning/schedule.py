@@ -1,4 +1,4 @@
-"""What each kind of schedule would make of an update, by simulation."""
+"""Simulated time and idle share of an update under each kind of schedule, for the dry run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mppo.pipeline.streams import KINDS
 
 @dataclass(frozen=True)
 class TrainedRole:
-    """A role's work in an update.
+    """The work of a trained role in an update.
 
     Args:
-        name: of the role.
-        layout: its layout.
-        mini_batches: optimizer steps.
-        micro_batches: of each, per data-parallel rank.
-        cost: of a micro-batch's forward pass through the model, in any unit.
-        recomputes: the backward pass repeats the forward pass.
+        name: name of the role.
+        layout: the role's layout.
+        mini_batches: number of mini-batches (optimizer steps).
+        micro_batches: number of micro-batches of each mini-batch, per data-parallel rank.
+        cost: cost of a micro-batch's forward pass through all layers, in an arbitrary unit.
+        recomputes: whether the backward pass recomputes the forward pass.
     """
 
     name: str
@@ -35,27 +35,30 @@ class TrainedRole:
 
     @property
     def cost_per_rank(self) -> float:
-        """Of a forward pass, were all stages on one rank."""
+        """Cost of a forward pass through all stages, on one tensor- and context-parallel rank."""
         return self.stage_cost(1)
 
     def stage_cost(self, stages: int) -> float:
-        """Of a forward pass on a rank, were there so many stages on the same ranks."""
+        """Cost of a forward pass on one stage if the model had ``stages`` pipeline stages."""
         ranks = self.layout.tp * self.layout.cp
         return self.cost / (ranks * stages)
 
     def work(self, stages: int, unit: float) -> RoleWork:
-        """As the schedule takes it; costs in multiples of ``unit``."""
+        """Make the input of ``make_schedule``, with costs in multiples of ``unit``."""
         forward = self.stage_cost(stages) / unit
         counts = (self.micro_batches,) * self.mini_batches
         return RoleWork(self.name, counts, forward, (3 if self.recomputes else 2) * forward)
 
 
 def describe_schedule(recipe: Recipe, roles: Sequence[TrainedRole]) -> str:
-    """The kind of schedule, and of every possible kind the time, idle share and activations held.
+    """Describe the recipe's schedule and compare all kinds: time, idle share, activations.
 
     Args:
         recipe: the recipe.
-        roles: those that learn.
+        roles: the trained roles.
+
+    Returns:
+        Lines of text.
     """
     kind, obstacle = schedule_kind(recipe), stream_obstacle(recipe)
     title = f"trainer.schedule = {recipe.trainer.schedule}: {kind}"
@@ -76,11 +79,11 @@ def describe_schedule(recipe: Recipe, roles: Sequence[TrainedRole]) -> str:
 
 
 _WORTH_TELLING = 0.97
-"""Of the time as it is: what takes longer is not told."""
+"""A balanced micro-batch size is reported only if it takes less than this share of the time."""
 
 
 def _balance(roles: Sequence[TrainedRole], works: Sequence[RoleWork], stages: int) -> Iterator[str]:
-    """What larger micro-batches of the cheaper role would gain: stages wait for the longer pass."""
+    """Report the gain if larger micro-batches of the cheaper role made both passes equally long."""
     cheap, dear = sorted(roles, key=lambda role: role.cost_per_rank)
     ratio = cheap.cost_per_rank / dear.cost_per_rank
     count = max(1, round(cheap.micro_batches * ratio))
@@ -98,13 +101,13 @@ def _balance(roles: Sequence[TrainedRole], works: Sequence[RoleWork], stages: in
 
 
 def _works(roles: Sequence[TrainedRole], stages: int) -> tuple[RoleWork, ...]:
-    """The unit is the longest pass, so that equal models are simulated in whole numbers."""
+    """Make the schedule's input; the unit is the longest pass, so equal models have cost 1."""
     unit = max(role.stage_cost(stages) for role in roles)
     return tuple(role.work(stages, unit) for role in roles)
 
 
 def _gain(roles: Sequence[TrainedRole]) -> list[str]:
-    """What equal pipelines would gain, where unequal ones keep two roles apart."""
+    """Report the gain of equal pipeline sizes if unequal ones prevent a shared pipeline."""
     if len({role.layout.pp for role in roles}) < 2:
         return []
     time = busy = 0.0

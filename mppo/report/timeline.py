@@ -1,4 +1,4 @@
-"""A picture of an update: what every rank did when, colours by role and mini-batch."""
+"""Drawing of an update's timeline: one row per rank, coloured by role and mini-batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _STEP = "black"
 
 
 def draw_timeline(panels: Sequence[tuple[str, str, Sequence[Sequence[Event]]]], path: Path) -> None:
-    """Draw panels below each other and write them as an image.
+    """Draw timelines below each other and write them as an image.
 
     Args:
-        panels: a title, what a row is, and the events of every row.
-        path: the image; its ending says which format.
+        panels: for each timeline its title, the name of a row ("rank", "stage") and the events of
+            every row.
+        path: file of the image; its suffix selects the format.
     """
     from matplotlib.figure import Figure
 

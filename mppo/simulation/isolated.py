@@ -1,4 +1,4 @@
-"""A function in a process of its own, forked from one that has imported what it needs."""
+"""Run a function in a process of its own, forked from this one with its imported modules."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class SimulationError(RuntimeError):
     """The simulated code failed, as it would on a GPU.
 
     Args:
-        what: the error in one line: where, and what.
-        stack: Python's report of it.
+        what: phase and error in one line.
+        stack: Python's traceback.
     """
 
     def __init__(self, what: str, stack: str) -> None:
@@ -26,10 +26,12 @@ class SimulationError(RuntimeError):
 
 
 def isolated(function: Callable[..., R], *arguments: Any) -> R:
-    """The function's result. What it changes in the process, such as torch itself, ends with it.
+    """Call a function in a forked process and return its result.
+
+    The function's changes to its process, such as patches of torch, do not affect this process.
 
     Raises:
-        SimulationError: it raised, or its process was killed.
+        SimulationError: the function raised an error, or its process was killed.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -55,7 +57,7 @@ def isolated(function: Callable[..., R], *arguments: Any) -> R:
 def _run(sender: Any, function: Callable[..., Any], arguments: tuple) -> None:
     try:
         result = function(*arguments), None
-    except BaseException as error:  # whatever the simulated code raises is the caller's to report
+    except BaseException as error:  # the calling process reports all errors
         from mppo.supervision.phase import current
 
         what = f"while {current()}: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The models of a recipe whose weights need not be on this machine."""
+"""Configs of a recipe's models, whose weights need not be on this machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mppo.config.errors import ConfigError
 
 
 class ModelConfigs:
-    """Reads the config of a model by the path a recipe gives.
+    """Reads the config of a model by its path in the recipe.
 
-    Where the path is not on this machine, ``configs/`` beside the recipe is searched for a folder
-    of the same name.
+    If the path is not on this machine, the folder of the same name in ``configs/`` beside the
+    recipe is read.
 
     Args:
-        recipe: the recipe's file; None: keys of the command line only.
+        recipe: file of the recipe; None: the recipe consists of command-line keys only.
 
     Attributes:
-        remarks: which configs were taken from there, for the user.
+        remarks: messages to the user about configs that were read from ``configs/``.
     """
 
     def __init__(self, recipe: Path | None) -> None:
@@ -27,10 +27,10 @@ class ModelConfigs:
         self.remarks: list[str] = []
 
     def read(self, path: str) -> Any:
-        """The Hugging Face config of a model.
+        """Read the Hugging Face config of a model.
 
         Raises:
-            ConfigError: neither place has it.
+            ConfigError: neither folder has a config.
         """
         from mppo.hub.builtin import load_config, read_model_config
 

@@ -1,4 +1,4 @@
-"""What to simulate, as options of a command line."""
+"""Command-line options of the simulation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Options:
-    """What to simulate.
+    """Options of the simulation.
 
     Args:
-        world_size: ranks; None: as the recipe says.
-        rank: which rank.
-        all_stages: instead, the first rank of every pipeline stage.
-        steps: PPO steps.
-        quick: few layers and micro-batches, scaled to the recipe's.
-        gpu: name or memory of the GPU.
-        timeline: file for a trace of the memory; None: none.
-        transformer_engine: folder with Transformer Engine's Python; None: it is absent.
+        world_size: number of ranks; None: the recipe's.
+        rank: the rank to simulate.
+        all_stages: simulate the first rank of every pipeline stage instead of ``rank``.
+        steps: number of PPO steps.
+        quick: simulate few layers and micro-batches, and scale the results to the recipe's.
+        gpu: name of the GPU, or its memory in GiB.
+        timeline: file for a trace of the memory; None: no trace.
+        transformer_engine: folder with the Python part of Transformer Engine; None: simulate
+            without Transformer Engine.
     """
 
     world_size: int | None = None
@@ -33,7 +34,7 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say what to simulate."""
+    """Add the simulation's options to a parser."""
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--rank", type=int, default=0, help="which rank (default 0)")
     chosen.add_argument(
@@ -58,5 +59,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """The options among parsed arguments."""
+    """Take the simulation's options from parsed arguments."""
     return Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})

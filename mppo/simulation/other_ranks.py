@@ -1,6 +1,7 @@
-"""What one rank of a simulated world cannot know by itself, in place of what would say it: the
-weights' files, what the other pipeline stages hold, the shapes they send, and the choices of
-routers, which depend on numbers.
+"""Stand-ins for data that a single simulated rank does not have.
+
+These are the files of weights, the parameters of other pipeline stages, the shapes of their
+messages, and the routers' expert choices, which depend on numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mppo.weights.table import parameter_table
 
 
 class EmptyFolder(HFFolder):
-    """A Hugging Face folder with every tensor of a model and no file: all numbers are zero.
+    """A Hugging Face folder without files: every tensor of the model is zero.
 
     Args:
         hf_config: the model's config.
@@ -49,17 +50,17 @@ class EmptyFolder(HFFolder):
         self._scales = {}
 
     def read_into(self, target: Tensor, name: str, dim: int = 0, start: int = 0) -> None:
-        """Copy zeros from the host, as a file's slice is copied."""
+        """Copy zeros from the host to ``target``, like a slice of a file."""
         target.copy_(torch.zeros((), dtype=target.dtype).expand(target.shape))
 
 
 def install(cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters: Counters) -> None:
-    """Put the stand-ins in place.
+    """Replace the functions that need this data by stand-ins.
 
     Args:
-        cases: by role, its section and its model's config.
-        world_size: ranks of the world.
-        counters: count the micro-batches.
+        cases: recipe section and Hugging Face config of each role, by name.
+        world_size: number of ranks.
+        counters: counters of the rank, which also count micro-batches.
     """
 
     def load_weights(path: Any, chunks: Any, hf_config: Any, groups: Any) -> tuple[str, ...]:
@@ -82,7 +83,7 @@ def install(cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters
 
 
 def stage_holdings(case: RoleCase, hf_config: Any, world_size: int) -> list[list[tuple]]:
-    """What every pipeline stage of a role holds, as ``WeightStream`` exchanges it."""
+    """List the parameters of each pipeline stage, in the form that ``WeightStream`` exchanges."""
     table, m = parameter_table(model_shape(hf_config)), case.megatron
     layout: Layout = m.layout(world_size)
     layers = stage_layers(
@@ -111,7 +112,7 @@ def stage_holdings(case: RoleCase, hf_config: Any, world_size: int) -> list[list
 
 
 def _follow_micro_batches(counters: Counters, hf_configs: Mapping[str, Any]) -> None:
-    """Count micro-batches. What a neighbouring stage sends has the shape of the last one cut."""
+    """Count micro-batches, and give a received shape the size of the last micro-batch cut."""
     plain_cut, tokens = role.cut, [0]
 
     def cut(batch: Any, indices: Any, multiple: int, *rest: Any) -> Any:
@@ -133,7 +134,7 @@ def _follow_micro_batches(counters: Counters, hf_configs: Mapping[str, Any]) -> 
 
 
 def _even_choice(plain_choose: Any) -> Any:
-    """The router's choice with every expert taken equally often."""
+    """Wrap the router's choice so that it selects every expert equally often."""
 
     def choose_evenly(self: Any, scores: Tensor, topk: int, num_groups: Any, group_topk: Any,
                       choose: Any) -> Any:  # fmt: skip

@@ -1,4 +1,4 @@
-"""The simulation as a program: what it is asked, what it refuses, and its exit code."""
+"""The simulation program: reads and checks its input, simulates, returns an exit code."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mppo.simulation.options import Options
 from mppo.supervision import last_words
 
 EXIT_TOO_LARGE = 3
-"""The recipe does not fit the GPU."""
+"""Exit code if a rank does not fit its GPU."""
 
 
 def run_program(config: Path | None, overrides: Sequence[str], options: Options) -> int:
     """Simulate a recipe and print the report.
 
     Args:
-        config: the recipe's file.
-        overrides: ``section.key=value``.
-        options: what to simulate.
+        config: file of the recipe; None: the recipe consists of ``overrides`` only.
+        overrides: keys that replace the recipe's, as ``section.key=value``.
+        options: the options of the simulation.
 
     Returns:
         The exit code.

@@ -1,9 +1,9 @@
-"""A rank's result from two smaller runs: few layers and micro-batches, scaled to the recipe's.
+"""The quick mode: a rank's result from two smaller runs, scaled to the recipe's size.
 
-What a rank holds and does is linear in the layers of its pipeline chunks, once a mixture's first
-dense layers and one period of alternating attention windows are there. Two depths give the line.
-Operations, waits and communication of a phase are taken per micro-batch; peaks do not depend on the
-number of micro-batches once the pipeline is full.
+Memory and counts of a rank are linear in the layers per pipeline chunk, if a chunk has at least a
+mixture's first dense layers and one period of alternating attention windows. Two runs of different
+depths give the line. Operations, waits and communication of a phase are scaled by the number of
+micro-batches. Peaks do not depend on that number once the pipeline is full.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Depths:
     """Layers of each pipeline chunk in the two runs, and in the recipe.
 
     Args:
-        first, second: of the runs.
-        wanted: by role, of the simulated rank.
+        first: layers per chunk in the shallow run.
+        second: layers per chunk in the deep run.
+        wanted: layers per chunk of the simulated rank in the recipe, by role.
     """
 
     first: int
@@ -41,12 +42,12 @@ class Depths:
 def quick_result(
     case: RankCase, run: Callable[[RankCase], RankResult], vary_layers: bool = True
 ) -> RankResult:
-    """The result of ``case`` from smaller runs.
+    """Estimate the result of ``case`` from smaller runs.
 
     Args:
-        case: the rank.
-        run: runs one case.
-        vary_layers: also reduce the layers; otherwise only the micro-batches.
+        case: the rank to simulate.
+        run: simulates one case.
+        vary_layers: reduce layers and micro-batches; False: only micro-batches.
     """
     recipe = reduced_batch(case.recipe, case.world_size)
     fewer = replace(case, recipe=recipe)
@@ -58,7 +59,7 @@ def quick_result(
 
 
 def chunk_depths(case: RankCase) -> Depths | None:
-    """Depths to run; None where the rank's chunks are hardly deeper than those."""
+    """Choose the depths of the two runs; None if the rank's chunks are not deeper than those."""
     wanted, dense = {}, 0
     for role in roles_in_use(case.recipe):
         shape = model_shape(case.hf_configs[role.name])
@@ -84,13 +85,13 @@ def _owned_layers(role: RoleCase, num_layers: int, world_size: int) -> list[list
 
 
 def _period(hf_config: Any) -> int:
-    """After how many layers the kinds of attention repeat."""
+    """Number of layers after which the kinds of attention repeat."""
     kinds = getattr(hf_config, "layer_types", None) or ["full_attention"]
     return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[: len(kinds) - n])
 
 
 def with_layers(case: RankCase, layers: int) -> RankCase:
-    """The case with this many layers in every pipeline chunk of every role."""
+    """Return the case with ``layers`` layers in every pipeline chunk of every role."""
     configs, recipe = {}, case.recipe
     for role in roles_in_use(case.recipe):
         layout = role.megatron.layout(case.world_size)
@@ -117,12 +118,12 @@ def with_layers(case: RankCase, layers: int) -> RankCase:
 
 
 def reduced_batch(recipe: Recipe, world_size: int) -> Recipe:
-    """The recipe with one mini-batch of no more micro-batches than fill every role's pipeline."""
+    """Return the recipe with one mini-batch that is just large enough to fill every pipeline."""
     longest = recipe.data.max_prompt_length + recipe.data.max_response_length
     multiple, least = recipe.rollout.n, 1
     for role in roles_in_use(recipe):
         layout = role.megatron.layout(world_size)
-        # two at least, so that what comes once per micro-batch differs from what comes once
+        # at least two, to distinguish events per micro-batch from events per mini-batch
         passes = max(2, layout.pp * (2 if layout.vpp > 1 else 1) + (layout.pp > 1))
         passes = math.ceil(passes / layout.pp) * layout.pp if layout.vpp > 1 else passes
         for size in _micro_batch_sizes(role, layout.cp, longest):
@@ -144,7 +145,7 @@ def reduced_batch(recipe: Recipe, world_size: int) -> Recipe:
 
 
 def _micro_batch_sizes(role: RoleCase, cp: int, longest: int) -> set[int]:
-    """Sequences of one micro-batch, in training and in forward passes."""
+    """Numbers of sequences per micro-batch, in training and in forward-only passes."""
     b = role.section
     if b.use_dynamic_bsz:
         budgets = (b.ppo_max_token_len_per_gpu, b.log_prob_max_token_len_per_gpu)
@@ -154,14 +155,14 @@ def _micro_batch_sizes(role: RoleCase, cp: int, longest: int) -> set[int]:
 
 
 def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankResult:
-    """The result at the recipe's depth, on the line through two smaller ones."""
+    """Extrapolate two results linearly to the recipe's depth."""
     names = {
         name: (wanted - depths.first) / (depths.second - depths.first)
         for name, wanted in depths.wanted.items()
     }
 
     def factor(text: str) -> float:
-        """How far to go along the line: by the role that the text names."""
+        """Position on the line for the role in the text: 0 is ``shallow``, 1 is ``deep``."""
         words = text.replace(",", "").split()
         return next((by for name, by in names.items() if name in words), max(names.values()))
 
@@ -174,12 +175,12 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
     resident = line(
         shallow.resident, deep.resident, lambda text: names.get(text.split()[0], factor(text))
     )
-    # purposes that outlive their phase: no more of one can live than between steps
+    # permanent purposes: their bytes never exceed those between steps
     lasting = resident.keys() - {phase.name for phase in deep.phases}
     phases = []
     for one, two in zip(shallow.phases, deep.phases, strict=True):
         at = factor(one.name)
-        # which line reaches the peak may change with the depth: each has a line of its own
+        # another source line may reach the peak at full depth: extrapolate each one
         moments = [(one.composition, two.composition, two.line)] if one.line == two.line else []
         both = one.by_line.keys() & two.by_line.keys()
         moments += [(one.by_line[source], two.by_line[source], source) for source in both]
@@ -211,10 +212,10 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
 
 
 def scale_micro_batches(result: RankResult, recipe: Recipe, reduced: Recipe) -> RankResult:
-    """The counts of a whole step, where the run had fewer sequences than the recipe.
+    """Scale the counts of a run with fewer sequences to a step of the recipe.
 
-    What is done as often as there are micro-batches, or a multiple of it, grows with them; the rest
-    happens once per mini-batch or step and is left as it is.
+    A count that is a multiple of the number of micro-batches is scaled with that number. Other
+    counts are per mini-batch in updates, and per step elsewhere.
     """
     mini_batches = -(-recipe.data.train_batch_size // recipe.actor.ppo_mini_batch_size)
     share = recipe.data.train_batch_size / reduced.data.train_batch_size

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 _STEP = re.compile(r", step (\d+)")
 LOWEST_PEAK = 0.6
-"""Share of a phase's peak from which a source line's own peak may be the largest at another
-depth."""
+"""A source line is kept in ``PhaseResult.by_line`` if its own peak exceeds this share of the
+phase's peak, because it may be the largest at another depth."""
 SMALL = "small allocations"
-"""Purpose of what is too small to be listed one by one."""
+"""Purpose of allocations that are too small for the ledger's list."""
 GATHER_BUFFER = "gather buffer"
-"""Purpose of the buffer in which Megatron gathers sequence-parallel activations; it is kept."""
+"""Purpose of Megatron's permanent buffer for gathered sequence-parallel activations."""
 _TOTAL_STEPS = 100
-"""PPO steps the learning rates are scheduled for; they change no tensor."""
+"""Length of the learning-rate schedule in PPO steps; it affects no tensor's size."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,14 @@ class RankCase:
 
     Args:
         recipe: a valid recipe; its models' paths need not hold weights.
-        hf_configs: config of every role's model.
-        world_size: ranks of the world.
-        rank: which one.
-        steps: PPO steps.
-        gpu: what the GPU is.
-        gpus_per_node: GPUs of a node.
-        transformer_engine: its stand-in is installed in this process (``te_stand_in``).
+        hf_configs: Hugging Face config of each role's model, by role name.
+        world_size: number of ranks.
+        rank: the rank to simulate.
+        steps: number of PPO steps to run.
+        gpu: the type of the GPU.
+        gpus_per_node: number of GPUs per node.
+        transformer_engine: whether the stand-in of Transformer Engine (``te_stand_in``) is
+            installed in this process.
     """
 
     recipe: Recipe
@@ -73,19 +74,20 @@ class RankCase:
 
 @dataclass
 class PhaseResult:
-    """What a phase of the run did on this rank; of several steps, the last.
+    """Memory and counts of a phase on this rank; the counts are those of the last step.
 
     Args:
-        name: the phase.
-        peak: most bytes that lived at one moment of it, over all steps.
-        composition: bytes by purpose at that moment.
-        moment: that moment, in allocations since the start.
-        line: source line that reached it.
-        operations: kernels started.
-        micro_batches: micro-batches that the rank worked on.
-        waits: times the host waited for the GPU, by place.
-        calls, nbytes: collectives, and the bytes handed to and taken from them, by kind.
-        by_line: bytes by purpose at the largest moment of each source line that allocates much.
+        name: name of the phase.
+        peak: largest number of allocated bytes in the phase, over all steps.
+        composition: bytes by purpose at the peak.
+        moment: time of the peak, as the number of allocations before it.
+        line: source line whose allocation reached the peak.
+        operations: number of kernels started.
+        micro_batches: number of micro-batches that the rank processed.
+        waits: number of times that the host waited for the GPU, by place.
+        calls: number of collectives, by kind.
+        nbytes: bytes of the tensors passed to collectives, inputs and outputs, by kind.
+        by_line: bytes by purpose at the peak of each source line with large allocations.
     """
 
     name: str
@@ -103,18 +105,18 @@ class PhaseResult:
 
 @dataclass
 class RankResult:
-    """What a simulated rank did.
+    """The result of simulating a rank.
 
     Args:
-        rank: which one.
-        coordinates: its place in each role's layout, by role.
-        phases: in order.
-        resident: bytes by purpose that live between steps.
-        groups: process groups of several ranks that the rank uses: NCCL communicators.
-        attention: calls by attention kernel.
-        unknown: places that read a number only a GPU would know.
-        seconds: time the simulation took.
-        allocations: every allocation, for a timeline.
+        rank: the rank.
+        coordinates: its coordinates in each role's layout, by role name.
+        phases: the phases in order.
+        resident: bytes by purpose that are allocated between steps.
+        groups: number of process groups of more than one rank that it uses (NCCL communicators).
+        attention: number of calls by attention kernel.
+        unknown: number of reads of an unknown floating-point number, by source line.
+        seconds: duration of the simulation.
+        allocations: the ledger's list of allocations, for a timeline.
     """
 
     rank: int
@@ -129,30 +131,30 @@ class RankResult:
 
     @property
     def peak(self) -> PhaseResult:
-        """The phase with the most bytes."""
+        """The phase with the largest peak."""
         return max(self.phases, key=lambda found: found.peak)
 
 
 @cache
 def _label(path: str) -> tuple[int, str]:
-    """Step and innermost phase of what ``mppo.supervision.phase.current`` says."""
+    """Parse step and innermost phase from the text of ``mppo.supervision.phase.current``."""
     step = _STEP.search(path)
     return int(step[1]) if step else 0, _STEP.sub("", path.split(" > ")[-1])
 
 
 def current_phase() -> str:
-    """The innermost phase the rank is in, without the step."""
+    """Name of the innermost current phase, without the step."""
     return _label(current())[1]
 
 
 def simulate_rank(case: RankCase) -> RankResult:
-    """Build the roles of a rank and run PPO steps on it, all by the code that runs on a GPU.
+    """Build the roles of a rank and run PPO steps on it, with the code that runs on GPUs.
 
-    The process is changed for good: call it in one that does nothing else (``isolated``).
+    This changes torch in the process irreversibly; call it in a process of its own (``isolated``).
 
     Raises:
-        UnknownValue: the code waits for a value that decides its course.
-        Exception: what the code raises, such as tensors on different devices.
+        UnknownValue: the code reads an unknown value that decides its control flow or a shape.
+        Exception: an error of the simulated code, such as tensors on different devices.
     """
     began = time.perf_counter()
     ledger, counters = Ledger(current_phase), Counters(current_phase)
@@ -172,7 +174,7 @@ def simulate_rank(case: RankCase) -> RankResult:
 
 
 class _Simulation:
-    """A rank at work."""
+    """The simulation of one rank."""
 
     def __init__(self, case: RankCase, ledger: Ledger, counters: Counters) -> None:
         from mppo.parallel import device
@@ -187,7 +189,7 @@ class _Simulation:
         self.resident: Counter[str] = Counter()
 
     def build(self) -> None:
-        """The roles, as ``mppo.trainer.run_setup`` builds them."""
+        """Build the roles as ``mppo.trainer.run_setup`` does."""
         from mppo.parallel.groups import GroupRegistry
         from mppo.trainer.roles import Roles
 
@@ -203,11 +205,11 @@ class _Simulation:
         self.present: list[Role] = [role for role in present if role is not None]
         for role in self.present:
             if not role.groups.is_last_stage:
-                role._stat_names = []  # the last stage's, which this rank cannot ask
+                role._stat_names = []  # known to the last stage only, which does not exist here
         self._assign()
 
     def step(self, step: int) -> None:
-        """One iteration, as ``mppo.trainer.loop`` runs it, from scored responses to new weights."""
+        """Run an iteration as ``mppo.trainer.loop`` does, from scored responses to weight sync."""
         from mppo.trainer.advantages import estimate, kl_controller
         from mppo.trainer.forward_phase import ForwardPhase
         from mppo.trainer.update.phase import UpdatePhase
@@ -233,7 +235,7 @@ class _Simulation:
             self._stream()
 
     def _stream(self) -> None:
-        """The weights into the two buffers that servers read (``TensorTransport``)."""
+        """Stream the weights into the two buffers that servers read (``TensorTransport``)."""
         from mppo.parallel import device
         from mppo.rollout.transport.buckets import SharedBuffer
 
@@ -245,7 +247,7 @@ class _Simulation:
         gc.collect()
 
     def save(self) -> None:
-        """The sharded state of what a checkpoint holds."""
+        """Build the sharded state of a checkpoint."""
         from mppo.checkpoint.role_state import sharded_state
 
         with phase("checkpoint state"):
@@ -254,7 +256,7 @@ class _Simulation:
                     sharded_state(role)
 
     def _assign(self) -> None:
-        """Name the purposes of what lives as long as the roles."""
+        """Assign purposes to the tensors that live as long as the roles."""
         from megatron.core import parallel_state
 
         for role in self.present:
@@ -279,7 +281,7 @@ class _Simulation:
                 )
 
     def result(self, seconds: float) -> RankResult:
-        """What was counted."""
+        """Collect ledger and counters in a result."""
         counters, phases = self.counters, []
         for name, peak in self.ledger.peaks.items():
             found = PhaseResult(name, peak.size, self._composition(peak), peak.moment, peak.line)
@@ -318,8 +320,10 @@ class _Simulation:
 
 
 def by_role(recipe: Recipe) -> Recipe:
-    """The recipe with each role's name for its model's path: roles may have one path and, in
-    smaller runs, models of different depth."""
+    """Replace each model's path by its role's name.
+
+    Roles may share a path, but have models of different depth in quick runs.
+    """
     sections = {
         name: getattr(recipe, name).model_copy(update={"path": name}) for name in ("critic", "ref")
     }
@@ -327,7 +331,7 @@ def by_role(recipe: Recipe) -> Recipe:
 
 
 def longest_batch(recipe: Recipe) -> Batch:
-    """A batch of the recipe's size whose prompts and responses all have the greatest length."""
+    """Make a batch of the recipe's size with prompts and responses of the greatest length."""
     prompt, response = recipe.data.max_prompt_length, recipe.data.max_response_length
     trajectories = [
         Trajectory(

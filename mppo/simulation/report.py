@@ -1,4 +1,4 @@
-"""A simulated rank as text."""
+"""The text report on a simulated rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mppo.simulation.rank import PhaseResult, RankResult
 from mppo.simulation.verdict import Verdict
 
 _SHOWN = 5
-"""Places and kinds of communication shown per phase."""
+"""Number of waits, and of kinds of collectives, that the report shows per phase."""
 _LEAST = 0.005
-"""Shares of a phase's memory below this are summed up."""
+"""Purposes with a smaller share of a phase's memory are shown as one sum, "other"."""
 
 
 def describe_rank(result: RankResult, recipe: Recipe, world_size: int) -> str:
-    """Memory per phase and purpose, operations, waits and communication of one rank."""
+    """Describe one rank: memory by phase and purpose, operations, waits, communication."""
     places = ", ".join(
         f"{role.name} {role.megatron.layout(world_size).describe()} pp{at.pp} tp{at.tp} dp{at.dp}"
         for role in roles_in_use(recipe)
@@ -95,7 +95,7 @@ def _group_name(kind: Collective) -> str:
 
 
 def describe_verdict(verdict: Verdict) -> str:
-    """Whether the rank fits, at which moment it is closest, and what would help."""
+    """Describe whether the rank fits, its largest moment, and the fixes if it does not fit."""
     moment, gpu = verdict.moments[0], verdict.gpu
     beside = ", ".join(f"{key} {_gib(size)}" for key, size in moment.beside.items())
     lines = [
@@ -121,7 +121,7 @@ def _gib(count: float) -> str:
 
 
 def columns(rows: list[tuple[str, ...]]) -> str:
-    """Rows as aligned text; the last column is left as it is."""
+    """Format rows as aligned columns; the last column is not padded."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[-1]]).rstrip()

@@ -1,4 +1,4 @@
-"""Ranks of a recipe, one after the other, and what is printed of them."""
+"""Simulation of one or more ranks of a recipe, one after the other, with printed reports."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def simulate_run(
     gpu: GpuType,
     options: Options,
 ) -> bool:
-    """Simulate the ranks that the options name, and print each.
+    """Simulate the ranks that the options select, and print a report on each.
 
     Returns:
-        Whether all of them fit the GPU.
+        Whether all these ranks fit the GPU.
 
     Raises:
         SystemExit: the simulated code failed; code 1.
@@ -54,7 +54,7 @@ def simulate_run(
 
 
 def ranks_to_simulate(recipe: Recipe, world_size: int, options: Options) -> list[int]:
-    """The rank named, or the first of every stage of the deepest pipeline."""
+    """List the selected rank, or the first rank of every stage of the longest pipeline."""
     if not options.all_stages:
         return [options.rank]
     layouts = [role.megatron.layout(world_size) for role in roles_in_use(recipe)]
@@ -66,7 +66,7 @@ def ranks_to_simulate(recipe: Recipe, world_size: int, options: Options) -> list
 
 
 def import_simulated_code() -> None:
-    """Import once what every simulated rank needs: the processes forked from here share it."""
+    """Import the simulated code once; the processes forked from this one share it."""
     import mppo.checkpoint.role_state
     import mppo.simulation.other_ranks
     import mppo.trainer.update.phase  # noqa: F401

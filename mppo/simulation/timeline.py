@@ -1,4 +1,4 @@
-"""A rank's memory over its allocations as a Chrome trace, for Perfetto or chrome://tracing."""
+"""Memory of a rank over time as a Chrome trace, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from mppo.simulation.gpu.gpu_types import MIB
 from mppo.simulation.rank import RankResult
 
 SHOWN_BYTES = 16 * MIB
-"""Smallest allocation that gets a bar of its own."""
+"""Smallest allocation, in bytes, that the trace shows as a bar."""
 
 
 def write_memory_trace(path: Path, result: RankResult) -> None:
     """Write the trace: a counter of bytes by purpose, and a bar for each large allocation.
 
-    Time is counted in allocations since the rank began, shown as microseconds.
+    The time axis counts allocations since the start of the rank; viewers show them as microseconds.
+
+    Args:
+        path: file of the trace.
+        result: the simulated rank.
     """
     changes: dict[int, list[tuple[str, int]]] = defaultdict(list)
     events: list[dict[str, Any]] = []

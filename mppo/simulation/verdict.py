@@ -1,4 +1,4 @@
-"""Whether a simulated rank fits its GPU, with what lies there beside torch's tensors."""
+"""The verdict: whether a rank fits its GPU, including memory outside torch's allocator."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from mppo.simulation.rank import RankResult
 from mppo.weights.shape import ModelShape
 
 CUDA_CONTEXT = int(0.6 * GIB)
-"""Of each process on a GPU: driver, kernels' code, cuBLAS workspaces. Measured values of the field
+"""Bytes of a process's CUDA context: driver, kernel code, cuBLAS workspaces. Published measurements
 lie between 0.4 and 0.8 GiB."""
 NCCL_COMMUNICATOR = 128 * MIB
-"""Buffers of one NCCL communicator with default settings on NVLink."""
+"""Bytes of the buffers of one NCCL communicator with default settings on NVLink."""
 ENGINE_GRAPHS = int(1.5 * GIB)
-"""CUDA graphs and workspaces of an SGLang server on one GPU, which sleeping does not release."""
+"""Bytes of an SGLang server's CUDA graphs and workspaces per GPU; it keeps them asleep."""
 LEAST_SEQUENCES = 8
-"""Responses of the greatest length that a server's KV cache must hold at once to be of use."""
+"""Number of sequences of the greatest length for which a server's KV cache must have room."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What lies on the GPU at the largest moment of a phase.
+    """Memory of a GPU at the peak of a phase.
 
     Args:
-        phase: the phase.
+        phase: name of the phase.
         trainer: bytes of the trainer's tensors.
-        beside: bytes of everything else, by what it is.
+        beside: bytes of all other memory, by purpose.
     """
 
     phase: str
@@ -38,7 +38,7 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """Sum of all bytes."""
         return self.trainer + sum(self.beside.values())
 
 
@@ -47,11 +47,11 @@ class Verdict:
     """Whether a rank fits.
 
     Args:
-        gpu: the GPU.
-        moments: the largest first.
-        kv_tokens: tokens that fit into the engine's KV cache while it generates; None where the
-            engine is elsewhere.
-        fixes: what would help, with GiB; empty where it fits.
+        gpu: the type of the GPU.
+        moments: the peaks of all phases, the largest first.
+        kv_tokens: number of tokens for which the engine's KV cache has room during generation; None
+            if the engine is on other GPUs.
+        fixes: changes to the recipe with the GiB that they free; empty if the rank fits.
     """
 
     gpu: GpuType
@@ -61,21 +61,21 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether the largest moment is within the GPU's memory."""
+        """Whether the largest moment fits the GPU's memory."""
         return self.moments[0].total <= self.gpu.nbytes
 
 
 def judge_fit(
     result: RankResult, recipe: Recipe, actor: ModelShape, parameters: int, gpu: GpuType
 ) -> Verdict:
-    """The verdict on a simulated rank.
+    """Judge whether a simulated rank fits its GPU.
 
     Args:
-        result: the rank.
-        recipe: its recipe.
+        result: the result of the simulation.
+        recipe: the recipe.
         actor: shape of the actor's model.
-        parameters: of the actor's whole model.
-        gpu: the GPU.
+        parameters: number of parameters of the complete actor model.
+        gpu: the type of the GPU.
     """
     fixed = {
         "CUDA context": CUDA_CONTEXT,
@@ -104,7 +104,7 @@ def judge_fit(
 
 
 def _engine(recipe: Recipe, parameters: int) -> dict[str, int]:
-    """Bytes of a colocated engine on one GPU; nothing where it is elsewhere."""
+    """Bytes of a colocated engine per GPU, by purpose; empty if it is on other GPUs."""
     rollout = recipe.rollout
     if rollout.mode != "colocated" or rollout.urls:
         return {}
@@ -120,14 +120,14 @@ def _engine(recipe: Recipe, parameters: int) -> dict[str, int]:
 
 def _kv_bytes_per_token(recipe: Recipe, shape: ModelShape) -> int:
     width = BYTES[recipe.rollout.dtype or recipe.model.dtype]
-    if shape.mla is not None:  # SGLang keeps the compressed form, whole on every rank
+    if shape.mla is not None:  # SGLang keeps the compressed form, replicated on every rank
         return shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.qk_rope_head_dim) * width
     heads = max(1, shape.kv_heads // recipe.rollout.tensor_model_parallel_size)
     return 2 * shape.num_layers * heads * shape.head_dim * width
 
 
 def _fixes(result: RankResult, recipe: Recipe, moment: Moment, over: int) -> tuple[str, ...]:
-    """What would make room, the largest first."""
+    """List changes to the recipe that free memory, the most effective first."""
     found: list[tuple[int, str]] = []
     phase = next((p for p in result.phases if p.name == moment.phase), None)
     held = phase.composition if phase is not None else result.resident

@@ -1,9 +1,9 @@
-"""Device memory that the trainer and servers on its devices use in turn.
+"""Device memory that the trainer and colocated servers use in turn.
 
-The turns have a fixed order: training; weight sync, for which servers hold their weights only;
-generation. Before a server allocates, every rank has returned what its allocator holds unused:
-another process cannot use it, and a server that finds too little stops. Before the trainer
-allocates, every server has released its memory.
+The turns have a fixed order: training; weight sync, during which servers hold only their weights;
+generation. Before a server allocates, every rank returns the unused memory of its allocator to the
+device, because another process cannot use it otherwise and a server with too little memory exits.
+Before the trainer allocates, every server has released its memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _FOR_GENERATION = (KV_CACHE, CUDA_GRAPHS)
 
 
 class MemoryHandover:
-    """Hands device memory over; without effect if servers have devices of their own.
+    """Hands device memory over; does nothing if the servers have devices of their own.
 
     All methods are collective.
 
     Args:
         fleet: the servers.
         world: number of ranks.
-        group: process group of the ranks; None is the default one.
+        group: process group of the ranks; None: the default group.
         give_back: returns this rank's unused memory to the device.
     """
 
@@ -42,25 +42,25 @@ class MemoryHandover:
         self._give_back = give_back
 
     def to_trainer(self) -> None:
-        """Servers release all memory, for training."""
+        """Make the servers release all memory, before training."""
         if self._fleet.shares_devices:
             self._fleet.sleep(MEMORY_TAGS)
 
     def from_trainer(self) -> None:
-        """Every rank returns what it does not use, before servers start."""
+        """Return every rank's unused memory to the device, before servers start."""
         if self._fleet.shares_devices:
             self._give_back()
             wait_for_ranks(self._world, self._group)
 
     def for_weights(self) -> None:
-        """Servers hold weights only: the trainer needs the rest for the weight stream."""
+        """Make the servers hold only weights; the trainer needs the rest for the weight stream."""
         if self._fleet.shares_devices:
             self._fleet.sleep(_FOR_GENERATION)
             self.from_trainer()
             self._fleet.wake((WEIGHTS,))
 
     def for_generation(self) -> None:
-        """Servers hold everything."""
+        """Make the servers allocate all memory that generation needs."""
         if self._fleet.shares_devices:
             self.from_trainer()
             self._fleet.wake(MEMORY_TAGS)

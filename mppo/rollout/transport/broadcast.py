@@ -1,4 +1,4 @@
-"""The transport of a weight stream by broadcast, to servers on any machine."""
+"""Transport of the weight stream to servers on any machine, by broadcast."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ _MOST_SERVERS = 256
 
 
 class DistributedTransport:
-    """One broadcast per bucket and dtype from the first training rank to all ranks of all servers.
+    """Broadcasts weights from the first training rank to all ranks of all servers.
+
+    There is one broadcast per bucket and dtype.
 
     Args:
         device: the device of the stream's tensors.
         backend: torch.distributed backend of the group.
-        tensor_parallel: ranks of each server.
-        address: address of this machine that the servers' machines can reach.
+        tensor_parallel: number of ranks of each server.
+        address: address of this machine, reachable from the servers' machines.
         timeout_s: longest wait for the servers, in seconds.
     """
 
@@ -56,7 +58,7 @@ class DistributedTransport:
         self._pool = ThreadPoolExecutor(_MOST_SERVERS, thread_name_prefix="weight-sync")
 
     def open(self, servers: Mapping[int, SGLangApi], version: int) -> None:
-        """See ``WeightTransport``; ``servers``: all servers on rank 0, none on other ranks."""
+        """See ``WeightTransport``. ``servers`` holds all servers on rank 0, none on other ranks."""
         self._servers, self._version, self._failure = servers, version, None
         if not servers:
             return
@@ -73,7 +75,7 @@ class DistributedTransport:
             future.result()
 
     def _join(self) -> None:
-        """Create the group: this rank is rank 0, the ranks of the servers follow in order."""
+        """Create the group: this rank is rank 0, the servers' ranks follow in order."""
         apis = tuple(self._servers.values())
         world = 1 + self._tensor_parallel * len(apis)
         port, self._name = free_port(), f"mppo_weights_{time.time_ns()}"
@@ -98,18 +100,19 @@ class DistributedTransport:
         self._joined = apis
 
     def _with_servers(self, step: Callable[[], T], calls: Sequence[Future]) -> T:
-        """Run a step that blocks until every server takes part in it.
+        """Run a step that blocks until every server joins it.
 
-        The first broadcast is one too: with NCCL it creates the communicator, in a call that cannot
-        be interrupted. So the step runs in a thread of its own, which is left behind if it fails.
+        The step runs in a thread of its own, which is abandoned if a server fails or is late. The
+        first broadcast blocks too: with NCCL it creates the communicator, in a call that cannot be
+        interrupted.
 
         Args:
-            step: the step.
-            calls: the servers' part in it.
+            step: the blocking step of this rank.
+            calls: the requests by which the servers join the step.
 
         Raises:
-            RuntimeError: the servers did not take part in time.
-            Exception: a server's call failed, or the step.
+            RuntimeError: a server did not join the step within ``timeout_s``.
+            Exception: a server's request or the step failed.
         """
         outcome: Future[T] = Future()
 
@@ -205,7 +208,7 @@ class DistributedTransport:
 def make_group(
     backend: str, address: str, port: int, world: int, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Create a process group with ranks of another program; this process is rank 0.
+    """Create a process group with processes of another program; this process is rank 0.
 
     ``torch.distributed.new_group`` accepts only ranks of the default group. The servers call the
     same internal constructor, so both sides use the same store keys.
@@ -221,6 +224,6 @@ def make_group(
         group_name=distributed_c10d.GroupName(name),
         timeout=timeout,
     )
-    group = cast("dist.ProcessGroup", group)  # not a member only if this rank were outside
+    group = cast("dist.ProcessGroup", group)  # only a rank outside the group gets a non-member here
     distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world)}
     return group

@@ -1,8 +1,9 @@
-"""Which of torch's attention kernels an H100 runs, and what it allocates.
+"""The attention kernel that torch selects on an H100, with its allocations.
 
-``scaled_dot_product_attention`` chooses by properties of a real device. The choice here is that of
-sdp_utils.cpp in torch 2.13 for compute capability 8.0 and newer: flash attention for half precision
-and one head width up to 256 without an arbitrary mask, else the memory-efficient kernel.
+``scaled_dot_product_attention`` selects a kernel by properties of a real device. This module
+follows sdp_utils.cpp of torch 2.13 for compute capability 8.0 and newer: flash attention for half
+precision, equal head widths of query and value up to 256 and no arbitrary mask; otherwise the
+memory-efficient kernel.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import torch
 from torch import Tensor
 
 calls: Counter[str] = Counter()
-"""Calls by kernel."""
+"""Number of calls by kernel."""
 
 
 class LowerRight:
-    """``torch.nn.attention.bias.causal_lower_right``, which cannot be made in a dispatch mode."""
+    """Stand-in for torch's ``causal_lower_right`` mask, which fails in a dispatch mode."""
 
     def __init__(self, queries: int, keys: int) -> None:
         self.shape = queries, keys
 
 
 def install(core: Any) -> None:
-    """Put the choice in place of torch's.
+    """Replace torch's selection of a kernel.
 
     Args:
         core: ``mppo.models.attention.core``, which imports the causal mask by name.

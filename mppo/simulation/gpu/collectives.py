@@ -1,7 +1,7 @@
-"""Collectives of one rank of a simulated world, as if every other rank held the same tensors.
+"""Collectives of a simulated rank, under the assumption that all ranks hold the same tensors.
 
-Values that are known stay known where that assumption says what they become. Sizes, devices and
-splits are checked; counts and bytes are kept by operation and group.
+Known values stay known if this assumption determines the result. Sizes, devices and splits are
+checked. Calls and bytes are counted by operation and group.
 """
 
 from __future__ import annotations
@@ -21,18 +21,26 @@ from mppo.simulation.gpu.known_values import attach_values, forget, known
 from mppo.simulation.gpu.ledger import source_line
 
 receive: list[Callable[[Tensor], None]] = [lambda tensor: forget([tensor])]
-"""What a point-to-point receive does with the values of its tensor."""
+"""One function, called with the tensor of a point-to-point receive to set its values."""
 reduction: list[Any] = [dist.ReduceOp.SUM]
-"""Of the all-reduce at work; torch's operation does not show its own."""
+"""Reduction of the current all-reduce; torch's ``c10d`` operation does not show it."""
 _UNCHANGED = {"broadcast_", "send", "barrier"}
 
 
 def run_collective(counters: Counters, func: Any, args: tuple, kwargs: dict) -> Any:
-    """A ``c10d`` operation on simulated tensors.
+    """Execute a ``c10d`` operation on simulated tensors.
+
+    Args:
+        counters: counters of the rank.
+        func: the operation.
+        args, kwargs: its arguments.
+
+    Returns:
+        The result of the operation, with the simulated tensors.
 
     Raises:
-        RuntimeError: its tensors are on different devices, or the splits of an all-to-all do not
-            sum up to its tensors' sizes.
+        RuntimeError: the tensors are on different devices, or their sizes or the splits of an
+            all-to-all do not fit the group.
     """
     operation = func._schema.name.removeprefix("c10d::")
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
@@ -49,7 +57,7 @@ def run_collective(counters: Counters, func: Any, args: tuple, kwargs: dict) -> 
     kind = Collective(operation.strip("_"), described or f"{size} ranks", size)
     counters.collective(kind, sum(x.numel() * x.element_size() for x in tensors))
     _check_sizes(operation, args, size)
-    # the fake process group only wants to be called: with empty tensors of the CPU
+    # the fake process group ignores its tensors: pass empty ones on the CPU
     empty = {id(x): torch.empty(0, dtype=x.dtype) for x in tensors}
     back = {id(empty[id(x)]): x for x in tensors}
     plain_args, plain_kwargs = tree_map(lambda x: empty.get(id(x), x), (args, kwargs))
@@ -73,7 +81,7 @@ def _is_sizes(x: Any) -> bool:
 
 
 def _check_sizes(operation: str, args: tuple, size: int) -> None:
-    """What NCCL would hang or fail on: tensors that do not fit the group's size."""
+    """Raise if tensors do not fit the group's size: NCCL would hang or fail."""
     found = [[x for x in tree_flatten(a)[0] if isinstance(x, FakeTensor)] for a in args[:2]]
     for large, small in _gathered_pairs(operation, found):
         if large.numel() != small.numel() * size:
@@ -94,7 +102,7 @@ def _check_sizes(operation: str, args: tuple, size: int) -> None:
 def _gathered_pairs(
     operation: str, found: list[list[FakeTensor]]
 ) -> Iterator[tuple[FakeTensor, FakeTensor]]:
-    """Pairs of which the first holds every rank's part and the second one part."""
+    """Yield pairs of tensors: one with the parts of all ranks, one with a single part."""
     if operation in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
         yield from zip(found[0], found[1])
     elif operation in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
@@ -102,7 +110,7 @@ def _gathered_pairs(
 
 
 def _propagate(operation: str, args: tuple, size: int) -> None:
-    """Values after an operation, from those before it."""
+    """Set the known values of an operation's results, or forget them."""
     if operation in _UNCHANGED:
         return
     lists = [[x for x in tree_flatten(a)[0] if isinstance(x, FakeTensor)] for a in args]
@@ -143,7 +151,7 @@ def _repeated(value: Tensor, out: Tensor) -> Tensor:
 
 
 def _set(out: FakeTensor, value: Tensor | None) -> None:
-    """Give a tensor that a collective filled its values."""
+    """Set the values of a tensor that a collective has filled; None: forget them."""
     if value is None:
         forget([out])
         return

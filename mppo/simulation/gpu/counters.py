@@ -1,4 +1,4 @@
-"""What a simulated rank does: operations, waits of the host for the GPU, collectives."""
+"""Counters of a simulated rank: operations, waits of the host for the GPU, collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Wait:
 
     Args:
         line: source line.
-        why: what makes it wait: ``item``, ``copy to host``, ``nonzero``, ``synchronize``, ...
+        why: the cause: ``item``, ``copy to host``, ``nonzero``, ``synchronize``, ...
     """
 
     line: str
@@ -27,9 +27,9 @@ class Collective:
     """A kind of communication.
 
     Args:
-        operation: such as ``allreduce``.
+        operation: name of the collective, such as ``allreduce``.
         group: Megatron's description of the group, or its number of ranks.
-        size: ranks of the group.
+        size: number of ranks of the group.
     """
 
     operation: str
@@ -41,16 +41,17 @@ class Counters:
     """Counts by phase.
 
     Args:
-        phase: names the phase the rank is in.
+        phase: returns the name of the current phase.
 
     Attributes:
-        operations: by phase, those that start a kernel (views do not).
-        waits: by phase and place.
-        calls: collectives by phase and kind.
-        bytes: what this rank hands to collectives and takes from them, by phase and kind.
-        groups: names of the process groups of several ranks that were used.
-        micro_batches: cut for the roles, by phase.
-        unknown: places that read a floating-point number only a GPU would know; 1.0 is returned.
+        operations: number of operations that start a kernel (not views), by phase.
+        waits: number of waits of the host for the GPU, by phase and place.
+        calls: number of collectives, by phase and kind.
+        bytes: bytes of the tensors passed to collectives, inputs and outputs, by phase and kind.
+        groups: names of the process groups of more than one rank that were used.
+        micro_batches: number of micro-batches cut for the roles, by phase.
+        unknown: number of reads of floating-point numbers that only a GPU would know, by source
+            line.
     """
 
     def __init__(self, phase: Callable[[], str]) -> None:
@@ -64,7 +65,7 @@ class Counters:
         self.unknown: Counter[str] = Counter()
 
     def clear(self) -> None:
-        """Begin again with all counts by phase."""
+        """Reset all counts by phase."""
         for counts in (self.operations, self.waits, self.calls, self.bytes, self.micro_batches):
             counts.clear()
 
@@ -82,5 +83,5 @@ class Counters:
         self.bytes[self._phase(), kind] += nbytes
 
     def micro_batch(self) -> None:
-        """Count a micro-batch that is cut for a role."""
+        """Count a micro-batch."""
         self.micro_batches[self._phase()] += 1

@@ -1,5 +1,7 @@
-"""``torch.cuda`` for a process that simulates a GPU, and the few functions of torch that refuse
-"cuda" before any operation runs."""
+"""A simulated ``torch.cuda``, and replacements for functions of torch that reject "cuda".
+
+These functions raise an error before they dispatch an operation.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,10 @@ _TYPE_NAMES = {
 
 
 class _Queue:
-    """A stream or an event. Nothing runs behind the host, so there is nothing to wait for; a
-    ``synchronize`` is counted."""
+    """A stream or an event.
+
+    Operations complete immediately, so that no method waits. ``synchronize`` counts a wait.
+    """
 
     counters: Counters
 
@@ -67,7 +71,7 @@ class _Queue:
 
 
 class _Generator:
-    """A GPU's random numbers: only their state's form matters."""
+    """A random number generator of a GPU; only the form of its state is simulated."""
 
     device = torch.device("cuda", 0)
 
@@ -102,13 +106,16 @@ def _check_state(state: Tensor, *args: Any) -> None:
 
 
 def install(ledger: Ledger, counters: Counters, gpu: GpuType, device: int, devices: int) -> None:
-    """Replace what a CPU cannot do. Cannot be undone: for a process that only simulates.
+    """Replace the functions that need a GPU.
+
+    This cannot be undone; call it in a process that only simulates.
 
     Args:
-        ledger, counters: of the rank.
-        gpu: what ``torch.cuda`` says the GPU is.
-        device: this rank's GPU.
-        devices: GPUs of the node.
+        ledger: ledger of the rank.
+        counters: counters of the rank.
+        gpu: type of the GPU that ``torch.cuda`` reports.
+        device: index of this rank's GPU.
+        devices: number of GPUs of the node.
     """
     _Queue.counters = counters
     for name, value in _cuda_functions(ledger, counters, gpu, device, devices).items():
@@ -120,7 +127,7 @@ def install(ledger: Ledger, counters: Counters, gpu: GpuType, device: int, devic
     torch.cuda.nccl.version = lambda: (2, 28, 9)  # pyright: ignore[reportAttributeAccessIssue]  loaded lazily
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args, **kwargs: None
     torch.accelerator.synchronize = torch.cuda.synchronize
-    # fusions that Megatron compiles: the functions themselves show the same tensors, or more
+    # Megatron's compiled fusions: the plain functions allocate the same tensors, or more
     torch.compile = lambda model=None, *args, **kwargs: (lambda f: f) if model is None else model
     _replace_tensor_methods(ledger, counters)
     torch.nn.Module._apply = _move_module  # pyright: ignore[reportAttributeAccessIssue]  replaced
@@ -227,9 +234,9 @@ def _replace_tensor_methods(ledger: Ledger, counters: Counters) -> None:
 
 
 def _move_module(self: Any, move: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """``torch.nn.Module._apply``: a parameter in place stays; one from the host is replaced.
+    """Replacement for ``torch.nn.Module._apply``, which makes a new parameter if ``move`` copies.
 
-    torch itself keeps the parameter object and swaps its tensor, which simulated tensors refuse.
+    torch keeps the parameter object and swaps its tensor, which simulated tensors do not support.
     """
     for child in self.children():
         _move_module(child, move)
@@ -249,7 +256,7 @@ def _move_module(self: Any, move: Callable[[Tensor], Tensor], recurse: bool = Tr
 
 
 def _on_any_device(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``torch.tensor`` and its like: made on the host, then moved."""
+    """Wrap ``torch.tensor`` or ``torch.as_tensor`` to create the tensor on the CPU and move it."""
 
     def make(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         where = kwargs.get("device")

@@ -1,15 +1,14 @@
 """Tensors on the simulated GPU: shape, dtype, device and storage, but no data.
 
 Inside ``SimulatedGpu`` every operation on "cuda" runs on torch's fake tensors, which check shapes,
-dtypes and devices as the real operations do; tensors on the CPU stay real. Every storage is entered
-into the ledger, every kernel and every wait of the host into the counters.
+dtypes and devices as the real operations do. Tensors on the CPU stay real. The ledger records every
+storage; the counters count every kernel and every wait of the host.
 
-What a fake tensor cannot know:
+Fake tensors have no values. If the host reads one:
 
-- values that follow from the host alone are computed (``mppo.simulation.gpu.known_values``);
-- a floating-point number that only a GPU would know reads as 1.0, and is counted;
-- an integer or a truth value that only a GPU would know is an error: the program's course, or a
-  shape, would depend on it.
+- a value that depends on host data only is computed (``mppo.simulation.gpu.known_values``);
+- any other floating-point number reads as 1.0 (0.0 in copies to the host), and is counted;
+- any other integer or truth value is an error, because control flow or a shape would depend on it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _VALUE_SHAPED = {
     aten.nonzero.default, aten.masked_select.default, aten.bincount.default,
     aten._unique2.default, aten.unique_consecutive.default, aten.repeat_interleave.Tensor,
 }  # fmt: skip
-"""Operations whose result's shape depends on values: the host waits for the GPU."""
+"""Operations whose result's shape depends on values, so that the host waits for the GPU."""
 _INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default,
             aten._index_put_impl_.default}  # fmt: skip
 _FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
@@ -52,11 +51,11 @@ class _FakeTensors(FakeTensorMode):
 
 
 class SimulatedGpu(TorchDispatchMode):
-    """Operations on the simulated GPU.
+    """Dispatch mode that executes operations on the simulated GPU.
 
     Args:
-        ledger: takes every allocation.
-        counters: take every kernel, wait and collective.
+        ledger: records every allocation.
+        counters: count every kernel, wait and collective.
     """
 
     def __init__(self, ledger: Ledger, counters: Counters) -> None:
@@ -92,7 +91,7 @@ class SimulatedGpu(TorchDispatchMode):
         return self._run(func, args, kwargs, fakes)
 
     def _on_host(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An operation on real tensors; nothing is pinned, since there is no driver to pin it."""
+        """Execute an operation on CPU tensors, without pinning, which needs a GPU driver."""
         if func is aten.is_pinned.default:
             return False
         if func is aten._pin_memory.default:
@@ -117,7 +116,7 @@ class SimulatedGpu(TorchDispatchMode):
         return out
 
     def _note(self, out: Any, value: Any) -> None:
-        """Enter an operation's results into the ledger, with their values if they are known."""
+        """Record an operation's results in the ledger, and attach their values if known."""
         results = (out,) if isinstance(out, Tensor) else tree_flatten(out)[0]
         values = tree_flatten(value)[0] if value is not None else [None] * len(results)
         for result, found in zip(results, values):
@@ -129,7 +128,7 @@ class SimulatedGpu(TorchDispatchMode):
                     attach_values(result, found)
 
     def _filled(self, func: Any, args: tuple, kwargs: dict) -> Tensor:
-        """A tensor of one number, like another: its values do not depend on the other's."""
+        """Execute ``zeros_like`` and its like, whose values do not depend on the other tensor's."""
         with self._fakes:
             out = func(*args, **kwargs)
         name = func._schema.name
@@ -139,7 +138,7 @@ class SimulatedGpu(TorchDispatchMode):
         if out.device.type == "cpu":
             return torch.full(out.shape, number, dtype=out.dtype)
         value = None
-        if out.numel() * out.element_size() <= MOST_BYTES:  # of floats too: masks grow from zeros
+        if out.numel() * out.element_size() <= MOST_BYTES:  # floats too: masks are built from zeros
             plain = torch.zeros if not number else torch.ones
             value = plain(out.shape, dtype=out.dtype)
             value = value if number in (0, 1) else value.fill_(number)
@@ -147,7 +146,7 @@ class SimulatedGpu(TorchDispatchMode):
         return out
 
     def _of_unknown_shape(self, func: Any, args: tuple, value: Any) -> Any:
-        """A result whose shape the GPU computes and the host then waits for."""
+        """Make a result whose shape depends on values, and count the host's wait for it."""
         self.counters.wait(func._schema.name.removeprefix("aten::"))
         if func is aten.masked_select.default:
             mask = known(args[1]) if isinstance(args[1], FakeTensor) else args[1]
@@ -168,7 +167,7 @@ class SimulatedGpu(TorchDispatchMode):
             return tree_map(fake, value)
 
     def _positions(self, indices: list[Any]) -> list[Any]:
-        """Indices with every mask replaced by the positions it selects."""
+        """Replace every mask among the indices by the positions that it selects."""
         found: list[Any] = []
         for index in indices:
             if not isinstance(index, FakeTensor) or index.dtype not in (torch.bool, torch.uint8):
@@ -235,7 +234,7 @@ class SimulatedGpu(TorchDispatchMode):
     def _set_storage(
         self, x: FakeTensor, source: Any, offset: int, size: Any, stride: Any = ()
     ) -> FakeTensor:
-        """``x`` becomes a view of a storage. torch's own way keeps that storage for ever."""
+        """Make ``x`` a view of a storage; torch's own ``set_`` would never free that storage."""
         meta = torch.empty(0, dtype=x.dtype, device="meta")
         view = meta.set_(source, offset, size, stride or torch.empty(size, device="meta").stride())
         x.data = FakeTensor(self._fakes, view, x.device)
@@ -243,7 +242,7 @@ class SimulatedGpu(TorchDispatchMode):
 
 
 def fake_arguments(args: Any, kwargs: Any) -> list[FakeTensor]:
-    """The simulated tensors among an operation's arguments, inside lists too."""
+    """List the simulated tensors among an operation's arguments, also those in lists."""
     found = []
     for x in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(x, FakeTensor):

@@ -1,4 +1,4 @@
-"""GPUs by name: memory, and what ``torch.cuda`` says of them."""
+"""GPU types by name: memory, device name and compute capability."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class GpuType:
-    """A GPU.
+    """A type of GPU.
 
     Args:
-        name: as ``torch.cuda.get_device_name`` says it.
-        nbytes: memory that the driver reports as its total.
+        name: the name that ``torch.cuda.get_device_name`` returns.
+        nbytes: total memory that the driver reports, in bytes.
         capability: compute capability.
     """
 
@@ -39,10 +39,10 @@ GPU_TYPES = {
 
 
 def find_gpu(name: str) -> GpuType:
-    """A GPU by its name in ``GPU_TYPES``, or by its memory in GiB.
+    """Find a GPU type by its name in ``GPU_TYPES``, or make one from its memory in GiB.
 
     Raises:
-        ValueError: neither.
+        ValueError: ``name`` is neither.
     """
     if name.lower() in GPU_TYPES:
         return GPU_TYPES[name.lower()]

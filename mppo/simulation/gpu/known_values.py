@@ -1,9 +1,9 @@
-"""Values of simulated tensors, where they follow from the host alone.
+"""Values of simulated tensors that depend on host data only.
 
 A tensor on the simulated GPU has no data. But sequence bounds, indices, masks and a router's
-choices come from the host or are computed from what did, and they decide shapes. Their storages
-carry real CPU memory of the same size: ``storage.values``. All views of a storage share it, so an
-operation in place on one is seen by the others, as on a GPU.
+choices are host data or computed from host data, and they determine shapes. The storages of such
+tensors carry real CPU memory of the same size: ``storage.values``. All views of a storage share it,
+so an in-place operation on one view changes the others, as on a GPU.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 MOST_BYTES = 64 << 20
-"""Largest integer tensor whose values are kept."""
+"""Largest integer tensor, in bytes, whose values are kept."""
 MOST_FLOATS = 4096
-"""Largest floating-point tensor whose values are kept."""
+"""Largest floating-point tensor, in elements, whose values are kept."""
 CPU = torch.device("cpu")
 _RANDOM = ("rand", "bernoulli", "normal", "uniform", "dropout", "exponential", "multinomial")
 _OVERWRITING = ("aten::copy_", "aten::zero_", "aten::fill_")
 
 
 class UnknownValue(RuntimeError):
-    """The program reads a value that only a GPU would know, and goes on by it."""
+    """The simulated code reads a value that only a GPU would know and that decides its course."""
 
 
 def known(tensor: Tensor) -> Tensor | None:
-    """The values of a simulated tensor as a CPU tensor over their memory, or None."""
+    """Return a CPU tensor that shares the memory of a tensor's known values; None: unknown."""
     storage: Any = tensor.untyped_storage()
     values = getattr(storage, "values", None)
     if values is None:
@@ -41,7 +41,7 @@ def known(tensor: Tensor) -> Tensor | None:
 
 
 def attach_values(tensor: Tensor, value: Tensor) -> None:
-    """Give a simulated tensor's new storage its values."""
+    """Attach known values to the storage of a simulated tensor."""
     storage: Any = tensor.untyped_storage()
     same = value.stride() == tensor.stride() and value.dtype == tensor.dtype
     if not same or value.storage_offset() or value.untyped_storage().nbytes() < storage.nbytes():
@@ -51,7 +51,7 @@ def attach_values(tensor: Tensor, value: Tensor) -> None:
 
 
 def forget(tensors: Iterable[Any]) -> None:
-    """The values of these storages are no longer known."""
+    """Mark the values of the tensors' storages as unknown."""
     for tensor in tensors:
         if isinstance(tensor, FakeTensor):
             storage: Any = tensor.untyped_storage()
@@ -59,7 +59,7 @@ def forget(tensors: Iterable[Any]) -> None:
 
 
 def worth_keeping(numel: int, dtype: torch.dtype) -> bool:
-    """Whether the values of such a tensor may decide anything, and are few enough to compute."""
+    """Whether a tensor of this size and dtype is small enough to keep its values."""
     if dtype.is_floating_point or dtype.is_complex:
         return numel <= MOST_FLOATS
     return numel * dtype.itemsize <= MOST_BYTES
@@ -68,9 +68,17 @@ def worth_keeping(numel: int, dtype: torch.dtype) -> bool:
 def evaluate_known(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], fakes: list[FakeTensor]
 ) -> Any:
-    """The operation on known values; None where an input's are unknown or too many.
+    """Execute an operation on known values.
 
-    Operations in place change the values they write to, or make them unknown.
+    An in-place operation changes the known values of its target, or marks them as unknown.
+
+    Args:
+        func: the operation.
+        args, kwargs: its arguments.
+        fakes: the simulated tensors among the arguments.
+
+    Returns:
+        The result on the CPU; None if the values of an input are unknown or too large.
     """
     schema = func._schema
     overwrites = schema.name in _OVERWRITING
@@ -85,14 +93,14 @@ def evaluate_known(
         try:
             return func(*on_host, **keywords)
         except (RuntimeError, NotImplementedError):
-            pass  # an operation that the CPU does not have: its values stay unknown
+            pass  # no CPU kernel: the result stays unknown
     if schema.is_mutable:
         forget(written(func, args, kwargs))
     return None
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[Any]:
-    """The arguments an operation writes to."""
+    """Yield the arguments to which an operation writes."""
     values = [*args, *(kwargs.get(info.name) for info in func._schema.arguments[len(args) :])]
     for info, value in zip(func._schema.arguments, values):
         if info.alias_info is not None and info.alias_info.is_write:
@@ -100,7 +108,7 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[
 
 
 def _begin_values(tensor: Tensor) -> None:
-    """Memory for values that are about to be written over all of a small storage."""
+    """Allocate memory for values if an operation overwrites a complete small storage."""
     storage: Any = tensor.untyped_storage()
     whole = tensor.numel() * tensor.element_size() == storage.nbytes()
     if whole and worth_keeping(tensor.numel(), tensor.dtype):
@@ -119,7 +127,7 @@ def _is_evaluated(
     tensors = [x for x in flat if isinstance(x, Tensor)]
     if tensors:
         return all(worth_keeping(x.numel(), x.dtype) for x in tensors)
-    # a factory: its sizes are among the integers it is given
+    # a factory function: its sizes are among its integer arguments
     dtype = next((x for x in flat if isinstance(x, torch.dtype)), torch.float32)
     sizes = [x for x in flat if isinstance(x, int) and not isinstance(x, bool)]
     return worth_keeping(math.prod(max(x, 1) for x in sizes), dtype)

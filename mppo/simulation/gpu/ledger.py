@@ -1,4 +1,4 @@
-"""Every allocation on the simulated GPU, from its beginning to its end."""
+"""The ledger of all allocations on the simulated GPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 BLOCK = 512
-"""Bytes to whose multiples torch's allocator rounds a request."""
+"""Torch's allocator rounds sizes up to a multiple of this number of bytes."""
 _LARGE = 1 << 20
-"""Smallest allocation whose source line is noted."""
+"""Smallest allocation, in bytes, whose source line is recorded."""
 _LISTED = 1 << 16
-"""Smallest allocation that is kept in the list of all."""
+"""Smallest allocation, in bytes, that is kept in ``Ledger.allocations``."""
 _FIRST_ADDRESS = 1 << 40
 _OWN = str(Path(__file__).parents[1])
 _PACKAGE_ROOT = str(Path(__file__).parents[3]) + "/"
@@ -27,7 +27,7 @@ _PACKAGE_ROOT = str(Path(__file__).parents[3]) + "/"
 
 @cache
 def _shown(filename: str) -> str | None:
-    """A source file as reports name it; None for torch, the interpreter and this room."""
+    """Name of a source file in reports; None for torch, Python and the simulation."""
     hidden = ("/torch/", "<frozen", "<string>", "/contextlib.py", "/typing_extensions.py")
     if filename.startswith(_OWN) or any(part in filename for part in hidden):
         return None
@@ -35,7 +35,7 @@ def _shown(filename: str) -> str | None:
 
 
 def source_line() -> str:
-    """``file:line`` of the innermost caller outside torch and the simulation."""
+    """Return ``file:line`` of the innermost caller outside torch and the simulation."""
     frame = sys._getframe(1)
     while frame is not None:
         name = _shown(frame.f_code.co_filename)
@@ -50,12 +50,12 @@ class Allocation:
     """One storage on the simulated GPU.
 
     Args:
-        size: bytes, rounded as torch's allocator does.
-        purpose: what it is for; the phase it was made in until ``Ledger.assign`` says more.
-        line: source line that made it; empty for small ones.
-        address: where it lies, different for all.
-        begin: moment it was made, in allocations since the start.
-        end: moment it was freed; None: it lives.
+        size: bytes, rounded up as by torch's allocator.
+        purpose: its purpose; the phase that allocated it, unless ``Ledger.assign`` sets another.
+        line: source line that allocated it; empty for small ones.
+        address: a unique address.
+        begin: time at which it was allocated, as the number of allocations before it.
+        end: time at which it was freed; None: it has not been freed.
     """
 
     size: int
@@ -68,12 +68,12 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest number of bytes at one moment of a phase.
+    """The largest number of allocated bytes in a phase.
 
     Args:
-        size: bytes.
-        moment: when, in allocations since the start.
-        line: source line of the allocation that reached it.
+        size: number of bytes.
+        moment: time of the peak, as the number of allocations before it.
+        line: source line of the allocation that reached the peak.
     """
 
     size: int
@@ -82,17 +82,17 @@ class Peak:
 
 
 class Ledger:
-    """Bytes that live on the simulated GPU.
+    """Records all allocations and the peaks of allocated bytes.
 
     Args:
-        phase: names the phase the rank is in.
+        phase: returns the name of the current phase.
 
     Attributes:
-        now: bytes that live.
-        moment: allocations so far.
-        peaks: by phase, the largest number of bytes at one moment.
-        line_peaks: the same at the large allocations of each source line, by phase and line.
-        allocations: all storages so far but small ones, those that were freed too.
+        now: number of currently allocated bytes.
+        moment: number of allocations so far; the ledger's time.
+        peaks: the peak of each phase.
+        line_peaks: the peak among the large allocations of a source line, by phase and line.
+        allocations: all allocations so far, freed ones included, except small ones.
     """
 
     def __init__(self, phase: Callable[[], str]) -> None:
@@ -106,7 +106,7 @@ class Ledger:
         self._next_address = _FIRST_ADDRESS
 
     def note(self, tensor: Tensor) -> Allocation:
-        """The allocation of a tensor's storage, recorded if it is new or was resized."""
+        """Return the allocation of a tensor's storage; record it if it is new or resized."""
         storage: Any = tensor.untyped_storage()
         size = -(-storage.nbytes() // BLOCK) * BLOCK
         known: Allocation | None = getattr(storage, "allocation", None)
@@ -137,13 +137,13 @@ class Ledger:
         return found
 
     def assign(self, tensors: Iterable[Tensor | None], purpose: str) -> None:
-        """Say what the storages of tensors are for."""
+        """Set the purpose of the tensors' storages."""
         for tensor in tensors:
             if tensor is not None and isinstance(tensor, FakeTensor):
                 self.note(tensor).purpose = purpose
 
     def composition(self, moment: int | None = None) -> Counter[str]:
-        """Bytes by purpose of what lived at a moment; None: now."""
+        """Allocated bytes by purpose at a moment; None: now, small allocations included."""
         found: Counter[str] = Counter()
         if moment is None:
             for _, allocation in self._living.values():

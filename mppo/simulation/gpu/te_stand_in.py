@@ -1,8 +1,9 @@
-"""Transformer Engine's own Python over a stand-in for its compiled part.
+"""A stand-in for the compiled part of Transformer Engine, under its original Python part.
 
-The wheel ``transformer-engine`` holds the Python; ``transformer_engine_torch``, which CUDA's
-compiler makes, is replaced here. Functions that a bfloat16 model calls give tensors of the right
-shape, dtype and device after checking their arguments; every other one refuses. Nothing computes.
+The wheel ``transformer-engine`` contains the Python part. This module replaces
+``transformer_engine_torch``, which needs CUDA's compiler. The functions that a bfloat16 model calls
+check their arguments and return tensors of the right shape, dtype and device, without computing
+values. All other functions raise an error.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import torch
 from torch import Tensor
 
 VERSION = "2.11.0"
-"""The version whose calls the kernels here answer."""
+"""The version of Transformer Engine whose compiled functions are replaced."""
 COMPILED = "transformer_engine_torch"
 
 
 class _Member:
-    """A value of an enumeration, or a function that is compiled code."""
+    """A member of an enumeration, or a compiled function without a stand-in."""
 
     _count = 0
 
@@ -45,7 +46,7 @@ class _Member:
 
 
 class _Enumeration(type):
-    """A class any of whose attributes is a member."""
+    """A class that creates a member for every attribute that is read."""
 
     def __getattr__(cls, name: str) -> _Member:
         if name.startswith("__"):
@@ -59,7 +60,7 @@ class _Enumeration(type):
 
 
 class _CompiledPart(types.ModuleType):
-    """Names that begin with a capital are enumerations; others are functions that refuse."""
+    """The module: capitalised names are enumerations, other names functions that raise."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -70,14 +71,14 @@ class _CompiledPart(types.ModuleType):
 
 
 def install(folder: Path) -> None:
-    """Make ``import transformer_engine`` find the Python in a folder. Before Megatron is imported.
+    """Make ``transformer_engine`` importable from a folder. Call it before importing Megatron.
 
     Args:
-        folder: where ``pip install --no-deps --target`` put transformer-engine and onnxscript,
-            onnx, onnx_ir, ml_dtypes, which it imports.
+        folder: target folder of ``pip install --no-deps --target`` for transformer-engine and for
+            onnxscript, onnx, onnx_ir and ml_dtypes, which it imports.
 
     Raises:
-        ValueError: another version, or none, is there.
+        ValueError: the folder does not contain version ``VERSION`` of transformer-engine.
     """
     found = sorted(folder.glob("transformer_engine-*.dist-info"))
     if [path.name for path in found] != [f"transformer_engine-{VERSION}.dist-info"]:
@@ -86,7 +87,7 @@ def install(folder: Path) -> None:
             f"pip install --no-deps --target {folder} transformer-engine=={VERSION} onnxscript "
             "onnx onnx_ir ml_dtypes"
         )
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its package then loads no shared library
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # then the package loads no shared library
     sys.path.append(str(folder))
     part = _CompiledPart(COMPILED)
     part.__spec__ = importlib.machinery.ModuleSpec(COMPILED, None)
@@ -105,8 +106,11 @@ def install(folder: Path) -> None:
 
 
 def accept_simulated_tensors() -> None:
-    """Have TE's choice of an attention kernel take simulated tensors, whose class is not
-    ``torch.Tensor``. After ``torch.cuda`` is simulated."""
+    """Make TE's selection of an attention kernel accept simulated tensors.
+
+    The selection requires ``torch.Tensor``, which is not their class. Call this after
+    ``cuda_namespace.install``.
+    """
     importlib.import_module("transformer_engine.pytorch")
     choice: Any = importlib.import_module(
         "transformer_engine.pytorch.attention.dot_product_attention.utils"
@@ -121,7 +125,7 @@ def accept_simulated_tensors() -> None:
 
 
 def _kernels(part: Any) -> dict[str, Any]:
-    """The compiled functions that a bfloat16 model calls."""
+    """Stand-ins for the compiled functions that a bfloat16 model calls."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -143,7 +147,7 @@ def _kernels(part: Any) -> dict[str, Any]:
         ),
         "generic_gemm": _gemm,
         "te_general_grouped_gemm": _grouped_gemm,
-        "layernorm_fwd": part.layernorm_fwd,  # `import *` takes what is in the module by then
+        "layernorm_fwd": part.layernorm_fwd,  # `import *` copies only names that exist by then
         "layernorm_bwd": part.layernorm_bwd,
         "rmsnorm_fwd": _rmsnorm_forward,
         "rmsnorm_bwd": _rmsnorm_backward,
@@ -166,7 +170,7 @@ def _dtype(member: Any, default: torch.dtype) -> torch.dtype:
 
 
 def _factors(a: Tensor, transpose_a: bool, b: Tensor, transpose_b: bool) -> tuple[Tensor, Tensor]:
-    """The two matrices of a product in cuBLAS's column order, on the same device and matching."""
+    """Return the two matrices of a product in cuBLAS's column order, after checking them."""
     left, right = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
     left, right = left.t() if transpose_b else left, right.t() if transpose_a else right
     if not (a.is_cuda and b.is_cuda) or left.shape[1] != right.shape[0]:

@@ -1,16 +1,16 @@
-"""Let autograd accept tensors on "cuda" in a process without a GPU, by ctypes alone.
+"""Patches that let autograd accept tensors on "cuda" without a GPU, by ctypes alone.
 
-torch's autograd engine asks three C++ registries before it runs a node whose tensors are on a CUDA
-device. In a torch built for the CPU they are empty and it aborts; in one built for CUDA they report
-that there is no device. ``install`` fills them:
+torch's autograd engine queries three C++ registries before it runs a node whose tensors are on a
+CUDA device. In a torch built for the CPU these are empty, and the engine aborts. In a torch built
+for CUDA they report that there is no device. ``install`` changes them:
 
-1. The device guard of "cuda". torch keeps one for this purpose (``FakeGuardImpl<CUDA>``), but
-   ``torch._C._ensureCUDADeviceGuardSet`` only puts it in place of a guard that reports no device.
-   Where there is none, such a guard stands in the registry for the moment of that call.
-2. ``at::accelerator::getAccelerator``, which ``InputBuffer::add`` asks for the current stream. Its
-   first bytes become ``return CUDA``.
-3. ``hasPrimaryContext`` of the CUDA hooks: their table of virtual functions is copied and one entry
-   replaced.
+1. The device guard of "cuda". torch has a fake one (``FakeGuardImpl<CUDA>``), but
+   ``torch._C._ensureCUDADeviceGuardSet`` installs it only in place of a guard that reports no
+   device. If the registry is empty, ``install`` registers such a guard before this call.
+2. ``at::accelerator::getAccelerator``, which ``InputBuffer::add`` calls for the current stream. Its
+   first bytes are overwritten by ``return CUDA``.
+3. ``hasPrimaryContext`` of the CUDA hooks. Their table of virtual functions is copied, and this
+   entry replaced.
 
 Checked with torch 2.13 on x86_64 and aarch64 Linux.
 """
@@ -34,22 +34,22 @@ _CUDA = 1
 _GUARD_METHODS = 64
 _HOOKS_METHODS = 128
 _HAS_PRIMARY_CONTEXT = 4
-"""Place among the virtual functions of ATen/detail/AcceleratorHooksInterface.h, whose first two are
+"""Index among the virtual functions of ATen/detail/AcceleratorHooksInterface.h; the first two are
 destructors."""
 _kept: list[object] = []
 
 
 def is_supported() -> bool:
-    """Whether this machine's processor is one whose instructions ``install`` knows."""
+    """Whether ``install`` supports this machine's operating system and processor."""
     return platform.system() == "Linux" and platform.machine() in _RETURN_CUDA
 
 
 @functools.cache
 def install() -> None:
-    """Fill the registries. Cannot be undone: meant for a process that only simulates.
+    """Change the registries. This cannot be undone; call it in a process that only simulates.
 
     Raises:
-        RuntimeError: torch did not take the device guard; another version of torch.
+        RuntimeError: torch did not install its device guard; its version is not supported.
     """
     _set_guard()
     _set_accelerator()

@@ -1,4 +1,4 @@
-"""One rank of a world whose other ranks do not exist: torch's fake process group."""
+"""Process groups of one rank without the other ranks: torch's fake process group."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mppo.simulation.gpu.counters import Counters
 
 
 def install(rank: int, world_size: int, counters: Counters) -> None:
-    """Make the default group, and have every other group made on the same backend.
+    """Create the default group and make ``new_group`` use the fake backend too.
 
-    Objects that ranks exchange are taken to be alike on all of them.
+    Object collectives return this rank's object for every rank.
 
     Args:
-        rank: this rank.
-        world_size: ranks of the world.
-        counters: take the waits of object collectives.
+        rank: the simulated rank.
+        world_size: number of ranks.
+        counters: counters of the rank, for the waits of object collectives.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     plain_new_group = dist.new_group

@@ -32,13 +32,13 @@ from mppo.trainer.update.streamed import StreamedUpdate, write_timeline
 
 
 class NonFiniteStep(RuntimeError):
-    """A role's loss or gradient was inf or nan and the run stops; no role took the step.
+    """A role's loss or gradient is inf or nan and the run stops; no role took the step.
 
     Args:
-        when: the step.
-        results: of every role that was to step, by name.
-        fix: what to change.
-        mini_batch: indices of the sequences the gradient was computed from.
+        when: description of the step, for the message.
+        results: loss and gradient norm of every role that takes this step, by name.
+        fix: advice to the user, for the message.
+        mini_batch: indices of the sequences from which the gradient was computed.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class NonFiniteStep(RuntimeError):
 
 
 class UpdatePhase:
-    """All mini-batches of critic and actor.
+    """The update of critic and actor: all epochs and mini-batches of one iteration.
 
     Args:
         roles: the models.
-        experience: what they are trained on.
-        step: the PPO step.
-        actor_frozen: only the critic learns (``trainer.critic_warmup``).
+        experience: the batch with advantages, returns and old log-probabilities.
+        step: number of the PPO step.
+        actor_frozen: only the critic is trained (``trainer.critic_warmup``).
 
     Attributes:
-        updates: the roles that learn, the critic first.
-        kind: of the schedule they run by.
+        updates: the updates of the trained roles, the critic first.
+        kind: kind of the schedule of this update.
     """
 
     def __init__(self, roles: Roles, experience: Experience, step: int, actor_frozen: bool) -> None:
@@ -81,12 +81,12 @@ class UpdatePhase:
         self._align = roles.recipe.trainer.align_overflow
 
     def run(self) -> None:
-        """All gradients and optimizer steps; collective.
+        """Compute all gradients and take all optimizer steps. Collective.
 
         Raises:
-            NonFiniteStep: a loss or gradient was not finite and the recipe says to stop, or for the
-                ``trainer.max_nonfinite_in_a_row``-th time in a row.
-            StepInterrupted: the run is asked to stop, and the rest would take too long.
+            NonFiniteStep: a loss or gradient is not finite, and ``trainer.on_nonfinite`` is "stop"
+                or this is the ``trainer.max_nonfinite_in_a_row``-th such step in a row.
+            StepInterrupted: a stop was requested, and the rest of the update would take too long.
         """
         for update in self.updates:
             assert update.role.optimizer is not None, f"{update.role.name} is frozen"
@@ -117,7 +117,7 @@ class UpdatePhase:
         return None
 
     def _run_sequentially(self) -> None:
-        """The i-th gradient of every role that has one, then their steps, then the next."""
+        """Per round: compute the i-th gradient of every role, then take the roles' steps."""
         began = time.monotonic()
         rounds = max(len(update.mini_batches) for update in self.updates)
         for i in range(rounds):
@@ -133,7 +133,7 @@ class UpdatePhase:
                     self._step(together, i)
 
     def _streamed(self) -> StreamedUpdate:
-        """All mini-batches as one stream."""
+        """Prepare the update of all roles by one schedule."""
         began, batch = time.monotonic(), self.experience.old.batch
 
         def is_late(done: int, of: int) -> bool:
@@ -144,7 +144,7 @@ class UpdatePhase:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Of all mini-batches of all roles, once they are done; collective."""
+        """Metrics over all mini-batches of all roles; call after ``run``. Collective."""
         for update in self.updates:
             self._roles.seconds[f"update_{update.role.name}"] = update.seconds
         return {name: value for update in self.updates for name, value in update.metrics().items()}
@@ -186,14 +186,14 @@ class UpdatePhase:
         )
 
     def _peak_tflops(self) -> float | None:
-        """The recipe's peak of a rank's device, or the device's own in bfloat16."""
+        """Peak TFLOP/s of a rank's device: the recipe's value, else the device's in bfloat16."""
         stated = self._roles.recipe.trainer.peak_tflops_per_rank
         if stated is None and self._roles.recipe.model.dtype == "bfloat16":
             return peak_tflops(device.name())
         return stated
 
     def _mini_batches(self, size: int, section: ActorConfig | CriticConfig) -> list[list[int]]:
-        """Sequence indices of every mini-batch of every epoch; ``size`` counts prompts."""
+        """Sequence indices of every mini-batch of every epoch; ``size`` is in prompts."""
         sequences = list(range(self.experience.old.batch.num_sequences))
         per_mini_batch = size * self._roles.recipe.rollout.n
         shuffler = random.Random(self._roles.recipe.trainer.seed + self.step)
@@ -204,7 +204,7 @@ class UpdatePhase:
         return chosen
 
     def _step(self, updates: Sequence[RoleUpdate], mini_batch: int) -> None:
-        """Take optimizer steps together, or leave all of them out."""
+        """Take the roles' optimizer steps together, or skip all of them if one is not finite."""
         start = time.perf_counter()
         results = step_together([update.role for update in updates])
         for update in updates:
@@ -213,7 +213,7 @@ class UpdatePhase:
         self._count_skipped(results, mini_batch)
 
     def _count_skipped(self, results: Mapping[str, StepResult], mini_batch: int) -> None:
-        """Count steps that were left out, each role's in a row.
+        """Count skipped steps, and each role's consecutive ones.
 
         Raises:
             NonFiniteStep: see ``run``.

@@ -1,4 +1,4 @@
-"""One role's part in the update stage: its mini-batches, their objectives, and what they cost."""
+"""The update of one role: its mini-batches, their objectives, statistics and operation counts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mppo.trainer.pretraining_mix import Documents, PretrainingMix
 
 @dataclass(frozen=True)
 class PlannedMiniBatch:
-    """A mini-batch before its targets are made.
+    """A mini-batch cut into micro-batches, before its targets are computed.
 
     Args:
-        sequences: indices of the batch.
-        plan: their micro-batches for every data-parallel rank.
-        documents: whose loss is added; None: none.
+        sequences: indices of its sequences in the batch.
+        plan: the micro-batches for every data-parallel rank.
+        documents: documents of the pretraining mix whose loss is added; None: no documents.
     """
 
     sequences: tuple[int, ...]
@@ -35,22 +35,28 @@ class PlannedMiniBatch:
 
     @property
     def micro_batches(self) -> int:
-        """Per data-parallel rank, those of the documents included."""
+        """Number of micro-batches per data-parallel rank, including those of the documents."""
         return len(self.plan[0]) + (0 if self.documents is None else len(self.documents.plan[0]))
 
 
 @dataclass
 class RoleUpdate:
-    """A role's part in the update stage.
+    """The update of one role in one iteration.
 
     Args:
-        role: whose weights are updated.
-        mini_batches: sequence indices of each of its steps.
-        objective_of: makes the objective of a mini-batch, its targets on the device.
-        model_flops: operations of the role's passes.
-        inputs: what its passes read besides tokens.
-        text: documents whose loss is added to every mini-batch's; None: none.
-        peak_tflops: of one rank's device; None where it is not known.
+        role: the role to train.
+        mini_batches: sequence indices of each mini-batch (optimizer step).
+        objective_of: makes the objective of a mini-batch, with targets on the device, from its
+            sequence indices.
+        model_flops: floating-point operations of the role's passes.
+        inputs: inputs of the passes besides the tokens.
+        text: pretraining mix whose loss is added to every mini-batch's; None: no mix.
+        peak_tflops: peak TFLOP/s of one rank's device; None if unknown.
+        learning_rate: learning rate of this update.
+        seconds: time spent in this update so far.
+        flops: floating-point operations of the mini-batches so far, over all ranks.
+        stats: summed statistics of each mini-batch.
+        norms: gradient norm of each mini-batch.
     """
 
     role: Role
@@ -67,14 +73,14 @@ class RoleUpdate:
     norms: list[float] = field(default_factory=list)
 
     def planned(self, batch: Batch, sequences: Sequence[int]) -> PlannedMiniBatch:
-        """Cut sequences into micro-batches, and draw the documents beside them."""
+        """Cut sequences into micro-batches and draw the documents of their mini-batch."""
         spec = self.role.micro_batch_spec(training=True)
         plan = spec.plan(batch.lengths_B.tolist(), sequences)
         documents = None if self.text is None else self.text.draw(spec)
         return PlannedMiniBatch(tuple(sequences), plan, documents)
 
     def mini_batch(self, batch: Batch, planned: PlannedMiniBatch) -> MiniBatch:
-        """What a gradient is taken of, its targets on the device."""
+        """Make a mini-batch, with its targets on the device, and count its operations."""
         plan, inputs = planned.plan, self.inputs
         objective = self.objective_of(planned.sequences)
         if self.text is not None and planned.documents is not None:
@@ -85,20 +91,20 @@ class RoleUpdate:
         return MiniBatch(batch, plan, objective, inputs)
 
     def run_once(self, batch: Batch, sequences: tuple[int, ...]) -> None:
-        """The gradient of one mini-batch, outside any schedule."""
+        """Compute the gradient of one mini-batch by Megatron's own schedule."""
         mini_batch = self.mini_batch(batch, self.planned(batch, sequences))
         self.stats.append(self.role.forward_backward(mini_batch))
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Add the time spent inside to ``seconds``."""
+        """Add the time spent in this context to ``seconds``."""
         start = time.perf_counter()
         yield
         device.synchronize()
         self.seconds += time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """Of all mini-batches, once they are done."""
+        """Metrics over all mini-batches; call after the last optimizer step."""
         name = self.role.name
         return update_metrics(self.stats) | {
             f"{name}/grad_norm": sum(self.norms) / len(self.norms),
@@ -108,7 +114,7 @@ class RoleUpdate:
         }
 
     def _work_metrics(self) -> dict[str, float]:
-        """TFLOP/s of each rank over this update, and their share of the peak where it is known."""
+        """TFLOP/s per rank over this update, and their share of the peak (MFU) if it is known."""
         name, ranks = self.role.name, torch.distributed.get_world_size()
         rate = self.flops / self.seconds / ranks / 1e12
         metrics = {f"perf/tflops_per_rank/{name}": rate}

@@ -1,4 +1,4 @@
-"""An update in which actor and critic run through one pipeline, by a schedule's lists."""
+"""An update that runs actor and critic through one pipeline by the lists of a schedule."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ from mppo.safety.disk import replace_text
 from mppo.trainer.update.role_update import PlannedMiniBatch, RoleUpdate
 
 TakeSteps = Callable[[dict[str, StepResult], int], None]
-"""Told the results of steps and their mini-batch; raises where the run must not go on."""
+"""Called with the results of optimizer steps and their mini-batch; raises to stop the run."""
 
 
 class StreamedUpdate:
-    """All mini-batches of several roles in one stream: what the executor is given.
+    """All mini-batches of several roles in one schedule: the arguments of the executor.
 
     Args:
-        kind: of the schedule.
-        updates: the roles that learn.
+        kind: kind of the schedule.
+        updates: the updates of the trained roles.
         batch: the global batch.
-        align: a step that is not finite is skipped by all roles together.
-        on_steps: told every step.
-        would_leave: whether this rank would leave the update after so many of its steps.
+        align: all roles skip a step together if a loss or gradient of one of them is not finite.
+        on_steps: called with the results of each optimizer step, or of all steps of a round.
+        would_leave: whether this rank wants to end the update early, given the number of steps
+            taken and the number of all steps.
 
     Attributes:
-        schedule: what runs when.
-        work: of each role.
-        links: to the neighbouring stages.
+        schedule: the schedule, with the lists of all stages.
+        work: the passes and steps of each role, by name.
+        links: connections to the neighbouring stages.
     """
 
     def __init__(
@@ -83,18 +84,18 @@ class StreamedUpdate:
 
     @property
     def actions(self) -> list[Action]:
-        """This stage's list."""
+        """This stage's list of actions."""
         return self.schedule.lists[self.links.stage]
 
     def rest_after(self, position: int) -> list[Action]:
-        """What this stage still does when it leaves its list at a step."""
+        """Actions that this stage still executes if the update ends at the step at ``position``."""
         return self.schedule.rest_after(self.links.stage, position)
 
     def take_step(self, role: str, mini_batch: int) -> bool:
-        """Take a step, or all steps of its round where they are taken together.
+        """Take a role's step, or with ``align`` all steps of the round at the first role's.
 
         Returns:
-            Whether the update goes on: not where a rank would leave it, or ``on_steps`` raised.
+            Whether the update continues; False if any rank ends it early or ``on_steps`` raised.
         """
         names = [role]
         if self._align:
@@ -121,13 +122,13 @@ class StreamedUpdate:
         return True
 
     def raise_error(self) -> None:
-        """Raise what ``on_steps`` raised, now that nothing is on its way."""
+        """Raise the error of ``on_steps``; call after the executor has completed all messages."""
         if self._error is not None:
             raise self._error
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Roles that compute side by side inside take time in proportion to their operations."""
+        """Add the time spent in this context to the roles, in proportion to their operations."""
         begin = time.perf_counter()
         yield
         device.synchronize()
@@ -141,14 +142,15 @@ class StreamedUpdate:
 
 
 def write_timeline(folder: Path, step: int, schedule: Schedule, events: Sequence[Event]) -> None:
-    """Write ``step_N.json``, which opens in Perfetto, and ``step_N.png``: the plan above what the
-    ranks did. Collective; the first rank writes.
+    """Write ``step_N.json`` for Perfetto, and ``step_N.png`` with plan and measurement.
+
+    Collective; rank 0 writes.
 
     Args:
-        folder: where to; made if need be.
-        step: the PPO step.
-        schedule: what ran.
-        events: of this rank.
+        folder: folder of the files; created if it does not exist.
+        step: number of the PPO step.
+        schedule: the schedule of the update.
+        events: the recorded actions of this rank.
     """
     rows = all_gather_objects(list(events))
     if dist.get_rank() == 0:
@@ -167,12 +169,12 @@ def _schedule(
     planned: dict[str, list[PlannedMiniBatch]],
     batch: Batch,
 ) -> Schedule:
-    """The schedule of planned mini-batches; the same on every rank."""
+    """Make the schedule of the planned mini-batches; the same on every rank."""
     costs = [_pass_cost(update, planned[update.role.name], batch) for update in updates]
     work = []
     for update, cost in zip(updates, costs, strict=True):
         name, recomputed = update.role.name, update.role.spec.megatron.recompute_granularity
-        # to one digit: another one is seldom another schedule, and known ones are not made again
+        # one digit: a finer cost seldom changes the schedule, and equal arguments hit the cache
         forward = round(cost / costs[-1], 1) or 0.1
         backward = (3 if recomputed == "full" else 2) * forward
         counts = tuple(mini_batch.micro_batches for mini_batch in planned[name])
@@ -181,7 +183,7 @@ def _schedule(
 
 
 def _pass_cost(update: RoleUpdate, planned: Sequence[PlannedMiniBatch], batch: Batch) -> float:
-    """Operations of one micro-batch on average; every role has as many ranks for each."""
+    """Mean operations per micro-batch; each role computes one on the same number of ranks."""
     mask_T = update.role.predicted_mask_T(batch)
     total = sum(update_flops(update.model_flops, batch, part.plan, mask_T) for part in planned)
     return total / sum(len(part.plan[0]) for part in planned)
