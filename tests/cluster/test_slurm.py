@@ -214,7 +214,7 @@ def test_a_failing_node_is_reported_and_sigusr1_during_preflight_requeues(
     for start in (first, second):
         assert start.count("the rendezvous port is in use") == 2, text
     assert "told to save and requeue" not in second
-    assert "fix: submit anew" in text
+    assert "fix: submit the job again" in text
     assert "Traceback" not in text
     assert "joined" not in text, "no rank was started"
 
