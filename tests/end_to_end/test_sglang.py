@@ -386,12 +386,6 @@ def test_stop_leaves_no_process(qwen2) -> None:
 
 
 def test_a_missing_model_folder_is_reported(tmp_path) -> None:
-    config = FAMILIES["qwen2"]()
-    engine = SGLangEngine(
-        tmp_path / "nowhere", config, torch.float32, own(), run_dir=tmp_path / "run"
-    )
-    try:
-        with pytest.raises(RuntimeError, match=r"(?s)ended while starting.*nowhere"):
-            engine.update_weights([], 1)
-    finally:
-        engine.stop()
+    folder, config = tmp_path / "nowhere", FAMILIES["qwen2"]()
+    with pytest.raises(RuntimeError, match=r"(?s)ended while starting.*nowhere"):
+        SGLangEngine(folder, config, torch.float32, own(), run_dir=tmp_path / "run")
