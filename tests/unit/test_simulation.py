@@ -196,7 +196,8 @@ def test_a_timeline_is_a_chrome_trace(tmp_path):
         (["--timeline", "/nowhere/trace.json"], "--timeline /nowhere/trace.json: no folder"),
     ],
 )
-def test_bad_input_ends_with_one_message(arguments, message, capsys):
+def test_bad_input_ends_with_one_message(arguments, message, monkeypatch, capsys):
+    monkeypatch.delenv("MPPO_DEVICE", raising=False)
     assert main([str(ROOT / "recipes/qwen2_7b_rm.yaml"), *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -151,6 +151,8 @@ def _kernels(part: Any) -> dict[str, Any]:
         "layernorm_bwd": part.layernorm_bwd,
         "rmsnorm_fwd": _rmsnorm_forward,
         "rmsnorm_bwd": _rmsnorm_backward,
+        "fused_rope_forward": _rotary,
+        "fused_rope_backward": _rotary,
         "fused_attn_fwd": _attention_forward,
         "fused_attn_bwd": _attention_backward,
         "thd_read_half_tensor": lambda x, bounds, half: x.new_empty(len(x) // 2, *x.shape[1:]),
@@ -229,6 +231,15 @@ def _rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, 
 
 def _rmsnorm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *rest: Any) -> tuple:
     return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _rotary(x: Tensor, angles: Tensor, starts: Any, layout: Any, interleaved: bool,
+            bounds: Tensor | None, *rest: Any) -> Tensor:  # fmt: skip
+    if x.device != angles.device or angles.shape[-1] > x.shape[-1]:
+        raise RuntimeError(f"rotary embedding of {tuple(x.shape)} by {tuple(angles.shape)}")
+    if bounds is not None and (bounds.dtype is not torch.int32 or not bounds.is_cuda):
+        raise RuntimeError("rotary embedding of packed tokens needs int32 bounds on the GPU")
+    return torch.empty_like(x)
 
 
 def _attention_forward(*args: Any) -> list[Tensor]:
