@@ -55,9 +55,10 @@ def simulated() -> dict[str, dict[str, Any]]:
 
 def run_cases(*names: str, **variables: str) -> dict[str, dict[str, Any]]:
     """The summaries of these cases of ``tests/simulated.py``, by name."""
-    environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
-    environment.pop("MPPO_DEVICE", None)
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    chosen = ("MPPO_DEVICE", "NVTE_")  # Megatron sets NVTE_* in a process that built a model
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(chosen)}
+    environment |= variables | ours
     found = subprocess.run(
         [sys.executable, "-W", "ignore", str(ROOT / "tests" / "simulated.py"), *names],
         capture_output=True, text=True, env=environment, cwd=ROOT,
