@@ -274,7 +274,7 @@ class Role:
             for indices in mine
         ]
 
-    def message_room(self, microbatch: MicroBatch) -> Tensor:
+    def message_buffer(self, microbatch: MicroBatch) -> Tensor:
         """Allocate memory to receive a micro-batch's hidden states, or their gradient.
 
         Returns:
@@ -286,13 +286,13 @@ class Role:
         return torch.empty(shape, dtype=self.config.pipeline_dtype, device=device.device())
 
     def start_statistics(
-        self, parts: Sequence[tuple[Tensor, dict[str, Tensor]]], leave: bool = False
+        self, parts: Sequence[tuple[Tensor, dict[str, Tensor]]], stop: bool = False
     ) -> PendingStatistics:
         """Start to sum loss and statistics over the micro-batches of all ranks.
 
         Args:
             parts: loss and statistics of this rank's micro-batches.
-            leave: whether this rank wants to end the update early.
+            stop: whether this rank wants to end the update early.
         """
         if self._stat_names is None:
             known = all_gather_objects(sorted(parts[0][1]) if parts else None)
@@ -306,7 +306,7 @@ class Role:
             ]
             for row in torch.stack(rows).cpu():  # one copy for all micro-batches
                 totals[1:] += row
-        totals[0] = leave
+        totals[0] = stop
         # on the CPU: an NCCL kernel would occupy the GPU until the slowest rank joins
         work = cast("dist.Work", dist.all_reduce(totals, async_op=True))
         return PendingStatistics(self, names, totals, work)
@@ -332,20 +332,20 @@ class PendingStatistics:
         totals: number of ranks that want to end the update early, loss, statistics; float64
             ``[2 + statistics]`` on the CPU.
         work: handle of the all-reduce of ``totals``.
-        leave: whether any rank wants to end the update early; valid after ``wait``.
+        stop: whether any rank wants to end the update early; valid after ``wait``.
     """
 
     role: Role
     names: list[str]
     totals: Tensor
     work: dist.Work
-    leave: bool = False
+    stop: bool = False
 
     def wait(self) -> dict[str, float]:
         """Wait; set the role's ``loss``, return the summed statistics, equal on all ranks."""
         self.work.wait()
-        leaving, self.role.loss, *sums = self.totals.tolist()
-        self.leave = leaving > 0
+        stopping, self.role.loss, *sums = self.totals.tolist()
+        self.stop = stopping > 0
         return dict(zip(self.names, sums, strict=True))
 
 

@@ -39,9 +39,9 @@ class StreamedForward:
         """Number of micro-batches per data-parallel rank."""
         return len(self._microbatches)
 
-    def room(self, mini_batch: int, micro_batch: int) -> Tensor:
+    def receive_buffer(self, mini_batch: int, micro_batch: int) -> Tensor:
         """See ``ForwardWork``."""
-        return self.role.message_room(self._microbatches[micro_batch])
+        return self.role.message_buffer(self._microbatches[micro_batch])
 
     def forward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
         """See ``ForwardWork``."""

@@ -23,7 +23,7 @@ from mppo.pipeline.sequential import forward_step_function
 
 
 @dataclass
-class _Running:
+class _RunningMiniBatch:
     """The state of a mini-batch on this rank, from its first forward pass to its "norm".
 
     Args:
@@ -31,7 +31,8 @@ class _Running:
         microbatches: this rank's micro-batches.
         forward_step: Megatron's ``forward_step_func`` for this mini-batch.
         unsynchronised: DDP's ``no_sync``; while it is open, backward passes reduce no gradient.
-        held: input and output of each micro-batch whose backward pass has not run yet, by index.
+        activations: input and output of each micro-batch between its forward and its backward
+            pass, by index.
         parts: loss and statistics of each micro-batch, on the last stage.
     """
 
@@ -39,46 +40,46 @@ class _Running:
     microbatches: list[MicroBatch]
     forward_step: Callable
     unsynchronised: ExitStack
-    held: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    activations: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     parts: list[Any] = field(default_factory=list)
 
 
 class StreamedRole:
     """The update of a role on this stage; implements ``StageWork`` of the executor.
 
-    Megatron's own functions compute the passes and complete the gradient. The role's layout is
-    active only during these calls. The layout must not be interleaved.
+    Megatron's functions compute the passes and complete the gradient. The role's layout is active
+    only during these calls. The layout must not be interleaved.
 
     Args:
         role: a role with an optimizer.
-        mini_batches: functions that make the mini-batch of each step; each is called at the start
-            of its mini-batch's first pass.
-        would_leave: whether this rank wants to end the update early; called at every "norm".
+        mini_batches: functions that make the mini-batch of each step; each is called
+            before its mini-batch's first pass.
+        wants_to_stop: whether this rank wants to end the update early; called at every "norm".
     """
 
     def __init__(
         self,
         role: Role,
         mini_batches: Sequence[Callable[[], MiniBatch]],
-        would_leave: Callable[[], bool] = lambda: False,
+        wants_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         assert role.layout.vpp == 1
         self.role = role
-        self._mini_batches, self._would_leave = mini_batches, would_leave
+        self._mini_batches, self._wants_to_stop = mini_batches, wants_to_stop
         assert role.optimizer is not None, f"{role.name} is frozen"
         self._optimizer = role.optimizer
         (chunk,) = role.chunks
         self._chunk = cast("DistributedDataParallel", chunk)
-        self._running: _Running | None = None
+        self._running: _RunningMiniBatch | None = None
         self._pending: tuple[PendingNorm, PendingStatistics] | None = None
 
-    def room(self, mini_batch: int, micro_batch: int) -> Tensor:
+    def receive_buffer(self, mini_batch: int, micro_batch: int) -> Tensor:
         """See ``ForwardWork``."""
-        return self.role.message_room(self._begun(mini_batch).microbatches[micro_batch])
+        return self.role.message_buffer(self._start_once(mini_batch).microbatches[micro_batch])
 
     def forward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
         """See ``ForwardWork``."""
-        run, config = self._begun(mini_batch), self.role.config
+        run, config = self._start_once(mini_batch), self.role.config
         if received is not None:
             received.requires_grad_()
         with self.role.groups.active(), torch.enable_grad():
@@ -95,7 +96,7 @@ class StreamedRole:
                 is_last_stage=self.role.groups.is_last_stage,
             )
         output = cast("Tensor", output)
-        run.held[micro_batch] = received, output
+        run.activations[micro_batch] = received, output
         if self.role.groups.is_last_stage:
             return None
         message = output.detach()
@@ -105,17 +106,17 @@ class StreamedRole:
 
     def backward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
         """See ``StageWork``."""
-        run = self._begun(mini_batch)
-        taken, output = run.held.pop(micro_batch)
+        run = self._start_once(mini_batch)
+        inputs, output = run.activations.pop(micro_batch)
         with self.role.groups.active():
             gradient = schedules.backward_step(
-                taken, output, received, get_model_type(self._chunk), self.role.config
+                inputs, output, received, get_model_type(self._chunk), self.role.config
             )
-        return None if taken is None else cast("Tensor", gradient).contiguous()
+        return None if inputs is None else cast("Tensor", gradient).contiguous()
 
     def reduce(self, mini_batch: int) -> None:
         """Start to reduce the gradient in the background if ``overlap_grad_reduce`` is set."""
-        run = self._begun(mini_batch)
+        run = self._start_once(mini_batch)
         run.unsynchronised.close()
         if self._chunk.ddp_config.overlap_grad_reduce:
             with self.role.groups.active():
@@ -123,11 +124,11 @@ class StreamedRole:
 
     def norm(self, mini_batch: int) -> None:
         """Complete the gradient as Megatron does; start to sum its norm and the statistics."""
-        run, role = self._begun(mini_batch), self.role
+        run, role = self._start_once(mini_batch), self.role
         with role.groups.active():
             finalize_gradients([self._chunk], None)
             norm = self._optimizer.start_norm()
-        statistics = role.start_statistics(run.parts, self._would_leave())
+        statistics = role.start_statistics(run.parts, self._wants_to_stop())
         self._running, self._pending = None, (norm, statistics)
 
     def wait(self) -> tuple[float, dict[str, float], bool]:
@@ -137,20 +138,20 @@ class StreamedRole:
             The gradient norm, the summed statistics, and whether any rank wants to end the update
             early; the same on every rank.
         """
-        assert self._pending is not None, "norm comes first"
+        assert self._pending is not None, "call norm before wait"
         norm, statistics = self._pending
         self._pending = None
         sums = statistics.wait()
-        return norm.wait(), sums, statistics.leave
+        return norm.wait(), sums, statistics.stop
 
-    def _begun(self, number: int) -> _Running:
-        """The state of mini-batch ``number``; its first call starts it with a zero gradient."""
+    def _start_once(self, number: int) -> _RunningMiniBatch:
+        """Return the state of mini-batch ``number``; the first call starts the mini-batch."""
         if self._running is None:
-            self._running = self._begin(number)
+            self._running = self._start(number)
         assert self._running.number == number
         return self._running
 
-    def _begin(self, number: int) -> _Running:
+    def _start(self, number: int) -> _RunningMiniBatch:
         role, mini_batch = self.role, self._mini_batches[number]()
         with role.groups.active():
             for stage in role.stages:
@@ -163,4 +164,4 @@ class StreamedRole:
         forward_step = forward_step_function(run_chunk, head, mini_batch.objective)
         unsynchronised = ExitStack()
         unsynchronised.enter_context(self._chunk.no_sync())
-        return _Running(number, microbatches, forward_step, unsynchronised)
+        return _RunningMiniBatch(number, microbatches, forward_step, unsynchronised)

@@ -3,8 +3,8 @@
 In this execution a pass blocks until its message has arrived, and "norm" is a barrier of all
 stages. Real stages wait for less, so lists that complete here cannot deadlock on real stages. The
 execution also checks that the messages from a stage to its neighbour are sent in the order in which
-the neighbour posts its receives. Each direction can therefore be a communicator of its own, which
-pairs its operations one by one, as NCCL does.
+the neighbour posts its receives. Each direction can therefore use a communicator of its own: NCCL
+pairs the operations of a communicator in their order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mppo.pipeline.schedule import Schedule, make_schedule
 
 _RECEIVES: dict[str, ActionKind] = {"forward": "receive_input", "backward": "receive_gradient"}
 _SENDS: dict[str, ActionKind] = {"forward": "send_output", "backward": "send_gradient"}
-_PARTS_OF_A_STEP: tuple[ActionKind, ...] = ("reduce", "norm", "step")
+_STEP_KINDS: tuple[ActionKind, ...] = ("reduce", "norm", "step")
 
 
 class ScheduleFault(AssertionError):
@@ -44,9 +44,9 @@ def check_schedule(schedule: Schedule) -> None:
     """
     stages = len(schedule.lists)
     for stage, actions in enumerate(schedule.lists):
-        _once_each(schedule, actions, stage, stages)
-        _in_order(schedule, actions)
-        _few_in_flight(actions, stage, stages)
+        _check_actions(schedule, actions, stage, stages)
+        _check_order(schedule, actions)
+        _check_in_flight(actions, stage, stages)
     run_blocking(schedule.lists)
 
 
@@ -60,7 +60,7 @@ def run_blocking(lists: StageLists) -> None:
     _BlockingRun(lists).run()
 
 
-def _once_each(schedule: Schedule, actions: Sequence[Action], stage: int, stages: int) -> None:
+def _check_actions(schedule: Schedule, actions: Sequence[Action], stage: int, stages: int) -> None:
     expected: Counter[Action] = Counter()
     names = [role.name for role in schedule.roles]
     for entry in schedule.stream:
@@ -79,16 +79,16 @@ def _once_each(schedule: Schedule, actions: Sequence[Action], stage: int, stages
             if counts[role.name, i] != count:
                 found = counts[role.name, i]
                 raise ScheduleFault(f"{role.name}: {found} of {count} micro-batches of {i}")
-            for kind in _PARTS_OF_A_STEP:
+            for kind in _STEP_KINDS:
                 expected[Action(kind, role.name, i)] += 1
-    there = Counter(actions)
-    if there != expected:
+    present = Counter(actions)
+    if present != expected:
         raise ScheduleFault(
-            f"stage {stage}: missing {expected - there}, there without need {there - expected}"
+            f"stage {stage}: missing {expected - present}, unexpected {present - expected}"
         )
 
 
-def _in_order(schedule: Schedule, actions: Sequence[Action]) -> None:
+def _check_order(schedule: Schedule, actions: Sequence[Action]) -> None:
     """Check that a role's micro-batches are in order, and each step between its mini-batches."""
     at = {action: position for position, action in enumerate(actions)}
     for role in schedule.roles:
@@ -98,7 +98,7 @@ def _in_order(schedule: Schedule, actions: Sequence[Action]) -> None:
                 if places != sorted(places):
                     raise ScheduleFault(f"{kind} passes of {role.name} {i} are out of order")
             last = [at[Action("backward", role.name, i, count - 1)]]
-            last += [at[Action(kind, role.name, i)] for kind in _PARTS_OF_A_STEP]
+            last += [at[Action(kind, role.name, i)] for kind in _STEP_KINDS]
             if i + 1 < len(role.micro_batches):
                 last.append(at[Action("forward", role.name, i + 1, 0)])
             if last != sorted(last):
@@ -111,12 +111,14 @@ def _in_order(schedule: Schedule, actions: Sequence[Action]) -> None:
     for action, position in at.items():
         if action.kind in _RECEIVES:
             numbers = action.role, action.mini_batch, action.micro_batch
-            room, message = (Action(x[action.kind], *numbers) for x in (_RECEIVES, _SENDS))
-            if at.get(room, -1) > position or at.get(message, position) < position:
-                raise ScheduleFault(f"{action} comes before its message, or after its own")
+            receive, message = (Action(x[action.kind], *numbers) for x in (_RECEIVES, _SENDS))
+            if at.get(receive, -1) > position or at.get(message, position) < position:
+                raise ScheduleFault(
+                    f"{action} precedes the receive of its input or follows the send of its output"
+                )
 
 
-def _few_in_flight(actions: Sequence[Action], stage: int, stages: int) -> None:
+def _check_in_flight(actions: Sequence[Action], stage: int, stages: int) -> None:
     held = 0
     for action in actions:
         held += {"forward": 1, "backward": -1}.get(action.kind, 0)
@@ -132,47 +134,47 @@ class _BlockingRun:
         self._next = [0] * len(lists)
         self._down: list[deque[Action]] = [deque() for _ in lists]
         self._up: list[deque[Action]] = [deque() for _ in lists]
-        self._room_down: list[deque[Action]] = [deque() for _ in lists]
-        self._room_up: list[deque[Action]] = [deque() for _ in lists]
+        self._receives_down: list[deque[Action]] = [deque() for _ in lists]
+        self._receives_up: list[deque[Action]] = [deque() for _ in lists]
 
     def run(self) -> None:
         """Advance the stages until none can proceed, then check that all lists are complete."""
-        while any([self._advance(stage) for stage in range(len(self._lists))]) or self._meet():
+        while any([self._advance(stage) for stage in range(len(self._lists))]) or self._pass_norm():
             pass
         for stage, actions in enumerate(self._lists):
             if self._next[stage] < len(actions):
-                raise ScheduleFault(f"stage {stage} waits for ever at {actions[self._next[stage]]}")
-        for queues in (self._down, self._up, self._room_down, self._room_up):
+                raise ScheduleFault(f"stage {stage} waits forever at {actions[self._next[stage]]}")
+        for queues in (self._down, self._up, self._receives_down, self._receives_up):
             if any(queues):
-                raise ScheduleFault(f"messages or room for them are left over: {queues}")
+                raise ScheduleFault(f"messages or receives are left over: {queues}")
 
     def _advance(self, stage: int) -> bool:
         begin = self._next[stage]
         while self._next[stage] < len(self._lists[stage]):
-            if not self._do(stage, self._lists[stage][self._next[stage]]):
+            if not self._execute(stage, self._lists[stage][self._next[stage]]):
                 break
             self._next[stage] += 1
         return self._next[stage] > begin
 
-    def _do(self, stage: int, action: Action) -> bool:
+    def _execute(self, stage: int, action: Action) -> bool:
         if action.kind == "norm":
             return False
         if action.kind == "receive_input":
-            self._room_down[stage].append(action)
+            self._receives_down[stage].append(action)
         elif action.kind == "receive_gradient":
-            self._room_up[stage].append(action)
+            self._receives_up[stage].append(action)
         elif action.kind == "send_output":
             self._down[stage + 1].append(action)
         elif action.kind == "send_gradient":
             self._up[stage - 1].append(action)
         elif action.kind == "forward" and stage > 0:
-            return _take(self._down[stage], self._room_down[stage], action)
+            return _take(self._down[stage], self._receives_down[stage], action)
         elif action.kind == "backward" and stage < len(self._lists) - 1:
-            return _take(self._up[stage], self._room_up[stage], action)
+            return _take(self._up[stage], self._receives_up[stage], action)
         return True
 
-    def _meet(self) -> bool:
-        """Pass a "norm" if all stages have reached the same one; return whether they had."""
+    def _pass_norm(self) -> bool:
+        """Pass a "norm" if all stages have reached the same one; return whether they have."""
         here = {
             actions[at] if at < len(actions) else None
             for actions, at in zip(self._lists, self._next, strict=True)
@@ -183,12 +185,12 @@ class _BlockingRun:
         return True
 
 
-def _take(messages: deque[Action], room: deque[Action], action: Action) -> bool:
+def _take(messages: deque[Action], receives: deque[Action], action: Action) -> bool:
     if not messages:
         return False
-    message, place = messages.popleft(), room.popleft() if room else None
-    wanted = action.role, action.mini_batch, action.micro_batch
-    for found in (message, place):
-        if found is None or (found.role, found.mini_batch, found.micro_batch) != wanted:
-            raise ScheduleFault(f"{action} meets {found}")
+    message, receive = messages.popleft(), receives.popleft() if receives else None
+    numbers = action.role, action.mini_batch, action.micro_batch
+    for found in (message, receive):
+        if found is None or (found.role, found.mini_batch, found.micro_batch) != numbers:
+            raise ScheduleFault(f"{action} is paired with {found}")
     return True

@@ -20,7 +20,7 @@ Numbers = tuple[str, int, int]
 class ForwardWork(Protocol):
     """The operations of one role on this stage in a list of forward passes."""
 
-    def room(self, mini_batch: int, micro_batch: int) -> Tensor:
+    def receive_buffer(self, mini_batch: int, micro_batch: int) -> Tensor:
         """Return an empty tensor that can receive a micro-batch's message, in either direction."""
         ...
 
@@ -49,7 +49,7 @@ def carry_out(
     actions: Sequence[Action],
     work: Mapping[str, ForwardWork],
     links: Links,
-    doing: Mapping[str, str],
+    phase_names: Mapping[str, str],
     step: Callable[[str, int], bool] | None = None,
     rest_after: Callable[[int], Sequence[Action]] | None = None,
     recorder: Recorder | None = None,
@@ -61,9 +61,10 @@ def carry_out(
             ``mppo.pipeline.checks.check_schedule`` has accepted, or from ``forward_list``.
         work: the operations of each role, by name; the list of an update needs ``StageWork``.
         links: connections to the neighbouring stages.
-        doing: name of the phase (``mppo.supervision.phase``) of each role's actions, by role.
-        step: takes the optimizer step of a role's mini-batch, given both. Returns whether the
-            update continues; the result is the same on every rank. None: the list has no "step".
+        phase_names: name of the phase (``mppo.supervision.phase``) of each role's actions, by role.
+        step: takes the optimizer step of a mini-batch, given the role's name and the mini-batch's
+            index. Returns whether the update continues; the same on every rank. None: the list
+            has no "step".
         rest_after: maps the position of the "step" at which the update ends early to the actions
             that this stage must still execute.
         recorder: records the times of the actions; None: no recording.
@@ -75,20 +76,20 @@ def carry_out(
     gradients: dict[Numbers, Arriving] = {}
     outgoing: dict[Numbers, Tensor | None] = {}
     last = links.stage == links.stages - 1
-    todo, position, finished = actions, 0, True
-    while position < len(todo):
-        action = todo[position]
+    remaining, position, finished = actions, 0, True
+    while position < len(remaining):
+        action = remaining[position]
         role = cast("StageWork", work[action.role])
         i, j = action.mini_batch, action.micro_batch
         numbers = action.role, i, j
         position += 1
-        noted = nullcontext() if recorder is None else recorder.action(action)
-        with phase(doing[action.role]), noted:
+        recording = nullcontext() if recorder is None else recorder.action(action)
+        with phase(phase_names[action.role]), recording:
             match action.kind:
                 case "receive_input":
-                    inputs[numbers] = links.receive_input(role.room(i, j))
+                    inputs[numbers] = links.receive_input(role.receive_buffer(i, j))
                 case "receive_gradient":
-                    gradients[numbers] = links.receive_gradient(role.room(i, j))
+                    gradients[numbers] = links.receive_gradient(role.receive_buffer(i, j))
                 case "forward":
                     received = _wait(inputs.pop(numbers), recorder) if links.stage else None
                     outgoing[numbers] = role.forward(i, j, received)
@@ -107,7 +108,7 @@ def carry_out(
                     assert step is not None
                     assert rest_after is not None
                     if not step(action.role, i):
-                        todo, position, finished = rest_after(position - 1), 0, False
+                        remaining, position, finished = rest_after(position - 1), 0, False
     links.finish()
     return finished
 

@@ -51,8 +51,8 @@ class Links:
         self.stages, self.stage = groups.layout.pp, groups.coordinates.pp
         self._forward = groups.pp
         self._back = groups.pp_back
-        apart = groups.layout.world // groups.layout.pp
-        self._before, self._after = groups.rank - apart, groups.rank + apart
+        stride = groups.layout.world // groups.layout.pp
+        self._before, self._after = groups.rank - stride, groups.rank + stride
         self._connect()
         self._outputs: deque[Arriving] = deque()
         self._gradients: deque[Arriving] = deque()
@@ -61,8 +61,8 @@ class Links:
         """Exchange one number with each neighbour in each direction.
 
         The first message between two ranks creates their connection, which may block until both
-        ranks take part. In a list a rank may post a receive before it computes a pass whose result
-        the sender needs first; a blocking first receive would then deadlock.
+        ranks call it. A list may post a receive before the pass whose result the sender needs; if
+        that receive were the first message and blocked, the two ranks would deadlock.
         """
         first, last = self.stage == 0, self.stage == self.stages - 1
         number = torch.zeros(1, device=device.device())
@@ -76,15 +76,15 @@ class Links:
             assert work is not None
             work.wait()
 
-    def receive_input(self, room: Tensor) -> Arriving:
-        """Start to receive a message from the previous stage into ``room``."""
-        work = dist.irecv(room, self._before, group=self._forward, tag=_FORWARD)
-        return Arriving(room, work)
+    def receive_input(self, buffer: Tensor) -> Arriving:
+        """Start to receive a message from the previous stage into ``buffer``."""
+        work = dist.irecv(buffer, self._before, group=self._forward, tag=_FORWARD)
+        return Arriving(buffer, work)
 
-    def receive_gradient(self, room: Tensor) -> Arriving:
-        """Start to receive a message from the next stage into ``room``."""
-        work = dist.irecv(room, self._after, group=self._back, tag=_BACK)
-        return Arriving(room, work)
+    def receive_gradient(self, buffer: Tensor) -> Arriving:
+        """Start to receive a message from the next stage into ``buffer``."""
+        work = dist.irecv(buffer, self._after, group=self._back, tag=_BACK)
+        return Arriving(buffer, work)
 
     def send_output(self, message: Tensor) -> None:
         """Start to send a message to the next stage."""
@@ -105,9 +105,9 @@ class Links:
 
     @staticmethod
     def _release(sent: deque[Arriving], kept: int) -> None:
-        """Free all but the last ``kept`` messages, whose sends may not have completed yet.
+        """Wait for all but the last ``kept`` sends and free their messages.
 
-        The waits for the older ones do not block. A stage holds at most ``stages - stage``
+        These waits do not block, for the following reason. A stage holds at most ``stages - stage``
         micro-batches, the previous stage one more. When this stage sends a further output, the
         gradient of the oldest micro-batch has already come back, so its output has been received.
         When it sends a further gradient, the previous stage must have consumed the oldest one to

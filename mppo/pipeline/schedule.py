@@ -156,9 +156,9 @@ def _of_step(kind, roles: Sequence[RoleWork], step: Step) -> Action:
 def _with_messages(actions: Sequence[Action], stage: int, stages: int) -> list[Action]:
     """Add sends and receives to a stage's list.
 
-    A message is sent directly after the pass that computes it. A receive is posted before the pass
-    that precedes the one which needs the message, so that the message arrives during that
-    pass. A receive is never moved before an optimizer step, because the update may end there.
+    A message is sent directly after the pass that computes it. A receive is posted one pass
+    before the pass that needs the message, so that the message arrives during the earlier pass.
+    No receive is moved before an optimizer step, because the update may end there.
     """
     result: list[Action] = []
     place = 0

@@ -106,6 +106,14 @@ def stage_layers(
     return owned
 
 
+def role_stage_layers(role: RoleCase, num_layers: int, world_size: int) -> list[list[int]]:
+    """Decoder layers of every pipeline stage of a role, see ``stage_layers``."""
+    m = role.megatron
+    layout = m.layout(world_size)
+    ends = m.num_layers_in_first_pipeline_stage, m.num_layers_in_last_pipeline_stage
+    return stage_layers(num_layers, layout.pp, layout.vpp, *ends, m.pipeline_layers)
+
+
 def count_parameters(
     table: Table, layout: Layout, stage: int, layers: list[int], value_head: bool
 ) -> ParameterCount:

@@ -22,7 +22,7 @@ from mppo.planning.memory import (
     experts_per_token,
     model_parameters,
     role_memory,
-    stage_layers,
+    role_stage_layers,
 )
 from mppo.planning.schedule import TrainedRole, describe_schedule
 from mppo.weights.shape import model_shape
@@ -91,15 +91,8 @@ def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]
 def _plan_role(
     recipe: Recipe, role: RoleCase, world_size: int, table: Table, active_experts: int
 ) -> RolePlan:
-    m, layout = role.megatron, role.megatron.layout(world_size)
-    layers = stage_layers(
-        table.shape.num_layers,
-        layout.pp,
-        layout.vpp,
-        m.num_layers_in_first_pipeline_stage,
-        m.num_layers_in_last_pipeline_stage,
-        m.pipeline_layers,
-    )
+    layout = role.megatron.layout(world_size)
+    layers = role_stage_layers(role, table.shape.num_layers, world_size)
     value_head = role.name == "critic"
     counts = [
         count_parameters(table, layout, stage, owned, value_head)

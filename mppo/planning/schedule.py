@@ -78,23 +78,23 @@ def describe_schedule(recipe: Recipe, roles: Sequence[TrainedRole]) -> str:
     return "\n".join([*lines, *_balance(roles, works, stages)])
 
 
-_WORTH_TELLING = 0.97
+_REPORTED_BELOW = 0.97
 """A balanced micro-batch size is reported only if it takes less than this share of the time."""
 
 
 def _balance(roles: Sequence[TrainedRole], works: Sequence[RoleWork], stages: int) -> Iterator[str]:
     """Report the gain if larger micro-batches of the cheaper role made both passes equally long."""
-    cheap, dear = sorted(roles, key=lambda role: role.cost_per_rank)
-    ratio = cheap.cost_per_rank / dear.cost_per_rank
+    cheap, costly = sorted(roles, key=lambda role: role.cost_per_rank)
+    ratio = cheap.cost_per_rank / costly.cost_per_rank
     count = max(1, round(cheap.micro_batches * ratio))
     larger = replace(cheap, micro_batches=count, cost=cheap.cost * cheap.micro_batches / count)
-    unit = dear.stage_cost(stages)
+    unit = costly.stage_cost(stages)
     equal = tuple((larger if role is cheap else role).work(stages, unit) for role in roles)
     now = make_schedule("flush_free", tuple(works), stages).simulation
     then = make_schedule("flush_free", equal, stages).simulation
-    if then.makespan < _WORTH_TELLING * now.makespan:
+    if then.makespan < _REPORTED_BELOW * now.makespan:
         yield (
-            f"a micro-batch of the {cheap.name} costs {ratio:.2f} of the {dear.name}'s; if "
+            f"a micro-batch of the {cheap.name} costs {ratio:.2f} of the {costly.name}'s; if "
             f"{cheap.micro_batches / count:.1f} times as large, both cost about the same, and "
             f"flush_free takes {then.makespan / now.makespan:.2f} of its time"
         )

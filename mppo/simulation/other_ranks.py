@@ -18,7 +18,7 @@ from mppo.models import role, role_weights
 from mppo.models.attention import core
 from mppo.models.moe import router
 from mppo.parallel.layout import Layout
-from mppo.planning.memory import stage_layers
+from mppo.planning.memory import role_stage_layers
 from mppo.simulation.gpu import attention_kernels, collectives
 from mppo.simulation.gpu.counters import Counters
 from mppo.simulation.gpu.known_values import attach_values, forget
@@ -84,16 +84,9 @@ def install(cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters
 
 def stage_holdings(case: RoleCase, hf_config: Any, world_size: int) -> list[list[tuple]]:
     """List the parameters of each pipeline stage, in the form that ``WeightStream`` exchanges."""
-    table, m = parameter_table(model_shape(hf_config)), case.megatron
-    layout: Layout = m.layout(world_size)
-    layers = stage_layers(
-        table.shape.num_layers,
-        layout.pp,
-        layout.vpp,
-        m.num_layers_in_first_pipeline_stage,
-        m.num_layers_in_last_pipeline_stage,
-        m.pipeline_layers,
-    )
+    table = parameter_table(model_shape(hf_config))
+    layout: Layout = case.megatron.layout(world_size)
+    layers = role_stage_layers(case, table.shape.num_layers, world_size)
     stages = []
     for stage, owned in enumerate(layers):
         ends = {"embedding"} if stage == 0 else set()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from mppo.config.rules.rule import RoleCase, roles_in_use
 from mppo.config.schema import Recipe
-from mppo.planning.memory import stage_layers
+from mppo.planning.memory import role_stage_layers
 from mppo.simulation.rank import PhaseResult, RankCase, RankResult
 from mppo.weights.shape import model_shape
 
@@ -31,12 +31,12 @@ class Depths:
     Args:
         first: layers per chunk in the shallow run.
         second: layers per chunk in the deep run.
-        wanted: layers per chunk of the simulated rank in the recipe, by role.
+        full: layers per chunk of the simulated rank in the recipe, by role.
     """
 
     first: int
     second: int
-    wanted: Mapping[str, float]
+    full: Mapping[str, float]
 
 
 def quick_result(
@@ -60,28 +60,21 @@ def quick_result(
 
 def chunk_depths(case: RankCase) -> Depths | None:
     """Choose the depths of the two runs; None if the rank's chunks are not deeper than those."""
-    wanted, dense = {}, 0
+    full, dense = {}, 0
     for role in roles_in_use(case.recipe):
         shape = model_shape(case.hf_configs[role.name])
         layout = role.megatron.layout(case.world_size)
-        owned = _owned_layers(role, shape.num_layers, case.world_size)
+        owned = role_stage_layers(role, shape.num_layers, case.world_size)
         stage = layout.coordinates(case.rank).pp
-        wanted[role.name] = len(owned[stage]) / layout.vpp
+        full[role.name] = len(owned[stage]) / layout.vpp
         if shape.sparse_layers and any(shape.sparse_layers):
             dense = max(dense, list(shape.sparse_layers).index(True))
-    period = max(_period(case.hf_configs[name]) for name in wanted)
+    period = max(_period(case.hf_configs[name]) for name in full)
     first = max(2, period * math.ceil((dense + 1) / period))
     second = first + period
-    if min(wanted.values()) <= second:
+    if min(full.values()) <= second:
         return None
-    return Depths(first, second, wanted)
-
-
-def _owned_layers(role: RoleCase, num_layers: int, world_size: int) -> list[list[int]]:
-    m = role.megatron
-    layout = m.layout(world_size)
-    ends = m.num_layers_in_first_pipeline_stage, m.num_layers_in_last_pipeline_stage
-    return stage_layers(num_layers, layout.pp, layout.vpp, *ends, m.pipeline_layers)
+    return Depths(first, second, full)
 
 
 def _period(hf_config: Any) -> int:
@@ -157,8 +150,8 @@ def _micro_batch_sizes(role: RoleCase, cp: int, longest: int) -> set[int]:
 def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankResult:
     """Extrapolate two results linearly to the recipe's depth."""
     names = {
-        name: (wanted - depths.first) / (depths.second - depths.first)
-        for name, wanted in depths.wanted.items()
+        name: (full - depths.first) / (depths.second - depths.first)
+        for name, full in depths.full.items()
     }
 
     def factor(text: str) -> float:

@@ -205,7 +205,7 @@ class _Simulation:
         self.present: list[Role] = [role for role in present if role is not None]
         for role in self.present:
             if not role.groups.is_last_stage:
-                role._stat_names = []  # known to the last stage only, which does not exist here
+                role._stat_names = []  # the last stage, which sends the names, is not simulated
         self._assign()
 
     def step(self, step: int) -> None:

@@ -31,12 +31,12 @@ def describe_rank(result: RankResult, recipe: Recipe, world_size: int) -> str:
     ]
     if result.unknown:
         count = sum(result.unknown.values())
-        parts.append(f"numbers read that only a GPU would know: {count}, each taken as 1.0 or 0.0")
+        parts.append(f"reads of numbers that only a GPU has: {count}, each read as 1.0 or 0.0")
     return "\n\n".join(parts)
 
 
 def _memory(result: RankResult) -> str:
-    rows = [("phase", "peak", "reached at", "what lives then")]
+    rows = [("phase", "peak", "reached at", "contents")]
     for phase in result.phases:
         rows.append((phase.name, _gib(phase.peak), phase.line, _shares(phase.composition)))
     resident = result.resident.total()

@@ -161,6 +161,6 @@ def _fixes(result: RankResult, recipe: Recipe, moment: Moment, over: int) -> tup
         found.append((engine, "rollout.mode=disaggregated: the engine on GPUs of its own"))
     found.sort(reverse=True)
     return tuple(
-        f"{text}; gives {size / GIB:.1f} GiB" + ("" if size >= over else ", not enough by itself")
+        f"{text}; frees {size / GIB:.1f} GiB" + ("" if size >= over else ", not enough by itself")
         for size, text in found
     )

@@ -74,15 +74,15 @@ class ForwardPhase:
     def _stream(self, roles: Sequence[Role]) -> list[float]:
         """Forward passes through one pipeline; each role's share of the work."""
         links = Links(roles[0].groups)
-        doing = {role.name: _what(role.name) for role in roles}
+        phase_names = {role.name: _what(role.name) for role in roles}
         work: dict[str, StreamedForward] = {}
         for role in roles:
-            with phase(doing[role.name]):
+            with phase(phase_names[role.name]):
                 work[role.name] = StreamedForward(role, self._batch)
         counts = [(name, one.num_micro_batches) for name, one in work.items()]
-        carry_out(forward_list(counts, links.stage, links.stages), work, links, doing)
+        carry_out(forward_list(counts, links.stage, links.stages), work, links, phase_names)
         for name, one in work.items():
-            with phase(doing[name]):
+            with phase(phase_names[name]):
                 self._outputs[name] = one.outputs()
         weights = [
             one.num_micro_batches * sum(p.numel() for p in one.role.stages[0].parameters())

@@ -50,7 +50,7 @@ class Counters:
         bytes: bytes of the tensors passed to collectives, inputs and outputs, by phase and kind.
         groups: names of the process groups of more than one rank that were used.
         micro_batches: number of micro-batches cut for the roles, by phase.
-        unknown: number of reads of floating-point numbers that only a GPU would know, by source
+        unknown: number of reads of floating-point numbers that only a GPU has, by source
             line.
     """
 

@@ -205,7 +205,9 @@ def _replace_tensor_methods(ledger: Ledger, counters: Counters) -> None:
         if value is not None:
             return plain_tolist(value)
         if not self.dtype.is_floating_point:
-            raise UnknownValue(f"{self.dtype} only a GPU knows are read, {source_line()}")
+            raise UnknownValue(
+                f"the host reads {self.dtype} values that only a GPU has, {source_line()}"
+            )
         counters.unknown[source_line()] += 1
         return plain_tolist(torch.ones(self.shape))
 

@@ -128,7 +128,7 @@ class SimulatedGpu(TorchDispatchMode):
                     attach_values(result, found)
 
     def _filled(self, func: Any, args: tuple, kwargs: dict) -> Tensor:
-        """Execute ``zeros_like`` and its like, whose values do not depend on the other tensor's."""
+        """Execute ``zeros_like`` or a similar operation: only the shape of its input matters."""
         with self._fakes:
             out = func(*args, **kwargs)
         name = func._schema.name
@@ -156,7 +156,9 @@ class SimulatedGpu(TorchDispatchMode):
                 with self._fakes:
                     return torch.empty(count, dtype=args[0].dtype, device=args[0].device)
         if value is None:
-            raise UnknownValue(f"{func._schema.name} of values only a GPU knows, {source_line()}")
+            raise UnknownValue(
+                f"{func._schema.name} of values that only a GPU has, {source_line()}"
+            )
 
         def fake(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -177,7 +179,7 @@ class SimulatedGpu(TorchDispatchMode):
             mask = known(index)
             if mask is None:
                 shape = tuple(index.shape)
-                raise UnknownValue(f"a mask {shape} only a GPU knows, {source_line()}")
+                raise UnknownValue(f"a mask {shape} that only a GPU has, {source_line()}")
             found += [self._to_gpu(x) for x in mask.nonzero(as_tuple=True)]
         return found
 
@@ -193,7 +195,7 @@ class SimulatedGpu(TorchDispatchMode):
         if value is not None:
             return value.item()
         if not x.dtype.is_floating_point:
-            raise UnknownValue(f"a {x.dtype} only a GPU knows is read, {source_line()}")
+            raise UnknownValue(f"the host reads a {x.dtype} that only a GPU has, {source_line()}")
         self.counters.unknown[source_line()] += 1
         return 1.0
 
@@ -201,7 +203,7 @@ class SimulatedGpu(TorchDispatchMode):
         self.counters.wait("equal")
         found = [known(t) if isinstance(t, FakeTensor) else t for t in (x, other)]
         if found[0] is None or found[1] is None:
-            raise UnknownValue(f"tensors only a GPU knows are compared, {source_line()}")
+            raise UnknownValue(f"the host compares tensors that only a GPU has, {source_line()}")
         return torch.equal(found[0], found[1])
 
     def _to_copy(self, x: Tensor, **kwargs: Any) -> Any:
@@ -226,7 +228,7 @@ class SimulatedGpu(TorchDispatchMode):
             return value.to(dtype, copy=True)
         if not x.dtype.is_floating_point and waits:
             raise UnknownValue(
-                f"{x.dtype} {tuple(x.shape)} only a GPU knows is read, {source_line()}"
+                f"the host reads {x.dtype} {tuple(x.shape)} that only a GPU has, {source_line()}"
             )
         self.counters.unknown[source_line()] += 1
         return torch.zeros((), dtype=dtype, device=CPU).expand(x.shape).contiguous()

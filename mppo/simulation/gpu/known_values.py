@@ -27,7 +27,7 @@ _OVERWRITING = ("aten::copy_", "aten::zero_", "aten::fill_")
 
 
 class UnknownValue(RuntimeError):
-    """The simulated code reads a value that only a GPU would know and that decides its course."""
+    """The control flow of the simulated code depends on a value that only a GPU has."""
 
 
 def known(tensor: Tensor) -> Tensor | None:
@@ -58,7 +58,7 @@ def forget(tensors: Iterable[Any]) -> None:
             storage.values = None
 
 
-def worth_keeping(numel: int, dtype: torch.dtype) -> bool:
+def is_small(numel: int, dtype: torch.dtype) -> bool:
     """Whether a tensor of this size and dtype is small enough to keep its values."""
     if dtype.is_floating_point or dtype.is_complex:
         return numel <= MOST_FLOATS
@@ -83,7 +83,7 @@ def evaluate_known(
     schema = func._schema
     overwrites = schema.name in _OVERWRITING
     if overwrites and fakes and fakes[0] is args[0] and known(args[0]) is None:
-        _begin_values(args[0])
+        _allocate_values(args[0])
     values = {id(x): known(x) for x in fakes}
     if all(v is not None for v in values.values()) and _is_evaluated(func, args, kwargs, fakes):
         flat, spec = tree_flatten((list(args), kwargs))
@@ -107,11 +107,11 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[
             yield from tree_flatten(value)[0]
 
 
-def _begin_values(tensor: Tensor) -> None:
-    """Allocate memory for values if an operation overwrites a complete small storage."""
+def _allocate_values(tensor: Tensor) -> None:
+    """Allocate memory for values if an operation overwrites all of a small storage."""
     storage: Any = tensor.untyped_storage()
-    whole = tensor.numel() * tensor.element_size() == storage.nbytes()
-    if whole and worth_keeping(tensor.numel(), tensor.dtype):
+    complete = tensor.numel() * tensor.element_size() == storage.nbytes()
+    if complete and is_small(tensor.numel(), tensor.dtype):
         storage.values = torch.UntypedStorage(storage.nbytes())
 
 
@@ -126,11 +126,11 @@ def _is_evaluated(
     flat = tree_flatten((list(args), kwargs))[0]
     tensors = [x for x in flat if isinstance(x, Tensor)]
     if tensors:
-        return all(worth_keeping(x.numel(), x.dtype) for x in tensors)
+        return all(is_small(x.numel(), x.dtype) for x in tensors)
     # a factory function: its sizes are among its integer arguments
     dtype = next((x for x in flat if isinstance(x, torch.dtype)), torch.float32)
     sizes = [x for x in flat if isinstance(x, int) and not isinstance(x, bool)]
-    return worth_keeping(math.prod(max(x, 1) for x in sizes), dtype)
+    return is_small(math.prod(max(x, 1) for x in sizes), dtype)
 
 
 def _on_host(value: Any) -> Any:

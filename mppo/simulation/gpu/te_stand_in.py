@@ -42,7 +42,7 @@ class _Member:
         return f"{COMPILED}.{self.name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{self!r} is compiled code that the simulation does not know")
+        raise NotImplementedError(f"{self!r} is compiled code without a stand-in in the simulation")
 
 
 class _Enumeration(type):

@@ -40,8 +40,8 @@ class StreamedUpdate:
         updates: the updates of the trained roles.
         batch: the global batch.
         align: all roles skip a step together if a loss or gradient of one of them is not finite.
-        on_steps: called with the results of each optimizer step, or of all steps of a round.
-        would_leave: whether this rank wants to end the update early, given the number of steps
+        on_steps: called with the results of each optimizer step; with ``align``, once per round.
+        wants_to_stop: whether this rank wants to end the update early, given the number of steps
             taken and the number of all steps.
 
     Attributes:
@@ -57,10 +57,10 @@ class StreamedUpdate:
         batch: Batch,
         align: bool,
         on_steps: TakeSteps,
-        would_leave: Callable[[int, int], bool],
+        wants_to_stop: Callable[[int, int], bool],
     ) -> None:
         self._updates = {update.role.name: update for update in updates}
-        self._align, self._on_steps, self._would_leave = align, on_steps, would_leave
+        self._align, self._on_steps, self._wants_to_stop = align, on_steps, wants_to_stop
         planned = {
             update.role.name: [update.planned(batch, part) for part in update.mini_batches]
             for update in updates
@@ -74,13 +74,13 @@ class StreamedUpdate:
                     partial(update.mini_batch, batch, mini_batch)
                     for mini_batch in planned[update.role.name]
                 ],
-                self._leaves,
+                self._wants_to_stop_now,
             )
             for update in updates
         }
         self._taken = 0
         self._error: BaseException | None = None
-        self._leave = False
+        self._stop = False
 
     @property
     def actions(self) -> list[Action]:
@@ -105,13 +105,13 @@ class StreamedUpdate:
         norms = {}
         for name in names:
             update = self._updates[name]
-            norm, stats, leave = self.work[name].wait()
+            norm, stats, stop = self.work[name].wait()
             norms[name] = norm
             update.norms.append(norm)
             update.stats.append(stats)
-            self._leave |= leave
+            self._stop |= stop
         self._taken += len(names)
-        if self._leave and self._taken < len(self.schedule.steps):
+        if self._stop and self._taken < len(self.schedule.steps):
             return False
         results = take_steps([self._updates[name].role for name in names], norms)
         try:
@@ -137,8 +137,8 @@ class StreamedUpdate:
         for update in self._updates.values():
             update.seconds += seconds * update.flops / total
 
-    def _leaves(self) -> bool:
-        return self._would_leave(self._taken, len(self.schedule.steps))
+    def _wants_to_stop_now(self) -> bool:
+        return self._wants_to_stop(self._taken, len(self.schedule.steps))
 
 
 def write_timeline(folder: Path, step: int, schedule: Schedule, events: Sequence[Event]) -> None:
@@ -169,7 +169,7 @@ def _schedule(
     planned: dict[str, list[PlannedMiniBatch]],
     batch: Batch,
 ) -> Schedule:
-    """Make the schedule of the planned mini-batches; the same on every rank."""
+    """Make the schedule of the planned mini-batches; it is the same on every rank."""
     costs = [_pass_cost(update, planned[update.role.name], batch) for update in updates]
     work = []
     for update, cost in zip(updates, costs, strict=True):
