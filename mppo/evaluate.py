@@ -36,7 +36,7 @@ from mppo.rollout.build import build_engine
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.safety.redact import redacted_output
-from mppo.supervision.last_words import refuse_recipe
+from mppo.supervision.exit_report import refuse_recipe
 from mppo.trainer.failures import is_bad_input
 from mppo.trainer.metrics import errors_of, mean_numbers, mean_scores, unscored
 from mppo.weights.bucket import WeightBucket

@@ -24,7 +24,7 @@ from mppo.hub.download import fetch_model
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo, discover, launcher_patience_s, parents_command
 from mppo.safety.redact import redacted_output
-from mppo.supervision import last_words
+from mppo.supervision import exit_report
 
 # modules that import torch, transformers or Megatron are imported inside functions: --help and the
 # checks of a recipe's keys need none of them
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         info = discover()
     except ValueError as error:
-        return last_words.refuse_recipe(error)
+        return exit_report.refuse_recipe(error)
     try:
         planned = arguments.dry_run  # the machine may differ from the run's
         launched = info.world_size > 1 or not planned
@@ -63,14 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             ranks_per_node=info.local_world_size if info.world_size > 1 else None,
         )
         for remark in remarks if info.rank == 0 else ():
-            last_words.say(remark)
+            exit_report.say(remark)
         if arguments.dry_run:
             code = _dry_run(recipe, world or world_size_of(recipe), info)
             return _simulate(arguments) if arguments.simulate and info.rank == 0 else code
         set_for_training(os.environ, recipe.rollout.sync == "distributed")  # NCCL reads them later
         _check_device()
     except (ConfigError, ValueError) as error:
-        return last_words.refuse_recipe(error, info.rank)
+        return exit_report.refuse_recipe(error, info.rank)
     from mppo.supervision.early_exit import no_early_success
     from mppo.supervision.heartbeat import AlreadyReported
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with no_early_success():
             return _run(recipe, info)
     except ConfigError as error:
-        return last_words.refuse_recipe(error, info.rank)
+        return exit_report.refuse_recipe(error, info.rank)
     except AlreadyReported as reported:
         return _exit_code(reported.__cause__)
     except KeyboardInterrupt:
@@ -192,7 +192,7 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
         CleanupDeadline() as deadline,
         process_group(info, trainer.collective_timeout_s),
         Heartbeat(info, silence_s, hang_s, stacks, deadline, on_failure).running() as heartbeat,
-        run_folder_lock(trainer.run_dir, last_words.say),
+        run_folder_lock(trainer.run_dir, exit_report.say),
     ):
         if info.rank == 0 and "console" in trainer.logger:
             print("\n".join(opening_lines(recipe, info)), flush=True)
@@ -200,7 +200,7 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
             run = build_run(recipe, info, stop)
         except StepInterrupted:
             if info.rank == 0:
-                last_words.say("stopped before the first step: nothing to save")
+                exit_report.say("stopped before the first step: nothing to save")
             return 0
         if run is None:
             return 0
@@ -244,7 +244,7 @@ def _report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> N
         lines.append(f"mppo: {where}: {failures.out_of_memory_message(current(), recipe)}")
     text = "\n".join(lines)
     print(text, file=sys.stderr, flush=True)
-    last_words.leave(text)
+    exit_report.write_reason(text)
 
 
 def _exit_code(error: BaseException | None) -> int:

@@ -129,8 +129,8 @@ class Checkpointer:
         """Wait until a save in progress no longer reads the models, which the update changes."""
         self._thread.wait_copied()
 
-    def leave(self, step: int, reason: StepInterrupted) -> None:
-        """End the run within an abandoned step, with a checkpoint of the previous step.
+    def abandon_step(self, step: int, reason: StepInterrupted) -> None:
+        """End the run within a step, with a checkpoint of the previous step.
 
         Args:
             step: the abandoned PPO step.

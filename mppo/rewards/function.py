@@ -52,13 +52,13 @@ class FunctionReward:
         return WorkerPool(task, 1, self.timeout_s)
 
     def _read(self, result: Result, response: Response) -> Any:
-        if result.happened == SCORE:
+        if result.outcome == SCORE:
             return {**json.loads(result.text), "score": result.score}
-        if result.happened == NO_SCORE:
+        if result.outcome == NO_SCORE:
             return FailedScore(no_score(result.text, response))
         if result.unscored is not None:
             return result.unscored
-        how = "its process ended: " if result.happened == DIED else ""
+        how = "its process ended: " if result.outcome == DIED else ""
         return FailedScore(
             f"the reward function {self.name} failed on {describe(response.prompt)}, "
             f"response {shorten(response.text)!r}: {how}{result.text}"

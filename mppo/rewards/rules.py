@@ -106,8 +106,8 @@ class RuleReward:
                 self._score(response)
                 continue
             (result,) = self._run(name, [response])
-            if result.happened != SCORE:
-                why = f"{result.happened} {result.text}"
+            if result.outcome != SCORE:
+                why = f"{result.outcome} {result.text}"
                 raise ValueError(f"{describe(prompt)} cannot be verified: {why}")
 
     @cached_property
@@ -153,7 +153,7 @@ class RuleReward:
 
 def _worker_score(result: Result) -> float | Unscored:
     """Read the score of a worker verifier; a failure is ``Unscored``: the response may cause it."""
-    if result.happened == SCORE and result.score in (0.0, 1.0):
+    if result.outcome == SCORE and result.score in (0.0, 1.0):
         return result.score
     return result.unscored or Unscored("failures")
 

@@ -13,7 +13,7 @@ from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.gpu.gpu_types import find_gpu
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.options import Options
-from mppo.supervision import last_words
+from mppo.supervision import exit_report
 
 EXIT_TOO_LARGE = 3
 """Exit code if a rank does not fit its GPU."""
@@ -40,9 +40,9 @@ def run_program(config: Path | None, overrides: Sequence[str], options: Options)
         if options.transformer_engine is not None:
             te_stand_in.install(options.transformer_engine)
     except (ConfigError, ValueError) as error:
-        return last_words.refuse_recipe(error)
+        return exit_report.refuse_recipe(error)
     for remark in configs.remarks:
-        last_words.say(remark)
+        exit_report.say(remark)
     from mppo.simulation.run import simulate_run
 
     return EXIT_TOO_LARGE if not simulate_run(recipe, configs, world_size, gpu, options) else 0

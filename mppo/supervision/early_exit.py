@@ -1,6 +1,6 @@
 """Prevents exit code 0 before the run has finished.
 
-``os._exit(0)`` in foreign code (a model's own Python, a library) ends a rank silently and reports
+``os._exit(0)`` in other code (a model's Python files, a library) ends a rank silently and reports
 success. If other ranks remain, their heartbeat notices the lost rank. If there are none, or all
 ranks exit in the same way, nothing else would notice.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from mppo.supervision import last_words
+from mppo.supervision import exit_report
 from mppo.supervision.phase import current
 
 EXIT_CODE = 1
@@ -29,8 +29,8 @@ def no_early_success() -> Iterator[None]:
     def exit_with_error(code: int) -> NoReturn:
         if code == 0 and os.getpid() == owner:
             text = f"os._exit(0) was called before the run had finished, while {current()}"
-            last_words.say(text)
-            last_words.leave(f"mppo: {text}")
+            exit_report.say(text)
+            exit_report.write_reason(f"mppo: {text}")
             code = EXIT_CODE
         exit_now(code)
 

@@ -80,7 +80,7 @@ class HealthMonitor:
         if rank not in self._newest:
             return f"rank {rank} of {self.world_size}"
         beat = self._newest[rank]
-        # steps may be shorter than the interval between beats: another rank may know a later one
+        # steps may be shorter than the interval between beats: take the latest of all ranks
         last_step = max(other.last_step for other in self._newest.values())
         return (
             f"rank {rank} of {self.world_size} (pid {beat.pid} on {beat.host}), which was in: "

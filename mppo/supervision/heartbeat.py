@@ -34,7 +34,7 @@ from mppo.config.errors import ConfigError
 from mppo.parallel import device
 from mppo.parallel.launch import PARENT, LaunchInfo
 from mppo.safety.redact import redact_text
-from mppo.supervision import last_words, phase, stop_request
+from mppo.supervision import exit_report, phase, stop_request
 from mppo.supervision.cleanup_deadline import CleanupDeadline
 from mppo.supervision.health import Beat, HealthMonitor
 from mppo.supervision.watched_store import WatchedStore
@@ -103,12 +103,12 @@ class Heartbeat:
         self._diagnosed_here = False
         self._remote_failure: Failure | None = None
         self._unreported: BaseException | None = None
-        self._leaving = threading.Lock()
+        self._exit_lock = threading.Lock()
         self._beats_sent = 0
         self._launcher = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._stopping = threading.Event()
         self._stop_forwarded = False
-        self._store = WatchedStore(info, self._interval_s, silence_s, self._leave_frozen)
+        self._store = WatchedStore(info, self._interval_s, silence_s, self._exit_without_store)
         self._send_beat()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -189,17 +189,17 @@ class Heartbeat:
         """End the watch; from here on only the clean-up has a time limit."""
         if not self._stopping.is_set():
             self._stopping.set()
-            self._cleanup.begin(self._leave_late)
+            self._cleanup.begin(self._exit_after_cleanup)
 
-    def _leave_late(self) -> None:
+    def _exit_after_cleanup(self) -> None:
         self._diagnosed_here, self._remote_failure = True, None
         limit_s = self._cleanup.limit_s
-        self._leave(f"{self._name()} failed and did not shut down within {limit_s:.0f} s")
+        self._exit(f"{self._name()} failed and did not shut down within {limit_s:.0f} s")
 
-    def _leave_frozen(self, seconds: float) -> None:
+    def _exit_without_store(self, seconds: float) -> None:
         """The first rank's store does not answer, so no other rank can diagnose or be informed."""
         self._diagnosed_here, self._remote_failure = True, None
-        self._leave(self._monitor.silent(0, seconds))
+        self._exit(self._monitor.silent(0, seconds))
 
     def _await_others(self) -> None:
         """Wait until every rank has failed too, or has had time to read the failure and exit.
@@ -232,7 +232,7 @@ class Heartbeat:
             # a failure often hits all ranks: give this one time to fail and clean up by itself
             patience_s = _SAME_FAILURE_BEATS * self._interval_s
             if self._remote_failure is None or not self._stopping.wait(patience_s):
-                self._leave(why)
+                self._exit(why)
             return
 
     def _send_beat(self) -> None:
@@ -293,13 +293,13 @@ class Heartbeat:
             self._store.set(_DIAGNOSIS, why)
         return why
 
-    def _leave(self, why: str) -> None:
+    def _exit(self, why: str) -> None:
         """Write the stacks, print the reason, end the process.
 
         The first rank prints for the job; if the first rank has exited, one rank of each node does.
         The rank that failed has already printed the reason of a failure.
         """
-        self._leaving.acquire()  # never released: a second thread blocks until the process ends
+        self._exit_lock.acquire()  # never released: a second thread blocks until the process ends
         if self._unreported is not None:
             self._on_failure(self._unreported)
         failure = self._remote_failure
@@ -313,7 +313,7 @@ class Heartbeat:
             text = "".join(f"mppo: {line}\n" for line in lines)
             sys.stderr.write(text)
             sys.stderr.flush()
-            last_words.leave(text)
+            exit_report.write_reason(text)
         if self._info.rank == 0:
             time.sleep(_LINGER_BEATS * self._interval_s)
         os._exit(EXIT_CODE)

@@ -2,7 +2,7 @@
 
 A rank that gets SIGTERM or Ctrl-C calls ``request``; the heartbeat informs the other ranks. Code
 that waits for no other rank calls ``raise_if_due``. ``sync`` is collective: there all ranks
-interrupt the step together, so that they can save together. The step's results are dropped.
+interrupt the step together, so that they can save together. The step's results are discarded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.launch import PATIENCE_S
 
-_LAST_WORDS_S = 2.0
+_REPORT_BEFORE_KILL_S = 2.0
 """Seconds before SIGKILL at which the process reports the phase it is in."""
 
 
@@ -45,7 +45,7 @@ class _Stop:
     @property
     def limit_s(self) -> float:
         """Seconds after a request within which the run can stop by itself."""
-        return max(self.patience_s - _LAST_WORDS_S, self.within_s)
+        return max(self.patience_s - _REPORT_BEFORE_KILL_S, self.within_s)
 
 
 _stop = _Stop()
@@ -70,7 +70,7 @@ def patience_s() -> float:
 
 
 def is_requested() -> bool:
-    """Whether a request has reached this rank."""
+    """Whether this rank has received a request."""
     return _stop.requested_at is not None
 
 
@@ -142,7 +142,7 @@ def sync_between_updates(done: int, of: int, began: float) -> None:
 
 
 def late_between_updates(done: int, of: int, began: float) -> bool:
-    """Whether this rank would leave between updates; arguments as of ``sync_between_updates``."""
+    """Whether the rest of the updates would end too late; see ``sync_between_updates``."""
     if _stop.requested_at is None:
         return False
     now = time.monotonic()

@@ -62,7 +62,7 @@ def train(run: Run) -> None:
                 metrics = iterate(run, step)
         except StepInterrupted as reason:
             with run.stage("save_checkpoint", step):
-                run.checkpoints.leave(step, reason)
+                run.checkpoints.abandon_step(step, reason)
             break
         last = step == run.total_steps
         if trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):

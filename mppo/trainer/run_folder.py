@@ -184,7 +184,7 @@ class RunFolder:
     ) -> None:
         self.path, self._say = path, say
         self.found: Found | None = None
-        self._begun = False
+        self._earlier_set_aside = False
         trainer, root = recipe.trainer, path / CHECKPOINTS
         _raise_issues(list(_own_outputs(recipe, path)))
         self._earlier = on_first_rank(lambda: read_earlier(path))
@@ -225,8 +225,8 @@ class RunFolder:
         Raises:
             ConfigError: a file cannot be moved.
         """
-        if not self._begun:
-            self._begun = True
+        if not self._earlier_set_aside:
+            self._earlier_set_aside = True
             on_first_rank(self._set_earlier_aside)
 
     def _set_earlier_aside(self) -> None:

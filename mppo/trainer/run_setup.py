@@ -27,7 +27,7 @@ from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine
 from mppo.safety.redact import redact
 from mppo.supervision import stop_request
-from mppo.supervision.last_words import say
+from mppo.supervision.exit_report import say
 from mppo.supervision.phase import phase
 from mppo.supervision.signals import StopRequest
 from mppo.trainer.advantages import kl_controller

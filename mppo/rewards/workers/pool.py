@@ -27,7 +27,7 @@ START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from mppo.rewards.workers.server import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
-PASSED_ON = (
+KEPT_VARIABLES = (
     "PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME", "TMPDIR", "PYTHONDONTWRITEBYTECODE",
     "MPLCONFIGDIR",
 )  # fmt: skip
@@ -40,20 +40,20 @@ class Result:
     """The result of one item.
 
     Args:
-        happened: one of the outcomes of ``mppo.rewards.workers.server``.
+        outcome: one of the outcomes of ``mppo.rewards.workers.server``.
         score: the item's score; 0 if there is none.
         text: further numbers as JSON, why there is no score, an exception, or how the process
-            ended, depending on ``happened``.
+            ended, depending on ``outcome``.
     """
 
-    happened: str
+    outcome: str
     score: float
     text: str
 
     @property
     def unscored(self) -> Unscored | None:
         """The reason for score 0 if the item exceeded a limit, else None."""
-        reason = {TIMEOUT: "timeouts", NO_MEMORY: "failures"}.get(self.happened)
+        reason = {TIMEOUT: "timeouts", NO_MEMORY: "failures"}.get(self.outcome)
         return Unscored(reason) if reason else None
 
 
@@ -97,10 +97,10 @@ class WorkerPool:
             assert self._replies is not None
             line = self._replies.readline()
             if not line:
-                raise RuntimeError(self._lost())
+                raise RuntimeError(self._describe_exit())
             place, *result = json.loads(line)
             results[place] = Result(*result)
-            if results[place].happened == UNUSABLE:
+            if results[place].outcome == UNUSABLE:
                 raise RuntimeError(f"a reward worker could not start: {results[place].text}")
             tick()
         return [results[place] for place in range(len(items))]
@@ -109,7 +109,9 @@ class WorkerPool:
         reading, writing = os.pipe()
         confined = self._task.confined
         environment = {
-            name: value for name, value in os.environ.items() if not confined or name in PASSED_ON
+            name: value
+            for name, value in os.environ.items()
+            if not confined or name in KEPT_VARIABLES
         }
         with os.fdopen(writing, "wb"):
             self._server = subprocess.Popen(
@@ -138,9 +140,9 @@ class WorkerPool:
             self._server.stdin.write(content)
             self._server.stdin.flush()
         except BrokenPipeError as error:
-            raise RuntimeError(self._lost()) from error
+            raise RuntimeError(self._describe_exit()) from error
 
-    def _lost(self) -> str:
+    def _describe_exit(self) -> str:
         assert self._server is not None
         code = self._server.wait()
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"

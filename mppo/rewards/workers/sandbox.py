@@ -1,9 +1,9 @@
 """Scores of programs by their tests; each program runs in its own sandbox.
 
-The sandbox uses what the Linux kernel offers to an unprivileged process, so it needs no container
-service: its own namespaces (network without an interface, processes, IPC, an empty read-only root
-directory), no privileges or capabilities, and limits of time, memory, output and processes. If the
-kernel refuses any of them, no program runs and the recipe is rejected. There is no weaker mode.
+The sandbox uses only Linux features that unprivileged processes may use, and no container service:
+namespaces (network without an interface, processes, IPC, an empty read-only root directory), no
+privileges or capabilities, and limits of time, memory, output and processes. If the kernel refuses
+any of them, no program runs and the recipe is rejected. There is no weaker mode.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Sandbox:
 
 
 def _program_result(written: bytes, ended_normally: bool, tests: int, output: str) -> ProgramResult:
-    """Read the result pipe; believe it only if the program's process ended normally."""
+    """Parse the bytes of the result pipe; only a process that ended normally counts."""
     match = RESULT.fullmatch(written)
     if match is None or not ended_normally:
         forged = match is None and written not in (b"", RAN)
@@ -220,14 +220,14 @@ class CodeVerifier:
             passed = sum(outcomes[0].passed)
         else:
             outcomes = [self.sandbox.run(program, stdin=test["input"]) for test in tests]
-            passed = sum(map(_answers, outcomes, tests))
+            passed = sum(map(_passes, outcomes, tests))
         if any(outcome.forged for outcome in outcomes):
             return Unscored("bad_verdicts")
         share = passed / len(tests)
         return share if self.partial_credit else float(share == 1.0)
 
 
-def _answers(outcome: ProgramResult, test: Mapping[str, str]) -> bool:
+def _passes(outcome: ProgramResult, test: Mapping[str, str]) -> bool:
     right = outcome.output.split() == test["output"].split()
     return outcome.finished and outcome.error is None and right
 

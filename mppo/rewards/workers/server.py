@@ -1,13 +1,13 @@
 """Server of the reward workers: forks them, distributes items, kills those over the time limit.
 
 ``mppo.rewards.workers.pool`` starts the server as a new process (it is not forked). It has one
-thread, no device and none of the trainer's descriptors, so it can fork safely, and no worker can
-stop it from killing that worker. The server kills its workers and exits when its standard input
+thread, no device and none of the trainer's descriptors, so it can fork safely. A worker cannot
+prevent the server from killing it. The server kills its workers and exits when its standard input
 closes, so at the latest when the trainer ends.
 
 Standard input: a pickled ``ScoringTask``, then batches: ``BATCH``, then the items. Task and items
 are preceded by their lengths. The descriptor named on the command line gets a line of JSON for each
-finished item: its index in the batch, the outcome (a value of ``HAPPENED``, ``TIMEOUT``, ``DIED``
+finished item: its index in the batch, the outcome (a value of ``OUTCOMES``, ``TIMEOUT``, ``DIED``
 or ``UNUSABLE``), the score and a text.
 """
 
@@ -32,15 +32,15 @@ BATCH = struct.Struct("<Qd")
 """Number of items, and time limit for one in seconds."""
 SCORE, NO_SCORE, RAISED, NO_MEMORY = "score", "no score", "raised", "no memory"
 TIMEOUT, DIED, UNUSABLE = "timeout", "died", "unusable"
-HAPPENED = {
+OUTCOMES = {
     worker.SCORE: SCORE,
     worker.NO_SCORE: NO_SCORE,
     worker.RAISED: RAISED,
     worker.NO_MEMORY: NO_MEMORY,
 }
-REMEMBERED = 256
+TIMEOUT_WINDOW = 256
 """The number of last items whose time-outs shorten the time limit of the next items."""
-_LOOK_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks that the trainer is alive."""
 
 
@@ -69,11 +69,11 @@ class WorkerServer:
     """
 
     def __init__(self, task: ScoringTask, workers: int, replies: int) -> None:
-        self._task, self._most, self._replies = task, workers, replies
+        self._task, self._max_workers, self._replies = task, workers, replies
         self._function = task.load() if task.confined else None
         self._trainer = os.getppid()
         self._workers: list[Worker] = []
-        self._late: deque[bool] = deque(maxlen=REMEMBERED)
+        self._timed_out: deque[bool] = deque(maxlen=TIMEOUT_WINDOW)
 
     def serve(self) -> None:
         """Score batches until standard input ends."""
@@ -95,9 +95,9 @@ class WorkerServer:
             self._hand_out(waiting)
             busy = [one for one in self._workers if one.item is not None]
             # every time-out shortens the limit, or many slow items together would stop the run
-            limit = seconds / (1 + sum(self._late) // self._most)
+            limit = seconds / (1 + sum(self._timed_out) // self._max_workers)
             now = time.monotonic()
-            wait = min([_LOOK_S, *(one.since + limit - now for one in busy if one.ready)])
+            wait = min([_CHECK_INTERVAL_S, *(one.since + limit - now for one in busy if one.ready)])
             readable, writable, _ = select.select(
                 [0, *(one.records for one in busy)],
                 [one.requests for one in busy if one.unsent],
@@ -117,20 +117,20 @@ class WorkerServer:
 
     def _hand_out(self, waiting: deque[tuple[int, bytes]]) -> None:
         idle = [one for one in self._workers if one.item is None]
-        while waiting and (idle or len(self._workers) < self._most):
+        while waiting and (idle or len(self._workers) < self._max_workers):
             free = idle.pop() if idle else self._fork()
             free.item, free.unsent = waiting.popleft()
             free.since = time.monotonic()
 
     def _fork(self) -> Worker:
-        theirs, requests = os.pipe()
-        records, ours = os.pipe()
+        worker_requests, requests = os.pipe()
+        records, worker_records = os.pipe()
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            worker.work(self._task, self._function, parent, theirs, ours)
-        os.close(theirs)
-        os.close(ours)
+            worker.work(self._task, self._function, parent, worker_requests, worker_records)
+        os.close(worker_requests)
+        os.close(worker_records)
         os.set_blocking(requests, False)  # a worker that does not read must not block the server
         self._workers.append(Worker(pid, requests, records))
         return self._workers[-1]
@@ -138,7 +138,7 @@ class WorkerServer:
     def _read(self, one: Worker) -> None:
         part = os.read(one.records, 1 << 16)
         if not part:
-            self._done(one, DIED if one.ready else UNUSABLE, _how_it_ended(one))
+            self._done(one, DIED if one.ready else UNUSABLE, _describe_exit(one))
             return
         one.received += part
         while len(one.received) >= RECORD.size:
@@ -150,20 +150,20 @@ class WorkerServer:
             one.received = one.received[end:]
             if kind == worker.READY and not one.ready:
                 one.ready, one.since = True, time.monotonic()
-            elif kind in HAPPENED:
-                self._done(one, HAPPENED[kind] if one.ready else UNUSABLE, text, score)
+            elif kind in OUTCOMES:
+                self._done(one, OUTCOMES[kind] if one.ready else UNUSABLE, text, score)
                 return
             else:
                 self._done(one, DIED, "it sent an invalid record")
                 return
 
-    def _done(self, one: Worker, happened: str, text: str = "", score: float = 0.0) -> None:
+    def _done(self, one: Worker, outcome: str, text: str = "", score: float = 0.0) -> None:
         """Send the result of a worker's item; end the worker unless it can take another item."""
-        reply = json.dumps([one.item, happened, score, text]) + "\n"
+        reply = json.dumps([one.item, outcome, score, text]) + "\n"
         one.item, one.served = None, one.served + 1
-        self._late.append(happened == TIMEOUT)
+        self._timed_out.append(outcome == TIMEOUT)
         # bytes left over in a pipe belong to no item: the next reply could not be trusted
-        usable = happened in (SCORE, NO_SCORE, RAISED) and not one.received and not one.unsent
+        usable = outcome in (SCORE, NO_SCORE, RAISED) and not one.received and not one.unsent
         if not usable or one.served == self._task.max_items:
             self._end(one)
         content = reply.encode()
@@ -176,7 +176,7 @@ class WorkerServer:
         for kill in (os.killpg, os.kill):  # it may not have its own group yet, or may have ended
             with suppress(ProcessLookupError):
                 kill(one.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):  # _how_it_ended has already waited for it
+        with suppress(ChildProcessError):  # _describe_exit has already waited for it
             os.waitpid(one.pid, 0)
         os.close(one.requests)
         os.close(one.records)
@@ -192,7 +192,7 @@ def _write(one: Worker) -> None:
     one.unsent = one.unsent[sent:]
 
 
-def _how_it_ended(one: Worker) -> str:
+def _describe_exit(one: Worker) -> str:
     _, status = os.waitpid(one.pid, 0)
     code = os.waitstatus_to_exitcode(status)
     return f"exit code {code}" if code >= 0 else f"signal {-code}"

@@ -96,9 +96,9 @@ def work(
 
 def _prepare(task: ScoringTask, parent: int, requests: int, records: int) -> None:
     os.setsid()  # a kill of the group reaches the processes that a user's function starts
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2) if task.confined else (0,):
-        os.dup2(nowhere, standard)
+        os.dup2(devnull, standard)
     close_files({requests, records})
     linux = sys.platform == "linux"
     if linux:
@@ -124,7 +124,7 @@ def _answer(function: Function, item: Any) -> tuple[bytes, float, str]:
             return (
                 NO_SCORE,
                 0.0,
-                f"comes with {len(numbers)} further numbers, too many for a record",
+                f"has {len(numbers)} further numbers beside it, which exceed {TEXT_BYTES} bytes",
             )
         return SCORE, score, text
     except MemoryError:

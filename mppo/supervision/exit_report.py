@@ -43,11 +43,11 @@ def refuse_recipe(error: Exception, rank: int = 0) -> int:
         time.sleep(FIRST_RANK_REPORTS_S)
     text = f"mppo: {error}"
     print(text, file=sys.stderr, flush=True)
-    leave(text)
+    write_reason(text)
     return 2
 
 
-def leave(reason: str) -> None:
+def write_reason(reason: str) -> None:
     """Write the reason for torchrun's report; the first call counts.
 
     Args:
