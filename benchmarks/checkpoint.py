@@ -1,13 +1,14 @@
-"""Checkpoints: blocking time of an asynchronous save, write rate against the disk, load rates.
+"""Checkpoints: blocking time of an asynchronous save, write rate relative to the disk, load rates.
 
-``python benchmarks/checkpoint.py --hidden 768 --layers 8`` runs two ranks (TP2), saves a model with
-its optimizer (16 bytes a parameter under bfloat16, 12 under float32) synchronously and
-asynchronously, copies the same bytes on the same disk, and loads them under TP2 and under PP2. An
-asynchronous save blocks training where it begins, and before the next update if the models are not
-copied yet; between the two lies one measuring pass. How much longer that takes beside the writing
-threads is told as well: where ranks keep all cores busy, they share them. The result is shown, and
-written with ``--out``. Loads find the files in the page cache, and which layout is loaded first
-changes from turn to turn. Ratios are medians of each turn's.
+``python benchmarks/checkpoint.py --hidden 768 --layers 8`` runs two ranks (TP2). They save a model
+with its optimizer (16 bytes per parameter with bfloat16, 12 with float32) synchronously and
+asynchronously, copy the same bytes on the same disk, and load them with TP2 and with PP2.
+
+An asynchronous save blocks training at its start, and again before the next update if the models
+are not yet copied. A forward pass runs between these two points; the result contains its slowdown
+by the writing threads, which compete with it for cores. The result is printed, and written with
+``--out``. Loads read from the page cache, and the order of the layouts alternates. Each ratio is
+the median over the turns.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def worker(rank: int, root: Path, repeat: int, tokens: int) -> None:
             found[f"processor in a load, {name} layout"] = busy
             del load
             del fresh
-            gc.collect()  # otherwise the next is built in untouched memory
+            gc.collect()  # otherwise the next model would be in newly allocated memory
         if rank == 0:
             shutil.rmtree(target)
         dist.barrier()
@@ -153,7 +154,7 @@ def worker(rank: int, root: Path, repeat: int, tokens: int) -> None:
 
 
 def by_turns(cases: list, turn: int) -> list:
-    """The cases in alternating order, because the first one finds the memory in another state."""
+    """The cases, starting with another one in each turn: the first finds memory unused."""
     return cases[turn % len(cases) :] + cases[: turn % len(cases)]
 
 

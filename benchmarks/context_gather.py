@@ -2,17 +2,17 @@
 
     python benchmarks/context_gather.py [--length 512] [--ranks 2 4 8] [--timed 4096] [--out FILE]
 
-Forward and backward pass of ``PackedAttention`` over one sequence that is split over gloo ranks,
-which gather keys and values (``all_gather``) or send them around (``p2p``). Told are the bytes
-allocated at one time at most, less the rank's own queries, keys and values, in units of the keys
-and values of the whole sequence (length x (key + value width) of all groups):
-docs/context_parallelism.md reckons with them. Allocations are counted, so that the number depends
-on no machine. One query head stands for each group, for queries and outputs are local: with more
-ranks they count for less. The sequence is short and the groups many, so that the masks and scores
-which only the CPU holds count for little.
+Runs a forward and a backward pass of ``PackedAttention`` on one sequence that is split over gloo
+ranks, which gather keys and values (``all_gather``) or send them around (``p2p``). The result is
+the peak of allocated bytes without the rank's own queries, keys and values, in units of the keys
+and values of the complete sequence (length x (key + value width) of all groups);
+docs/context_parallelism.md uses these numbers. Allocations are counted, so that the numbers do not
+depend on the machine. There is one query head per group, because queries and outputs are local and
+matter less with more ranks. The sequence is short and the groups are many, because masks and scores
+exist on the CPU only and would otherwise dominate.
 
-Both exchanges are also timed by turns, over two ranks and a longer sequence (``--timed``): the
-median of the ring's time over gathering's, turn by turn.
+Both exchanges are also timed in alternation, on two ranks and a longer sequence (``--timed``): the
+result is the median over the turns of the ring's time divided by gathering's.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Conversion speed and memory, both ways: a synthetic dense model or one with many experts.
+"""Conversion speed and memory in both directions, for a synthetic dense model or one with experts.
 
     python benchmarks/convert.py --model experts --gb 2 --folder /somewhere/on/the/disk
 
 Prints, and writes to ``benchmarks/results/``, the tool's bandwidth in each direction with one
-process and with two, its peak memory, and the disk's own copy bandwidth: read, write and flush of
-the same files just before and just after, since a shared disk is not the same from minute to
-minute. On a folder in memory (``/dev/shm``) it shows what the tool itself costs.
+process and with two, its peak memory, and the disk's copy bandwidth: read, write and flush of the
+same files directly before and after, because the speed of a shared disk varies. With a folder in
+memory (``/dev/shm``) the result is the cost of the tool itself.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def run_tool(arguments: list[str], processes: int) -> dict[str, float]:
     """One run of the tool.
 
     Returns:
-        ``seconds`` from the command's start to the flushed output (what it reports itself; the
-        import of transformers is among them), those of the whole process, processor seconds, peak
-        MB of the largest process, and GB/s of all processes while they copy.
+        ``seconds`` from the command's start to the flushed output as the tool reports them, with
+        the import of transformers; seconds of the complete process; processor seconds; peak MB of
+        the largest process; and GB/s of all processes while they copy.
     """
     command = [sys.executable]
     if processes > 1:

@@ -2,9 +2,9 @@
 
     python benchmarks/convert_plans.py --folder /somewhere/on/the/disk [--out FILE]
 
-The folders are real in everything but data: safetensors headers and checkpoint archives of the full
-size in sparse files. Both directions are planned in full, as one process does before it copies.
-Seconds are the processor's; the peak includes Python, torch and transformers.
+The folders contain no weights, but complete safetensors headers and checkpoint archives, in sparse
+files of the full size. Both directions are planned completely, as one process does before it
+copies. Times are processor seconds; the peak includes Python, torch and transformers.
 """
 
 from __future__ import annotations

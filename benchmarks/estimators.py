@@ -2,11 +2,12 @@
 
     python benchmarks/estimators.py [--sequences 1024] [--tokens 8192] [--out FILE]
 
-Times GAE and whitening over packed tokens, the padded time loop that other systems use on the same
-numbers (with the largest difference between the two), and a whole ``estimate`` per estimator.
-The smallest of several repetitions counts; wall-clock and processor seconds are both given, for on
-a shared machine only the second means much. Large arrays are asked for in huge pages
-(``THP_MEM_ALLOC_ENABLE=1``, a setting of PyTorch), as page faults are otherwise the larger part.
+Times GAE and whitening over packed tokens, the padded time loop that other systems use, on the same
+numbers (with the largest difference between the two), and a complete ``estimate`` per estimator.
+The smallest of several repetitions counts. The result has wall-clock and processor seconds; on a
+shared machine only the latter are comparable. Large arrays use huge pages
+(``THP_MEM_ALLOC_ENABLE=1``, a setting of PyTorch), because page faults would otherwise take most of
+the time.
 """
 
 from __future__ import annotations

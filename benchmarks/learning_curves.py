@@ -3,16 +3,16 @@
     python benchmarks/learning_curves.py [--estimators gae grpo ...] [--engines local sglang]
         [--seeds 0 1 2] [--steps 200]
 
-Trains ``recipes/demo.yaml`` once for each, one after another. Estimators without a critic learn at
-a rate of 2e-4, grpo from eight responses to each of 64 prompts, rloo from four to each of 128; rloo
-whitens its advantages as TRL can. With ``--processes 1`` a run takes one process without any
-parallelism, which changes no number beyond float noise. Runs are kept under ``--runs``: one that is
-done there is not trained again, one that was stopped goes on from its checkpoint.
+Trains ``recipes/demo.yaml`` once per combination, one after another. Estimators without a critic
+use a learning rate of 2e-4; grpo samples eight responses to each of 64 prompts, rloo four to each
+of 128; rloo whitens its advantages, an option that TRL has too. ``--processes 1`` trains without
+parallelism, which changes numbers only by float rounding. Runs are kept in ``--runs``: a finished
+run is not repeated, an interrupted run resumes from its checkpoint.
 
 Writes ``<out>.png`` and ``<out>.json``: the mean reward of the sampled responses by step, and the
 held-out reward. A run passes if its sampled reward at least doubles from the first ten steps to
-the last ten, and ends above 0.8. With two engines, the rewards in which the seeds end are
-compared: they agree if their means differ by no more than two standard errors of the difference.
+the last ten, and ends above 0.8. With two engines, the final rewards of the seeds are compared:
+they agree if their means differ by at most two standard errors of the difference.
 """
 
 from __future__ import annotations

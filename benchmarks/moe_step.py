@@ -3,17 +3,16 @@
     python benchmarks/moe_step.py speed [--repeat 3] [--sequences 16] [--longest 512] [--out FILE]
     python benchmarks/moe_step.py memory [--long 16384] [--layers 4 12] [--out FILE]
 
-Speed, in one process and one thread, float32: forward and backward pass over the same sequences by
-mppo's actor (Qwen3-MoE with 64 experts, 6 chosen), by its dense counterpart of the same active
-parameters, and by transformers' eager mixture of experts, padded as it needs: in the batch's order,
-and with sequences of similar lengths put together first. Then the same update with every choice of
-experts replayed, from the role's own record (R2) and from the batch as the rollout engine tells
-them (R3). All take turns and the fastest repetition counts; on a shared machine processor
-seconds mean more than wall-clock.
+Speed, in one process and one thread, float32: forward and backward pass on the same sequences by
+mppo's actor (Qwen3-MoE with 64 experts, 6 active), by a dense model with the same number of active
+parameters, and by transformers' eager mixture of experts, which pads: in the batch's order, and
+with sequences sorted by length. Then the same update with all expert choices replayed, from the
+role's own record (R2) and from the batch, as rollout engines report them (R3). The cases alternate
+and the fastest repetition counts; on a shared machine only processor seconds are comparable.
 
-Memory: what one long sequence's update adds at its peak, on one rank and on each of two (context
-parallelism), for dense models of several depths: what a layer keeps for its backward pass is
-halved, what one layer or the head needs while it runs is not.
+Memory: the peak that the update of one long sequence adds, on one rank and on each of two (context
+parallelism), for dense models of several depths. CP2 halves what a layer keeps for its backward
+pass, but not the working memory of one layer or of the head.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp:
 
 
 def make_update(role, batch) -> Callable[[], object]:
-    """A forward and backward pass of the role over the whole batch."""
+    """A forward and backward pass of the role over the batch."""
     from mppo.models.role_spec import MiniBatch
 
     role.forward(batch, role.plan(batch, training=False))
@@ -161,10 +160,10 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def give_back_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Undo ``mppo.parallel.device.keep_freed_memory``: every large tensor gets its own pages.
 
-    The process then holds what its tensors take, not the gaps between those that were freed.
+    The process then holds the memory of its tensors without the gaps of freed ones.
     """
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
@@ -184,7 +183,7 @@ def start(rank: int, world: int, store: Path):
 def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
     """Peak bytes added by a long sequence's update, written to ``memory_<world>_<rank>``."""
     registry = start(rank, world, folder / f"store_{world}")
-    give_back_freed_memory()
+    return_freed_memory()
     role = make_role(folder / "dense", registry, 1, cp=world)
     make_update(role, make_batch([256]))()
     before = peak_bytes()

@@ -2,9 +2,9 @@
 
 Same model (Qwen2, hidden 256, 4 layers, vocabulary 1024, random weights), same 32 prompts of 32
 random tokens, 32 response tokens each, one epoch, two mini-batches, same dtype, same cores. TRL's
-reward model is made negligible (hidden 8); mppo's reward is a count. Actor, critic and reference
-are separate models on both sides, KL is in the reward. Old log-probabilities are those of the
-generation on both sides (mppo: ``bypass_mode``); TRL knows no other way.
+reward model is negligible (hidden 8); mppo's reward is a count. On both sides actor, critic and
+reference are separate models, KL is in the reward, and the old log-probabilities are those of the
+generation (mppo: ``bypass_mode``; TRL has no other mode).
 
     make trl    # TRL 1.12, the last with a PPOTrainer, in a separate environment
     python benchmarks/ppo_step.py

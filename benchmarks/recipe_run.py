@@ -1,9 +1,9 @@
-"""Train a recipe on two processes and record what it learned.
+"""Train a recipe on two processes and record its rewards and times.
 
     python benchmarks/recipe_run.py RECIPE [section.key=value ...] [--processes 2] [--out FILE]
 
-Keeps, by step, held-out and training reward, the mismatch between the engine's and the actor's
-probabilities, and the seconds of each stage; and how long the whole run took, with its start.
+Records, by step, held-out and training reward, the mismatch between the engine's and the actor's
+probabilities, and the seconds of each stage; also the duration of the complete run with its start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: alternating timings, and a result with machine and versions."""
+"""Shared functions of the benchmarks: alternating timings, result with machine and versions."""
 
 from __future__ import annotations
 

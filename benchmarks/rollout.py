@@ -1,15 +1,16 @@
-"""Generation speed of the rollout engines against the libraries they are built on.
+"""Generation speed of the rollout engines compared with the libraries they use.
 
     python benchmarks/rollout.py [--engine local|sglang] [--dtype float32] [--out FILE]
 
 ``local``: mppo's engine and ``transformers.generate`` on the same model, prompts and number of
-tokens, turn by turn in one process; then prompts of many lengths and responses that end early, as
-``mixed_prompts_ending_early`` in the result. ``sglang``: one server of our own; the same prompts
-through mppo's engine, as plain HTTP requests sent at once, one for each prompt as mppo sends them,
-and as one request with all of them, turn by turn; what mppo adds is the median of the turns'
-ratios. On a busy machine these scatter: ``mppo_adds_in_the_driver`` is the processor time its
-driver takes more than plain requests do, as a share of their wall-clock time. Other times are the
-smallest of the repetitions.
+tokens, alternating in one process; then prompts of many lengths and responses that end early
+(``mixed_prompts_ending_early`` in the result).
+
+``sglang``: one server that mppo starts; the same prompts through mppo's engine, as plain HTTP
+requests sent at once (one per prompt, as mppo sends them), and as one request with all prompts,
+alternating. The overhead of mppo is the median of the turns' ratios. On a busy machine these vary
+much: ``mppo_adds_in_the_driver`` is the additional processor time of mppo's driver, as a share of
+the plain requests' wall-clock time. Other times are the smallest of the repetitions.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def beside_transformers(
 ) -> dict[str, object]:
     """One batch by the engine and by ``transformers.generate``.
 
-    Ratios are of seconds per generated token; where the draws leave a choice, rows that end early
-    may end elsewhere in the other.
+    Ratios are of seconds per generated token; with random draws, rows may end early at
+    different tokens in the two.
     """
     ids, mask = _padded(request.prompts)
 

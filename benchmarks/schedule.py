@@ -1,4 +1,4 @@
-"""What the schedules of an update are worth: simulated, with waits in place of models, and real.
+"""Comparison of the schedules of an update: simulated, with waits in place of models, and real.
 
     python benchmarks/schedule.py simulated [--out FILE]
     python benchmarks/schedule.py waits [--stages 4 8] [--milliseconds 40] [--repeat 3] [--out FILE]
@@ -7,11 +7,12 @@
 ``simulated``: idle share of each kind, and sequential's time over flush-free's, for numbers of
 stages, micro-batches, mini-batches and costs of the critic.
 
-``waits``: the real executor with real messages on gloo ranks, a wait in place of every pass, which
-needs no core: measured over simulated time for each kind, the smallest of the repetitions.
+``waits``: the real executor with real messages on gloo ranks. A wait, which needs no core, takes
+the place of every pass. The result is measured over simulated time for each kind, the smallest of
+the repetitions.
 
-``real``: the update of a critic and an actor on two ranks (PP2, one core each), by turns:
-Megatron's own schedule one role after the other, and the flush-free schedule; and the peak memory
+``real``: the update of a critic and an actor on two ranks (PP2, one core each), alternating between
+Megatron's own schedule, one role after the other, and the flush-free schedule; and the peak memory
 of both.
 """
 
@@ -80,7 +81,7 @@ class WaitingStage:
         self._seconds, self._links, self._tokens = (forward_s, backward_s), links, tokens
         self._norm: tuple[torch.Tensor, dist.Work] | None = None
 
-    def room(self, mini_batch: int, micro_batch: int) -> torch.Tensor:
+    def receive_buffer(self, mini_batch: int, micro_batch: int) -> torch.Tensor:
         return torch.empty(self._tokens)
 
     def forward(self, mini_batch: int, micro_batch: int, received):

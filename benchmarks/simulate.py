@@ -3,7 +3,7 @@
     python benchmarks/simulate.py [RECIPE ...] [--stages first last] [--full] [--out FILE]
 
 Simulates the first and last pipeline stage of each recipe in quick mode (``--full``: at full depth
-and batch). Processor seconds count: on a shared machine wall-clock time means little.
+and batch). Times are processor seconds, because wall-clock times vary on a shared machine.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Kill a training run repeatedly at random; a resume must lose nothing.
+"""Kill a training run repeatedly at random moments, and check that resumes lose nothing.
 
-``make soak``, or ``python benchmarks/soak.py --minutes 10 --seed 0``. One run goes undisturbed.
-Then runs of the same recipe are killed with SIGKILL at random moments (a rank, the launcher; while
-a checkpoint is written, after a step, while starting) and started again until they finish. Each
-must end with exactly the weights and metrics of the undisturbed one. Exit code 0 if all did.
+``make soak``, or ``python benchmarks/soak.py --minutes 10 --seed 0``. One run is undisturbed. Then
+runs of the same recipe are killed with SIGKILL at random moments (a rank, the launcher; during a
+checkpoint, after a step, during the start) and started again until they finish. Each must end with
+exactly the weights and metrics of the undisturbed one. Exit code 0 if all do.
 
-With ``--engine sglang`` the SGLang server is killed too, and the run goes on by itself. There the
-likeliest token is taken each time (a server that starts anew draws other random numbers), and the
-metrics that hold the server's probabilities are left out.
+With ``--engine sglang`` the SGLang server is killed too, and the run continues by itself. These
+runs sample greedily, because a restarted server draws other random numbers, and the metrics that
+contain the server's probabilities are not compared.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Job:
     Args:
         engine: rollout engine, a key of ``ENGINES``.
         steps: PPO steps of a run.
-        kills: enough in all.
+        kills: number of kills after which the last run finishes.
         typical_s: seconds of an undisturbed run, its start included.
         deadline: on the monotonic clock.
         rng: chooses targets and moments.
@@ -144,7 +144,7 @@ def command_of(process: psutil.Process) -> str:
 
 
 def disturb(run_dir: Path, job: Job, tally: Tally) -> None:
-    """Kill and resume one run until it finishes; no more kills once there were enough."""
+    """Kill and resume one run until it finishes; stop killing after ``kills`` kills."""
     launcher = None
     while True:
         launcher = launcher or start_under(torchrun(), run_dir, job.steps, ENGINES[job.engine])

@@ -1,14 +1,14 @@
-"""The routes of a weight update compared, and the bytes that must cross ranks.
+"""Times of the routes of a weight update, and the bytes that ranks must exchange.
 
     python benchmarks/sync_routes.py [--repeat 10] [--layers 8] [--out FILE]
 
 Routes: one real SGLang server loads the same stream of a 0.5 GB dense model (float32) through
-shared memory, by broadcast, and from a folder, turn by turn; the smallest of the repetitions
-counts. Seconds are those of a whole update, the server's own loading included.
+shared memory, by broadcast, and from a folder, alternating; the smallest of the repetitions counts.
+The seconds are those of a complete update, including the server's loading.
 
-Bytes, planned for models of the recipes at full size in bfloat16: what the rollout ranks hold, what
-must come from another rank than their host's, and what crosses ranks where every training rank
-gathers the whole model.
+Bytes, planned for the models of the recipes at full size in bfloat16: the bytes that the rollout
+ranks hold, the bytes that must come from a rank on another host, and the bytes exchanged if every
+training rank gathers the complete model.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Seconds per weight update on the sending side, against this machine's memory copy.
+"""Seconds per weight update on the sending side, relative to this machine's memory copy.
 
     python benchmarks/weight_sync.py [--model dense|moe] [--layers N] [--route tensor|disk]
         [--out FILE]
 
 The stream is a list of tensors in memory (dense: 0.5 GB in 16 layers; moe: 4,000+ expert tensors in
-24). What is timed is mppo's own part: laying a bucket out in shared memory and making the handle a
-server gets (``tensor``), or writing the folder (``disk``). A reader in another process opens every
-handle and reads the bytes it names, as a server would before its own loading (not part of this).
+24). The timed part is mppo's: copying a bucket to shared memory and making the server's handle
+(``tensor``), or writing the folder (``disk``). A reader in another process opens every handle and
+reads its bytes, as a server does before its own loading, which is not timed.
 """
 
 from __future__ import annotations

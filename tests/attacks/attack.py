@@ -15,16 +15,16 @@ def nothing(folder: Path) -> None:
 class Attack:
     """One hostile input and the expected result.
 
-    ``prepare`` and ``run`` are called in two processes of their own, with the same empty folder as
-    argument and as working directory. Around it lie files that must stay as they are.
+    ``prepare`` and ``run`` are called in separate processes, with the same empty folder as argument
+    and as working directory. Files around this folder must not change.
 
     Args:
-        given: the input, as the table in the docs names it.
+        given: description of the input, for the table in the docs.
         run: gives the input to mppo and returns the exit code, as the ``main`` of a program does.
-            What it prints is the output. An exception that leaves it is a failure of the test.
+            What it prints is the output. If it raises, the test fails.
         says: text that the output must contain.
         code: the exit code.
-        within_s: seconds after which it must have ended, interpreter already started.
+        within_s: time limit in seconds, without the start of the interpreter.
         prepare: makes the input's files.
         writes: patterns, relative to the folder, of files that may be new or changed afterwards.
     """

@@ -7,10 +7,10 @@ from attacks.tables import TABLES
 
 HEAD = """# Attacks that are tested
 
-Every row is an input that somebody else can give to a run, and what mppo does with it. `make test`
-runs each as root and as an ordinary user: exit code and message are as stated, nothing outside
-the attacked folder is written or changed, and it ends within the stated seconds. This page is
-printed from the tests' own rows (`make attacks`).
+Every row is an input that another person can give to a run, with its result. `make test` runs each
+row as root and as an ordinary user, and checks the exit code, the message, the time limit, and
+that nothing outside the row's folder is written or changed. This page is generated from the rows
+of the tests (`make attacks`).
 """
 
 COLUMNS = "| input | exit code | the message contains | ends within |\n|---|---|---|---|"

@@ -1,4 +1,4 @@
-"""Inputs shared by several tables: tiny models, and things that are not regular files."""
+"""Inputs that several tables share: tiny models, and paths that are not regular files."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def model(spoil: Callable[[Path], None] | None = None, **changes: Any) -> Prepar
     return prepare
 
 
-def speaks(spoil: Callable[[Path], None] | None = None) -> Prepare:
+def with_tokenizer(spoil: Callable[[Path], None] | None = None) -> Prepare:
     """A folder ``model`` of an embedded model with its tokenizer, then changed."""
 
     def prepare(folder: Path) -> None:

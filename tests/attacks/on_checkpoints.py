@@ -168,7 +168,7 @@ def _an_object(contents: Any) -> tuple[str, Any]:
     return next((key, entry) for key, entry in entries if not hasattr(entry, "chunks"))
 
 
-def _bring(step: Path, forge: bool) -> None:
+def _inject(step: Path, forge: bool) -> None:
     """Make an object of the actor a pickle that runs code; ``forge`` also declares it a tensor."""
     stream = io.BytesIO()
     import torch
@@ -241,8 +241,8 @@ TABLES = (
     _table("a length beyond the file", _set(length=1 << 40), "cut short"),
     _table("a data file with ..", _set(relative_path="../../x"), "leads out of the folder"),
     _table("/etc/passwd as data file", _set(relative_path="/etc/passwd"), "leads out of the"),
-    _table("a chunk that has to be unpacked", _set(transform_descriptors=["x"]), "is compressed"),
-    _file("a change of a class of torch's", "release/.metadata", _class_attribute, "it sets"),
+    _table("a compressed chunk", _set(transform_descriptors=["x"]), "is compressed"),
+    _file("a change of a torch class", "release/.metadata", _class_attribute, "it sets"),
     _file("a FIFO as table of contents", "release/.metadata", fifo, "is a FIFO"),
     _file("/dev/zero as table of contents", "release/.metadata", zeros, "is a device"),
     _text("an empty table of contents", "release/.metadata", b"", "it is cut short"),
@@ -258,7 +258,7 @@ TABLES = (
     _text("10^9 layers beside a checkpoint", "hf/config.json",
           '{"model_type": "qwen2", "num_hidden_layers": 1000000000}', "num_hidden_layers", _to_hf),
     Attack(
-        "chunks that are no archives",
+        "chunks that are not archives",
         _to_hf,
         "unreadable chunk",
         prepare=_checkpoint(
@@ -277,8 +277,8 @@ TABLES = (
 )  # fmt: skip
 
 RUNS = (
-    _resumed("code in an object that is called a tensor", lambda s: _bring(s, True), "'chunks'"),
-    _resumed("code in an object, which nothing reads", lambda s: _bring(s, False), "resumed from",
+    _resumed("code in an object that is declared a tensor", lambda s: _inject(s, True), "'chunks'"),
+    _resumed("code in an object that nothing reads", lambda s: _inject(s, False), "resumed from",
              code=0),
     _resumed("a checkpoint without its parts", _lose_parts, "it lacks 'parts'"),
     _resumed("500 levels in run.json", lambda s: write(s / "run.json", f'{{"x": {DEEP}}}'),
@@ -290,7 +290,7 @@ RUNS = (
         "leads out of the folder",
     ),
     _resumed(
-        "a step that is a text",
+        "a step that is a string",
         lambda s: _manifest(s, lambda m: m.update(step="1")),
         "step, world_size or a size in files: wrong type or out of range",
     ),
@@ -303,7 +303,7 @@ RUNS = (
 
 RUN_FOLDERS = (
     Attack(
-        "a pipe where a run writes its numbers",
+        "a FIFO as a run's metrics file",
         prepare=instead("run/metrics.jsonl", fifo),
         run=_start,
         says="run/metrics.jsonl is not a file",
@@ -311,7 +311,7 @@ RUN_FOLDERS = (
         writes=("run/.lock",),
     ),
     Attack(
-        "results beside a recipe and a status that are nested 100,000 deep",
+        "results beside a recipe and a status of 100,000 brackets",
         prepare=_nested,
         run=_start,
         says="recipe.yaml is missing or cannot be read",
@@ -322,8 +322,8 @@ RUN_FOLDERS = (
 
 TABLE = Table(
     "Checkpoints and run folders",
-    "Nothing of a checkpoint is unpickled: its table of contents is read as data, checked entry by "
-    "entry, and handed on. A start looks at its whole run folder before it writes, and leaves it "
-    "as it was where it is refused.",
+    "No part of a checkpoint is unpickled: its table of contents is parsed as data and checked "
+    "entry by entry before torch gets it. A start checks the complete run folder before it writes; "
+    "a refused start does not change the folder.",
     (*TABLES, *RUNS, *RUN_FOLDERS),
 )

@@ -27,17 +27,17 @@ from attacks.inputs import (
     link,
     model,
     sparse,
-    speaks,
     to_megatron,
     train,
     weights,
+    with_tokenizer,
     write,
     zeros,
 )
 
 OUTSIDE = "../../outside/precious.txt"
 MADE = ("recipe.yaml",)
-HALVES = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+LOOPS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 DOUBLES = (
     "{% set n = namespace(x='aa') %}{% for i in range(50) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 )
@@ -81,7 +81,7 @@ def _template(given: str, template: str, says: str) -> Attack:
     def spoil(where: Path) -> None:
         write(where / "chat_template.jinja", template)
 
-    prepare = speaks(spoil)
+    prepare = with_tokenizer(spoil)
     return Attack(given, _evaluate_the_model, says, within_s=60.0, prepare=prepare, writes=MADE)
 
 
@@ -89,7 +89,7 @@ def _tokenizer(given: str, name: str, content: str, says: str) -> Attack:
     def spoil(where: Path) -> None:
         write(where / name, content)
 
-    return Attack(given, _evaluate_the_model, says, prepare=speaks(spoil), writes=MADE)
+    return Attack(given, _evaluate_the_model, says, prepare=with_tokenizer(spoil), writes=MADE)
 
 
 def _evaluate_rows(folder: Path) -> int:
@@ -143,7 +143,7 @@ CONFIGS = (
     _config("a vocabulary of 10^12", "vocab_size = 1000000000000", vocab_size=10**12),
     _config("a negative width", "hidden_size = -1", hidden_size=-1),
     _config("no heads", "num_attention_heads = 0", num_attention_heads=0),
-    _config("a width that is a text", "hidden_size = '64'", hidden_size="64"),
+    _config("a width that is a string", "hidden_size = '64'", hidden_size="64"),
     _config("a width that is a fraction", "intermediate_size = 8.5", intermediate_size=8.5),
     _config(
         "8192 experts in each of 1000 layers",
@@ -152,11 +152,11 @@ CONFIGS = (
         num_hidden_layers=1000,
         num_experts=8192,
     ),
-    _config("a kind that is a list", "model_type = ['qwen2']", model_type=["qwen2"]),
-    _config("rotary settings that are a text", "rope_parameters", rope_parameters="yarn"),
-    _config("an end token that is a text", "eos_token_id", eos_token_id="<eos>"),
+    _config("a model type that is a list", "model_type = ['qwen2']", model_type=["qwen2"]),
+    _config("rotary settings that are a string", "rope_parameters", rope_parameters="yarn"),
+    _config("an end token that is a string", "eos_token_id", eos_token_id="<eos>"),
     _config(
-        "code of its own",
+        "custom code",
         "trust_remote_code",
         model_type="mine",
         auto_map={"AutoConfig": "configuration.Mine"},
@@ -166,7 +166,7 @@ CONFIGS = (
     _config_text("5000 digits in config.json", f'{{"vocab_size": {LONG}}}', "4300 digits"),
     _config_text("a key twice in config.json", '{"a": 1, "a": 2}', "'a' occurs twice"),
     _config_text("a list as config.json", "[]", "not an object"),
-    _config_text("bytes that are no text as config.json", b"\xff{}", "not UTF-8"),
+    _config_text("invalid UTF-8 as config.json", b"\xff{}", "not UTF-8"),
     _config_file("a FIFO as config.json", fifo, "no config.json"),
     _config_file("a folder as config.json", folder_there, "no config.json"),
     _config_file("a terabyte as config.json", sparse, "bytes, more than"),
@@ -194,12 +194,12 @@ WEIGHTS = (
         "weights that are a link to /dev/zero", _beside("model.safetensors", zeros), "is a device"
     ),
     _converted(
-        "a text of somebody else's, linked to",
+        "a link to a text file outside the folder",
         model(lambda where: link(OUTSIDE)(where / "notes.txt")),
         "outside the folder",
     ),
     _converted("a header longer than its file", weights({}, length=1 << 40), "cut short"),
-    _converted("a header that is no JSON", weights(b"{]"), "unreadable safetensors header"),
+    _converted("a header that is not JSON", weights(b"{]"), "unreadable safetensors header"),
     _converted("a header that is a list", weights([]), "not an object"),
     _converted("500 levels in a header", weights(f'{{"a": {DEEP}}}'.encode()), "levels deep"),
     _converted(
@@ -208,17 +208,17 @@ WEIGHTS = (
         "'a' occurs twice",
     ),
     _converted("an entry that is a number", weights({"a": 1}), "a has shape None"),
-    _converted("a dtype there is not", weights({"a": entry(dtype="F31")}), "has dtype F31"),
+    _converted("an unknown dtype", weights({"a": entry(dtype="F31")}), "has dtype F31"),
     _converted("a dtype that is a list", weights({"a": entry(dtype=["F32"])}), "has dtype"),
-    _converted("an offset before the file", weights({"a": entry(-16, 0)}), "not whole numbers"),
-    _converted("an offset of 2^64", weights({"a": entry(0, 1 << 64)}), "not whole numbers"),
-    _converted("a negative size", weights({"a": entry(shape=(-2, -2))}), "not whole numbers"),
+    _converted("an offset before the file", weights({"a": entry(-16, 0)}), "not integers"),
+    _converted("an offset of 2^64", weights({"a": entry(0, 1 << 64)}), "not integers"),
+    _converted("a negative size", weights({"a": entry(shape=(-2, -2))}), "not integers"),
     _converted(
         "a shape of 2^40 times 2^40",
         weights({"a": entry(shape=(1 << 40, 1 << 40))}),
         "has 16 bytes",
     ),
-    _converted("a shape of 1000 ones", weights({"a": entry(shape=(1,) * 1000)}), "not whole"),
+    _converted("a shape of 1000 ones", weights({"a": entry(shape=(1,) * 1000)}), "not integers"),
     _converted("a shape that its bytes do not fit", weights({"a": entry(0, 8)}), "need 16"),
     _converted(
         "two tensors in the same bytes",
@@ -227,7 +227,7 @@ WEIGHTS = (
     ),
     _converted("a tensor beyond the file's end", weights({"a": entry(64, 80)}), "cut short"),
     Attack(
-        "weights of another width than config.json says, as a run starts",
+        "weights of a different width than in config.json, at the start of a run",
         prepare=model(lambda where: config(hidden_size=16)(where.parent)),
         run=lambda folder: train(*MODEL),
         says="they do not belong together",
@@ -263,24 +263,24 @@ WEIGHTS = (
 """Rows on weights."""
 
 TEXTS = (
-    _template("a chat template that loops", HALVES, "takes more than"),
+    _template("a chat template that loops", LOOPS, "takes more than"),
     _template("a chat template that doubles a text", DOUBLES, "MemoryError"),
     _template("a chat template that calls itself", "{% macro a() %}{{ a() }}{% endmacro %}"
               "{{ a() }}", "RecursionError"),
     _template("a chat template that writes 90 MB", "{{ '%90000000d' % 1 }}", "90000000 characters"),
-    _template("a chat template that looks for Python", "{{ ''.__class__.__mro__[1].__subclasses__()"
-              " }}", "SecurityError"),
+    _template("a chat template that searches for Python classes",
+              "{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
     _tokenizer("500 levels in tokenizer.json", "tokenizer.json", f'{{"x": {DEEP}}}', "levels deep"),
     _tokenizer("a list as tokenizer_config.json", "tokenizer_config.json", "[]", "not an object"),
     _rows("500 levels in a row", f'{{"prompt": {DEEP}, "answer": "2"}}', "levels deep"),
     _rows("5000 digits in a row", f'{{"prompt": "1+1=", "answer": {LONG}}}', "4300 digits"),
     _rows("NaN in a row", '{"prompt": "1+1=", "answer": NaN}', "NaN is not JSON"),
     _rows("half a surrogate pair in a row", '{"prompt": "\\ud800", "answer": "2"}', "surrogate"),
-    _rows("bytes that are no text in a row", b'{"prompt": "\xff"}', "not UTF-8 at byte 13"),
-    _rows("messages that are numbers", '{"prompt": [1], "answer": "2"}', "a message under"),
+    _rows("invalid UTF-8 in a row", b'{"prompt": "\xff"}', "not UTF-8 at byte 13"),
+    _rows("numbers as messages", '{"prompt": [1], "answer": "2"}', "a message under"),
     _rows_file("a FIFO as data", "rows.jsonl", fifo, "is not a file"),
     _rows_file("data that are a link to /dev/zero", "rows.jsonl", zeros, "is not a file"),
-    _rows_file("a terabyte without a line's end", "rows.jsonl", sparse, "line 1 has"),
+    _rows_file("a terabyte without a line break", "rows.jsonl", sparse, "line 1 has"),
     _rows_file("a parquet file with its table erased", "rows.parquet", _cut_parquet,
                "not a readable parquet file"),
 )  # fmt: skip
@@ -288,7 +288,7 @@ TEXTS = (
 
 TABLE = Table(
     "Model folders and data",
-    "Sizes, headers and places are checked before anything is built or read by them; no file is "
-    "opened that could make a reader wait; a chat template runs in a process with limits.",
+    "Sizes, headers and paths are checked before anything is read or built from them; no file is "
+    "opened that could block its reader; a chat template runs in a process with limits.",
     (*CONFIGS, *WEIGHTS, *TEXTS),
 )

@@ -46,17 +46,17 @@ def _scored(program: str, tests: tuple[str, ...], says: str):
 
         before = os.getpriority(os.PRIO_PROCESS, 0), len(os.listdir("/proc/self/fd"))
         limits = {"cpu_s": 1, "memory_mb": 256, "output_mb": 1}
-        judge = RuleReward("code", sandbox=limits, partial_credit=True)
+        reward = RuleReward("code", sandbox=limits, partial_credit=True)
         prompt = Prompt(0, (1,), "code", json.dumps(tests), "attack")
         try:
-            judge.check([prompt])
+            reward.check([prompt])
         except ConfigError as refusal:  # a kernel may refuse namespaces to all but root
             refused = os.geteuid() != 0 and "refuses to isolate programs" in str(refusal)
-            print(f"{says}, since nothing is run: {refusal}" if refused else refusal)
+            print(f"{says}, because nothing was run: {refusal}" if refused else refusal)
             return 0 if refused else 2
         text = program.replace("PARENT", str(os.getpid())).replace("FOLDER", str(folder))
         responses = [Response(prompt, text)]
-        (judgement,) = read_scores(judge(responses), responses)
+        (judgement,) = read_scores(reward(responses), responses)
         after = os.getpriority(os.PRIO_PROCESS, 0), len(os.listdir("/proc/self/fd"))
         harm = "as before" if before == after else f"not as before: {before}, {after}"
         print(f"score {judgement.score}; the trainer is {harm}; {judgement.unscored}")
@@ -91,7 +91,7 @@ SIGNALS = (
     ),
     _row("`ptrace` of the trainer", CALL + "call('ptrace', 16, PARENT, 0, 0)\nescaped = True"),
     _row(
-        "asks not to die with its parent",
+        "clears the signal at its parent's end",
         CALL + "call('prctl', 1, 0, 0, 0, 0)\nescaped = True",
     ),
     _row(
@@ -105,7 +105,7 @@ SIGNALS = (
 RESOURCES = (
     _row("a fork bomb", "import os\nwhile True: os.fork(); escaped = True"),
     _row(
-        "a bomb of threads",
+        "a thread bomb",
         "import threading\nwhile True:\n"
         "    threading.Thread(target=threading.Event().wait).start(); escaped = True",
     ),
@@ -139,7 +139,7 @@ RESOURCES = (
     _row("a sparse file of 1 TB as output", "import os\nos.ftruncate(1, 1 << 40)\nescaped = True"),
 )
 
-DOORS = (
+ESCAPES = (
     _row("reads /etc/passwd", "open('/etc/passwd').read()\nescaped = True"),
     _row("reads the trainer's environment", "open('/proc/PARENT/environ').read()\nescaped = True"),
     _row("writes a file", "open('FOLDER/new', 'w').write('x')\nescaped = True"),
@@ -174,9 +174,9 @@ VERDICTS = (
     _forged("writes `NaN`", """b'{"isolated": true, "passed": [NaN], "error": null}'"""),
     _forged("writes JSON 20,000 levels deep", "b'[' * 20000"),
     _forged("writes a megabyte", "b'1' * (1 << 20)"),
-    _forged("says that it was not isolated", """b'!no namespaces'"""),
-    _forged("passes more tests than there are", "b'D' + b'1' * 1000 + b'.'"),
-    _forged("passes no test of one", "b'D.'"),
+    _forged("reports that it was not isolated", """b'!no namespaces'"""),
+    _forged("reports more passed tests than there are", "b'D' + b'1' * 1000 + b'.'"),
+    _forged("reports no result for one test", "b'D.'"),
     _forged("writes a verdict, then lets the tests run", "b'D1.'", then="escaped = True"),
     _row("closes every file", "import os\nos.closerange(0, 16)\nescaped = True"),
     _row("`os._exit(0)`", "import os\nos._exit(0)"),
@@ -192,7 +192,7 @@ VERDICTS = (
     _row("an exception whose text never ends", (
         "class Loop(Exception):\n    def __str__(self):\n        while True: pass\nraise Loop"
     )),
-    _row("an exception whose text is no text", (
+    _row("an exception whose text is not a string", (
         "class Odd(Exception):\n    def __str__(self): return 7\nraise Odd"
     )),
     _row("a subclass of BaseException", "class Stop(BaseException): pass\nraise Stop"),
@@ -208,14 +208,14 @@ VERDICTS = (
     )),
     _row("a crash of the interpreter", CALL + "ctypes.string_at(0)"),
     _row("a megabyte of open brackets", "(" * (1 << 20)),
-    _row("source with a null byte and half a character", "escaped = '\0\ud800'"),
+    _row("source with a null byte and half a surrogate pair", "escaped = '\0\ud800'"),
 )  # fmt: skip
 
 TABLE = Table(
     "Programs in the sandbox",
-    "Each program runs in namespaces and a session of its own, with none but harmless system "
-    "calls. Its score is between 0 and 1, whatever it writes: the trainer reads nothing but a mark "
-    "for each test, and measures how the program ended. Where the kernel lets only root isolate "
-    "programs, another user's run refuses to start instead.",
-    (*SIGNALS, *RESOURCES, *DOORS, *VERDICTS),
+    "Each program runs in its own namespaces and session, with harmless system calls only. Its "
+    "score is between 0 and 1, whatever it writes: the trainer reads only a mark for each test and "
+    "how the program ended. If the kernel lets only root isolate programs, a run of another user "
+    "refuses to start.",
+    (*SIGNALS, *RESOURCES, *ESCAPES, *VERDICTS),
 )

@@ -68,20 +68,20 @@ def _run_in_a_file(folder: Path) -> None:
 
 TABLE = Table(
     "Recipes",
-    "Everything wrong with a recipe is one message: keys, values, and text that was made to loop, "
-    "to grow or to run.",
+    "Each error in a recipe gives one message: unknown keys, wrong values, and text constructed to "
+    "loop, to expand or to run code.",
     (
         _recipe("a key that does not exist", "modle: 1\n", "modle"),
-        _recipe("a list that holds itself", "data: &a [*a]\n", "it refers to itself"),
+        _recipe("a list that contains itself", "data: &a [*a]\n", "it refers to itself"),
         _recipe("a billion values out of aliases of aliases", f"a: &a [1]\n{LAUGHS}", "values"),
-        _recipe("600 aliases, each inside the next", f"x0: &x0 []\n{CHAIN}", "levels deep"),
-        _recipe("500 lists inside each other", f"data: {DEEP}\n", "nested more than 100 levels"),
+        _recipe("600 nested aliases", f"x0: &x0 []\n{CHAIN}", "levels deep"),
+        _recipe("500 nested lists", f"data: {DEEP}\n", "nested more than 100 levels"),
         _recipe("a number of 5000 digits", f"data: {{seed: {LONG}}}\n", "5000 digits"),
         _recipe("a list as key", "? [a, b]\n: 1\n", "a sequence cannot be a key"),
         _recipe("a map as key", "{a: 1}: 2\n", "a mapping cannot be a key"),
         _recipe("a NUL in a path", 'model: {path: "a\\0b"}\n', "not valid in text"),
         _recipe("half a surrogate pair", 'model: {path: "\\ud800"}\n', "half a surrogate pair"),
-        _recipe("bytes that are no UTF-8", b"model: \xff\xfe\n", "not UTF-8"),
+        _recipe("bytes that are not UTF-8", b"model: \xff\xfe\n", "not UTF-8"),
         _recipe(
             "a tag that runs a command",
             "model: !!python/object/apply:os.system ['touch ../outside/done']\n",
@@ -89,10 +89,10 @@ TABLE = Table(
         ),
         _recipe("a tag that the value does not fit", "data: {seed: !!int x}\n", "match its tag"),
         _recipe("a merge of a number", "data:\n  <<: 5\n", "is not valid YAML"),
-        _recipe("what a terminal would obey", 'a: {"\\e]0;x\\a": 1}\n', "no such key"),
-        _recipe("a recipe that builds on itself", "base: ./recipe.yaml\n", "each other as base"),
+        _recipe("a terminal's escape sequence as key", 'a: {"\\e]0;x\\a": 1}\n', "no such key"),
+        _recipe("a recipe that is its own base", "base: ./recipe.yaml\n", "each other as base"),
         Attack(
-            "18 recipes, each building on the next one twice",
+            "18 recipes, each with the next one as base twice",
             prepare=_bases,
             run=_dry_run,
             says="modle",
@@ -104,7 +104,7 @@ TABLE = Table(
         _no_file("a recipe that is a link to itself", link("recipe.yaml"), "cannot be read"),
         _settings("500 brackets on the command line", "levels deep", f"data.task_kwargs={DEEP}"),
         _settings("a key of 10,000 parts", "is not a setting", ".".join(["a"] * 10_000) + "=1"),
-        _settings("a learning rate that is no number", "finite", "actor.optim.lr=.nan"),
+        _settings("a learning rate of NaN", "finite", "actor.optim.lr=.nan"),
         _settings("a negative batch", "train_batch_size", "data.train_batch_size=-8"),
         _settings("a path of 5000 characters", "File name too long", f"model.path={'x' * 5000}"),
         _settings("/ as run folder", "system's folder /", "trainer.default_local_dir=/"),

@@ -98,9 +98,9 @@ def _json(given: str, text: bytes, expected: str) -> Attack:
 
 TABLE = Table(
     "Reward servers",
-    "An answer is bounded in time and size, header by header; redirects are not followed; what a "
-    "message quotes of it is cut and holds neither control characters nor the key nor the URL's "
-    "query (every row checks that). Scores are finite numbers, as many as responses.",
+    "An answer is limited in time and size, headers included; redirects are not followed. A "
+    "message quotes a shortened answer without control characters, without the key and without the URL's "
+    "query (every row checks that). The server must send one finite score per response.",
     (
         Attack(
             "a redirect to another server",
@@ -114,17 +114,17 @@ TABLE = Table(
             "a redirect to file:///etc/passwd; redirects are not followed",
         ),
         _row(
-            "headers that come a byte at a time, for ever",
+            "headers sent a byte at a time, forever",
             endless(b"HTTP/1.1 200 OK\r\nX: ", b"y", 0.2),
             "no complete answer within 2 s",
         ),
         _row(
-            "a body that comes a byte at a time",
+            "a body sent a byte at a time",
             endless(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b"[", 0.2),
             "no complete answer within 2 s",
         ),
         _row(
-            "`100 Continue` for ever",
+            "`100 Continue` forever",
             endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.01),
             "no complete answer within 2 s",
         ),
@@ -143,18 +143,18 @@ TABLE = Table(
             "its answer is larger than 16 MiB",
         ),
         _row(
-            "chunks for ever",
+            "chunks forever",
             endless(CHUNKED, b"10000\r\n" + b" " * 65536 + b"\r\n"),
             "its answer is larger than 16 MiB",
         ),
         _row(
-            "a chunk of length -1, and bytes for ever",
+            "a chunk of length -1, and bytes forever",
             endless(CHUNKED + b"-1\r\n", b" " * 65536),
             "its answer is larger than 16 MiB",
         ),
         _row("a chunk of 2^62 bytes", raw(CHUNKED + b"4000000000000000\r\n{}"), "IncompleteRead"),
         _row(
-            "trailers for ever",
+            "trailers forever",
             endless(CHUNKED + b"0\r\n", b"X: y\r\n" * 1000),
             "its answer is larger than 16 MiB",
         ),
@@ -173,7 +173,7 @@ TABLE = Table(
             raw(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 100_000 + b"\r\n"),
             "got more than 100 headers",
         ),
-        _row("no HTTP but terminal escapes", raw(ESCAPES + b"\r\n"), "BadStatusLine: ]0;owned[2J"),
+        _row("terminal escapes, not HTTP", raw(ESCAPES + b"\r\n"), "BadStatusLine: ]0;owned[2J"),
         _row(
             "terminal escapes in an error's reason and body",
             raw(b"HTTP/1.1 503 " + ESCAPES[:20] + b"\r\n\r\n" + ESCAPES),
@@ -185,7 +185,7 @@ TABLE = Table(
             "HTTP 400 POST /score?***",
         ),
         _row(
-            "a passing error that echoes the request",
+            "a temporary error that echoes the request",
             echoes(b"500"),
             "failed 2 times, last: HTTP 500 POST /score?***",
             retries=1,
@@ -195,7 +195,7 @@ TABLE = Table(
             "an answer that is the key, a thousand times", says(KEY.encode() * 1000), "sent no JSON"
         ),
         _row(
-            "half an answer",
+            "an incomplete answer",
             raw(b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"scores": [1, 1]}'),
             "IncompleteRead",
         ),
@@ -215,9 +215,9 @@ TABLE = Table(
             "..., not a finite number",
         ),
         _json("has a score of 5,000 digits", b'{"scores": [1%05000d, 1]}' % 0, "sent no JSON"),
-        _json("has one score for two", b'{"scores": [1]}', "it sent a list of 1"),
+        _json("has one score for two responses", b'{"scores": [1]}', "it sent a list of 1"),
         _json("nests the scores", b'{"scores": [[1], [1]]}', "is [1], not a finite number"),
-        _json("has scores as texts", b'{"scores": ["1", "1"]}', "is '1', not a finite number"),
+        _json("has scores as strings", b'{"scores": ["1", "1"]}', "is '1', not a finite number"),
         _json("has a score of null", b'{"scores": [null, 1]}', "is None, not a finite number"),
         _json("has an object without a score", b'{"scores": [{"acc": 1}, 1]}', "is missing"),
         _json("has no scores", b'{"score": [1, 1]}', "it sent no such list"),

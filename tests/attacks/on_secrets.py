@@ -57,7 +57,7 @@ def kept_secret(
         texts = [text, *(path.read_bytes().decode(errors="replace") for path in written)]
         shown = [secret for secret in ALL if any(secret in each for each in texts)]
         print("a secret shows" if shown else text)
-        print("no secret found" if says in text and not shown else "not as it should be")
+        print("no secret found" if says in text and not shown else "unexpected output")
         return code
 
     return run
@@ -126,9 +126,9 @@ _DRY = ("--dry-run", *TINY)
 
 TABLE = Table(
     "Secrets",
-    "A secret is found by the key above it, by its shape, by its place in a URL, and as the value "
-    "of an environment variable; nothing a program prints or writes holds it. Each row has such a "
-    "secret in its input and looks for it in the output and in all new files.",
+    "A secret is recognised by its key, by its format, by its place in a URL, or as the value of "
+    "an environment variable; no program prints it or writes it to a file. The input of each row "
+    "contains such a secret, and the test searches the output and all new files for it.",
     (
         _row(
             "`api_key` among the options of the server",
@@ -145,7 +145,7 @@ TABLE = Table(
             code=0,
         ),
         _row(
-            "a password that is a number's neighbour in a list",
+            "a password beside a number in a list",
             "resolved recipe",
             *_DRY,
             f"reward.kwargs={{passwords: [1, {PLAIN}]}}",
@@ -216,7 +216,7 @@ TABLE = Table(
             code=0,
         ),
         _row(
-            "a recipe that is no YAML, at the line of a key",
+            "a recipe that is not YAML, at the line of a key",
             "is not valid YAML",
             "--dry-run",
             recipe=f'rollout:\n  server_args:\n    api_key: "{PLAIN}": x\n',
@@ -250,14 +250,14 @@ TABLE = Table(
             environment={"AWS_ACCESS_KEY_ID": f"{PLAIN}/x"},
         ),
         _row(
-            "the value of `HF_TOKEN` in a folder that `mppo-replay` is given",
+            "the value of `HF_TOKEN` in a folder for `mppo-replay`",
             "has no",
             f"/runs/{PLAIN}",
             module="mppo.replay",
             environment={"HF_TOKEN": PLAIN},
         ),
         _row(
-            "a token in a folder that `mppo-convert` is given",
+            "a token in a folder for `mppo-convert`",
             "error:",
             "inspect",
             f"/models/{HUB}",
@@ -283,7 +283,7 @@ TABLE = Table(
             writes=("run/*",),
         ),
         Attack(
-            "the process table, where an SGLang server's command line stands",
+            "the process table with an SGLang server's command line",
             kept_secret("0o600 0o700", _server_file, {}),
             "no secret found",
             code=0,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from attacks.attack import Attack, Table
 
-SAYS = "scores 0.0 and 1.0; the heartbeat went on"
+SAYS = "scores 0.0 and 1.0; the heartbeat continued"
 TIMEOUT_S = 1.5
 HEARTBEAT_TIMEOUT_S = 20.0
 
 
-def _judged(verifier: str, response: str, honest: str, truth: str, says: str):
+def _scored(verifier: str, response: str, honest: str, truth: str, says: str):
     """Score the response, then an honest one, as a run does; a thread must keep running."""
 
     def run(folder: Path) -> int:
@@ -25,22 +25,22 @@ def _judged(verifier: str, response: str, honest: str, truth: str, says: str):
         package, _, family = verifier.partition(":")
         needed = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}.get(package)
         if needed and find_spec(needed) is None:
-            print(f"{says}, since nothing is run: {needed} is not installed")
+            print(f"{says}, because nothing was run: {needed} is not installed")
             return 0
         answer, extra = _entry(family) if family else (honest, {})
-        judge = RuleReward(package, timeout_s=TIMEOUT_S)
+        reward = RuleReward(package, timeout_s=TIMEOUT_S)
         prompt = Prompt(0, (1,), "attack", truth, "attack", extra)
         text = response.replace("PARENT", "__import__('os').getppid()")
         with _beating() as beats:
             first, second = (
-                read_scores(judge([response]), [response])[0]
+                read_scores(reward([response]), [response])[0]
                 for response in (
                     Response(prompt, text.replace("FOLDER", str(folder))),
                     Response(prompt, answer),
                 )
             )
         longest = max(b - a for a, b in pairwise(beats))
-        beating = "went on" if longest < HEARTBEAT_TIMEOUT_S else f"was {longest:.0f} s late"
+        beating = "continued" if longest < HEARTBEAT_TIMEOUT_S else f"was {longest:.0f} s late"
         scores = f"scores {first.score} and {second.score}"
         print(f"{scores}; the heartbeat {beating}; {first.unscored}")
         return 0
@@ -83,7 +83,7 @@ def _entry(family: str) -> tuple[str, dict]:
 
 
 def _row(given: str, verifier: str, response: str, honest: str, truth: str = "17") -> Attack:
-    run = _judged(verifier, response, honest, truth, SAYS)
+    run = _scored(verifier, response, honest, truth, SAYS)
     return Attack(given, run=run, says=SAYS, code=0)
 
 
@@ -104,9 +104,10 @@ MILLION = 1_000_000
 
 TABLE = Table(
     "Answers of the model",
-    "Verifiers whose time a response could stretch run in processes that may only read and "
-    "compute, and are killed after `reward.timeout_s`; the time of the others grows with the "
-    "length of the response alone. Each row is followed by a right answer, which must score 1.",
+    "Verifiers whose running time depends on the content of a response run in processes that can "
+    "only read files and compute; they are killed after `reward.timeout_s`. The time of the other "
+    "verifiers depends only on the length of the response. After each row a correct answer is "
+    "scored and must get 1.",
     (
         _math("a tower of powers", r"\boxed{9^{9^{9^9}}}"),
         _math("the factorial of a billion", r"\boxed{(10^9)!}"),
@@ -114,11 +115,11 @@ TABLE = Table(
         _math("a product of 10^8 factors", r"\boxed{\prod_{i=1}^{100000000} i}"),
         _math("a binomial coefficient of a billion", r"\boxed{\binom{10^9}{10^8}}"),
         _math("the expansion of a power", r"\boxed{(x+1)^{100000} - x}"),
-        _math("5,000 brackets in each other", "\\boxed{" + "(" * 5000 + ")" * 5000 + "}"),
+        _math("5,000 nested brackets", "\\boxed{" + "(" * 5000 + ")" * 5000 + "}"),
         _math("a number of a million digits", "\\boxed{" + "9" * MILLION + "}"),
         _math("100,000 additions", "1+" * 100_000),
         _math("a million dollar signs", "$" * MILLION),
-        _gym("a power that never ends", "countdown", "9**9**9**9"),
+        _gym("a power tower", "countdown", "9**9**9**9"),
         _gym(
             "a command",
             "countdown",
@@ -126,7 +127,7 @@ TABLE = Table(
         ),
         _gym("a signal to the trainer", "n_queens", "__import__('os').kill(PARENT, 9)"),
         _gym("an endless loop", "n_queens", "exec('while True: pass')"),
-        _gym("the end of the process", "spiral_matrix", "__import__('os')._exit(0)"),
+        _gym("an exit of the process", "spiral_matrix", "__import__('os')._exit(0)"),
         _gym("a list of 80 GB", "string_insertion", "[0] * 10**10"),
         _gym("a new file", "n_queens", "open('FOLDER/new', 'w')"),
         _gym("a connection", "n_queens", "__import__('socket').create_connection(('::1', 80))"),

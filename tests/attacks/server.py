@@ -29,8 +29,8 @@ rmdir "$1/interpreter" "$1/checkout"
 shift 3
 exec setpriv --reuid=65534 --regid=65534 --clear-groups "$@"
 """
-"""Interpreter and checkout may lie below /root, where no other user can look: in a mount namespace
-of their own, they are the only things there."""
+"""Interpreter and checkout may be below /root, which other users cannot read: in a separate mount
+namespace, /root contains only them."""
 
 
 class AttackServer:
@@ -38,7 +38,7 @@ class AttackServer:
 
     Args:
         process: the fork server.
-        world: the folder around every attack's own.
+        world: the folder that contains a folder for each attack.
     """
 
     def __init__(self, process: subprocess.Popen[str], world: Path) -> None:

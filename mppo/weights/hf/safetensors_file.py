@@ -92,8 +92,8 @@ def _stored(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
     kind, shape, places = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not are_sizes(shape) or not are_sizes(places) or len(places) != 2:
         raise ValueError(
-            f"{file}: {name} has shape {_shown(shape)} at {_shown(places)}: not whole numbers "
-            "from 0; put a good copy in its place"
+            f"{file}: {name} has shape {_shown(shape)} at {_shown(places)}: not integers "
+            "from 0 on; replace it with an intact copy"
         )
     if not isinstance(kind, str) or kind not in DTYPES:
         raise ValueError(f"{file}: {name} has dtype {_shown(kind)}, which is not supported")
