@@ -2,8 +2,8 @@
 
     python benchmarks/same_metrics.py OTHER_CHECKOUT [--recipe RECIPE] [section.key=value ...]
 
-Both checkouts use the environment of this script. Metrics with times or sizes of this machine are not
-compared; all others must be equal to the last digit. Exit code 1 if one differs.
+Both checkouts use the environment of this script. Metrics with times or sizes of this machine are
+not compared; all others must be equal to the last digit. Exit code 1 if one differs.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def _json(given: str, text: bytes, expected: str) -> Attack:
 TABLE = Table(
     "Reward servers",
     "An answer is limited in time and size, headers included; redirects are not followed. A "
-    "message quotes a shortened answer without control characters, without the key and without the URL's "
-    "query (every row checks that). The server must send one finite score per response.",
+    "message quotes a shortened answer without control characters, without the key and without "
+    "the URL's query (every row checks that). The server must send one finite score per response.",
     (
         Attack(
             "a redirect to another server",
