@@ -8,12 +8,14 @@ import stat
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pytest
 from attacks.attack import nothing
 from attacks.fork_server import TRACEBACK
 from attacks.server import AttackServer
 from attacks.tables import TABLES
 
 ROWS = [(name, row) for name, table in TABLES.items() for row in range(len(table.attacks))]
+every_row = pytest.mark.parametrize(("table", "row"), ROWS, ids=str)
 LARGE = 1 << 26
 """Files of more bytes are compared by size and time, not by content."""
 SLACK_S = 60.0

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from attacks.document import document
-from attacks.row_check import ROWS, check
-from attacks.server import attack_server
+from attacks.row_check import ROWS, check, every_row
 
 ROOT = Path(__file__).parents[2]
+AS_NOBODY = False
 
 
-@pytest.fixture(scope="module")
-def server():
-    with attack_server(as_nobody=False) as server:
-        yield server
-
-
-@pytest.mark.parametrize(("table", "row"), ROWS, ids=str)
+@every_row
 def test_a_hostile_input_is_refused_in_time_and_changes_nothing(server, table, row):
     check(server, table, row)
 

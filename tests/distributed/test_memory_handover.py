@@ -89,18 +89,11 @@ class Trainer:
 
 
 def ledger_process(
-    ledger: Path,
-    gpus: int,
-    index: int,
-    options: Mapping[str, Any],
-    environment: Mapping[str, str],
-    api_key: str,
-    folder: Path,
-    start_timeout_s: float,
-    broadcasts: bool,
-) -> ServerProcess:
+    ledger: Path, gpus: int, index: int, *, environment: Mapping[str, str], api_key: str,
+    folder: Path, start_timeout_s: float, **others: Any,
+) -> ServerProcess:  # fmt: skip
     """As ``own_server``, with the test server instead of SGLang; it never broadcasts."""
-    assert not broadcasts
+    assert not others["broadcasts"]
     return ServerProcess(
         name=f"test server {index}",
         command=lambda port: [sys.executable, str(SERVER), str(ledger), str(gpus), str(port)],

@@ -16,14 +16,12 @@ import yaml
 from sglang_case import (
     FAMILIES,
     TOLERANCE,
-    Case,
     needs_sglang,
     own,
     processes_of,
     prompts,
     response_logprobs,
     server_process,
-    synced_case,
 )
 
 from checkpoints_convert.__main__ import main as convert
@@ -41,11 +39,6 @@ from mppo.safety.temporary import own_folder
 from mppo.weights.bucket import WeightBucket
 
 pytestmark = [pytest.mark.server, needs_sglang]
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory) -> Iterator[Case]:
-    yield from synced_case(tmp_path_factory.mktemp("qwen2"))
 
 
 def test_the_server_listens_on_loopback_and_requires_the_key(qwen2) -> None:

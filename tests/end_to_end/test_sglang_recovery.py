@@ -11,12 +11,10 @@ import psutil
 import pytest
 from sglang_case import (
     TOLERANCE,
-    Case,
     needs_sglang,
     prompts,
     response_logprobs,
     server_process,
-    synced_case,
 )
 
 from mppo.batch import Trajectory
@@ -26,11 +24,6 @@ from mppo.rollout.engine import WeightSource
 from mppo.weights.bucket import WeightBucket
 
 pytestmark = [pytest.mark.server, needs_sglang]
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory) -> Iterator[Case]:
-    yield from synced_case(tmp_path_factory.mktemp("qwen2"))
 
 
 @pytest.mark.parametrize(("end", "why"), [("kill", ""), ("suspend", "no answer within 15 s")])

@@ -7,6 +7,7 @@ from mppo.config.verl.row import (
     NOTHING,
     OFF,
     PROFILER,
+    TEXT_ONLY,
     Converted,
     Ignored,
     Refused,
@@ -15,7 +16,6 @@ from mppo.config.verl.row import (
 
 _PACKED = Ignored("sequences are always packed; no padding is computed")
 _MEGATRON = Ignored("every role runs on Megatron-Core; <role>.megatron.* is its layout")
-_TEXT_ONLY = Ignored("prompts are text; images, video and audio are not supported")
 _LORA = "LoRA is not supported: all weights are trained"
 _DIST_CHECKPOINT = Refused(
     "model.path is read directly: no checkpoint has to be converted for Megatron first",
@@ -222,7 +222,7 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
         "actor.{use_rollout_log_probs,tis_imp_ratio_cap}",
         Refused("has another name in mppo", "set algorithm.rollout_correction.*"),
     ),
-    VerlRow("actor.freeze_vision_tower", _TEXT_ONLY),
+    VerlRow("actor.freeze_vision_tower", TEXT_ONLY),
     VerlRow("actor_rollout_ref.hybrid_engine", Ignored("rollout.mode decides it"), (True,)),
     VerlRow(
         "actor_rollout_ref.hybrid_engine",

@@ -67,5 +67,6 @@ NOTHING = (None, False, 0, "", "null", "None", [], {})
 """Values that turn an option off."""
 
 OFF = Ignored("the option is off, and mppo does not have it")
+TEXT_ONLY = Ignored("prompts are text; images, video and audio are not supported")
 NO_PROFILER = Ignored("mppo has no built-in profiler")
 PROFILER = Refused("mppo has no built-in profiler", "remove it; run torchrun under nsys profile")

@@ -7,6 +7,7 @@ from mppo.config.verl.row import (
     NOTHING,
     OFF,
     PROFILER,
+    TEXT_ONLY,
     Converted,
     Ignored,
     Refused,
@@ -14,7 +15,6 @@ from mppo.config.verl.row import (
 )
 
 _RAY = Ignored("mppo does not use Ray: torchrun, srun or mpirun starts the ranks")
-_TEXT_ONLY = Ignored("prompts are text; images, video and audio are not supported")
 _REWARD_WORKER = Ignored("it is about verl's reward model workers; scores come from reward.*")
 _MULTI_TURN = Ignored("a prompt has one response; turns and tools are not supported")
 _DUMP = Refused(
@@ -113,7 +113,7 @@ RUN_ROWS: tuple[VerlRow, ...] = (
         "data.{dataloader_num_workers,filter_overlong_prompts_workers,validation_shuffle}",
         Ignored("prompts are read once, when the run starts"),
     ),
-    VerlRow("data.{image_key,video_key,audio_key,image_patch_size}", _TEXT_ONLY),
+    VerlRow("data.{image_key,video_key,audio_key,image_patch_size}", TEXT_ONLY),
     VerlRow("data.reward_fn_key", Ignored("the column is data_source"), ("data_source",)),
     VerlRow(
         "data.reward_fn_key",

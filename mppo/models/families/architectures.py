@@ -88,22 +88,20 @@ def llama(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """Llama 1 to 3, deepseek-llm, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3: dense, grouped heads."""
     rope_kwargs, attributes = plain_rope(hf_config)
     window_size, window_layers = _window(hf_config, shape)
-    return FamilyConfig(
-        model_type=shape.model_type,
-        is_mla=False,
-        transformer_kwargs=_common_kwargs(hf_config, shape)
-        | {
+    return _family(
+        hf_config,
+        shape,
+        transformer_kwargs={
             "num_query_groups": shape.kv_heads,
             "kv_channels": shape.head_dim,
             "add_qkv_bias": shape.qkv_bias,
             "qk_layernorm": shape.qk_norm,
         }
         | _window_kwargs(window_size, window_layers),
-        gpt_kwargs=_gpt_kwargs(shape) | rope_kwargs,
+        gpt_kwargs=rope_kwargs,
         config_attributes=attributes,
         window_size=window_size,
         window_layers=window_layers,
-        activation=activation_name(hf_config),
     )
 
 
@@ -240,12 +238,27 @@ def _common_kwargs(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _gpt_kwargs(shape: ModelShape) -> dict[str, Any]:
-    return {
-        "vocab_size": shape.vocab,
-        "share_embeddings_and_output_weights": shape.tied,
-        "position_embedding_type": "rope",
-    }
+def _family(
+    hf_config: Any,
+    shape: ModelShape,
+    transformer_kwargs: dict[str, Any],
+    gpt_kwargs: dict[str, Any] | None = None,
+    **fields: Any,
+) -> FamilyConfig:
+    """Add the arguments that all architectures share."""
+    return FamilyConfig(
+        model_type=shape.model_type,
+        is_mla=shape.mla is not None,
+        transformer_kwargs=_common_kwargs(hf_config, shape) | transformer_kwargs,
+        gpt_kwargs={
+            "vocab_size": shape.vocab,
+            "share_embeddings_and_output_weights": shape.tied,
+            "position_embedding_type": "rope",
+            **(gpt_kwargs or {}),
+        },
+        activation=activation_name(hf_config),
+        **fields,
+    )
 
 
 def _mla(hf_config: Any, shape: ModelShape) -> FamilyConfig:
@@ -256,11 +269,10 @@ def _mla(hf_config: Any, shape: ModelShape) -> FamilyConfig:
             "rope_interleave", False, "Megatron's MLA rotates interleaved pairs",
             "use the family's usual layout",
         )  # fmt: skip
-    return FamilyConfig(
-        model_type=shape.model_type,
-        is_mla=True,
-        transformer_kwargs=_common_kwargs(hf_config, shape)
-        | {
+    return _family(
+        hf_config,
+        shape,
+        transformer_kwargs={
             "q_lora_rank": mla.q_lora_rank,
             "kv_lora_rank": mla.kv_lora_rank,
             "qk_head_dim": mla.qk_nope_head_dim,
@@ -269,9 +281,7 @@ def _mla(hf_config: Any, shape: ModelShape) -> FamilyConfig:
             "qk_layernorm": True,
         }
         | mla_rope(hf_config),
-        gpt_kwargs=_gpt_kwargs(shape),
         config_attributes={"mla_norm_epsilon": MLA_NORM_EPSILON},
-        activation=activation_name(hf_config),
         mla_norm_epsilon=MLA_NORM_EPSILON,
     )
 

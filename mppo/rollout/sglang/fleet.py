@@ -130,11 +130,11 @@ class Fleet:
                 environment |= sleeping_environment(gpus[server])
             self.processes[server] = make_server(
                 server,
-                options,
-                environment,
-                self.key or "",
-                folder,
-                self._rollout.start_timeout_s,
+                options=options,
+                environment=environment,
+                api_key=self.key or "",
+                folder=folder,
+                start_timeout_s=self._rollout.start_timeout_s,
                 broadcasts=self._rollout.sync == "distributed",
             )
 
