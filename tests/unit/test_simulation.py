@@ -127,7 +127,7 @@ def test_depths_hold_every_kind_of_layer(recipe, rank, first, second, wanted):
     if first is None:
         assert depths is None
         return
-    assert (depths.first, depths.second, depths.wanted["actor"]) == (first, second, wanted)
+    assert (depths.first, depths.second, depths.full["actor"]) == (first, second, wanted)
     shallow = with_layers(case, first)
     layout = roles_in_use(case.recipe)[0].megatron.layout(case.world_size)
     assert shallow.hf_configs["actor"].num_hidden_layers == first * layout.pp
