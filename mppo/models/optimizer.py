@@ -15,7 +15,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
-    clip_grads,
     get_megatron_optimizer,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -85,18 +84,27 @@ class PendingNorm:
         """The norm, inf where the gradient overflowed."""
         for work in self.works:
             work.wait()
-        norms = [square.item() ** 0.5 for square in self.squares]
+        norms = [square**0.5 for square in torch.cat(self.squares).tolist()]  # one copy to the host
         norm = norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
         return math.inf if self.overflow and math.isfinite(norm) else norm
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Of this rank's share, float32 ``[1]``."""
+    """Of this rank's share, float32 ``[1]``.
+
+    Without Transformer Engine and Apex, Megatron's own function waits for the GPU once per tensor.
+    """
     if not gradients:
         return torch.zeros(1, device=device.device())
-    unused = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
-    norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, unused, [gradients], False)
-    return norm**2.0
+    norms = torch._foreach_norm(gradients)
+    return torch.stack(norms).norm().square().view(1)
+
+
+def _clip(gradients: list[torch.Tensor], max_norm: float, norm: float) -> None:
+    """Scale gradients whose norm is ``norm`` to at most ``max_norm``, as Megatron does."""
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1 and gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 class RoleOptimizer:
@@ -216,9 +224,7 @@ class RoleOptimizer:
             norm: of the gradient, from :meth:`start_norm`.
         """
         for optimizer in self.parts:
-            parameters: list[torch.Tensor] = [*optimizer.get_parameters()]
-            if optimizer.config.clip_grad > 0 and parameters:
-                clip_grads.clip_grad_by_total_norm_fp32(
-                    parameters, optimizer.config.clip_grad, norm
-                )
+            if optimizer.config.clip_grad > 0:
+                gradients = [p.grad for p in optimizer.get_parameters() if p.grad is not None]
+                _clip(gradients, optimizer.config.clip_grad, norm)
         self.megatron.step_with_ready_grads()

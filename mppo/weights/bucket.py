@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mppo.weights.copies import copy_tensors
+
 ALIGNMENT = 16
 """Bytes; a tensor of any dtype can be viewed at a multiple of it."""
 
@@ -120,8 +122,8 @@ class WeightBucket:
         named = list(tensors)
         layout = BucketLayout.plan([(n, t.dtype, t.shape) for n, t in named], alignment)
         content = torch.empty(layout.nbytes, dtype=torch.uint8, device=named[0][1].device)
-        for place, (_, tensor) in zip(layout.places, named, strict=True):
-            place.view(content).copy_(tensor.detach())
+        places = (place.view(content) for place in layout.places)
+        copy_tensors(zip(places, (tensor for _, tensor in named), strict=True))
         return cls(layout, content)
 
     def by_dtype(self) -> Iterator[WeightBucket]:
@@ -133,7 +135,8 @@ class WeightBucket:
         for name, tensor in self:
             groups.setdefault(tensor.dtype, []).append((name, tensor))
         for named in groups.values():
-            yield WeightBucket.pack(named, alignment=1)
+            dense = BucketLayout.plan(((n, t.dtype, t.shape) for n, t in named), alignment=1)
+            yield self if dense == self.layout else WeightBucket.pack(named, alignment=1)
 
 
 def nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -7,7 +7,7 @@ and one broadcast over PP, for any number of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Coordinates, Layout
 from mppo.weights.blocks import ZERO
 from mppo.weights.bucket import BucketLayout, WeightBucket, aligned, nbytes_of
+from mppo.weights.copies import Slice, copy_tensors, folded, slice_copy
 from mppo.weights.shape import model_shape
 from mppo.weights.slots import Slot, find_slots
 from mppo.weights.table import Entry, Row, Table, parameter_table
@@ -117,7 +118,7 @@ class WeightStream:
         bucket = WeightBucket(plan.layout, content)
         if plan.stage == self.coordinates.pp:
             with torch.no_grad():
-                self._assemble(plan, dict(bucket))
+                self._assemble(plan, bucket)
         if self.layout.pp > 1:
             assert self.groups.pp is not None
             source = dist.get_global_rank(self.groups.pp, plan.stage)
@@ -155,78 +156,92 @@ class WeightStream:
         )
         return BucketPlan(units[0].stage, tuple(units), layout)
 
-    def _assemble(self, plan: BucketPlan, tensors: dict[str, Tensor]) -> None:
-        """Fill ``tensors`` on the stage that owns them."""
+    def _assemble(self, plan: BucketPlan, bucket: WeightBucket) -> None:
+        """Fill a bucket of this stage; collective over the stage."""
         plain = [e for unit in plan.units if unit.expert is None for e in unit.entries]
-        cut = [self.slots[entry.name] for entry in plain if self.slots[entry.name].size > 1]
-        for entry in plain:
-            slot = self.slots[entry.name]
-            if slot.size == 1:
-                self._place(slot, entry, 0, slot.tensor, tensors)
+        slots = [self.slots[entry.name] for entry in plain]
+        tensors = dict(bucket)
+        copy_tensors(
+            pair for slot in slots if slot.size == 1 for pair in self._blocks(slot, tensors)
+        )
+        cut = [slot for slot in slots if slot.size > 1]
         if cut:
             # one all-gather for all sharded tensors of the bucket
-            shards = _all_gather(self._pack(cut), self.groups.tp, self.layout.tp)
-            for rank, shard in enumerate(shards):
-                self._unpack(cut, [slot.entry for slot in cut], rank, shard, tensors)
+            packed, firsts = self._pack(cut)
+            gathered = _all_gather(packed, self.groups.tp, self.layout.tp)
+            shards = [
+                (slot, slot.entry, rank, rank * len(packed) + first)
+                for rank in range(self.layout.tp)
+                for slot, first in zip(cut, firsts)
+            ]
+            self._unpack(gathered, shards, bucket)
         experts = [unit for unit in plan.units if unit.expert is not None]
         if experts:
-            self._assemble_experts(experts, tensors)
+            self._assemble_experts(experts, bucket)
 
-    def _assemble_experts(self, units: list[Unit], tensors: dict[str, Tensor]) -> None:
-        per_rank = self.table.shape.num_experts // self.layout.ep
+    def _assemble_experts(self, units: list[Unit], bucket: WeightBucket) -> None:
+        ep, etp = self.layout.ep, self.layout.etp
+        per_rank = self.table.shape.num_experts // ep
         own = [self.slots[e.name] for u in units for e in u.entries if e.name in self.slots]
-        shards = _all_gather(self._pack(own), self.groups.etp, self.layout.etp)
-        everywhere = _all_gather(shards.flatten(), self.groups.ep, self.layout.ep)
-        for ep, of_ep in enumerate(everywhere):
+        packed, firsts = self._pack(own)
+        gathered = _all_gather(packed, self.groups.etp, etp)
+        gathered = _all_gather(gathered, self.groups.ep, ep)
+        shards = []
+        for number in range(ep * etp):
             # every rank packs the same local experts, so only the global index differs
-            shift = (ep - self.coordinates.ep) * per_rank
-            entries = [
-                Entry(s.entry.row, s.entry.layer, _shifted(s.entry.expert, shift)) for s in own
-            ]
-            for rank, shard in enumerate(of_ep.view(self.layout.etp, -1)):
-                self._unpack(own, entries, rank, shard, tensors)
+            shift = (number // etp - self.coordinates.ep) * per_rank
+            for slot, first in zip(own, firsts):
+                entry = Entry(slot.entry.row, slot.entry.layer, _shifted(slot.entry.expert, shift))
+                shards.append((slot, entry, number % etp, number * len(packed) + first))
+        self._unpack(gathered, shards, bucket)
 
-    def _pack(self, slots: list[Slot]) -> Tensor:
-        """This rank's shards, end to end: uint8."""
-        sizes = [aligned(nbytes_of(s.tensor.shape, self._export_dtype(s.entry))) for s in slots]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        offset = 0
-        for slot, size in zip(slots, sizes):
-            dtype = self._export_dtype(slot.entry)
-            _bytes_as(flat[offset:], dtype, tuple(slot.tensor.shape)).copy_(slot.tensor)
-            offset += size
-        return flat
+    def _pack(self, slots: list[Slot]) -> tuple[Tensor, list[int]]:
+        """This rank's shards, end to end (uint8), and the first byte of each."""
+        layout = BucketLayout.plan(
+            (slot.entry.name, self._export_dtype(slot.entry), slot.tensor.shape) for slot in slots
+        )
+        flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
+        copy_tensors((place.view(flat), slot.tensor) for place, slot in zip(layout.places, slots))
+        return flat, [place.start for place in layout.places]
+
+    def _blocks(
+        self, slot: Slot, tensors: dict[str, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The places of an unsharded parameter's blocks in ``tensors``, and the blocks."""
+        offset, dim = 0, slot.entry.cut_dim
+        for block in slot.blocks(self.table.shape.kv_heads):
+            if block.source != ZERO:
+                target = tensors[slot.entry.hf[block.source]]
+                into = target.narrow(dim, block.start, block.length)
+                yield into, slot.tensor.narrow(dim, offset, block.length)
+            offset += block.length
 
     def _unpack(
-        self, slots: list[Slot], entries: list[Entry], rank: int, flat: Tensor,
-        tensors: dict[str, Tensor],
-    ) -> None:  # fmt: skip
-        """Copy another rank's shards into ``tensors``.
+        self, gathered: Tensor, shards: Iterable[tuple[Slot, Entry, int, int]], bucket: WeightBucket
+    ) -> None:
+        """Copy the blocks of shards to their places in a bucket.
 
         Args:
-            slots: this rank's slots, in the order ``_pack`` used.
-            entries: the parameter of each slot on that rank.
-            rank: that rank's index in the group.
-            flat: uint8, what that rank packed.
-            tensors: the bucket's tensors.
+            gathered: uint8, what ``_pack`` returned on several ranks, end to end.
+            shards: this rank's slot, the parameter on the other rank, that rank's index in the
+                slot's group, and the shard's first byte in ``gathered``.
+            bucket: the bucket.
         """
-        offset = 0
-        for slot, entry in zip(slots, entries):
-            dtype, shape = self._export_dtype(slot.entry), tuple(slot.tensor.shape)
-            self._place(slot, entry, rank, _bytes_as(flat[offset:], dtype, shape), tensors)
-            offset += aligned(nbytes_of(shape, dtype))
-
-    def _place(
-        self, slot: Slot, entry: Entry, rank: int, shard: Tensor, tensors: dict[str, Tensor]
-    ) -> None:
-        """Copy a shard's blocks to their places in the Hugging Face tensors."""
-        padded = slot.tensor.shape[0] * slot.size if entry.row.kind == "vocab" else 0
-        offset, dim = 0, entry.cut_dim
-        for block in entry.blocks(rank, slot.size, self.table.shape.kv_heads, padded):
-            if block.source != ZERO:
-                target = tensors[entry.hf[block.source]].narrow(dim, block.start, block.length)
-                target.copy_(shard.narrow(dim, offset, block.length))
-            offset += block.length
+        places = {place.name: place for place in bucket.layout.places}
+        copies = []
+        for slot, entry, rank, first in shards:
+            shape, dim, offset = tuple(slot.tensor.shape), entry.cut_dim, 0
+            padded = shape[0] * slot.size if entry.row.kind == "vocab" else 0
+            for block in entry.blocks(rank, slot.size, self.table.shape.kv_heads, padded):
+                if block.source != ZERO:
+                    place = places[entry.hf[block.source]]
+                    source = Slice(first, shape, offset)
+                    target = Slice(place.start, place.shape, block.start)
+                    itemsize = place.dtype.itemsize
+                    copies.append(slice_copy(source, target, dim, block.length, itemsize))
+                offset += block.length
+        for copy in folded(copies):
+            copy.run(gathered, bucket.content)
 
 
 def owners(stages: Sequence[Sequence[tuple]]) -> dict[Any, int]:
@@ -278,15 +293,10 @@ def _shifted(expert: int | None, shift: int) -> int:
     return expert + shift
 
 
-def _bytes_as(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The first bytes of ``flat`` as a tensor."""
-    return flat[: nbytes_of(shape, dtype)].view(dtype).view(shape)
-
-
 def _all_gather(flat: Tensor, group: dist.ProcessGroup | None, size: int) -> Tensor:
-    """Every rank's ``flat``: ``[size, len(flat)]``."""
+    """Every rank's ``flat``, end to end."""
     if size == 1:
-        return flat[None]
+        return flat
     out = torch.empty(size * len(flat), dtype=flat.dtype, device=flat.device)
     dist.all_gather_into_tensor(out, flat, group=group)
-    return out.view(size, -1)
+    return out

@@ -205,8 +205,9 @@ class DiskTransport:
         if not self._writes:
             return
         shard = f"model-{len(set(self._index.values())) + 1:05d}.safetensors"
+        on_host = WeightBucket(bucket.layout, bucket.content.cpu())
         # a copy of its own for each: save_file refuses tensors that share a storage
-        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket}
+        tensors = {name: tensor.clone() for name, tensor in on_host}
         save_file(tensors, self.folder / shard, metadata={"format": "pt"})
         self._index.update(dict.fromkeys(tensors, shard))
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Layout
+from mppo.weights.copies import copy_tensors
 from mppo.weights.shape import model_shape
 from mppo.weights.slices.messages import (
     ALL_BLOCKS,
@@ -181,25 +182,26 @@ class SliceStream:
             yield SliceBucket(messages, checks, more and not checks and not has_blocks)
         self._kept.version = version
 
-    @torch.no_grad()
     def _pack(
         self, number: int, slots: dict[str, Slot]
     ) -> tuple[Tensor, dict[Key, tuple[int, int]]]:
         """This rank's pieces end to end (uint8), and their checksums."""
         places = self._places[number]
         size = sum(piece.padded_bytes for _, piece in places.values())
-        flat = torch.empty(size, dtype=torch.uint8, device=self._device)
-        checks = {}
-        for key, (at, piece) in places.items():
-            _, name, offset, length = key
-            content = flat[at : at + piece.nbytes]
-            part = slots[name].tensor.narrow(piece.dim, offset, length)
-            content.view(piece.dtype).view(piece.shape).copy_(part)
-            # padding is compared too: it must be equal in every update
-            flat[at + piece.nbytes : at + piece.padded_bytes].zero_()
-            if self.request.checksum is not None:
-                checks[key] = self.request.checksum(content)
-        return flat, checks
+        # padding is compared too: it must be equal in every update
+        flat = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        contents = {key: flat[at : at + piece.nbytes] for key, (at, piece) in places.items()}
+        copy_tensors(
+            (
+                contents[key].view(piece.dtype).view(piece.shape),
+                slots[name].tensor.narrow(piece.dim, offset, length),
+            )
+            for key, (_, piece) in places.items()
+            for _, name, offset, length in [key]
+        )
+        if self.request.checksum is None:
+            return flat, {}
+        return flat, {key: self.request.checksum(content) for key, content in contents.items()}
 
     def _exchange(
         self, number: int, packed: Tensor, before: Tensor | None
