@@ -2,37 +2,127 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from mppo.parallel.host_copies import Fetched, HostCopier, HostCopy
+
 SMALLEST = 1 << 10
 """Elements from which a tensor is moved; copying a smaller one costs more than it saves."""
+AHEAD = 64 << 20
+"""Bytes that are on the device before the backward pass needs them: about a millisecond of copying,
+while the backward pass of a layer takes several."""
+
+
+@dataclass
+class _Saved:
+    """A tensor that autograd saved: on the device, in host memory, or on its way back.
+
+    Args:
+        tensor: the tensor while it is on the device.
+        version: how often it had been changed in place when it was saved.
+        nbytes: its size.
+        copy: its copy in host memory.
+        fetched: it is on its way back.
+    """
+
+    tensor: Tensor | None
+    version: int
+    nbytes: int
+    copy: HostCopy | None = None
+    fetched: Fetched | None = None
+
+    def move(self, copier: HostCopier) -> None:
+        """Move it to host memory.
+
+        Raises:
+            RuntimeError: it was changed after autograd had saved it.
+        """
+        assert self.tensor is not None
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor {tuple(self.tensor.shape)} that the backward pass needs was changed in "
+                "place"
+            )
+        self.copy, self.tensor = copier.store(self.tensor), None
+
+    def fetch(self, copier: HostCopier) -> None:
+        """Start to bring it back, unless it is on the device or under way."""
+        if self.tensor is None and self.fetched is None:
+            assert self.copy is not None
+            self.fetched = copier.fetch(self.copy)
+
+    def take(self, copier: HostCopier) -> Tensor:
+        """The tensor on the device; if it came back from host memory, it is the caller's alone."""
+        if self.tensor is not None:
+            return self.tensor
+        self.fetch(copier)
+        fetched, self.fetched = self.fetched, None
+        assert fetched is not None
+        return fetched.wait()
+
+
+class _Pass:
+    """The tensors that autograd saves in one forward pass, in their order.
+
+    The last ``ahead`` bytes stay on the device, where the backward pass begins. While it uses them,
+    the bytes before them are brought back, and so on.
+    """
+
+    def __init__(self, copier: HostCopier, kept: set[int], ahead: int) -> None:
+        self._copier, self._kept, self._ahead = copier, kept, ahead
+        self._saved: list[_Saved] = []
+        self._last: deque[_Saved] = deque()
+        self._last_bytes = 0
+
+    def pack(self, x: Tensor) -> Tensor | int:
+        """Return what autograd keeps: the tensor itself, or its number in this pass."""
+        if x.numel() < SMALLEST or x.untyped_storage().data_ptr() in self._kept:
+            return x
+        saved = _Saved(x.detach(), x._version, x.nbytes)
+        self._saved.append(saved)
+        self._last.append(saved)
+        self._last_bytes += saved.nbytes
+        while self._last and self._last_bytes - self._last[0].nbytes >= self._ahead:
+            moved = self._last.popleft()
+            self._last_bytes -= moved.nbytes
+            moved.move(self._copier)
+        return len(self._saved) - 1
+
+    def unpack(self, kept: Tensor | int) -> Tensor:
+        """Return the tensor that ``pack`` was given, and bring back those saved before it."""
+        if isinstance(kept, Tensor):
+            return kept
+        tensor, ahead = self._saved[kept].take(self._copier), 0
+        for number in range(kept - 1, -1, -1):
+            if ahead >= self._ahead:
+                break
+            self._saved[number].fetch(self._copier)
+            ahead += self._saved[number].nbytes
+        return tensor
 
 
 @contextmanager
-def offloaded_activations(module: torch.nn.Module) -> Iterator[None]:
+def offloaded_activations(
+    module: torch.nn.Module, copier: HostCopier, ahead: int = AHEAD
+) -> Iterator[None]:
     """Move tensors that autograd saves to host memory until the backward pass needs them.
 
-    Parameters and buffers of ``module`` are not moved. Copies use pinned memory and run in stream
-    order. On the CPU they are copies within host memory, which only tests use.
+    Parameters and buffers of ``module`` are not moved. On the CPU the moves are copies within host
+    memory, which only tests use.
+
+    Args:
+        module: the module whose forward pass runs in this context.
+        copier: copies tensors of the module's device.
+        ahead: bytes of this pass that stay on the device, or are brought back early.
     """
     kept = {x.untyped_storage().data_ptr() for x in chain(module.parameters(), module.buffers())}
-
-    def pack(x: Tensor):
-        if x.numel() < SMALLEST or x.untyped_storage().data_ptr() in kept:
-            return x
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
-        return x.device, host.copy_(x, non_blocking=True)
-
-    def unpack(saved):
-        if isinstance(saved, Tensor):
-            return saved
-        device, host = saved
-        return host.to(device, non_blocking=True)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    of_pass = _Pass(copier, kept, ahead)
+    with torch.autograd.graph.saved_tensors_hooks(of_pass.pack, of_pass.unpack):
         yield

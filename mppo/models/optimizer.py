@@ -43,19 +43,46 @@ class StepResult:
     applied: bool
 
 
-def wrap_in_ddp(stages: Sequence[Stage], megatron: MegatronConfig) -> list[DistributedDataParallel]:
-    """Wrap chunks in Megatron's DDP, which accumulates and sums gradients in float32."""
+def overlaps(megatron: MegatronConfig, replicas: int, on_cuda: bool) -> tuple[bool, bool]:
+    """Whether gradients are reduced, and weights gathered, in the background.
+
+    Args:
+        megatron: the role's ``megatron`` section of the recipe.
+        replicas: ranks over which gradients are summed.
+        on_cuda: on a CPU, communication in the background would take the computation's cores.
+    """
+    default = on_cuda and replicas > 1 and megatron.use_distributed_optimizer
+    reduce, gather = megatron.overlap_grad_reduce, megatron.overlap_param_gather
+    return default if reduce is None else reduce, default if gather is None else gather
+
+
+def wrap_in_ddp(
+    stages: Sequence[Stage], megatron: MegatronConfig, replicas: int
+) -> list[DistributedDataParallel]:
+    """Wrap chunks in Megatron's DDP, which accumulates and sums gradients in float32.
+
+    Args:
+        stages: chunks of this rank.
+        megatron: the role's ``megatron`` section of the recipe.
+        replicas: ranks over which gradients are summed.
+    """
+    overlap_reduce, overlap_gather = overlaps(megatron, replicas, device.is_cuda())
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=megatron.use_distributed_optimizer,
-        overlap_grad_reduce=megatron.overlap_grad_reduce,
-        bucket_size=40_000_000 if megatron.overlap_grad_reduce else None,
+        overlap_grad_reduce=overlap_reduce,
+        overlap_param_gather=overlap_gather,
     )
     chunks = [
         DistributedDataParallel(stage.config, ddp_config, stage, disable_bucketing=i > 0)
         for i, stage in enumerate(stages)
     ]
-    if megatron.overlap_grad_reduce:
+    if overlap_gather:
+        # Megatron's hooks wait for a module's weights when the module is called, but heads and
+        # experts use weights without calling their modules: RoleOptimizer waits for all of them
+        for chunk in chunks:
+            chunk.disable_forward_pre_hook(param_sync=False)
+    if overlap_reduce:
         config = stages[0].config
         no_sync = [chunk.no_sync for chunk in chunks]
         start = [chunk.start_grad_sync for chunk in chunks]
@@ -130,6 +157,7 @@ class RoleOptimizer:
     ) -> None:
         adam.install()
         self._chunks = list(chunks)
+        self._gathering = False
         config = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
@@ -218,7 +246,7 @@ class RoleOptimizer:
         return PendingNorm(squares, works, overflow)
 
     def apply(self, norm: float) -> None:
-        """Clip the gradient and update the weights.
+        """Clip the gradient and update the weights; ``wait_for_weights`` comes before their use.
 
         Args:
             norm: of the gradient, from :meth:`start_norm`.
@@ -228,3 +256,12 @@ class RoleOptimizer:
                 gradients = [p.grad for p in optimizer.get_parameters() if p.grad is not None]
                 _clip(gradients, optimizer.config.clip_grad, norm)
         self.megatron.step_with_ready_grads()
+        self._gathering = self._chunks[0].ddp_config.overlap_param_gather
+        for chunk in self._chunks if self._gathering else ():
+            chunk.start_param_sync()
+
+    def wait_for_weights(self) -> None:
+        """Wait for the weights that other ranks updated, if they arrive in the background."""
+        for chunk in self._chunks if self._gathering else ():
+            chunk.start_param_sync(force_sync=True)
+        self._gathering = False

@@ -69,7 +69,8 @@ class Role:
             self.chunks: Sequence[torch.nn.Module] = self.stages
             self.optimizer: RoleOptimizer | None = None
             if spec.optim is not None:
-                self.chunks = wrapped = wrap_in_ddp(self.stages, spec.megatron)
+                replicas = self.layout.dp * self.layout.cp
+                self.chunks = wrapped = wrap_in_ddp(self.stages, spec.megatron, replicas)
                 self.optimizer = RoleOptimizer(
                     wrapped, spec.optim, spec.megatron, spec.dtype, spec.total_steps
                 )
@@ -312,13 +313,17 @@ class Role:
         return PendingStatistics(self, names, totals, work)
 
     def take_step(self, norm: float) -> None:
-        """Clip the accumulated gradient of norm ``norm``, and update the weights."""
+        """Clip the accumulated gradient of norm ``norm``, and update the weights.
+
+        ``RoleOptimizer.wait_for_weights`` comes before their use.
+        """
         assert self.optimizer is not None, f"{self.name} is frozen"
         with self.groups.active():
             self.optimizer.apply(norm)
             if self.routing:
                 self.routing.move_expert_biases()
         if self.weights.average is not None:
+            self.optimizer.wait_for_weights()
             self.weights.average.update()
 
 
@@ -356,11 +361,17 @@ def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
         assert role.optimizer is not None, f"{role.name} is frozen"
         with role.groups.active():
             norms[role.name] = role.optimizer.start_norm().wait()
-    return take_steps(roles, norms)
+    results = take_steps(roles, norms)
+    for role in roles:
+        assert role.optimizer is not None
+        role.optimizer.wait_for_weights()
+    return results
 
 
 def take_steps(roles: Sequence[Role], norms: Mapping[str, float]) -> dict[str, StepResult]:
     """Take the optimizer steps of all roles, or of none if any loss or gradient is not finite.
+
+    ``RoleOptimizer.wait_for_weights`` comes before the use of a role's weights.
 
     Args:
         roles: the roles; their gradients are complete.

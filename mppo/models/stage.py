@@ -44,6 +44,7 @@ from mppo.models.moe.router import Router
 from mppo.models.norm import RMSNorm
 from mppo.models.offload import offloaded_activations
 from mppo.parallel import device
+from mppo.parallel.host_copies import host_copier
 from mppo.parallel.layout import Layout
 
 
@@ -113,7 +114,10 @@ class Stage(GPTModel):
         params = _as_thd(packing) if self.uses_transformer_engine else packing
         # set by transformer_config
         offload = vars(self.config)["offload_activations"] and torch.is_grad_enabled()
-        with offloaded_activations(self) if offload else nullcontext():
+        moved = nullcontext()
+        if offload:
+            moved = offloaded_activations(self, host_copier(tokens_T.device))
+        with moved:
             return self(tokens_T[None], packing.positions[None], None, packed_seq_params=params)
 
 

@@ -144,6 +144,10 @@ class StreamedRole:
         sums = statistics.wait()
         return norm.wait(), sums, statistics.stop
 
+    def finish(self) -> None:
+        """Wait for the weights of the last step."""
+        self._optimizer.wait_for_weights()
+
     def _start_once(self, number: int) -> _RunningMiniBatch:
         """Return the state of mini-batch ``number``; the first call starts the mini-batch."""
         if self._running is None:
@@ -153,6 +157,7 @@ class StreamedRole:
 
     def _start(self, number: int) -> _RunningMiniBatch:
         role, mini_batch = self.role, self._mini_batches[number]()
+        self._optimizer.wait_for_weights()
         with role.groups.active():
             for stage in role.stages:
                 stage.train()

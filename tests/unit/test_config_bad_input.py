@@ -254,6 +254,9 @@ LAYOUTS = [
     ("chunks not divisible",
      f"actor.megatron.{PP}=2 actor.megatron.virtual_pipeline_model_parallel_size=3",
      "actor.megatron.virtual_pipeline_model_parallel_size", "do not divide into 3 chunks"),
+    ("weights gathered that no rank divides", "actor.megatron.use_distributed_optimizer=false "
+     "actor.megatron.overlap_param_gather=true", "actor.megatron.overlap_param_gather",
+     "without use_distributed_optimizer"),
     ("chunks without a pipeline", "actor.megatron.virtual_pipeline_model_parallel_size=2",
      "actor.megatron.virtual_pipeline_model_parallel_size", "has no effect"),
     ("a last stage without a pipeline", "critic.megatron.num_layers_in_last_pipeline_stage=1",

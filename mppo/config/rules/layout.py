@@ -69,6 +69,20 @@ def layout_fits_world(context: RuleContext) -> Iterator[ConfigIssue]:
             )
 
 
+@rule("*.megatron.overlap_param_gather", "*.megatron.use_distributed_optimizer")
+def gathered_weights_are_divided(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Only the distributed optimizer gathers weights after a step."""
+    for role in context.roles:
+        if role.megatron.overlap_param_gather and not role.megatron.use_distributed_optimizer:
+            yield ConfigIssue(
+                f"{role.key}.overlap_param_gather",
+                True,
+                "without use_distributed_optimizer every rank updates all weights: there are none "
+                "to gather",
+                "remove it, or set use_distributed_optimizer to true",
+            )
+
+
 @rule("*.megatron.tensor_model_parallel_size", *MODEL_KEYS)
 def tensor_parallel_divides_heads(context: RuleContext) -> Iterator[ConfigIssue]:
     """TP divides the attention heads; KV heads divide TP or are divided by it."""

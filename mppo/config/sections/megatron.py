@@ -50,8 +50,13 @@ class MegatronConfig(Section):
     Megatron-Core selects (``recompute_modules``), or every decoder layer from its input."""
     offload_activations: bool = False
     """Keep activations in host memory between forward and backward pass."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients over the data-parallel ranks during the backward pass."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients over the data-parallel ranks in the background: during the backward pass,
+    or, in a schedule shared with the other role, while that role computes. null: on CUDA with the
+    distributed optimizer."""
+    overlap_param_gather: bool | None = None
+    """Gather the updated weights from the data-parallel ranks in the background, until the role's
+    next pass. Needs ``use_distributed_optimizer``. null: on CUDA with the distributed optimizer."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
     """Load-balancing loss of the router: over the mini-batch (aux_loss) or within each sequence
     (seq_aux_loss)."""

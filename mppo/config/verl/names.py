@@ -60,6 +60,7 @@ RENAMED: dict[str, str] = {
         for old, new in (
             ("ulysses_sequence_parallel_size", "megatron.context_parallel_size"),
             ("megatron.override_ddp_config.overlap_grad_reduce", "megatron.overlap_grad_reduce"),
+            ("megatron.override_ddp_config.overlap_param_gather", "megatron.overlap_param_gather"),
         )
     },
     **{

@@ -125,7 +125,8 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     VerlRow(
         "*.megatron.{override_ddp_config,override_mcore_model_config}",
         Refused(
-            "is not passed to Megatron", "set <role>.megatron.overlap_grad_reduce, or remove it"
+            "is not passed to Megatron",
+            "set <role>.megatron.overlap_grad_reduce or overlap_param_gather, or remove it",
         ),
     ),
     VerlRow(

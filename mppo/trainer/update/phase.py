@@ -108,7 +108,7 @@ class UpdatePhase:
                     streamed.rest_after,
                     recorder,
                 )
-            streamed.raise_error()
+            streamed.finish()
         if not finished:
             raise StepInterrupted(half_done=True)
         if recorder is not None:

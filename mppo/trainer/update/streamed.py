@@ -121,8 +121,14 @@ class StreamedUpdate:
             return False
         return True
 
-    def raise_error(self) -> None:
-        """Raise the error of ``on_steps``; call after the executor has completed all messages."""
+    def finish(self) -> None:
+        """Wait for all weights; call after the executor has completed all messages.
+
+        Raises:
+            Exception: the error of ``on_steps``.
+        """
+        for work in self.work.values():
+            work.finish()
         if self._error is not None:
             raise self._error
 

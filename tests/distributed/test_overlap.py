@@ -1,0 +1,60 @@
+"""Gradients reduced and weights gathered in the background: bit for bit the same training."""
+
+from __future__ import annotations
+
+import torch
+from layout_case import Case, build_role, run_cases
+from layout_case import run_case as run_layout
+
+OFF = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+ON = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+DIVIDED = {
+    "DP2": {},
+    "PP2": {"pipeline_model_parallel_size": 2},
+    "TP2": {"tensor_model_parallel_size": 2},
+}
+
+
+def test_overlaps_change_no_bit_of_the_weights(tmp_path) -> None:
+    cases = [
+        Case(model, sizes | overlap, head=head, dtype=dtype, steps=3)
+        for sizes in DIVIDED.values()
+        for model, head, dtype in (("qwen2_tied", "policy", "float32"), ("qwen2", "value", "bfloat16"))
+        for overlap in (OFF, ON)
+    ]  # fmt: skip
+    outcomes = run_cases(cases, 2, tmp_path, run=run_layout)
+    for apart, together in zip(outcomes[::2], outcomes[1::2], strict=True):
+        assert together.norms == apart.norms
+        assert together.losses == apart.losses
+        for name, weight in apart.weights.items():
+            assert torch.equal(together.weights[name], weight), name
+            assert not torch.equal(weight, apart.initial[name]) or weight.numel() < 100, name
+
+
+def pending_gathers(case: Case, folder, registry) -> list[bool]:
+    """Whether gathers are pending after a step, and after waiting for the weights."""
+    from layout_case import batch_of, objective
+
+    from mppo.models.role import take_steps
+    from mppo.models.role_spec import MiniBatch
+
+    role, batch = build_role(case, folder, registry), batch_of()
+    plan = role.plan(batch, training=True)
+    role.optimizer.advance()
+    role.forward_backward(MiniBatch(batch, plan, objective(batch)))
+    with role.groups.active():
+        norm = role.optimizer.start_norm().wait()
+    take_steps([role], {role.name: norm})
+
+    def pending() -> bool:
+        groups = [group for chunk in role.chunks for group in chunk.bucket_groups]
+        return any(group.param_gather_handle is not None for group in groups)
+
+    found = [pending()]
+    role.optimizer.wait_for_weights()
+    return [*found, pending()]
+
+
+def test_a_step_leaves_its_gathers_pending_until_the_weights_are_used(tmp_path) -> None:
+    cases = [Case("qwen2", OFF), Case("qwen2", ON)]
+    assert run_cases(cases, 2, tmp_path, run=pending_gathers) == [[False, False], [True, False]]
