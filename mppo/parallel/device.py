@@ -17,6 +17,8 @@ from importlib.util import find_spec
 
 import torch
 
+from mppo.parallel import numa
+
 
 def check() -> None:
     """Check that the device named by ``MPPO_DEVICE`` exists.
@@ -75,23 +77,30 @@ def name() -> str:
 
 
 def select(local_rank: int, ranks_on_node: int) -> None:
-    """Select this rank's GPU, or its share of the node's cores.
+    """Select this rank's GPU and the cores near it, and its number of threads.
 
     Args:
         local_rank: index of the rank on its node; taken modulo the number of visible GPUs, since
             some launchers show each rank only its own.
-        ranks_on_node: ranks on that node; the CPU's cores are divided among them unless
-            ``OMP_NUM_THREADS`` was set by the user to something other than torchrun's 1.
+        ranks_on_node: ranks on that node; each uses as many threads as its share of the cores,
+            unless the user set ``OMP_NUM_THREADS`` to something other than torchrun's 1.
 
     Raises:
         ValueError: see ``check``.
     """
     check()
-    if is_cuda():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    elif os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, (cores or 1) // ranks_on_node))
+    if is_cuda():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        numa.bind(_pci_address())
+
+
+def _pci_address() -> str:
+    """The PCI address of this rank's GPU, as the kernel writes it."""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def synchronize() -> None:

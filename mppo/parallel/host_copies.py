@@ -117,8 +117,10 @@ class HostCopier:
 
     def _slab_for(self, nbytes: int) -> _Slab:
         current = self._current
-        if current is not None and len(current.content) - current.used >= nbytes:
-            return current
+        if current is not None:
+            current.used = current.used if current.copies else 0
+            if len(current.content) - current.used >= nbytes:
+                return current
         free = (s for s in self._slabs if not s.copies and len(s.content) >= nbytes)
         slab = min(free, key=lambda s: len(s.content), default=None)
         if slab is None:

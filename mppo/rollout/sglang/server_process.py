@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from mppo.parallel import numa
 from mppo.parallel.addresses import free_port
 from mppo.safety.temporary import SHARED_MEMORY, note
 from mppo.supervision.phase import tick
@@ -93,7 +94,7 @@ class ServerProcess:
         self.port = free_port()
         guard = [sys.executable, "-m", "mppo.rollout.sglang.guard", str(os.getpid())]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as output:
+        with self.log.open("ab") as output, numa.unbound():
             self._process = subprocess.Popen(
                 [*guard, *self.command(self.port)],
                 stdin=subprocess.DEVNULL,
