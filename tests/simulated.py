@@ -55,9 +55,9 @@ def recipe_case(recipe: str, last: bool = False) -> RankCase:
     return with_layers(fewer, 2)
 
 
-def small_case() -> RankCase:
+def small_case(*overrides: str) -> RankCase:
     """A shipped recipe on a model of a few million parameters and seven layers."""
-    case = loaded(*SMALL)
+    case = loaded(*SMALL, *overrides)
     for config in case.hf_configs.values():
         for name, value in SMALL_SIZES.items():
             setattr(config, name, value)
@@ -154,6 +154,7 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
             for p in result.phases
             if p.micro_batches
         },
+        "waiting": {p.name: {w.line: count for w, count in p.waits.items()} for p in result.phases},
         "planned": sum(m.weights + m.gradients + m.optimizer for m in stages),
         "roles": {
             plan.role.name: (m.weights, m.gradients, m.optimizer, m.activations + m.head)
@@ -171,6 +172,9 @@ def run(name: str) -> dict[str, Any]:
             return summary(case, isolated(with_mistake, MISTAKES[what], case))
         if kind == "shallow":
             case = with_layers(small_case(), 2)
+            return summary(case, isolated(simulate_rank, case))
+        if kind == "with":
+            case = with_layers(small_case(*what.split()), 2)
             return summary(case, isolated(simulate_rank, case))
         if kind in ("full", "quick"):
             case = small_case()

@@ -203,7 +203,7 @@ class Role:
                 microbatches,
                 run_chunk,
                 finish,
-                max_tokens=max(len(m.tokens_t) for m in microbatches),
+                shape_of=self.message_shape,
             )
         self.end_forward(batch, plan, microbatches)
         return microbatches, parts
@@ -249,7 +249,7 @@ class Role:
                 microbatches,
                 run_chunk,
                 partial(self.head, batch=batch, inputs=mini_batch.inputs),
-                max_tokens=max(len(m.tokens_t) for m in microbatches),
+                shape_of=self.message_shape,
                 objective=mini_batch.objective,
             )
         return self.start_statistics(parts).wait()
@@ -275,15 +275,20 @@ class Role:
             for indices in mine
         ]
 
+    def message_shape(self, microbatch: MicroBatch) -> tuple[int, int, int]:
+        """Return the shape of a micro-batch's hidden states between two stages.
+
+        ``[t, 1, hidden]``; under sequence parallelism ``[t / tp, 1, hidden]``.
+        """
+        return len(microbatch.tokens_t) // self.token_multiple, 1, self.config.hidden_size
+
     def message_buffer(self, microbatch: MicroBatch) -> Tensor:
-        """Allocate memory to receive a micro-batch's hidden states, or their gradient.
+        """Allocate a tensor to receive a micro-batch's hidden states, or their gradient.
 
         Returns:
-            An empty tensor ``[t, 1, hidden]`` in the pipeline's dtype on the device; under sequence
-            parallelism ``[t / tp, 1, hidden]``.
+            An empty tensor in the pipeline's dtype on the device, see :meth:`message_shape`.
         """
-        tokens = len(microbatch.tokens_t) // self.token_multiple
-        shape = (tokens, 1, self.config.hidden_size)
+        shape = self.message_shape(microbatch)
         return torch.empty(shape, dtype=self.config.pipeline_dtype, device=device.device())
 
     def start_statistics(

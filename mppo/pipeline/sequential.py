@@ -10,8 +10,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from mppo.pipeline.planned_shapes import PlannedShapes, Shape, active_groups
 from mppo.supervision.phase import tick
 
 
@@ -32,7 +34,7 @@ def run_pipeline(
     microbatches: Sequence[M],
     forward: Callable[[torch.nn.Module, M], Tensor],
     finish: Callable[[Tensor, M], Any],
-    max_tokens: int,
+    shape_of: Callable[[M], Shape],
     objective: Callable[[Any, tuple[int, ...]], tuple[Tensor, Any]] | None = None,
 ) -> list[Any]:
     """Run all micro-batches forward, and also backward if there is an objective.
@@ -46,7 +48,7 @@ def run_pipeline(
         forward: computes the output of one chunk for a micro-batch.
         finish: computes the micro-batch's outputs from the output of the last chunk; called on the
             last stage only.
-        max_tokens: largest token count of a micro-batch (a buffer size hint; lengths may differ).
+        shape_of: returns the shape of a micro-batch's hidden states between two stages.
         objective: maps the outputs of a micro-batch and its sequence indices to loss and
             statistics. The losses' gradients are summed without scaling. None: forward only.
 
@@ -54,17 +56,19 @@ def run_pipeline(
         On the last stage, in micro-batch order: the outputs, or ``(loss, statistics)`` if there is
         an objective. On other stages an empty list.
     """
-
     iterators = [iter(microbatches) for _ in chunks]
     single = len(chunks) == 1
+    groups, shapes = active_groups(), [shape_of(microbatch) for microbatch in microbatches]
     with torch.set_grad_enabled(objective is not None):
         return get_forward_backward_func()(
             forward_step_func=forward_step_function(forward, finish, objective),
             data_iterator=iterators[0] if single else iterators,
             model=chunks[0] if single else list(chunks),
             num_microbatches=len(microbatches),
-            seq_length=max_tokens,
+            seq_length=max(tokens for tokens, *_ in shapes),  # only a hint: lengths may differ
             micro_batch_size=1,
+            p2p_communicator=PlannedShapes(shapes, len(chunks), get_model_config(chunks[0])),
+            pg_collection=groups,
             forward_only=objective is None,
             collect_non_loss_data=objective is None,
         )

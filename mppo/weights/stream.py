@@ -204,9 +204,7 @@ class WeightStream:
         copy_tensors((place.view(flat), slot.tensor) for place, slot in zip(layout.places, slots))
         return flat, [place.start for place in layout.places]
 
-    def _blocks(
-        self, slot: Slot, tensors: dict[str, Tensor]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _blocks(self, slot: Slot, tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """The places of an unsharded parameter's blocks in ``tensors``, and the blocks."""
         offset, dim = 0, slot.entry.cut_dim
         for block in slot.blocks(self.table.shape.kv_heads):

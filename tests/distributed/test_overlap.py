@@ -16,19 +16,22 @@ DIVIDED = {
 
 
 def test_overlaps_change_no_bit_of_the_weights(tmp_path) -> None:
+    models = ("qwen2_tied", "policy", "float32"), ("qwen2", "value", "bfloat16")
     cases = [
         Case(model, sizes | overlap, head=head, dtype=dtype, steps=3)
         for sizes in DIVIDED.values()
-        for model, head, dtype in (("qwen2_tied", "policy", "float32"), ("qwen2", "value", "bfloat16"))
+        for model, head, dtype in models
         for overlap in (OFF, ON)
-    ]  # fmt: skip
+    ]
     outcomes = run_cases(cases, 2, tmp_path, run=run_layout)
     for apart, together in zip(outcomes[::2], outcomes[1::2], strict=True):
         assert together.norms == apart.norms
         assert together.losses == apart.losses
         for name, weight in apart.weights.items():
             assert torch.equal(together.weights[name], weight), name
-            assert not torch.equal(weight, apart.initial[name]) or weight.numel() < 100, name
+        assert any(
+            not torch.equal(apart.initial[name], apart.weights[name]) for name in apart.weights
+        )
 
 
 def pending_gathers(case: Case, folder, registry) -> list[bool]:

@@ -86,8 +86,13 @@ CASES = {
     ),
     "PP1, actor TP2": Update("qwen2", (f"actor.{TP}=2",)),
     "actor TP2xPP2, critic PP2": Update("qwen2", (*PP2, f"actor.{TP}=2")),
-    "PP2, gradients reduced in the background": Update(
-        "qwen2", (*PP2, *both("megatron.overlap_grad_reduce=true"))
+    "PP2, gradients and weights in the background": Update(
+        "qwen2",
+        (
+            *PP2,
+            *both("megatron.overlap_grad_reduce=true"),
+            *both("megatron.overlap_param_gather=true"),
+        ),
     ),
     "PP2, no distributed optimizer": Update(
         "qwen2", (*PP2, *both("megatron.use_distributed_optimizer=false"))

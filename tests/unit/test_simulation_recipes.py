@@ -42,15 +42,28 @@ MISTAKES = (
     "weights_gathered_over_the_wrong_group",
     "gradients_allocated_twice",
 )
+OFFLOADED = "with:actor.megatron.offload_activations=true critic.megatron.offload_activations=true"
+SEQUENTIAL = (
+    "with:trainer.schedule=sequential actor.megatron.pipeline_model_parallel_size=2 "
+    "critic.megatron.pipeline_model_parallel_size=2"
+)
 MOST_WAITS = json.loads((ROOT / "tests" / "simulated_waits.json").read_text())
 """By case and phase: times the host may wait for the GPU per micro-batch, at two layers a chunk."""
+MOST_OPERATIONS = {
+    "first:qwen2.5_32b_gsm8k_math": 35,
+    "last:moonlight_16b_a3b_gsm8k": 52,
+    "first:gemma_2_2b_gsm8k": 11,
+    "first:deepseek_llm_7b_gsm8k_cp2": 8,
+}
+"""Operations of a weight sync, at two layers a chunk."""
 
 
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, dict[str, Any]]:
     return run_cases(
-        *RECIPES, "full:small", "quick:small", *(f"mistake:{name}" for name in MISTAKES)
-    )
+        *RECIPES, "full:small", "quick:small", "shallow:small", OFFLOADED, SEQUENTIAL,
+        *(f"mistake:{name}" for name in MISTAKES),
+    )  # fmt: skip
 
 
 def run_cases(*names: str, **variables: str) -> dict[str, dict[str, Any]]:
@@ -80,6 +93,35 @@ def test_the_host_waits_no_more_than_the_table_says(name, simulated):
     for phase, waits in simulated[name]["waits"].items():
         most = MOST_WAITS[name][phase]
         assert waits <= most, f"{phase}: {waits} waits per micro-batch, the table says {most}"
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_weight_sync_starts_no_more_operations_than_the_table_says(name, simulated):
+    most = MOST_OPERATIONS[name]
+    assert simulated[name]["operations"]["weight sync"] <= most
+
+
+def test_a_step_waits_once_for_the_gradients_norm(simulated):
+    waits = [
+        places for phases in simulated.values() for places in phases.get("waiting", {}).items()
+    ]
+    norms = {phase: lines for phase, lines in waits if phase.startswith(("updating", "stepping"))}
+    assert norms
+    for phase, lines in norms.items():
+        assert not [line for line in lines if "megatron/core/utils.py" in line], phase
+
+
+def test_offloaded_activations_lower_the_peak_without_a_wait(simulated):
+    kept, moved = simulated["shallow:small"], simulated[OFFLOADED]
+    assert moved["waits"] == kept["waits"]
+    for phase in ("updating actor", "updating critic"):
+        assert moved["peaks"][phase] < 0.8 * kept["peaks"][phase]
+
+
+def test_megatrons_schedule_asks_for_no_shapes(simulated):
+    lines = [line for places in simulated[SEQUENTIAL]["waiting"].values() for line in places]
+    assert lines
+    assert not [line for line in lines if "p2p_communication" in line]
 
 
 def test_quick_mode_agrees_with_the_full_run(simulated):

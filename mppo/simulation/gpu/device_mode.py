@@ -42,8 +42,10 @@ _VALUE_SHAPED = {
 _INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default,
             aten._index_put_impl_.default}  # fmt: skip
 _FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
-_NO_KERNEL = ("prim::", "aten::empty", "aten::detach", "aten::alias", "aten::lift_fresh", "aten::new_empty",
-              "aten::set_", "aten::_local_scalar_dense", "aten::resize_")  # fmt: skip
+_NO_KERNEL = (
+    "prim::", "aten::empty", "aten::detach", "aten::alias", "aten::lift_fresh", "aten::new_empty",
+    "aten::set_", "aten::_local_scalar_dense", "aten::resize_",
+)  # fmt: skip
 
 
 class _FakeTensors(FakeTensorMode):
