@@ -39,6 +39,8 @@ SMALL_SIZES = {
     "num_hidden_layers": 5,
     "vocab_size": 4096,
 }
+DEPTH = 8
+"""Layers of the small model with other settings."""
 SMALL = ("recipes/qwen2_7b_rm.yaml", "data.train_batch_size=128", "actor.ppo_mini_batch_size=128",
          "critic.megatron.recompute_granularity=none")  # fmt: skip
 
@@ -174,7 +176,7 @@ def run(name: str) -> dict[str, Any]:
             case = with_layers(small_case(), 2)
             return summary(case, isolated(simulate_rank, case))
         if kind == "with":
-            case = with_layers(small_case(*what.split()), 2)
+            case = with_layers(small_case(*what.split()), DEPTH)
             return summary(case, isolated(simulate_rank, case))
         if kind in ("full", "quick"):
             case = small_case()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,11 +21,12 @@ AHEAD = 64 << 20
 while the backward pass of a layer takes several."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Saved:
     """A tensor that autograd saved: on the device, in host memory, or on its way back.
 
     Args:
+        number: its place in the pass.
         tensor: the tensor while it is on the device.
         version: how often it had been changed in place when it was saved.
         nbytes: its size.
@@ -32,6 +34,7 @@ class _Saved:
         fetched: it is on its way back.
     """
 
+    number: int
     tensor: Tensor | None
     version: int
     nbytes: int
@@ -72,39 +75,44 @@ class _Pass:
     """The tensors that autograd saves in one forward pass, in their order.
 
     The last ``ahead`` bytes stay on the device, where the backward pass begins. While it uses them,
-    the bytes before them are brought back, and so on.
+    the bytes before them are brought back, and so on. Autograd alone holds the tensors, and frees
+    each after its use.
     """
 
     def __init__(self, copier: HostCopier, kept: set[int], ahead: int) -> None:
         self._copier, self._kept, self._ahead = copier, kept, ahead
-        self._saved: list[_Saved] = []
-        self._last: deque[_Saved] = deque()
+        self._saved: list[ref[_Saved]] = []
+        self._last: deque[tuple[int, ref[_Saved]]] = deque()
         self._last_bytes = 0
 
-    def pack(self, x: Tensor) -> Tensor | int:
-        """Return what autograd keeps: the tensor itself, or its number in this pass."""
+    def pack(self, x: Tensor) -> Tensor | _Saved:
+        """Return what autograd keeps: the tensor itself, or its record."""
         if x.numel() < SMALLEST or x.untyped_storage().data_ptr() in self._kept:
             return x
-        saved = _Saved(x.detach(), x._version, x.nbytes)
-        self._saved.append(saved)
-        self._last.append(saved)
+        saved = _Saved(len(self._saved), x.detach(), x._version, x.nbytes)
+        self._saved.append(ref(saved))
+        self._last.append((saved.nbytes, self._saved[-1]))
         self._last_bytes += saved.nbytes
-        while self._last and self._last_bytes - self._last[0].nbytes >= self._ahead:
-            moved = self._last.popleft()
-            self._last_bytes -= moved.nbytes
-            moved.move(self._copier)
-        return len(self._saved) - 1
+        while self._last and self._last_bytes - self._last[0][0] >= self._ahead:
+            nbytes, oldest = self._last.popleft()
+            self._last_bytes -= nbytes
+            moved = oldest()
+            if moved is not None:
+                moved.move(self._copier)
+        return saved
 
-    def unpack(self, kept: Tensor | int) -> Tensor:
+    def unpack(self, kept: Tensor | _Saved) -> Tensor:
         """Return the tensor that ``pack`` was given, and bring back those saved before it."""
         if isinstance(kept, Tensor):
             return kept
-        tensor, ahead = self._saved[kept].take(self._copier), 0
-        for number in range(kept - 1, -1, -1):
+        tensor, ahead = kept.take(self._copier), 0
+        for number in range(kept.number - 1, -1, -1):
             if ahead >= self._ahead:
                 break
-            self._saved[number].fetch(self._copier)
-            ahead += self._saved[number].nbytes
+            before = self._saved[number]()
+            if before is not None:
+                before.fetch(self._copier)
+                ahead += before.nbytes
         return tensor
 
 

@@ -88,6 +88,11 @@ class HostCopier:
         """Bytes of host memory that have been allocated."""
         return sum(len(slab.content) for slab in self._slabs)
 
+    @property
+    def copies(self) -> int:
+        """Number of copies in host memory."""
+        return sum(slab.copies for slab in self._slabs)
+
     def store(self, x: Tensor) -> HostCopy:
         """Copy a tensor to host memory; it may be freed at once, but must not be changed."""
         slab = self._slab_for(x.nbytes)

@@ -98,6 +98,15 @@ def test_tensors_are_fetched_before_the_backward_pass_needs_them() -> None:
     assert len(copies.fetched) == len(set(copies.fetched)) == 6
 
 
+def test_each_tensor_is_freed_after_its_use() -> None:
+    module, copies, living = Layers(8), copier(), []
+    with offloaded_activations(module, copies, ahead=NBYTES):
+        out = module(inputs(), lambda layer: living.append(copies.copies))
+    out.sum().backward()
+    assert living == [7, 7, 6, 5, 4, 3, 2, 1]
+    assert copies.copies == 0
+
+
 def test_a_saved_tensor_that_is_changed_in_place_is_refused() -> None:
     module, copies, x = Layers(1), copier(), inputs()
     with offloaded_activations(module, copies, ahead=NBYTES):

@@ -42,6 +42,7 @@ MISTAKES = (
     "weights_gathered_over_the_wrong_group",
     "gradients_allocated_twice",
 )
+KEPT = "with:"
 OFFLOADED = "with:actor.megatron.offload_activations=true critic.megatron.offload_activations=true"
 SEQUENTIAL = (
     "with:trainer.schedule=sequential actor.megatron.pipeline_model_parallel_size=2 "
@@ -61,7 +62,7 @@ MOST_OPERATIONS = {
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, dict[str, Any]]:
     return run_cases(
-        *RECIPES, "full:small", "quick:small", "shallow:small", OFFLOADED, SEQUENTIAL,
+        *RECIPES, "full:small", "quick:small", KEPT, OFFLOADED, SEQUENTIAL,
         *(f"mistake:{name}" for name in MISTAKES),
     )  # fmt: skip
 
@@ -112,10 +113,11 @@ def test_a_step_waits_once_for_the_gradients_norm(simulated):
 
 
 def test_offloaded_activations_lower_the_peak_without_a_wait(simulated):
-    kept, moved = simulated["shallow:small"], simulated[OFFLOADED]
+    kept, moved = simulated[KEPT], simulated[OFFLOADED]
     assert moved["waits"] == kept["waits"]
-    for phase in ("updating actor", "updating critic"):
-        assert moved["peaks"][phase] < 0.8 * kept["peaks"][phase]
+    # this recipe's critic recomputes nothing; its actor keeps only the inputs of layers
+    assert moved["peaks"]["updating critic"] < 0.3 * kept["peaks"]["updating critic"]
+    assert moved["peaks"]["updating actor"] < 1.02 * kept["peaks"]["updating actor"]
 
 
 def test_megatrons_schedule_asks_for_no_shapes(simulated):

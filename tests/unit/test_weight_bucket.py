@@ -54,3 +54,9 @@ def test_parts_of_one_dtype_have_no_gaps_as_a_receiver_of_shapes_expects() -> No
             at = place.end
         assert at == part.layout.nbytes
         assert all(torch.equal(tensor, dict(NAMED)[name]) for name, tensor in part)
+
+
+def test_a_bucket_of_one_dtype_without_gaps_is_not_copied() -> None:
+    bucket = WeightBucket.pack([("up", torch.ones(3, 8)), ("down", torch.ones(4, 2))])
+    (part,) = bucket.by_dtype()
+    assert part is bucket
