@@ -98,8 +98,10 @@ def select(local_rank: int, ranks_on_node: int) -> None:
 
 
 def _pci_address() -> str:
-    """The PCI address of this rank's GPU, as the kernel writes it."""
+    """The PCI address of this rank's GPU, as the kernel writes it; empty if torch cannot tell."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if not hasattr(gpu, "pci_domain_id"):  # torch 2.6
+        return ""
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 

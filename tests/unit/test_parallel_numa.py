@@ -37,8 +37,17 @@ def sysfs_of(root: Path, gpus: dict[str, int], nodes: dict[int, str]) -> Path:
         ("0001:9d:00.0", frozenset({1, 2}), {1, 2}),
         ("0001:c4:00.0", ALL, ALL),
         ("0000:ff:00.0", ALL, ALL),
+        ("", ALL, ALL),
     ],
-    ids=("first node", "capitals", "few cores", "none of its cores", "node unknown", "no such GPU"),
+    ids=(
+        "first node",
+        "capitals",
+        "few cores",
+        "none of its cores",
+        "node unknown",
+        "no such GPU",
+        "no address",
+    ),
 )
 def test_the_cores_of_the_gpus_node_that_the_process_may_use(tmp_path, gpu, allowed, near):
     assert cores_near(gpu, allowed, sysfs_of(tmp_path, GPUS, NODES)) == near
