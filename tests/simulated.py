@@ -20,7 +20,8 @@ import torch
 
 from mppo.config.checks import load_checked
 from mppo.config.rules.rule import roles_in_use, world_size_of
-from mppo.planning.plan import plan_roles
+from mppo.planning.peaks import Peaks
+from mppo.planning.plan import plan_peaks, plan_roles
 from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.gpu.gpu_types import find_gpu
 from mppo.simulation.isolated import SimulationError, isolated
@@ -148,18 +149,33 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
         "resident": result.resident.total() - result.resident[GATHER_BUFFER],
         "held": dict(result.resident),
         "peaks": {phase.name: phase.peak for phase in result.phases},
+        "planned_peaks": planned_peaks(plan_peaks(case.recipe, plans, case.rank), result),
         "operations": {p.name: p.operations / (p.micro_batches or 1) for p in result.phases},
         "waits": {
             p.name: sum(p.waits.values()) / p.micro_batches
             for p in result.phases
             if p.micro_batches
         },
-        "planned": sum(m.weights + m.gradients + m.optimizer for m in stages),
+        "planned": sum(m.resident for m in stages),
         "roles": {
-            plan.role.name: (m.weights, m.gradients, m.optimizer, m.activations + m.head)
-            for plan, m in zip(plans, stages)
+            plan.role.name: (m.weights, m.gradients, m.optimizer) for plan, m in zip(plans, stages)
         },
     }
+
+
+def planned_peaks(peaks: Peaks, result: RankResult) -> dict[str, int]:
+    """The plan's peaks by the names of the simulated phases that it covers."""
+    planned = {
+        "building": peaks.building, "computing": peaks.forward, "updating": peaks.updating,
+        "stepping": dict.fromkeys(peaks.updating, peaks.resident),
+    }  # fmt: skip
+    found = {"weight sync": peaks.syncing}
+    for phase in result.phases:
+        kind, *words = phase.name.replace(",", "").split()
+        for role, size in planned.get(kind, {}).items():
+            if role in words:
+                found[phase.name] = size
+    return found
 
 
 def run(name: str) -> dict[str, Any]:

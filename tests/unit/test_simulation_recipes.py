@@ -75,6 +75,15 @@ def test_a_recipe_runs_and_holds_what_the_plan_says(name, simulated):
     assert found["resident"] == pytest.approx(found["planned"], rel=0.02)
 
 
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_plan_knows_the_peak_of_every_phase(name, simulated):
+    found = simulated[name]
+    assert len(found["planned_peaks"]) >= 7
+    for phase, planned in found["planned_peaks"].items():
+        assert found["peaks"][phase] == pytest.approx(planned, rel=0.05), phase
+
+
 @pytest.mark.parametrize("name", CHOSEN)
 def test_the_host_waits_no_more_than_the_table_says(name, simulated):
     for phase, waits in simulated[name]["waits"].items():
