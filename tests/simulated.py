@@ -145,11 +145,13 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
     """What the tests compare: bytes, counts per micro-batch, and the plan of the same case."""
     plans = plan_roles(case.recipe, case.world_size, case.hf_configs)
     stages = [plan.memory[plan.layout.coordinates(case.rank).pp] for plan in plans]
+    peaks = plan_peaks(case.recipe, plans, case.rank)
     return {
+        "communicators": (result.groups, peaks.communicators),
         "resident": result.resident.total() - result.resident[GATHER_BUFFER],
         "held": dict(result.resident),
         "peaks": {phase.name: phase.peak for phase in result.phases},
-        "planned_peaks": planned_peaks(plan_peaks(case.recipe, plans, case.rank), result),
+        "planned_peaks": planned_peaks(peaks, result),
         "operations": {p.name: p.operations / (p.micro_batches or 1) for p in result.phases},
         "waits": {
             p.name: sum(p.waits.values()) / p.micro_batches

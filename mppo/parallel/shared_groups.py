@@ -20,9 +20,12 @@ _ACROSS_STAGES = (
     "MODEL_PARALLEL_GROUP",
     "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
 )
-"""Descriptions of groups with ranks of several pipeline stages. Stages run different lists of
-actions, so they may begin messages, sums of tied embeddings and sums of norms in different orders;
-a communicator executes everything in one order. Each description therefore has its own group."""
+"""Descriptions of groups with ranks of several pipeline stages, besides the one for gradient norms.
+
+Stages run different lists of actions, so they may begin messages, sums of tied embeddings and sums
+of norms in different orders; a communicator executes everything in one order. Each of these
+descriptions therefore has its own group. Ranks of one stage run the same list.
+"""
 
 
 def install(backend: str) -> None:
@@ -48,7 +51,8 @@ def _shared(create: Any, default: str) -> Any:
         if world is not dist.group.WORLD:  # the default group was destroyed, and with it all others
             world, groups = dist.group.WORLD, {}
         apart = group_desc if group_desc in _ACROSS_STAGES else None
-        key = (tuple(ranks), timeout, backend or default, apart)
+        # torch orders the ranks of a group
+        key = (tuple(sorted(ranks)), timeout, backend or default, apart)
         if key not in groups:
             groups[key] = create(ranks, timeout, backend, group_desc=group_desc, **kwargs)
         return groups[key]

@@ -84,6 +84,11 @@ class StagePasses:
         return self.stage == self.layout.pp - 1
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a layer of the stage is a mixture of experts."""
+        return any(layer.sparse for layer in self._training)
+
+    @property
     def trained(self) -> bool:
         """Whether the role has backward passes."""
         return self.role.name in ("actor", "critic")

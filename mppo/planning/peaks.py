@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mppo.planning.memory import Memory
+from mppo.planning.outside import CUDA_CONTEXT, NCCL_COMMUNICATOR, communicators
 from mppo.planning.passes import StagePasses
 
 
@@ -32,6 +33,7 @@ class Peaks:
         forward: in its forward-only passes.
         updating: in its passes with gradients.
         syncing: in the weight sync.
+        communicators: number of NCCL communicators.
     """
 
     resident: int
@@ -39,6 +41,12 @@ class Peaks:
     forward: Mapping[str, int]
     updating: Mapping[str, int]
     syncing: int
+    communicators: int
+
+    @property
+    def outside(self) -> int:
+        """Bytes outside torch's allocator: CUDA context and communicators."""
+        return CUDA_CONTEXT + self.communicators * NCCL_COMMUNICATOR
 
     @property
     def by_phase(self) -> dict[str, int]:
@@ -52,12 +60,13 @@ class Peaks:
         return {**found, "weight sync": self.syncing}
 
 
-def rank_peaks(parts: Sequence[RankPart], streamed: int) -> Peaks:
+def rank_peaks(parts: Sequence[RankPart], streamed: int, rank: int) -> Peaks:
     """The peaks of one rank.
 
     Args:
         parts: the roles in the order in which they are built.
         streamed: bytes that a weight sync allocates.
+        rank: the rank.
     """
     kept = sum(part.memory.resident for part in parts)
     # roles with the same layout share Megatron's buffer
@@ -77,6 +86,11 @@ def rank_peaks(parts: Sequence[RankPart], streamed: int) -> Peaks:
         {part.passes.role.name: resident + part.passes.forward for part in parts},
         {part.passes.role.name: resident + _update(part, trained) for part in trained},
         resident + streamed,
+        communicators(
+            ((part.passes.layout, part.passes.has_experts) for part in parts),
+            rank,
+            parts[0].passes.by_lists,
+        ),
     )
 
 

@@ -100,7 +100,7 @@ def plan_peaks(recipe: Recipe, plans: Sequence[RolePlan], rank: int) -> Peaks:
         recipe.rollout.sync_bucket_mb << 20,
         BYTES[recipe.model.dtype],
     )
-    return rank_peaks(parts, streamed)
+    return rank_peaks(parts, streamed, rank)
 
 
 def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> str:
@@ -285,6 +285,7 @@ def _peaks(recipe: Recipe, plans: list[RolePlan]) -> str:
     rows: list[tuple[str, ...]] = [("peak of a GPU", *(f"rank {rank}" for rank in peaks))]
     rows += [(phase, *(_gib(p.by_phase[phase]) for p in peaks.values())) for phase in phases]
     rows.append(("between steps", *(_gib(p.resident) for p in peaks.values())))
+    rows.append(("CUDA context and NCCL", *(_gib(p.outside) for p in peaks.values())))
     actor = plans[0].parameters * BYTES[recipe.rollout.dtype or recipe.model.dtype]
     engine = actor // recipe.rollout.tensor_model_parallel_size
     lines = [_columns(rows)]

@@ -82,6 +82,8 @@ def test_the_plan_knows_the_peak_of_every_phase(name, simulated):
     assert len(found["planned_peaks"]) >= 7
     for phase, planned in found["planned_peaks"].items():
         assert found["peaks"][phase] == pytest.approx(planned, rel=0.05), phase
+    used, counted = found["communicators"]
+    assert used == counted
 
 
 @pytest.mark.parametrize("name", CHOSEN)
