@@ -71,8 +71,7 @@ def host_copy_warning(copy: int, memory: int) -> str | None:
 
 
 def describe_checkpoints(recipe: Recipe, plans: list[RolePlan], steps: int | None) -> str:
-    """One line: when checkpoints are saved, the size of one, of all that are kept, and of the copy in
-    host memory.
+    """One line: when checkpoints are saved, the size of one, of those kept, and of the copy in memory.
 
     Args:
         recipe: the recipe.
