@@ -71,7 +71,7 @@ def host_copy_warning(copy: int, memory: int) -> str | None:
 
 
 def describe_checkpoints(recipe: Recipe, plans: list[RolePlan], steps: int | None) -> str:
-    """One line: when checkpoints are saved, the size of one, of those kept, and of the copy in memory.
+    """One line: when checkpoints are saved; the size of one, of those kept, and of the host's copy.
 
     Args:
         recipe: the recipe.

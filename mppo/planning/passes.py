@@ -44,7 +44,8 @@ class StagePasses:
         layers: decoder layers of the stage.
         lengths: tokens of micro-batches.
         itemsize: bytes of an element of the weights and activations.
-        by_lists: actor and critic run by the lists of a schedule, not by Megatron's schedules.
+        by_lists: updates run by the lists of a schedule, not by Megatron's schedules.
+        streams_forward: forward-only passes do.
     """
 
     role: RoleCase
@@ -55,6 +56,7 @@ class StagePasses:
     lengths: Lengths
     itemsize: int
     by_lists: bool
+    streams_forward: bool
 
     def layer(self, layer: int, training: bool = True) -> Layer:
         """The activations of a decoder layer for a micro-batch in training or in a forward pass."""
@@ -148,7 +150,7 @@ class StagePasses:
         if self.is_last and self.role.name != "critic":
             moments.append(2 * layers[0].stream + self._head(self.lengths.forward, trained=False))
         sent = 0.0
-        if self.by_lists and not self.is_last:  # outputs on their way to the next stage
+        if self.streams_forward and not self.is_last:  # outputs on their way to the next stage
             sent = layers[0].stream * (self.layout.pp - self.stage)
         return int(max(moments) + sent + self._angles(self.lengths.forward))
 

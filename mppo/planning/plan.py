@@ -12,7 +12,7 @@ from typing import Any
 
 from mppo.config.load import resolved_yaml
 from mppo.config.rules.rule import RoleCase, roles_in_use
-from mppo.config.schedule import schedule_kind
+from mppo.config.schedule import schedule_kind, streams_forward
 from mppo.config.schema import Recipe
 from mppo.parallel.layout import Layout
 from mppo.planning.activations import ModelKind, model_kind
@@ -138,7 +138,7 @@ def _plan_role(
         sequence=longest,
         response=recipe.data.max_response_length,
     )
-    by_lists = schedule_kind(recipe) != "sequential"
+    by_lists, streamed = schedule_kind(recipe) != "sequential", streams_forward(recipe)
     size = BYTES[recipe.model.dtype]
     return RolePlan(
         role=role,
@@ -147,7 +147,7 @@ def _plan_role(
         stage_parameters=[count.total for count in counts],
         memory=[role_memory(role, layout, count, recipe.model.dtype) for count in counts],
         passes=[
-            StagePasses(role, kind, layout, stage, owned, lengths, size, by_lists)
+            StagePasses(role, kind, layout, stage, owned, lengths, size, by_lists, streamed)
             for stage, owned in enumerate(layers)
         ],
         mini_batches=mini_batches,
