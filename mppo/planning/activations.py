@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from mppo.config.sections.megatron import MegatronConfig
+from mppo.models.attention import flash
 from mppo.parallel.layout import Layout
 from mppo.weights.shape import ModelShape
 
@@ -27,7 +27,7 @@ class ModelKind:
     Args:
         shape: sizes of the model.
         active_experts: experts that process a token.
-        softcap: attention scores are soft-capped, for which torch has no fused kernel.
+        softcap: attention scores are soft-capped without a fused kernel: only flash-attn has one.
         logit_softcap: logits are soft-capped.
         gelu: the feed-forward uses GELU, which has no fused gated form here.
     """
@@ -52,18 +52,11 @@ def model_kind(hf_config: Any, shape: ModelShape, active_experts: int) -> ModelK
     return ModelKind(
         shape,
         active_experts,
-        softcap=bool(getattr(hf_config, "attn_logit_softcapping", None)) and not has_flash_attn(),
+        softcap=bool(getattr(hf_config, "attn_logit_softcapping", None))
+        and not flash.is_installed(),
         logit_softcap=bool(getattr(hf_config, "final_logit_softcapping", None)),
         gelu="gelu" in str(activation),
     )
-
-
-def has_flash_attn() -> bool:
-    """Whether the package flash-attn is installed, whose kernels soft-cap scores."""
-    try:
-        return bool(version("flash-attn"))
-    except PackageNotFoundError:
-        return False
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class StagePasses:
         stage: the pipeline stage.
         layers: decoder layers of the stage.
         lengths: tokens of micro-batches.
+        micro_batches: micro-batches of a mini-batch.
         itemsize: bytes of an element of the weights and activations.
         by_lists: updates run by the lists of a schedule, not by Megatron's schedules.
         streams_forward: forward-only passes do.
@@ -54,6 +55,7 @@ class StagePasses:
     stage: int
     layers: Sequence[int]
     lengths: Lengths
+    micro_batches: int
     itemsize: int
     by_lists: bool
     streams_forward: bool
@@ -103,10 +105,14 @@ class StagePasses:
 
     @property
     def in_flight(self) -> float:
-        """Micro-batches whose activations the stage holds at once (Narayanan et al. 2021)."""
+        """Micro-batches whose activations the stage holds at once (Narayanan et al. 2021).
+
+        Only the lists of a schedule can hold those of several mini-batches.
+        """
         if self.layout.vpp > 1:
             return self.layout.pp + (self.layout.pp - 1) / self.layout.vpp
-        return float(self.layout.pp - self.stage)
+        most = float(self.layout.pp - self.stage)
+        return most if self.by_lists else min(most, self.micro_batches)
 
     @property
     def kept(self) -> float:

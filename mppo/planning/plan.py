@@ -147,7 +147,9 @@ def _plan_role(
         stage_parameters=[count.total for count in counts],
         memory=[role_memory(role, layout, count, recipe.model.dtype) for count in counts],
         passes=[
-            StagePasses(role, kind, layout, stage, owned, lengths, size, by_lists, streamed)
+            StagePasses(
+                role, kind, layout, stage, owned, lengths, micro_batches, size, by_lists, streamed
+            )
             for stage, owned in enumerate(layers)
         ],
         mini_batches=mini_batches,
