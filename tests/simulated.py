@@ -44,9 +44,13 @@ SMALL = ("recipes/qwen2_7b_rm.yaml", "data.train_batch_size=128", "actor.ppo_min
          "critic.megatron.recompute_granularity=none")  # fmt: skip
 
 
-def recipe_case(recipe: str, last: bool = False) -> RankCase:
+STORED = ("actor.megatron.recompute_granularity=none",
+          "critic.megatron.recompute_granularity=selective")  # fmt: skip
+
+
+def recipe_case(recipe: str, last: bool = False, overrides: tuple[str, ...] = ()) -> RankCase:
     """A shipped recipe with two layers in every pipeline chunk and few micro-batches."""
-    case = loaded(f"recipes/{recipe}.yaml")
+    case = loaded(f"recipes/{recipe}.yaml", *overrides)
     if last:
         layout = roles_in_use(case.recipe)[0].megatron.layout(case.world_size)
         last_stage = layout.pp - 1
@@ -194,7 +198,7 @@ def run(name: str) -> dict[str, Any]:
             case = small_case()
             once = partial(isolated, simulate_rank)
             return summary(case, once(case) if kind == "full" else quick_result(case, once))
-        case = recipe_case(what, last=kind == "last")
+        case = recipe_case(what, kind == "last", STORED if kind == "stored" else ())
         return summary(case, isolated(simulate_rank, case))
     except SimulationError as error:
         return {"error": str(error), "stack": error.stack}

@@ -32,6 +32,8 @@ CHOSEN = [
     "first:gemma_2_2b_gsm8k",
     "first:deepseek_llm_7b_gsm8k_cp2",
 ]
+STORED = "stored:deepseek_llm_7b_gsm8k_math"
+"""The same with stored activations: a backward pass computes none of them again."""
 RECIPES = CHOSEN
 if os.environ.get("MPPO_SIMULATE_ALL"):
     RECIPES = [f"{stage}:{name}" for name in CLUSTER for stage in ("first", "last")]
@@ -49,7 +51,7 @@ MOST_WAITS = json.loads((ROOT / "tests" / "simulated_waits.json").read_text())
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, dict[str, Any]]:
     return run_cases(
-        *RECIPES, "full:small", "quick:small", *(f"mistake:{name}" for name in MISTAKES)
+        *RECIPES, STORED, "full:small", "quick:small", *(f"mistake:{name}" for name in MISTAKES)
     )
 
 
@@ -76,7 +78,7 @@ def test_a_recipe_runs_and_holds_what_the_plan_says(name, simulated):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, STORED])
 def test_the_plan_knows_the_peak_of_every_phase(name, simulated):
     found = simulated[name]
     assert len(found["planned_peaks"]) >= 7
