@@ -276,14 +276,17 @@ def _memory(recipe: Recipe, plans: list[RolePlan]) -> str:
 
 
 def _peaks(recipe: Recipe, plans: list[RolePlan]) -> str:
-    """Peaks of the ranks of each pipeline stage."""
+    """Peaks of a rank on the first stage, on the last, and of the one with the largest peak."""
     world = plans[0].layout.world
     first: dict[tuple[int, ...], int] = {}  # a rank for every combination of stages
     for rank in range(world):
         stages = tuple(plan.layout.coordinates(rank).pp for plan in plans)
         first.setdefault(stages, rank)
     peaks = {rank: plan_peaks(recipe, plans, rank) for rank in first.values()}
-    phases = list(next(iter(peaks.values())).by_phase)
+    largest = max(peaks, key=lambda rank: max(peaks[rank].by_phase.values()))
+    shown = sorted({min(peaks), largest, max(peaks)})
+    peaks = {rank: peaks[rank] for rank in shown}
+    phases = list(peaks[largest].by_phase)
     rows: list[tuple[str, ...]] = [("peak of a GPU", *(f"rank {rank}" for rank in peaks))]
     rows += [(phase, *(_gib(p.by_phase[phase]) for p in peaks.values())) for phase in phases]
     rows.append(("between steps", *(_gib(p.resident) for p in peaks.values())))
