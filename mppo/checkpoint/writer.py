@@ -88,19 +88,20 @@ class PlannedShards:
     def stage(self) -> None:
         """Copy the tensors to host memory that training does not change, unless that is done.
 
-        A save for which training waits needs no copy of all tensors.
+        A save for which training waits needs no copy; its tensors need only be complete.
         """
-        if self.staged or self.buffers is None:
+        if self.staged:
             return
         self.staged = True
         role = self.folder.name
-        for _, _, (_, tensors) in self.buckets:
-            tensors[:] = [(item, self.buffers.copy((role, item.index), x)) for item, x in tensors]
+        if self.buffers is not None:
+            for _, _, (_, tensors) in self.buckets:
+                tensors[:] = [(i, self.buffers.copy((role, i.index), x)) for i, x in tensors]
         device.synchronize()
 
 
 def plan_shards(sharded_state: dict, folder: Path, buffers: HostBuffers | None) -> PlannedShards:
-    """Plan which rank writes which shard, and with buffers copy a GPU's tensors. Collective.
+    """Plan which rank writes which shard, and stage a GPU's tensors. Collective.
 
     Args:
         sharded_state: Megatron's sharded state dict.
