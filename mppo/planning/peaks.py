@@ -75,7 +75,8 @@ def rank_peaks(parts: Sequence[RankPart], streamed: int, rank: int) -> Peaks:
         layout = part.passes.layout
         buffers[layout] = max(buffers[layout], part.passes.gather_buffer)
     resident = kept + sum(buffers.values())
-    building, before = {}, 0
+    building: dict[str, int] = {}
+    before = 0
     for part in parts:
         building[part.passes.role.name] = before + part.memory.building
         before += part.memory.resident

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import padded_vocab_size
@@ -42,7 +43,7 @@ def stream_bytes(
     def bytes_of(entry: Entry) -> int:
         return 4 if entry.row.keep_fp32 else itemsize
 
-    owner = {layer: at for at, owned in enumerate(layers) for layer in owned}
+    owner: dict[Any, int] = {layer: at for at, owned in enumerate(layers) for layer in owned}
     for row in table.rows:
         if row.where in ("embedding", "final", "output"):
             owner[row.name] = 0 if row.where == "embedding" else layout.pp - 1
@@ -52,7 +53,7 @@ def stream_bytes(
         content = sum(exported_bytes(e, bytes_of) for unit in units for e in unit.entries)
         gathered = 0
         if units[0].stage == stage:
-            gathered = _gathered_bytes(units, layout, table.shape.num_experts, bytes_of)
+            gathered = _gathered_bytes(units, layout, bytes_of)
         peak = max(peak, sum(buffers) + previous + content + gathered)
         turn = number % BUFFERS
         buffers[turn] = max(buffers[turn], content)
@@ -61,7 +62,7 @@ def stream_bytes(
     return peak
 
 
-def _gathered_bytes(units: Sequence[Unit], layout: Layout, num_experts: int, bytes_of) -> int:
+def _gathered_bytes(units: Sequence[Unit], layout: Layout, bytes_of: Callable[[Entry], int]) -> int:
     """Bytes of a bucket's shards: this rank's, and those of all ranks of their groups."""
 
     def shard(entry: Entry) -> int:
