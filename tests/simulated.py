@@ -20,7 +20,8 @@ import torch
 
 from mppo.config.checks import load_checked
 from mppo.config.rules.rule import roles_in_use, world_size_of
-from mppo.planning.plan import plan_roles
+from mppo.planning.peaks import Peaks
+from mppo.planning.plan import plan_peaks, plan_roles
 from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.gpu.gpu_types import find_gpu
 from mppo.simulation.isolated import SimulationError, isolated
@@ -45,9 +46,13 @@ SMALL = ("recipes/qwen2_7b_rm.yaml", "data.train_batch_size=128", "actor.ppo_min
          "critic.megatron.recompute_granularity=none")  # fmt: skip
 
 
-def recipe_case(recipe: str, last: bool = False) -> RankCase:
+STORED = ("actor.megatron.recompute_granularity=none",
+          "critic.megatron.recompute_granularity=selective")  # fmt: skip
+
+
+def recipe_case(recipe: str, last: bool = False, overrides: tuple[str, ...] = ()) -> RankCase:
     """A shipped recipe with two layers in every pipeline chunk and few micro-batches."""
-    case = loaded(f"recipes/{recipe}.yaml")
+    case = loaded(f"recipes/{recipe}.yaml", *overrides)
     if last:
         layout = roles_in_use(case.recipe)[0].megatron.layout(case.world_size)
         last_stage = layout.pp - 1
@@ -146,10 +151,13 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
     """What the tests compare: bytes, counts per micro-batch, and the plan of the same case."""
     plans = plan_roles(case.recipe, case.world_size, case.hf_configs)
     stages = [plan.memory[plan.layout.coordinates(case.rank).pp] for plan in plans]
+    peaks = plan_peaks(case.recipe, plans, case.rank)
     return {
+        "communicators": (result.groups, peaks.communicators),
         "resident": result.resident.total() - result.resident[GATHER_BUFFER],
         "held": dict(result.resident),
         "peaks": {phase.name: phase.peak for phase in result.phases},
+        "planned_peaks": planned_peaks(peaks, result),
         "operations": {p.name: p.operations / (p.micro_batches or 1) for p in result.phases},
         "waits": {
             p.name: sum(p.waits.values()) / p.micro_batches
@@ -157,12 +165,26 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
             if p.micro_batches
         },
         "waiting": {p.name: {w.line: count for w, count in p.waits.items()} for p in result.phases},
-        "planned": sum(m.weights + m.gradients + m.optimizer for m in stages),
+        "planned": sum(m.resident for m in stages),
         "roles": {
-            plan.role.name: (m.weights, m.gradients, m.optimizer, m.activations + m.head)
-            for plan, m in zip(plans, stages)
+            plan.role.name: (m.weights, m.gradients, m.optimizer) for plan, m in zip(plans, stages)
         },
     }
+
+
+def planned_peaks(peaks: Peaks, result: RankResult) -> dict[str, int]:
+    """The plan's peaks by the names of the simulated phases that it covers."""
+    planned = {
+        "building": peaks.building, "computing": peaks.forward, "updating": peaks.updating,
+        "stepping": dict.fromkeys(peaks.updating, peaks.resident),
+    }  # fmt: skip
+    found = {"weight sync": peaks.syncing}
+    for phase in result.phases:
+        kind, *words = phase.name.replace(",", "").split()
+        for role, size in planned.get(kind, {}).items():
+            if role in words:
+                found[phase.name] = size
+    return found
 
 
 def run(name: str) -> dict[str, Any]:
@@ -182,7 +204,7 @@ def run(name: str) -> dict[str, Any]:
             case = small_case()
             once = partial(isolated, simulate_rank)
             return summary(case, once(case) if kind == "full" else quick_result(case, once))
-        case = recipe_case(what, last=kind == "last")
+        case = recipe_case(what, kind == "last", STORED if kind == "stored" else ())
         return summary(case, isolated(simulate_rank, case))
     except SimulationError as error:
         return {"error": str(error), "stack": error.stack}

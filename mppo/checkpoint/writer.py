@@ -86,18 +86,22 @@ class PlannedShards:
     staged: bool = field(default=False, init=False)
 
     def stage(self) -> None:
-        """Copy the tensors to host memory that training does not change, unless that is done."""
+        """Copy the tensors to host memory that training does not change, unless that is done.
+
+        A save for which training waits needs no copy; its tensors need only be complete.
+        """
         if self.staged:
             return
         self.staged = True
         role = self.folder.name
-        for _, _, (_, tensors) in self.buckets:
-            tensors[:] = [_staged(role, item, x, self.buffers) for item, x in tensors]
+        if self.buffers is not None:
+            for _, _, (_, tensors) in self.buckets:
+                tensors[:] = [(i, self.buffers.copy((role, i.index), x)) for i, x in tensors]
         device.synchronize()
 
 
 def plan_shards(sharded_state: dict, folder: Path, buffers: HostBuffers | None) -> PlannedShards:
-    """Plan which rank writes which shard, and copy a GPU's tensors to the host. Collective.
+    """Plan which rank writes which shard, and stage a GPU's tensors. Collective.
 
     Args:
         sharded_state: Megatron's sharded state dict.
@@ -118,13 +122,6 @@ def plan_shards(sharded_state: dict, folder: Path, buffers: HostBuffers | None) 
     if device.is_cuda():
         planned.stage()
     return planned
-
-
-def _staged(role: str, item, tensor: torch.Tensor, buffers: HostBuffers | None) -> tuple:
-    """An item of Megatron's plan with its tensor on the host."""
-    if buffers is not None:
-        return item, buffers.copy((role, item.index), tensor)
-    return item, tensor.to("cpu", non_blocking=True)
 
 
 class _CheckedStream:
@@ -169,7 +166,9 @@ def _write_bucket(bucket) -> tuple[list[WriteResult], FileEntry]:
             for item, data in [*blobs, *tensors]:
                 how = (item, name, SerializationFormat.TORCH_SAVE)
                 target = cast("io.IOBase", stream)  # it has the methods that torch calls
-                results.append(_write_item(_StorageWriterTransforms(), target, data, *how))
+                # tensors that were not staged come from the device one at a time
+                content = data.cpu() if isinstance(data, torch.Tensor) else data
+                results.append(_write_item(_StorageWriterTransforms(), target, content, *how))
         except RuntimeError as error:  # torch.save hides the file's own error
             raise stream.error or error from None
         os.fsync(raw.fileno())

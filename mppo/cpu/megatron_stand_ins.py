@@ -245,28 +245,6 @@ def _patch_tensor_methods() -> None:
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 
 
-def _shared_groups(create):
-    """Make ``create`` return one gloo group per set of ranks, for all axes of all layouts.
-
-    Megatron creates about forty groups per layout, most of them equal, and each gloo group polls in
-    its own thread. Groups are created anew after the default group was destroyed.
-    """
-    world, groups = None, {}
-
-    @functools.wraps(create)
-    def shared(ranks=None, timeout=None, **kwargs):
-        nonlocal world, groups
-        assert ranks is not None, "Megatron names the ranks of every group"
-        if world is not torch.distributed.group.WORLD:
-            world, groups = torch.distributed.group.WORLD, {}
-        key = (tuple(ranks), timeout)
-        if key not in groups:
-            groups[key] = create(ranks, timeout, **kwargs)
-        return groups[key]
-
-    return shared
-
-
 def _names_of(module: str) -> dict[str, Any]:
     """The global names of a Megatron-Core module, for reading and replacing."""
     return vars(importlib.import_module(f"megatron.core.{module}"))
@@ -274,8 +252,6 @@ def _names_of(module: str) -> dict[str, Any]:
 
 def _patch_modules() -> None:
     """Replace functions that need CUDA, or NCCL's collectives, in the modules that use them."""
-    parallel_state = _names_of("parallel_state")
-    parallel_state["create_group"] = _shared_groups(parallel_state["create_group"])
     for module in ("distributed.param_and_grad_buffer", "tensor_parallel.mappings"):
         names = _names_of(module)
         reduce_scatter, all_gather = "dist_reduce_scatter_func", "dist_all_gather_func"

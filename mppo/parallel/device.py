@@ -270,7 +270,7 @@ def keep_freed_memory() -> None:
 
 def prepare_megatron() -> None:
     """Make Megatron-Core usable on this machine; idempotent. Call before building any model."""
-    from mppo.parallel import megatron_without_te
+    from mppo.parallel import megatron_without_te, shared_groups
 
     if not is_cuda():
         keep_freed_memory()
@@ -284,6 +284,7 @@ def prepare_megatron() -> None:
 
         weight_gradients.install()
     megatron_without_te.install()
+    shared_groups.install(backend())
 
 
 def prepare_dtype(dtype: torch.dtype) -> None:

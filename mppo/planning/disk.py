@@ -1,4 +1,4 @@
-"""Disk space of a run's checkpoints."""
+"""Disk space of a run's checkpoints, and host memory of the copy that is being written."""
 
 from __future__ import annotations
 
@@ -37,14 +37,52 @@ def checkpoint_bytes(recipe: Recipe, plans: list[RolePlan]) -> int:
     return total
 
 
+def host_copy_bytes(recipe: Recipe, plans: list[RolePlan]) -> int:
+    """Bytes of the copy of a checkpoint in the memory of each node, which every save uses again.
+
+    Each rank copies the shards that it writes; Megatron divides all shards evenly over the ranks.
+    0 if training waits for saves.
+
+    Args:
+        recipe: the recipe.
+        plans: its roles.
+    """
+    if not recipe.trainer.async_save:
+        return 0
+    without_folder = recipe.trainer.model_copy(update={"checkpoint_hf": False})
+    total = checkpoint_bytes(recipe.model_copy(update={"trainer": without_folder}), plans)
+    world = plans[0].layout.world
+    return ceil(total * min(recipe.trainer.n_gpus_per_node or world, world) / world)
+
+
+def host_copy_warning(copy: int, memory: int) -> str | None:
+    """A warning if a node has too little memory for the copy; else None.
+
+    Args:
+        copy: of ``host_copy_bytes``.
+        memory: bytes of the node's memory.
+    """
+    if copy <= memory:
+        return None
+    return (
+        f"warning: trainer.async_save: the copy of a checkpoint takes {_size(copy)} on each node, "
+        f"which has {_size(memory)} of memory: set trainer.async_save=false"
+    )
+
+
 def describe_checkpoints(recipe: Recipe, plans: list[RolePlan], steps: int | None) -> str:
-    """One line: when checkpoints are saved, the size of one, and of all that are kept.
+    """One line: when checkpoints are saved; the size of one, of those kept, and of the host's copy.
 
     Args:
         recipe: the recipe.
         plans: its roles.
         steps: PPO steps of the run; None if they depend on the data.
     """
+    text, copy = _describe_disk(recipe, plans, steps), host_copy_bytes(recipe, plans)
+    return f"{text}; each node's memory holds a copy of {_size(copy)}" if copy else text
+
+
+def _describe_disk(recipe: Recipe, plans: list[RolePlan], steps: int | None) -> str:
     trainer, one = recipe.trainer, checkpoint_bytes(recipe, plans)
     freq, minutes, keep = trainer.save_freq, trainer.save_every_minutes, trainer.max_ckpt_to_keep
     when = [f"every {freq} steps"] if freq > 0 else []

@@ -1,7 +1,5 @@
-"""Parameters and memory of one rank, from a model's parameter table and a role's layout.
-
-The estimate leaves out allocator fragmentation, communication buffers and the CUDA context.
-"""
+"""Parameters of one rank, and the memory that they keep, from a model's parameter table and a
+role's layout."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from typing import Any
 from mppo.config.rules.rule import RoleCase
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import padded_vocab_size
-from mppo.weights.shape import ModelShape
 from mppo.weights.table import Entry, Table
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -39,25 +36,24 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one role on one rank.
+    """Bytes of one role on one rank between steps.
 
     Args:
         weights: parameters in the model's type.
         gradients: float32 gradients.
         optimizer: Adam's moments and master weights.
-        activations: activations at the peak, exchanged keys and values included.
-        head: chunk of logits.
+        building: most bytes while the role is built.
     """
 
     weights: int
     gradients: int
     optimizer: int
-    activations: int
-    head: int
+    building: int
 
     @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.head
+    def resident(self) -> int:
+        """What the role keeps between steps."""
+        return self.weights + self.gradients + self.optimizer
 
 
 def stage_layers(
@@ -159,120 +155,33 @@ def experts_per_token(hf_config: Any) -> int:
     return 0
 
 
-def activation_elements_per_token(
-    shape: ModelShape, layout: Layout, layer: int, active_experts: int
-) -> float:
-    """Elements that one decoder layer stores for the backward pass, per token, on one rank.
-
-    Norm inputs and outputs ``4 h``, queries, keys, values and attention output
-    ``(2 heads + 2 kv_heads) head_dim`` (flash attention stores no score matrix), gate, up and their
-    product ``3 ffn``; in a mixture of experts ``3 (shared_ffn + active_experts expert_ffn)`` for an
-    even load. TP divides all of them (sequence parallelism; Korthikanti et al. 2022, section 4).
-
-    Args:
-        shape: the model.
-        layout: the role's layout.
-        layer: decoder layer.
-        active_experts: experts that process a token.
-    """
-    width = shape.ffn
-    if shape.sparse_layers and shape.sparse_layers[layer]:
-        width = shape.shared_ffn + active_experts * shape.expert_ffn
-    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    return (4 * shape.hidden + attention + 3 * width) / layout.tp
-
-
-def exchanged_elements_per_token(
-    shape: ModelShape, layout: Layout, exchange: str, trained: bool
-) -> float:
-    """Peak of one layer's exchanged keys, values and their gradients under context parallelism:
-    elements per token of the micro-batch (over all context-parallel ranks), on one rank.
-
-    ``all_gather`` holds keys and values twice, as received and in sequence order, and in a backward
-    pass their gradients. ``p2p`` holds the keys and values of one rank and of the next, and in a
-    backward pass four times as many gradients (measured by ``benchmarks/context_gather.py``).
-
-    Args:
-        shape: the model.
-        layout: the role's layout.
-        exchange: ``all_gather`` or ``p2p``.
-        trained: whether the role has a backward pass.
-    """
-    if layout.cp == 1:
-        return 0.0
-    width = 2.0 * shape.kv_heads * shape.head_dim
-    if shape.mla is not None:
-        key = shape.mla.qk_nope_head_dim + shape.mla.qk_rope_head_dim
-        width = float(shape.heads * (key + shape.mla.v_head_dim))
-    if exchange == "all_gather":
-        return width / layout.tp * (3 if trained else 2)
-    return width / layout.tp * (6 if trained else 2) / layout.cp
-
-
-def role_memory(
-    role: RoleCase,
-    layout: Layout,
-    stage: int,
-    count: ParameterCount,
-    dtype: str,
-    micro_batch_tokens: int,
-    elements_per_token: Sequence[float],
-    shape: ModelShape,
-) -> Memory:
-    """Memory of one role on one rank.
+def role_memory(role: RoleCase, layout: Layout, count: ParameterCount, dtype: str) -> Memory:
+    """Memory that one role keeps on one rank.
 
     Weights take ``b`` bytes per parameter. A trained role adds fp32 gradients (4), fp32 master
     weights if ``b`` is 2 (4) and Adam's two moments (8); the distributed optimizer divides the last
-    two by the data-parallel size (of experts: by the expert-data-parallel size). Activations of the
-    micro-batches in flight: stage ``s`` of ``p`` holds ``p - s`` under 1F1B, and at most
-    ``p + (p - 1) / v`` under interleaving with ``v`` chunks (Narayanan et al. 2021). Full
-    recomputation stores only the inputs of layers, plus the activations of one layer. Context
-    parallelism adds one layer's exchanged keys and values. The head holds a chunk of fp32 logits,
-    and in a backward pass three times as much.
+    two by the data-parallel size (of experts: by the expert-data-parallel size). Before the
+    optimizer is made, Megatron's DDP replaces the weights by one buffer for those outside of
+    experts and one for experts, with their gradients; the old weights are freed when a buffer is
+    complete.
 
     Args:
         role: the role.
         layout: its layout.
-        stage: pipeline stage.
         count: parameters of this rank.
         dtype: parameters' dtype.
-        micro_batch_tokens: tokens of the largest micro-batch.
-        elements_per_token: by layer of the stage, from ``activation_elements_per_token``.
-        shape: the model.
     """
     size = BYTES[dtype]
-    # gradients and optimizer states: in float32, and only of a trained role
-    trained = role.name in ("actor", "critic")
-    gradients = optimizer = 0
-    if trained:
-        gradients = 4 * count.total
-        split = (layout.dp * layout.cp, layout.edp)
-        if not role.megatron.use_distributed_optimizer:
-            split = (1, 1)
-        per_parameter = 8 + (4 if size == 2 else 0)  # moments, and master weights of bfloat16
-        optimizer = per_parameter * (count.dense // split[0] + count.expert // split[1])
-    # activations: of the micro-batches in flight if trained, else of one layer at a time
-    tokens = micro_batch_tokens / layout.cp
-    widest = max(elements_per_token, default=0.0)
-    in_flight = float(layout.pp - stage)
-    if layout.vpp > 1:
-        in_flight = layout.pp + (layout.pp - 1) / layout.vpp
-    if not trained:
-        kept = widest
-    elif role.megatron.recompute_granularity == "full":
-        kept = in_flight * len(elements_per_token) * shape.hidden / layout.tp + widest
-    else:
-        kept = in_flight * sum(elements_per_token)
-    exchange = role.megatron.key_exchange(has_mla=shape.mla is not None)
-    exchanged = exchanged_elements_per_token(shape, layout, exchange, trained)
-    held = int((kept * tokens + exchanged * micro_batch_tokens) * size)
-    # the critic's value head has one logit per token, too little to count
-    head = 0
-    if stage == layout.pp - 1 and role.name != "critic":
-        chunk = min(role.section.head_chunk_tokens, math.ceil(tokens))
-        logits = chunk * padded_vocab_size(shape.vocab, layout.tp) // layout.tp
-        head = 4 * logits * (3 if trained else 1)
-    return Memory(count.total * size, gradients, optimizer, held, head)
+    weights, gradients = count.total * size, 4 * count.total
+    if role.name not in ("actor", "critic"):
+        return Memory(weights, 0, 0, building=weights)
+    split, buffers = (layout.dp * layout.cp, layout.edp), (count.dense * size, count.expert * size)
+    if not role.megatron.use_distributed_optimizer:
+        split, buffers = (1, 1), (0, 0)
+    per_parameter = 8 + (4 if size == 2 else 0)  # moments, and master weights of bfloat16
+    optimizer = per_parameter * (count.dense // split[0] + count.expert // split[1])
+    buffering = weights + max(buffers[0] + 4 * count.dense, buffers[1] + gradients)
+    return Memory(weights, gradients, optimizer, max(buffering, weights + gradients + optimizer))
 
 
 def _elements(entry: Entry, layout: Layout) -> int:

@@ -5,26 +5,30 @@ Needs only a recipe, a world size and the models' configs: no GPU, process group
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 from mppo.config.load import resolved_yaml
 from mppo.config.rules.rule import RoleCase, roles_in_use
+from mppo.config.schedule import schedule_kind, streams_forward
 from mppo.config.schema import Recipe
 from mppo.parallel.layout import Layout
+from mppo.planning.activations import ModelKind, model_kind
 from mppo.planning.memory import (
     BYTES,
     Memory,
-    activation_elements_per_token,
     count_parameters,
     experts_per_token,
     model_parameters,
     role_memory,
     role_stage_layers,
 )
+from mppo.planning.passes import Lengths, StagePasses
+from mppo.planning.peaks import Peaks, RankPart, rank_peaks
 from mppo.planning.schedule import TrainedRole, describe_schedule
+from mppo.planning.streaming import stream_bytes
 from mppo.weights.shape import model_shape
 from mppo.weights.table import Table, parameter_table
 
@@ -41,7 +45,8 @@ class RolePlan:
         layout: its layout.
         parameters: parameters of the model.
         stage_parameters: parameters of one rank, by pipeline stage.
-        memory: memory of one rank, by pipeline stage.
+        memory: memory that one rank keeps, by pipeline stage.
+        passes: its passes, by pipeline stage.
         mini_batches: optimizer steps per PPO step; 0 for a frozen role.
         micro_batches: micro-batches per data-parallel rank and mini-batch (per pass for a frozen
             role), if every sequence has the maximal length.
@@ -53,6 +58,7 @@ class RolePlan:
     parameters: int
     stage_parameters: list[int]
     memory: list[Memory]
+    passes: list[StagePasses]
     mini_batches: int
     micro_batches: int
     micro_batch_tokens: int
@@ -70,8 +76,31 @@ def plan_roles(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -
     for role in roles_in_use(recipe):
         own = hf_configs[role.name]
         table = parameter_table(model_shape(own))
-        plans.append(_plan_role(recipe, role, world_size, table, experts_per_token(own)))
+        kind = model_kind(own, table.shape, experts_per_token(own))
+        plans.append(_plan_role(recipe, role, world_size, table, kind))
     return plans
+
+
+def plan_peaks(recipe: Recipe, plans: Sequence[RolePlan], rank: int) -> Peaks:
+    """The peaks of memory of one rank.
+
+    Args:
+        recipe: the recipe.
+        plans: of ``plan_roles``.
+        rank: the rank.
+    """
+    stages = [plan.layout.coordinates(rank).pp for plan in plans]
+    parts = [RankPart(plan.memory[stage], plan.passes[stage]) for plan, stage in zip(plans, stages)]
+    actor = plans[0]
+    streamed = stream_bytes(
+        parameter_table(actor.passes[0].kind.shape),
+        actor.layout,
+        stages[0],
+        [passes.layers for passes in actor.passes],
+        recipe.rollout.sync_bucket_mb << 20,
+        BYTES[recipe.model.dtype],
+    )
+    return rank_peaks(parts, streamed, rank)
 
 
 def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> str:
@@ -89,7 +118,7 @@ def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]
 
 
 def _plan_role(
-    recipe: Recipe, role: RoleCase, world_size: int, table: Table, active_experts: int
+    recipe: Recipe, role: RoleCase, world_size: int, table: Table, kind: ModelKind
 ) -> RolePlan:
     layout = role.megatron.layout(world_size)
     layers = role_stage_layers(role, table.shape.num_layers, world_size)
@@ -100,31 +129,29 @@ def _plan_role(
     ]
     mini_batches, sequences = _mini_batches(recipe, role)
     longest = recipe.data.max_prompt_length + recipe.data.max_response_length
-    micro_batches, tokens = _micro_batches(role, layout, ceil(sequences / layout.dp), longest)
-    memory: list[Memory] = []
-    for stage, owned in enumerate(layers):
-        per_layer = [
-            activation_elements_per_token(table.shape, layout, layer, active_experts)
-            for layer in owned
-        ]
-        memory.append(
-            role_memory(
-                role,
-                layout,
-                stage,
-                counts[stage],
-                recipe.model.dtype,
-                tokens,
-                per_layer,
-                table.shape,
-            )
-        )
+    share = ceil(sequences / layout.dp)
+    micro_batches, tokens = _micro_batches(role, layout, share, longest, mini_batches > 0)
+    everything = ceil(recipe.data.train_batch_size * recipe.rollout.n / layout.dp)
+    lengths = Lengths(
+        training=tokens,
+        forward=_micro_batches(role, layout, everything, longest, training=False)[1],
+        sequence=longest,
+        response=recipe.data.max_response_length,
+    )
+    by_lists, streamed = schedule_kind(recipe) != "sequential", streams_forward(recipe)
+    size = BYTES[recipe.model.dtype]
     return RolePlan(
         role=role,
         layout=layout,
         parameters=model_parameters(table, value_head),
         stage_parameters=[count.total for count in counts],
-        memory=memory,
+        memory=[role_memory(role, layout, count, recipe.model.dtype) for count in counts],
+        passes=[
+            StagePasses(
+                role, kind, layout, stage, owned, lengths, micro_batches, size, by_lists, streamed
+            )
+            for stage, owned in enumerate(layers)
+        ],
         mini_batches=mini_batches,
         micro_batches=micro_batches,
         micro_batch_tokens=tokens,
@@ -141,7 +168,9 @@ def _mini_batches(recipe: Recipe, role: RoleCase) -> tuple[int, int]:
     return section.ppo_epochs * ceil(batch / size), size * samples
 
 
-def _micro_batches(role: RoleCase, layout: Layout, sequences: int, longest: int) -> tuple[int, int]:
+def _micro_batches(
+    role: RoleCase, layout: Layout, sequences: int, longest: int, training: bool
+) -> tuple[int, int]:
     """Number of micro-batches for a rank's sequences of maximal length, and the tokens of one.
 
     Args:
@@ -149,14 +178,15 @@ def _micro_batches(role: RoleCase, layout: Layout, sequences: int, longest: int)
         layout: its layout.
         sequences: sequences of one data-parallel rank.
         longest: tokens of each sequence.
+        training: in training; False: in a forward-only pass.
     """
     b = role.section
     per_micro, budget = b.ppo_micro_batch_size_per_gpu, b.ppo_max_token_len_per_gpu
-    if role.name == "ref":
+    if not training:
         per_micro = b.log_prob_micro_batch_size_per_gpu or per_micro
         budget = b.log_prob_max_token_len_per_gpu or budget
     if b.use_dynamic_bsz:
-        per_micro = max(1, budget // longest)
+        per_micro = max(1, budget * layout.cp // longest)
     per_micro = min(per_micro, sequences)
     count = ceil(sequences / per_micro)
     if layout.vpp > 1:  # the interleaved schedule needs a multiple of PP
@@ -228,32 +258,42 @@ def _schedule(recipe: Recipe, plans: list[RolePlan]) -> str:
 
 def _memory(recipe: Recipe, plans: list[RolePlan]) -> str:
     rows: list[tuple[str, ...]] = [
-        ("role", "parameters", "on one GPU", "weights", "gradients", "optimizer", "activations",
-         "head", "sum")
-    ]  # fmt: skip
-    worst: list[Memory] = []
+        ("role", "parameters", "on one GPU", "weights", "gradients", "optimizer", "sum")
+    ]
     for plan in plans:
-        stage = max(range(plan.layout.pp), key=lambda s: plan.memory[s].total)
+        stage = max(range(plan.layout.pp), key=lambda s: plan.memory[s].resident)
         part = plan.memory[stage]
-        worst.append(part)
-        sizes = (part.weights, part.gradients, part.optimizer, part.activations, part.head)
+        sizes = (part.weights, part.gradients, part.optimizer, part.resident)
         rows.append(
             (
                 plan.role.name,
                 f"{plan.parameters:,}",
                 f"{plan.stage_parameters[stage]:,}",
-                *(_gib(size) for size in (*sizes, part.total)),
+                *map(_gib, sizes),
             )
         )
-    # the peak adds the largest activations of a role to what all roles keep in memory
-    resident = sum(m.weights + m.gradients + m.optimizer for m in worst)
-    peak = resident + max(m.activations + m.head for m in worst)
+    return _columns(rows) + "\n\n" + _peaks(recipe, plans)
+
+
+def _peaks(recipe: Recipe, plans: list[RolePlan]) -> str:
+    """Peaks of a rank on the first stage, on the last, and of the one with the largest peak."""
+    world = plans[0].layout.world
+    first: dict[tuple[int, ...], int] = {}  # a rank for every combination of stages
+    for rank in range(world):
+        stages = tuple(plan.layout.coordinates(rank).pp for plan in plans)
+        first.setdefault(stages, rank)
+    peaks = {rank: plan_peaks(recipe, plans, rank) for rank in first.values()}
+    largest = max(peaks, key=lambda rank: max(peaks[rank].by_phase.values()))
+    shown = sorted({min(peaks), largest, max(peaks)})
+    peaks = {rank: peaks[rank] for rank in shown}
+    phases = list(peaks[largest].by_phase)
+    rows: list[tuple[str, ...]] = [("peak of a GPU", *(f"rank {rank}" for rank in peaks))]
+    rows += [(phase, *(_gib(p.by_phase[phase]) for p in peaks.values())) for phase in phases]
+    rows.append(("between steps", *(_gib(p.resident) for p in peaks.values())))
+    rows.append(("CUDA context and NCCL", *(_gib(p.outside) for p in peaks.values())))
     actor = plans[0].parameters * BYTES[recipe.rollout.dtype or recipe.model.dtype]
     engine = actor // recipe.rollout.tensor_model_parallel_size
-    lines = [
-        _columns(rows),
-        f"all roles: {_gib(resident)} resident, {_gib(peak)} at the peak of training",
-    ]
+    lines = [_columns(rows)]
     if recipe.rollout.mode == "colocated":
         lines.append(f"rollout engine: {_gib(engine)} of weights more, plus its KV cache")
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from mppo.models.attention import core
 from mppo.models.moe import router
 from mppo.parallel.layout import Layout
 from mppo.planning.memory import role_stage_layers
-from mppo.simulation.gpu import attention_kernels, collectives
+from mppo.simulation.gpu import attention_kernels, collectives, norm_kernel
 from mppo.simulation.gpu.counters import Counters
 from mppo.simulation.gpu.known_values import attach_values, forget
 from mppo.supervision.phase import current
@@ -80,6 +80,7 @@ def install(cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters
     router.Router._choose = _even_choice(router.Router._choose)
     _follow_micro_batches(counters, {name: config for name, (_, config) in cases.items()})
     attention_kernels.install(core)
+    norm_kernel.install(counters)
 
 
 def stage_holdings(case: RoleCase, hf_config: Any, world_size: int) -> list[list[tuple]]:

@@ -7,15 +7,11 @@ from dataclasses import dataclass
 
 from mppo.config.schema import Recipe
 from mppo.planning.memory import BYTES
-from mppo.simulation.gpu.gpu_types import GIB, MIB, GpuType
+from mppo.planning.outside import CUDA_CONTEXT, NCCL_COMMUNICATOR
+from mppo.simulation.gpu.gpu_types import GIB, GpuType
 from mppo.simulation.rank import RankResult
 from mppo.weights.shape import ModelShape
 
-CUDA_CONTEXT = int(0.6 * GIB)
-"""Bytes of a process's CUDA context: driver, kernel code, cuBLAS workspaces. Published measurements
-lie between 0.4 and 0.8 GiB."""
-NCCL_COMMUNICATOR = 128 * MIB
-"""Bytes of the buffers of one NCCL communicator with default settings on NVLink."""
 ENGINE_GRAPHS = int(1.5 * GIB)
 """Bytes of an SGLang server's CUDA graphs and workspaces per GPU; it keeps them asleep."""
 LEAST_SEQUENCES = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from mppo.data.source import PromptSet, load_prompts
 from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.launch import LaunchInfo
-from mppo.planning.disk import describe_checkpoints
+from mppo.planning.disk import describe_checkpoints, host_copy_bytes, host_copy_warning
 from mppo.planning.plan import plan_roles
 from mppo.report.reporter import Reporter
 from mppo.rewards.scorer import build_scorer
@@ -73,6 +74,9 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         recipe, info.world_size, {r.name: read_config(r.path) for r in roles_in_use(recipe)}
     )
     reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if warning := host_copy_warning(host_copy_bytes(recipe, plans), memory):
+        reporter.line(warning)
     reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
     registry = GroupRegistry(trainer.seed)
     folder = _starting_model(recipe, folder, training, tokenizer, registry, reporter, run_folder)

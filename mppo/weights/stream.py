@@ -7,8 +7,10 @@ and one broadcast over PP, for any number of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -130,22 +132,14 @@ class WeightStream:
         return stored if self.dtype is None or entry.row.keep_fp32 else self.dtype
 
     def _plan(self, stages: list[list[tuple]], bucket_bytes: int) -> tuple[BucketPlan, ...]:
-        buckets: list[BucketPlan] = []
-        units: list[Unit] = []
-        total = 0
-        for unit in plan_units(self.table, self.layout, owners(stages)):
-            nbytes = sum(
-                aligned(nbytes_of(shape, self._export_dtype(entry)))
-                for entry in unit.entries
-                for shape in entry.row.shapes
-            )
-            if units and (units[0].stage != unit.stage or total + nbytes > bucket_bytes):
-                buckets.append(self._bucket_plan(units))
-                units, total = [], 0
-            units.append(unit)
-            total += nbytes
-        buckets.append(self._bucket_plan(units))
-        return tuple(buckets)
+        units = plan_units(self.table, self.layout, owners(stages))
+
+        def exported(entry: Entry) -> int:
+            return self._export_dtype(entry).itemsize
+
+        return tuple(
+            self._bucket_plan(bucket) for bucket in cut_buckets(units, bucket_bytes, exported)
+        )
 
     def _bucket_plan(self, units: list[Unit]) -> BucketPlan:
         layout = BucketLayout.plan(
@@ -267,6 +261,33 @@ def plan_units(table: Table, layout: Layout, owner: dict[Any, int]) -> Iterator[
     for row in table.rows:
         if row.where in ("final", "output", "value") and row.alias_of is None and row.name in owner:
             yield Unit(owner[row.name], (Entry(row),))
+
+
+def cut_buckets(
+    units: Iterable[Unit], bucket_bytes: int, itemsize: Callable[[Entry], int]
+) -> Iterator[list[Unit]]:
+    """Cut units into buckets: each holds units of one stage.
+
+    Args:
+        units: the units in order.
+        bucket_bytes: most bytes of a bucket; a larger unit gets a bucket of its own.
+        itemsize: bytes of an element of a parameter.
+    """
+    bucket: list[Unit] = []
+    total = 0
+    for unit in units:
+        nbytes = sum(map(partial(exported_bytes, itemsize=itemsize), unit.entries))
+        if bucket and (bucket[0].stage != unit.stage or total + nbytes > bucket_bytes):
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(unit)
+        total += nbytes
+    yield bucket
+
+
+def exported_bytes(entry: Entry, itemsize: Callable[[Entry], int]) -> int:
+    """Bytes of a parameter's Hugging Face tensors in a bucket."""
+    return sum(aligned(math.prod(shape) * itemsize(entry)) for shape in entry.row.shapes)
 
 
 def _layer_units(table: Table, layout: Layout, layer: int, stage: int) -> Iterator[Unit]:

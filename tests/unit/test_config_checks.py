@@ -202,33 +202,37 @@ def test_experts_are_divided_over_their_ranks():
 def test_memory_of_weights_gradients_and_optimizer():
     role = roles_in_use(recipe())[0]
     layout, count = Layout(world=4), ParameterCount(1000, 0)
-    memory = role_memory(role, layout, 0, count, "bfloat16", 0, [], model_shape(DENSE))
+    memory = role_memory(role, layout, count, "bfloat16")
     assert (memory.weights, memory.gradients, memory.optimizer) == (2000, 4000, 12 * 250)
-    complete = role_memory(role, layout, 0, count, "float32", 0, [], model_shape(DENSE))
+    complete = role_memory(role, layout, count, "float32")
     assert (complete.weights, complete.optimizer) == (4000, 8 * 250)
 
 
 def test_a_frozen_role_keeps_weights_only():
     frozen = roles_in_use(recipe("algorithm.use_kl_in_reward=true"))[-1]
-    memory = role_memory(
-        frozen,
-        Layout(world=1),
-        0,
-        ParameterCount(1000, 0),
-        "bfloat16",
-        64,
-        [10.0],
-        model_shape(DENSE),
-    )
-    assert (memory.gradients, memory.optimizer) == (0, 0)
+    memory = role_memory(frozen, Layout(world=1), ParameterCount(1000, 0), "bfloat16")
+    assert (memory.gradients, memory.optimizer, memory.building) == (0, 0, 2000)
+
+
+def test_the_weights_exist_twice_while_a_role_is_built():
+    """Weights 2, copied, and gradients 4 bytes; or weights, gradients and optimizer 12 / dp."""
+    role, count = roles_in_use(recipe())[0], ParameterCount(1000, 0)
+    peaks = [role_memory(role, Layout(world=n), count, "bfloat16").building for n in (4, 16)]
+    assert peaks == [6000 + 12 * 250, 8000]
+    experts = ParameterCount(1000, 3000)
+    memory = role_memory(role, Layout(world=64), experts, "bfloat16")
+    assert memory.building == 8000 + 6000 + 16000
 
 
 def test_recomputation_lowers_activations_and_the_first_stage_holds_most():
     none = recipe(f"actor.megatron.{PP}=3")
     full = recipe(f"actor.megatron.{PP}=3", "actor.megatron.recompute_granularity=full")
-    plain, saved = (plan_roles(r, 3, models(DENSE))[0].memory for r in (none, full))
-    assert plain[0].activations > plain[1].activations > plain[2].activations > 0
-    assert saved[0].activations < plain[0].activations
+    plain, saved = (
+        [p.in_flight * p.kept for p in plan_roles(r, 3, models(DENSE))[0].passes]
+        for r in (none, full)
+    )
+    assert plain[0] > plain[1] > plain[2] > 0
+    assert saved[0] < plain[0]
 
 
 def test_a_ring_needs_less_memory_for_exchanged_keys_and_values():
@@ -239,9 +243,9 @@ def test_a_ring_needs_less_memory_for_exchanged_keys_and_values():
         for more in ([], [f"{COMM}=all_gather"], [f"{COMM}=p2p"])
     )
     tokens = gather.micro_batch_tokens
-    assert chosen.memory == gather.memory
-    saved = gather.memory[0].activations - ring.memory[0].activations
-    assert saved == 4 * tokens * 2 * 2 * 8 * (3 - 6 / 4)
+    assert chosen.passes[0].update == gather.passes[0].update
+    gathered, passed = (plan.passes[0].layer(0).attention.backward for plan in (gather, ring))
+    assert gathered - passed == 4 * tokens * 2 * 2 * 8 * (3 - 6 / 4)
 
 
 def test_micro_batches_cover_the_mini_batch():

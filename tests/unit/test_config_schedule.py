@@ -76,14 +76,14 @@ def test_a_dry_run_names_the_schedule_and_what_each_kind_would_take():
 
 
 def test_a_dry_run_tells_how_much_larger_the_cheaper_role_s_micro_batches_should_be():
-    stages = [f"{role}.megatron.{PP}=4" for role in ("actor", "critic")]
+    stages = [f"{role}.megatron.{PP}=3" for role in ("actor", "critic")]
     sizes = ["data.train_batch_size=64", "actor.ppo_mini_batch_size=16"]
     sizes += ["actor.ppo_micro_batch_size_per_gpu=4", "critic.ppo_micro_batch_size_per_gpu=2"]
-    last = _schedule_lines([*stages, *sizes], 4)[-1]
+    last = _schedule_lines([*stages, *sizes], 3)[-1]
     assert last.startswith("a micro-batch of the critic costs 0.4"), last
     assert "if 2.0 times as large" in last
     equal = [*sizes[:-1], "critic.ppo_micro_batch_size_per_gpu=4"]
-    assert _schedule_lines([*stages, *equal], 4)[-1].startswith("flush_free: ")
+    assert _schedule_lines([*stages, *equal], 3)[-1].startswith("flush_free: ")
 
 
 def _schedule_lines(overrides: list[str], ranks: int = 2) -> list[str]:

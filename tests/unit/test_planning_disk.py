@@ -8,7 +8,12 @@ import pytest
 
 from mppo.config.load import load_recipe
 from mppo.hub.builtin import read_model_config, resolve_model
-from mppo.planning.disk import checkpoint_bytes, describe_checkpoints
+from mppo.planning.disk import (
+    checkpoint_bytes,
+    describe_checkpoints,
+    host_copy_bytes,
+    host_copy_warning,
+)
 from mppo.planning.plan import plan_roles
 from mppo.train import main
 
@@ -57,6 +62,23 @@ def test_bytes_of_a_checkpoint(settings, actor, critic):
 def test_the_disk_space_of_kept_checkpoints_is_reported(settings, steps, text):
     keys = [f"trainer.{key}" for key in settings]
     assert text in describe_checkpoints(*planned(f"model.path={CONFIG}", *keys), steps)
+
+
+def test_the_copy_of_a_background_save_is_divided_over_the_nodes():
+    path = ROOT / "recipes" / "qwen2_7b_rm.yaml"
+    recipe = load_recipe(path, ["trainer.nnodes=2"])
+    config = read_model_config(Path(CONFIG))
+    plans = plan_roles(recipe, 16, {"actor": config, "critic": config})
+    copy = host_copy_bytes(recipe, plans)
+    assert copy == checkpoint_bytes(recipe, plans) / 2
+    assert describe_checkpoints(recipe, plans, 9).endswith("memory holds a copy of 102.8 GB")
+    waiting = load_recipe(path, ["trainer.nnodes=2", "trainer.async_save=false"])
+    assert host_copy_bytes(waiting, plans) == 0
+    assert host_copy_warning(copy, copy) is None
+    warning = host_copy_warning(copy, 64 * 10**9)
+    assert warning is not None
+    assert "102.8 GB on each node, which has 64.0 GB" in warning
+    assert "set trainer.async_save=false" in warning
 
 
 def test_a_dry_run_prints_the_disk_space(capsys):

@@ -32,6 +32,8 @@ CHOSEN = [
     "first:gemma_2_2b_gsm8k",
     "first:deepseek_llm_7b_gsm8k_cp2",
 ]
+STORED = "stored:deepseek_llm_7b_gsm8k_math"
+"""The same with stored activations: a backward pass computes none of them again."""
 RECIPES = CHOSEN
 if os.environ.get("MPPO_SIMULATE_ALL"):
     RECIPES = [f"{stage}:{name}" for name in CLUSTER for stage in ("first", "last")]
@@ -62,7 +64,7 @@ MOST_OPERATIONS = {
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, dict[str, Any]]:
     return run_cases(
-        *RECIPES, "full:small", "quick:small", KEPT, OFFLOADED, SEQUENTIAL,
+        *RECIPES, STORED, "full:small", "quick:small", KEPT, OFFLOADED, SEQUENTIAL,
         *(f"mistake:{name}" for name in MISTAKES),
     )  # fmt: skip
 
@@ -87,6 +89,17 @@ def test_a_recipe_runs_and_holds_what_the_plan_says(name, simulated):
     found = simulated[name]
     assert "error" not in found, found["stack"]
     assert found["resident"] == pytest.approx(found["planned"], rel=0.02)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [*RECIPES, STORED])
+def test_the_plan_knows_the_peak_of_every_phase(name, simulated):
+    found = simulated[name]
+    assert len(found["planned_peaks"]) >= 7
+    for phase, planned in found["planned_peaks"].items():
+        assert found["peaks"][phase] == pytest.approx(planned, rel=0.05), phase
+    used, counted = found["communicators"]
+    assert used == counted
 
 
 @pytest.mark.parametrize("name", CHOSEN)

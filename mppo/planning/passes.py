@@ -1,0 +1,183 @@
+"""Bytes that the passes of one role allocate on one rank besides what it keeps between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mppo.config.rules.rule import RoleCase
+from mppo.parallel.layout import Layout
+from mppo.planning.activations import Layer, ModelKind
+from mppo.weights.blocks import padded_vocab_size
+
+_FLOAT = 4
+"""Bytes of a float32."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a micro-batch, if every sequence has the greatest length.
+
+    Args:
+        training: tokens of a micro-batch in training, over all context-parallel ranks.
+        forward: the same in forward-only passes.
+        sequence: tokens of a sequence.
+        response: tokens of its response.
+    """
+
+    training: int
+    forward: int
+    sequence: int
+    response: int
+
+
+@dataclass(frozen=True)
+class StagePasses:
+    """The passes of one role on one pipeline stage.
+
+    Args:
+        role: the role.
+        kind: its model.
+        layout: its layout.
+        stage: the pipeline stage.
+        layers: decoder layers of the stage.
+        lengths: tokens of micro-batches.
+        micro_batches: micro-batches of a mini-batch.
+        itemsize: bytes of an element of the weights and activations.
+        by_lists: updates run by the lists of a schedule, not by Megatron's schedules.
+        streams_forward: forward-only passes do.
+    """
+
+    role: RoleCase
+    kind: ModelKind
+    layout: Layout
+    stage: int
+    layers: Sequence[int]
+    lengths: Lengths
+    micro_batches: int
+    itemsize: int
+    by_lists: bool
+    streams_forward: bool
+
+    def layer(self, layer: int, training: bool = True) -> Layer:
+        """The activations of a decoder layer for a micro-batch in training or in a forward pass."""
+        sparse = self.kind.shape.sparse_layers
+        tokens = self.lengths.training if training else self.lengths.forward
+        return Layer(
+            self.kind,
+            self.role.megatron,
+            self.layout,
+            bool(sparse and sparse[layer]),
+            tokens / self.layout.cp,
+            self.lengths.sequence,
+            self.itemsize,
+        )
+
+    @cached_property
+    def _training(self) -> list[Layer]:
+        return [self.layer(layer) for layer in self.layers]
+
+    @cached_property
+    def _forward(self) -> list[Layer]:
+        return [self.layer(layer, training=False) for layer in self.layers]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage is the last one, which has the head."""
+        return self.stage == self.layout.pp - 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer of the stage is a mixture of experts."""
+        return any(layer.sparse for layer in self._training)
+
+    @property
+    def trained(self) -> bool:
+        """Whether the role has backward passes."""
+        return self.role.name in ("actor", "critic")
+
+    @property
+    def gather_buffer(self) -> int:
+        """Megatron's permanent buffer in which sequence parallelism gathers a matrix's input."""
+        widest = max(self._forward[0], self._training[0], key=lambda layer: layer.tokens)
+        return int(widest.gathered) if widest.sequence_parallel else 0
+
+    @property
+    def in_flight(self) -> float:
+        """Micro-batches whose activations the stage holds at once (Narayanan et al. 2021).
+
+        Only the lists of a schedule can hold those of several mini-batches.
+        """
+        if self.layout.vpp > 1:
+            return self.layout.pp + (self.layout.pp - 1) / self.layout.vpp
+        most = float(self.layout.pp - self.stage)
+        return most if self.by_lists else min(most, self.micro_batches)
+
+    @property
+    def kept(self) -> float:
+        """Bytes of one micro-batch between its forward and its backward pass."""
+        layers, megatron = self._training, self.role.megatron
+        stream = layers[0].stream
+        output = 0 if self.is_last else stream
+        if megatron.offload_activations:
+            return output
+        if megatron.recompute_granularity == "full":
+            return len(layers) * stream + output
+        return sum(layer.kept for layer in layers) + output
+
+    @cached_property
+    def update(self) -> int:
+        """Most bytes of forward and backward pass of a micro-batch, what ``kept`` counts included:
+        at the backward pass of a layer, of the head, or of the embedding."""
+        layers, megatron = self._training, self.role.megatron
+        stream = layers[0].stream
+        recomputes = megatron.recompute_granularity == "full" or megatron.offload_activations
+        at_layer = max(layer.backward + layer.stored * recomputes for layer in layers)
+        moments = [self.kept + at_layer]
+        if self.is_last and self.role.name != "critic":
+            moments.append(self.kept + self._head(self.lengths.training, trained=True))
+        if self.stage == 0:
+            rows = padded_vocab_size(self.kind.shape.vocab, self.layout.tp) // self.layout.tp
+            gradient = rows * self.kind.shape.hidden * self.itemsize
+            moments.append(layers[0].gathered + gradient)
+        messages = 0.0
+        if self.by_lists and self.layout.pp > 1:
+            # a gradient that arrives, and those on their way to the previous stage
+            messages = stream * (not self.is_last)
+            messages += stream * (self.layout.pp - self.stage + 1) * (self.stage > 0)
+        return int(max(moments) + messages + self._angles(self.lengths.training))
+
+    @cached_property
+    def forward(self) -> int:
+        """Most bytes of a forward-only pass."""
+        layers = self._forward
+        moments = [layer.forward for layer in layers]
+        if self.is_last and self.role.name != "critic":
+            moments.append(2 * layers[0].stream + self._head(self.lengths.forward, trained=False))
+        sent = 0.0
+        if self.streams_forward and not self.is_last:  # outputs on their way to the next stage
+            sent = layers[0].stream * (self.layout.pp - self.stage)
+        return int(max(moments) + sent + self._angles(self.lengths.forward))
+
+    def _angles(self, micro_batch: int) -> float:
+        """Rotary angles of a micro-batch in float32, the same for all layers."""
+        shape = self.kind.shape
+        width = shape.mla.qk_rope_head_dim if shape.mla is not None else shape.head_dim
+        return micro_batch / self.layout.cp * _FLOAT * width
+
+    def _head(self, micro_batch: int, trained: bool) -> float:
+        """The vocabulary projection over a chunk of tokens (``mppo.models.heads.vocabulary``)."""
+        shape, b = self.kind.shape, self.itemsize
+        predicted = micro_batch // self.lengths.sequence * self.lengths.response / self.layout.cp
+        chunk = min(self.role.section.head_chunk_tokens, predicted)
+        rows = padded_vocab_size(shape.vocab, self.layout.tp) // self.layout.tp
+        states = predicted * shape.hidden * b
+        if not trained:
+            # logits and their exponentials; with a soft-cap tanh, its square and the slope too
+            return states + chunk * rows * _FLOAT * (4 if self.kind.logit_softcap else 2)
+        # logits, probabilities, the soft-cap's slope, the gradient in the weights' type
+        wide = 3 if self.kind.logit_softcap else 2
+        logits = chunk * rows * (wide * _FLOAT + b)
+        # the weights' gradient, summed in float32, and that of a chunk
+        return 2 * states + logits + rows * shape.hidden * (_FLOAT + b)

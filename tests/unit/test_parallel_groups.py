@@ -1,0 +1,48 @@
+"""Which process groups share a communicator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mppo.simulation.isolated import isolated
+
+
+def _created(*wanted: tuple[list[int], str, str | None]) -> list[int]:
+    """For each group (ranks, description, backend) the index of the first one that it shares."""
+    return isolated(_create, wanted)
+
+
+def _create(wanted: tuple[tuple[list[int], str, str | None], ...]) -> list[int]:
+    from megatron.core import parallel_state
+
+    from mppo.parallel import shared_groups
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    shared_groups.install("fake")
+    shared_groups.install("fake")  # no effect
+    groups: list[Any] = [
+        parallel_state.create_group(ranks, backend=backend, group_desc=name)
+        for ranks, name, backend in wanted
+    ]
+    return [next(i for i, other in enumerate(groups) if other is group) for group in groups]
+
+
+def test_groups_of_the_same_ranks_are_one():
+    data, experts = "DATA_PARALLEL_GROUP", "EXPERT_MODEL_PARALLEL_GROUP"
+    assert _created(
+        ([0, 1], data, None), ([0, 1], experts, None), ([0, 2], data, None),
+        ([1, 0], experts, None), ([0, 1], data, "fake"),
+    ) == [0, 0, 2, 0, 0]  # fmt: skip
+
+
+def test_groups_across_stages_stay_apart():
+    """Messages, sums of tied embeddings and norms begin in different orders on different stages."""
+    forward, back = "PIPELINE_MODEL_PARALLEL_GROUP", "PIPELINE_BACK_GROUP"
+    assert _created(
+        ([0, 4], forward, None), ([0, 4], back, None), ([0, 4], "EMBEDDING_GROUP", None),
+        ([0, 4], "MODEL_PARALLEL_GROUP", None), ([0, 4], "DATA_PARALLEL_GROUP", None),
+        ([0, 4], forward, None),
+    ) == [0, 1, 2, 3, 4, 0]  # fmt: skip
