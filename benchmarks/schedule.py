@@ -2,17 +2,19 @@
 
     python benchmarks/schedule.py simulated [--out FILE.md]
     python benchmarks/schedule.py waits [--stages 4 8] [--milliseconds 20] [--repeat 3] [--out ...]
-    python benchmarks/schedule.py real [--repeat 5] [--out FILE.md]
+    python benchmarks/schedule.py real [--repeat 3] [--out FILE.md]
 
-``simulated``: time of sequential over flush_free, and idle share of flush_free, for numbers of
-stages, micro-batches and mini-batches and costs of the critic. About a minute on two cores.
+``simulated``: sequential's time over flush_free's, and the idle share of flush_free, for numbers of
+stages, micro-batches and mini-batches and costs of the critic; and the gain of micro-batches that
+cost the same. It takes about a minute on two cores.
 
-``waits``: the real executor with real messages on gloo ranks, a wait in place of every pass, which
-needs no core: measured over simulated time of each kind. About three minutes.
+``waits``: the real executor with real messages on gloo ranks. A wait, which needs no core, takes
+the place of every pass. The result is measured over simulated time for each kind. It takes three
+minutes.
 
-``real``: the update of a critic and an actor on two ranks (PP2) with one core each, by turns with
-Megatron's own schedule one role after the other and with the flush-free schedule; and the peak
-memory of both. About three minutes.
+``real``: the update of a critic and an actor on two ranks (PP2, one core each), alternating between
+Megatron's own schedule, one role after the other, and the flush-free schedule; and the peak memory
+of both. It takes two minutes.
 
 All tables are Markdown. ``--out`` replaces the section of the file that has the name of the mode.
 """
