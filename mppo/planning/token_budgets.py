@@ -70,7 +70,7 @@ def balanced_budgets(
 
     Such a budget makes a micro-batch cost as much time as one of the other role, but its
     activations take no more memory than the other role's on any stage. If neither is given, the
-    role with the dearer tokens has the default.
+    role whose tokens cost more has the default.
 
     Args:
         given: budget of each of two roles; None: to be chosen.

@@ -53,7 +53,7 @@ def test_the_unit_of_costs_does_not_matter(costs, unit):
 
 
 @given(pairs())
-def test_without_a_number_the_dearer_role_has_the_default(costs):
+def test_without_a_number_the_more_expensive_role_has_the_default(costs):
     found = balanced_budgets({"actor": None, "critic": None}, costs)
     dear = max(costs, key=lambda name: costs[name].compute)
     assert found[dear] == 16384
