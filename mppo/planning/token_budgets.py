@@ -50,8 +50,10 @@ def given_budgets(recipe: Recipe) -> dict[str, int | None]:
     sections: dict[str, BatchingConfig] = {"actor": recipe.actor}
     if recipe.algorithm.uses_critic:
         sections["critic"] = recipe.critic
-    budgets = {name: section.ppo_max_token_len_per_gpu for name, section in sections.items()}
-    return {name: None if budget == "auto" else budget for name, budget in budgets.items()}
+    return {
+        name: None if section.ppo_max_token_len_per_gpu == "auto" else section.token_budget
+        for name, section in sections.items()
+    }
 
 
 def with_budgets(recipe: Recipe, budgets: Mapping[str, int]) -> Recipe:
