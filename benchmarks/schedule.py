@@ -39,7 +39,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of every rank, about option
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from moe_step import give_back_freed_memory, peak_bytes, start
+from moe_step import return_freed_memory, peak_bytes, start
 from record import alternate, conditions, parser
 
 from mppo.pipeline.actions import RoleWork
@@ -280,7 +280,7 @@ def memory_rank(rank: int, folder: Path, kind: str) -> None:
     """MiB of this rank before its updates and at their peak, with one kind only."""
     torch.manual_seed(0)
     registry = start(rank, 2, folder / f"store_{kind}")
-    give_back_freed_memory()
+    return_freed_memory()
     run = make_updates(folder, registry, max(COUNTS))
     before = peak_bytes()
     for _ in range(2):
