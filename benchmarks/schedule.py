@@ -39,7 +39,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of every rank, about option
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from moe_step import return_freed_memory, peak_bytes, start
+from moe_step import peak_bytes, return_freed_memory, start
 from record import alternate, conditions, parser
 
 from mppo.pipeline.actions import RoleWork
