@@ -100,7 +100,7 @@ def simulated() -> str:
 
 
 def balanced_rows() -> list[list]:
-    """What equally dear micro-batches save in the flush-free schedule."""
+    """The gain of micro-batches of equal cost in the flush-free schedule."""
     rows = []
     shapes = itertools.product(((4, 4), (8, 8), (8, 16), (16, 16), (16, 32)), COSTS[1:])
     for (stages, count), cost in shapes:
