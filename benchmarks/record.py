@@ -68,9 +68,9 @@ def parser(description: str, repeat: int | None = None) -> argparse.ArgumentPars
     return made
 
 
-def record(measured: Mapping[str, object], out: Path | None) -> None:
-    """Print a result with command, date, machine and versions, and write it to ``--out``."""
-    result = {
+def conditions() -> dict[str, object]:
+    """Command, date, machine and versions of a measurement."""
+    return {
         "command": " ".join(["python", *sys.argv]),
         "date": date.today().isoformat(),
         "machine": {
@@ -80,8 +80,12 @@ def record(measured: Mapping[str, object], out: Path | None) -> None:
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        **measured,
     }
+
+
+def record(measured: Mapping[str, object], out: Path | None) -> None:
+    """Print a result with command, date, machine and versions, and write it to ``--out``."""
+    result = {**conditions(), **measured}
     text = _folded(json.dumps(result, indent=2))
     print(text)
     if out:

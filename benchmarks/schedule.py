@@ -1,37 +1,46 @@
 """Comparison of the schedules of an update: simulated, with waits in place of models, and real.
 
-    python benchmarks/schedule.py simulated [--out FILE]
-    python benchmarks/schedule.py waits [--stages 4 8] [--milliseconds 40] [--repeat 3] [--out FILE]
-    python benchmarks/schedule.py real [--repeat 3] [--out FILE]
+    python benchmarks/schedule.py simulated [--out FILE.md]
+    python benchmarks/schedule.py waits [--stages 4 8] [--milliseconds 20] [--repeat 3] [--out ...]
+    python benchmarks/schedule.py real [--repeat 3] [--out FILE.md]
 
-``simulated``: idle share of each kind, and sequential's time over flush-free's, for numbers of
-stages, micro-batches, mini-batches and costs of the critic.
+``simulated``: sequential's time over flush_free's, and the idle share of flush_free, for numbers of
+stages, micro-batches and mini-batches and costs of the critic; and the gain of micro-batches that
+cost the same. It takes about a minute on two cores.
 
 ``waits``: the real executor with real messages on gloo ranks. A wait, which needs no core, takes
-the place of every pass. The result is measured over simulated time for each kind, the smallest of
-the repetitions.
+the place of every pass. The result is measured over simulated time for each kind. It takes three
+minutes.
 
 ``real``: the update of a critic and an actor on two ranks (PP2, one core each), alternating between
 Megatron's own schedule, one role after the other, and the flush-free schedule; and the peak memory
-of both.
+of both. It takes two minutes.
+
+All tables are Markdown. ``--out`` replaces the section of the file that has the name of the mode.
 """
 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
+import re
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of every rank, about optional packages
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from moe_step import start
-from record import alternate, parser, record
+from moe_step import peak_bytes, return_freed_memory, start
+from record import alternate, conditions, parser
 
 from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.executor import carry_out
@@ -39,58 +48,93 @@ from mppo.pipeline.links import Links
 from mppo.pipeline.schedule import Schedule, make_schedule
 from mppo.pipeline.streams import KINDS
 
-STAGES, MINI_BATCHES, COSTS = (2, 4, 8, 16, 32, 64), (1, 4, 16), (0.25, 0.5, 1.0)
-MICRO_BATCHES = (1, 4, 16, 64, 256)
-LARGEST = 4096
-"""Of stages x micro-batches x mini-batches; with more, all kinds idle little or take the more
-memory for their lists."""
+STAGES, MICRO_BATCHES = (2, 4, 8, 16, 32, 64), (1, 4, 16, 64, 256)
+MINI_BATCHES, COSTS = (1, 4, 16), (1.0, 0.5, 0.25)
+LARGEST = 8192
+"""Most stages x micro-batches x mini-batches that are simulated; beyond them no kind idles much."""
 
 
-def update_of(stages: int, count: int, mini_batches: int, cost: float) -> dict[str, Schedule]:
+def make_schedules(stages: int, count: int, mini_batches: int, cost: float) -> dict[str, Schedule]:
     """The schedules of an update of two models, the critic's passes at ``cost`` of the actor's."""
     counts = (count,) * mini_batches
     work = (RoleWork("critic", counts, cost, 2 * cost), RoleWork("actor", counts))
     return {kind: make_schedule(kind, work, stages) for kind in KINDS}
 
 
-def simulated() -> dict:
-    """Rows of the simulation."""
+def sequential_over_flush_free(schedules: dict[str, Schedule]) -> float:
+    """Ratio of the simulated times."""
+    sequential, _, free = (schedules[kind].simulation.makespan for kind in KINDS)
+    return sequential / free
+
+
+def simulated_cell(case: tuple[int, int, int, float]) -> str:
+    """Time ratio and flush_free's idle share of one update."""
+    schedules = make_schedules(*case)
+    make_schedule.cache_clear()
+    idle = schedules["flush_free"].simulation.idle_share
+    return f"{sequential_over_flush_free(schedules):.2f} ({idle:.3f})"
+
+
+def simulated() -> str:
+    """Tables of the simulation, one for each cost of the critic."""
+    shapes = list(itertools.product(STAGES, MINI_BATCHES, MICRO_BATCHES, COSTS))
+    cases = [(p, m, k, cost) for p, k, m, cost in shapes if p * m * k <= LARGEST]
+    cases.sort(key=lambda case: -case[0] * case[1] * case[2])
+    with ProcessPoolExecutor() as pool:
+        cells = dict(zip(cases, pool.map(simulated_cell, cases)))
+    parts = ["Time of sequential over flush_free, and in brackets the idle share of flush_free."]
+    for cost in COSTS:
+        rows = [
+            [p, k, *(cells.get((p, m, k, cost), "") for m in MICRO_BATCHES)]
+            for p, k in itertools.product(STAGES, MINI_BATCHES)
+        ]
+        columns = ["stages", "mini-batches", *(f"{m} micro-batches" for m in MICRO_BATCHES)]
+        parts += [f"The critic's passes cost {cost:g} of the actor's:", table(columns, rows)]
+    parts.append(
+        "Four mini-batches; the critic's micro-batches as many as the actor's, or as many fewer "
+        "and larger as makes all passes cost the same (`ppo_max_token_len_per_gpu: auto`):"
+    )
+    columns = ["stages", "micro-batches", "critic's cost", "idle", "idle with equal cost"]
+    columns.append("time with equal cost over time")
+    return "\n\n".join([*parts, table(columns, balanced_rows())])
+
+
+def balanced_rows() -> list[list]:
+    """The gain of micro-batches of equal cost in the flush-free schedule."""
     rows = []
-    for stages, count, mini_batches, cost in itertools.product(
-        STAGES, MICRO_BATCHES, MINI_BATCHES, COSTS
-    ):
-        if stages * count * mini_batches > LARGEST:
-            continue
-        found = update_of(stages, count, mini_batches, cost)
-        times = [found[kind].simulation.makespan for kind in KINDS]
-        rows.append(
-            [stages, count, mini_batches, cost]
-            + [round(found[kind].simulation.idle_share, 3) for kind in KINDS]
-            + [round(times[0] / times[-1], 3)]
-        )
-        make_schedule.cache_clear()
-    columns = ["stages", "micro-batches", "mini-batches", "critic's cost"]
-    columns += [f"idle, {kind}" for kind in KINDS] + ["sequential over flush_free"]
-    return {"columns": columns, "rows": rows}
+    shapes = itertools.product(((4, 4), (8, 8), (8, 16), (16, 16), (16, 32)), COSTS[1:])
+    for (stages, count), cost in shapes:
+        actor, larger = RoleWork("actor", (count,) * 4), round(count * cost)
+        found = [
+            make_schedule("flush_free", (critic, actor), stages).simulation
+            for critic in (
+                RoleWork("critic", (count,) * 4, cost, 2 * cost),
+                RoleWork("critic", (larger,) * 4),
+            )
+        ]
+        shares = [f"{simulation.idle_share:.3f}" for simulation in found]
+        gain = found[1].makespan / found[0].makespan
+        rows.append([stages, count, cost, *shares, f"{gain:.2f}"])
+    return rows
 
 
 class WaitingStage:
     """A role whose passes are waits; messages and sums over ranks are real (``StageWork``)."""
 
-    def __init__(self, forward_s: float, backward_s: float, links: Links, tokens: int) -> None:
-        self._seconds, self._links, self._tokens = (forward_s, backward_s), links, tokens
+    def __init__(self, forward_s: float, links: Links) -> None:
+        self._forward_s, self._links, self._tokens = forward_s, links, 1 << 14
         self._norm: tuple[torch.Tensor, dist.Work] | None = None
 
     def receive_buffer(self, mini_batch: int, micro_batch: int) -> torch.Tensor:
         return torch.empty(self._tokens)
 
     def forward(self, mini_batch: int, micro_batch: int, received):
-        time.sleep(self._seconds[0])
+        time.sleep(self._forward_s)
         last = self._links.stage == self._links.stages - 1
         return None if last else torch.ones(self._tokens)
 
     def backward(self, mini_batch: int, micro_batch: int, received):
-        time.sleep(self._seconds[1])
+        time.sleep(2 * self._forward_s)
         return torch.ones(self._tokens) if self._links.stage else None
 
     def reduce(self, mini_batch: int) -> None:
@@ -107,57 +151,61 @@ class WaitingStage:
         return True
 
 
-def wait_rank(
-    rank: int, stages: int, folder: Path, milliseconds: float, cost: float, repeat: int
-) -> None:
-    """One stage's runs of every kind; the first rank writes the times."""
-    registry = start(rank, stages, folder / f"store_{stages}_{cost}")
+WAITS = {4: ((2, 4), (4, 4)), 8: ((4, 2), (8, 2))}
+"""Micro-batches and mini-batches of the updates with waits, by stages."""
+WAITING_COSTS = (1.0, 0.5)
+
+
+def wait_rank(rank: int, stages: int, folder: Path, milliseconds: float, repeat: int) -> None:
+    """One stage's runs of every kind; the first rank writes the table's rows."""
+    registry = start(rank, stages, folder / f"store_{stages}")
     from mppo.parallel.layout import Layout
 
-    links = Links(registry.of(Layout(stages, pp=stages)))
-    unit, rows = milliseconds / 1e3, []
-    for count, mini_batches in ((stages // 2, 4), (stages, 4), (2 * stages, 2)):
-        for kind, schedule in update_of(stages, count, mini_batches, cost).items():
-            work = {
-                name: WaitingStage(scale * unit, 2 * scale * unit, links, 1 << 14)
-                for name, scale in (("critic", cost), ("actor", 1.0))
-            }
-            seconds = []
-            for _ in range(repeat):
-                dist.barrier()
-                begin = time.perf_counter()
-                carry_out(
-                    schedule.lists[rank],
-                    work,
-                    links,
-                    {name: name for name in work},
-                    lambda role, i, w=work: w[role].step(),
-                    partial(schedule.rest_after, rank),
-                )
-                dist.barrier()
-                seconds.append(time.perf_counter() - begin)
-            ratio = min(seconds) / (schedule.simulation.makespan * unit)
-            rows.append([stages, count, mini_batches, cost, KINDS.index(kind), round(ratio, 4)])
+    links, unit, rows = Links(registry.of(Layout(stages, pp=stages))), milliseconds / 1e3, []
+    for (count, mini_batches), cost in itertools.product(WAITS[stages], WAITING_COSTS):
+        for kind, schedule in make_schedules(stages, count, mini_batches, cost).items():
+            planned = schedule.simulation.makespan * unit
+            measured = median(wait_once(schedule, links, unit, cost) for _ in range(repeat))
+            numbers = [f"{planned:.2f}", f"{measured:.2f}", f"{measured / planned:.3f}"]
+            rows.append([stages, count, mini_batches, cost, kind, *numbers])
     if rank == 0:
-        torch.save(rows, folder / f"rows_{stages}_{cost}.pt")
+        torch.save(rows, folder / f"rows_{stages}.pt")
     dist.destroy_process_group()
 
 
-def waits(stages: list[int], milliseconds: float, repeat: int) -> dict:
-    """Measured over simulated time with waits in place of passes."""
-    rows = []
+def wait_once(schedule: Schedule, links: Links, unit: float, cost: float) -> float:
+    """Seconds of one update with waits in place of passes."""
+    work = {"critic": WaitingStage(cost * unit, links), "actor": WaitingStage(unit, links)}
+    dist.barrier()
+    begin = time.perf_counter()
+    carry_out(
+        schedule.lists[links.stage],
+        work,
+        links,
+        {name: name for name in work},
+        lambda role, mini_batch: work[role].step(),
+        partial(schedule.rest_after, links.stage),
+    )
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def waits(stages: Sequence[int], milliseconds: float, repeat: int) -> str:
+    """The table of measured and simulated times with waits in place of passes."""
+    rows: list[list] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for world, cost in itertools.product(stages, (0.5, 1.0)):
-            mp.spawn(wait_rank, (world, folder, milliseconds, cost, repeat), world)
-            rows += torch.load(folder / f"rows_{world}_{cost}.pt")
+        for world in stages:
+            start_ranks(wait_rank, (world, folder, milliseconds, repeat), world)
+            rows += torch.load(folder / f"rows_{world}.pt")
+    missed = sum(abs(float(row[-1]) - 1) > 0.1 for row in rows)
     columns = ["stages", "micro-batches", "mini-batches", "critic's cost", "kind"]
-    return {
-        "kinds": KINDS,
-        "milliseconds of an actor's forward pass": milliseconds,
-        "columns": [*columns, "measured over simulated time"],
-        "rows": rows,
-    }
+    columns += ["simulated s", "measured s", "measured over simulated"]
+    text = (
+        f"An actor's forward pass is a wait of {milliseconds:g} ms; median of {repeat} updates. "
+        f"{len(rows) - missed} of {len(rows)} within 10% of the simulation."
+    )
+    return f"{text}\n\n{table(columns, rows)}"
 
 
 MODEL = {
@@ -165,10 +213,10 @@ MODEL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 COMPARED = ("sequential", "flush_free")
-TOKENS, UPDATES = 256, 4
+TOKENS, UPDATES, COUNTS = 384, 4, (2, 4)
 
 
-def make_updates(folder: Path, registry, count: int):
+def make_updates(folder: Path, registry, count: int) -> Callable[[str], None]:
     """What runs an update by a kind of schedule: four mini-batches of equal sequences."""
     from mppo.batch import Prompt, Trajectory, pack_trajectories
     from mppo.config.load import load_recipe
@@ -209,70 +257,103 @@ def make_updates(folder: Path, registry, count: int):
     return run
 
 
-def real_rank(rank: int, folder: Path, count: int, repeat: int) -> None:
-    """Times of the kinds by turns, on one core."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
+def real_rank(rank: int, folder: Path, repeat: int) -> None:
+    """Times of the kinds by turns, on one core; the first rank writes the table's rows."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.manual_seed(0)
-    run = make_updates(folder, start(rank, 2, folder / f"store_{count}"), count)
-    works = {kind: (lambda kind=kind: run(kind)) for kind in COMPARED}
-    times = alternate(works, repeat)
+    registry, rows = start(rank, 2, folder / "store"), []
+    for count in COUNTS:
+        run = make_updates(folder, registry, count)
+        times = alternate({kind: partial(run, kind) for kind in COMPARED}, repeat)
+        measured = times["sequential"].over(times["flush_free"])
+        plan = sequential_over_flush_free(make_schedules(2, count, UPDATES, 1.0))
+        seconds = [f"{median(times[kind].walls):.2f}" for kind in COMPARED]
+        ratios = [f"{measured:.2f}", f"{plan:.2f}", f"{measured / plan:.3f}"]
+        rows.append([count, UPDATES, *seconds, *ratios])
     if rank == 0:
-        torch.save(times, folder / f"times_{count}.pt")
+        torch.save(rows, folder / "rows.pt")
     dist.destroy_process_group()
 
 
 def memory_rank(rank: int, folder: Path, kind: str) -> None:
-    """Bytes of this rank at its peak, over updates of one kind only."""
-    from mppo.parallel import device
-
+    """MiB of this rank before its updates and at their peak, with one kind only."""
     torch.manual_seed(0)
-    run = make_updates(folder, start(rank, 2, folder / f"memory_store_{kind}"), 4)
+    registry = start(rank, 2, folder / f"store_{kind}")
+    return_freed_memory()
+    run = make_updates(folder, registry, max(COUNTS))
+    before = peak_bytes()
     for _ in range(2):
         run(kind)
-    (folder / f"memory_{kind}_{rank}").write_text(str(device.peak_memory_bytes()))
+    torch.save([kind, rank, before >> 20, peak_bytes() >> 20], folder / f"{kind}_{rank}.pt")
     dist.destroy_process_group()
 
 
-def real(repeat: int) -> dict:
-    """Update times of real models, and their peak memory."""
+def real(repeat: int) -> str:
+    """Tables of update times of real models, and of their peak memory."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    found: dict = {"model": MODEL, "tokens of a sequence": TOKENS, "updates": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(folder / "model")
-        for count in (2, 4):
-            mp.spawn(real_rank, (folder, count, repeat), 2)
-            times = torch.load(folder / f"times_{count}.pt", weights_only=False)
-            plans = update_of(2, count, UPDATES, 1.0)
-            found["updates"][f"{count} micro-batches"] = {
-                "seconds": {kind: times[kind].wall for kind in COMPARED},
-                "sequential over flush_free": times["sequential"].over(times["flush_free"]),
-                "simulated": plans["sequential"].simulation.makespan
-                / plans["flush_free"].simulation.makespan,
-            }
-        peaks = {}
+        start_ranks(real_rank, (folder, repeat), 2)
+        times = torch.load(folder / "rows.pt", weights_only=False)
+        memory = []
         for kind in COMPARED:
-            mp.spawn(memory_rank, (folder, kind), 2)
-            peaks[kind] = [int((folder / f"memory_{kind}_{rank}").read_text()) for rank in (0, 1)]
-        found["peak bytes of ranks"] = peaks
-    return found
+            start_ranks(memory_rank, (folder, kind), 2)
+            memory += [torch.load(folder / f"{kind}_{rank}.pt") for rank in (0, 1)]
+    columns = ["micro-batches", "mini-batches", "sequential s", "flush_free s"]
+    columns += ["sequential over flush_free", "simulated", "measured over simulated"]
+    text = (
+        f"Actor and critic of {MODEL['num_hidden_layers']} layers of width "
+        f"{MODEL['hidden_size']}, micro-batches of {TOKENS} tokens, float32; {repeat} updates of "
+        "each kind by turns, median."
+    )
+    columns_of_memory = ["kind", "rank", "MiB before the updates", "MiB at the peak"]
+    return "\n\n".join([text, table(columns, times), table(columns_of_memory, memory)])
+
+
+def start_ranks(worker: Callable[..., None], arguments: tuple, world: int) -> None:
+    """Run ``worker(rank, *arguments)`` in processes that share the imported libraries."""
+    multiprocessing.set_forkserver_preload(["mppo.trainer.update.phase", "transformers"])
+    mp.start_processes(worker, arguments, nprocs=world, start_method="forkserver")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def write_section(name: str, text: str, out: Path | None) -> None:
+    """Print a section of the results, and replace it in a file."""
+    found = conditions()
+    machine = f"{found['machine']['cores']} cores, load average {found['load_average']:.1f}"
+    versions = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
+    header = f"`{found['command']}`, {found['date']}, {machine}, {versions}."
+    section = f"## {name}\n\n{header}\n\n{text}\n"
+    print(section)
+    if out is not None:
+        old = out.read_text() if out.exists() else "# Schedules of an update\n"
+        rest = re.sub(rf"\n## {name}\n.*?(?=\n## |\Z)", "", old, flags=re.DOTALL)
+        out.write_text(f"{rest.rstrip()}\n\n{section}")
 
 
 def main() -> None:
-    arguments = parser(__doc__, repeat=3)
+    arguments = parser(__doc__)
     arguments.add_argument("what", choices=["simulated", "waits", "real"])
-    arguments.add_argument("--stages", type=int, nargs="+", default=[4, 8])
-    arguments.add_argument("--milliseconds", type=float, default=40.0)
+    arguments.add_argument("--stages", type=int, nargs="+", default=[*WAITS], choices=[*WAITS])
+    arguments.add_argument("--milliseconds", type=float, default=20.0)
+    arguments.add_argument("--repeat", type=int, default=3)
     chosen = arguments.parse_args()
     if chosen.what == "simulated":
-        result = simulated()
+        text = simulated()
     elif chosen.what == "waits":
-        result = waits(chosen.stages, chosen.milliseconds, chosen.repeat)
+        text = waits(chosen.stages, chosen.milliseconds, chosen.repeat)
     else:
-        result = real(chosen.repeat)
-    record({chosen.what: result}, chosen.out)
+        text = real(chosen.repeat)
+    write_section(chosen.what, text, chosen.out)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,11 @@ def translate(error: ValidationError) -> list[ConfigIssue]:
     for entry in error.errors():
         parts = [part for part in entry["loc"] if not _is_branch(part)]
         key = ".".join(str(part) for part in parts)
+        why, fix = _explain(entry, parts)
         if key not in issues:
-            why, fix = _explain(entry, parts)
             issues[key] = ConfigIssue(key, entry["input"], why, fix)
+        elif entry["type"] == "literal_error":  # the other branch of "a number or a word"
+            issues[key] = replace(issues[key], fix=f"{issues[key].fix}; or {fix}")
     return list(issues.values())
 
 
@@ -160,8 +163,11 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
+    """The branches of a union, without their constraints; of another type, itself."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return typing.get_args(annotation)
+        return tuple(branch for part in typing.get_args(annotation) for branch in _options(part))
+    if typing.get_origin(annotation) is typing.Annotated:
+        return (typing.get_args(annotation)[0],)
     return (annotation,)
 
 
@@ -209,7 +215,8 @@ def _expand(value: Any) -> Any:
 
 def _is_branch(part: str | int) -> bool:
     """Whether a part of pydantic's error location is a branch of a union instead of a key."""
-    return isinstance(part, str) and ("[" in part or part in {"bool", "int", "float", "str"})
+    types_of_values = {"bool", "int", "float", "str", "constrained-int"}
+    return isinstance(part, str) and ("[" in part or part in types_of_values)
 
 
 def _drop(document: dict[Any, Any], location: Sequence[str | int]) -> None:

@@ -47,6 +47,7 @@ class Role:
     Attributes:
         weights: the parameters; streams, saves and averages them.
         head: computes the outputs from the hidden states.
+        token_budget: most tokens per GPU of a micro-batch, with ``use_dynamic_bsz``.
         loss: loss of the mini-batch whose gradient is accumulated, the same on every rank.
     """
 
@@ -78,6 +79,7 @@ class Role:
                 for stage in self.stages:
                     stage.requires_grad_(False)
         self.head = RoleHead(self.stages[-1], spec, groups, vocab_size)
+        self.token_budget = spec.batching.token_budget
         self.loss = 0.0
         self._stat_names: list[str] | None = None
 
@@ -107,7 +109,7 @@ class Role:
         """Size and number limits of micro-batches, for training or for a forward-only pass."""
         batching = self.spec.batching
         sequences = batching.ppo_micro_batch_size_per_gpu
-        tokens = batching.ppo_max_token_len_per_gpu
+        tokens = self.token_budget
         if not training:
             sequences = batching.log_prob_micro_batch_size_per_gpu or sequences
             tokens = batching.log_prob_max_token_len_per_gpu or tokens

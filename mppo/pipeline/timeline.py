@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mppo.parallel import device
@@ -118,6 +118,7 @@ def chrome_trace(rows: Sequence[Sequence[Event]]) -> dict[str, Any]:
                             "ph": "X",
                             "name": label,
                             "cat": "waiting" if label == "waiting" else action.role,
+                            "args": asdict(action),
                             "pid": rank,
                             "tid": 0,
                             "ts": round((start - origin) * 1e6, 3),
@@ -125,3 +126,14 @@ def chrome_trace(rows: Sequence[Sequence[Event]]) -> dict[str, Any]:
                         }
                     )
     return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def read_trace(trace: Mapping[str, Any]) -> list[list[Event]]:
+    """Convert a trace of ``chrome_trace`` back to the events of every rank, waits apart."""
+    rows: dict[int, list[Event]] = {}
+    for entry in trace["traceEvents"]:
+        row = rows.setdefault(entry["pid"], [])
+        if entry["ph"] == "X" and entry["cat"] != "waiting":
+            start = entry["ts"] / 1e6
+            row.append(Event(Action(**entry["args"]), start, 0.0, start + entry["dur"] / 1e6))
+    return [rows[rank] for rank in sorted(rows)]

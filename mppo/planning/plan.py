@@ -14,8 +14,10 @@ from mppo.config.load import resolved_yaml
 from mppo.config.rules.rule import RoleCase, roles_in_use
 from mppo.config.schedule import schedule_kind, streams_forward
 from mppo.config.schema import Recipe
+from mppo.config.sections.roles import DEFAULT_TOKEN_BUDGET
 from mppo.parallel.layout import Layout
 from mppo.planning.activations import ModelKind, model_kind
+from mppo.planning.flops import model_flops
 from mppo.planning.memory import (
     BYTES,
     Memory,
@@ -29,6 +31,13 @@ from mppo.planning.passes import Lengths, StagePasses
 from mppo.planning.peaks import Peaks, RankPart, rank_peaks
 from mppo.planning.schedule import TrainedRole, describe_schedule
 from mppo.planning.streaming import stream_bytes
+from mppo.planning.token_budgets import (
+    TokenCost,
+    balanced_budgets,
+    given_budgets,
+    token_cost,
+    with_budgets,
+)
 from mppo.weights.shape import model_shape
 from mppo.weights.table import Table, parameter_table
 
@@ -72,6 +81,7 @@ def plan_roles(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -
         world_size: number of ranks.
         hf_configs: Hugging Face config object of each role's model, by role.
     """
+    recipe = with_token_budgets(recipe, world_size, hf_configs)
     plans: list[RolePlan] = []
     for role in roles_in_use(recipe):
         own = hf_configs[role.name]
@@ -103,15 +113,54 @@ def plan_peaks(recipe: Recipe, plans: Sequence[RolePlan], rank: int) -> Peaks:
     return rank_peaks(parts, streamed, rank)
 
 
+def with_token_budgets(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> Recipe:
+    """The recipe with numbers in place of the token budgets that are ``auto``.
+
+    A run starts with these numbers. For the arguments see ``plan_roles``.
+    """
+    given = given_budgets(recipe)
+    if None not in given.values():
+        return recipe
+    return with_budgets(
+        recipe, balanced_budgets(given, token_costs(recipe, world_size, hf_configs))
+    )
+
+
+def token_costs(
+    recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]
+) -> dict[str, TokenCost]:
+    """Estimated cost of a token of actor and critic, in sequences of the maximal length.
+
+    For the arguments see ``plan_roles``.
+    """
+    numbers = with_budgets(recipe, dict.fromkeys(given_budgets(recipe), DEFAULT_TOKEN_BUDGET))
+    response = recipe.data.max_response_length
+    longest = recipe.data.max_prompt_length + response
+    costs: dict[str, TokenCost] = {}
+    for plan in plan_roles(numbers, world_size, hf_configs):
+        name = plan.role.name
+        if plan.mini_batches:
+            flops = model_flops(hf_configs[name], "value" if name == "critic" else "policy")
+            costs[name] = token_cost(
+                flops.training([longest], response) / longest,
+                plan.layout,
+                plan.role.megatron.recompute_granularity == "full",
+                [passes.in_flight * passes.kept for passes in plan.passes],
+                plan.micro_batch_tokens,
+            )
+    return costs
+
+
 def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> str:
     """The dry run as text: resolved recipe, layouts, micro-batches, parameters, memory."""
     plans = plan_roles(recipe, world_size, hf_configs)
+    budgets = given_budgets(with_token_budgets(recipe, world_size, hf_configs))
     parts = [
         "# resolved recipe\n" + resolved_yaml(recipe).rstrip(),
         f"# layout of {world_size} ranks\n" + _layouts(plans),
         "# where each rank sits\n" + _ranks(plans, world_size),
         "# one iteration\n" + _iteration(recipe, plans),
-        "# schedule of an update\n" + _schedule(recipe, plans),
+        "# schedule of an update\n" + _schedule(recipe, plans, budgets),
         "# parameters and estimated memory per GPU\n" + _memory(recipe, plans),
     ]
     return "\n\n".join(parts) + "\n"
@@ -181,7 +230,7 @@ def _micro_batches(
         training: in training; False: in a forward-only pass.
     """
     b = role.section
-    per_micro, budget = b.ppo_micro_batch_size_per_gpu, b.ppo_max_token_len_per_gpu
+    per_micro, budget = b.ppo_micro_batch_size_per_gpu, b.token_budget
     if not training:
         per_micro = b.log_prob_micro_batch_size_per_gpu or per_micro
         budget = b.log_prob_max_token_len_per_gpu or budget
@@ -239,7 +288,7 @@ def _iteration(recipe: Recipe, plans: list[RolePlan]) -> str:
     return "\n".join([*lines, _columns(rows)])
 
 
-def _schedule(recipe: Recipe, plans: list[RolePlan]) -> str:
+def _schedule(recipe: Recipe, plans: list[RolePlan], budgets: Mapping[str, int | None]) -> str:
     """The schedule; a pass costs in proportion to parameters and tokens."""
     roles = [
         TrainedRole(
@@ -253,7 +302,14 @@ def _schedule(recipe: Recipe, plans: list[RolePlan]) -> str:
         for plan in reversed(plans)
         if plan.mini_batches
     ]
-    return describe_schedule(recipe, roles)
+    text = describe_schedule(recipe, roles)
+    if None not in given_budgets(recipe).values():
+        return text
+    numbers = ", ".join(
+        f"{name} {budgets[name]:,}" + (" (auto)" if given is None else "")
+        for name, given in given_budgets(recipe).items()
+    )
+    return f"{text}\ntokens per GPU of a micro-batch, for passes of equal cost: {numbers}"
 
 
 def _memory(recipe: Recipe, plans: list[RolePlan]) -> str:

@@ -141,7 +141,7 @@ def _micro_batch_sizes(role: RoleCase, cp: int, longest: int) -> set[int]:
     """Numbers of sequences per micro-batch, in training and in forward-only passes."""
     b = role.section
     if b.use_dynamic_bsz:
-        budgets = (b.ppo_max_token_len_per_gpu, b.log_prob_max_token_len_per_gpu)
+        budgets = (b.token_budget, b.log_prob_max_token_len_per_gpu)
         return {max(1, budget * cp // longest) for budget in budgets if budget}
     sizes = (b.ppo_micro_batch_size_per_gpu, b.log_prob_micro_batch_size_per_gpu)
     return {size for size in sizes if size}

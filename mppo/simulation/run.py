@@ -7,7 +7,7 @@ from functools import partial
 
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
-from mppo.planning.plan import plan_roles
+from mppo.planning.plan import plan_roles, with_token_budgets
 from mppo.simulation.gpu.gpu_types import GpuType
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
@@ -36,6 +36,7 @@ def simulate_run(
         SystemExit: the simulated code failed; code 1.
     """
     hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
+    recipe = with_token_budgets(recipe, world_size, hf_configs)
     parameters = plan_roles(recipe, world_size, hf_configs)[0].parameters
     shape, all_fit = model_shape(hf_configs["actor"]), True
     import_simulated_code()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mppo.checkpoint.role_state import describe_model
+from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.hub.builtin import resolve_model
 from mppo.models.configuration import DTYPES
@@ -15,8 +16,11 @@ from mppo.models.role import Role
 from mppo.models.role_spec import RoleSpec
 from mppo.parallel.groups import GroupRegistry
 from mppo.planning.flops import model_flops
+from mppo.planning.plan import token_costs, with_token_budgets
+from mppo.planning.token_budgets import given_budgets
 from mppo.supervision.phase import phase
 from mppo.trainer.pretraining_mix import PretrainingMix
+from mppo.trainer.update.slot_balance import SlotBalance
 
 
 def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[str, Any]]:
@@ -51,6 +55,7 @@ class Roles:
         text: documents for the pretraining mix; None without one.
 
     Attributes:
+        slot_balance: chooses the token budgets of the trained roles; None: the recipe has numbers.
         seconds: duration of each role's last forward pass and update.
     """
 
@@ -66,16 +71,20 @@ class Roles:
         self.recipe = recipe
         self.text = text
         world = torch.distributed.get_world_size()
+        folders = {
+            role.name: folder if role.path_key == "model.path" else resolve_model(role.path)
+            for role in roles_in_use(recipe)
+        }
+        configs = {name: load_config(where) for name, where in folders.items()}
         dtype = DTYPES[recipe.model.dtype]
         # greedy sampling (temperature 0) defines no distribution: use the model's own
         temperature = recipe.rollout.temperature or 1.0
 
-        def build(name, head, section, path, megatron, optim) -> Role:
-            where = resolve_model(path) if path else folder
+        def build(name, head, section, megatron, optim) -> Role:
             spec = RoleSpec(
                 name=name,
                 head=head,
-                folder=where,
+                folder=folders[name],
                 dtype=dtype,
                 megatron=megatron,
                 batching=section,
@@ -86,27 +95,28 @@ class Roles:
                 ema_decay=getattr(section, "ema_decay", None),
             )
             with phase(f"building {name}"):
-                return Role(spec, load_config(where), registry.of(megatron.layout(world)))
+                return Role(spec, configs[name], registry.of(megatron.layout(world)))
 
-        actor, critic, ref = recipe.actor, recipe.critic, recipe.ref
-        self.actor = build("actor", "policy", actor, None, actor.megatron, actor.optim)
+        numbers = with_token_budgets(recipe, world, configs)
+        actor, critic, ref = numbers.actor, numbers.critic, numbers.ref
+        self.actor = build("actor", "policy", actor, actor.megatron, actor.optim)
         self.critic: Role | None = None
         if recipe.algorithm.uses_critic:
-            self.critic = build(
-                "critic", "value", critic, critic.path, critic.megatron, critic.optim
-            )
+            self.critic = build("critic", "value", critic, critic.megatron, critic.optim)
         self.ref: Role | None = None
         if recipe.uses_reference:
             batching = ref.batching(actor)
-            self.ref = build(
-                "ref", "policy", batching, ref.path, ref.megatron or actor.megatron, None
-            )
+            self.ref = build("ref", "policy", batching, ref.megatron or actor.megatron, None)
             if recipe.needs_full_kl:
                 bucket_bytes = recipe.rollout.sync_bucket_mb << 20
                 self.actor.head.load_reference(self.ref.head, self.ref.weights, bucket_bytes)
         self.flops = {
             name: model_flops(role.hf_config, role.spec.head) for name, role in self.trained.items()
         }
+        given, self.slot_balance = given_budgets(recipe), None
+        if None in given.values():
+            costs = token_costs(recipe, world, configs)
+            self.slot_balance = SlotBalance(given, costs, self.trained)
         self.seconds: dict[str, float] = {}
         self.skipped_steps = 0
         self.skipped_in_a_row: dict[str, int] = {}
@@ -123,12 +133,15 @@ class Roles:
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": dict(self.skipped_in_a_row),
             "text": None if self.text is None else self.text.state_dict(),
+            "slot_balance": None if self.slot_balance is None else self.slot_balance.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
         if self.text is not None and state.get("text"):
             self.text.load_state_dict(state["text"])
+        if self.slot_balance is not None and state.get("slot_balance"):
+            self.slot_balance.load_state_dict(state["slot_balance"])
         self.skipped_steps = int(state["skipped_steps"])
         in_a_row = state.get("skipped_in_a_row", {})
         self.skipped_in_a_row = {name: int(count) for name, count in in_a_row.items()}

@@ -22,7 +22,7 @@ from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.launch import LaunchInfo
 from mppo.planning.disk import describe_checkpoints, host_copy_bytes, host_copy_warning
-from mppo.planning.plan import plan_roles
+from mppo.planning.plan import plan_roles, with_token_budgets
 from mppo.report.reporter import Reporter
 from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine
@@ -70,16 +70,18 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         if run_folder.finished:
             return None
         check_model_folders(recipe)
-    plans = plan_roles(
-        recipe, info.world_size, {r.name: read_config(r.path) for r in roles_in_use(recipe)}
-    )
+    configs = {role.name: read_config(role.path) for role in roles_in_use(recipe)}
+    plans = plan_roles(recipe, info.world_size, configs)
     reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if warning := host_copy_warning(host_copy_bytes(recipe, plans), memory):
         reporter.line(warning)
     reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
     registry = GroupRegistry(trainer.seed)
-    folder = _starting_model(recipe, folder, training, tokenizer, registry, reporter, run_folder)
+    with_budgets = with_token_budgets(recipe, info.world_size, configs)
+    folder = _starting_model(
+        with_budgets, folder, training, tokenizer, registry, reporter, run_folder
+    )
     text = _pretraining_mix(recipe, tokenizer) if recipe.actor.ptx_coef else None
     stop_request.sync()
     roles = Roles(recipe, folder, read_config, registry, total_steps, text)

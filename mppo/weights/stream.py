@@ -20,7 +20,7 @@ from torch import Tensor
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Coordinates, Layout
 from mppo.weights.blocks import ZERO
-from mppo.weights.bucket import BucketLayout, WeightBucket, aligned, nbytes_of
+from mppo.weights.bucket import BucketLayout, WeightBucket, aligned
 from mppo.weights.copies import Slice, copy_tensors, folded, slice_copy
 from mppo.weights.shape import model_shape
 from mppo.weights.slots import Slot, find_slots

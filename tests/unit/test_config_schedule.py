@@ -7,10 +7,11 @@ import re
 import pytest
 from test_config_bad_input import GOOD, assert_one_fault, refusal
 from test_config_checks import DENSE, PP
+from transformers import LlamaConfig
 
 from mppo.config.load import load_recipe
 from mppo.config.schedule import schedule_kind, streams_forward
-from mppo.planning.plan import describe_plan
+from mppo.planning.plan import describe_plan, plan_roles
 
 REFUSED = [
     ("no such kind", "trainer.schedule=zero_bubble",
@@ -37,6 +38,33 @@ def test_a_timeline_without_lists_is_refused(tmp_path, capsys):
 def test_a_schedule_that_cannot_be_is_refused(settings, wanted, tmp_path, capsys):
     message = refusal(tmp_path, capsys, GOOD, settings, "--dry-run", "--world-size", "2")
     assert_one_fault(message, "trainer.schedule", wanted)
+
+
+AUTO = "critic.ppo_max_token_len_per_gpu=auto"
+BUDGETS = ["actor.use_dynamic_bsz=true", "critic.use_dynamic_bsz=true"]
+NOT_BALANCED = [
+    ("no budgets", AUTO, "set actor.use_dynamic_bsz and critic.use_dynamic_bsz to true"),
+    ("one budget", f"{AUTO} {BUDGETS[1]}", "set actor.use_dynamic_bsz to true"),
+    (
+        "no shared pipeline",
+        f"{AUTO} {' '.join(BUDGETS)} actor.megatron.{PP}=2",
+        "the actor has 2 pipeline stages, the critic 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"), [row[1:] for row in NOT_BALANCED], ids=[row[0] for row in NOT_BALANCED]
+)
+def test_a_budget_that_follows_no_other_is_refused(settings, wanted, tmp_path, capsys):
+    message = refusal(tmp_path, capsys, GOOD, settings, "--dry-run", "--world-size", "2")
+    assert_one_fault(message, "critic.ppo_max_token_len_per_gpu", wanted)
+
+
+def test_one_role_has_no_other_to_balance_with(tmp_path, capsys):
+    settings = "actor.ppo_max_token_len_per_gpu=auto algorithm.adv_estimator=grpo rollout.n=2"
+    message = refusal(tmp_path, capsys, GOOD, settings, "--dry-run", "--world-size", "2")
+    assert_one_fault(message, "actor.ppo_max_token_len_per_gpu", "trains no critic")
 
 
 @pytest.mark.parametrize(
@@ -86,9 +114,35 @@ def test_a_dry_run_tells_how_much_larger_the_cheaper_role_s_micro_batches_should
     assert _schedule_lines([*stages, *equal], 3)[-1].startswith("flush_free: ")
 
 
-def _schedule_lines(overrides: list[str], ranks: int = 2) -> list[str]:
+def test_a_dry_run_shows_the_budgets_with_which_a_run_starts():
+    """A critic of a third of the layers costs less than a third; its activations take a third."""
+    sizes = {key: value for key, value in vars(DENSE).items() if key != "model_type"}
+    actor, critic = LlamaConfig(**sizes), LlamaConfig(**{**sizes, "num_hidden_layers": 2})
+    stages = [f"{role}.megatron.{PP}=2" for role in ("actor", "critic")]
+    fixed = [*stages, *BUDGETS, "actor.ppo_max_token_len_per_gpu=4096"]
+    recipe = load_recipe(None, [*fixed, AUTO])
+    line = _schedule_lines([*fixed, AUTO], actor=actor, critic=critic)[-1]
+    assert line == (
+        "tokens per GPU of a micro-batch, for passes of equal cost: "
+        "actor 4,096, critic 12,288 (auto)"
+    )
+    plans = plan_roles(recipe, 2, {"actor": actor, "critic": critic})
+    assert [plan.micro_batch_tokens for plan in plans] == [4096, 12288]
+
+
+def test_a_reference_with_the_actor_s_limits_has_its_balanced_budget():
+    sizes = {key: value for key, value in vars(DENSE).items() if key != "model_type"}
+    keys = [*BUDGETS, "actor.ppo_max_token_len_per_gpu=auto", "algorithm.use_kl_in_reward=true"]
+    recipe = load_recipe(None, [*keys, "critic.ppo_max_token_len_per_gpu=4096"])
+    configs = dict.fromkeys(("actor", "critic", "ref"), LlamaConfig(**sizes))
+    actor, critic, ref = plan_roles(recipe, 1, configs)
+    assert critic.micro_batch_tokens == 4096
+    assert ref.micro_batch_tokens == actor.micro_batch_tokens < 4096  # the actor has a vocabulary
+
+
+def _schedule_lines(overrides: list[str], ranks: int = 2, actor=DENSE, critic=DENSE) -> list[str]:
     """The lines of the dry run that speak of the schedule."""
-    text = describe_plan(load_recipe(None, overrides), ranks, {"actor": DENSE, "critic": DENSE})
+    text = describe_plan(load_recipe(None, overrides), ranks, {"actor": actor, "critic": critic})
     lines = text.splitlines()
     first = lines.index("# schedule of an update") + 1
     return lines[first : lines.index("", first)]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mppo.pipeline.actions import Action, RoleWork
 from mppo.pipeline.schedule import make_schedule
 from mppo.pipeline.streams import KINDS
-from mppo.pipeline.timeline import Event, Recorder, chrome_trace, idle_share, planned_events
-from mppo.report.timeline import draw_timeline
+from mppo.pipeline.timeline import (
+    Event,
+    Recorder,
+    chrome_trace,
+    idle_share,
+    planned_events,
+    read_trace,
+)
+from mppo.report.timeline import draw_timeline, main
 
 WORK = (RoleWork("critic", (2, 2), 1.0, 2.0), RoleWork("actor", (3,), 1.5, 2.5))
 
@@ -36,6 +45,32 @@ def test_a_trace_names_what_ran_and_what_waited():
     assert named["args"] == {"name": "rank 0"}
     assert (waiting["name"], waiting["ts"], waiting["dur"]) == ("waiting", 0.0, 5e5)
     assert (ran["name"], ran["ts"], ran["dur"]) == ("backward critic 1.2", 5e5, 5e5)
+
+
+def test_traces_of_two_runs_become_one_picture(tmp_path):
+    panels = []
+    for kind in ("sequential", "flush_free"):
+        rows = planned_events(make_schedule(kind, WORK, 3))
+        path = tmp_path / f"{kind}.json"
+        path.write_text(json.dumps(chrome_trace(rows)))
+        panels.append(f"{kind}={path}")
+        for found, row in zip(read_trace(json.loads(path.read_text())), rows, strict=True):
+            assert [(e.action, round(e.start, 6), round(e.end, 6)) for e in found] == [
+                (e.action, e.start + e.waited, e.end) for e in row
+            ]
+    main([str(tmp_path / "both.svg"), *panels])
+    text = (tmp_path / "both.svg").read_text()
+    assert text.index(">sequential: ") < text.index(">flush_free: ")
+
+
+@pytest.mark.parametrize("trace", ["title only", "title=missing.json", "title=other.json"])
+def test_a_trace_that_cannot_be_drawn_is_refused(trace, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(SystemExit) as left:
+        main(["both.svg", trace])
+    assert left.value.code == 2
+    assert "trainer.timeline" in capsys.readouterr().err
 
 
 def test_a_picture_shows_plan_and_measurement(tmp_path):

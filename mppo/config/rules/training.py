@@ -8,6 +8,7 @@ from mppo.config.errors import ConfigIssue
 from mppo.config.rules.layout import divisors
 from mppo.config.rules.rule import RuleContext, rule
 from mppo.config.schedule import lists_obstacle, stream_obstacle
+from mppo.config.sections.roles import BatchingConfig
 from mppo.config.sections.rollout import DrawingConfig
 from mppo.safety.bounded_http import url_problem
 
@@ -149,6 +150,28 @@ def schedule_is_possible(context: RuleContext) -> Iterator[ConfigIssue]:
             "one role steps before the other's gradient is known",
             "set it to fused, or align_overflow to false",
         )
+
+
+@rule("algorithm", "actor", "critic")
+def balanced_budgets_have_two_roles(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A budget that follows the other role's needs that role's budget and a shared pipeline."""
+    recipe = context.recipe
+    sections: dict[str, BatchingConfig] = {"actor": recipe.actor}
+    if recipe.algorithm.uses_critic:
+        sections["critic"] = recipe.critic
+    off = [f"{name}.use_dynamic_bsz" for name, s in sections.items() if not s.use_dynamic_bsz]
+    obstacle = stream_obstacle(recipe)
+    for name, section in sections.items():
+        key = f"{name}.ppo_max_token_len_per_gpu"
+        if section.ppo_max_token_len_per_gpu != "auto":
+            continue
+        if obstacle is not None:
+            why = f"it balances two roles that share a pipeline, but {obstacle}"
+            yield ConfigIssue(key, "auto", why, "give a number of tokens, or change that")
+        elif off:
+            why = f"it balances the token budgets of actor and critic, but {off[0]} = false"
+            fix = f"set {' and '.join(off)} to true, or leave the key out"
+            yield ConfigIssue(key, "auto", why, fix)
 
 
 @rule("trainer.timeline", "algorithm", "actor", "critic")

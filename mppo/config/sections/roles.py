@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from mppo.config.sections.algorithm import KLType
 from mppo.config.sections.megatron import MegatronConfig
@@ -24,6 +24,9 @@ LossAggMode = Literal[
 ]
 
 
+DEFAULT_TOKEN_BUDGET = 16384
+
+
 class BatchingConfig(Section):
     """How a role's sequences are cut into micro-batches: affects speed and memory, not results."""
 
@@ -32,8 +35,10 @@ class BatchingConfig(Section):
     use_dynamic_bsz: bool = False
     """Also limit micro-batches by tokens (``*_max_token_len_per_gpu``), so that short sequences
     share one."""
-    ppo_max_token_len_per_gpu: int = Field(default=16384, gt=0)
-    """Most tokens per GPU of a training micro-batch, with ``use_dynamic_bsz``."""
+    ppo_max_token_len_per_gpu: PositiveInt | Literal["auto"] = DEFAULT_TOKEN_BUDGET
+    """Most tokens per GPU of a training micro-batch, with ``use_dynamic_bsz``. auto (of actor or
+    critic): as many as take the time of the other role's micro-batch, within its memory
+    (docs/schedule.md)."""
     log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, gt=0)
     """Most sequences of a micro-batch in forward-only passes. null:
     ``ppo_micro_batch_size_per_gpu``."""
@@ -42,6 +47,12 @@ class BatchingConfig(Section):
     ``ppo_max_token_len_per_gpu``."""
     head_chunk_tokens: int = Field(default=1024, gt=0)
     """Tokens whose logits are in memory at the same time."""
+
+    @property
+    def token_budget(self) -> int:
+        """``ppo_max_token_len_per_gpu`` of a recipe from ``with_token_budgets``: a number."""
+        assert self.ppo_max_token_len_per_gpu != "auto", "the budget has not been computed yet"
+        return self.ppo_max_token_len_per_gpu
 
 
 class PolicyLossConfig(Section):

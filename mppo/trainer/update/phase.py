@@ -94,7 +94,9 @@ class UpdatePhase:
         records = self.step in self._roles.recipe.trainer.timeline.steps
         if self.kind == "sequential" and not records:
             return self._run_sequentially()
-        recorder = Recorder() if records else None
+        balance = None if self.kind == "sequential" else self._roles.slot_balance
+        measures = balance is not None and balance.wants_times
+        recorder = Recorder() if records or measures else None
         names = [update.role.name for update in self.updates]
         with phase("updating in one stream", self.step):
             streamed = self._streamed()
@@ -111,7 +113,10 @@ class UpdatePhase:
             streamed.finish()
         if not finished:
             raise StepInterrupted(half_done=True)
-        if recorder is not None:
+        if balance is not None:
+            tokens = {update.role.name: update.tokens for update in self.updates}
+            balance.after_update([] if recorder is None else recorder.events, tokens)
+        if recorder is not None and records:
             folder = self._roles.recipe.trainer.run_dir / "timeline"
             write_timeline(folder, self.step, streamed.schedule, recorder.events)
         return None
@@ -147,7 +152,11 @@ class UpdatePhase:
         """Metrics over all mini-batches of all roles; call after ``run``. Collective."""
         for update in self.updates:
             self._roles.seconds[f"update_{update.role.name}"] = update.seconds
-        return {name: value for update in self.updates for name, value in update.metrics().items()}
+        balance = self._roles.slot_balance
+        metrics = {} if balance is None else balance.metrics()
+        for update in self.updates:
+            metrics |= update.metrics()
+        return metrics
 
     def _critic_update(self, critic: Role) -> RoleUpdate:
         section, longest = self._roles.recipe.critic, self._roles.recipe.data.max_response_length

@@ -55,6 +55,7 @@ class RoleUpdate:
         learning_rate: learning rate of this update.
         seconds: time spent in this update so far.
         flops: floating-point operations of the mini-batches so far, over all ranks.
+        tokens: tokens of the mini-batches so far, over all data-parallel ranks.
         stats: summed statistics of each mini-batch.
         norms: gradient norm of each mini-batch.
     """
@@ -69,6 +70,7 @@ class RoleUpdate:
     learning_rate: float = 0.0
     seconds: float = 0.0
     flops: float = 0.0
+    tokens: int = 0
     stats: list[dict[str, float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -88,6 +90,8 @@ class RoleUpdate:
             batch, plan, objective = self.text.join(batch, plan, planned.documents, objective)
         mask_T = self.role.predicted_mask_T(batch)
         self.flops += update_flops(self.model_flops, batch, plan, mask_T)
+        chosen = [index for rank in plan for indices in rank for index in indices]
+        self.tokens += int(batch.lengths_B[chosen].sum())
         return MiniBatch(batch, plan, objective, inputs)
 
     def run_once(self, batch: Batch, sequences: tuple[int, ...]) -> None:

@@ -1,0 +1,100 @@
+"""Token budgets with which a micro-batch of the actor takes as long as one of the critic.
+
+A recipe asks for such a budget with ``ppo_max_token_len_per_gpu: auto``. One shared pipeline then
+loses no time to stages that wait for the longer passes of the other role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mppo.config.schema import Recipe
+from mppo.config.sections.roles import DEFAULT_TOKEN_BUDGET, BatchingConfig
+from mppo.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """Cost of a token of a role's budget on one rank.
+
+    Args:
+        compute: time of its forward and backward pass, in a unit that both roles share.
+        activations: bytes of its activations, by pipeline stage.
+    """
+
+    compute: float
+    activations: tuple[float, ...]
+
+
+def token_cost(
+    operations: float,
+    layout: Layout,
+    recomputes: bool,
+    activations: Sequence[float],
+    tokens: int,
+) -> TokenCost:
+    """The cost of a token, estimated from a role's plan.
+
+    Args:
+        operations: floating-point operations of forward and backward pass per token.
+        layout: the role's layout.
+        recomputes: whether the backward pass repeats the forward pass.
+        activations: bytes of the micro-batches in flight, by pipeline stage, if each has ``tokens``.
+        tokens: tokens of that micro-batch, over all context-parallel ranks.
+    """
+    # a rank computes budget x CP tokens by the TP x CP x PP ranks of a pipeline
+    compute = operations * (4 / 3 if recomputes else 1) / (layout.tp * layout.pp)
+    return TokenCost(compute, tuple(stage * layout.cp / tokens for stage in activations))
+
+
+def given_budgets(recipe: Recipe) -> dict[str, int | None]:
+    """The token budget of each trained role as the recipe has it; None stands for ``auto``."""
+    sections: dict[str, BatchingConfig] = {"actor": recipe.actor}
+    if recipe.algorithm.uses_critic:
+        sections["critic"] = recipe.critic
+    return {
+        name: None if section.ppo_max_token_len_per_gpu == "auto" else section.token_budget
+        for name, section in sections.items()
+    }
+
+
+def with_budgets(recipe: Recipe, budgets: Mapping[str, int]) -> Recipe:
+    """The recipe with these token budgets of actor and critic."""
+    sections = {
+        name: getattr(recipe, name).model_copy(update={"ppo_max_token_len_per_gpu": budget})
+        for name, budget in budgets.items()
+    }
+    return recipe.model_copy(update=sections)
+
+
+def balanced_budgets(
+    given: Mapping[str, int | None], costs: Mapping[str, TokenCost]
+) -> dict[str, int]:
+    """Choose the budgets that are not given.
+
+    Such a budget makes a micro-batch cost as much time as one of the other role, but its
+    activations take no more memory than the other role's on any stage. If neither is given, the
+    role whose tokens cost more has the default.
+
+    Args:
+        given: budget of each of two roles; None: to be chosen.
+        costs: costs of a token of each role.
+
+    Returns:
+        The budget of each role; at least 1.
+    """
+    budgets = {name: budget for name, budget in given.items() if budget is not None}
+    if not budgets:
+        budgets[max(given, key=lambda name: costs[name].compute)] = DEFAULT_TOKEN_BUDGET
+    for name in given.keys() - budgets.keys():
+        (other,) = budgets
+        mine, theirs = costs[name], costs[other]
+        alike = budgets[other] * theirs.compute / mine.compute
+        fitting = [
+            budgets[other] * their_bytes / my_bytes
+            for my_bytes, their_bytes in zip(mine.activations, theirs.activations, strict=True)
+            if my_bytes
+        ]
+        return budgets | {name: max(1, int(min([alike, *fitting])))}
+    return budgets
