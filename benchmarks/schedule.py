@@ -84,12 +84,12 @@ class WaitingStage:
     def receive_buffer(self, mini_batch: int, micro_batch: int) -> torch.Tensor:
         return torch.empty(self._tokens)
 
-    def forward(self, mini_batch: int, micro_batch: int, received):
+    def forward(self, mini_batch: int, micro_batch: int, chunk: int, received):
         time.sleep(self._seconds[0])
         last = self._links.stage == self._links.stages - 1
         return None if last else torch.ones(self._tokens)
 
-    def backward(self, mini_batch: int, micro_batch: int, received):
+    def backward(self, mini_batch: int, micro_batch: int, chunk: int, received):
         time.sleep(self._seconds[1])
         return torch.ones(self._tokens) if self._links.stage else None
 
@@ -114,7 +114,7 @@ def wait_rank(
     registry = start(rank, stages, folder / f"store_{stages}_{cost}")
     from mppo.parallel.layout import Layout
 
-    links = Links(registry.of(Layout(stages, pp=stages)))
+    links = Links([registry.of(Layout(stages, pp=stages))])
     unit, rows = milliseconds / 1e3, []
     for count, mini_batches in ((stages // 2, 4), (stages, 4), (2 * stages, 2)):
         for kind, schedule in update_of(stages, count, mini_batches, cost).items():

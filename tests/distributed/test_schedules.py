@@ -36,6 +36,7 @@ COMMON = [
 ]
 TP, PP = "megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size"
 CP, EP = "megatron.context_parallel_size", "megatron.expert_model_parallel_size"
+VPP = "megatron.virtual_pipeline_model_parallel_size"
 
 
 def both(key: str) -> tuple[str, str]:
@@ -99,6 +100,19 @@ CASES = {
     "MoE, EP2xPP2": Update(
         "qwen3_moe",
         (*PP2, *both(f"{EP}=2"), *BALANCED, *both("megatron.moe_aux_loss_coeff=0.01")),
+    ),
+    "VPP2xPP2": Update("qwen2", (*PP2, *both(f"{VPP}=2"))),
+    "VPP2xPP2, sequential by lists": Update(
+        "qwen2", (*PP2, *both(f"{VPP}=2")), kind="sequential", recorded=True
+    ),
+    "VPP2xPP2, a plain critic": Update("qwen2", (*PP2, f"actor.{VPP}=2")),
+    "VPP2xPP2, a plain actor, fused": Update("qwen2", (*PP2, f"critic.{VPP}=2"), kind="fused"),
+    "tied embeddings, VPP2xPP2, gradients reduced in the background": Update(
+        "qwen2_tied", (*PP2, *both(f"{VPP}=2"), *both("megatron.overlap_grad_reduce=true"))
+    ),
+    "MoE, VPP2xEP2xPP2": Update(
+        "qwen3_moe",
+        (*PP2, *both(f"{EP}=2"), *both(f"{VPP}=2"), *BALANCED),
     ),
     "MLA and MoE with moving biases, TP2xPP2": Update(
         "moonlight", (*PP2, *both(f"{TP}=2"), *MOVING, "actor.router_replay=R2")
