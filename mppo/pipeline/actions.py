@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 ActionKind = Literal[
     "forward",
@@ -19,10 +19,14 @@ ActionKind = Literal[
     "step",
 ]
 
+Numbers = tuple[str, int, int, int]
+"""Name of the role, indices of the mini-batch, the micro-batch and the chunk."""
+
 COMPUTE: tuple[ActionKind, ...] = ("forward", "backward")
 
 
-class Action(NamedTuple):
+@dataclass(frozen=True)
+class Action:
     """One action of a pipeline stage for one role.
 
     Args:
@@ -45,6 +49,15 @@ class Action(NamedTuple):
     mini_batch: int
     micro_batch: int = 0
     chunk: int = 0
+
+    @property
+    def numbers(self) -> Numbers:
+        """What the action belongs to."""
+        return self.role, self.mini_batch, self.micro_batch, self.chunk
+
+    def of_kind(self, kind: ActionKind) -> Action:
+        """The action of another kind for the same chunk of the same micro-batch."""
+        return Action(kind, *self.numbers)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from mppo.pipeline.actions import (
     COMPUTE,
     Action,
     ActionKind,
+    Numbers,
     RoleWork,
     StageLists,
     memory_shares,
@@ -111,7 +112,7 @@ def _check_order(schedule: Schedule, actions: Sequence[Action]) -> None:
                     raise ScheduleFault(f"the steps of mini-batch {i} are not taken together")
     for action, position in at.items():
         if action.kind in _RECEIVES:
-            receive, message = (action._replace(kind=x[action.kind]) for x in (_RECEIVES, _SENDS))
+            receive, message = (action.of_kind(x[action.kind]) for x in (_RECEIVES, _SENDS))
             if at.get(receive, -1) > position or at.get(message, position) < position:
                 raise ScheduleFault(
                     f"{action} precedes the receive of its input or follows the send of its output"
@@ -138,12 +139,14 @@ class _BlockingRun:
     def __init__(self, lists: StageLists) -> None:
         self._lists = lists
         self._next = [0] * len(lists)
-        self._down: list[deque[Action]] = [deque() for _ in lists]
-        self._up: list[deque[Action]] = [deque() for _ in lists]
-        self._receives_down: list[deque[Action]] = [deque() for _ in lists]
-        self._receives_up: list[deque[Action]] = [deque() for _ in lists]
-        kinds = _RECEIVES.values()
-        self._receives = [{a for a in actions if a.kind in kinds} for actions in lists]
+        self._down: list[deque[Numbers]] = [deque() for _ in lists]
+        self._up: list[deque[Numbers]] = [deque() for _ in lists]
+        self._receives_down: list[deque[Numbers]] = [deque() for _ in lists]
+        self._receives_up: list[deque[Numbers]] = [deque() for _ in lists]
+        self._inputs, self._gradients = (
+            [{action.numbers for action in actions if action.kind == kind} for actions in lists]
+            for kind in _RECEIVES.values()
+        )
 
     def run(self) -> None:
         """Advance the stages until none can proceed, then check that all lists are complete."""
@@ -165,26 +168,23 @@ class _BlockingRun:
         return self._next[stage] > begin
 
     def _execute(self, stage: int, action: Action) -> bool:
-        stages = len(self._lists)
-        needs_message = action.kind in _RECEIVES and (
-            action._replace(kind=_RECEIVES[action.kind]) in self._receives[stage]
-        )
+        stages, numbers = len(self._lists), action.numbers
         if action.kind == "norm":
             return False
         if action.kind == "receive_input":
-            self._receives_down[stage].append(action)
+            self._receives_down[stage].append(numbers)
         elif action.kind == "receive_gradient":
-            self._receives_up[stage].append(action)
+            self._receives_up[stage].append(numbers)
         elif action.kind == "send_output":
             # the first stage receives it for the next chunk
             chunk = action.chunk + (stage == stages - 1)
-            self._down[(stage + 1) % stages].append(action._replace(chunk=chunk))
+            self._down[(stage + 1) % stages].append((*numbers[:-1], chunk))
         elif action.kind == "send_gradient":
             chunk = action.chunk - (stage == 0)
-            self._up[(stage - 1) % stages].append(action._replace(chunk=chunk))
-        elif action.kind == "forward" and needs_message:
+            self._up[(stage - 1) % stages].append((*numbers[:-1], chunk))
+        elif action.kind == "forward" and numbers in self._inputs[stage]:
             return _take(self._down[stage], self._receives_down[stage], action)
-        elif action.kind == "backward" and needs_message:
+        elif action.kind == "backward" and numbers in self._gradients[stage]:
             return _take(self._up[stage], self._receives_up[stage], action)
         return True
 
@@ -200,11 +200,11 @@ class _BlockingRun:
         return True
 
 
-def _take(messages: deque[Action], receives: deque[Action], action: Action) -> bool:
+def _take(messages: deque[Numbers], receives: deque[Numbers], action: Action) -> bool:
     if not messages:
         return False
     message, receive = messages.popleft(), receives.popleft() if receives else None
     for found in (message, receive):
-        if found is None or found._replace(kind=action.kind) != action:
-            raise ScheduleFault(f"{action} is paired with {found}")
+        if found != action.numbers:
+            raise ScheduleFault(f"{action} is paired with the message of {found}")
     return True

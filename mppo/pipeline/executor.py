@@ -8,13 +8,10 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from mppo.pipeline.actions import Action
+from mppo.pipeline.actions import Action, Numbers
 from mppo.pipeline.links import Arriving, Links
 from mppo.pipeline.timeline import Recorder
 from mppo.supervision.phase import phase
-
-Numbers = tuple[str, int, int, int]
-"""Name of the role, indices of the mini-batch, the micro-batch and the chunk."""
 
 
 class ForwardWork(Protocol):
@@ -99,8 +96,8 @@ def carry_out(
     while position < len(remaining):
         action = remaining[position]
         role = cast("StageWork", work[action.role])
-        i, j, chunk = action.mini_batch, action.micro_batch, action.chunk
-        numbers = action.role, i, j, chunk
+        numbers = action.numbers
+        _, i, j, chunk = numbers
         position += 1
         recording = nullcontext() if recorder is None else recorder.action(action)
         with phase(phase_names[action.role]), recording:

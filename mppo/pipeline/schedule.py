@@ -179,18 +179,18 @@ def _with_messages(
         is_last = stage == stages - 1 and action.chunk == last_chunks[action.role]
         if action.kind == "forward":
             if not is_first:
-                result.insert(place, action._replace(kind="receive_input"))
+                result.insert(place, action.of_kind("receive_input"))
             place = len(result)
             result.append(action)
             if not is_last:
-                result.append(action._replace(kind="send_output"))
+                result.append(action.of_kind("send_output"))
         elif action.kind == "backward":
             if not is_last:
-                result.insert(place, action._replace(kind="receive_gradient"))
+                result.insert(place, action.of_kind("receive_gradient"))
             place = len(result)
             result.append(action)
             if not is_first:
-                result.append(action._replace(kind="send_gradient"))
+                result.append(action.of_kind("send_gradient"))
         else:
             result.append(action)
             if action.kind == "step":

@@ -91,7 +91,9 @@ def _balance(roles: Sequence[TrainedRole], works: Sequence[RoleWork], stages: in
     """Report the gain if larger micro-batches of the cheaper role made both passes equally long."""
     cheap, costly = sorted(roles, key=lambda role: role.cost_per_rank)
     ratio = cheap.cost_per_rank / costly.cost_per_rank
-    count = max(1, round(cheap.micro_batches * ratio))
+    # the interleaved schedule needs a multiple of PP
+    multiple = stages if cheap.layout.vpp > 1 else 1
+    count = multiple * max(1, round(cheap.micro_batches * ratio / multiple))
     larger = replace(cheap, micro_batches=count, cost=cheap.cost * cheap.micro_batches / count)
     unit = costly.stage_cost(stages)
     equal = tuple((larger if role is cheap else role).work(stages, unit) for role in roles)
