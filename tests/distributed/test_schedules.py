@@ -66,6 +66,7 @@ class Update:
 
 
 PP2 = both(f"{PP}=2")
+VPP2 = (*PP2, *both(f"{VPP}=2"))
 SIZES = (
     "actor.ppo_micro_batch_size_per_gpu=2",
     "critic.use_dynamic_bsz=true",
@@ -101,19 +102,14 @@ CASES = {
         "qwen3_moe",
         (*PP2, *both(f"{EP}=2"), *BALANCED, *both("megatron.moe_aux_loss_coeff=0.01")),
     ),
-    "VPP2xPP2": Update("qwen2", (*PP2, *both(f"{VPP}=2"))),
-    "VPP2xPP2, sequential by lists": Update(
-        "qwen2", (*PP2, *both(f"{VPP}=2")), kind="sequential", recorded=True
-    ),
+    "VPP2xPP2": Update("qwen2", VPP2),
+    "VPP2xPP2, sequential by lists": Update("qwen2", VPP2, kind="sequential", recorded=True),
     "VPP2xPP2, a plain critic": Update("qwen2", (*PP2, f"actor.{VPP}=2")),
     "VPP2xPP2, a plain actor, fused": Update("qwen2", (*PP2, f"critic.{VPP}=2"), kind="fused"),
     "tied embeddings, VPP2xPP2, gradients reduced in the background": Update(
-        "qwen2_tied", (*PP2, *both(f"{VPP}=2"), *both("megatron.overlap_grad_reduce=true"))
+        "qwen2_tied", (*VPP2, *both("megatron.overlap_grad_reduce=true"))
     ),
-    "MoE, VPP2xEP2xPP2": Update(
-        "qwen3_moe",
-        (*PP2, *both(f"{EP}=2"), *both(f"{VPP}=2"), *BALANCED),
-    ),
+    "MoE, VPP2xEP2xPP2": Update("qwen3_moe", (*VPP2, *both(f"{EP}=2"), *BALANCED)),
     "MLA and MoE with moving biases, TP2xPP2": Update(
         "moonlight", (*PP2, *both(f"{TP}=2"), *MOVING, "actor.router_replay=R2")
     ),
@@ -254,10 +250,32 @@ def left_between_steps(case: Update, folder: Path, registry) -> dict:
     return {"known": known, "total": total, "metrics": after.metrics()}
 
 
+def failing_update(folder: Path, failing_rank: int) -> None:
+    """An update of two interleaved stages; one rank fails at the actor's second mini-batch."""
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+    from mppo.parallel.groups import GroupRegistry
+
+    roles, experience_of = _begin(Update("qwen2", VPP2), "flush_free", folder, GroupRegistry())
+    update = _update_phase(roles, experience_of(), 1)
+    actor = update.updates[-1]
+    objective_of = actor.objective_of
+
+    def fail_at_the_second(sequences: tuple[int, ...]):
+        if sequences == tuple(actor.mini_batches[1]) and dist.get_rank() == failing_rank:
+            raise ValueError("no such answer")
+        return objective_of(sequences)
+
+    actor.objective_of = fail_at_the_second
+    update.run()
+
+
 @pytest.mark.parametrize("kind", ["flush_free", "fused"])
 def test_an_update_that_one_rank_would_leave_is_left_by_all_with_no_message_on_its_way(
     kind, tmp_path
 ):
-    (outcome,) = run_cases([Update("qwen2", PP2, kind)], 4, tmp_path, left_between_steps)
-    assert 0 < sum(outcome["known"]) < sum(outcome["total"])
-    assert all(math.isfinite(value) for value in outcome["metrics"].values())
+    cases = [Update("qwen2", PP2, kind), Update("qwen2", VPP2, kind)]
+    for outcome in run_cases(cases, 4, tmp_path, left_between_steps):
+        assert 0 < sum(outcome["known"]) < sum(outcome["total"])
+        assert all(math.isfinite(value) for value in outcome["metrics"].values())
