@@ -48,12 +48,12 @@ class Links:
     With interleaving, the last stage precedes the first one.
 
     Args:
-        roles: process groups of every role in the schedule; this rank has the same neighbours in
-            all of them.
+        groups_of_roles: process groups of every role in the schedule; this rank has the same
+            neighbours in all of them.
     """
 
-    def __init__(self, roles: Iterable[LayoutGroups]) -> None:
-        groups = max(roles, key=lambda groups: groups.layout.vpp)
+    def __init__(self, groups_of_roles: Iterable[LayoutGroups]) -> None:
+        groups = max(groups_of_roles, key=lambda groups: groups.layout.vpp)
         layout, self._has_wrap = groups.layout, groups.layout.vpp > 1
         self.stages, self.stage = layout.pp, groups.coordinates.pp
         stride = layout.world // layout.pp
