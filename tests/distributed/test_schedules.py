@@ -53,7 +53,7 @@ class Update:
         overrides: recipe keys besides ``COMMON``.
         kind: compared with "sequential".
         spoiled: a return is not finite in the second iteration, so that the critic skips a step.
-        recorded: all updates of that kind are recorded.
+        recorded: run folder in which all updates of that kind are recorded; None: not recorded.
         beside: the critic's model, where it has another one.
     """
 
@@ -61,7 +61,7 @@ class Update:
     overrides: tuple[str, ...]
     kind: str = "flush_free"
     spoiled: bool = False
-    recorded: bool = False
+    recorded: str | None = None
     beside: Update | None = None
 
 
@@ -78,8 +78,8 @@ MOVING = both("megatron.moe_router_bias_update_rate=0.01")
 CASES = {
     "PP2": Update("qwen2", PP2),
     "PP2, a fused schedule": Update("qwen2", PP2, kind="fused"),
-    "PP2, sequential by lists": Update("qwen2", PP2, kind="sequential", recorded=True),
-    "PP2, recorded": Update("qwen2", PP2, recorded=True),
+    "PP2, sequential by lists": Update("qwen2", PP2, kind="sequential", recorded="sequential"),
+    "PP2, recorded": Update("qwen2", PP2, recorded="flush_free"),
     "PP4": Update("qwen2", both(f"{PP}=4")),
     "PP2, critic of half the depth": Update("qwen2", PP2, beside=Update("qwen2_shallow", ())),
     "PP2, a skipped step": Update("qwen2", PP2, spoiled=True),
@@ -103,7 +103,9 @@ CASES = {
         (*PP2, *both(f"{EP}=2"), *BALANCED, *both("megatron.moe_aux_loss_coeff=0.01")),
     ),
     "VPP2xPP2": Update("qwen2", VPP2),
-    "VPP2xPP2, sequential by lists": Update("qwen2", VPP2, kind="sequential", recorded=True),
+    "VPP2xPP2, sequential by lists": Update(
+        "qwen2", VPP2, kind="sequential", recorded="interleaved"
+    ),
     "VPP2xPP2, a plain critic": Update("qwen2", (*PP2, f"actor.{VPP}=2")),
     "VPP2xPP2, a plain actor, fused": Update("qwen2", (*PP2, f"critic.{VPP}=2"), kind="fused"),
     "tied embeddings, VPP2xPP2, gradients reduced in the background": Update(
@@ -119,9 +121,9 @@ CASES = {
 def updated(case: Update, folder: Path, registry) -> dict:
     """What three updates give by the case's schedule and one role at a time, on this rank."""
     expected = _updates(case, "sequential", folder, registry)
-    if case.recorded:
+    if case.recorded is not None:
         recorded = f"trainer.timeline={{steps: {list(range(1, ITERATIONS + 1))}}}"
-        where = f"trainer.default_local_dir={folder / case.kind}"
+        where = f"trainer.default_local_dir={folder / case.recorded}"
         case = replace(case, overrides=(*case.overrides, recorded, where))
     return {"expected": expected, "found": _updates(case, case.kind, folder, registry)}
 
@@ -217,15 +219,17 @@ def test_same_gradients_metrics_and_weights(name, outcomes):
     assert (skipped[0], skipped[1] > 0) == (0, CASES[name].spoiled)
 
 
-@pytest.mark.parametrize("kind", ["sequential", "flush_free"])
-def test_a_recorded_update_is_a_trace_and_a_picture(kind, outcomes):
-    found = outcomes["folder"] / kind / "timeline"
+@pytest.mark.parametrize(
+    ("run", "chunks"), [("sequential", 1), ("flush_free", 1), ("interleaved", 2)]
+)
+def test_a_recorded_update_is_a_trace_and_a_picture(run, chunks, outcomes):
+    found = outcomes["folder"] / run / "timeline"
     names = [f"step_{step}.{ending}" for step in (1, 2, 3) for ending in ("json", "png")]
     assert sorted(path.name for path in found.iterdir()) == sorted(names)
     events = json.loads((found / "step_3.json").read_text())["traceEvents"]
     done = [e["name"] for e in events if e["ph"] == "X" and e["pid"] == 3]
     # two epochs of two mini-batches, of two micro-batches on each of two data-parallel ranks
-    assert sum(name.startswith("backward actor") for name in done) == 8
+    assert sum(name.startswith("backward actor") for name in done) == 8 * chunks
     assert [name for name in done if name.startswith("step critic")][-1] == "step critic 3"
 
 

@@ -40,7 +40,7 @@ COSTS = st.integers(1, 8).map(float)
 @st.composite
 def updates(draw, most_chunks: int = 1):
     """Stages, and one or two roles with micro-batches, chunks and costs of their own."""
-    stages = draw(st.integers(1 if most_chunks == 1 else 2, 6))
+    stages = draw(st.integers(1, 6) if most_chunks == 1 else st.integers(2, 8))
     roles = []
     for name in draw(st.sampled_from([("critic",), ("critic", "actor")])):
         per_stage = st.tuples(*[COSTS] * stages)
