@@ -128,12 +128,12 @@ class WaitingStage:
     def receive_buffer(self, mini_batch: int, micro_batch: int) -> torch.Tensor:
         return torch.empty(self._tokens)
 
-    def forward(self, mini_batch: int, micro_batch: int, received):
+    def forward(self, mini_batch: int, micro_batch: int, chunk: int, received):
         time.sleep(self._forward_s)
         last = self._links.stage == self._links.stages - 1
         return None if last else torch.ones(self._tokens)
 
-    def backward(self, mini_batch: int, micro_batch: int, received):
+    def backward(self, mini_batch: int, micro_batch: int, chunk: int, received):
         time.sleep(2 * self._forward_s)
         return torch.ones(self._tokens) if self._links.stage else None
 
@@ -161,7 +161,7 @@ def wait_rank(rank: int, stages: int, folder: Path, milliseconds: float, repeat:
     registry = start(rank, stages, folder / f"store_{stages}")
     from mppo.parallel.layout import Layout
 
-    links, unit, rows = Links(registry.of(Layout(stages, pp=stages))), milliseconds / 1e3, []
+    links, unit, rows = Links([registry.of(Layout(stages, pp=stages))]), milliseconds / 1e3, []
     for (count, mini_batches), cost in itertools.product(WAITS[stages], WAITING_COSTS):
         for kind, schedule in make_schedules(stages, count, mini_batches, cost).items():
             planned = schedule.simulation.makespan * unit

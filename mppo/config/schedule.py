@@ -36,10 +36,6 @@ def lists_obstacle(recipe: Recipe) -> str | None:
     if len(stages) > 1:
         (first, one), (second, other) = stages.items()
         return f"the {one} has {first} pipeline stages, the {other} {second}"
-    for name, section in sections.items():
-        chunks = section.megatron.virtual_pipeline_model_parallel_size
-        if chunks is not None:
-            return f"the {name}'s pipeline is interleaved ({chunks} chunks per stage)"
     unmeasured = recipe.actor.ptx_coef > 0 or not recipe.needs_actor_logprobs
     if unmeasured and _records_experts(recipe.actor):
         return (
@@ -53,10 +49,9 @@ def streams_forward(recipe: Recipe) -> bool:
     """Whether the forward-only passes of all roles run through one pipeline."""
     megatrons = [role.megatron for role in roles_in_use(recipe)]
     stages = {megatron.pipeline_model_parallel_size for megatron in megatrons}
-    interleaved = any(megatron.virtual_pipeline_model_parallel_size for megatron in megatrons)
     # the actor's pass reads the hidden states of the reference's pass
     one_by_one = recipe.trainer.schedule == "sequential" or recipe.needs_full_kl
-    return len(stages) == 1 and max(stages) > 1 and not interleaved and not one_by_one
+    return len(stages) == 1 and max(stages) > 1 and not one_by_one
 
 
 def _records_experts(section: ActorConfig | CriticConfig) -> bool:

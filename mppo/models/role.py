@@ -105,6 +105,10 @@ class Role:
         """Divisor of a rank's token count in every micro-batch."""
         return self.layout.tp if self.config.sequence_parallel else 1
 
+    def is_last_chunk(self, chunk: int) -> bool:
+        """Whether the chunk of this rank is the last one of the model."""
+        return self.groups.is_last_stage and chunk == self.layout.vpp - 1
+
     def micro_batch_spec(self, training: bool) -> MicroBatchSpec:
         """Size and number limits of micro-batches, for training or for a forward-only pass."""
         batching = self.spec.batching

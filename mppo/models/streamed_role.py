@@ -31,8 +31,8 @@ class _RunningMiniBatch:
         microbatches: this rank's micro-batches.
         forward_step: Megatron's ``forward_step_func`` for this mini-batch.
         unsynchronised: DDP's ``no_sync``; while it is open, backward passes reduce no gradient.
-        activations: input and output of each micro-batch between its forward and its backward
-            pass, by index.
+        activations: input and output of each forward pass whose backward pass has not run yet, by
+            the indices of micro-batch and chunk.
         parts: loss and statistics of each micro-batch, on the last stage.
     """
 
@@ -40,7 +40,7 @@ class _RunningMiniBatch:
     microbatches: list[MicroBatch]
     forward_step: Callable
     unsynchronised: ExitStack
-    activations: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     parts: list[Any] = field(default_factory=list)
 
 
@@ -48,7 +48,7 @@ class StreamedRole:
     """The update of a role on this stage; implements ``StageWork`` of the executor.
 
     Megatron's functions compute the passes and complete the gradient. The role's layout is active
-    only during these calls. The layout must not be interleaved.
+    only during these calls.
 
     Args:
         role: a role with an optimizer.
@@ -63,13 +63,11 @@ class StreamedRole:
         mini_batches: Sequence[Callable[[], MiniBatch]],
         wants_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        assert role.layout.vpp == 1
         self.role = role
         self._mini_batches, self._wants_to_stop = mini_batches, wants_to_stop
         assert role.optimizer is not None, f"{role.name} is frozen"
         self._optimizer = role.optimizer
-        (chunk,) = role.chunks
-        self._chunk = cast("DistributedDataParallel", chunk)
+        self._chunks = [cast("DistributedDataParallel", chunk) for chunk in role.chunks]
         self._running: _RunningMiniBatch | None = None
         self._pending: tuple[PendingNorm, PendingStatistics] | None = None
 
@@ -77,40 +75,46 @@ class StreamedRole:
         """See ``ForwardWork``."""
         return self.role.message_buffer(self._start_once(mini_batch).microbatches[micro_batch])
 
-    def forward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
+    def forward(
+        self, mini_batch: int, micro_batch: int, chunk: int, received: Tensor | None
+    ) -> Tensor | None:
         """See ``ForwardWork``."""
         run, config = self._start_once(mini_batch), self.role.config
+        is_last = self.role.is_last_chunk(chunk)
         if received is not None:
             received.requires_grad_()
         with self.role.groups.active(), torch.enable_grad():
             output, _ = schedules.forward_step(
                 run.forward_step,
                 iter([run.microbatches[micro_batch]]),
-                self._chunk,
+                self._chunks[chunk],
                 len(run.microbatches),
                 received,
                 run.parts,
                 config,
                 self.role.layout.cp,
                 current_microbatch=micro_batch,
-                is_last_stage=self.role.groups.is_last_stage,
+                vp_stage=self.role.stages[chunk].vp_stage,
+                is_last_stage=is_last,
             )
         output = cast("Tensor", output)
-        run.activations[micro_batch] = received, output
-        if self.role.groups.is_last_stage:
+        run.activations[micro_batch, chunk] = received, output
+        if is_last:
             return None
         message = output.detach()
         # autograd needs only the history of the output; its values are in the message
         schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
         return message
 
-    def backward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
+    def backward(
+        self, mini_batch: int, micro_batch: int, chunk: int, received: Tensor | None
+    ) -> Tensor | None:
         """See ``StageWork``."""
         run = self._start_once(mini_batch)
-        inputs, output = run.activations.pop(micro_batch)
+        inputs, output = run.activations.pop((micro_batch, chunk))
         with self.role.groups.active():
             gradient = schedules.backward_step(
-                inputs, output, received, get_model_type(self._chunk), self.role.config
+                inputs, output, received, get_model_type(self._chunks[chunk]), self.role.config
             )
         return None if inputs is None else cast("Tensor", gradient).contiguous()
 
@@ -118,15 +122,16 @@ class StreamedRole:
         """Start to reduce the gradient in the background if ``overlap_grad_reduce`` is set."""
         run = self._start_once(mini_batch)
         run.unsynchronised.close()
-        if self._chunk.ddp_config.overlap_grad_reduce:
+        if self._chunks[0].ddp_config.overlap_grad_reduce:
             with self.role.groups.active():
-                self._chunk.start_grad_sync()
+                for chunk in self._chunks:
+                    chunk.start_grad_sync()
 
     def norm(self, mini_batch: int) -> None:
         """Complete the gradient as Megatron does; start to sum its norm and the statistics."""
         run, role = self._start_once(mini_batch), self.role
         with role.groups.active():
-            finalize_gradients([self._chunk], None)
+            finalize_gradients(self._chunks, None)
             norm = self._optimizer.start_norm()
         statistics = role.start_statistics(run.parts, self._wants_to_stop())
         self._running, self._pending = None, (norm, statistics)
@@ -168,5 +173,6 @@ class StreamedRole:
         head = partial(role.head, batch=mini_batch.batch, inputs=mini_batch.inputs)
         forward_step = forward_step_function(run_chunk, head, mini_batch.objective)
         unsynchronised = ExitStack()
-        unsynchronised.enter_context(self._chunk.no_sync())
+        for chunk in self._chunks:
+            unsynchronised.enter_context(chunk.no_sync())
         return _RunningMiniBatch(number, microbatches, forward_step, unsynchronised)

@@ -73,7 +73,12 @@ class LayoutGroups:
         self.cp = _own_group(parallel_state.get_context_parallel_group())
         self.ep = _own_group(parallel_state.get_expert_model_parallel_group())
         self.etp = _own_group(parallel_state.get_expert_tensor_parallel_group())
-        self.pp_back = _second_pipeline_group(layout)
+        # messages between neighbours use a group for each direction, so that two directions are
+        # never paired with each other; with interleaving the last and the first stage are
+        # neighbours as well, and with two stages they are the same pair of ranks
+        self.pp_back = _pipeline_group(layout) if layout.pp > 1 else None
+        self.pp_wrap = _pipeline_group(layout) if layout.vpp > 1 else None
+        self.pp_wrap_back = _pipeline_group(layout) if layout.vpp > 1 else None
         self._check_coordinates()
         _restore(before)
 
@@ -123,19 +128,18 @@ class LayoutGroups:
         return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
 
 
-def _second_pipeline_group(layout: Layout) -> dist.ProcessGroup | None:
-    """A group of the ranks of this rank's pipeline besides Megatron's own, for messages that go
-    towards the first stage: the two directions are then never paired with each other."""
+def _pipeline_group(layout: Layout) -> dist.ProcessGroup:
+    """A group of the ranks of this rank's pipeline besides Megatron's own. Collective."""
     apart = layout.world // layout.pp
-    mine: dist.ProcessGroup | None = None
-    for first in range(apart if layout.pp > 1 else 0):
-        ranks = list(range(first, layout.world, apart))
-        group = parallel_state.create_group(
-            ranks, timeout=timedelta(minutes=30), group_desc="PIPELINE_BACK_GROUP"
+    groups = [
+        parallel_state.create_group(
+            list(range(first, layout.world, apart)),
+            timeout=timedelta(minutes=30),
+            group_desc="PIPELINE_MESSAGES_GROUP",
         )
-        if dist.get_rank() in ranks:
-            mine = _own_group(group)
-    return mine
+        for first in range(apart)
+    ]
+    return _own_group(groups[dist.get_rank() % apart])
 
 
 class GroupRegistry:

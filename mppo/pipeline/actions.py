@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +18,9 @@ ActionKind = Literal[
     "norm",
     "step",
 ]
+
+Numbers = tuple[str, int, int, int]
+"""Name of the role, indices of the mini-batch, the micro-batch and the chunk."""
 
 COMPUTE: tuple[ActionKind, ...] = ("forward", "backward")
 
@@ -35,12 +40,24 @@ class Action:
         mini_batch: index of the mini-batch (optimizer step) within the role's update.
         micro_batch: index of the micro-batch within the mini-batch; 0 for "reduce", "norm" and
             "step".
+        chunk: index of the model chunk on this stage that the pass computes, or that computes or
+            needs the message; 0 without interleaving, and for "reduce", "norm" and "step".
     """
 
     kind: ActionKind
     role: str
     mini_batch: int
     micro_batch: int = 0
+    chunk: int = 0
+
+    @property
+    def numbers(self) -> Numbers:
+        """What the action belongs to."""
+        return self.role, self.mini_batch, self.micro_batch, self.chunk
+
+    def of_kind(self, kind: ActionKind) -> Action:
+        """The action of another kind for the same chunk of the same micro-batch."""
+        return Action(kind, *self.numbers)
 
 
 @dataclass(frozen=True)
@@ -53,12 +70,14 @@ class RoleWork:
         name: name of the role.
         micro_batches: number of micro-batches of each mini-batch (optimizer step), per
             data-parallel rank.
-        forward: cost of one micro-batch's forward pass on one stage: one number for all stages, or
-            one number per stage.
+        forward: cost of one micro-batch's forward pass on one stage, over all its chunks: one
+            number for all stages, or one number per stage.
         backward: cost of one micro-batch's backward pass on one stage, in the same form.
         reduce: cost of reducing one mini-batch's gradient; the reduction runs in the background
             while the stage computes.
         step: cost of an optimizer step; the stage computes nothing else meanwhile.
+        chunks: number of model chunks on each stage. If there are several, the pipeline is
+            interleaved and the numbers of micro-batches are multiples of the number of stages.
     """
 
     name: str
@@ -67,15 +86,45 @@ class RoleWork:
     backward: float | tuple[float, ...] = 2.0
     reduce: float = 0.0
     step: float = 0.0
+    chunks: int = 1
 
     def costs(self, stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Costs of one forward pass and of one backward pass on each stage."""
+        """Costs of one chunk's forward pass and of its backward pass on each stage."""
         forward, backward = (
             (cost,) * stages if isinstance(cost, int | float) else cost
             for cost in (self.forward, self.backward)
         )
         assert len(forward) == len(backward) == stages
-        return forward, backward
+        return tuple(x / self.chunks for x in forward), tuple(x / self.chunks for x in backward)
+
+    def most_in_flight(self, stage: int, stages: int, early: bool = True) -> int:
+        """Largest number of chunk passes whose activations a stage holds.
+
+        Args:
+            stage: index of the stage.
+            stages: number of pipeline stages.
+            early: as in Megatron's schedules: 1F1B or, with several chunks, its interleaved form,
+                which computes one forward pass more than necessary in advance for each following
+                stage (``get_pp_rank_microbatches`` of Megatron-Core). False: without these.
+        """
+        for_each_stage = 2 if early and self.chunks > 1 else 1
+        return for_each_stage * (stages - stage - 1) + (self.chunks - 1) * stages + 1
+
+
+def memory_shares(
+    roles: Sequence[RoleWork], stage: int, stages: int, early: bool = True
+) -> tuple[list[int], int]:
+    """Share of a stage's activation memory that one chunk pass of each role takes.
+
+    The memory suffices for ``most_in_flight`` passes of any role. It suffices for passes of several
+    roles if the sum of their shares does not exceed the whole.
+
+    Returns:
+        The share of each role, and the whole, as integers.
+    """
+    limits = [role.most_in_flight(stage, stages, early) for role in roles]
+    whole = math.lcm(*limits)
+    return [whole // limit for limit in limits], whole
 
 
 StageLists = list[list[Action]]

@@ -12,9 +12,18 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 
 from mppo.config.schedule import ScheduleKind
-from mppo.pipeline.actions import COMPUTE, Action, ActionKind, RoleWork, StageLists
+from mppo.pipeline.actions import (
+    COMPUTE,
+    Action,
+    ActionKind,
+    Numbers,
+    RoleWork,
+    StageLists,
+    memory_shares,
+)
 from mppo.pipeline.schedule import Schedule, make_schedule
 
 _RECEIVES: dict[str, ActionKind] = {"forward": "receive_input", "backward": "receive_gradient"}
@@ -39,14 +48,14 @@ def check_schedule(schedule: Schedule) -> None:
 
     Raises:
         ScheduleFault: an action is missing or duplicated, an action precedes another one that it
-            depends on, the stages would deadlock, or a stage holds the activations of more
-            micro-batches than under 1F1B.
+            depends on, the stages would deadlock, or a stage holds more activations than in
+            Megatron's schedules.
     """
     stages = len(schedule.lists)
     for stage, actions in enumerate(schedule.lists):
         _check_actions(schedule, actions, stage, stages)
         _check_order(schedule, actions)
-        _check_in_flight(actions, stage, stages)
+        _check_in_flight(schedule, actions, stage, stages)
     run_blocking(schedule.lists)
 
 
@@ -62,25 +71,16 @@ def run_blocking(lists: StageLists) -> None:
 
 def _check_actions(schedule: Schedule, actions: Sequence[Action], stage: int, stages: int) -> None:
     expected: Counter[Action] = Counter()
-    names = [role.name for role in schedule.roles]
-    for entry in schedule.stream:
-        numbers = names[entry.role], entry.mini_batch, entry.micro_batch
-        expected[Action("forward", *numbers)] += 1
-        expected[Action("backward", *numbers)] += 1
-        if stage > 0:
-            expected[Action("receive_input", *numbers)] += 1
-            expected[Action("send_gradient", *numbers)] += 1
-        if stage < stages - 1:
-            expected[Action("send_output", *numbers)] += 1
-            expected[Action("receive_gradient", *numbers)] += 1
-    counts = Counter((names[entry.role], entry.mini_batch) for entry in schedule.stream)
     for role in schedule.roles:
         for i, count in enumerate(role.micro_batches):
-            if counts[role.name, i] != count:
-                found = counts[role.name, i]
-                raise ScheduleFault(f"{role.name}: {found} of {count} micro-batches of {i}")
-            for kind in _STEP_KINDS:
-                expected[Action(kind, role.name, i)] += 1
+            for j, chunk in product(range(count), range(role.chunks)):
+                kinds = [*COMPUTE]
+                if stage > 0 or chunk > 0:
+                    kinds += ["receive_input", "send_gradient"]
+                if stage < stages - 1 or chunk < role.chunks - 1:
+                    kinds += ["send_output", "receive_gradient"]
+                expected.update(Action(kind, role.name, i, j, chunk) for kind in kinds)
+            expected.update(Action(kind, role.name, i) for kind in _STEP_KINDS)
     present = Counter(actions)
     if present != expected:
         raise ScheduleFault(
@@ -92,38 +92,45 @@ def _check_order(schedule: Schedule, actions: Sequence[Action]) -> None:
     """Check that a role's micro-batches are in order, and each step between its mini-batches."""
     at = {action: position for position, action in enumerate(actions)}
     for role in schedule.roles:
+        chunks = range(role.chunks - 1, -1, -1)
         for i, count in enumerate(role.micro_batches):
-            for kind in COMPUTE:
-                places = [at[Action(kind, role.name, i, j)] for j in range(count)]
+            for kind, chunk in product(COMPUTE, range(role.chunks)):
+                places = [at[Action(kind, role.name, i, j, chunk)] for j in range(count)]
                 if places != sorted(places):
                     raise ScheduleFault(f"{kind} passes of {role.name} {i} are out of order")
-            last = [at[Action("backward", role.name, i, count - 1)]]
+            # a mini-batch's last backward passes are those of its first chunk
+            last = [at[Action("backward", role.name, i, count - 1, chunk)] for chunk in chunks]
             last += [at[Action(kind, role.name, i)] for kind in _STEP_KINDS]
             if i + 1 < len(role.micro_batches):
                 last.append(at[Action("forward", role.name, i + 1, 0)])
             if last != sorted(last):
                 raise ScheduleFault(f"the step of {role.name} {i} is out of order")
-            if schedule.together:
+            if schedule.stream.together:
                 first = at[Action("step", role.name, i)]
                 others = [r.name for r in schedule.roles if i < len(r.micro_batches)]
                 if any(at[Action("norm", name, i)] > first for name in others):
                     raise ScheduleFault(f"the steps of mini-batch {i} are not taken together")
     for action, position in at.items():
         if action.kind in _RECEIVES:
-            numbers = action.role, action.mini_batch, action.micro_batch
-            receive, message = (Action(x[action.kind], *numbers) for x in (_RECEIVES, _SENDS))
+            receive, message = (action.of_kind(x[action.kind]) for x in (_RECEIVES, _SENDS))
             if at.get(receive, -1) > position or at.get(message, position) < position:
                 raise ScheduleFault(
                     f"{action} precedes the receive of its input or follows the send of its output"
                 )
 
 
-def _check_in_flight(actions: Sequence[Action], stage: int, stages: int) -> None:
+def _check_in_flight(
+    schedule: Schedule, actions: Sequence[Action], stage: int, stages: int
+) -> None:
+    shares, whole = memory_shares(schedule.roles, stage, stages)
+    share_of = {role.name: share for role, share in zip(schedule.roles, shares, strict=True)}
     held = 0
     for action in actions:
-        held += {"forward": 1, "backward": -1}.get(action.kind, 0)
-        if held > stages - stage:
-            raise ScheduleFault(f"stage {stage} holds {held} micro-batches, not {stages - stage}")
+        held += {"forward": 1, "backward": -1}.get(action.kind, 0) * share_of[action.role]
+        if held > whole:
+            raise ScheduleFault(
+                f"stage {stage} holds {held / whole:.2f} of Megatron's activations at {action}"
+            )
 
 
 class _BlockingRun:
@@ -132,10 +139,14 @@ class _BlockingRun:
     def __init__(self, lists: StageLists) -> None:
         self._lists = lists
         self._next = [0] * len(lists)
-        self._down: list[deque[Action]] = [deque() for _ in lists]
-        self._up: list[deque[Action]] = [deque() for _ in lists]
-        self._receives_down: list[deque[Action]] = [deque() for _ in lists]
-        self._receives_up: list[deque[Action]] = [deque() for _ in lists]
+        self._down: list[deque[Numbers]] = [deque() for _ in lists]
+        self._up: list[deque[Numbers]] = [deque() for _ in lists]
+        self._receives_down: list[deque[Numbers]] = [deque() for _ in lists]
+        self._receives_up: list[deque[Numbers]] = [deque() for _ in lists]
+        self._inputs, self._gradients = (
+            [{action.numbers for action in actions if action.kind == kind} for actions in lists]
+            for kind in _RECEIVES.values()
+        )
 
     def run(self) -> None:
         """Advance the stages until none can proceed, then check that all lists are complete."""
@@ -157,19 +168,23 @@ class _BlockingRun:
         return self._next[stage] > begin
 
     def _execute(self, stage: int, action: Action) -> bool:
+        stages, numbers = len(self._lists), action.numbers
         if action.kind == "norm":
             return False
         if action.kind == "receive_input":
-            self._receives_down[stage].append(action)
+            self._receives_down[stage].append(numbers)
         elif action.kind == "receive_gradient":
-            self._receives_up[stage].append(action)
+            self._receives_up[stage].append(numbers)
         elif action.kind == "send_output":
-            self._down[stage + 1].append(action)
+            # the first stage receives it for the next chunk
+            chunk = action.chunk + (stage == stages - 1)
+            self._down[(stage + 1) % stages].append((*numbers[:-1], chunk))
         elif action.kind == "send_gradient":
-            self._up[stage - 1].append(action)
-        elif action.kind == "forward" and stage > 0:
+            chunk = action.chunk - (stage == 0)
+            self._up[(stage - 1) % stages].append((*numbers[:-1], chunk))
+        elif action.kind == "forward" and numbers in self._inputs[stage]:
             return _take(self._down[stage], self._receives_down[stage], action)
-        elif action.kind == "backward" and stage < len(self._lists) - 1:
+        elif action.kind == "backward" and numbers in self._gradients[stage]:
             return _take(self._up[stage], self._receives_up[stage], action)
         return True
 
@@ -185,12 +200,11 @@ class _BlockingRun:
         return True
 
 
-def _take(messages: deque[Action], receives: deque[Action], action: Action) -> bool:
+def _take(messages: deque[Numbers], receives: deque[Numbers], action: Action) -> bool:
     if not messages:
         return False
     message, receive = messages.popleft(), receives.popleft() if receives else None
-    numbers = action.role, action.mini_batch, action.micro_batch
     for found in (message, receive):
-        if found is None or (found.role, found.mini_batch, found.micro_batch) != numbers:
-            raise ScheduleFault(f"{action} is paired with {found}")
+        if found != action.numbers:
+            raise ScheduleFault(f"{action} is paired with the message of {found}")
     return True

@@ -8,13 +8,10 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from mppo.pipeline.actions import Action
+from mppo.pipeline.actions import Action, Numbers
 from mppo.pipeline.links import Arriving, Links
 from mppo.pipeline.timeline import Recorder
 from mppo.supervision.phase import phase
-
-Numbers = tuple[str, int, int]
-"""Name of the role, index of the mini-batch, index of the micro-batch."""
 
 
 class ForwardWork(Protocol):
@@ -24,16 +21,36 @@ class ForwardWork(Protocol):
         """Return an empty tensor that can receive a micro-batch's message, in either direction."""
         ...
 
-    def forward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
-        """Compute a forward pass; return the message to the next stage (last stage: None)."""
+    def forward(
+        self, mini_batch: int, micro_batch: int, chunk: int, received: Tensor | None
+    ) -> Tensor | None:
+        """Compute a chunk's forward pass.
+
+        Args:
+            mini_batch, micro_batch, chunk: see ``Action``.
+            received: the message; None for the model's first chunk.
+
+        Returns:
+            The message to the next stage; None for the model's last chunk.
+        """
         ...
 
 
 class StageWork(ForwardWork, Protocol):
     """The operations of one role on this stage in an update."""
 
-    def backward(self, mini_batch: int, micro_batch: int, received: Tensor | None) -> Tensor | None:
-        """Compute a backward pass; return the message to the previous stage (first: None)."""
+    def backward(
+        self, mini_batch: int, micro_batch: int, chunk: int, received: Tensor | None
+    ) -> Tensor | None:
+        """Compute a chunk's backward pass.
+
+        Args:
+            mini_batch, micro_batch, chunk: see ``Action``.
+            received: the message; None for the model's last chunk.
+
+        Returns:
+            The message to the previous stage; None for the model's first chunk.
+        """
         ...
 
     def reduce(self, mini_batch: int) -> None:
@@ -75,13 +92,12 @@ def carry_out(
     inputs: dict[Numbers, Arriving] = {}
     gradients: dict[Numbers, Arriving] = {}
     outgoing: dict[Numbers, Tensor | None] = {}
-    last = links.stage == links.stages - 1
     remaining, position, finished = actions, 0, True
     while position < len(remaining):
         action = remaining[position]
         role = cast("StageWork", work[action.role])
-        i, j = action.mini_batch, action.micro_batch
-        numbers = action.role, i, j
+        numbers = action.numbers
+        _, i, j, chunk = numbers
         position += 1
         recording = nullcontext() if recorder is None else recorder.action(action)
         with phase(phase_names[action.role]), recording:
@@ -91,11 +107,11 @@ def carry_out(
                 case "receive_gradient":
                     gradients[numbers] = links.receive_gradient(role.receive_buffer(i, j))
                 case "forward":
-                    received = _wait(inputs.pop(numbers), recorder) if links.stage else None
-                    outgoing[numbers] = role.forward(i, j, received)
+                    received = _wait(inputs.pop(numbers, None), recorder)
+                    outgoing[numbers] = role.forward(i, j, chunk, received)
                 case "backward":
-                    received = None if last else _wait(gradients.pop(numbers), recorder)
-                    outgoing[numbers] = role.backward(i, j, received)
+                    received = _wait(gradients.pop(numbers, None), recorder)
+                    outgoing[numbers] = role.backward(i, j, chunk, received)
                 case "send_output":
                     links.send_output(_message(outgoing.pop(numbers)))
                 case "send_gradient":
@@ -113,7 +129,10 @@ def carry_out(
     return finished
 
 
-def _wait(arriving: Arriving, recorder: Recorder | None) -> Tensor:
+def _wait(arriving: Arriving | None, recorder: Recorder | None) -> Tensor | None:
+    """The message of a pass; None if the list has no receive for it."""
+    if arriving is None:
+        return None
     with nullcontext() if recorder is None else recorder.waiting():
         return arriving.wait()
 

@@ -3,45 +3,47 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from mppo.pipeline.actions import RoleWork
+from mppo.pipeline.actions import RoleWork, memory_shares
 from mppo.pipeline.simulation import steps_of
 from mppo.pipeline.streams import Stream
 
 
 def greedy_orders(
-    stream: Stream, roles: Sequence[RoleWork], stages: int, together: bool
+    stream: Stream, roles: Sequence[RoleWork], stages: int, early: bool = True
 ) -> list[list[int]]:
     """Simulate a pipeline whose stages are greedy, and return the order of each stage's passes.
 
     A free stage computes a backward pass if one is ready, else a forward pass if one is ready and
-    the stage then holds no more micro-batches than under 1F1B.
+    the stage has memory for it (``memory_shares``).
 
     Sorted by their simulated start, all passes follow the passes that they depend on. The orders
     therefore cannot deadlock, whatever the real costs are.
 
     Args:
-        stream, roles, together: see ``simulate``.
+        stream, roles: see ``simulate``.
         stages: number of pipeline stages.
+        early: see ``RoleWork.most_in_flight``.
 
     Returns:
         The order of each stage, in the form of ``Simulation.orders``.
     """
-    return _Greedy(stream, roles, stages, together).orders()
+    return _Greedy(stream, roles, stages, early).orders()
 
 
 class _Greedy:
     """Event-driven simulation; at an event ``(time, stage)`` the stage looks for a ready pass."""
 
-    def __init__(
-        self, stream: Stream, roles: Sequence[RoleWork], stages: int, together: bool
-    ) -> None:
-        self._stream, self._roles, self._stages = stream, roles, stages
+    def __init__(self, stream: Stream, roles: Sequence[RoleWork], stages: int, early: bool) -> None:
+        self._stream, self._entries = stream, stream.entries
+        self._roles, self._stages = roles, stages
         self._costs = [role.costs(stages) for role in roles]
-        self._after = list(accumulate((entry.after for entry in stream), max))
-        self._steps = steps_of(stream, together)
+        self._memory = [memory_shares(roles, stage, stages, early) for stage in range(stages)]
+        self._after = list(accumulate((entry.after for entry in self._entries), max))
+        self._steps = steps_of(stream)
         self._waiting: dict[int, list[int]] = {}
         self._completed_by: dict[int, list[int]] = {}
         for index, step in enumerate(self._steps):
@@ -49,12 +51,15 @@ class _Greedy:
             self._completed_by.setdefault(step.last, []).append(index)
         self._unreduced = [stages] * len(self._steps)
         self._known: list[float | None] = [None] * len(self._steps)
-        self._inputs = [[0.0] * len(stream), *([] for _ in range(stages - 1))]
-        self._gradients: list[list[float]] = [[] for _ in range(stages)]
+        size = len(self._entries)
+        self._inputs = [[math.inf] * size for _ in range(stages)]
+        self._inputs[0] = [0.0 if e.previous is None else math.inf for e in self._entries]
+        self._gradients = [[math.inf] * size for _ in range(stages)]
         self._free = [0.0] * stages
         self._orders: list[list[int]] = [[] for _ in range(stages)]
         self._forwards = [0] * stages
         self._backwards = [0] * stages
+        self._held = [0] * stages
         self._events = [(0.0, stage) for stage in range(stages)]
 
     def orders(self) -> list[list[int]]:
@@ -67,44 +72,57 @@ class _Greedy:
                 self._run_backward(stage, now)
             elif self._has_forward(stage, now):
                 self._run_forward(stage, now)
-        assert all(len(order) == 2 * len(self._stream) for order in self._orders)
+        assert all(len(order) == 2 * len(self._entries) for order in self._orders)
         return self._orders
 
     def _has_backward(self, stage: int, now: float) -> bool:
-        n, ready = self._backwards[stage], self._gradients[stage]
-        return n < len(ready) and ready[n] <= now
+        done = self._backwards[stage]
+        if done == len(self._entries):
+            return False
+        return self._gradients[stage][self._stream.backward[done]] <= now
 
     def _has_forward(self, stage: int, now: float) -> bool:
         n, done = self._forwards[stage], self._backwards[stage]
-        if n >= len(self._inputs[stage]) or self._inputs[stage][n] > now:
+        if n == len(self._entries) or self._inputs[stage][n] > now or done < self._after[n]:
             return False
-        if n - done >= self._stages - stage or done < self._after[n]:
+        shares, whole = self._memory[stage]
+        if self._held[stage] + shares[self._entries[n].role] > whole:
             return False
         known = (self._known[index] for index in self._waiting.get(n, ()))
         return all(time is not None and time <= now for time in known)
 
     def _run_forward(self, stage: int, now: float) -> None:
         n = self._forwards[stage]
-        role = self._stream[n].role
+        entry = self._entries[n]
+        role = entry.role
         steps = self._waiting.get(n, ())
         end = now + sum(self._roles[self._steps[index].role].step for index in steps)
         end += self._costs[role][0][stage]
         self._finish(stage, n, end)
         self._forwards[stage] = n + 1
+        self._held[stage] += self._memory[stage][0][role]
         if stage + 1 < self._stages:
-            self._inputs[stage + 1].append(end)
+            self._inputs[stage + 1][n] = end
             heapq.heappush(self._events, (end, stage + 1))
+        elif entry.following is None:
+            self._gradients[stage][n] = end
         else:
-            self._gradients[stage].append(end)
+            self._inputs[0][entry.following] = end
+            heapq.heappush(self._events, (end, 0))
 
     def _run_backward(self, stage: int, now: float) -> None:
-        n = self._backwards[stage]
-        end = now + self._costs[self._stream[n].role][1][stage]
+        n = self._stream.backward[self._backwards[stage]]
+        entry = self._entries[n]
+        end = now + self._costs[entry.role][1][stage]
         self._finish(stage, ~n, end)
-        self._backwards[stage] = n + 1
+        self._backwards[stage] += 1
+        self._held[stage] -= self._memory[stage][0][entry.role]
         if stage:
-            self._gradients[stage - 1].append(end)
+            self._gradients[stage - 1][n] = end
             heapq.heappush(self._events, (end, stage - 1))
+        elif entry.previous is not None:
+            self._gradients[-1][entry.previous] = end
+            heapq.heappush(self._events, (end, self._stages - 1))
         for index in self._completed_by.get(n, ()):
             self._unreduced[index] -= 1
             if not self._unreduced[index]:

@@ -1,12 +1,14 @@
 """Non-blocking messages of known sizes between neighbouring pipeline stages.
 
-Each direction has a communicator of its own, on which one neighbour only sends and the other only
+With interleaving, the last and the first stage are neighbours as well. Each direction between two
+neighbours has a communicator of its own, on which one of them only sends and the other only
 receives. Both do so in the same order; ``mppo.pipeline.checks`` checks this for every schedule.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
+from mppo.pipeline.actions import RoleWork
 
 _FORWARD, _BACK = 1, 2
 """Message tags, which matter where both directions share a communicator."""
@@ -42,20 +45,33 @@ class Arriving:
 class Links:
     """This rank's connections to the previous and the next pipeline stage.
 
+    With interleaving, the last stage precedes the first one.
+
     Args:
-        groups: process groups of any role in the schedule; this rank has the same neighbours in
-            all of them.
+        groups_of_roles: process groups of every role in the schedule; this rank has the same
+            neighbours in all of them.
     """
 
-    def __init__(self, groups: LayoutGroups) -> None:
-        self.stages, self.stage = groups.layout.pp, groups.coordinates.pp
-        self._forward = groups.pp
-        self._back = groups.pp_back
-        stride = groups.layout.world // groups.layout.pp
-        self._before, self._after = groups.rank - stride, groups.rank + stride
-        self._connect()
+    def __init__(self, groups_of_roles: Iterable[LayoutGroups]) -> None:
+        groups = max(groups_of_roles, key=lambda groups: groups.layout.vpp)
+        layout, self._has_wrap = groups.layout, groups.layout.vpp > 1
+        self.stages, self.stage = layout.pp, groups.coordinates.pp
+        stride = layout.world // layout.pp
+        self._before = (groups.rank - stride) % layout.world
+        self._after = (groups.rank + stride) % layout.world
+        self._first, self._last = self.stage == 0, self.stage == self.stages - 1
+        self._from_before = groups.pp_wrap if self._first else groups.pp
+        self._to_after = groups.pp_wrap if self._last else groups.pp
+        self._from_after = groups.pp_wrap_back if self._last else groups.pp_back
+        self._to_before = groups.pp_wrap_back if self._first else groups.pp_back
+        work = RoleWork("", (), chunks=layout.vpp)
+        self._kept_outputs = work.most_in_flight(self.stage, self.stages)
+        self._kept_gradients = self.stages
+        if not self._first:
+            self._kept_gradients = work.most_in_flight(self.stage - 1, self.stages)
         self._outputs: deque[Arriving] = deque()
         self._gradients: deque[Arriving] = deque()
+        self._connect()
 
     def _connect(self) -> None:
         """Exchange one number with each neighbour in each direction.
@@ -64,39 +80,41 @@ class Links:
         ranks call it. A list may post a receive before the pass whose result the sender needs; if
         that receive were the first message and blocked, the two ranks would deadlock.
         """
-        first, last = self.stage == 0, self.stage == self.stages - 1
         number = torch.zeros(1, device=device.device())
-        arriving = [] if first else [self.receive_input(torch.empty_like(number))]
-        sent = [] if last else [dist.isend(number, self._after, self._forward, tag=_FORWARD)]
-        arriving += [] if last else [self.receive_gradient(torch.empty_like(number))]
-        sent += [] if first else [dist.isend(number, self._before, self._back, tag=_BACK)]
+        arriving = []
+        for wraps in (False, True) if self._has_wrap else (False,):
+            if self._first == wraps:
+                arriving.append(self.receive_input(torch.empty_like(number)))
+            if self._last == wraps:
+                self.send_output(number)
+                arriving.append(self.receive_gradient(torch.empty_like(number)))
+            if self._first == wraps:
+                self.send_gradient(number)
         for message in arriving:
             message.wait()
-        for work in sent:
-            assert work is not None
-            work.wait()
+        self.finish()
 
     def receive_input(self, buffer: Tensor) -> Arriving:
         """Start to receive a message from the previous stage into ``buffer``."""
-        work = dist.irecv(buffer, self._before, group=self._forward, tag=_FORWARD)
+        work = dist.irecv(buffer, self._before, group=self._from_before, tag=_FORWARD)
         return Arriving(buffer, work)
 
     def receive_gradient(self, buffer: Tensor) -> Arriving:
         """Start to receive a message from the next stage into ``buffer``."""
-        work = dist.irecv(buffer, self._after, group=self._back, tag=_BACK)
+        work = dist.irecv(buffer, self._after, group=self._from_after, tag=_BACK)
         return Arriving(buffer, work)
 
     def send_output(self, message: Tensor) -> None:
         """Start to send a message to the next stage."""
-        work = dist.isend(message, self._after, group=self._forward, tag=_FORWARD)
+        work = dist.isend(message, self._after, group=self._to_after, tag=_FORWARD)
         self._outputs.append(Arriving(message, work))
-        self._release(self._outputs, self.stages - self.stage)
+        self._release(self._outputs, self._kept_outputs)
 
     def send_gradient(self, message: Tensor) -> None:
         """Start to send a message to the previous stage."""
-        work = dist.isend(message, self._before, group=self._back, tag=_BACK)
+        work = dist.isend(message, self._before, group=self._to_before, tag=_BACK)
         self._gradients.append(Arriving(message, work))
-        self._release(self._gradients, self.stages - self.stage + 1)
+        self._release(self._gradients, self._kept_gradients)
 
     def finish(self) -> None:
         """Wait until all sends have completed."""
@@ -107,11 +125,13 @@ class Links:
     def _release(sent: deque[Arriving], kept: int) -> None:
         """Wait for all but the last ``kept`` sends and free their messages.
 
-        These waits do not block, for the following reason. A stage holds at most ``stages - stage``
-        micro-batches, the previous stage one more. When this stage sends a further output, the
-        gradient of the oldest micro-batch has already come back, so its output has been received.
-        When it sends a further gradient, the previous stage must have consumed the oldest one to
-        have room for the micro-batch that this gradient belongs to.
+        These waits do not block, for the following reason. When a stage has computed ``b`` backward
+        passes, the next stage has received at least its first ``b`` outputs, because the order of
+        the backward passes is never ahead of that of the forward passes. The stage has then
+        computed at most ``b + most_in_flight`` forward passes. The same holds on the previous
+        stage, which has therefore consumed all but the last ``most_in_flight`` gradients. The last
+        stage consumes a gradient from the first stage when it computes the backward passes of the
+        previous chunk, as many passes later as there are stages.
         """
         while len(sent) > kept:
             sent.popleft().wait()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from mppo.config.schedule import ScheduleKind
-from mppo.pipeline.actions import Action, RoleWork, StageLists
+from mppo.pipeline.actions import Action, ActionKind, RoleWork, StageLists
 from mppo.pipeline.greedy import greedy_orders
 from mppo.pipeline.simulation import Simulation, Step, simulate, stage_order, steps_of
-from mppo.pipeline.streams import Stream, candidate_streams
+from mppo.pipeline.streams import Stream, StreamEntry, candidate_streams
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,8 @@ class Schedule:
     Args:
         kind: the kind of schedule, see ``candidate_streams``.
         roles: passes, optimizer steps and costs of each role.
-        stream: the order in which micro-batches enter the pipeline.
+        stream: the order in which micro-batches pass through the stages.
         steps: the optimizer steps, in the order of ``steps_of``.
-        together: whether all roles take their i-th steps together, see ``steps_of``.
         simulation: simulated start times of the passes, at the costs in ``roles``.
         lists: the list of actions of every stage.
     """
@@ -31,7 +31,6 @@ class Schedule:
     roles: tuple[RoleWork, ...]
     stream: Stream
     steps: list[Step]
-    together: bool
     simulation: Simulation
     lists: StageLists
 
@@ -52,7 +51,9 @@ class Schedule:
         here = next(
             s for s in self.steps if (names[s.role], s.mini_batch) == (left.role, left.mini_batch)
         )
-        entered = {(names[e.role], e.mini_batch, e.micro_batch) for e in self.stream[: here.before]}
+        entered = {
+            (names[e.role], e.mini_batch, e.micro_batch) for e in self.stream.entries[: here.before]
+        }
         ended = {(names[s.role], s.mini_batch) for s in self.steps if s.last < here.before}
         rest = []
         for action in self.lists[stage][position + 1 :]:
@@ -71,43 +72,46 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
 
     Each candidate stream is simulated with the stage orders of 1F1B, which do not depend on the
     costs, and with those of ``greedy_orders``, which are faster if a role has few micro-batches.
+    With interleaving, orders that hold fewer activations (``RoleWork.most_in_flight``) are
+    candidates as well: they complete a mini-batch earlier, so its step delays others less.
 
     Args:
         kind: the kind of schedule, see ``candidate_streams``.
         roles: passes, optimizer steps and costs of each role.
         stages: number of pipeline stages.
     """
-    together = kind != "flush_free"
     best: tuple[Simulation, Stream] | None = None
-    for stream in candidate_streams(kind, roles):
-        usual = [stage_order(stream, stage, stages) for stage in range(stages)]
-        for orders in (usual, greedy_orders(stream, roles, stages, together)):
-            simulation = simulate(stream, roles, orders, together)
-            if best is None or simulation.makespan < best[0].makespan:
+    choices = (True, False) if any(role.chunks > 1 for role in roles) else (True,)
+    for stream, early in product(candidate_streams(kind, roles, stages), choices):
+        usual = [stage_order(stream, roles, stage, stages, early) for stage in range(stages)]
+        for orders in (usual, greedy_orders(stream, roles, stages, early)):
+            simulation = simulate(stream, roles, orders)
+            if simulation and (best is None or simulation.makespan < best[0].makespan):
                 best = simulation, stream
     assert best is not None
     simulation, stream = best
-    steps = steps_of(stream, together)
+    steps = steps_of(stream)
     lists = [
-        _with_messages(_stage_list(stream, roles, steps, simulation, stage), stage, stages)
+        _with_messages(_stage_list(stream, roles, steps, simulation, stage), roles, stage, stages)
         for stage in range(stages)
     ]
-    return Schedule(kind, roles, stream, steps, together, simulation, lists)
+    return Schedule(kind, roles, stream, steps, simulation, lists)
 
 
-def forward_list(roles: Sequence[tuple[str, int]], stage: int, stages: int) -> list[Action]:
+def forward_list(roles: Sequence[RoleWork], stage: int, stages: int) -> list[Action]:
     """Make a stage's list of forward-only passes, role after role.
 
-    The pipeline fills and drains once. Messages go from each stage to the next only, so the stages
-    cannot deadlock.
+    The pipeline fills and drains once. Every message goes to a later pass of the same order, so the
+    stages cannot deadlock.
 
     Args:
-        roles: name and number of micro-batches per data-parallel rank, of each role.
+        roles: the passes of each role, as one mini-batch.
         stage: index of the stage.
         stages: number of pipeline stages.
     """
-    passes = [Action("forward", name, 0, j) for name, count in roles for j in range(count)]
-    return _with_messages(passes, stage, stages)
+    (stream,) = candidate_streams("sequential", roles, stages)
+    passes = [_pass("forward", roles, entry) for entry in stream.entries]
+    return _with_messages(passes, roles, stage, stages)
 
 
 def _stage_list(
@@ -135,49 +139,58 @@ def _stage_list(
             actions.append(_of_step("step", roles, steps[untaken.pop(0)]))
 
     for n in simulation.orders[stage]:
-        entry = stream[n if n >= 0 else ~n]
-        numbers = roles[entry.role].name, entry.mini_batch, entry.micro_batch
         if n >= 0:
             add_until(simulation.forward_start[stage][n], n)
-            actions.append(Action("forward", *numbers))
+            actions.append(_pass("forward", roles, stream.entries[n]))
         else:
             add_until(simulation.backward_start[stage][~n], None)
-            actions.append(Action("backward", *numbers))
+            actions.append(_pass("backward", roles, stream.entries[~n]))
             if ~n in completed_by:
                 actions.append(_of_step("reduce", roles, completed_by[~n]))
-    add_until(None, len(stream))
+    add_until(None, len(stream.entries))
     return actions
 
 
-def _of_step(kind, roles: Sequence[RoleWork], step: Step) -> Action:
+def _pass(kind: ActionKind, roles: Sequence[RoleWork], entry: StreamEntry) -> Action:
+    name = roles[entry.role].name
+    return Action(kind, name, entry.mini_batch, entry.micro_batch, entry.chunk)
+
+
+def _of_step(kind: ActionKind, roles: Sequence[RoleWork], step: Step) -> Action:
     return Action(kind, roles[step.role].name, step.mini_batch)
 
 
-def _with_messages(actions: Sequence[Action], stage: int, stages: int) -> list[Action]:
+def _with_messages(
+    actions: Sequence[Action], roles: Sequence[RoleWork], stage: int, stages: int
+) -> list[Action]:
     """Add sends and receives to a stage's list.
+
+    The first stage follows the last one in the next chunk.
 
     A message is sent directly after the pass that computes it. A receive is posted one pass
     before the pass that needs the message, so that the message arrives during the earlier pass.
     No receive is moved before an optimizer step, because the update may end there.
     """
+    last_chunks = {role.name: role.chunks - 1 for role in roles}
     result: list[Action] = []
     place = 0
     for action in actions:
-        numbers = action.role, action.mini_batch, action.micro_batch
+        is_first = stage == 0 and action.chunk == 0
+        is_last = stage == stages - 1 and action.chunk == last_chunks[action.role]
         if action.kind == "forward":
-            if stage > 0:
-                result.insert(place, Action("receive_input", *numbers))
+            if not is_first:
+                result.insert(place, action.of_kind("receive_input"))
             place = len(result)
             result.append(action)
-            if stage < stages - 1:
-                result.append(Action("send_output", *numbers))
+            if not is_last:
+                result.append(action.of_kind("send_output"))
         elif action.kind == "backward":
-            if stage < stages - 1:
-                result.insert(place, Action("receive_gradient", *numbers))
+            if not is_last:
+                result.insert(place, action.of_kind("receive_gradient"))
             place = len(result)
             result.append(action)
-            if stage > 0:
-                result.append(Action("send_gradient", *numbers))
+            if not is_first:
+                result.append(action.of_kind("send_gradient"))
         else:
             result.append(action)
             if action.kind == "step":

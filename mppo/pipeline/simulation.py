@@ -2,16 +2,18 @@
 
 The model: a stage computes one pass or step at a time, in its order. A forward pass can start when
 the previous stage has computed its input, a backward pass when the next stage has computed the
-gradient of its output. An optimizer step can start when every stage has finished the gradient.
-Messages take no time.
+gradient of its output; with interleaving, the first stage follows the last one in the next chunk.
+An optimizer step can start when every stage has finished the gradient. Messages take no time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from mppo.pipeline.actions import RoleWork
+from mppo.pipeline.actions import RoleWork, memory_shares
 from mppo.pipeline.streams import Stream
 
 
@@ -21,13 +23,14 @@ class Simulation:
 
     Args:
         orders: ``orders[stage]`` is the order of a stage's passes: ``n`` is the forward pass of
-            stream entry ``n``, ``~n`` its backward pass.
-        forward_start: ``[stage][n]``, start time of the forward pass of stream entry ``n``.
+            entry ``n`` of the stream, ``~n`` its backward pass.
+        forward_start: ``[stage][n]``, start time of the forward pass of entry ``n``.
         backward_start: ``[stage][n]``, start time of its backward pass.
         norm_known: for each step of ``steps_of``, the time at which its gradient norm is known.
         makespan: time at which the last stage has finished all passes and steps.
         idle_share: share of ``stages * makespan`` in which the stages compute nothing, 0 to 1.
-        in_flight: for each stage, the largest number of micro-batches whose activations it holds.
+        in_flight: for each stage, the largest number of micro-batches whose activations it holds;
+            a micro-batch's activations in one of ``c`` chunks count as ``1 / c``.
     """
 
     orders: list[list[int]]
@@ -36,7 +39,7 @@ class Simulation:
     norm_known: list[float]
     makespan: float
     idle_share: float
-    in_flight: list[int]
+    in_flight: list[float]
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ class Step:
     Args:
         role: index of the role.
         mini_batch: index of the mini-batch.
-        last: index in the stream of the mini-batch's last entry.
-        before: index of the first entry whose forward pass needs the step; the stream's length if
-            there is none.
+        last: index of the entry whose backward pass is the mini-batch's last one.
+        before: index of the first entry whose forward pass needs the step; the number of entries
+            if there is none.
     """
 
     role: int
@@ -57,99 +60,104 @@ class Step:
     before: int
 
 
-def steps_of(stream: Stream, together: bool) -> list[Step]:
-    """List the optimizer steps of a stream, in the order in which their gradients are completed.
-
-    Args:
-        stream: the stream.
-        together: all roles take their i-th steps together, before any (i+1)-th mini-batch starts.
-    """
+def steps_of(stream: Stream) -> list[Step]:
+    """List the optimizer steps of a stream, in the order in which their gradients are completed."""
     last: dict[tuple[int, int], int] = {}
     first: dict[tuple[int, int], int] = {}
-    for n, entry in enumerate(stream):
-        last[entry.role, entry.mini_batch] = n
+    for n, entry in enumerate(stream.entries):
         first.setdefault((entry.role, entry.mini_batch), n)
-    steps = []
-    for (role, i), n in sorted(last.items(), key=lambda item: item[1]):
+    for place, n in enumerate(stream.backward):
+        last[stream.entries[n].role, stream.entries[n].mini_batch] = place
+    steps, together = [], stream.together
+    for (role, i), place in sorted(last.items(), key=lambda item: item[1]):
         following = [k for (r, j), k in first.items() if j == i + 1 and (together or r == role)]
-        steps.append(Step(role, i, n, min(following, default=len(stream))))
+        before = min(following, default=len(stream.entries))
+        steps.append(Step(role, i, stream.backward[place], before))
     return steps
 
 
-def stage_order(stream: Stream, stage: int, stages: int) -> list[int]:
+def stage_order(
+    stream: Stream, roles: Sequence[RoleWork], stage: int, stages: int, early: bool = True
+) -> list[int]:
     """Order the passes of one stage as 1F1B does: forward passes as early as possible.
 
-    A backward pass precedes a forward pass only if the stage already holds ``stages - stage``
-    micro-batches, or if the forward pass's ``after`` requires it.
+    A backward pass precedes a forward pass only if there is no memory for a further micro-batch
+    (``memory_shares``), or if the forward pass's ``after`` requires it. With ``early``, this is the
+    order of Megatron's 1F1B or interleaved schedule for one role.
 
     Args:
         stream: the order in which micro-batches enter the pipeline.
+        roles: passes, optimizer steps and costs of each role.
         stage: index of the stage.
         stages: number of pipeline stages.
+        early: see ``RoleWork.most_in_flight``.
 
     Returns:
         The order, in the form of ``Simulation.orders[stage]``.
     """
+    shares, whole = memory_shares(roles, stage, stages, early)
     order: list[int] = []
-    done, most = 0, stages - stage
-    for n, entry in enumerate(stream):
-        while done < entry.after or n - done >= most:
-            order.append(~done)
+    done = held = 0
+    for n, entry in enumerate(stream.entries):
+        while done < entry.after or held + shares[entry.role] > whole:
+            freed = stream.backward[done]
+            order.append(~freed)
+            held -= shares[stream.entries[freed].role]
             done += 1
         order.append(n)
-    order.extend(~n for n in range(done, len(stream)))
+        held += shares[entry.role]
+    order.extend(~n for n in stream.backward[done:])
     return order
 
 
 def simulate(
-    stream: Stream,
-    roles: Sequence[RoleWork],
-    orders: list[list[int]],
-    together: bool = False,
-) -> Simulation:
+    stream: Stream, roles: Sequence[RoleWork], orders: list[list[int]]
+) -> Simulation | None:
     """Simulate a stream on a pipeline.
 
     Args:
         stream: the order in which micro-batches enter the pipeline, from ``candidate_streams``.
         roles: passes, optimizer steps and costs of each role.
         orders: order of every stage's passes, from ``stage_order`` or ``greedy_orders``.
-        together: see ``steps_of``.
+
+    Returns:
+        The simulation; None if the stages would wait for each other for ever, which orders of
+        ``stage_order`` do for some roles with different numbers of chunks.
     """
-    return _Run(stream, roles, orders, together).result()
+    return _Run(stream, roles, orders).result()
 
 
 class _Run:
     """The state of a simulation: clock and progress of every stage."""
 
-    def __init__(
-        self, stream: Stream, roles: Sequence[RoleWork], orders: list[list[int]], together: bool
-    ) -> None:
-        self._stream, self._roles, self.orders = stream, roles, orders
+    def __init__(self, stream: Stream, roles: Sequence[RoleWork], orders: list[list[int]]) -> None:
+        self._entries, self._roles, self.orders = stream.entries, roles, orders
         self._stages = stages = len(orders)
         costs = [role.costs(stages) for role in roles]
-        self._forward = [[costs[e.role][0][s] for e in stream] for s in range(stages)]
-        self._backward = [[costs[e.role][1][s] for e in stream] for s in range(stages)]
-        size = len(stream)
+        self._forward = [[costs[e.role][0][s] for e in self._entries] for s in range(stages)]
+        self._backward = [[costs[e.role][1][s] for e in self._entries] for s in range(stages)]
+        size = len(self._entries)
         self._f_end: list[list[float | None]] = [[None] * size for _ in range(stages)]
         self._b_end: list[list[float | None]] = [[None] * size for _ in range(stages)]
         self._clock = [0.0] * stages
         self._next = [0] * stages
-        self._steps = steps_of(stream, together)
+        self._steps = steps_of(stream)
         self._before: dict[int, list[int]] = {}
         for index, step in enumerate(self._steps):
             self._before.setdefault(step.before, []).append(index)
         self._norms: dict[int, float] = {}
 
-    def result(self) -> Simulation:
+    def result(self) -> Simulation | None:
         """Advance every stage as far as it can, repeatedly, until all orders are complete."""
         total = sum(map(len, self.orders))
         while total:
             moved = sum(self._advance(stage) for stage in range(self._stages))
             moved += sum(self._advance(stage) for stage in reversed(range(self._stages)))
-            assert moved, "the stages wait for each other"
+            if not moved:
+                return None
             total -= moved
         for stage in range(self._stages):
-            for index in self._before.get(len(self._stream), ()):
+            for index in self._before.get(len(self._entries), ()):
                 self._take_step(stage, index)
         makespan = max(self._clock, default=0.0)
         busy = sum(map(sum, self._forward)) + sum(map(sum, self._backward))
@@ -161,7 +169,7 @@ class _Run:
             norm_known=[self._norms[index] for index in range(len(self._steps))],
             makespan=makespan,
             idle_share=1 - busy / (self._stages * makespan) if makespan else 0.0,
-            in_flight=[_most_in_flight(order) for order in self.orders],
+            in_flight=[self._most_in_flight(order) for order in self.orders],
         )
 
     def _advance(self, stage: int) -> int:
@@ -177,7 +185,11 @@ class _Run:
         return at - begin
 
     def _run_forward(self, stage: int, n: int) -> bool:
-        ready = self._f_end[stage - 1][n] if stage else 0.0
+        ready: float | None = 0.0
+        if stage:
+            ready = self._f_end[stage - 1][n]
+        elif (previous := self._entries[n].previous) is not None:
+            ready = self._f_end[-1][previous]
         steps = self._before.get(n, ())
         if ready is None or any(self._norm(index) is None for index in steps):
             return False
@@ -188,8 +200,12 @@ class _Run:
         return True
 
     def _run_backward(self, stage: int, n: int) -> bool:
-        last = stage == self._stages - 1
-        ready = self._f_end[stage][n] if last else self._b_end[stage + 1][n]
+        if stage < self._stages - 1:
+            ready = self._b_end[stage + 1][n]
+        elif (following := self._entries[n].following) is not None:
+            ready = self._b_end[0][following]
+        else:
+            ready = self._f_end[stage][n]
         if ready is None:
             return False
         self._clock[stage] = max(self._clock[stage], ready) + self._backward[stage][n]
@@ -212,6 +228,12 @@ class _Run:
             self._norms[index] = max(ends) + self._roles[step.role].reduce
         return self._norms[index]
 
+    def _most_in_flight(self, order: Sequence[int]) -> float:
+        whole = math.lcm(*(role.chunks for role in self._roles))
+        parts = [whole // self._roles[entry.role].chunks for entry in self._entries]
+        changes = (parts[n] if n >= 0 else -parts[~n] for n in order)
+        return max(accumulate(changes, initial=0)) / whole
+
 
 def _starts(ends: list[list[float | None]], costs: list[list[float]]) -> list[list[float]]:
     starts = []
@@ -221,11 +243,3 @@ def _starts(ends: list[list[float | None]], costs: list[list[float]]) -> list[li
             assert end is not None, "a pass has not run"
             starts[-1].append(end - cost)
     return starts
-
-
-def _most_in_flight(order: Sequence[int]) -> int:
-    held = most = 0
-    for n in order:
-        held += 1 if n >= 0 else -1
-        most = max(most, held)
-    return most

@@ -73,8 +73,9 @@ def planned_events(schedule: Schedule) -> list[list[Event]]:
     for stage in range(len(schedule.lists)):
         clock, row = 0.0, []
         starts: dict[Action, float] = {}
-        for n, entry in enumerate(schedule.stream):
-            numbers = schedule.roles[entry.role].name, entry.mini_batch, entry.micro_batch
+        for n, entry in enumerate(schedule.stream.entries):
+            name = schedule.roles[entry.role].name
+            numbers = name, entry.mini_batch, entry.micro_batch, entry.chunk
             starts[Action("forward", *numbers)] = simulation.forward_start[stage][n]
             starts[Action("backward", *numbers)] = simulation.backward_start[stage][n]
         costs = {role.name: role.costs(len(schedule.lists)) for role in schedule.roles}
@@ -108,6 +109,8 @@ def chrome_trace(rows: Sequence[Sequence[Event]]) -> dict[str, Any]:
             begin = event.start + event.waited
             if action.kind in COMPUTE:
                 title += f".{action.micro_batch}"
+                if action.chunk:
+                    title += f" chunk {action.chunk}"
             for label, start, end in (
                 ("waiting", event.start, begin),
                 (title, begin, event.end),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,9 +46,13 @@ class TrainedRole:
 
     def work(self, stages: int, unit: float) -> RoleWork:
         """Make the input of ``make_schedule``, with costs in multiples of ``unit``."""
-        forward = self.stage_cost(stages) / unit
-        counts = (self.micro_batches,) * self.mini_batches
-        return RoleWork(self.name, counts, forward, (3 if self.recomputes else 2) * forward)
+        forward, chunks = self.stage_cost(stages) / unit, self.layout.vpp
+        backward = (3 if self.recomputes else 2) * forward
+        count = self.micro_batches
+        if chunks > 1:  # the interleaved schedule needs a multiple of PP
+            count = math.ceil(count / stages) * stages
+        counts = (count,) * self.mini_batches
+        return RoleWork(self.name, counts, forward, backward, chunks=chunks)
 
 
 def describe_schedule(recipe: Recipe, roles: Sequence[TrainedRole]) -> str:
@@ -73,7 +78,7 @@ def describe_schedule(recipe: Recipe, roles: Sequence[TrainedRole]) -> str:
         lines.append(
             f"{other}: {simulation.idle_share:.1%} of the time idle, "
             f"{simulation.makespan / sequential.makespan:.2f} of sequential's time, "
-            f"{simulation.in_flight[0]} micro-batches in flight on the first stage"
+            f"{simulation.in_flight[0]:.3g} micro-batches in flight on the first stage"
         )
     return "\n".join([*lines, *_balance(roles, works, stages)])
 
@@ -86,7 +91,9 @@ def _balance(roles: Sequence[TrainedRole], works: Sequence[RoleWork], stages: in
     """Report the gain if larger micro-batches of the cheaper role made both passes equally long."""
     cheap, costly = sorted(roles, key=lambda role: role.cost_per_rank)
     ratio = cheap.cost_per_rank / costly.cost_per_rank
-    count = max(1, round(cheap.micro_batches * ratio))
+    # the interleaved schedule needs a multiple of PP
+    multiple = stages if cheap.layout.vpp > 1 else 1
+    count = multiple * max(1, round(cheap.micro_batches * ratio / multiple))
     larger = replace(cheap, micro_batches=count, cost=cheap.cost * cheap.micro_batches / count)
     unit = costly.stage_cost(stages)
     equal = tuple((larger if role is cheap else role).work(stages, unit) for role in roles)

@@ -73,19 +73,20 @@ class ForwardPhase:
 
     def _stream(self, roles: Sequence[Role]) -> list[float]:
         """Forward passes through one pipeline; each role's share of the work."""
-        links = Links(roles[0].groups)
+        links = Links(role.groups for role in roles)
         phase_names = {role.name: _what(role.name) for role in roles}
         work: dict[str, StreamedForward] = {}
         for role in roles:
             with phase(phase_names[role.name]):
                 work[role.name] = StreamedForward(role, self._batch)
-        counts = [(name, one.num_micro_batches) for name, one in work.items()]
-        carry_out(forward_list(counts, links.stage, links.stages), work, links, phase_names)
+        passes = [one.work for one in work.values()]
+        carry_out(forward_list(passes, links.stage, links.stages), work, links, phase_names)
         for name, one in work.items():
             with phase(phase_names[name]):
                 self._outputs[name] = one.outputs()
         weights = [
-            one.num_micro_batches * sum(p.numel() for p in one.role.stages[0].parameters())
+            one.work.micro_batches[0]
+            * sum(p.numel() for s in one.role.stages for p in s.parameters())
             for one in work.values()
         ]
         return [weight / sum(weights) for weight in weights]

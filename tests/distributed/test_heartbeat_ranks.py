@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from ranks import begin_ranks
+from test_schedules import failing_update
+from tiny_models import save
 
 from mppo.parallel.addresses import free_port
 
@@ -94,11 +96,14 @@ def _worker(
 
 
 def _codes(
-    folder: Path, *actions: Callable[[], None], ending: Callable[[], None] = _exits
+    folder: Path,
+    *actions: Callable[[], None],
+    ending: Callable[[], None] = _exits,
+    hang_s: float = 8,
 ) -> list[int | None]:
     """Exit codes of two ranks that run these actions; the second one ends with ``ending``."""
     (folder / "port").write_text(str(free_port()))
-    processes = begin_ranks(_worker, (folder, actions, ending, 60, 8), 2).processes
+    processes = begin_ranks(_worker, (folder, actions, ending, 60, hang_s), 2).processes
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
@@ -170,6 +175,19 @@ def test_a_failed_rank_ends_the_waiting_ranks_with_its_reason(tmp_path):
     where, stacks = (tmp_path / "stderr_0").read_text().splitlines()[-2:]
     assert where.startswith("mppo: rank 1 of 2 failed in: reward, step 3; last completed step: 2; ")
     assert stacks == f"mppo: stacks of every rank: {tmp_path / 'stacks'}"
+
+
+def test_a_rank_that_fails_in_the_middle_of_a_shared_update_ends_the_other(tmp_path):
+    save("qwen2", tmp_path / "qwen2")
+    update = partial(failing_update, tmp_path, 1)
+    assert _codes(tmp_path, update, update, hang_s=PATIENCE_S) == [1, 1]
+    verdict = _stacks(tmp_path, 0).split("\n\n")[0]
+    assert verdict.startswith("rank 1 of 2 failed in: ")
+    assert "updating in one stream, step 1 > updating actor; last completed step: 2: " in verdict
+    assert verdict.endswith("ValueError: no such answer")
+    assert "carry_out" in _stacks(tmp_path, 0)
+    assert _reported(tmp_path) == ["rank 1: no such answer"]
+    assert _exited_cleanly(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("actions", [(_fails, _fails_later), (_fails_later, _fails)])

@@ -36,6 +36,7 @@ COMMON = [
 ]
 TP, PP = "megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size"
 CP, EP = "megatron.context_parallel_size", "megatron.expert_model_parallel_size"
+VPP = "megatron.virtual_pipeline_model_parallel_size"
 
 
 def both(key: str) -> tuple[str, str]:
@@ -52,7 +53,7 @@ class Update:
         overrides: recipe keys besides ``COMMON``.
         kind: compared with "sequential".
         spoiled: a return is not finite in the second iteration, so that the critic skips a step.
-        recorded: all updates of that kind are recorded.
+        recorded: run folder in which all updates of that kind are recorded; None: not recorded.
         beside: the critic's model, where it has another one.
     """
 
@@ -60,11 +61,12 @@ class Update:
     overrides: tuple[str, ...]
     kind: str = "flush_free"
     spoiled: bool = False
-    recorded: bool = False
+    recorded: str | None = None
     beside: Update | None = None
 
 
 PP2 = both(f"{PP}=2")
+VPP2 = (*PP2, *both(f"{VPP}=2"))
 SIZES = (
     "actor.ppo_micro_batch_size_per_gpu=2",
     "critic.use_dynamic_bsz=true",
@@ -76,8 +78,8 @@ MOVING = both("megatron.moe_router_bias_update_rate=0.01")
 CASES = {
     "PP2": Update("qwen2", PP2),
     "PP2, a fused schedule": Update("qwen2", PP2, kind="fused"),
-    "PP2, sequential by lists": Update("qwen2", PP2, kind="sequential", recorded=True),
-    "PP2, recorded": Update("qwen2", PP2, recorded=True),
+    "PP2, sequential by lists": Update("qwen2", PP2, kind="sequential", recorded="sequential"),
+    "PP2, recorded": Update("qwen2", PP2, recorded="flush_free"),
     "PP4": Update("qwen2", both(f"{PP}=4")),
     "PP2, critic of half the depth": Update("qwen2", PP2, beside=Update("qwen2_shallow", ())),
     "PP2, a skipped step": Update("qwen2", PP2, spoiled=True),
@@ -105,6 +107,16 @@ CASES = {
         "qwen3_moe",
         (*PP2, *both(f"{EP}=2"), *BALANCED, *both("megatron.moe_aux_loss_coeff=0.01")),
     ),
+    "VPP2xPP2": Update("qwen2", VPP2),
+    "VPP2xPP2, sequential by lists": Update(
+        "qwen2", VPP2, kind="sequential", recorded="interleaved"
+    ),
+    "VPP2xPP2, a plain critic": Update("qwen2", (*PP2, f"actor.{VPP}=2")),
+    "VPP2xPP2, a plain actor, fused": Update("qwen2", (*PP2, f"critic.{VPP}=2"), kind="fused"),
+    "tied embeddings, VPP2xPP2, gradients reduced in the background": Update(
+        "qwen2_tied", (*VPP2, *both("megatron.overlap_grad_reduce=true"))
+    ),
+    "MoE, VPP2xEP2xPP2": Update("qwen3_moe", (*VPP2, *both(f"{EP}=2"), *BALANCED)),
     "MLA and MoE with moving biases, TP2xPP2": Update(
         "moonlight", (*PP2, *both(f"{TP}=2"), *MOVING, "actor.router_replay=R2")
     ),
@@ -114,9 +126,9 @@ CASES = {
 def updated(case: Update, folder: Path, registry) -> dict:
     """What three updates give by the case's schedule and one role at a time, on this rank."""
     expected = _updates(case, "sequential", folder, registry)
-    if case.recorded:
+    if case.recorded is not None:
         recorded = f"trainer.timeline={{steps: {list(range(1, ITERATIONS + 1))}}}"
-        where = f"trainer.default_local_dir={folder / case.kind}"
+        where = f"trainer.default_local_dir={folder / case.recorded}"
         case = replace(case, overrides=(*case.overrides, recorded, where))
     return {"expected": expected, "found": _updates(case, case.kind, folder, registry)}
 
@@ -212,15 +224,17 @@ def test_same_gradients_metrics_and_weights(name, outcomes):
     assert (skipped[0], skipped[1] > 0) == (0, CASES[name].spoiled)
 
 
-@pytest.mark.parametrize("kind", ["sequential", "flush_free"])
-def test_a_recorded_update_is_a_trace_and_a_picture(kind, outcomes):
-    found = outcomes["folder"] / kind / "timeline"
+@pytest.mark.parametrize(
+    ("run", "chunks"), [("sequential", 1), ("flush_free", 1), ("interleaved", 2)]
+)
+def test_a_recorded_update_is_a_trace_and_a_picture(run, chunks, outcomes):
+    found = outcomes["folder"] / run / "timeline"
     names = [f"step_{step}.{ending}" for step in (1, 2, 3) for ending in ("json", "png")]
     assert sorted(path.name for path in found.iterdir()) == sorted(names)
     events = json.loads((found / "step_3.json").read_text())["traceEvents"]
     done = [e["name"] for e in events if e["ph"] == "X" and e["pid"] == 3]
     # two epochs of two mini-batches, of two micro-batches on each of two data-parallel ranks
-    assert sum(name.startswith("backward actor") for name in done) == 8
+    assert sum(name.startswith("backward actor") for name in done) == 8 * chunks
     assert [name for name in done if name.startswith("step critic")][-1] == "step critic 3"
 
 
@@ -245,10 +259,32 @@ def left_between_steps(case: Update, folder: Path, registry) -> dict:
     return {"known": known, "total": total, "metrics": after.metrics()}
 
 
+def failing_update(folder: Path, failing_rank: int) -> None:
+    """An update of two interleaved stages; one rank fails at the actor's second mini-batch."""
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+    from mppo.parallel.groups import GroupRegistry
+
+    roles, experience_of = _begin(Update("qwen2", VPP2), "flush_free", folder, GroupRegistry())
+    update = _update_phase(roles, experience_of(), 1)
+    actor = update.updates[-1]
+    objective_of = actor.objective_of
+
+    def fail_at_the_second(sequences: tuple[int, ...]):
+        if sequences == tuple(actor.mini_batches[1]) and dist.get_rank() == failing_rank:
+            raise ValueError("no such answer")
+        return objective_of(sequences)
+
+    actor.objective_of = fail_at_the_second
+    update.run()
+
+
 @pytest.mark.parametrize("kind", ["flush_free", "fused"])
 def test_an_update_that_one_rank_would_leave_is_left_by_all_with_no_message_on_its_way(
     kind, tmp_path
 ):
-    (outcome,) = run_cases([Update("qwen2", PP2, kind)], 4, tmp_path, left_between_steps)
-    assert 0 < sum(outcome["known"]) < sum(outcome["total"])
-    assert all(math.isfinite(value) for value in outcome["metrics"].values())
+    cases = [Update("qwen2", PP2, kind), Update("qwen2", VPP2, kind)]
+    for outcome in run_cases(cases, 4, tmp_path, left_between_steps):
+        assert 0 < sum(outcome["known"]) < sum(outcome["total"])
+        assert all(math.isfinite(value) for value in outcome["metrics"].values())

@@ -80,7 +80,7 @@ def test_one_role_has_no_other_to_balance_with(tmp_path, capsys):
                 *(f"{role}.megatron.{PP}=2" for role in ("actor", "critic")),
                 "critic.megatron.virtual_pipeline_model_parallel_size=2",
             ),
-            "sequential",
+            "flush_free",
         ),
         (("actor.router_replay=R2",), "flush_free"),
         (("actor.router_replay=R2", "actor.ptx_coef=0.1"), "sequential"),
@@ -101,6 +101,16 @@ def test_a_dry_run_names_the_schedule_and_what_each_kind_would_take():
     unequal = "\n".join(_schedule_lines([stages[0], *sizes]))
     assert "sequential, because the actor has 2 pipeline stages, the critic 1" in unequal
     assert "with 2 pipeline stages each" in unequal
+
+
+def test_a_dry_run_compares_the_kinds_of_interleaved_pipelines():
+    chunks = "megatron.virtual_pipeline_model_parallel_size"
+    keys = [f"{role}.{key}=2" for role in ("actor", "critic") for key in (f"megatron.{PP}", chunks)]
+    sizes = ["data.train_batch_size=64", "actor.ppo_mini_batch_size=16"]
+    lines = "\n".join(_schedule_lines([*keys, *sizes]))
+    assert "trainer.schedule = auto: flush_free" in lines
+    assert re.search(r"sequential: 20\.0% of the time idle, 1\.00 .* 2 micro-batches in", lines)
+    assert re.search(r"flush_free: 3\.0% of the time idle, 0\.82 .* 2\.5 micro-batches in", lines)
 
 
 def test_a_dry_run_tells_how_much_larger_the_cheaper_role_s_micro_batches_should_be():
@@ -153,6 +163,13 @@ def _schedule_lines(overrides: list[str], ranks: int = 2, actor=DENSE, critic=DE
     [
         ([], False),
         ([f"{role}.megatron.{PP}=2" for role in ("actor", "critic")], True),
+        (
+            [
+                *(f"{role}.megatron.{PP}=2" for role in ("actor", "critic")),
+                "actor.megatron.virtual_pipeline_model_parallel_size=2",
+            ],
+            True,
+        ),
         ([f"actor.megatron.{PP}=2"], False),
         ([f"actor.megatron.{PP}=2", "algorithm.adv_estimator=grpo", "rollout.n=2"], True),
     ],

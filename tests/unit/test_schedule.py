@@ -38,43 +38,57 @@ COSTS = st.integers(1, 8).map(float)
 
 
 @st.composite
-def updates(draw):
-    """Stages, and one or two roles with micro-batches and costs of their own."""
-    stages = draw(st.integers(1, 6))
+def updates(draw, most_chunks: int = 1):
+    """Stages, and one or two roles with micro-batches, chunks and costs of their own."""
+    stages = draw(st.integers(1, 6) if most_chunks == 1 else st.integers(2, 8))
     roles = []
     for name in draw(st.sampled_from([("critic",), ("critic", "actor")])):
         per_stage = st.tuples(*[COSTS] * stages)
+        chunks = draw(st.integers(1, most_chunks))
+        # an interleaved pipeline takes groups of as many micro-batches as there are stages
+        counts = st.integers(1, 7) if chunks == 1 else st.integers(1, 2).map(stages.__mul__)
         roles.append(
             RoleWork(
                 name,
-                tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))),
+                tuple(draw(st.lists(counts, min_size=1, max_size=5 if most_chunks == 1 else 3))),
                 draw(COSTS | per_stage),
                 draw(COSTS | per_stage),
                 float(draw(st.integers(0, 3))),
                 float(draw(st.integers(0, 3))),
+                chunks,
             )
         )
     return stages, tuple(roles)
 
 
-@settings(max_examples=1500, deadline=None)
-@given(updates())
-def test_lists_of_any_update_keep_their_rules_and_get_no_slower(update):
+def check_kinds(update) -> None:
+    """Check the lists of every kind for an update, and that no kind is slower than the previous."""
     stages, roles = update
     spans = []
     for kind in KINDS:
         schedule = make_schedule(kind, roles, stages)
         check_schedule(schedule)
         spans.append(schedule.simulation.makespan)
-        assert all(
-            held <= stages - stage for stage, held in enumerate(schedule.simulation.in_flight)
-        )
+        for stage, held in enumerate(schedule.simulation.in_flight):
+            assert held <= max(r.most_in_flight(stage, stages) / r.chunks for r in roles)
     sequential, fused, free = spans
     assert free <= fused <= sequential
 
 
+@settings(max_examples=1500, deadline=None)
+@given(updates())
+def test_lists_of_any_update_keep_their_rules_and_get_no_slower(update):
+    check_kinds(update)
+
+
+@settings(max_examples=120, deadline=None)
+@given(updates(most_chunks=4))
+def test_interleaved_lists_keep_their_rules_and_get_no_slower(update):
+    check_kinds(update)
+
+
 @settings(max_examples=500, deadline=None)
-@given(updates(), st.data())
+@given(updates() | updates(most_chunks=3), st.data())
 def test_an_update_left_at_any_step_ends_on_every_stage(update, data):
     stages, roles = update
     schedule = make_schedule(data.draw(st.sampled_from(KINDS)), roles, stages)
@@ -92,12 +106,16 @@ def test_an_update_left_at_any_step_ends_on_every_stage(update, data):
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_forward_passes_of_several_roles_run_through_one_pipeline(stages, counts):
-    roles = [(f"role {i}", count) for i, count in enumerate(counts)]
+    # the roles have one, two, one, two, ... chunks
+    roles = [
+        RoleWork(f"role {i}", (count * stages,), chunks=1 + (i % 2 and stages > 1))
+        for i, count in enumerate(counts)
+    ]
     lists = [forward_list(roles, stage, stages) for stage in range(stages)]
     run_blocking(lists)
     passes = [[a for a in actions if a.kind == "forward"] for actions in lists]
     assert all(mine == passes[0] for mine in passes)
-    assert len(set(passes[0])) == sum(counts)
+    assert len(set(passes[0])) == sum(r.micro_batches[0] * r.chunks for r in roles)
 
 
 @given(st.integers(1, 16), st.integers(1, 20), st.integers(1, 4))
@@ -105,6 +123,38 @@ def test_sequential_idles_as_the_formula_says(stages, count, mini_batches):
     work = tuple(RoleWork(name, (count,) * mini_batches) for name in ("critic", "actor"))
     share = make_schedule("sequential", work, stages).simulation.idle_share
     assert share == pytest.approx((stages - 1) / (count + stages - 1))
+
+
+@pytest.mark.parametrize(("stages", "groups", "chunks"), [(2, 1, 2), (4, 2, 2), (4, 1, 4)])
+def test_interleaving_idles_as_the_formula_says(stages, groups, chunks):
+    """Also Megatron's order of passes, by its own table."""
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    count = stages * groups
+    work = RoleWork("actor", (count,), chunks=chunks)
+    schedule = make_schedule("sequential", (work,), stages)
+    idle = (stages - 1) / chunks
+    assert schedule.simulation.idle_share == pytest.approx(idle / (count + idle))
+    table = get_schedule_table(count, chunks, stages)
+    for stage, actions in enumerate(schedule.lists):
+        passes = {
+            kind: [(a.micro_batch, a.chunk) for a in actions if a.kind == kind]
+            for kind in ("forward", "backward")
+        }
+        assert passes["forward"] == table
+        assert passes["backward"] == [(j, chunks - 1 - chunk) for j, chunk in table]
+        kinds = [a.kind for a in actions if a.kind in passes]
+        in_advance = 2 * (stages - stage - 1) + (chunks - 1) * stages
+        assert kinds.index("backward") == min(in_advance + 1, count * chunks)
+
+
+def test_interleaved_roles_share_a_pipeline_with_little_idle_time():
+    """As many micro-batches as stages: the idle time left is that of one fill and drain."""
+    work = tuple(RoleWork(name, (4,) * 4, chunks=2) for name in ("critic", "actor"))
+    sequential, fused, free = (make_schedule(kind, work, 4).simulation for kind in KINDS)
+    shares = [round(s.idle_share, 3) for s in (sequential, fused, free)]
+    assert shares == [0.273, 0.158, 0.045]
+    assert free.in_flight[0] <= sequential.in_flight[0]
 
 
 def test_one_stage_never_idles():

@@ -66,7 +66,7 @@ class StreamedUpdate:
             for update in updates
         }
         self.schedule = _schedule(kind, updates, planned, batch)
-        self.links = Links(updates[0].role.groups)
+        self.links = Links(update.role.groups for update in updates)
         self.work = {
             update.role.name: StreamedRole(
                 update.role,
@@ -184,7 +184,7 @@ def _schedule(
         forward = round(cost / costs[-1], 1) or 0.1
         backward = (3 if recomputed == "full" else 2) * forward
         counts = tuple(mini_batch.micro_batches for mini_batch in planned[name])
-        work.append(RoleWork(name, counts, forward, backward))
+        work.append(RoleWork(name, counts, forward, backward, chunks=update.role.layout.vpp))
     return checked_schedule(kind, tuple(work), updates[0].role.layout.pp)
 
 
