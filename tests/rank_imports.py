@@ -9,3 +9,6 @@ with warnings.catch_warnings():
     from mppo.parallel import device
 
     device.prepare_megatron()
+    import mppo.rollout.local.engine
+    import mppo.rollout.sglang.engine
+    import mppo.trainer.run_setup  # noqa: F401

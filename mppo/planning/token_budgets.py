@@ -40,7 +40,7 @@ def token_cost(
         operations: floating-point operations of forward and backward pass per token.
         layout: the role's layout.
         recomputes: whether the backward pass repeats the forward pass.
-        activations: bytes of the micro-batches in flight, by pipeline stage, if each has ``tokens``.
+        activations: bytes of the micro-batches in flight, of ``tokens`` each, by pipeline stage.
         tokens: tokens of that micro-batch, over all context-parallel ranks.
     """
     # a rank computes budget x CP tokens by the TP x CP x PP ranks of a pipeline

@@ -16,6 +16,12 @@ import time
 import traceback
 from pathlib import Path
 
+IMPORTED = (
+    "mppo.train", "mppo.trainer.run_setup", "mppo.rollout.local.engine", "mppo.evaluate",
+    "mppo.serve", "mppo.preflight", "mppo.replay", "mppo.rewards.rules",
+    "checkpoints_convert.__main__", "safetensors.torch",
+)  # fmt: skip
+"""What rows import; importing it in every forked process would take longer than most rows."""
 TRACEBACK = 86
 """Exit code of a process that ended with an exception."""
 
@@ -56,8 +62,8 @@ def main() -> None:
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     replies = os.dup(1)
     os.dup2(2, 1)  # output of imports must not mix with replies
-    for program in ("mppo.train", "mppo.evaluate"):
-        importlib.import_module(program)
+    for module in IMPORTED:
+        importlib.import_module(module)
     from attacks.tables import TABLES
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

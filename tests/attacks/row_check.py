@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import stat
 from fnmatch import fnmatch
 from pathlib import Path
@@ -62,3 +63,4 @@ def check(server: AttackServer, table: str, row: int) -> None:
     allowed = [str(folder / pattern) for pattern in attack.writes]
     changed = {path for path in before.keys() | after if before.get(path) != after.get(path)}
     assert not [path for path in changed if not any(fnmatch(path, a) for a in allowed)]
+    shutil.rmtree(folder)  # later rows hash all files below the world

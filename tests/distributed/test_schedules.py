@@ -123,9 +123,16 @@ CASES = {
 }
 
 
+_sequential: dict[Update, dict] = {}
+"""Results of the sequential schedule on this rank, which cases of the same updates share."""
+
+
 def updated(case: Update, folder: Path, registry) -> dict:
-    """What three updates give by the case's schedule and one role at a time, on this rank."""
-    expected = _updates(case, "sequential", folder, registry)
+    """Results of three updates on this rank, by the case's schedule and sequentially."""
+    same = replace(case, kind="sequential", recorded=None)
+    if same not in _sequential:
+        _sequential[same] = _updates(same, "sequential", folder, registry)
+    expected = _sequential[same]
     if case.recorded is not None:
         recorded = f"trainer.timeline={{steps: {list(range(1, ITERATIONS + 1))}}}"
         where = f"trainer.default_local_dir={folder / case.recorded}"

@@ -1,11 +1,30 @@
-"""Fixtures of several end-to-end tests."""
+"""Fixtures of the end-to-end tests."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from sglang_case import Case, synced_case
+
+SERVED = {
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "qwen2_moe", "qwen3_moe",
+    "deepseek_v2",
+}  # fmt: skip
+"""Modules of ``sglang.srt.models`` with the models that tests serve."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fewer_models_in_servers() -> Iterator[None]:
+    """SGLang servers import the models of these tests only; each process would import 250."""
+    spec = importlib.util.find_spec("sglang")
+    modules = [] if spec is None else Path(spec.origin).parent.glob("srt/models/*.py")
+    others = {module.stem for module in modules} - SERVED
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))
+        yield
 
 
 @pytest.fixture(scope="module")

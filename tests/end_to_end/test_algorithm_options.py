@@ -1,7 +1,7 @@
 """Estimators, losses, aggregations, KL terms and corrections in the loop: every pair of options.
 
 One run is built on two processes (the actor data-parallel, the critic in a pipeline); each row of a
-pairwise-covering table then trains it for three steps with its own algorithm.
+pairwise-covering table then trains it for two steps with its own algorithm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mppo.config.presets import PRESETS
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.roles import ActorConfig, PolicyLossConfig
 
-STEPS = 3
+STEPS = 2
 LONG = 200
 NO_CRITIC = "algorithm.adv_estimator=rloo"
 COMMON = [
@@ -191,7 +191,7 @@ def found(tmp_path_factory) -> dict:
 
 
 @pytest.mark.distributed
-def test_every_pair_of_options_trains_three_steps_on_two_processes(found):
+def test_every_pair_of_options_trains_two_steps_on_two_processes(found):
     rows, results = pairwise(FACTORS), found["rows"]
     assert len(results) == STEPS * len(rows)
     for index, metrics in enumerate(results):
