@@ -27,11 +27,12 @@ class PlannedShapes(P2PCommunicator):
     """
 
     def __init__(self, shapes: Sequence[Shape], chunks: int, config: Any) -> None:
-        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
+        group: Any = parallel_state.get_pipeline_model_parallel_group()
+        super().__init__(group, config)
         stage, stages = self.pp_group.rank(), self.pp_group.size()
-        group = config.microbatch_group_size_per_vp_stage or stages
-        self._inputs = _received(shapes, chunks, group, at_end=stage == 0)
-        self._gradients = _received(shapes, chunks, group, at_end=stage == stages - 1)
+        together = config.microbatch_group_size_per_vp_stage or stages
+        self._inputs = _received(shapes, chunks, together, at_end=stage == 0)
+        self._gradients = _received(shapes, chunks, together, at_end=stage == stages - 1)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -58,7 +59,7 @@ def _received(shapes: Sequence[Shape], chunks: int, group: int, at_end: bool) ->
 
 def active_groups() -> ProcessGroupCollection:
     """The process groups of the active layout, as Megatron's schedules collect them."""
-    groups = ProcessGroupCollection()
+    groups: Any = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()

@@ -107,10 +107,11 @@ def _joined(copies: Iterable[BufferCopy]) -> list[BufferCopy]:
     found: list[BufferCopy] = []
     for copy in sorted(copies, key=lambda copy: copy.target):
         last = found[-1] if found else None
-        plain = last is not None and len(last.sizes) == len(copy.sizes) == 1
-        if plain and (last.source + last.sizes[0], last.target + last.sizes[0]) == (
-            copy.source,
-            copy.target,
+        if (
+            last is not None
+            and len(last.sizes) == len(copy.sizes) == 1
+            and last.source + last.sizes[0] == copy.source
+            and last.target + last.sizes[0] == copy.target
         ):
             found[-1] = BufferCopy(last.source, last.target, (last.sizes[0] + copy.sizes[0],))
         else:
@@ -164,4 +165,4 @@ def copy_tensors(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         targets.append(target)
         sources.append(source)
     for targets, sources in together.values():
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
