@@ -24,7 +24,7 @@ from mppo.models.moe.routing import RoleRouting
 from mppo.models.optimizer import RoleOptimizer, StepResult, wrap_in_ddp
 from mppo.models.role_spec import TOKENS_ONLY, MiniBatch, PassInputs, RoleSpec
 from mppo.models.role_weights import RoleWeights
-from mppo.models.stage import Stage, build_stages
+from mppo.models.stage import Stage, build_stages, run_chunk
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.groups import LayoutGroups
@@ -396,9 +396,3 @@ def take_steps(roles: Sequence[Role], norms: Mapping[str, float]) -> dict[str, S
     for role in roles if finite else ():
         role.take_step(norms[role.name])
     return {role.name: StepResult(role.loss, norms[role.name], finite) for role in roles}
-
-
-def run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
-    """Compute the output of a model chunk, which may be wrapped in DDP."""
-    stage = cast("Stage", chunk.module if hasattr(chunk, "ddp_config") else chunk)
-    return stage.forward_packed(microbatch.tokens_t, microbatch.packing)

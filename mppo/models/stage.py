@@ -38,6 +38,7 @@ from mppo.models.families.gemma2_layer import Gemma2Layer
 from mppo.models.heads.last_layer import LastLayer, with_early_select
 from mppo.models.heads.outputs import Head
 from mppo.models.heads.vocabulary import ValueHead
+from mppo.models.microbatch import MicroBatch
 from mppo.models.moe.construction import pass_packing_to_routers, reduce_over_expert_data_parallel
 from mppo.models.moe.experts import SortedExperts
 from mppo.models.moe.router import Router
@@ -249,3 +250,9 @@ def _pack_rotary(stage: Stage) -> None:
         inner = getattr(owner, "rotary_pos_emb", None)
         if inner is not None:
             owner.add_module("rotary_pos_emb", PackedRotary(inner, per_token_dims))
+
+
+def run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
+    """Compute the output of a model chunk, which may be wrapped in DDP."""
+    stage = cast("Stage", chunk.module if hasattr(chunk, "ddp_config") else chunk)
+    return stage.forward_packed(microbatch.tokens_t, microbatch.packing)

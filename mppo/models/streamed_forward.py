@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mppo.batch import Batch
 from mppo.models.heads.outputs import Outputs
-from mppo.models.role import Role, run_chunk
+from mppo.models.role import Role
 from mppo.models.role_spec import TOKENS_ONLY
+from mppo.models.stage import run_chunk
 from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.sequential import forward_step_function
 

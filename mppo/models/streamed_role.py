@@ -17,8 +17,9 @@ from torch import Tensor
 from mppo.models.configuration import finalize_gradients
 from mppo.models.microbatch import MicroBatch
 from mppo.models.optimizer import PendingNorm
-from mppo.models.role import PendingStatistics, Role, run_chunk
+from mppo.models.role import PendingStatistics, Role
 from mppo.models.role_spec import MiniBatch
+from mppo.models.stage import run_chunk
 from mppo.pipeline.sequential import forward_step_function
 
 

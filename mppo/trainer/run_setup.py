@@ -22,7 +22,7 @@ from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.launch import LaunchInfo
 from mppo.planning.disk import describe_checkpoints, host_copy_bytes, host_copy_warning
-from mppo.planning.plan import plan_roles, with_token_budgets
+from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.report.reporter import Reporter
 from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine
@@ -71,11 +71,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
             return None
         check_model_folders(recipe)
     configs = {role.name: read_config(role.path) for role in roles_in_use(recipe)}
-    plans = plan_roles(recipe, info.world_size, configs)
-    reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if warning := host_copy_warning(host_copy_bytes(recipe, plans), memory):
-        reporter.line(warning)
+    _report_checkpoints(reporter, recipe, plan_roles(recipe, info.world_size, configs), total_steps)
     reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
     registry = GroupRegistry(trainer.seed)
     with_budgets = with_token_budgets(recipe, info.world_size, configs)
@@ -111,6 +107,16 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         partial_responses=partial_responses,
         total_steps=total_steps,
     )
+
+
+def _report_checkpoints(
+    reporter: Reporter, recipe: Recipe, plans: list[RolePlan], total_steps: int
+) -> None:
+    """Print the disk space of checkpoints, and a warning if their copies fill the host's memory."""
+    reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if warning := host_copy_warning(host_copy_bytes(recipe, plans), memory):
+        reporter.line(warning)
 
 
 def _load_prompts(
