@@ -123,7 +123,7 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     """
     if not gradients:
         return torch.zeros(1, device=device.device())
-    norms = torch._foreach_norm(gradients)
+    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]  as optim
     return torch.stack(norms).norm().square().view(1)
 
 
@@ -131,7 +131,7 @@ def _clip(gradients: list[torch.Tensor], max_norm: float, norm: float) -> None:
     """Scale gradients whose norm is ``norm`` to at most ``max_norm``, as Megatron does."""
     factor = max_norm / (norm + 1e-6)
     if factor < 1 and gradients:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class RoleOptimizer:
