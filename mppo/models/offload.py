@@ -118,7 +118,7 @@ class _Pass:
 
 @contextmanager
 def offloaded_activations(
-    module: torch.nn.Module, copier: HostCopier, ahead: int = AHEAD
+    module: torch.nn.Module, copier: HostCopier, ahead: int | None = None
 ) -> Iterator[None]:
     """Move tensors that autograd saves to host memory until the backward pass needs them.
 
@@ -128,9 +128,10 @@ def offloaded_activations(
     Args:
         module: the module whose forward pass runs in this context.
         copier: copies tensors of the module's device.
-        ahead: bytes of this pass that stay on the device, or are brought back early.
+        ahead: bytes of this pass that stay on the device, or are brought back early; None:
+            ``AHEAD``.
     """
     kept = {x.untyped_storage().data_ptr() for x in chain(module.parameters(), module.buffers())}
-    of_pass = _Pass(copier, kept, ahead)
+    of_pass = _Pass(copier, kept, AHEAD if ahead is None else ahead)
     with torch.autograd.graph.saved_tensors_hooks(of_pass.pack, of_pass.unpack):
         yield

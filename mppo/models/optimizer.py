@@ -123,7 +123,7 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     """
     if not gradients:
         return torch.zeros(1, device=device.device())
-    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]  as optim
     return torch.stack(norms).norm().square().view(1)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
@@ -27,12 +28,12 @@ class PlannedShapes(P2PCommunicator):
     """
 
     def __init__(self, shapes: Sequence[Shape], chunks: int, config: Any) -> None:
-        group: Any = parallel_state.get_pipeline_model_parallel_group()
-        super().__init__(group, config)
+        pipeline = cast("dist.ProcessGroup", parallel_state.get_pipeline_model_parallel_group())
+        super().__init__(pipeline, config)
         stage, stages = self.pp_group.rank(), self.pp_group.size()
-        together = config.microbatch_group_size_per_vp_stage or stages
-        self._inputs = _received(shapes, chunks, together, at_end=stage == 0)
-        self._gradients = _received(shapes, chunks, together, at_end=stage == stages - 1)
+        group = config.microbatch_group_size_per_vp_stage or stages
+        self._inputs = _received(shapes, chunks, group, at_end=stage == 0)
+        self._gradients = _received(shapes, chunks, group, at_end=stage == stages - 1)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -59,7 +60,7 @@ def _received(shapes: Sequence[Shape], chunks: int, group: int, at_end: bool) ->
 
 def active_groups() -> ProcessGroupCollection:
     """The process groups of the active layout, as Megatron's schedules collect them."""
-    groups: Any = ProcessGroupCollection()
+    groups: Any = ProcessGroupCollection()  # its annotations allow no missing embedding group
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()

@@ -106,17 +106,19 @@ def _joined(copies: Iterable[BufferCopy]) -> list[BufferCopy]:
     """Join runs that are adjacent in both buffers."""
     found: list[BufferCopy] = []
     for copy in sorted(copies, key=lambda copy: copy.target):
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and len(last.sizes) == len(copy.sizes) == 1
-            and last.source + last.sizes[0] == copy.source
-            and last.target + last.sizes[0] == copy.target
-        ):
-            found[-1] = BufferCopy(last.source, last.target, (last.sizes[0] + copy.sizes[0],))
+        if found and _is_adjacent(found[-1], copy):
+            length = found[-1].sizes[0] + copy.sizes[0]
+            found[-1] = BufferCopy(found[-1].source, found[-1].target, (length,))
         else:
             found.append(copy)
     return found
+
+
+def _is_adjacent(first: BufferCopy, second: BufferCopy) -> bool:
+    if not len(first.sizes) == len(second.sizes) == 1:
+        return False
+    length = first.sizes[0]
+    return (first.source + length, first.target + length) == (second.source, second.target)
 
 
 def _fold(group: list[BufferCopy]) -> list[BufferCopy]:

@@ -1,4 +1,5 @@
-"""Gradients reduced and weights gathered in the background: bit for bit the same training."""
+"""Gradients reduced, weights gathered and activations moved in the background: bit for bit the same
+training."""
 
 from __future__ import annotations
 
@@ -61,3 +62,28 @@ def pending_gathers(case: Case, folder, registry) -> list[bool]:
 def test_a_step_leaves_its_gathers_pending_until_the_weights_are_used(tmp_path) -> None:
     cases = [Case("qwen2", OFF), Case("qwen2", ON)]
     assert run_cases(cases, 2, tmp_path, run=pending_gathers) == [[False, False], [True, False]]
+
+
+def all_moved(case: Case, folder, registry):
+    """``run_case``; if the case offloads activations, none of them stays on the device."""
+    from mppo.models import offload
+    from mppo.parallel.host_copies import host_copier
+
+    offload.AHEAD, offload.SMALLEST = 0, 1
+    outcome = run_layout(case, folder, registry)
+    if case.megatron["offload_activations"]:
+        assert host_copier(torch.device("cpu")).nbytes > 0
+    return outcome
+
+
+def test_offloaded_activations_change_no_bit_of_the_weights(tmp_path) -> None:
+    cases = [
+        Case(model, {"pipeline_model_parallel_size": 2, "offload_activations": moved} | more)
+        for model in ("qwen2_tied", "moonlight")
+        for more in ({}, {"recompute_granularity": "full"})
+        for moved in (False, True)
+    ]
+    outcomes = run_cases(cases, 2, tmp_path, run=all_moved)
+    for kept, moved in zip(outcomes[::2], outcomes[1::2], strict=True):
+        assert moved.norms == kept.norms
+        assert all(torch.equal(moved.weights[name], kept.weights[name]) for name in kept.weights)

@@ -128,9 +128,10 @@ def test_a_step_waits_once_for_the_gradients_norm(simulated):
 def test_offloaded_activations_lower_the_peak_without_a_wait(simulated):
     kept, moved = simulated[KEPT], simulated[OFFLOADED]
     assert moved["waits"] == kept["waits"]
-    # this recipe's critic recomputes nothing; its actor keeps only the inputs of layers
+    # this recipe's critic recomputes nothing; its actor keeps only the inputs of layers, which are
+    # fewer bytes than those that are brought back early
     assert moved["peaks"]["updating critic"] < 0.3 * kept["peaks"]["updating critic"]
-    assert moved["peaks"]["updating actor"] < 1.02 * kept["peaks"]["updating actor"]
+    assert moved["peaks"]["updating actor"] < kept["peaks"]["updating actor"] + (64 << 20)
 
 
 def test_megatrons_schedule_asks_for_no_shapes(simulated):
