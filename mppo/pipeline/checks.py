@@ -74,7 +74,7 @@ def _check_actions(schedule: Schedule, actions: Sequence[Action], stage: int, st
     for role in schedule.roles:
         for i, count in enumerate(role.micro_batches):
             for j, chunk in product(range(count), range(role.chunks)):
-                kinds = [*COMPUTE]
+                kinds: list[ActionKind] = [*COMPUTE]
                 if stage > 0 or chunk > 0:
                     kinds += ["receive_input", "send_gradient"]
                 if stage < stages - 1 or chunk < role.chunks - 1:
