@@ -76,9 +76,9 @@ def _check_actions(schedule: Schedule, actions: Sequence[Action], stage: int, st
             for j, chunk in product(range(count), range(role.chunks)):
                 kinds: list[ActionKind] = [*COMPUTE]
                 if stage > 0 or chunk > 0:
-                    kinds += ["receive_input", "send_gradient"]
+                    kinds.extend(("receive_input", "send_gradient"))
                 if stage < stages - 1 or chunk < role.chunks - 1:
-                    kinds += ["send_output", "receive_gradient"]
+                    kinds.extend(("send_output", "receive_gradient"))
                 expected.update(Action(kind, role.name, i, j, chunk) for kind in kinds)
             expected.update(Action(kind, role.name, i) for kind in _STEP_KINDS)
     present = Counter(actions)
