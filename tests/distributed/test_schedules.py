@@ -107,12 +107,11 @@ CASES = {
         "qwen3_moe",
         (*PP2, *both(f"{EP}=2"), *BALANCED, *both("megatron.moe_aux_loss_coeff=0.01")),
     ),
-    "VPP2xPP2": Update("qwen2", VPP2),
+    "VPP2xPP2, a fused schedule": Update("qwen2", VPP2, kind="fused"),
     "VPP2xPP2, sequential by lists": Update(
         "qwen2", VPP2, kind="sequential", recorded="interleaved"
     ),
     "VPP2xPP2, a plain critic": Update("qwen2", (*PP2, f"actor.{VPP}=2")),
-    "VPP2xPP2, a plain actor, fused": Update("qwen2", (*PP2, f"critic.{VPP}=2"), kind="fused"),
     "tied embeddings, VPP2xPP2, gradients reduced in the background": Update(
         "qwen2_tied", (*VPP2, *both("megatron.overlap_grad_reduce=true"))
     ),

@@ -81,7 +81,7 @@ def test_lists_of_any_update_keep_their_rules_and_get_no_slower(update):
     check_kinds(update)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(updates(most_chunks=4))
 def test_interleaved_lists_keep_their_rules_and_get_no_slower(update):
     check_kinds(update)
