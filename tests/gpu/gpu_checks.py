@@ -43,13 +43,14 @@ SIZES = {
     "routes": ("Qwen2-7B-Instruct", ("num_hidden_layers=4",)),
 }
 """By name of the input: the config of its model, and the changed fields."""
+CHECKSUM, LOGPROB = (f"rollout.verify_sync={check}" for check in ("checksum", "logprob"))
 SHORT = (
     "trainer.total_training_steps=2",
     "trainer.val_before_train=false",
     "trainer.test_freq=-1",
     "trainer.save_freq=-1",
     "trainer.export_hf=false",
-    "rollout.verify_sync=checksum",
+    CHECKSUM,
     f"data.max_prompt_length={PROMPT_LENGTH}",
     "data.max_response_length=256",
     "data.val_files=[]",
@@ -79,13 +80,14 @@ RECIPES = {
 }
 """By input: the recipe, and keys that make its step short and fit it to 8 GPUs."""
 ROUTES = {
-    "tensor": ("rollout.sync=tensor",),
-    "sliced": ("rollout.sync_mode=sliced",),
+    "tensor": ("rollout.sync=tensor", CHECKSUM),
+    "sliced": ("rollout.sync_mode=sliced", CHECKSUM),
     "delta": (
         "rollout.sync_mode=delta",
+        CHECKSUM,
         "rollout.server_args={mem_fraction_static: 0.3, enable_weights_cpu_backup: true}",
     ),
-    "disk": ("rollout.sync=disk",),
+    "disk": ("rollout.sync=disk", LOGPROB),
 }
 """Keys of the routes with a server on the training GPUs."""
 ROUTE_KEYS = (
@@ -142,7 +144,7 @@ def simulation_check(name: str, folder: Path) -> Check:
 
 
 def route_check(name: str, folder: Path, gpus: str) -> Check:
-    """Two steps on two GPUs; the servers compare the checksum of every tensor."""
+    """Two steps on two GPUs; the run compares the weights that the servers got."""
     command = (
         *TORCHRUN, "--nproc_per_node=2", TRAIN, "--config",
         str(ROOT / "recipes" / "tiny_cpu_sglang.yaml"), *route_keys(name, folder), *ROUTES[name],
@@ -159,7 +161,6 @@ def route_keys(name: str, folder: Path) -> list[str]:
         f"trainer.default_local_dir={folder / f'run_{name}'}",
         "trainer.total_training_steps=2",
         "trainer.export_hf=false",
-        "rollout.verify_sync=checksum",
         *ROUTE_KEYS,
     ]
 
@@ -167,7 +168,7 @@ def route_keys(name: str, folder: Path) -> list[str]:
 def distributed_check(folder: Path, port: int, secret: str) -> Check:
     """Two steps on two GPUs with a server on a third, which gets the weights by broadcast."""
     config = str(ROOT / "recipes" / "tiny_cpu_sglang_disaggregated.yaml")
-    keys = route_keys("distributed", folder)
+    keys = [*route_keys("distributed", folder), LOGPROB]
     urls = f"rollout.urls=[http://127.0.0.1:{port}]"
     shared = {"MPPO_ROLLOUT_API_KEY": secret}
     return Check(
