@@ -158,9 +158,7 @@ def _simulated_config(arguments: argparse.Namespace) -> Callable[..., Any]:
     return lambda path, trust_remote_code=False: configs.read(str(path))
 
 
-def _dry_run(
-    recipe: Recipe, world: int, info: LaunchInfo, read_config: Callable[..., Any]
-) -> int:
+def _dry_run(recipe: Recipe, world: int, info: LaunchInfo, read_config: Callable[..., Any]) -> int:
     from mppo.planning.disk import describe_checkpoints
     from mppo.planning.plan import describe_plan, plan_roles
 

@@ -64,8 +64,9 @@ def differences(here: dict[str, Any], there: dict[str, Any]) -> tuple[float, lis
                 abs(a - b) / (ABSOLUTE + RELATIVE * abs(b))
                 for a, b in zip(found, wanted, strict=True)
             ]
-            worst = max(range(len(by)), key=lambda index: by[index])
-            if not by[worst] <= 1:  # also if not a number
+            wrong = [index for index, ratio in enumerate(by) if not ratio <= 1]  # also no number
+            worst = wrong[0] if wrong else max(range(len(by)), key=lambda index: by[index])
+            if wrong:
                 lines.append(f"{case}: {kind}[{worst}] {found[worst]} instead of {wanted[worst]}")
             largest = max(largest, by[worst])
     return largest, lines

@@ -117,10 +117,12 @@ def test_the_report_tells_what_passed_failed_and_why(tmp_path):
 
 
 def test_a_server_beside_a_check_ends_with_it(tmp_path):
-    server = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
-    waits = "import os, time\nwhile not os.path.exists('pid') or not open('pid').read(): time.sleep(0.05)"
-    check = Check("served", "", (*PYTHON, f"import os; os.chdir({str(tmp_path)!r})\n{waits}"), 60,
-                  beside=(*PYTHON, f"import os; os.chdir({str(tmp_path)!r})\n{server}"))  # fmt: skip
+    there = f"import os, time; os.chdir({str(tmp_path)!r})\n"
+    server = "open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
+    waits = "while not (os.path.exists('pid') and open('pid').read()): time.sleep(0.05)"
+    check = Check(
+        "served", "", (*PYTHON, there + waits), 60, beside=(*PYTHON, there + server)
+    )  # fmt: skip
     (result,) = run_checks([[check]], tmp_path, lambda found: None)
     assert result.state == PASSED, result.found
     with pytest.raises(ProcessLookupError):
@@ -131,9 +133,7 @@ def test_a_server_beside_a_check_ends_with_it(tmp_path):
 def test_the_training_runs_are_valid_and_fit_eight_gpus(name, tmp_path):
     config = reduced_config(name, tmp_path)
     keys = training_keys(name, tmp_path)
-    recipe = load_checked(
-        recipe_of(name), keys, GPUS, lambda path, *rest: config, files=False
-    )
+    recipe = load_checked(recipe_of(name), keys, GPUS, lambda path, *rest: config, files=False)
     configs = {role.name: config for role in roles_in_use(recipe)}
     plans = plan_roles(recipe, GPUS, configs)
     held = sum(max(m.weights + m.gradients + m.optimizer for m in plan.memory) for plan in plans)
@@ -196,7 +196,9 @@ def test_a_training_run_is_judged_by_the_difference_of_server_and_actor(tmp_path
     log = tmp_path / "memory_dense.log"
     verdict = "largest moment: weight sync: 31.20 GiB of 79.18 GiB (x): trainer {}, CUDA context 1"
     log.write_text(verdict.format("21.50"))
-    assert "measured 22.00 GiB, simulated 21.50 GiB (weight sync)" in judge_memory(tmp_path, "dense")
+    assert "measured 22.00 GiB, simulated 21.50 GiB (weight sync)" in judge_memory(
+        tmp_path, "dense"
+    )
     for wrong in (verdict.format("18.00"), "nothing"):
         log.write_text(wrong)
         with pytest.raises(Mismatch):
@@ -207,9 +209,6 @@ def test_a_training_run_is_judged_by_the_difference_of_server_and_actor(tmp_path
 def test_inputs_are_a_model_and_prompts_of_one_length(name, tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoTokenizer
-
-    from mppo.config.schema import Recipe
-    from mppo.data.loader import encode_prompt  # noqa: F401
 
     folder = write_model(name, tmp_path, SMALL)
     config = read_model_config(folder)

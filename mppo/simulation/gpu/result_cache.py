@@ -73,9 +73,7 @@ class ResultCache:
 
     def empty(self, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Make a simulated tensor with a storage of its own."""
-        return self._wrapped(
-            torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device
-        )
+        return self._wrapped(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
     def _wrapped(self, meta: Tensor, device: torch.device) -> FakeTensor:
         """Make a fake tensor as ``FakeTensor.__new__`` does, in a third of the time."""
