@@ -4,8 +4,7 @@ on a CPU can see.
 Every pipeline's first and last stage runs without Transformer Engine, every first stage with it;
 one process simulates all cases of a variant, each in a fork. A case has the fewest layers per
 pipeline chunk among which is every kind of layer (``benchmarks/simulate.py`` scales them to the
-recipe's depth). A small model also runs in full, with ``MPPO_SIMULATE_ALL=1`` DeepSeek-V3 too, whose
-stages have few layers.
+recipe's depth). A small model also runs in full; with ``MPPO_SIMULATE_ALL=1`` DeepSeek-V3 too.
 """
 
 from __future__ import annotations
