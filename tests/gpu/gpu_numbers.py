@@ -1,9 +1,9 @@
 """Numbers of tiny models in float32, to compare a GPU run with a CPU run.
 
-    MPPO_DEVICE=cpu torchrun --nproc_per_node=8 tests/gpu/gpu_numbers.py FOLDER
+    MPPO_DEVICE=cpu torchrun --nproc_per_node=4 tests/gpu/gpu_numbers.py FOLDER [CASE ...]
 
-trains each of ``CASES`` for two steps on the launched ranks and writes ``FOLDER/DEVICE.json``:
-log-probabilities or values, losses and gradient norms.
+trains each of ``CASES``, or the named ones, for two steps on the launched ranks and writes
+``FOLDER/DEVICE.json``: log-probabilities or values, losses and gradient norms.
 """
 
 from __future__ import annotations
@@ -75,19 +75,20 @@ def differences(here: dict[str, Any], there: dict[str, Any]) -> tuple[float, lis
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute on the launched ranks; the first writes the file."""
     warnings.simplefilter("ignore")
-    (name,) = sys.argv[1:] if argv is None else argv
+    name, *chosen = sys.argv[1:] if argv is None else argv
     folder, info = Path(name), discover()
+    cases = {name: CASES[name] for name in chosen or CASES}
     device.prepare_megatron()
     from mppo.parallel.groups import GroupRegistry
 
     with process_group(info, timeout_s=300):
         if info.rank == 0:
-            for model in sorted({case.model for case in CASES.values()}):
+            for model in sorted({case.model for case in cases.values()}):
                 if not (folder / model).exists():
                     save(model, folder / model)
         dist.barrier()
         registry = GroupRegistry()
-        found = {name: numbers_of(case, folder, registry) for name, case in CASES.items()}
+        found = {name: numbers_of(case, folder, registry) for name, case in cases.items()}
     if info.rank == 0:
         (folder / f"{device.device().type}.json").write_text(json.dumps(found))
         print(f"wrote {folder / device.device().type}.json")

@@ -229,7 +229,8 @@ def test_inputs_are_a_model_and_prompts_of_one_length(name, tmp_path):
 
 @pytest.mark.distributed
 def test_numbers_agree_with_themselves_and_a_changed_one_is_found(tmp_path):
-    run = LaunchedRun(tmp_path, program="gpu_numbers", argv=[str(tmp_path)], world=4)
+    cases = [str(tmp_path), "qwen2 critic", "moonlight"]
+    run = LaunchedRun(tmp_path, program="gpu_numbers", argv=cases, world=4)
     assert run.codes() == [0] * 4, run.texts()
     (tmp_path / "numbers").mkdir()
     text = (tmp_path / "cpu.json").read_text()
