@@ -1,6 +1,7 @@
 """Memory, operations and host waits of the shipped cluster recipes on a simulated GPU.
 
     python benchmarks/simulate.py [RECIPE ...] [--stages first last] [--full] [--out FILE]
+        [--table FILE] [--transformer-engine FOLDER]
 
 Simulates the first and last pipeline stage of each recipe in quick mode (``--full``: at full depth
 and batch). Times are processor seconds, because wall-clock times vary on a shared machine.
@@ -9,6 +10,7 @@ and batch). Times are processor seconds, because wall-clock times vary on a shar
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import record
 from mppo.config.checks import load_checked
 from mppo.config.rules.rule import roles_in_use, world_size_of
 from mppo.planning.plan import plan_roles
+from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.gpu.gpu_types import GIB, find_gpu
 from mppo.simulation.isolated import isolated
 from mppo.simulation.model_config import ModelConfigs
@@ -35,10 +38,11 @@ def cases(path: Path, stages: list[str], gpu: str) -> dict[str, RankCase]:
     recipe = load_checked(path, [], None, configs.read, files=False)
     world = world_size_of(recipe)
     hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
-    layout = roles_in_use(recipe)[0].megatron.layout(world)
+    layouts = [role.megatron.layout(world) for role in roles_in_use(recipe)]
+    layout = max(layouts, key=lambda layout: layout.pp)
     wanted = {"first": 0, "last": layout.pp - 1}
     found = {}
-    for stage in stages:
+    for stage in stages if layout.pp > 1 else ("first",):
         rank = next(r for r in range(world) if layout.coordinates(r).pp == wanted[stage])
         found[stage] = RankCase(recipe, hf_configs, world, rank, 1, find_gpu(gpu))
     return found
@@ -73,6 +77,29 @@ def measured(case: RankCase, full: bool) -> dict[str, Any]:
     }
 
 
+def table(ranks: dict[str, dict[str, Any]]) -> str:
+    """The results as a Markdown table.
+
+    Args:
+        ranks: results of ``measured`` by recipe and stage.
+    """
+    heads = ["recipe, stage", "CPU s", "resident, plan GiB", "largest peak GiB, phase"]
+    heads += ["actor update: operations, waits", "critic update", "weight sync"]
+    lines = [f"| {' | '.join(heads)} |", "|-" * len(heads) + "|"]
+    for name, found in ranks.items():
+        phases = found["phases"]
+        at = max(phases, key=lambda phase: phases[phase]["peak_gib"])
+        cells = [name, f"{found['processor_seconds']:.0f}"]
+        cells.append(f"{found['resident_gib']:.2f}, {found['planned_resident_gib']:.2f}")
+        cells.append(f"{phases[at]['peak_gib']:.2f}, {at}")
+        for phase in ("updating actor", "updating critic", "weight sync"):
+            counts = phases[phase]
+            by = counts["micro_batches"] or 1
+            cells.append(f"{counts['operations'] / by:,.0f}, {counts['waits'] / by:,.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Simulate and record."""
     parser = record.parser(__doc__)
@@ -80,16 +107,24 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=("first", "last"), default=["first", "last"])
     parser.add_argument("--full", action="store_true", help="full depth and batch")
     parser.add_argument("--gpu", default="h100-80gb")
+    parser.add_argument("--table", type=Path, help="Markdown file for the results as a table")
+    parser.add_argument("--transformer-engine", type=Path, help="as for mppo-simulate")
     arguments = parser.parse_args()
     names = arguments.recipes or sorted(
         path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith(SMALL)
     )
+    with_te = arguments.transformer_engine is not None
+    if with_te:
+        te_stand_in.install(arguments.transformer_engine)
     import_simulated_code()
     found: dict[str, Any] = {}
     for name in names:
         for stage, case in cases(RECIPES / f"{name}.yaml", arguments.stages, arguments.gpu).items():
+            case = replace(case, transformer_engine=with_te)
             found[f"{name} {stage}"] = measured(case, arguments.full)
             print(name, stage, found[f"{name} {stage}"], flush=True)
+    if arguments.table:
+        arguments.table.write_text(table(found))
     record.record({"mode": "full" if arguments.full else "quick", "ranks": found}, arguments.out)
 
 

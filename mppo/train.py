@@ -10,10 +10,10 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_report.refuse_recipe(error)
     try:
         planned = arguments.dry_run  # the machine may differ from the run's
+        read_config = _simulated_config(arguments) if arguments.simulate else _read_config
         launched = info.world_size > 1 or not planned
         world = arguments.world_size or (info.world_size if launched else None)
         remarks = unknown_variables(os.environ)
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.config,
             arguments.overrides,
             world,
-            _read_config,
+            read_config,
             files=not planned,
             role_checks=(partial(_check_role, planned=planned),),
             engine_check=partial(_check_engine, planned=planned),
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for remark in remarks if info.rank == 0 else ():
             exit_report.say(remark)
         if arguments.dry_run:
-            code = _dry_run(recipe, world or world_size_of(recipe), info)
+            code = _dry_run(recipe, world or world_size_of(recipe), info, read_config)
             return _simulate(arguments) if arguments.simulate and info.rank == 0 else code
         set_for_training(os.environ, recipe.rollout.sync == "distributed")  # NCCL reads them later
         _check_device()
@@ -149,12 +150,20 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return run_program(arguments.config, arguments.overrides, options)
 
 
-def _dry_run(recipe: Recipe, world: int, info: LaunchInfo) -> int:
+def _simulated_config(arguments: argparse.Namespace) -> Callable[..., Any]:
+    """Read a model's config as the simulation does, which needs no model folder."""
+    from mppo.simulation.model_config import ModelConfigs
+
+    configs = ModelConfigs(arguments.config)
+    return lambda path, trust_remote_code=False: configs.read(str(path))
+
+
+def _dry_run(recipe: Recipe, world: int, info: LaunchInfo, read_config: Callable[..., Any]) -> int:
     from mppo.planning.disk import describe_checkpoints
     from mppo.planning.plan import describe_plan, plan_roles
 
     if info.rank == 0:
-        configs = {role.name: _read_config(role.path) for role in roles_in_use(recipe)}
+        configs = {role.name: read_config(role.path) for role in roles_in_use(recipe)}
         print(describe_plan(recipe, world, configs))
         steps, plans = recipe.trainer.total_training_steps, plan_roles(recipe, world, configs)
         print(f"# checkpoints\n{describe_checkpoints(recipe, plans, steps)}")

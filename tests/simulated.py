@@ -26,12 +26,14 @@ from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.gpu.gpu_types import find_gpu
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
-from mppo.simulation.quick import quick_result, reduced_batch, with_layers
-from mppo.simulation.rank import GATHER_BUFFER, RankCase, RankResult, simulate_rank
+from mppo.simulation.quick import chunk_depths, quick_result, reduced_batch, with_layers
+from mppo.simulation.rank import GATHER_BUFFER, TE_BUFFERS, RankCase, RankResult, simulate_rank
 
 ROOT = Path(__file__).parents[1]
 TE_FOLDER = os.environ.get("MPPO_TEST_TE_FOLDER", "")
 """Folder with Transformer Engine's Python, for a process in which it is installed."""
+UNPLANNED = (GATHER_BUFFER, TE_BUFFERS)
+"""What lives between steps, but is no part of the plan of resident memory."""
 SMALL_SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -51,15 +53,20 @@ STORED = ("actor.megatron.recompute_granularity=none",
 
 
 def recipe_case(recipe: str, last: bool = False, overrides: tuple[str, ...] = ()) -> RankCase:
-    """A shipped recipe with two layers in every pipeline chunk and few micro-batches."""
-    case = loaded(f"recipes/{recipe}.yaml", *overrides)
-    if last:
-        layout = roles_in_use(case.recipe)[0].megatron.layout(case.world_size)
-        last_stage = layout.pp - 1
-        ranks = range(case.world_size)
-        case = replace(case, rank=next(r for r in ranks if layout.coordinates(r).pp == last_stage))
+    """A shipped recipe with few micro-batches, and the fewest layers in every pipeline chunk among
+    which is every kind of layer; a recipe with hardly more layers keeps its own."""
+    case = stage_case(loaded(f"recipes/{recipe}.yaml", *overrides), last)
     fewer = replace(case, recipe=reduced_batch(case.recipe, case.world_size))
-    return with_layers(fewer, 2)
+    depths = chunk_depths(case)
+    return fewer if depths is None else with_layers(fewer, depths.first)
+
+
+def stage_case(case: RankCase, last: bool) -> RankCase:
+    """The same recipe on the first rank of the longest pipeline's first or last stage."""
+    layouts = [role.megatron.layout(case.world_size) for role in roles_in_use(case.recipe)]
+    layout = max(layouts, key=lambda layout: layout.pp)
+    stage, ranks = layout.pp - 1 if last else 0, range(case.world_size)
+    return replace(case, rank=next(r for r in ranks if layout.coordinates(r).pp == stage))
 
 
 def small_case(*overrides: str) -> RankCase:
@@ -154,7 +161,7 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
     peaks = plan_peaks(case.recipe, plans, case.rank)
     return {
         "communicators": (result.groups, peaks.communicators),
-        "resident": result.resident.total() - result.resident[GATHER_BUFFER],
+        "resident": result.resident.total() - sum(result.resident[x] for x in UNPLANNED),
         "held": dict(result.resident),
         "peaks": {phase.name: phase.peak for phase in result.phases},
         "planned_peaks": planned_peaks(peaks, result),
@@ -201,7 +208,7 @@ def run(name: str) -> dict[str, Any]:
             case = with_layers(small_case(*what.split()), DEPTH)
             return summary(case, isolated(simulate_rank, case))
         if kind in ("full", "quick"):
-            case = small_case()
+            case = small_case() if what == "small" else loaded(f"recipes/{what}.yaml")
             once = partial(isolated, simulate_rank)
             return summary(case, once(case) if kind == "full" else quick_result(case, once))
         case = recipe_case(what, kind == "last", STORED if kind == "stored" else ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -55,6 +56,7 @@ def isolated(function: Callable[..., R], *arguments: Any) -> R:
 
 
 def _run(sender: Any, function: Callable[..., Any], arguments: tuple) -> None:
+    gc.freeze()  # the caller's modules: collections would visit and copy them
     try:
         result = function(*arguments), None
     except BaseException as error:  # the calling process reports all errors

@@ -42,6 +42,8 @@ SMALL = "small allocations"
 """Purpose of allocations that are too small for the ledger's list."""
 GATHER_BUFFER = "gather buffer"
 """Purpose of Megatron's permanent buffer for gathered sequence-parallel activations."""
+TE_BUFFERS = "Transformer Engine's buffers"
+"""Purpose of the tensors that Transformer Engine keeps (``te_stand_in.permanent_buffers``)."""
 _TOTAL_STEPS = 100
 """Length of the learning-rate schedule in PPO steps; it affects no tensor's size."""
 
@@ -163,7 +165,7 @@ def simulate_rank(case: RankCase) -> RankResult:
     cuda_namespace.install(ledger, counters, case.gpu, device, case.gpus_per_node)
     world.install(case.rank, case.world_size, counters)
     if case.transformer_engine:
-        te_stand_in.accept_simulated_tensors()
+        te_stand_in.accept_simulated_tensors(counters.operation)
     with SimulatedGpu(ledger, counters):
         run = _Simulation(case, ledger, counters)
         run.build()
@@ -259,6 +261,8 @@ class _Simulation:
         """Assign purposes to the tensors that live as long as the roles."""
         from megatron.core import parallel_state
 
+        if self.case.transformer_engine:
+            self.ledger.assign(te_stand_in.permanent_buffers(), TE_BUFFERS)
         for role in self.present:
             name, assign = role.name, self.ledger.assign
             with role.groups.active():

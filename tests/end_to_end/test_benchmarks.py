@@ -22,9 +22,12 @@ SMALLEST = {
     "estimators.py": ["--repeat", "1", "--sequences", "8", "--tokens", "64"],
     "weight_sync.py": ["--layers", "1", "--repeat", "2"],
     "sync_routes.py": ["--layers", "1", "--repeat", "1"],
+    "simulate.py": ["gemma_2_2b_gsm8k", "--stages", "first", "--table", "table.md"],
     "schedule.py": ["waits", "--stages", "2", "--milliseconds", "4", "--repeat", "1"],
 }  # fmt: skip
-LOOKED_AT = {"checkpoint.py", "rollout.py", "soak.py", "weight_sync.py", "sync_routes.py"}
+LOOKED_AT = {
+    "checkpoint.py", "rollout.py", "simulate.py", "soak.py", "weight_sync.py", "sync_routes.py",
+}  # fmt: skip
 """Benchmarks with a separate test of their results."""
 
 
@@ -76,6 +79,16 @@ def test_saves_and_loads_are_timed(tmp_path):
     assert len(result["median_seconds"]) == 9
     assert all(value >= 0 for value in result["median_seconds"].values())
     assert not list(tmp_path.glob("tmp*")), "what was written is removed"
+
+
+def test_simulated_ranks_are_put_into_a_table(tmp_path):
+    result = smallest("simulate.py", tmp_path)
+    ((name, rank),) = result["ranks"].items()
+    assert name == "gemma_2_2b_gsm8k first"
+    assert rank["resident_gib"] == pytest.approx(rank["planned_resident_gib"], rel=0.02)
+    head, _, row = (tmp_path / "table.md").read_text().splitlines()
+    assert row.startswith(f"| {name} | ")
+    assert head.count("|") == row.count("|")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -206,3 +209,18 @@ def test_a_cpu_is_not_simulated(monkeypatch, capsys):
     monkeypatch.setenv("MPPO_DEVICE", "cpu")
     assert main([str(ROOT / "recipes/qwen2_7b_rm.yaml")]) == 2
     assert "MPPO_DEVICE=cpu" in capsys.readouterr().err
+
+
+def test_a_dry_run_is_followed_by_a_simulation_of_every_stage():
+    """Without the model's folder; the exit code is the simulation's."""
+    recipe = ROOT / "recipes" / "deepseek_llm_7b_gsm8k_math.yaml"
+    command = [sys.executable, "mppo/train.py", "--config", str(recipe), "--dry-run", "--simulate"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MPPO_", "NVTE_"))}
+    run = subprocess.run(
+        [*command, "--gpu", "20"], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert run.returncode == 3, run.stderr
+    assert "# layout of 8 ranks" in run.stdout
+    assert run.stdout.index("# checkpoints") < run.stdout.index("# rank 0 of 8: actor")
+    assert "# rank 4 of 8: actor" in run.stdout, "a rank of the second stage"
+    assert run.stdout.count("does NOT fit") == 2

@@ -1,11 +1,10 @@
-"""Shipped recipes executed at their real width on a simulated GPU, two layers in every pipeline
-chunk, and mistakes that no test on a CPU can see.
+"""All recipes for GPUs executed at their real width on a simulated GPU, and mistakes that no test
+on a CPU can see.
 
-One process simulates all cases of this file (about a minute of one core). They are chosen so that
-every kind of layer, parallelism and attention appears: a pipeline's first and last stage, experts,
-latent attention, soft-capped attention, context parallelism. With ``MPPO_SIMULATE_ALL=1`` the first
-and the last stage of every cluster recipe run; ``benchmarks/simulate.py`` scales them to the
-recipes' depth.
+Every pipeline's first and last stage runs without Transformer Engine, every first stage with it;
+one process simulates all cases of a variant, each in a fork. A case has the fewest layers per
+pipeline chunk among which is every kind of layer (``benchmarks/simulate.py`` scales them to the
+recipe's depth). A small model also runs in full; with ``MPPO_SIMULATE_ALL=1`` DeepSeek-V3 too.
 """
 
 from __future__ import annotations
@@ -21,22 +20,27 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALL_RECIPES = ("tiny_", "demo", "smollm2")
-CLUSTER = sorted(
-    path.stem
+FIRST = sorted(
+    f"first:{path.stem}"
     for path in (ROOT / "recipes").glob("*.yaml")
     if not path.stem.startswith(SMALL_RECIPES)
 )
-CHOSEN = [
-    "first:qwen2.5_32b_gsm8k_math",
+LAST = [
+    "last:deepseek_llm_7b_gsm8k_math",
+    "last:deepseek_v3_671b_gsm8k",
     "last:moonlight_16b_a3b_gsm8k",
-    "first:gemma_2_2b_gsm8k",
-    "first:deepseek_llm_7b_gsm8k_cp2",
+    "last:qwen1.5_moe_a2.7b_gsm8k",
+    "last:qwen2.5_32b_gsm8k_math",
+    "last:qwen2_7b_gsm8k_math",
 ]
+"""The recipes in which a role has more than one stage."""
 STORED = "stored:deepseek_llm_7b_gsm8k_math"
-"""The same with stored activations: a backward pass computes none of them again."""
-RECIPES = CHOSEN
+"""A recipe with stored activations: its backward pass computes none of them again."""
+FULL = ["small"]
+"""Cases that run in full too. DeepSeek-V3 is not among them by default: it takes 40 processor
+seconds, the other cases of this file 165."""
 if os.environ.get("MPPO_SIMULATE_ALL"):
-    RECIPES = [f"{stage}:{name}" for name in CLUSTER for stage in ("first", "last")]
+    FULL.append("deepseek_v3_671b_gsm8k")
 TE_FOLDER = ROOT / ".venv" / "te"
 MISTAKES = (
     "targets_left_on_the_host",
@@ -50,8 +54,12 @@ SEQUENTIAL = (
     "with:trainer.schedule=sequential actor.megatron.pipeline_model_parallel_size=2 "
     "critic.megatron.pipeline_model_parallel_size=2"
 )
+WITHOUT, WITH = "without Transformer Engine", "with Transformer Engine"
 MOST_WAITS = json.loads((ROOT / "tests" / "simulated_waits.json").read_text())
-"""By case and phase: times the host may wait for the GPU per micro-batch, at two layers a chunk."""
+"""By variant, case and phase: times the host may wait for the GPU per micro-batch."""
+MORE_WITH_TE = {"first:deepseek_v3_671b_gsm8k": 1.12, "first:moonlight_16b_a3b_gsm8k": 1.02}
+"""Resident memory over the plan's: with Transformer Engine every tensor-parallel rank holds the
+complete down projections of latent attention, which the plan divides."""
 MOST_OPERATIONS = {
     "first:qwen2.5_32b_gsm8k_math": 35,
     "last:moonlight_16b_a3b_gsm8k": 52,
@@ -64,9 +72,22 @@ MOST_OPERATIONS = {
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, dict[str, Any]]:
     return run_cases(
-        *RECIPES, STORED, "full:small", "quick:small", KEPT, OFFLOADED, SEQUENTIAL,
+        *FIRST,
+        *LAST,
+        STORED,
+        KEPT,
+        OFFLOADED,
+        SEQUENTIAL,
+        *(f"{mode}:{name}" for name in FULL for mode in ("full", "quick")),
         *(f"mistake:{name}" for name in MISTAKES),
-    )  # fmt: skip
+    )
+
+
+@pytest.fixture(scope="module")
+def simulated_with_te() -> dict[str, dict[str, Any]]:
+    if not (TE_FOLDER / "transformer_engine").is_dir():
+        pytest.skip("Transformer Engine's Python is not installed: make .venv/.te")
+    return run_cases(*FIRST, MPPO_TEST_TE_FOLDER=str(TE_FOLDER))
 
 
 def run_cases(*names: str, **variables: str) -> dict[str, dict[str, Any]]:
@@ -83,16 +104,30 @@ def run_cases(*names: str, **variables: str) -> dict[str, dict[str, Any]]:
     return {row.pop("name"): row for row in map(json.loads, found.stdout.splitlines())}
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [*FIRST, *LAST])
 def test_a_recipe_runs_and_holds_what_the_plan_says(name, simulated):
-    found = simulated[name]
+    check(simulated[name], MOST_WAITS[WITHOUT][name])
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", FIRST)
+def test_a_recipe_runs_with_transformer_engine(name, simulated_with_te):
+    check(simulated_with_te[name], MOST_WAITS[WITH][name], MORE_WITH_TE.get(name, 1.0))
+
+
+def check(found: dict[str, Any], most_waits: dict[str, float], more: float = 1.0) -> None:
+    """Assert that a case ran, held what the plan says (``more`` times as much), and waited no more
+    than the table says."""
     assert "error" not in found, found["stack"]
-    assert found["resident"] == pytest.approx(found["planned"], rel=0.02)
+    assert found["resident"] == pytest.approx(found["planned"] * more, rel=0.02)
+    for phase, waits in found["waits"].items():
+        most = most_waits[phase]
+        assert waits <= most, f"{phase}: {waits} waits per micro-batch, the table says {most}"
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [*RECIPES, STORED])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [*FIRST, *LAST, STORED])
 def test_the_plan_knows_the_peak_of_every_phase(name, simulated):
     found = simulated[name]
     assert len(found["planned_peaks"]) >= 7
@@ -102,14 +137,7 @@ def test_the_plan_knows_the_peak_of_every_phase(name, simulated):
     assert used == counted
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-def test_the_host_waits_no_more_than_the_table_says(name, simulated):
-    for phase, waits in simulated[name]["waits"].items():
-        most = MOST_WAITS[name][phase]
-        assert waits <= most, f"{phase}: {waits} waits per micro-batch, the table says {most}"
-
-
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", MOST_OPERATIONS)
 def test_a_weight_sync_starts_no_more_operations_than_the_table_says(name, simulated):
     most = MOST_OPERATIONS[name]
     assert simulated[name]["operations"]["weight sync"] <= most
@@ -140,15 +168,18 @@ def test_megatrons_schedule_asks_for_no_shapes(simulated):
     assert not [line for line in lines if "p2p_communication" in line]
 
 
-def test_quick_mode_agrees_with_the_full_run(simulated):
-    full, quick = simulated["full:small"], simulated["quick:small"]
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", FULL)
+def test_quick_mode_agrees_with_the_full_run(name, simulated):
+    full, quick = simulated[f"full:{name}"], simulated[f"quick:{name}"]
+    assert "error" not in full, full["stack"]
     assert quick["resident"] == pytest.approx(full["resident"], rel=0.01)
     for phase, peak in full["peaks"].items():
         assert quick["peaks"][phase] == pytest.approx(peak, rel=0.02), phase
     for phase, waits in full["waits"].items():
         assert quick["waits"][phase] == pytest.approx(waits, rel=0.05, abs=2), phase
         operations = full["operations"][phase]
-        assert quick["operations"][phase] == pytest.approx(operations, rel=0.05), phase
+        assert quick["operations"][phase] == pytest.approx(operations, rel=0.05, abs=5), phase
 
 
 def test_targets_left_on_the_host_are_caught(simulated):
@@ -174,14 +205,3 @@ def test_a_buffer_allocated_twice_is_caught(simulated):
     doubled = found["roles"]["actor"][1] + found["roles"]["critic"][1]
     assert found["resident"] == pytest.approx(found["planned"] + doubled, rel=0.02)
     assert found["resident"] > 1.02 * found["planned"]
-
-
-@pytest.mark.skipif(
-    not (TE_FOLDER / "transformer_engine").is_dir(),
-    reason="Transformer Engine's Python is not installed: make .venv/.te",
-)
-def test_transformer_engines_layers_run_and_hold_what_the_plan_says():
-    found = run_cases("shallow:small", MPPO_TEST_TE_FOLDER=str(TE_FOLDER))["shallow:small"]
-    assert "error" not in found, found["stack"]
-    assert found["held"]["actor weights"] == pytest.approx(found["roles"]["actor"][0], rel=0.02)
-    assert found["held"]["critic gradients"] == pytest.approx(found["roles"]["critic"][1], rel=0.02)

@@ -30,10 +30,13 @@ from mppo.simulation.gpu.known_values import (
     attach_values,
     evaluate_known,
     known,
+    untouched_zeros,
 )
 from mppo.simulation.gpu.ledger import Ledger, source_line
+from mppo.simulation.gpu.result_cache import ResultCache
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _VALUE_SHAPED = {
     aten.nonzero.default, aten.masked_select.default, aten.bincount.default,
     aten._unique2.default, aten.unique_consecutive.default, aten.repeat_interleave.Tensor,
@@ -64,6 +67,8 @@ class SimulatedGpu(TorchDispatchMode):
         super().__init__()
         self.ledger, self.counters = ledger, counters
         self._fakes = _FakeTensors(allow_non_fake_inputs=True)
+        self._fakes.cache_enabled = False  # ResultCache is faster
+        self._results = ResultCache(self._fakes)
         self._special = {
             aten._local_scalar_dense.default: self._read_item,
             aten.equal.default: self._compare,
@@ -77,6 +82,8 @@ class SimulatedGpu(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device
         kwargs = kwargs or {}
         fakes = fake_arguments(args, kwargs)
         where = kwargs.get("device")
@@ -112,8 +119,7 @@ class SimulatedGpu(TorchDispatchMode):
         if func in _VALUE_SHAPED:
             out = self._of_unknown_shape(func, args, value)
         else:
-            with self._fakes:
-                out = func(*args, **kwargs)
+            out = self._results.run(func, args, kwargs)
         self._note(out, value)
         return out
 
@@ -131,19 +137,17 @@ class SimulatedGpu(TorchDispatchMode):
 
     def _filled(self, func: Any, args: tuple, kwargs: dict) -> Tensor:
         """Execute ``zeros_like`` or a similar operation: only the shape of its input matters."""
-        with self._fakes:
-            out = func(*args, **kwargs)
+        out = self._results.run(func, args, kwargs)
         name = func._schema.name
         number = 0 if "zeros" in name else 1
         if "full" in name:
             number = args[2] if name.endswith("new_full") else args[1]
         if out.device.type == "cpu":
             return torch.full(out.shape, number, dtype=out.dtype)
-        value = None
-        if out.numel() * out.element_size() <= MOST_BYTES:  # floats too: masks are built from zeros
-            plain = torch.zeros if not number else torch.ones
-            value = plain(out.shape, dtype=out.dtype)
-            value = value if number in (0, 1) else value.fill_(number)
+        value, nbytes = None, out.numel() * out.element_size()
+        if nbytes <= MOST_BYTES:  # floats too: masks are built from zeros
+            value = untouched_zeros(nbytes).view(out.dtype).view(out.shape)
+            value = value.fill_(number) if number else value
         self._note(out, value)
         return out
 
@@ -186,8 +190,7 @@ class SimulatedGpu(TorchDispatchMode):
         return found
 
     def _to_gpu(self, x: Tensor) -> Tensor:
-        with self._fakes:
-            out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+        out = self._results.empty(x.shape, x.stride(), x.dtype, torch.device("cuda", 0))
         self._note(out, x)
         return out
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,6 +29,11 @@ _OVERWRITING = ("aten::copy_", "aten::zero_", "aten::fill_")
 
 class UnknownValue(RuntimeError):
     """The control flow of the simulated code depends on a value that only a GPU has."""
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Whether the values of a simulated tensor are known."""
+    return getattr(tensor.untyped_storage(), "values", None) is not None
 
 
 def known(tensor: Tensor) -> Tensor | None:
@@ -48,6 +54,11 @@ def attach_values(tensor: Tensor, value: Tensor) -> None:
         laid = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
         value = laid.copy_(value)
     storage.values = value.untyped_storage()
+
+
+def untouched_zeros(nbytes: int) -> Tensor:
+    """Zeros, uint8, which take no memory of the host until they are written."""
+    return torch.from_numpy(numpy.zeros(max(nbytes, 1), numpy.uint8))[:nbytes]
 
 
 def forget(tensors: Iterable[Any]) -> None:
@@ -81,11 +92,10 @@ def evaluate_known(
         The result on the CPU; None if the values of an input are unknown or too large.
     """
     schema = func._schema
-    overwrites = schema.name in _OVERWRITING
-    if overwrites and fakes and fakes[0] is args[0] and known(args[0]) is None:
+    if schema.name in _OVERWRITING and fakes and fakes[0] is args[0] and known(args[0]) is None:
         _allocate_values(args[0])
-    values = {id(x): known(x) for x in fakes}
-    if all(v is not None for v in values.values()) and _is_evaluated(func, args, kwargs, fakes):
+    if all(is_known(x) for x in fakes) and _is_evaluated(func, args, kwargs, fakes):
+        values = {id(x): known(x) for x in fakes}
         flat, spec = tree_flatten((list(args), kwargs))
         flat = [values.get(id(x), x) if isinstance(x, FakeTensor) else _on_host(x) for x in flat]
         on_host, keywords = tree_unflatten(flat, spec)

@@ -14,16 +14,23 @@ import importlib.metadata
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 VERSION = "2.11.0"
 """The version of Transformer Engine whose compiled functions are replaced."""
 COMPILED = "transformer_engine_torch"
+_TRITON = (
+    ("triton.runtime.jit", "JITFunction"),
+    ("triton.runtime.autotuner", "Autotuner"),
+    ("triton.runtime.autotuner", "Heuristics"),
+)
+_workspaces: list[Tensor] = []
 
 
 class _Member:
@@ -105,13 +112,21 @@ def install(folder: Path) -> None:
     importlib.metadata.version = version
 
 
-def accept_simulated_tensors() -> None:
-    """Make TE's selection of an attention kernel accept simulated tensors.
+def accept_simulated_tensors(started: Callable[[], None]) -> None:
+    """Make Transformer Engine's Python code run on simulated tensors.
 
-    The selection requires ``torch.Tensor``, which is not their class. Call this after
-    ``cuda_namespace.install``.
+    Its selection of an attention kernel requires ``torch.Tensor``, which is not their class. Its
+    Triton kernels, which permute a mixture's tokens, are not started: they only fill tensors that
+    Python code has allocated. Call this after ``cuda_namespace.install``.
+
+    Args:
+        started: called for every Triton kernel.
     """
     importlib.import_module("transformer_engine.pytorch")
+    for module, name in _TRITON:
+        kernels: Any = getattr(importlib.import_module(module), name)
+        kernels.run = lambda self, *args, **kwargs: started()
+    _keep_workspaces()
     choice: Any = importlib.import_module(
         "transformer_engine.pytorch.attention.dot_product_attention.utils"
     )
@@ -122,6 +137,25 @@ def accept_simulated_tensors() -> None:
         return plain(parameters)
 
     choice.get_attention_backend = get_attention_backend
+
+
+def permanent_buffers() -> list[Tensor]:
+    """The tensors that Transformer Engine keeps: workspaces of cuBLAS, and gradients that nothing
+    reads, one for every shape of weights whose gradients it adds to Megatron's buffers itself."""
+    base: Any = importlib.import_module("transformer_engine.pytorch.module.base")
+    return [*_workspaces, *base._dummy_wgrads.values()]
+
+
+def _keep_workspaces() -> None:
+    gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
+    plain = gemm.get_cublas_workspace
+
+    def get_cublas_workspace(*args: Any) -> Any:
+        found = plain(*args)
+        _workspaces[:] = {id(x): x for x in (*_workspaces, *tree_flatten(found)[0])}.values()
+        return found
+
+    gemm.get_cublas_workspace = get_cublas_workspace
 
 
 def _kernels(part: Any) -> dict[str, Any]:

@@ -1,0 +1,364 @@
+"""The checks that need GPUs, on one node with 8 of them; called by run_all.sh.
+
+    tests/gpu/run_all.sh [--out DIR] [--only NAME ...]
+
+They need no download: models have random weights. Results go into ``DIR/report.md``, which is
+written anew after every check, the output of each check into a log beside it. The exit code is 0 if
+all checks pass, 1 if one fails, 2 without 8 GPUs or SGLang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from gpu_inputs import PROMPT_LENGTH, QUESTIONS
+from gpu_report import FAILED, Check, Mismatch, report_text, run_checks
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+GPUS = 8
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+TRAIN = str(ROOT / "mppo" / "train.py")
+PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "transformer-engine", "flash-attn")
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+LARGEST_MISMATCH = 0.1
+"""Largest mean difference, in nats, between log-probabilities of server and actor (bfloat16)."""
+MEMORY_TOLERANCE = 0.1
+"""Largest difference between measured and simulated memory, as a share of the latter."""
+SIZES = {
+    "dense": ("deepseek-llm-7b-chat", ()),
+    "experts": ("Moonlight-16B-A3B-Instruct", ("num_hidden_layers=6",)),
+    "routes": ("Qwen2-7B-Instruct", ("num_hidden_layers=4",)),
+}
+"""By name of the input: the config of its model, and the changed fields."""
+CHECKSUM, LOGPROB = (f"rollout.verify_sync={check}" for check in ("checksum", "logprob"))
+SHORT = (
+    "trainer.total_training_steps=2",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "trainer.export_hf=false",
+    CHECKSUM,
+    f"data.max_prompt_length={PROMPT_LENGTH}",
+    "data.max_response_length=256",
+    "data.val_files=[]",
+)
+RECIPES = {
+    "dense": (
+        "deepseek_llm_7b_gsm8k_math",
+        "data.train_batch_size=128",
+        "actor.ppo_mini_batch_size=64",
+    ),
+    "experts": (
+        "moonlight_16b_a3b_gsm8k",
+        "data.train_batch_size=128",
+        "actor.ppo_mini_batch_size=64",
+        "trainer.nnodes=1",
+        "model.trust_remote_code=false",
+        *(
+            f"{role}.megatron.{key}"
+            for role in ("actor", "critic")
+            for key in (
+                "tensor_model_parallel_size=4",
+                "expert_model_parallel_size=4",
+                "num_layers_in_last_pipeline_stage=null",
+            )
+        ),
+    ),
+}
+"""By input: the recipe, and keys that make its step short and fit it to 8 GPUs."""
+ROUTES = {
+    "tensor": ("rollout.sync=tensor", CHECKSUM),
+    "sliced": ("rollout.sync_mode=sliced", CHECKSUM),
+    "delta": (
+        "rollout.sync_mode=delta",
+        CHECKSUM,
+        "rollout.server_args={mem_fraction_static: 0.3, enable_weights_cpu_backup: true}",
+    ),
+    "disk": ("rollout.sync=disk", LOGPROB),
+}
+"""Keys of the routes with a server on the training GPUs."""
+ROUTE_KEYS = (
+    "model.dtype=bfloat16",
+    "data.train_batch_size=32",
+    "data.task_kwargs={min_length: 3, max_length: 5}",
+    "rollout.server_args={mem_fraction_static: 0.3}",
+)
+
+
+def input_check(name: str, folder: Path) -> Check:
+    """Write an input's model and questions."""
+    model, changed = SIZES[name]
+    command = (sys.executable, str(HERE / "gpu_inputs.py"), str(folder / name), model, *changed)
+    return Check(f"model {name}", "the model's folder is written", command, 300)
+
+
+def training_keys(name: str, folder: Path) -> list[str]:
+    """The recipe keys of a training run on an input."""
+    _, *own = RECIPES[name]
+    return [
+        f"model.path={folder / name / SIZES[name][0]}",
+        f"data.train_files=[{folder / name / QUESTIONS}]",
+        f"trainer.default_local_dir={folder / f'run_{name}'}",
+        *SHORT,
+        *own,
+    ]
+
+
+def recipe_of(name: str) -> Path:
+    """The recipe of a training run."""
+    return ROOT / "recipes" / f"{RECIPES[name][0]}.yaml"
+
+
+def training_check(name: str, folder: Path) -> Check:
+    """Two steps of a recipe with SGLang on the training GPUs."""
+    command = (
+        *TORCHRUN, f"--nproc_per_node={GPUS}", TRAIN, "--config", str(recipe_of(name)),
+        *training_keys(name, folder),
+    )  # fmt: skip
+    judge = partial(judge_training, run=f"run_{name}")
+    return Check(f"training {name}", "PPO with SGLang on the same GPUs", command, 420, judge=judge)
+
+
+def simulation_check(name: str, folder: Path) -> Check:
+    """The same run, simulated; its peak is compared with the measured one."""
+    command = (
+        sys.executable, "-m", "mppo.simulate", str(recipe_of(name)), "--quick",
+        "--world-size", str(GPUS), "--gpu", "1000", *training_keys(name, folder),
+    )  # fmt: skip
+    judge = partial(judge_memory, name=name)
+    shows = "simulated memory agrees with measured memory"
+    return Check(f"memory {name}", shows, command, 240, NO_GPU, judge=judge)
+
+
+def route_check(name: str, folder: Path, gpus: str) -> Check:
+    """Two steps on two GPUs; the run compares the weights that the servers got."""
+    command = (
+        *TORCHRUN, "--nproc_per_node=2", TRAIN, "--config",
+        str(ROOT / "recipes" / "tiny_cpu_sglang.yaml"), *route_keys(name, folder), *ROUTES[name],
+    )  # fmt: skip
+    judge = partial(judge_training, run=f"run_{name}")
+    shows = "weights reach a server on the training GPUs by this route"
+    return Check(f"route {name}", shows, command, 300, {"CUDA_VISIBLE_DEVICES": gpus}, judge=judge)
+
+
+def route_keys(name: str, folder: Path) -> list[str]:
+    """The recipe keys that all routes share."""
+    return [
+        f"model.path={folder / 'routes' / SIZES['routes'][0]}",
+        f"trainer.default_local_dir={folder / f'run_{name}'}",
+        "trainer.total_training_steps=2",
+        "trainer.export_hf=false",
+        *ROUTE_KEYS,
+    ]
+
+
+def distributed_check(folder: Path, port: int, secret: str) -> Check:
+    """Two steps on two GPUs with a server on a third, which gets the weights by broadcast."""
+    config = str(ROOT / "recipes" / "tiny_cpu_sglang_disaggregated.yaml")
+    keys = [*route_keys("distributed", folder), LOGPROB]
+    urls = f"rollout.urls=[http://127.0.0.1:{port}]"
+    shared = {"MPPO_ROLLOUT_API_KEY": secret}
+    return Check(
+        "route distributed",
+        "weights reach a server on another GPU by broadcast",
+        (*TORCHRUN, "--nproc_per_node=2", TRAIN, "--config", config, *keys, urls),
+        300,
+        {"CUDA_VISIBLE_DEVICES": "0,1", **shared},
+        beside=(
+            sys.executable, "-m", "mppo.serve", "--empty", "--config", config,
+            "--host", "127.0.0.1", "--port", str(port), *keys,
+        ),
+        beside_environment={"CUDA_VISIBLE_DEVICES": "2", **shared},
+        judge=partial(judge_training, run="run_distributed"),
+    )  # fmt: skip
+
+
+def numbers_check(kind: str, folder: Path) -> Check:
+    """Tiny models in float32 on 4 ranks, on CPUs or on GPUs."""
+    command = (
+        *TORCHRUN, "--nproc_per_node=4", str(HERE / "gpu_numbers.py"), str(folder / "numbers")
+    )  # fmt: skip
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "tests", "tests/distributed"))
+    environment = {"MPPO_DEVICE": kind, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    shows, judge = "reference for the next check", None
+    if kind == "cuda":
+        shows, judge = "GPUs compute the numbers of CPUs", judge_numbers
+    return Check(f"numbers {kind}", shows, command, 240, environment, judge=judge)
+
+
+def all_stages(folder: Path, port: int, secret: str) -> list[list[Check]]:
+    """All checks; those of a stage run at the same time, on different GPUs or on CPUs."""
+    seam = (sys.executable, "-m", "pytest", "-q", "-rs", str(HERE))
+    reduce = (*TORCHRUN, f"--nproc_per_node={GPUS}", str(ROOT / "slurm" / "allreduce.py"))
+    pairs = [f"{2 * index},{2 * index + 1}" for index in range(len(ROUTES))]
+    return [
+        [Check("device seam", "tests/gpu pass", seam, 240, judge=judge_pytest)],
+        [Check("all-reduce", "NCCL joins all GPUs", reduce, 120, judge=judge_all_reduce)],
+        [numbers_check("cpu", folder)],
+        [numbers_check("cuda", folder)],
+        [input_check("routes", folder)],
+        [route_check(name, folder, gpus) for name, gpus in zip(ROUTES, pairs, strict=True)],
+        [distributed_check(folder, port, secret)],
+        *(
+            [check(name, folder)]
+            for name in RECIPES
+            for check in (input_check, training_check, simulation_check)
+        ),
+    ]
+
+
+def judge_pytest(folder: Path) -> str:
+    """The summary of pytest's output."""
+    lines = (folder / "device_seam.log").read_text().splitlines()
+    return next(line for line in reversed(lines) if "passed" in line or "skipped" in line)
+
+
+def judge_all_reduce(folder: Path) -> str:
+    """The line with time and bandwidth."""
+    lines = (folder / "all-reduce.log").read_text().splitlines()
+    return next(line for line in lines if line.startswith("preflight:"))
+
+
+def judge_numbers(folder: Path) -> str:
+    """Compare the numbers of CPUs and GPUs."""
+    from gpu_numbers import differences
+
+    files = [folder / "numbers" / f"{kind}.json" for kind in ("cuda", "cpu")]
+    largest, lines = differences(*(json.loads(file.read_text()) for file in files))
+    if lines:
+        raise Mismatch("; ".join(lines))
+    return f"largest difference {largest:.2f} of the tolerance"
+
+
+def steps_of(folder: Path, run: str) -> list[dict[str, float]]:
+    """The metrics of a run's steps."""
+    lines = (folder / run / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "actor/grad_norm" in row]
+
+
+def judge_training(folder: Path, run: str) -> str:
+    """Check that two steps ran and that server and actor compute the same log-probabilities."""
+    steps = steps_of(folder, run)
+    if len(steps) != 2:
+        raise Mismatch(f"{len(steps)} steps instead of 2")
+    apart = [abs(row["training/rollout_logprob_diff_mean"]) for row in steps]
+    last = steps[-1]
+    found = (
+        f"log-probabilities of server and actor differ by {max(apart):.4f} on average, "
+        f"gradient norm {last['actor/grad_norm']:.3g}, {last['timing_s/step']:.1f} s per step, "
+        f"{last['perf/tokens_per_second']:.0f} tokens/s"
+    )
+    if not all(difference <= LARGEST_MISMATCH for difference in apart):  # also if not a number
+        raise Mismatch(f"{found}; at most {LARGEST_MISMATCH} expected")
+    return found
+
+
+def judge_memory(folder: Path, name: str) -> str:
+    """Compare the peak that torch measured on rank 0 with the simulated one."""
+    measured = steps_of(folder, f"run_{name}")[-1]["perf/max_memory_allocated_gb"]
+    text = (folder / f"memory_{name}.log").read_text()
+    at = re.search(r"^largest moment: (.+?): .*trainer ([\d.]+)", text, re.MULTILINE)
+    if at is None:
+        raise Mismatch("the simulation printed no verdict")
+    simulated = float(at[2])
+    found = f"measured {measured:.2f} GiB, simulated {simulated:.2f} GiB ({at[1]})"
+    if abs(measured - simulated) > MEMORY_TOLERANCE * simulated:
+        raise Mismatch(f"{found}: they differ by more than {MEMORY_TOLERANCE:.0%}")
+    return found
+
+
+def describe_machine() -> dict[str, str]:
+    """GPUs, driver and versions."""
+    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    gpus = subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()
+    commit = subprocess.run(
+        ("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"), capture_output=True, text=True
+    ).stdout.strip()
+
+    def version(package: str) -> str:
+        try:
+            return f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            return f"no {package}"
+
+    return {
+        "date": datetime.now().isoformat(timespec="minutes"),
+        "host": platform.node(),
+        "commit": commit or "unknown",
+        "GPUs": f"{len(gpus)} x {gpus[0]}" if gpus else "none",
+        "packages": ", ".join(map(version, PACKAGES)),
+    }
+
+
+def missing() -> str | None:
+    """Why the checks cannot run on this machine; None: they can."""
+    import torch
+
+    if os.environ.get("MPPO_DEVICE") == "cpu":
+        return "MPPO_DEVICE=cpu: unset the variable, these checks are for GPUs"
+    if not torch.version.cuda:
+        return f"torch {torch.__version__} is built for the CPU: install torch for CUDA"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < GPUS:
+        return f"torch sees {count} GPUs, but {GPUS} on one node are needed (see nvidia-smi)"
+    if importlib.util.find_spec("sglang") is None:
+        return 'SGLang is not installed: pip install "mppo[sglang]"'
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checks; see the module's text."""
+    parser = argparse.ArgumentParser(
+        prog="tests/gpu/run_all.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder for results")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names contain NAME")
+    arguments = parser.parse_args(argv)
+    why = missing()
+    if why is not None:
+        print(f"mppo: {why}", file=sys.stderr)
+        return 2
+    from mppo.parallel.addresses import free_port
+
+    folder: Path = arguments.out.absolute()
+    (folder / "numbers").mkdir(parents=True, exist_ok=True)
+    stages = selected(all_stages(folder, free_port(), os.urandom(16).hex()), arguments.only)
+    if not stages:
+        print(f"mppo: --only {' '.join(arguments.only)}: no check has such a name", file=sys.stderr)
+        return 2
+    machine, report = describe_machine(), folder / "report.md"
+    results = run_checks(
+        stages, folder, lambda found: report.write_text(report_text(machine, found))
+    )
+    for result in results:
+        print(f"{result.state:8} {result.check.name:20} {result.found}")
+    print(f"report: {report}")
+    return 1 if any(result.state == FAILED for result in results) else 0
+
+
+def selected(stages: list[list[Check]], names: Sequence[str] | None) -> list[list[Check]]:
+    """The checks whose names contain one of ``names``; None: all."""
+    chosen = [
+        [check for check in stage if names is None or any(name in check.name for name in names)]
+        for stage in stages
+    ]
+    return [stage for stage in chosen if stage]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
