@@ -95,7 +95,7 @@ class ResultCache:
         kind, forms = found
         tensors = list(_tensors(args, kwargs)) if kind is not FakeTensor or _uses(forms) else []
         out = [self._made(form, tensors) for form in forms]
-        return out[0] if kind is FakeTensor else kind(out)
+        return out[0] if kind is FakeTensor else kind(out)  # pyright: ignore[reportArgumentType]  a list or tuple
 
     def _made(self, form: _Form, tensors: list[Tensor]) -> Tensor:
         if form.same is not None:
@@ -141,7 +141,7 @@ class ResultCache:
             if shared is not None:
                 if tensors[shared].dtype.itemsize != x.dtype.itemsize:
                     return None  # a view of other elements: its offset is not the argument's
-                offset = x.storage_offset() - tensors[shared].storage_offset()
+                offset = int(x.storage_offset() - tensors[shared].storage_offset())
             shape, stride = tuple(x.shape), x.stride()
             forms.append(_Form(None, shared, shape, stride, offset, x.dtype, x.fake_device))
         kind: type = FakeTensor if isinstance(out, Tensor) else type(out)
