@@ -127,8 +127,8 @@ def test_a_dry_run_tells_how_much_larger_the_cheaper_role_s_micro_batches_should
 
 
 def test_a_dry_run_shows_the_budgets_with_which_a_run_starts():
-    """A critic of a third of the layers costs less than a third; its activations take a third of the
-    actor's, besides the output that a stage holds for the next."""
+    """A critic of a third of the layers costs less than a third; its activations take a third, and
+    the output that a stage holds for the next one."""
     sizes = {key: value for key, value in vars(DENSE).items() if key != "model_type"}
     actor, critic = LlamaConfig(**sizes), LlamaConfig(**{**sizes, "num_hidden_layers": 2})
     stages = [f"{role}.megatron.{PP}=2" for role in ("actor", "critic")]
