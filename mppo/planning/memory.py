@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +16,7 @@ from mppo.weights.blocks import padded_vocab_size
 from mppo.weights.table import Entry, Table
 
 BYTES = {"float32": 4, "bfloat16": 2}
+_DOWN_PROJECTIONS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,16 @@ def role_memory(role: RoleCase, layout: Layout, count: ParameterCount, dtype: st
     return Memory(weights, gradients, optimizer, max(buffering, weights + gradients + optimizer))
 
 
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed here. Its layers divide latent attention's down
+    projections over no ranks."""
+    return find_spec("transformer_engine") is not None
+
+
 def _elements(entry: Entry, layout: Layout) -> int:
     row = entry.row
     size = layout.etp if row.group == "etp" else layout.tp
+    if row.name.endswith(_DOWN_PROJECTIONS) and has_transformer_engine():
+        size = 1
     padded = padded_vocab_size(row.shapes[0][0], layout.tp) if row.kind == "vocab" else 0
     return math.prod(entry.shard_shape(size, padded))

@@ -23,6 +23,7 @@ from mppo.planning.memory import (
     Memory,
     count_parameters,
     experts_per_token,
+    has_transformer_engine,
     model_parameters,
     role_memory,
     role_stage_layers,
@@ -328,7 +329,14 @@ def _memory(recipe: Recipe, plans: list[RolePlan]) -> str:
                 *map(_gib, sizes),
             )
         )
-    return _columns(rows) + "\n\n" + _peaks(recipe, plans)
+    lines = [_columns(rows)]
+    latent = any(plan.layout.tp > 1 and plan.passes[0].kind.shape.mla for plan in plans)
+    if latent and not has_transformer_engine():
+        lines.append(
+            "Transformer Engine is not installed here; with it, every tensor-parallel rank holds "
+            "latent attention's down projections complete"
+        )
+    return "\n".join(lines) + "\n\n" + _peaks(recipe, plans)
 
 
 def _peaks(recipe: Recipe, plans: list[RolePlan]) -> str:
