@@ -168,7 +168,7 @@ class _Run:
             backward_start=_starts(self._b_end, self._backward),
             norm_known=[self._norms[index] for index in range(len(self._steps))],
             makespan=makespan,
-            idle_share=1 - busy / (self._stages * makespan) if makespan else 0.0,
+            idle_share=max(0.0, 1 - busy / (self._stages * makespan)) if makespan else 0.0,
             in_flight=[self._most_in_flight(order) for order in self.orders],
         )
 
