@@ -23,28 +23,33 @@ SMALLEST = {
     "weight_sync.py": ["--layers", "1", "--repeat", "2"],
     "sync_routes.py": ["--layers", "1", "--repeat", "1"],
     "simulate.py": ["gemma_2_2b_gsm8k", "--stages", "first", "--table", "table.md"],
-    "schedule.py": ["waits", "--stages", "2", "--milliseconds", "4", "--repeat", "1"],
+    "schedule.py": ["waits", "--stages", "4", "--milliseconds", "2", "--repeat", "1"],
 }  # fmt: skip
 LOOKED_AT = {
-    "checkpoint.py", "rollout.py", "simulate.py", "soak.py", "weight_sync.py", "sync_routes.py",
+    "checkpoint.py", "rollout.py", "schedule.py", "simulate.py", "soak.py", "weight_sync.py",
+    "sync_routes.py",
 }  # fmt: skip
 """Benchmarks with a separate test of their results."""
 
 
 def smallest(name: str, folder: Path, *more: str) -> dict:
     """Run a benchmark at its smallest size; the result it writes."""
-    out = folder / "result.json"
+    result = json.loads(run_smallest(name, folder / "result.json", *more))
+    assert result["command"].startswith("python")
+    return result
+
+
+def run_smallest(name: str, out: Path, *more: str) -> str:
+    """Run a benchmark at its smallest size in the folder of ``out``; what it writes there."""
     run = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / name, *SMALLEST[name], *more, "--out", out],
         capture_output=True,
         text=True,
-        cwd=folder,
+        cwd=out.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    result = json.loads(out.read_text())
-    assert result["command"].startswith("python")
-    return result
+    return out.read_text()
 
 
 @pytest.mark.parametrize("name", sorted(SMALLEST.keys() - LOOKED_AT))
@@ -79,6 +84,13 @@ def test_saves_and_loads_are_timed(tmp_path):
     assert len(result["median_seconds"]) == 9
     assert all(value >= 0 for value in result["median_seconds"].values())
     assert not list(tmp_path.glob("tmp*")), "what was written is removed"
+
+
+def test_schedules_with_waits_are_put_into_a_table(tmp_path):
+    text = run_smallest("schedule.py", tmp_path / "result.md")
+    rows = [line for line in text.splitlines() if line.startswith("| 4 |")]
+    assert {row.split("|")[5].strip() for row in rows} == {"sequential", "fused", "flush_free"}
+    assert len(rows) == 12
 
 
 def test_simulated_ranks_are_put_into_a_table(tmp_path):

@@ -1,10 +1,10 @@
 """All recipes for GPUs executed at their real width on a simulated GPU, and mistakes that no test
 on a CPU can see.
 
-Every pipeline's first and last stage runs without Transformer Engine, every first stage with it;
-one process simulates all cases of a variant, each in a fork. A case has the fewest layers per
-pipeline chunk among which is every kind of layer (``benchmarks/simulate.py`` scales them to the
-recipe's depth). A small model also runs in full; with ``MPPO_SIMULATE_ALL=1`` DeepSeek-V3 too.
+Every pipeline's first and last stage runs with and without Transformer Engine. One process
+simulates all cases of a variant, each in a fork. A case has the fewest layers per pipeline chunk
+among which is every kind of layer (``benchmarks/simulate.py`` scales them to the recipe's depth).
+Two cases also run in full; with ``MPPO_SIMULATE_ALL=1`` DeepSeek-V3 too.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ LAST = [
 """The recipes in which a role has more than one stage."""
 STORED = "stored:deepseek_llm_7b_gsm8k_math"
 """A recipe with stored activations: its backward pass computes none of them again."""
-FULL = ["small"]
-"""Cases that run in full too. DeepSeek-V3 is not among them by default: it takes 40 processor
-seconds, the other cases of this file 165."""
+FULL = ["small", "gemma_2_2b_gsm8k"]
+"""Cases that run in full too. DeepSeek-V3 is not among them by default: it alone takes 40 processor
+seconds."""
 if os.environ.get("MPPO_SIMULATE_ALL"):
     FULL.append("deepseek_v3_671b_gsm8k")
 TE_FOLDER = ROOT / ".venv" / "te"
@@ -84,7 +84,7 @@ def simulated() -> dict[str, dict[str, Any]]:
 def simulated_with_te() -> dict[str, dict[str, Any]]:
     if not (TE_FOLDER / "transformer_engine").is_dir():
         pytest.skip("Transformer Engine's Python is not installed: make .venv/.te")
-    return run_cases(*FIRST, MPPO_TEST_TE_FOLDER=str(TE_FOLDER))
+    return run_cases(*FIRST, *LAST, MPPO_TEST_TE_FOLDER=str(TE_FOLDER))
 
 
 def run_cases(*names: str, **variables: str) -> dict[str, dict[str, Any]]:
@@ -108,7 +108,7 @@ def test_a_recipe_runs_and_holds_what_the_plan_says(name, simulated):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", [*FIRST, *LAST])
 def test_a_recipe_runs_with_transformer_engine(name, simulated_with_te):
     check(simulated_with_te[name], MOST_WAITS[WITH][name])
 
