@@ -25,6 +25,15 @@ def _own_cache(tmp_path_factory):
         os.environ["MPPO_CACHE"] = before
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _environment_is_restored():
+    """A test file gets the variables of the tests' start: Megatron and our programs set some."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 def pytest_collection_modifyitems(items):
     """Tests below tests/distributed carry the marker of that name."""
     for item in items:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mppo.simulation.isolated import isolated
-
 
 def _created(*wanted: tuple[list[int], str, str | None]) -> list[int]:
     """For each group (ranks, description, backend) the index of the first one that it shares."""
-    return isolated(_create, wanted)
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(_create, wanted).result()
 
 
 def _create(wanted: tuple[tuple[list[int], str, str | None], ...]) -> list[int]:
