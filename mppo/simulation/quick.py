@@ -171,7 +171,12 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
     # permanent purposes: their bytes never exceed those between steps
     lasting = resident.keys() - {phase.name for phase in deep.phases}
     phases = []
-    for one, two in zip(shallow.phases, deep.phases, strict=True):
+    # the schedule, and with it the order of the roles' first passes, may depend on the depth
+    order = {phase.name: number for number, phase in reversed(list(enumerate(deep.phases)))}
+    pairs = (
+        sorted(result.phases, key=lambda phase: order[phase.name]) for result in (shallow, deep)
+    )
+    for one, two in zip(*pairs, strict=True):
         at = factor(one.name)
         # another source line may reach the peak at full depth: extrapolate each one
         moments = [(one.composition, two.composition, two.line)] if one.line == two.line else []

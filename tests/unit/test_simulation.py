@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,16 @@ def test_a_line_through_two_depths_gives_the_third():
     assert found.phases[0].peak == 13 * GIB
     assert found.phases[0].operations == 10 * 9
     assert found.phases[0].waits == {Wait("a.py:1", "item"): 4 * 9}
+
+
+def test_phases_may_begin_in_another_order_at_another_depth():
+    """In a shared pipeline the costs of passes decide whose micro-batch is first."""
+    shallow, deep = result_of(5 * GIB, 3 * GIB, 1), result_of(6 * GIB, 4 * GIB, 2)
+    shallow.phases.insert(0, replace(shallow.phases[0], name="updating critic", operations=3))
+    deep.phases.append(replace(deep.phases[0], name="updating critic", operations=4))
+    found = extrapolated(shallow, deep, Depths(2, 3, {"actor": 10.0, "critic": 10.0}))
+    counts = {phase.name: phase.operations for phase in found.phases}
+    assert counts == {"updating actor": 10 * 9, "updating critic": 3 + 8}
 
 
 def test_another_line_may_reach_the_peak_at_another_depth():
