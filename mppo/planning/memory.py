@@ -186,7 +186,7 @@ def role_memory(role: RoleCase, layout: Layout, count: ParameterCount, dtype: st
     return Memory(weights, gradients, optimizer, max(buffering, weights + gradients + optimizer))
 
 
-def has_transformer_engine() -> bool:
+def transformer_engine_is_installed() -> bool:
     """Whether Transformer Engine is installed here. Its layers divide latent attention's down
     projections over no ranks."""
     return find_spec("transformer_engine") is not None
@@ -195,7 +195,7 @@ def has_transformer_engine() -> bool:
 def _elements(entry: Entry, layout: Layout) -> int:
     row = entry.row
     size = layout.etp if row.group == "etp" else layout.tp
-    if row.name.endswith(_DOWN_PROJECTIONS) and has_transformer_engine():
+    if row.name.endswith(_DOWN_PROJECTIONS) and transformer_engine_is_installed():
         size = 1
     padded = padded_vocab_size(row.shapes[0][0], layout.tp) if row.kind == "vocab" else 0
     return math.prod(entry.shard_shape(size, padded))

@@ -9,7 +9,7 @@ from functools import cached_property
 from mppo.config.rules.rule import RoleCase
 from mppo.parallel.layout import Layout
 from mppo.planning.activations import Layer, ModelKind
-from mppo.planning.memory import has_transformer_engine
+from mppo.planning.memory import transformer_engine_is_installed
 from mppo.weights.blocks import padded_vocab_size
 
 _FLOAT = 4
@@ -103,7 +103,7 @@ class StagePasses:
         """Megatron's permanent buffer in which sequence parallelism gathers a matrix's input.
 
         Transformer Engine's layers do not use it."""
-        if has_transformer_engine():
+        if transformer_engine_is_installed():
             return 0
         widest = max(self._forward[0], self._training[0], key=lambda layer: layer.tokens)
         return int(widest.gathered) if widest.sequence_parallel else 0

@@ -23,10 +23,10 @@ from mppo.planning.memory import (
     Memory,
     count_parameters,
     experts_per_token,
-    has_transformer_engine,
     model_parameters,
     role_memory,
     role_stage_layers,
+    transformer_engine_is_installed,
 )
 from mppo.planning.passes import Lengths, StagePasses
 from mppo.planning.peaks import Peaks, RankPart, rank_peaks
@@ -331,7 +331,7 @@ def _memory(recipe: Recipe, plans: list[RolePlan]) -> str:
         )
     lines = [_columns(rows)]
     latent = any(plan.layout.tp > 1 and plan.passes[0].kind.shape.mla for plan in plans)
-    if latent and not has_transformer_engine():
+    if latent and not transformer_engine_is_installed():
         lines.append(
             "Transformer Engine is not installed here; with it, every tensor-parallel rank holds "
             "latent attention's down projections complete"
