@@ -181,7 +181,7 @@ class CountScorer:
     def raw_scores(self, trajectories):
         from mppo.rewards.scores import ResponseScore
 
-        return [ResponseScore(sum(t.response_ids) % 7 / 7) for t in trajectories]
+        return [ResponseScore(int(t.response_ids.sum()) % 7 / 7) for t in trajectories]
 
     score = raw_scores_divided = raw_scores
 

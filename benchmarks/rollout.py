@@ -145,7 +145,7 @@ def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.full((len(prompts), longest), PADDING)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
+        ids[row, longest - len(prompt.token_ids) :] = prompt.token_ids
         mask[row, longest - len(prompt.token_ids) :] = 1
     return ids, mask
 
@@ -181,10 +181,10 @@ def sglang(arguments: argparse.Namespace) -> dict[str, object]:
                     GenerationRequest(prompts, SamplingConfig(), length, seed=0)
                 ),
                 "plain_requests": lambda: list(
-                    pool.map(lambda p: api.generate([p.token_ids], parameters), prompts)
+                    pool.map(lambda p: api.generate([p.token_ids.tolist()], parameters), prompts)
                 ),
                 "one_plain_request": lambda: api.generate(
-                    [p.token_ids for p in prompts], parameters
+                    [p.token_ids.tolist() for p in prompts], parameters
                 ),
             }
             with ThreadPoolExecutor(len(prompts)) as pool:

@@ -14,19 +14,43 @@ A Batch is the global batch: every rank holds the same one, on the CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Prompt:
+class _ComparedByValue:
+    """Dataclasses with tensors are equal if all fields are; tensors are compared as a whole."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))  # pyright: ignore[reportArgumentType]  # subclasses are dataclasses
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # Python's way to say: not hashable
+
+    def _convert(self, name: str, dtype: torch.dtype) -> None:
+        """Make a field a tensor of this dtype on the CPU."""
+        given = getattr(self, name)
+        if not isinstance(given, Tensor) or given.dtype != dtype:
+            object.__setattr__(self, name, torch.as_tensor(given, dtype=dtype))
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or torch.equal(a, b)
+    return a == b
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt(_ComparedByValue):
     """One prompt, tokenised.
 
     Args:
         uid: position in the data order, unique within a run; samples of one prompt share it.
-        token_ids: prompt tokens, after chat template, filtering and truncation.
+        token_ids: int32 ``[P]``, prompt tokens after chat template, filtering and truncation. Any
+            sequence of integers is converted.
         data_source: name of the task or data set; selects the verifier.
         ground_truth: the reference answer for the verifier.
         text: the prompt as text, for tables.
@@ -34,22 +58,26 @@ class Prompt:
     """
 
     uid: int
-    token_ids: tuple[int, ...]
+    token_ids: Tensor
     data_source: str
     ground_truth: str
     text: str
     extra: dict = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._convert("token_ids", torch.int32)
 
-@dataclass(frozen=True)
-class Trajectory:
+
+@dataclass(frozen=True, eq=False)
+class Trajectory(_ComparedByValue):
     """One sampled response.
 
     Args:
         prompt: the prompt.
-        response_ids: generated tokens, the stop token included when one was generated.
-        logprobs: log-probability of each response token under the distribution it was sampled
-            from, before top-p/top-k/min-p truncation: softmax(logits / temperature).
+        response_ids: int32 ``[L]``, generated tokens, the stop token included when one was
+            generated. This and ``logprobs`` may be any sequence, which is converted.
+        logprobs: float32 ``[L]``, log-probability of each response token under the distribution it
+            was sampled from, before top-p/top-k/min-p truncation: softmax(logits / temperature).
         finish_reason: "stop" (a stop token was generated), "length" or "abort".
         weight_version: version of the weights that generated the response, or its last part.
         routed_experts: int16 ``[tokens, layers, k]``, experts chosen by the engine's routers for
@@ -59,18 +87,28 @@ class Trajectory:
     """
 
     prompt: Prompt
-    response_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    response_ids: Tensor
+    logprobs: Tensor
     finish_reason: str
     weight_version: int
     routed_experts: Tensor | None = None
     earlier: tuple[tuple[int, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        self._convert("response_ids", torch.int32)
+        self._convert("logprobs", torch.float32)
+
     @property
-    def weight_versions(self) -> list[int]:
-        """Weight version of each response token."""
-        before = [version for version, tokens in self.earlier for _ in range(tokens)]
-        return before + [self.weight_version] * (len(self.response_ids) - len(before))
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """(version, number of tokens) of all parts, in order."""
+        before = sum(tokens for _, tokens in self.earlier)
+        return (*self.earlier, (self.weight_version, len(self.response_ids) - before))
+
+    @property
+    def weight_versions(self) -> Tensor:
+        """Weight version of each response token: int64 ``[L]``."""
+        version, count = torch.tensor(self.parts).T
+        return version.repeat_interleave(count)
 
 
 ResponsesBySample = dict[tuple[int, int], Trajectory]
@@ -225,44 +263,51 @@ def pack_trajectories(
             f"a batch needs at least one trajectory and one score for each: got "
             f"{len(trajectories)} trajectories and {len(scores)} scores"
         )
-    tokens: list[int] = []
-    mask: list[float] = []
-    end_mask: list[float] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    lengths: list[int] = []
-    # Python lists are extended and converted once: one tensor per trajectory would be slower
-    for trajectory in trajectories:
-        prompt_len, response_len = len(trajectory.prompt.token_ids), len(trajectory.response_ids)
-        tokens += trajectory.prompt.token_ids
-        tokens += trajectory.response_ids
-        mask += [0.0] * prompt_len + [1.0] * response_len
-        logprobs += [0.0] * prompt_len
-        logprobs += trajectory.logprobs
-        versions += [-1] * prompt_len + trajectory.weight_versions
-        stopped = trajectory.finish_reason == "stop"
-        # the end slot repeats the stop token; mask, log-probability and version mark it as unread
-        slots = int(stopped and 0 < response_len < end_slots_below)
-        tokens += trajectory.response_ids[-1:] * slots
-        mask += [0.0] * slots
-        logprobs += [0.0] * slots
-        versions += [-1] * slots
-        end_mask += [0.0] * (prompt_len + response_len) + [1.0] * slots
-        lengths.append(prompt_len + response_len + slots)
-    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
+    stopped_B = torch.tensor([t.finish_reason == "stop" for t in trajectories])
+    prompt_B = torch.tensor([len(t.prompt.token_ids) for t in trajectories])
+    response_B = torch.tensor([len(t.response_ids) for t in trajectories])
+    # the end slot repeats the stop token; mask, log-probability and version mark it as unread
+    slots_B = (stopped_B & (response_B > 0) & (response_B < end_slots_below)).long()
+    lengths_B = prompt_B + response_B + slots_B
+    cu_seqlens = torch.zeros(len(trajectories) + 1, dtype=torch.int64)
+    cu_seqlens[1:] = lengths_B.cumsum(0)
+    # every sequence is a run of prompt tokens, one of response tokens and one of its end slot
+    runs = torch.stack([prompt_B, response_B, slots_B], 1).flatten()
+    kinds = torch.arange(3, dtype=torch.int8).repeat(len(trajectories)).repeat_interleave(runs)
+    in_response_T = kinds == 1
+    logprobs_T = torch.zeros(len(kinds))
+    logprobs_T[in_response_T] = torch.cat([t.logprobs for t in trajectories])
     return Batch(
-        tokens_T=torch.tensor(tokens, dtype=torch.int64),
+        tokens_T=_concatenate_tokens(trajectories, slots_B.tolist()),
         cu_seqlens=cu_seqlens,
-        response_mask_T=torch.tensor(mask, dtype=torch.float32),
-        rollout_logprobs_T=torch.tensor(logprobs, dtype=torch.float32),
+        response_mask_T=in_response_T.float(),
+        rollout_logprobs_T=logprobs_T,
         group_B=torch.tensor([t.prompt.uid for t in trajectories], dtype=torch.int64),
         scores_B=torch.tensor(scores, dtype=torch.float32),
-        truncated_B=torch.tensor([t.finish_reason != "stop" for t in trajectories]),
-        weight_version_T=torch.tensor(versions, dtype=torch.int64),
-        routed_experts_T=_concatenate_routing(trajectories, lengths),
-        end_mask_T=torch.tensor(end_mask, dtype=torch.float32),
+        truncated_B=~stopped_B,
+        weight_version_T=_expand_versions(trajectories, slots_B.tolist()),
+        routed_experts_T=_concatenate_routing(trajectories, lengths_B.tolist()),
+        end_mask_T=(kinds == 2).float(),
     )
+
+
+def _concatenate_tokens(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
+    """``Batch.tokens_T`` of trajectories with these numbers of end slots."""
+    parts: list[Tensor] = []
+    for trajectory, count in zip(trajectories, slots, strict=True):
+        parts += [trajectory.prompt.token_ids, trajectory.response_ids]
+        if count:
+            parts.append(trajectory.response_ids[-1:])
+    return torch.cat(parts).long()
+
+
+def _expand_versions(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
+    """``Batch.weight_version_T`` of trajectories with these numbers of end slots."""
+    runs: list[tuple[int, int]] = []
+    for trajectory, count in zip(trajectories, slots, strict=True):
+        runs += [(-1, len(trajectory.prompt.token_ids)), *trajectory.parts, (-1, count)]
+    version, tokens = torch.tensor(runs).T
+    return version.repeat_interleave(tokens)
 
 
 def _concatenate_routing(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -28,9 +27,9 @@ def to_bytes(partial: ResponsesBySample) -> bytes:
     tensors: dict[str, Tensor] = {}
     table = []
     for row, ((uid, sample), response) in enumerate(partial.items()):
-        tensors[f"{row}/prompt_ids"] = torch.tensor(response.prompt.token_ids)
-        tensors[f"{row}/response_ids"] = torch.tensor(response.response_ids)
-        tensors[f"{row}/logprobs"] = torch.tensor(response.logprobs, dtype=torch.float32)
+        tensors[f"{row}/prompt_ids"] = response.prompt.token_ids.long()
+        tensors[f"{row}/response_ids"] = response.response_ids.long()
+        tensors[f"{row}/logprobs"] = response.logprobs.clone()
         if response.routed_experts is not None:
             tensors[f"{row}/routed_experts"] = response.routed_experts.clone()
         table.append(
@@ -63,11 +62,10 @@ def load_responses(folder: Path) -> ResponsesBySample:
         table = parse_json(file.metadata()[_TABLE])
     for row, entry in enumerate(table):
         uid, sample = entry.pop("uid"), entry.pop("sample")
-        prompt_ids = tuple(tensors[f"{row}/prompt_ids"].tolist())
         partial[uid, sample] = Trajectory(
-            prompt=Prompt(uid, prompt_ids, data_source="", ground_truth="", text=""),
-            response_ids=tuple(tensors[f"{row}/response_ids"].tolist()),
-            logprobs=tuple(tensors[f"{row}/logprobs"].tolist()),
+            prompt=Prompt(uid, tensors[f"{row}/prompt_ids"], "", "", ""),
+            response_ids=tensors[f"{row}/response_ids"],
+            logprobs=tensors[f"{row}/logprobs"],
             routed_experts=tensors.get(f"{row}/routed_experts"),
             earlier=tuple(map(tuple, entry.pop("earlier"))),
             **entry,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch import Prompt
@@ -40,7 +41,7 @@ def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
     for row, ids in zip(rows, encoded):
         document = (*ids, eos)
         if len(document) > 1:
-            kept.append(Prompt(len(kept), document[:limit], row.data_source, "", ""))
+            kept.append(Prompt(len(kept), torch.tensor(document[:limit]), row.data_source, "", ""))
     if not kept:
         why, fix = "no document has two tokens", "give files with longer texts"
         raise ConfigError([ConfigIssue("data.ptx_files", list(data.ptx_files), why, fix)])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch import Prompt
@@ -176,7 +177,7 @@ def _fit(
         kept.append(
             Prompt(
                 uid=len(kept),
-                token_ids=tuple(ids),
+                token_ids=torch.tensor(ids, dtype=torch.int32),
                 data_source=row.data_source,
                 ground_truth=row.answer,
                 text=text,

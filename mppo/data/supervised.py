@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from random import Random
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mppo.data.source import PromptSet
 from mppo.hub.builtin import eos_id
 
-SupervisedExample = tuple[tuple[int, ...], tuple[int, ...]]
+SupervisedExample = tuple[Tensor, Tensor]
 """Prompt tokens, and answer tokens with the end-of-sequence token at their end."""
 
 
@@ -36,6 +38,6 @@ def supervised_examples(
     answers = tokenizer([prompt.ground_truth for prompt in chosen], add_special_tokens=False)
     eos = eos_id(tokenizer)
     return [
-        (prompt.token_ids, (*answer_ids, eos))
+        (prompt.token_ids, torch.tensor([*answer_ids, eos], dtype=torch.int32))
         for prompt, answer_ids in zip(chosen, answers["input_ids"])
     ]

@@ -93,7 +93,7 @@ class Scorer:
 
     def _responses(self, trajectories: Sequence[Trajectory]) -> list[Response]:
         texts = self.tokenizer.batch_decode(
-            [list(trajectory.response_ids) for trajectory in trajectories],
+            [trajectory.response_ids.tolist() for trajectory in trajectories],
             skip_special_tokens=True,
         )
         return [Response(each.prompt, text) for each, text in zip(trajectories, texts)]

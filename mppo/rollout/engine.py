@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
+
 from mppo.batch import Prompt, ResponsesBySample, Trajectory
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.weights.bucket import WeightBucket
@@ -56,7 +58,7 @@ class GenerationRequest:
         for place in range(len(self.prompts) * self.sampling.n):
             prompt, sample = self.sample_at(place)
             response = self.resumable.get((prompt.uid, sample))
-            if response is None or response.prompt.token_ids != prompt.token_ids:
+            if response is None or not torch.equal(response.prompt.token_ids, prompt.token_ids):
                 continue
             least = len(response.response_ids) + (response.finish_reason == "abort")
             if least <= self.max_tokens:
@@ -75,8 +77,13 @@ class GenerationRequest:
         left = {}
         for place, response in found.items():
             index, sample = divmod(place, self.sampling.n)
-            if index not in taken and response.response_ids:
-                left[self.prompts[index].uid, sample] = response
+            if index not in taken and len(response.response_ids):
+                # copies: views would keep the tokens of all other responses in memory
+                left[self.prompts[index].uid, sample] = replace(
+                    response,
+                    response_ids=response.response_ids.clone(),
+                    logprobs=response.logprobs.clone(),
+                )
         return left
 
 

@@ -47,18 +47,17 @@ def unpack_rows(packed: Tensor, request: GenerationRequest, version: int) -> dic
     half = len(body) // 2
     values = body[half:].view(torch.float32)
     _check_finite(values, keys, lengths, request, version)
-    tokens, logprobs = body[:half].tolist(), values.tolist()
-    found, at = {}, 0
-    for key, length, reason in zip(keys, lengths, finish, strict=True):
-        found[key] = Trajectory(
+    parts = zip(keys, finish, body[:half].split(lengths), values.split(lengths), strict=True)
+    return {
+        key: Trajectory(
             prompt=request.sample_at(key)[0],
-            response_ids=tuple(tokens[at : at + length]),
-            logprobs=tuple(logprobs[at : at + length]),
+            response_ids=tokens,
+            logprobs=logprobs,
             finish_reason=FINISH[reason],
             weight_version=version,
         )
-        at += length
-    return found
+        for key, reason, tokens, logprobs in parts
+    }
 
 
 def _check_finite(

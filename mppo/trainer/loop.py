@@ -212,7 +212,7 @@ def show_samples(run: Run, step: int, scored: ScoredRollout) -> None:
         return
     shown = scored.trajectories[: run.recipe.trainer.sample_table_rows]
     texts = run.tokenizer.batch_decode(
-        [list(t.response_ids) for t in shown], skip_special_tokens=True
+        [t.response_ids.tolist() for t in shown], skip_special_tokens=True
     )
     rows = [
         SampleRow(t.prompt.text, text, t.prompt.ground_truth, float(reward))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mppo.algos.packing import select_sequences
@@ -121,7 +122,7 @@ def text_batch(documents: Sequence[Prompt]) -> Batch:
         Trajectory(
             Prompt(document.uid, document.token_ids[:1], document.data_source, "", ""),
             document.token_ids[1:],
-            (0.0,) * (len(document.token_ids) - 1),
+            torch.zeros(len(document.token_ids) - 1),
             "stop",
             0,
         )

@@ -99,7 +99,7 @@ def _as_batch(examples: list[SupervisedExample]) -> Batch:
         Trajectory(
             Prompt(uid, prompt_ids, "supervised", "", ""),
             answer_ids,
-            (0.0,) * len(answer_ids),
+            torch.zeros(len(answer_ids)),
             "stop",
             0,
         )

@@ -239,8 +239,8 @@ def test_text_is_read_at_temperature_one(outcomes):
     alone, _, folder = outcomes
     losses = []
     for document in documents():
-        logprobs = _logits(folder / "qwen2", list(document.token_ids)).log_softmax(-1)
-        losses.append(-logprobs.gather(1, torch.tensor(document.token_ids[1:])[:, None])[:, 0])
+        logprobs = _logits(folder / "qwen2", document.token_ids.tolist()).log_softmax(-1)
+        losses.append(-logprobs.gather(1, document.token_ids[1:, None].long())[:, 0])
     want = torch.cat(losses).mean().item()
     assert alone["stats"][0]["actor/ptx_loss"] == pytest.approx(want, rel=1e-5)
     assert alone["stats"][1]["actor/ptx_loss"] < want

@@ -84,7 +84,7 @@ class Trainer:
     def generate(self) -> None:
         prompts = [Prompt(0, (3, 4), "t", "", "")]
         (found,) = self.engine.generate(GenerationRequest(prompts, SamplingConfig(), 4, seed=0))
-        assert found.response_ids == (5, 2)
+        assert found.response_ids.tolist() == [5, 2]
         assert found.weight_version == self._version
 
 

@@ -117,7 +117,7 @@ class Case:
             )
         )
         self.check_logprobs(trajectories, 0.7)
-        sequences = [[*t.prompt.token_ids, *t.response_ids] for t in trajectories]
+        sequences = [[*t.prompt.token_ids.tolist(), *t.response_ids.tolist()] for t in trajectories]
         for ours, theirs in zip(
             self.local.logprobs(sequences), engine.logprobs(sequences), strict=True
         ):
@@ -127,14 +127,14 @@ class Case:
     def check_logprobs(self, trajectories: list[Trajectory], temperature: float) -> None:
         for t in trajectories:
             expected = response_logprobs(self.model, t, temperature)
-            assert t.logprobs == pytest.approx(expected, abs=TOLERANCE)
+            assert t.logprobs.tolist() == pytest.approx(expected, abs=TOLERANCE)
             assert t.weight_version == self.version
 
 
 @torch.no_grad()
 def response_logprobs(model: nn.Module, t: Trajectory, temperature: float = 1.0) -> list[float]:
     """Log-probabilities of a response's tokens by a transformers model."""
-    tokens = torch.tensor([[*t.prompt.token_ids, *t.response_ids]])
+    tokens = torch.tensor([[*t.prompt.token_ids.tolist(), *t.response_ids.tolist()]])
     logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)[:-1]
     return logprobs.gather(-1, tokens[0, 1:, None])[-len(t.response_ids) :, 0].tolist()
 

@@ -65,7 +65,7 @@ def test_the_server_loads_an_export_of_the_conversion_tool(qwen2, tmp_path) -> N
     assert convert(["hf-to-megatron", *there, "--no-tokenizer"]) == 0
     assert convert(["megatron-to-hf", *back, "--max-shard-gb", "0.0001"]) == 0
     qwen2.engine.fleet.apis[0].update_from_disk(f"{tmp_path}/back", qwen2.version)
-    sequences = [[*prompt.token_ids] for prompt in prompts(4)]
+    sequences = [prompt.token_ids.tolist() for prompt in prompts(4)]
     for tokens, got in zip(sequences, qwen2.engine.logprobs(sequences), strict=True):
         with torch.no_grad():
             logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
@@ -97,20 +97,22 @@ def test_greedy_and_stops_equal_the_local_engine(qwen2) -> None:
     sampling = SamplingConfig(temperature=0.0)
     ours = qwen2.local.generate(Request(prompts(8), sampling, 12, seed=0))
     theirs = qwen2.engine.generate(Request(prompts(8), sampling, 12, seed=0))
-    assert [t.response_ids for t in ours] == [t.response_ids for t in theirs]
+    assert [t.response_ids.tolist() for t in ours] == [t.response_ids.tolist() for t in theirs]
     for a, b in zip(ours, theirs, strict=True):
-        assert b.logprobs == pytest.approx(a.logprobs, abs=TOLERANCE)
+        assert b.logprobs.tolist() == pytest.approx(a.logprobs.tolist(), abs=TOLERANCE)
     for one_left in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         theirs = qwen2.engine.generate(Request(prompts(8), SamplingConfig(**one_left), 12, seed=0))
-        assert [t.response_ids for t in ours] == [t.response_ids for t in theirs], one_left
+        assert [t.response_ids.tolist() for t in ours] == [
+            t.response_ids.tolist() for t in theirs
+        ], one_left
     stops = tuple(range(2, 60))
     trajectories = qwen2.engine.generate(
         Request(prompts(8), SamplingConfig(n=4, stop_token_ids=stops), 12, seed=0)
     )
     assert {t.finish_reason for t in trajectories} == {"stop", "length"}
     for t in trajectories:
-        assert t.finish_reason == ("stop" if t.response_ids[-1] in stops else "length")
-        assert not set(t.response_ids[:-1]) & set(stops)
+        assert t.finish_reason == ("stop" if t.response_ids[-1].item() in stops else "length")
+        assert not set(t.response_ids[:-1].tolist()) & set(stops)
 
 
 def test_on_response_gets_responses_while_others_are_generated(qwen2) -> None:
@@ -192,18 +194,18 @@ def test_a_resumed_run_continues_partial_responses_with_new_weights(
     for key, before in partial.items():
         length = len(before.response_ids)
         assert given[key].prompt == before.prompt
-        assert given[key].response_ids[:length] == before.response_ids
-        assert given[key].weight_versions[:length] == before.weight_versions
+        assert given[key].response_ids[:length].tolist() == before.response_ids.tolist()
+        assert given[key].weight_versions[:length].tolist() == before.weight_versions.tolist()
     assert [t.prompt.uid for t in second] == [p.uid for p in left for _ in range(2)]
-    cut = {key for key, t in partial.items() if t.response_ids and t.finish_reason == "abort"}
+    cut = {key for key, t in partial.items() if len(t.response_ids) and t.finish_reason == "abort"}
     assert cut
-    assert cut == {key for key, t in given.items() if len(set(t.weight_versions)) == 2}
+    assert cut == {key for key, t in given.items() if len(set(t.weight_versions.tolist())) == 2}
     for t in second:
         expected = {v: response_logprobs(model, t) for v, model in models.items()}
-        by_version = [expected[version][i] for i, version in enumerate(t.weight_versions)]
-        assert t.logprobs == pytest.approx(by_version, abs=TOLERANCE)
+        by_version = [expected[version][i] for i, version in enumerate(t.weight_versions.tolist())]
+        assert t.logprobs.tolist() == pytest.approx(by_version, abs=TOLERANCE)
         assert len(t.response_ids) <= 400
-        assert not set(t.response_ids[:-1]) & set(sampling.stop_token_ids)
+        assert not set(t.response_ids[:-1].tolist()) & set(sampling.stop_token_ids)
 
 
 def test_new_weights_wait_for_a_submitted_request(qwen2) -> None:
@@ -225,8 +227,8 @@ def test_new_weights_wait_for_a_submitted_request(qwen2) -> None:
     assert trajectories == resumed == [reported[row] for row in range(16)]
     assert not ahead.left_over, "what was collected is not left over"
     for t in trajectories:
-        assert t.weight_versions == [version] * len(t.response_ids)
-        assert t.logprobs == pytest.approx(response_logprobs(old, t), abs=TOLERANCE)
+        assert t.weight_versions.tolist() == [version] * len(t.response_ids)
+        assert t.logprobs.tolist() == pytest.approx(response_logprobs(old, t), abs=TOLERANCE)
 
 
 def test_stop_aborts_a_submitted_request(qwen2, monkeypatch) -> None:

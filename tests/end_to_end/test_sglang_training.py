@@ -163,9 +163,9 @@ def _check_taken_up(root: Path, model: Path, rows: list[dict], resumed: list[dic
     assert len(both) >= 16
     same = sum(complete[prompt] == later[prompt] for prompt in both)
     assert same >= len(both) - 1, "but for a tie between the likeliest tokens"
-    prompts = {key: tokenizer.decode(r.prompt.token_ids) for key, r in begun.items()}
+    prompts = {key: tokenizer.decode(r.prompt.token_ids.tolist()) for key, r in begun.items()}
     starts = tokenizer.batch_decode(
-        [r.response_ids for r in begun.values()], skip_special_tokens=True
+        [r.response_ids.tolist() for r in begun.values()], skip_special_tokens=True
     )
     went_on = [
         later[prompt].startswith(start.rstrip("\ufffd"))  # half a letter

@@ -28,7 +28,7 @@ def data_of(tmp_path, *texts, **keys) -> DataConfig:
 def test_documents_end_with_the_end_token_and_are_cut_to_the_longest_sequence(tokenizer, tmp_path):
     documents = load_documents(data_of(tmp_path, "1 + 1", "12345678901234"), tokenizer)
     short, long = (document.token_ids for document in documents.prompts)
-    assert tokenizer.decode(list(short[:-1])) == "1 + 1"
+    assert tokenizer.decode(short[:-1]) == "1 + 1"
     assert short[-1] == tokenizer.eos_token_id
     assert len(long) == 7
     assert (documents.filtered, documents.truncated) == (0, 1)

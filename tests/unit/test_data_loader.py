@@ -14,7 +14,7 @@ def prompt_set(size):
 
 
 def rows(batch):
-    return [prompt.token_ids[0] for prompt in batch]
+    return [prompt.token_ids[0].item() for prompt in batch]
 
 
 @pytest.mark.parametrize("size", [5, 6, 7, 3])

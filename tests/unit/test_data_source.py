@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from mppo.config.errors import ConfigError
 from mppo.config.sections.data import DataConfig
@@ -35,7 +36,7 @@ def test_jsonl_rows_become_prompts(tokenizer, tmp_path):
     assert [prompt.uid for prompt in prompts] == [0, 1]
     assert prompts[0].data_source == "sums"
     assert prompts[0].extra == {"level": 1}
-    assert tokenizer.decode(list(prompts[0].token_ids)) == prompts[0].text
+    assert tokenizer.decode(prompts[0].token_ids.tolist()) == prompts[0].text
 
 
 def test_parquet_rows_are_the_same_as_jsonl_rows(tokenizer, tmp_path):
@@ -66,7 +67,7 @@ def test_system_prompt_goes_first_and_plain_text_has_no_template(tokenizer, tmp_
     (prompt,) = load(tokenizer, path, system_prompt="Add.").prompts
     assert prompt.text == "<bos>Add.\n1+2=\n"
     (prompt,) = load(tokenizer, path, apply_chat_template=False).prompts
-    assert tokenizer.decode(list(prompt.token_ids)) == "1+2="
+    assert tokenizer.decode(prompt.token_ids.tolist()) == "1+2="
 
 
 def test_overlong_prompts_are_dropped_and_counted(tokenizer, tmp_path):
@@ -85,7 +86,7 @@ def test_overlong_prompts_are_truncated_on_the_configured_side(side, text, token
         tokenizer, path, max_prompt_length=limit, filter_overlong_prompts=False, truncation=side
     )
     assert found.summary() == "1 (a 1), 1 truncated"
-    assert tokenizer.decode(list(found.prompts[0].token_ids)) == text
+    assert tokenizer.decode(found.prompts[0].token_ids.tolist()) == text
     assert len(found.prompts[0].token_ids) == limit
 
 
@@ -223,10 +224,14 @@ def test_a_file_that_is_not_parquet_is_named(tokenizer, tmp_path):
 def test_supervised_examples_are_prompt_and_answer_closed_by_eos(tokenizer):
     prompts = load_prompts(DataConfig(task="sort_digits", train_size=5), tokenizer, "train")
     examples = supervised_examples(prompts, tokenizer, 12, seed=0)
-    truths = {prompt.token_ids: prompt.ground_truth for prompt in prompts.prompts}
+    truths = {tuple(prompt.token_ids.tolist()): prompt.ground_truth for prompt in prompts.prompts}
     for prompt_ids, answer_ids in examples:
-        assert tokenizer.decode(list(answer_ids)) == truths[prompt_ids] + "<eos>"
+        assert tokenizer.decode(answer_ids) == truths[tuple(prompt_ids.tolist())] + "<eos>"
     assert len(examples) == 12
-    assert {prompt_ids for prompt_ids, _ in examples[:5]} == set(truths)
-    assert examples == supervised_examples(prompts, tokenizer, 12, seed=0)
-    assert examples != supervised_examples(prompts, tokenizer, 12, seed=1)
+    assert {tuple(prompt_ids.tolist()) for prompt_ids, _ in examples[:5]} == set(truths)
+
+    def tokens(seed: int) -> list[list[int]]:
+        return [torch.cat(e).tolist() for e in supervised_examples(prompts, tokenizer, 12, seed)]
+
+    assert tokens(0) == [torch.cat(example).tolist() for example in examples]
+    assert tokens(0) != tokens(1)

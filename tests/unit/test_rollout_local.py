@@ -110,7 +110,7 @@ def _logprobs(model: nn.Module, tokens: list[int], temperature: float = 1.0) -> 
 
 
 def _all_tokens(trajectory: Trajectory) -> list[int]:
-    return [*trajectory.prompt.token_ids, *trajectory.response_ids]
+    return [*trajectory.prompt.token_ids.tolist(), *trajectory.response_ids.tolist()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -121,7 +121,7 @@ def test_logprobs_equal_transformers(engine_and_reference, family: str) -> None:
     assert [t.prompt.uid for t in trajectories] == [u for u in range(100, 106) for _ in range(2)]
     for t in trajectories:
         expected = _logprobs(reference, _all_tokens(t), 0.8)[-len(t.response_ids) :]
-        assert t.logprobs == pytest.approx(expected, abs=2e-5)
+        assert t.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
         assert t.weight_version == 5
     sequences = [_all_tokens(t) for t in trajectories]
     for sequence, values in zip(sequences, engine.logprobs(sequences), strict=True):
@@ -133,11 +133,11 @@ def test_greedy_equals_transformers_generate(engine_and_reference) -> None:
     for t in engine.generate(
         GenerationRequest(_prompts(), SamplingConfig(temperature=0.0), 20, seed=0)
     ):
-        tokens = torch.tensor([t.prompt.token_ids])
+        tokens = torch.tensor([t.prompt.token_ids.tolist()])
         expected = reference.generate(
             tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=20
         )
-        assert list(t.response_ids) == expected[0, tokens.shape[1] :].tolist()
+        assert t.response_ids.tolist() == expected[0, tokens.shape[1] :].tolist()
 
 
 def test_tokens_do_not_depend_on_batching_or_order(engine_and_reference) -> None:
@@ -146,15 +146,18 @@ def test_tokens_do_not_depend_on_batching_or_order(engine_and_reference) -> None
     sampling = SamplingConfig(n=3)
     prompts = _prompts()
     complete = engine.generate(GenerationRequest(prompts, sampling, 15, seed=4))
-    assert [t.response_ids for t in complete] == [
-        t.response_ids for t in small.generate(GenerationRequest(prompts, sampling, 15, seed=4))
+    assert [t.response_ids.tolist() for t in complete] == [
+        t.response_ids.tolist()
+        for t in small.generate(GenerationRequest(prompts, sampling, 15, seed=4))
     ]
     backwards = engine.generate(GenerationRequest(prompts[::-1], sampling, 15, seed=4))
     by_uid = {}
     for t in backwards:
-        by_uid.setdefault(t.prompt.uid, []).append(t.response_ids)
-    assert [t.response_ids for t in complete] == [r for p in prompts for r in by_uid[p.uid]]
-    assert len({t.response_ids for t in complete}) == len(complete)
+        by_uid.setdefault(t.prompt.uid, []).append(t.response_ids.tolist())
+    assert [t.response_ids.tolist() for t in complete] == [
+        r for p in prompts for r in by_uid[p.uid]
+    ]
+    assert len({tuple(t.response_ids.tolist()) for t in complete}) == len(complete)
     assert complete != engine.generate(GenerationRequest(prompts, sampling, 15, seed=5))
 
 
@@ -165,11 +168,11 @@ def test_rows_stop_at_stop_tokens_and_at_the_length(engine_and_reference) -> Non
     trajectories = engine.generate(GenerationRequest(_prompts(), sampling, 6, seed=0))
     assert {t.finish_reason for t in trajectories} == {"stop", "length"}
     for t in trajectories:
-        ended = t.response_ids[-1] in stops
+        ended = t.response_ids[-1].item() in stops
         assert t.finish_reason == ("stop" if ended else "length")
         assert len(t.response_ids) == len(t.logprobs)
         assert ended or len(t.response_ids) == 6
-        assert not set(t.response_ids[:-1]) & set(stops)
+        assert not set(t.response_ids[:-1].tolist()) & set(stops)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
@@ -180,7 +183,7 @@ def test_finished_rows_leave_the_batch_without_changing_the_others(
     sampling = SamplingConfig(n=8, stop_token_ids=tuple(range(2, 12)))
     for t in engine.generate(GenerationRequest(_prompts(), sampling, 40, seed=0)):
         expected = _logprobs(reference, _all_tokens(t))[-len(t.response_ids) :]
-        assert t.logprobs == pytest.approx(expected, abs=2e-5)
+        assert t.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
 
 
 def test_the_cache_grows_past_its_first_block(engine_and_reference) -> None:
@@ -189,7 +192,7 @@ def test_the_cache_grows_past_its_first_block(engine_and_reference) -> None:
     for t in engine.generate(GenerationRequest(_prompts((3, 6)), SamplingConfig(), 300, seed=0)):
         assert len(t.response_ids) == 300
         expected = _logprobs(reference, _all_tokens(t))[-300:]
-        assert t.logprobs == pytest.approx(expected, abs=2e-5)
+        assert t.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -292,7 +295,7 @@ def test_experts_of_any_width_are_multiplied(tmp_path, dtype: torch.dtype) -> No
     expected = _logprobs(reference, _all_tokens(t))
     allowed = 2e-5 if dtype == torch.float32 else 0.3
     assert values == pytest.approx(expected, abs=allowed)
-    assert t.logprobs == pytest.approx(values[-10:], abs=allowed)
+    assert t.logprobs.tolist() == pytest.approx(values[-10:], abs=allowed)
 
 
 def test_short_sequences_have_no_logprobs(engine_and_reference) -> None:

@@ -123,7 +123,7 @@ def _prefill_slices(lengths: Sequence[int]) -> list[slice]:
 
 
 def _prefill(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], cache: RowCache, device: torch.device
+    model: PreTrainedModel, prompts: Sequence[Tensor], cache: RowCache, device: torch.device
 ) -> Tensor:
     """Fill the cache with prompts (shortest first); return the last logits: ``[P, V]``."""
     lengths = [len(prompt) for prompt in prompts]
@@ -132,7 +132,7 @@ def _prefill(
         width = lengths[part.stop - 1]
         padded = torch.zeros(part.stop - part.start, width, dtype=torch.int64)
         for row, prompt in enumerate(prompts[part]):
-            padded[row, : len(prompt)] = torch.tensor(prompt)
+            padded[row, : len(prompt)] = prompt
         last_P = torch.tensor(lengths[part], device=device) - 1
         row_P = torch.arange(len(last_P), device=device)
 
@@ -225,7 +225,7 @@ class _Rows:
 @torch.inference_mode()
 def decode(
     model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Tensor],
     parent_R: Sequence[int],
     key_R: Tensor,
     sampling: SamplingConfig,
@@ -237,7 +237,7 @@ def decode(
 
     Args:
         model: causal LM in eval mode whose attention is ``row_attention``.
-        prompts: P token lists, shortest first, none empty.
+        prompts: P one-dimensional tensors of token ids, shortest first, none empty.
         parent_R: index of each row's prompt; every prompt is prefilled once.
         key_R: int64 ``[R]`` on the model's device, key of each row's random stream.
         sampling: sampling parameters.

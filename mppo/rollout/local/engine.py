@@ -140,7 +140,7 @@ class LocalEngine:
             "the local engine answers all prompts"
         )
         version = self._loaded_version()
-        if not all(prompt.token_ids for prompt in prompts):
+        if not all(len(prompt.token_ids) for prompt in prompts):
             raise ValueError("an empty prompt cannot be continued: add at least a BOS token")
         dealt = partition([len(p.token_ids) for p in prompts], self._world, equal_count=True)
         mine = sorted(dealt[self._rank], key=lambda index: len(prompts[index].token_ids))

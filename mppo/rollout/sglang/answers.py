@@ -22,18 +22,18 @@ from mppo.rollout.sglang.routed_experts import (
     routed_tokens,
 )
 
+_NO_TOKENS = torch.empty(0, dtype=torch.int32)
+
 
 def joined(before: Trajectory | None, more: Trajectory) -> Trajectory:
     """Append a continuation to an earlier part of a response."""
     if before is None:
         return more
-    known = sum(tokens for _, tokens in before.earlier)
-    part = (before.weight_version, len(before.response_ids) - known)
     return replace(
         more,
-        response_ids=before.response_ids + more.response_ids,
-        logprobs=before.logprobs + more.logprobs,
-        earlier=(*before.earlier, part),
+        response_ids=torch.cat([before.response_ids, more.response_ids]),
+        logprobs=torch.cat([before.logprobs, more.logprobs]),
+        earlier=before.parts,
     )
 
 
@@ -109,6 +109,6 @@ def _packed(mine: Mapping[int, ServerResponse]) -> Tensor:
         torch.tensor(list(mine), dtype=torch.int64),
         torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
         torch.tensor([FINISH.index(row.reason) for row in rows], dtype=torch.int64),
-        torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int64),
-        torch.tensor([value for row in rows for value in row.logprobs], dtype=torch.float32),
+        torch.cat([_NO_TOKENS, *(row.tokens for row in rows)]),
+        torch.cat([torch.empty(0), *(row.logprobs for row in rows)]),
     )

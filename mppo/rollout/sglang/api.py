@@ -5,13 +5,17 @@ from __future__ import annotations
 import base64
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from mppo.batch import Prompt, Trajectory
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused, ServerLost
+from mppo.rollout.sglang.token_text import ENTRIES, IDS, parse_generated
+from mppo.safety.bounded_http import parse_answer
 
 _QUICK_S = 5.0
 _IDLE_POLL_S = 0.05
@@ -25,31 +29,28 @@ MEMORY_TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPHS)
 class ServerResponse:
     """One response as the server returned it.
 
-    ``reason``: ``stop``, ``length`` or ``abort``. ``routed_experts``: int32 values, layer by layer
-    for each routed token; None if not requested.
+    ``tokens`` int32 and ``logprobs`` float32 ``[L]``. ``reason``: ``stop``, ``length`` or
+    ``abort``. ``routed_experts``: int32 values, layer by layer for each routed token; None if not
+    requested.
     """
 
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: Tensor
+    logprobs: Tensor
     reason: str
     weight_version: str
     routed_experts: bytes | None = None
 
     def with_final_reason(self, stop_tokens: Collection[int]) -> ServerResponse:
         """The response, with reason ``stop`` if it was aborted just after a stop token."""
-        if self.reason == "abort" and self.tokens and self.tokens[-1] in stop_tokens:
+        ended = len(self.tokens) and int(self.tokens[-1]) in stop_tokens
+        if self.reason == "abort" and ended:
             return replace(self, reason="stop")
         return self
 
     def trajectory(self, prompt: Prompt) -> Trajectory:
         """The response to ``prompt`` as a trajectory, without routed experts."""
-        return Trajectory(
-            prompt,
-            tuple(self.tokens),
-            tuple(self.logprobs),
-            self.reason,
-            int(self.weight_version),
-        )
+        version = int(self.weight_version)
+        return Trajectory(prompt, self.tokens, self.logprobs, self.reason, version)
 
 
 def sampling_parameters(
@@ -107,8 +108,8 @@ class SGLangApi:
             self._progress_at = time.monotonic()
         return moved
 
-    def _generate(self, body: dict[str, Any]) -> Any:
-        return self.client.post("/generate", body, progress_at=lambda: self._progress_at)
+    def _generate(self, body: dict[str, Any], parse: Callable[[bytes], Any] = parse_answer) -> Any:
+        return self.client.post("/generate", body, None, lambda: self._progress_at, parse)
 
     def is_up(self) -> bool:
         """Return whether the server answers a health check within a few seconds.
@@ -164,19 +165,16 @@ class SGLangApi:
         }
         if routed_experts:
             body["return_routed_experts"] = True
-        return [self._generated(answer) for answer in self._generate(body)]
+        return [self._generated(answer) for answer in self._generate(body, parse_generated)]
 
     def _generated(self, answer: dict[str, Any]) -> ServerResponse:
         meta = answer["meta_info"]
         reason = meta["finish_reason"]
         if reason["type"] not in ("stop", "length", "abort"):
             raise ServerLost(self.url, f"gave up on a response: {reason}")
-        tokens = answer["output_ids"]
-        logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
-        if len(tokens) != len(logprobs):
-            raise ServerLost(
-                self.url, f"{len(tokens)} tokens with {len(logprobs)} log-probabilities"
-            )
+        count, (tokens, logprobs) = answer[IDS], meta[ENTRIES]
+        if count != len(logprobs):
+            raise ServerLost(self.url, f"{count} tokens with {len(logprobs)} log-probabilities")
         version = str(meta.get("weight_version", ""))
         experts = meta.get("routed_experts")
         decoded = base64.b64decode(experts) if experts else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from mppo.batch import ResponsesBySample, Trajectory
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.partition import partition
@@ -103,9 +105,9 @@ class SGLangGeneration:
         texts, parameters = [], []
         for row in job:
             prompt, _ = request.sample_at(row)
-            known = self._found[row].response_ids if row in self._found else ()
+            known = self._found[row].response_ids if row in self._found else prompt.token_ids[:0]
             # a response that is continued is part of the prompt, and shortens what may follow
-            texts.append(prompt.token_ids + known)
+            texts.append(torch.cat([prompt.token_ids, known]).tolist())
             limit = request.max_tokens - len(known)
             parameters.append(sampling_parameters(request.sampling, limit, self._stop_tokens))
         answers = api.generate(texts, parameters, self._routing is not None)
@@ -116,7 +118,7 @@ class SGLangGeneration:
             new = {r: a.trajectory(request.sample_at(r)[0]) for r, a in ended.items()}
             request.on_response(list(new), [joined(self._found.get(r), t) for r, t in new.items()])
         stragglers.answered(list(ended))
-        return {r: a for r, a in zip(job, answers, strict=True) if a.tokens}
+        return {r: a for r, a in zip(job, answers, strict=True) if len(a.tokens)}
 
     def wait(self) -> None:
         """See ``rollout.engine.Generation.wait``."""

@@ -78,6 +78,7 @@ class JsonClient:
         body: Any = None,
         timeout_s: float | None = None,
         progress_at: Callable[[], float] | None = None,
+        parse: Callable[[bytes], Any] = parse_answer,
     ) -> Any:
         """POST ``body`` as JSON and return the answer.
 
@@ -87,12 +88,13 @@ class JsonClient:
             timeout_s: the time limit of this call; None: the client's.
             progress_at: returns the time of the server's last progress (monotonic clock), from
                 which the limit counts anew.
+            parse: parses the JSON text of the answer, or raises ValueError.
 
         Raises:
             RequestRefused: status 4xx.
             ServerLost: any other failure; the request may be repeated on another server.
         """
-        return self._call("POST", path, json.dumps(body or {}), timeout_s, progress_at)
+        return self._call("POST", path, json.dumps(body or {}), timeout_s, progress_at, parse)
 
     def get(self, path: str, timeout_s: float | None = None) -> Any:
         """Return the answer to a GET; raises as ``post``."""
@@ -105,6 +107,7 @@ class JsonClient:
         body: str | None,
         timeout_s: float | None,
         progress_at: Callable[[], float] | None = None,
+        parse: Callable[[bytes], Any] = parse_answer,
     ) -> Any:
         limit = self.timeout_s if timeout_s is None else timeout_s
         for fresh in (False, True):
@@ -131,7 +134,7 @@ class JsonClient:
                 raise ServerLost(self.url, f"{path}: {why}") from error
             else:
                 self._idle.append(connection)
-                return self._read(path, answer.status, text)
+                return self._read(path, answer.status, text, parse)
         raise AssertionError("unreachable")
 
     def _kept(self) -> http.client.HTTPConnection | None:
@@ -156,20 +159,22 @@ class JsonClient:
         assert self._parts.hostname is not None, "url_problem refuses a URL without a host"
         return kind(self._parts.hostname, self._parts.port)
 
-    def _read(self, path: str, status: int, text: bytes) -> Any:
-        shown = quoted(text, self._secrets)
+    def _read(self, path: str, status: int, text: bytes, parse: Callable[[bytes], Any]) -> Any:
+        def shown() -> str:
+            return quoted(text, self._secrets)
+
         if 300 <= status < 400:
             why = f"status {status}: redirects are not followed, give the final address"
             raise RequestRefused(f"{self.url}{path}: {why}", status)
         if 400 <= status < 500 and status not in (408, 429):
-            raise RequestRefused(f"{self.url}{path}: status {status}: {shown}", status)
+            raise RequestRefused(f"{self.url}{path}: status {status}: {shown()}", status)
         if status != 200:
-            raise ServerLost(self.url, f"{path}: status {status}: {shown}")
+            raise ServerLost(self.url, f"{path}: status {status}: {shown()}")
         if not text or text[:1] not in b'{["ntf-0123456789':
             return None
         try:
-            return parse_answer(text)
+            return parse(text)
         except ValueError as error:
             raise ServerLost(
-                self.url, f"{path}: the answer is not JSON ({error}): {shown}"
+                self.url, f"{path}: the answer is not JSON ({error}): {shown()}"
             ) from error

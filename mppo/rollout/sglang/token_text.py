@@ -1,0 +1,250 @@
+"""Tokens and log-probabilities from the text of SGLang's answers, as tensors.
+
+SGLang returns log-probabilities as ``[[-0.69,17,null],[-1.2e-7,4,null]]``: log-probability, token
+id, no text. A JSON parser makes three objects of each entry, and the garbage collector visits them
+again and again. Here eight characters at a time are read as one 64-bit integer and converted with
+a few operations on all entries at once (D. Lemire, "Quickly parsing eight digits", 2018). The JSON
+parser gets the rest of the answer.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mppo.safety.bounded_http import parse_answer
+
+TokenTensors = tuple[Tensor, Tensor]
+"""Token ids, int32 ``[L]``, and their log-probabilities, float32 ``[L]``."""
+
+T = TypeVar("T")
+ENTRIES, IDS = "output_token_logprobs", "output_ids"
+
+_Ints = NDArray[np.int64]
+_Words = NDArray[np.uint64]
+
+_PIECE_BYTES = 1 << 17
+"""Text parsed at once: a few thousand entries, whose temporary arrays stay in the cache."""
+_PAD = b"\0" * 32
+"""Around the text, since eight characters are read at and before every number."""
+_GROUPS = 3
+"""Groups of eight decimals that are read; float64 has 17 digits, and 1e-5 has four zeros first."""
+_POWERS = np.array([float(f"1e-{exponent}") for exponent in range(100)])
+
+
+def _word(text: bytes) -> np.uint64:
+    return np.uint64(int.from_bytes(text, "little"))
+
+
+_BYTE = np.uint64(0xFF)
+_ZEROS, _ABOVE_NINE, _HIGH_BITS = _word(b"0" * 8), _word(b"\x76" * 8), _word(b"\x80" * 8)
+_BETWEEN, _END = _word(b",null],["), _word(b",null]\0\0")
+_MINUS, _POINT, _E = (np.uint64(char) for char in b"-.e")
+
+
+class _OtherForm(Exception):
+    """The text of entries has another form than SGLang's."""
+
+
+def parse_generated(text: bytes) -> Any:
+    """Parse an answer to ``/generate``.
+
+    Args:
+        text: JSON of one answer or of a list of answers.
+
+    Returns:
+        As ``parse_answer``, except that ``output_ids`` is the number of tokens, and
+        ``output_token_logprobs`` in ``meta_info`` is ``TokenTensors``.
+
+    Raises:
+        ValueError: as ``parse_answer``; or the answer does not have this form.
+    """
+    entries: list[TokenTensors] = []
+    counts: list[int] = []
+    rest = _cut(text, b'"output_token_logprobs":[[', b",null]]", _parse_entries, entries)
+    answers = parse_answer(_cut(rest, b'"output_ids":[', b"]", _count, counts))
+    try:
+        for answer in answers if isinstance(answers, list) else [answers]:
+            ids, meta = answer[IDS], answer["meta_info"]
+            answer[IDS] = counts[ids] if isinstance(ids, int) else len(ids)
+            found = meta.get(ENTRIES)
+            at_once = isinstance(found, int)
+            meta[ENTRIES] = entries[found] if at_once else _read_entries(found or [])
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"not an answer with tokens: {type(error).__name__} {error}") from error
+    return answers
+
+
+def _cut(
+    text: bytes, key: bytes, end: bytes, convert: Callable[[bytes], T | None], found: list[T]
+) -> bytes:
+    """Convert the arrays under a key, and replace each in the text by its index in ``found``.
+
+    Inside a JSON string every quotation mark follows a backslash, so no string holds ``key``.
+
+    Args:
+        text: JSON.
+        key: from the quotation mark to the brackets that open the array.
+        end: up to the brackets that close it.
+        convert: converts what the outermost brackets enclose; None: leave the array in the text.
+        found: gets the results.
+    """
+    kept, at, place = [], 0, text.find(key)
+    while place >= 0:
+        opens, last = text.index(b"[", place), text.find(end, place)
+        closes = last + len(end) - 1
+        value = convert(text[opens + 1 : closes]) if last >= 0 else None
+        if value is not None:
+            kept += [text[at:opens], str(len(found)).encode()]
+            found.append(value)
+            at = closes + 1
+        place = text.find(key, max(at, place + len(key)))
+    return b"".join([*kept, text[at:]])
+
+
+def _count(ids: bytes) -> int:
+    return ids.count(b",") + 1 if ids else 0
+
+
+def _read_entries(entries: list[list[Any]]) -> TokenTensors:
+    """The entries of one response, in any other form than SGLang's.
+
+    SGLang writes ``null`` for a log-probability that is not finite.
+    """
+    logprobs = [math.nan if entry[0] is None else entry[0] for entry in entries]
+    ids = [entry[1] for entry in entries]
+    return torch.tensor(ids, dtype=torch.int32), torch.tensor(logprobs, dtype=torch.float32)
+
+
+def _parse_entries(text: bytes) -> TokenTensors | None:
+    """The entries of one response: ``[x,id,null],[x,id,null]``.
+
+    Returns:
+        None if the text has any other form (spaces, ``null`` for a NaN, more digits). A number that
+        float32 can represent is read exactly; another one may be rounded the other way where two
+        are equally near.
+    """
+    if sys.byteorder != "little":
+        return None
+    ids, values = [], []
+    try:
+        for piece in _pieces(text):
+            found = _parse_piece(piece)
+            ids.append(found[0])
+            values.append(found[1])
+    except _OtherForm:
+        return None
+    return torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(values))
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    """Cut a text between entries."""
+    start = 0
+    while start < len(text):
+        cut = text.find(b"],[", start + _PIECE_BYTES)
+        end = len(text) if cut < 0 else cut + 1
+        yield text[start:end]
+        start = end + 1
+
+
+def _parse_piece(text: bytes) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Ids and log-probabilities of entries ``[-12.5,17,null],[-1.25e-07,4,null]``.
+
+    Raises:
+        _OtherForm: the text has another form.
+    """
+    chars = np.frombuffer(_PAD + text + _PAD, dtype=np.uint8)
+    # eight characters from every position, as overlapping little-endian integers
+    words = np.ndarray((len(chars) - 7,), "<u8", chars, strides=(1,))
+    commas = np.flatnonzero(chars == ord(","))
+    _require(text.startswith(b"[") and len(commas) % 3 == 2)
+    end, id_end = commas[0::3], commas[1::3]
+    separator = words[id_end]
+    _require(separator[-1] == _END and (separator[:-1] == _BETWEEN).all())
+    start = np.empty_like(end)
+    start[0], start[1:] = len(_PAD) + 1, id_end[:-1] + len(",null],[")
+
+    negative = (words[start] & _BYTE) == _MINUS
+    start += negative
+    # the point is the first, second or third character behind the first digit
+    head = words[start]
+    point = start + 1
+    no_point = (head >> np.uint64(8) & _BYTE) != _POINT
+    point += no_point
+    point += no_point & ((head >> np.uint64(16) & _BYTE) != _POINT)
+    _require(((words[point] & _BYTE) == _POINT).all())
+    power, last = _exponents(words, end)
+    decimals = last - point - 1
+    _require(decimals.min() > 0 and decimals.max() <= 8 * _GROUPS)
+
+    # all digits at once: id, digits before the point, groups of decimals
+    first = np.empty((2 + _GROUPS, len(end)), dtype=np.int64)
+    width = np.empty_like(first)
+    first[0], width[0] = end + 1, id_end - end - 1
+    first[1], width[1] = start, point - start
+    for group in range(_GROUPS):
+        first[2 + group] = point + 1 + 8 * group
+        width[2 + group] = decimals - 8 * group
+    np.clip(width[2:], 0, 8, out=width[2:])
+    found = _digits(words[first], width, aligned_right=2)
+    total = found[1].astype(np.float64)
+    for group in range(_GROUPS):
+        total += found[2 + group] * 10.0 ** (-8 * (group + 1))
+    total *= power
+    np.negative(total, out=total, where=negative)
+    _require(found[0].max() < 1 << 31)
+    return found[0].astype(np.int32), total.astype(np.float32)
+
+
+def _exponents(words: _Words, end: _Ints) -> tuple[NDArray[np.float64] | float, _Ints]:
+    """Powers of ten by which numbers are multiplied, and where their decimals end.
+
+    Args:
+        words: the eight characters from every position of the text.
+        end: of the numbers; an exponent is ``e-7``, ``e-07`` or ``e-17``.
+    """
+    tail = words[end - 4]
+    short, long = (tail >> np.uint64(8) & _BYTE) == _E, (tail & _BYTE) == _E
+    row = np.flatnonzero(short | long)
+    if not len(row):
+        return 1.0, end
+    last = end.copy()
+    last[row] -= np.where(short[row], 3, 4)
+    sign = last[row] + 1
+    _require(((words[sign] & _BYTE) == _MINUS).all())
+    size = _digits(words[sign + 1][None], (end[row] - sign - 1)[None], aligned_right=1)[0]
+    power = np.ones(len(end))
+    power[row] = _POWERS[size]
+    return power, last
+
+
+def _digits(words: _Words, width: _Ints, aligned_right: int) -> _Words:
+    """The integers of up to eight digits each: uint64 ``[K, L]``.
+
+    Args:
+        words: ``[K, L]``, eight characters each, which begin with the digits.
+        width: ``[K, L]``, number of digits.
+        aligned_right: the digits of so many rows are the last ones of eight, and there is at least
+            one; in the other rows they are the first ones: ``12`` is 12 or 12000000.
+    """
+    _require(width.max() <= 8 and width[:aligned_right].min() > 0)
+    unused = (64 - 8 * width).view(np.uint64)
+    words = (words ^ _ZEROS) << unused  # drops what follows the digits; a shift by 64 gives 0
+    words[aligned_right:] >>= unused[aligned_right:]
+    _require(not ((words | (words + _ABOVE_NINE)) & _HIGH_BITS).any())
+    # pairs of digits, then fours, then eight
+    words = (words * np.uint64(10) + (words >> np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
+    words = (words * np.uint64(100) + (words >> np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
+    return (words * np.uint64(10000) + (words >> np.uint64(32))) & np.uint64(0xFFFFFFFF)
+
+
+def _require(holds: bool | np.bool_) -> None:
+    if not holds:
+        raise _OtherForm

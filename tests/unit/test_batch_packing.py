@@ -1,0 +1,44 @@
+"""Trajectories become one flat batch, and compare by value."""
+
+from dataclasses import replace
+
+import torch
+
+from mppo.batch import Prompt, Trajectory, pack_trajectories
+
+PROMPT = Prompt(4, (5, 6), "t", "", "")
+STOPPED = Trajectory(PROMPT, (7, 8, 9), (-0.5, -0.25, -2.0), "stop", 3, None, ((1, 1), (2, 1)))
+EMPTY = Trajectory(Prompt(1, (5,), "t", "", ""), (), (), "abort", 3)
+CUT = Trajectory(PROMPT, (9, 8, 7, 6), (-1.0,) * 4, "length", 3)
+
+
+def test_packed_tokens_masks_log_probabilities_and_versions():
+    batch = pack_trajectories([STOPPED, EMPTY, CUT], [1.0, 0.0, 0.5], end_slots_below=4)
+    assert batch.tokens_T.tolist() == [5, 6, 7, 8, 9, 9, 5, 5, 6, 9, 8, 7, 6]
+    assert batch.cu_seqlens.tolist() == [0, 6, 7, 13]
+    assert batch.response_mask_T.tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert batch.end_mask_T.tolist() == [0] * 5 + [1] + [0] * 7
+    assert batch.rollout_logprobs_T.tolist() == (
+        [0.0, 0.0, -0.5, -0.25, -2.0, 0.0, 0.0, 0.0, 0.0] + [-1.0] * 4
+    )
+    assert batch.weight_version_T.tolist() == [-1, -1, 1, 2, 3, -1, -1, -1, -1, 3, 3, 3, 3]
+    assert batch.truncated_B.tolist() == [False, True, True]
+    assert batch.group_B.tolist() == [4, 1, 4]
+    assert [batch.tokens_T.dtype, batch.weight_version_T.dtype] == [torch.int64] * 2
+    assert [batch.response_mask_T.dtype, batch.rollout_logprobs_T.dtype] == [torch.float32] * 2
+
+
+def test_values_of_a_trajectory_are_tensors_whatever_they_were_made_of():
+    assert STOPPED.response_ids.dtype == PROMPT.token_ids.dtype == torch.int32
+    assert STOPPED.logprobs.dtype == torch.float32
+    assert STOPPED.parts == ((1, 1), (2, 1), (3, 1))
+    assert STOPPED.weight_versions.tolist() == [1, 2, 3]
+    assert EMPTY.weight_versions.tolist() == []
+
+
+def test_trajectories_compare_by_value():
+    same = replace(STOPPED, prompt=replace(PROMPT), response_ids=torch.tensor([7, 8, 9]))
+    assert same == STOPPED
+    assert replace(same, response_ids=(7, 8, 8)) != STOPPED
+    assert replace(same, prompt=replace(PROMPT, token_ids=(5,))) != STOPPED
+    assert replace(same, routed_experts=torch.zeros(4, 1, 1)) != STOPPED
