@@ -1,0 +1,181 @@
+"""Host time and memory from SGLang's HTTP answers to micro-batches, beside an earlier commit.
+
+    python benchmarks/batch_path.py [--tokens 1 4 16] [--repeat 3] [--out FILE]
+
+The path of one rank: the text of each answer becomes responses, the responses become a batch, and
+the batch is cut into micro-batches. Both versions get the same bodies, in the form in which SGLang
+0.5.21 writes them: 8 responses of 2,048 tokens to a prompt of 512 tokens in one body. The earlier
+version is commit ``BEFORE`` in a git worktree that the benchmark makes and removes. The two
+alternate, each turn in a process of its own with one thread and Python's default garbage collector.
+
+Times are the processor time of the process, the smallest of the turns, in nanoseconds per token of
+prompts and responses. Memory is the growth of the process's resident memory: ``held`` with
+responses and batch in memory, ``peak`` at the highest point. Sizes are in millions of tokens; the
+earlier version is left out where the machine has too little memory for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from record import parser, record
+
+BEFORE = "b9290c3"
+"""The last commit with Python objects for every token."""
+BYTES_BEFORE = 300
+"""Memory per token that the earlier version needs, generously."""
+ROOT = Path(__file__).parents[1]
+PROMPT, RESPONSE, SAMPLES, BODIES = 512, 2048, 8, 16
+MICRO_BATCH_TOKENS = 32_768
+STAGES = ("answers", "responses", "batch", "micro_batches")
+
+
+def body(random: np.random.Generator) -> bytes:
+    """The text of one answer, as ``/generate`` returns it."""
+    answers = []
+    for sample in range(SAMPLES):
+        ids = random.integers(1000, 150_000, RESPONSE).tolist()
+        logprobs = (-random.exponential(0.7, RESPONSE)).astype(np.float32).tolist()
+        meta = {
+            "id": f"{sample:032x}",
+            "finish_reason": {"type": "length", "length": RESPONSE},
+            "prompt_tokens": PROMPT,
+            "weight_version": "3",
+            "total_retractions": 0,
+            "input_token_logprobs": [],
+            "output_token_logprobs": [(x, i, None) for x, i in zip(logprobs, ids)],
+            "output_token_logprobs_length": RESPONSE,
+            "completion_tokens": RESPONSE,
+            "cached_tokens": 0,
+            "e2e_latency": 12.5,
+        }
+        answers.append({"text": "word " * RESPONSE, "output_ids": ids, "meta_info": meta})
+    return json.dumps(answers, separators=(",", ":")).encode()
+
+
+def resident() -> int:
+    """Resident memory of this process in bytes."""
+    return psutil.Process().memory_info().rss
+
+
+def measure(millions: float) -> dict[str, float]:
+    """Run the path once in this process, with whichever ``mppo`` it imports."""
+    from mppo.algos.packing import select_sequences
+    from mppo.batch import Prompt, pack_trajectories
+    from mppo.config.sections.rollout import SamplingConfig
+    from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec
+    from mppo.rollout.engine import GenerationRequest
+    from mppo.rollout.sglang.answers import gather_answers
+    from mppo.rollout.sglang.api import SGLangApi
+
+    try:
+        from mppo.rollout.sglang.token_text import parse_generated as parse
+    except ImportError:
+        from mppo.safety.bounded_http import parse_answer as parse
+
+    torch.set_num_threads(1)
+    random = np.random.default_rng(0)
+    bodies = [body(random) for _ in range(BODIES)]
+    count = max(1, round(millions * 1e6 / SAMPLES / (PROMPT + RESPONSE)))
+    prompts = [Prompt(i, tuple(range(PROMPT)), "", "", "") for i in range(count)]
+    request = GenerationRequest(prompts, SamplingConfig(n=SAMPLES), RESPONSE, seed=0)
+    api = SGLangApi("http://127.0.0.1:1", None, 1.0)
+    spec = MicroBatchSpec(dp=1, count_multiple=1, limits=MicroBatchLimits(1, MICRO_BATCH_TOKENS))
+    before, times = resident(), [time.process_time()]
+
+    mine: dict[int, Any] = {}
+    for index in range(count):
+        answers = [api._generated(answer) for answer in parse(bodies[index % BODIES])]
+        mine.update({index * SAMPLES + sample: answer for sample, answer in enumerate(answers)})
+    times.append(time.process_time())
+    found = gather_answers(mine, request, 3, {}, None, 1, None)
+    del mine, answers  # as the engine, which has received everything
+    times.append(time.process_time())
+    batch = pack_trajectories([found[row] for row in sorted(found)], [0.0] * len(found))
+    times.append(time.process_time())
+    held = resident() - before
+    for micro_batches in spec.plan(batch.lengths_B.tolist()):
+        for indices in micro_batches:
+            for values_T in (batch.tokens_T, batch.response_mask_T, batch.rollout_logprobs_T):
+                select_sequences(values_T, batch.cu_seqlens, indices)
+    times.append(time.process_time())
+
+    tokens = len(batch.tokens_T)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    checked = int(batch.tokens_T.sum()), batch.rollout_logprobs_T.double().sum().item()
+    stages = {name: b - a for name, a, b in zip(STAGES, times, times[1:])}
+    seconds = {**stages, "sum": times[-1] - times[0]}
+    return {
+        "tokens": tokens,
+        **{f"ns_per_token/{name}": 1e9 * value / tokens for name, value in seconds.items()},
+        "bytes_per_token/held": held / tokens,
+        "bytes_per_token/peak": peak / tokens,
+        "checksum/tokens": checked[0],
+        "checksum/logprobs": checked[1],
+    }
+
+
+def turn(tree: Path, millions: float) -> dict[str, float]:
+    """``measure`` in a new process that imports ``mppo`` from a source tree."""
+    command = [sys.executable, __file__, "--measure", str(millions)]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def best(turns: list[dict[str, float]]) -> dict[str, float]:
+    """The turn with the least time; all turns must have made the same batch."""
+    assert len({(t["checksum/tokens"], t["checksum/logprobs"]) for t in turns}) == 1
+    return min(turns, key=lambda t: t["ns_per_token/sum"])
+
+
+def compare(millions: float, repeat: int, before: Path) -> dict[str, object]:
+    """Both versions in alternation at one size."""
+    fits = psutil.virtual_memory().available > millions * 1e6 * BYTES_BEFORE
+    trees = {"before": before, "now": ROOT} if fits else {"now": ROOT}
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+    for _ in range(repeat):
+        for name, tree in trees.items():
+            turns[name].append(turn(tree, millions))
+    result: dict[str, object] = {name: best(found) for name, found in turns.items()}
+    if fits:
+        best([*turns["before"], *turns["now"]])  # the same batch, too
+        sums = {name: [t["ns_per_token/sum"] for t in found] for name, found in turns.items()}
+        result["all_sums"] = sums
+        result["times_less_host_time"] = min(sums["before"]) / min(sums["now"])
+    return result
+
+
+def main() -> None:
+    arguments = parser(__doc__, repeat=3)
+    arguments.add_argument("--tokens", type=float, nargs="+", default=[1, 4, 16], help="millions")
+    arguments.add_argument("--measure", type=float, help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.measure is not None:
+        print(json.dumps(measure(given.measure)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        before = Path(folder) / "before"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--detach", str(before), BEFORE], check=True)
+        try:
+            results = {f"{m:g} M": compare(m, given.repeat, before) for m in given.tokens}
+        finally:
+            subprocess.run([*git, "remove", "--force", str(before)], check=True)
+    record({"before": BEFORE, "by_tokens": results}, given.out)
+
+
+if __name__ == "__main__":
+    main()
