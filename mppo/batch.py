@@ -271,21 +271,19 @@ def pack_trajectories(
     lengths_B = prompt_B + response_B + slots_B
     cu_seqlens = torch.zeros(len(trajectories) + 1, dtype=torch.int64)
     cu_seqlens[1:] = lengths_B.cumsum(0)
+    slots = slots_B.tolist()
     # every sequence is a run of prompt tokens, one of response tokens and one of its end slot
     runs = torch.stack([prompt_B, response_B, slots_B], 1).flatten()
     kinds = torch.arange(3, dtype=torch.int8).repeat(len(trajectories)).repeat_interleave(runs)
-    in_response_T = kinds == 1
-    logprobs_T = torch.zeros(len(kinds))
-    logprobs_T[in_response_T] = torch.cat([t.logprobs for t in trajectories])
     return Batch(
-        tokens_T=_concatenate_tokens(trajectories, slots_B.tolist()),
+        tokens_T=_concatenate_tokens(trajectories, slots),
         cu_seqlens=cu_seqlens,
-        response_mask_T=in_response_T.float(),
-        rollout_logprobs_T=logprobs_T,
+        response_mask_T=(kinds == 1).float(),
+        rollout_logprobs_T=_concatenate_logprobs(trajectories, slots),
         group_B=torch.tensor([t.prompt.uid for t in trajectories], dtype=torch.int64),
         scores_B=torch.tensor(scores, dtype=torch.float32),
         truncated_B=~stopped_B,
-        weight_version_T=_expand_versions(trajectories, slots_B.tolist()),
+        weight_version_T=_expand_versions(trajectories, slots),
         routed_experts_T=_concatenate_routing(trajectories, lengths_B.tolist()),
         end_mask_T=(kinds == 2).float(),
     )
@@ -299,6 +297,15 @@ def _concatenate_tokens(trajectories: Sequence[Trajectory], slots: Sequence[int]
         if count:
             parts.append(trajectory.response_ids[-1:])
     return torch.cat(parts).long()
+
+
+def _concatenate_logprobs(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
+    """``Batch.rollout_logprobs_T`` of trajectories with these numbers of end slots."""
+    zeros = torch.zeros(1 + max(len(t.prompt.token_ids) for t in trajectories))
+    parts: list[Tensor] = []
+    for trajectory, count in zip(trajectories, slots, strict=True):
+        parts += [zeros[: len(trajectory.prompt.token_ids)], trajectory.logprobs, zeros[:count]]
+    return torch.cat(parts)
 
 
 def _expand_versions(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:

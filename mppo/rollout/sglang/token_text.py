@@ -34,8 +34,9 @@ _PIECE_BYTES = 1 << 17
 """Text parsed at once: a few thousand entries, whose temporary arrays stay in the cache."""
 _PAD = b"\0" * 32
 """Around the text, since eight characters are read at and before every number."""
-_GROUPS = 3
-"""Groups of eight decimals that are read; float64 has 17 digits, and 1e-5 has four zeros first."""
+_DECIMALS = 16
+"""Decimals that are read. SGLang writes up to 21, because it converts float32 to float64; for a
+number of at least 1e-8 without its exponent, 16 decide which float32 it is."""
 _POWERS = np.array([float(f"1e-{exponent}") for exponent in range(100)])
 
 
@@ -44,7 +45,7 @@ def _word(text: bytes) -> np.uint64:
 
 
 _BYTE = np.uint64(0xFF)
-_ZEROS, _ABOVE_NINE, _HIGH_BITS = _word(b"0" * 8), _word(b"\x76" * 8), _word(b"\x80" * 8)
+_ZEROS = _word(b"0" * 8)
 _BETWEEN, _END = _word(b",null],["), _word(b",null]\0\0")
 _MINUS, _POINT, _E = (np.uint64(char) for char in b"-.e")
 
@@ -98,7 +99,10 @@ def _cut(
     """
     kept, at, place = [], 0, text.find(key)
     while place >= 0:
-        opens, last = text.index(b"[", place), text.find(end, place)
+        opens = text.index(b"[", place)
+        # numbers hold no quotation mark, and one character is found much faster than several
+        quote = text.find(b'"', opens)
+        last = text.rfind(end, opens, quote if quote >= 0 else len(text))
         closes = last + len(end) - 1
         value = convert(text[opens + 1 : closes]) if last >= 0 else None
         if value is not None:
@@ -109,7 +113,10 @@ def _cut(
     return b"".join([*kept, text[at:]])
 
 
-def _count(ids: bytes) -> int:
+def _count(ids: bytes) -> int | None:
+    """Number of ids; None if the text holds more than one array."""
+    if b"]" in ids:
+        return None
     return ids.count(b",") + 1 if ids else 0
 
 
@@ -127,9 +134,9 @@ def _parse_entries(text: bytes) -> TokenTensors | None:
     """The entries of one response: ``[x,id,null],[x,id,null]``.
 
     Returns:
-        None if the text has any other form (spaces, ``null`` for a NaN, more digits). A number that
-        float32 can represent is read exactly; another one may be rounded the other way where two
-        are equally near.
+        None if the text has any other form, such as spaces or ``null`` for a NaN. A number that
+        float32 can represent, as every one of SGLang's, is read exactly; another one may be rounded
+        the other way where two are equally near.
     """
     if sys.byteorder != "little":
         return None
@@ -176,35 +183,33 @@ def _parse_piece(text: bytes) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     # the point is the first, second or third character behind the first digit
     head = words[start]
     point = start + 1
-    no_point = (head >> np.uint64(8) & _BYTE) != _POINT
-    point += no_point
-    point += no_point & ((head >> np.uint64(16) & _BYTE) != _POINT)
-    _require(((words[point] & _BYTE) == _POINT).all())
-    power, last = _exponents(words, end)
+    later = (head >> np.uint64(8) & _BYTE) != _POINT
+    point += later
+    later &= (head >> np.uint64(16) & _BYTE) != _POINT
+    point += later
+    _require(((head[later] >> np.uint64(24) & _BYTE) == _POINT).all())
+    power, last, exponents = _exponents(words, end)
     decimals = last - point - 1
-    _require(decimals.min() > 0 and decimals.max() <= 8 * _GROUPS)
+    _require(decimals.min() > 0)
+    # every other character must be a digit: [-0.5e-7,17,null],
+    others = 10 * len(end) - 1 + np.count_nonzero(negative) + 2 * exponents
+    _require(np.count_nonzero((chars - ord("0")) < 10) == len(text) - others)
 
-    # all digits at once: id, digits before the point, groups of decimals
-    first = np.empty((2 + _GROUPS, len(end)), dtype=np.int64)
-    width = np.empty_like(first)
-    first[0], width[0] = end + 1, id_end - end - 1
-    first[1], width[1] = start, point - start
-    for group in range(_GROUPS):
-        first[2 + group] = point + 1 + 8 * group
-        width[2 + group] = decimals - 8 * group
+    # all digits at once: id, digits before the point, two groups of decimals
+    first = np.stack([end + 1, start, point + 1, point + 9])
+    width = np.stack([id_end - end - 1, point - start, decimals, decimals - 8])
     np.clip(width[2:], 0, 8, out=width[2:])
-    found = _digits(words[first], width, aligned_right=2)
-    total = found[1].astype(np.float64)
-    for group in range(_GROUPS):
-        total += found[2 + group] * 10.0 ** (-8 * (group + 1))
+    ids, units, high, low = _digits(words[first], width, aligned_right=2)
+    _require(not ((decimals > _DECIMALS) & (units + high == 0)).any())
+    total = (high * np.uint64(10**8) + low) * 1e-16
+    total += units
     total *= power
     np.negative(total, out=total, where=negative)
-    _require(found[0].max() < 1 << 31)
-    return found[0].astype(np.int32), total.astype(np.float32)
+    return ids.astype(np.int32), total.astype(np.float32)
 
 
-def _exponents(words: _Words, end: _Ints) -> tuple[NDArray[np.float64] | float, _Ints]:
-    """Powers of ten by which numbers are multiplied, and where their decimals end.
+def _exponents(words: _Words, end: _Ints) -> tuple[NDArray[np.float64] | float, _Ints, int]:
+    """Powers of ten by which numbers are multiplied, where their decimals end, and how many.
 
     Args:
         words: the eight characters from every position of the text.
@@ -214,35 +219,43 @@ def _exponents(words: _Words, end: _Ints) -> tuple[NDArray[np.float64] | float, 
     short, long = (tail >> np.uint64(8) & _BYTE) == _E, (tail & _BYTE) == _E
     row = np.flatnonzero(short | long)
     if not len(row):
-        return 1.0, end
+        return 1.0, end, 0
     last = end.copy()
     last[row] -= np.where(short[row], 3, 4)
     sign = last[row] + 1
     _require(((words[sign] & _BYTE) == _MINUS).all())
     size = _digits(words[sign + 1][None], (end[row] - sign - 1)[None], aligned_right=1)[0]
+    _require(size.max() < len(_POWERS))
     power = np.ones(len(end))
     power[row] = _POWERS[size]
-    return power, last
+    return power, last, len(row)
 
 
 def _digits(words: _Words, width: _Ints, aligned_right: int) -> _Words:
     """The integers of up to eight digits each: uint64 ``[K, L]``.
 
     Args:
-        words: ``[K, L]``, eight characters each, which begin with the digits.
+        words: ``[K, L]``, eight characters each, which begin with the digits; overwritten.
         width: ``[K, L]``, number of digits.
         aligned_right: the digits of so many rows are the last ones of eight, and there is at least
             one; in the other rows they are the first ones: ``12`` is 12 or 12000000.
     """
     _require(width.max() <= 8 and width[:aligned_right].min() > 0)
     unused = (64 - 8 * width).view(np.uint64)
-    words = (words ^ _ZEROS) << unused  # drops what follows the digits; a shift by 64 gives 0
+    words ^= _ZEROS
+    words <<= unused  # drops what follows the digits; a shift by 64 gives 0
     words[aligned_right:] >>= unused[aligned_right:]
-    _require(not ((words | (words + _ABOVE_NINE)) & _HIGH_BITS).any())
     # pairs of digits, then fours, then eight
-    words = (words * np.uint64(10) + (words >> np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
-    words = (words * np.uint64(100) + (words >> np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
-    return (words * np.uint64(10000) + (words >> np.uint64(32))) & np.uint64(0xFFFFFFFF)
+    for scale, bits, mask in (
+        (10, 8, 0x00FF00FF00FF00FF),
+        (100, 16, 0x0000FFFF0000FFFF),
+        (10000, 32, 0x00000000FFFFFFFF),
+    ):
+        second = words >> np.uint64(bits)
+        words *= np.uint64(scale)
+        words += second
+        words &= np.uint64(mask)
+    return words
 
 
 def _require(holds: bool | np.bool_) -> None:
