@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,29 @@ def resident() -> int:
     return psutil.Process().memory_info().rss
 
 
+def functions() -> tuple[Callable[[bytes], Any], Callable[[dict[int, Any], Any], list[Any]]]:
+    """What parses an answer, and what makes trajectories of all answers, in either version."""
+    from mppo.rollout.sglang import answers
+
+    if hasattr(answers, "gather_answers"):
+        from mppo.safety.bounded_http import parse_answer
+
+        def gathered(mine: dict[int, Any], request: Any) -> list[Any]:
+            found = answers.gather_answers(mine, request, 3, {}, None, 1, None)
+            return [found[row] for row in sorted(found)]
+
+        return parse_answer, gathered
+
+    from mppo.responses import Responses
+    from mppo.rollout.sglang.token_text import parse_generated
+
+    def added(mine: dict[int, Any], request: Any) -> list[Any]:
+        found = answers.add_answers(Responses({}, {}), mine, request, None, 1, None)
+        return found.trajectories
+
+    return parse_generated, added
+
+
 def measure(millions: float) -> dict[str, float]:
     """Run the path once in this process, with whichever ``mppo`` it imports."""
     from mppo.algos.packing import select_sequences
@@ -77,14 +101,9 @@ def measure(millions: float) -> dict[str, float]:
     from mppo.config.sections.rollout import SamplingConfig
     from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec
     from mppo.rollout.engine import GenerationRequest
-    from mppo.rollout.sglang.answers import gather_answers
     from mppo.rollout.sglang.api import SGLangApi
 
-    try:
-        from mppo.rollout.sglang.token_text import parse_generated as parse
-    except ImportError:
-        from mppo.safety.bounded_http import parse_answer as parse
-
+    parse, trajectories_of = functions()
     torch.set_num_threads(1)
     random = np.random.default_rng(0)
     bodies = [body(random) for _ in range(BODIES)]
@@ -100,10 +119,10 @@ def measure(millions: float) -> dict[str, float]:
         answers = [api._generated(answer) for answer in parse(bodies[index % BODIES])]
         mine.update({index * SAMPLES + sample: answer for sample, answer in enumerate(answers)})
     times.append(time.process_time())
-    found = gather_answers(mine, request, 3, {}, None, 1, None)
+    found = trajectories_of(mine, request)
     del mine, answers  # as the engine, which has received everything
     times.append(time.process_time())
-    batch = pack_trajectories([found[row] for row in sorted(found)], [0.0] * len(found))
+    batch = pack_trajectories(found, [0.0] * len(found))
     times.append(time.process_time())
     held = resident() - before
     for micro_batches in spec.plan(batch.lengths_B.tolist()):

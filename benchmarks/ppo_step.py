@@ -183,9 +183,12 @@ class CountScorer:
 
         return [ResponseScore(int(t.response_ids.sum()) % 7 / 7) for t in trajectories]
 
-    score = raw_scores_divided = raw_scores
+    def raw_scores_divided(self, responses):
+        return self.raw_scores(responses.trajectories)
 
-    def shape_scores(self, scores, trajectories):
+    score = raw_scores_divided
+
+    def shape_scores(self, scores, rows):
         return scores
 
 

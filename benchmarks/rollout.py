@@ -117,13 +117,13 @@ def beside_transformers(
         return getattr(output, "sequences", output)[:, ids.shape[1] :]
 
     works = {
-        "mppo": lambda: engine.generate(request),
+        "mppo": lambda: engine.generate(request).trajectories,
         "transformers": plain,
         "transformers_with_logits": lambda: plain(output_logits=True, return_dict_in_generate=True),
     }
     theirs = _generated(plain(), request.sampling.stop_token_ids)
     tokens = dict.fromkeys(works, theirs)
-    tokens["mppo"] = sum(len(t.response_ids) for t in engine.generate(request))
+    tokens["mppo"] = sum(len(t.response_ids) for t in engine.generate(request).trajectories)
     times = alternate(works, repeat)
     share = tokens["mppo"] / theirs
     return {
@@ -177,8 +177,10 @@ def sglang(arguments: argparse.Namespace) -> dict[str, object]:
             (api,) = engine.fleet.apis.values()
             parameters = sampling_parameters(SamplingConfig(), length, [])
             works = {
-                "mppo": lambda: engine.generate(
-                    GenerationRequest(prompts, SamplingConfig(), length, seed=0)
+                "mppo": lambda: (
+                    engine.generate(
+                        GenerationRequest(prompts, SamplingConfig(), length, seed=0)
+                    ).trajectories
                 ),
                 "plain_requests": lambda: list(
                     pool.map(lambda p: api.generate([p.token_ids.tolist()], parameters), prompts)

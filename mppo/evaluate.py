@@ -137,18 +137,17 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
             buckets = model_buckets(folder, config, recipe.rollout.sync_bucket_mb << 20)
             engine.update_weights(buckets, 0)
             limit = recipe.data.max_response_length
-            trajectories = engine.generate(
+            responses = engine.generate(
                 GenerationRequest(prompts, recipe.rollout.validation, limit, seed=0)
             )
         finally:
             engine.stop()
-    judgements = scorer.score(trajectories)
-    lengths = [len(trajectory.response_ids) for trajectory in trajectories]
-    truncated = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
-    numbers = mean_numbers(trajectories, judgements)
-    result = {
-        f"reward/{name}": mean for name, mean in mean_scores(trajectories, judgements).items()
-    }
+        judgements = scorer.score(responses)
+    rows = responses.table
+    lengths = [row.length for row in rows]
+    truncated = sum(row.finish_reason == "length" for row in rows)
+    numbers = mean_numbers(rows, judgements)
+    result = {f"reward/{name}": mean for name, mean in mean_scores(rows, judgements).items()}
     result |= {f"reward/{source}/{name}": mean for (source, name), mean in numbers.items()}
     result |= {f"reward/{reason}": count for reason, count in unscored(judgements).items()}
     counts = Counter(prompt.data_source for prompt in prompts)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from mppo.batch import Trajectory
+from mppo.responses import Responses
 from mppo.rewards.division import exchange_results
 from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import ResponseScore
@@ -40,14 +41,12 @@ class EarlyScores:
         """Cancel the parts that have not started yet."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def finish(
-        self, keys: Sequence[int], trajectories: Sequence[Trajectory]
-    ) -> list[ResponseScore]:
+    def finish(self, keys: Sequence[int], responses: Responses) -> list[ResponseScore]:
         """Return what ``Scorer.score`` returns; score now what was not taken early. Collective.
 
         Args:
-            keys: one per trajectory; scores under other keys are dropped.
-            trajectories: the same on every rank.
+            keys: one per response; scores under other keys are dropped.
+            responses: numbered from 0.
 
         Raises:
             ScoringError: scoring failed on some rank.
@@ -63,6 +62,7 @@ class EarlyScores:
         known = {
             key: each for part in exchange_results(mine, failure) for key, each in part.items()
         }
-        late = {key: t for key, t in zip(keys, trajectories, strict=True) if key not in known}
-        known.update(zip(late, self._scorer.raw_scores_divided(list(late.values()))))
-        return self._scorer.shape_scores([known[key] for key in keys], trajectories)
+        late = [index for index, key in enumerate(keys) if key not in known]
+        scores = self._scorer.raw_scores_divided(responses.select(late))
+        known.update(zip([keys[index] for index in late], scores, strict=True))
+        return self._scorer.shape_scores([known[key] for key in keys], responses.table)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from mppo.batch import Prompt, Trajectory
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.sections.reward import RewardConfig
+from mppo.responses import ResponseRow, Responses
 from mppo.rewards.division import score_divided
 from mppo.rewards.function import load_function
 from mppo.rewards.remote import RemoteReward
@@ -47,19 +48,19 @@ class Scorer:
             first = {prompt.data_source: prompt for prompt in reversed(prompts)}
             self.reward_function.check(first.values())
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[ResponseScore]:
-        """Score trajectories, clip the scores and subtract the penalties.
+    def score(self, responses: Responses) -> list[ResponseScore]:
+        """Score responses, clip the scores and subtract the penalties.
 
         Collective: each rank scores a part of the responses and gets the scores of all.
 
         Args:
-            trajectories: the same on every rank.
+            responses: numbered from 0.
 
         Raises:
             ScoringError: on every rank: a response could not be scored; the message names the
                 prompt.
         """
-        return self.shape_scores(self.raw_scores_divided(trajectories), trajectories)
+        return self.shape_scores(self.raw_scores_divided(responses), responses.table)
 
     def raw_scores(self, trajectories: Sequence[Trajectory]) -> list[ResponseScore]:
         """Score trajectories on this rank, without clip and penalties.
@@ -67,49 +68,48 @@ class Scorer:
         Raises:
             ValueError: a response could not be scored.
         """
-        responses = self._responses(trajectories)
+        texts = self._texts(trajectories)
+        responses = [Response(each.prompt, text) for each, text in zip(trajectories, texts)]
         return self._score(responses) if responses else []
 
-    def raw_scores_divided(self, trajectories: Sequence[Trajectory]) -> list[ResponseScore]:
-        """Score trajectories without clip and penalties; collective as ``score``.
+    def raw_scores_divided(self, responses: Responses) -> list[ResponseScore]:
+        """Score responses without clip and penalties; collective as ``score``.
 
         Raises:
             ScoringError: as ``score``.
         """
-        responses = self._responses(trajectories)
-        return score_divided(self._score, responses) if responses else []
+        if not responses.rows:
+            return []
+        texts = dict(zip(responses.held, self._texts(list(responses.held.values()))))
+        prompts = [row.prompt for row in responses.table]
+        homes = [row.home for row in responses.table]
+        return score_divided(self._score, texts, prompts, homes)
 
     def shape_scores(
-        self, scores: Sequence[ResponseScore], trajectories: Sequence[Trajectory]
+        self, scores: Sequence[ResponseScore], rows: Sequence[ResponseRow]
     ) -> list[ResponseScore]:
         """Clip or replace raw scores and subtract the penalties."""
-        return [
-            replace(raw, score=self._shape(raw.score, trajectory))
-            for raw, trajectory in zip(scores, trajectories)
-        ]
+        return [replace(raw, score=self._shape(raw.score, row)) for raw, row in zip(scores, rows)]
 
     def _score(self, responses: Sequence[Response]) -> list[ResponseScore]:
         return read_scores(self.reward_function(responses), responses, self.reward.on_error)
 
-    def _responses(self, trajectories: Sequence[Trajectory]) -> list[Response]:
-        texts = self.tokenizer.batch_decode(
-            [trajectory.response_ids.tolist() for trajectory in trajectories],
-            skip_special_tokens=True,
-        )
-        return [Response(each.prompt, text) for each, text in zip(trajectories, texts)]
+    def _texts(self, trajectories: Sequence[Trajectory]) -> list[str]:
+        ids = [trajectory.response_ids.tolist() for trajectory in trajectories]
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
-    def _shape(self, score: float, trajectory: Trajectory) -> float:
+    def _shape(self, score: float, row: ResponseRow) -> float:
         reward = self.reward
         if reward.clip is not None:
             score = clip_score(score, reward.clip)
-        if trajectory.finish_reason != "stop":
+        if row.finish_reason != "stop":
             if reward.missing_eos_score is not None:
                 score = reward.missing_eos_score
             score -= reward.missing_eos_penalty or 0.0
         if reward.overlong_buffer_len:
             assert self.max_response_length is not None
             score += overlong_penalty(
-                len(trajectory.response_ids),
+                row.length,
                 self.max_response_length,
                 reward.overlong_buffer_len,
                 reward.overlong_penalty_factor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 
 from mppo.batch import Prompt, ResponsesBySample, Trajectory
 from mppo.config.sections.rollout import SamplingConfig
+from mppo.responses import Responses
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.slices.plan import SliceRequest
 from mppo.weights.slices.source import SliceStream
@@ -65,27 +66,6 @@ class GenerationRequest:
                 found[place] = replace(response, prompt=prompt)
         return found
 
-    def left_over(
-        self, found: Mapping[int, Trajectory], taken: Collection[int] = ()
-    ) -> ResponsesBySample:
-        """The responses that are not part of the result, without empty ones.
-
-        Args:
-            found: responses by index in the result.
-            taken: prompts (by index) whose responses are the result.
-        """
-        left = {}
-        for place, response in found.items():
-            index, sample = divmod(place, self.sampling.n)
-            if index not in taken and len(response.response_ids):
-                # copies: views would keep the tokens of all other responses in memory
-                left[self.prompts[index].uid, sample] = replace(
-                    response,
-                    response_ids=response.response_ids.clone(),
-                    logprobs=response.logprobs.clone(),
-                )
-        return left
-
 
 class WeightSource:
     """A weight stream that can be repeated, unlike a generator.
@@ -132,7 +112,7 @@ class Generation(Protocol):
         """
         ...
 
-    def collect(self) -> list[Trajectory]:
+    def collect(self) -> Responses:
         """See ``RolloutEngine.generate``. Collective; call it once.
 
         Responses that were lost with a server before ``wait`` are generated again, with the
@@ -155,11 +135,12 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def generate(self, request: GenerationRequest) -> list[Trajectory]:
+    def generate(self, request: GenerationRequest) -> Responses:
         """Generate and wait for the result.
 
         Returns:
-            P * n trajectories on every rank (or ``num_prompts_needed * n``), prompt by prompt.
+            P * n responses (or ``num_prompts_needed * n``), prompt by prompt. Every rank knows all
+            of them; the trajectory of each lies on the rank that received it.
         """
         ...
 

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from mppo.batch import Batch, Experience, Trajectory
+from mppo.batch import Batch, Experience
+from mppo.parallel.collectives import group_size
 from mppo.report.console import SampleRow
 from mppo.report.history import Metrics
+from mppo.responses import ResponseRow
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scores import ResponseScore
 from mppo.rollout.engine import WeightSource
+from mppo.rollout.response_gather import replicate
 from mppo.safety.redact import redact
 from mppo.supervision import stop_request
 from mppo.supervision.first_rank import on_first_rank
@@ -193,24 +196,25 @@ def validate(run: Run, step: int) -> dict[str, float]:
         return {}
     prompts = run.validation.prompts
     size = run.recipe.data.val_batch_size or len(prompts)
-    trajectories: list[Trajectory] = []
+    rows: list[ResponseRow] = []
     judged: list[ResponseScore] = []
     with run.stage("testing", step):
         for first in range(0, len(prompts), size):
             part = prompts[first : first + size]
             found = generate(run, part, run.recipe.rollout.validation, step=0)
-            trajectories += found
+            rows += found.table
             judged += run.scorer.score(found)
     show_errors(run.reporter, step, judged)
     timing = {"timing_s/testing": run.seconds["testing"]}
-    return timing | validation_metrics(trajectories, judged)
+    return timing | validation_metrics(rows, judged)
 
 
 def show_samples(run: Run, step: int, scored: ScoredRollout) -> None:
-    """Report a table of responses in the first, the middle and the last step."""
+    """Report a table of responses in the first, the middle and the last step. Collective."""
     if step not in (1, (run.total_steps + 1) // 2, run.total_steps):
         return
-    shown = scored.trajectories[: run.recipe.trainer.sample_table_rows]
+    count = min(run.recipe.trainer.sample_table_rows, len(scored.responses))
+    shown = replicate(scored.responses.select(range(count)), group_size())
     texts = run.tokenizer.batch_decode(
         [t.response_ids.tolist() for t in shown], skip_special_tokens=True
     )

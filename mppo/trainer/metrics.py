@@ -14,11 +14,12 @@ from torch import Tensor
 
 from mppo.algos import rollout_correction
 from mppo.algos.masked import masked_var, sequence_sum
-from mppo.batch import Batch, Experience, ModelOutputs, Trajectory
+from mppo.batch import Batch, Experience, ModelOutputs
 from mppo.config.schema import Recipe
 from mppo.config.sections.roles import ActorConfig
 from mppo.parallel import device
 from mppo.parallel.partition import partition
+from mppo.responses import ResponseRow
 from mppo.rewards.scores import UNSCORED, ResponseScore
 
 
@@ -234,31 +235,31 @@ def update_metrics(mini_batches: Sequence[dict[str, float]]) -> dict[str, float]
 
 
 def mean_scores(
-    trajectories: Sequence[Trajectory], judgements: Sequence[ResponseScore]
+    rows: Sequence[ResponseRow], judgements: Sequence[ResponseScore]
 ) -> dict[str, float]:
     """Mean score by data source."""
     scores: dict[str, list[float]] = {}
-    for trajectory, judgement in zip(trajectories, judgements, strict=True):
-        scores.setdefault(trajectory.prompt.data_source, []).append(judgement.score)
+    for row, judgement in zip(rows, judgements, strict=True):
+        scores.setdefault(row.prompt.data_source, []).append(judgement.score)
     return {source: sum(found) / len(found) for source, found in scores.items()}
 
 
 def mean_numbers(
-    trajectories: Sequence[Trajectory], judgements: Sequence[ResponseScore]
+    rows: Sequence[ResponseRow], judgements: Sequence[ResponseScore]
 ) -> dict[tuple[str, str], float]:
     """Means of the numbers that accompany scores, by data source and name.
 
     Each mean is over the responses of the source that have the number.
     """
     numbers: dict[tuple[str, str], list[float]] = {}
-    for trajectory, judgement in zip(trajectories, judgements, strict=True):
+    for row, judgement in zip(rows, judgements, strict=True):
         for name, value in judgement.numbers.items():
-            numbers.setdefault((trajectory.prompt.data_source, name), []).append(value)
+            numbers.setdefault((row.prompt.data_source, name), []).append(value)
     return {key: sum(found) / len(found) for key, found in numbers.items()}
 
 
 def reward_metrics(
-    trajectories: Sequence[Trajectory],
+    rows: Sequence[ResponseRow],
     judgements: Sequence[ResponseScore],
     greedy: Sequence[ResponseScore],
 ) -> dict[str, float]:
@@ -268,11 +269,11 @@ def reward_metrics(
     count such as ``reward/timeouts`` for each reason why responses were not scored.
 
     Args:
-        trajectories: responses.
+        rows: of the responses.
         judgements: of these responses.
         greedy: judgements of the greedy responses; only errors and missing scores are counted.
     """
-    numbers = mean_numbers(trajectories, judgements)
+    numbers = mean_numbers(rows, judgements)
     metrics = {f"reward/{source}/{name}/mean": mean for (source, name), mean in numbers.items()}
     everything = [*judgements, *greedy]
     metrics |= {f"reward/{reason}": count for reason, count in unscored(everything).items()}
@@ -280,16 +281,16 @@ def reward_metrics(
 
 
 def validation_metrics(
-    trajectories: Sequence[Trajectory], judgements: Sequence[ResponseScore]
+    rows: Sequence[ResponseRow], judgements: Sequence[ResponseScore]
 ) -> dict[str, float]:
     """Scores and numbers of the validation responses by verl's names.
 
     ``val-core/<source>/reward/mean`` and ``val-core/<source>/acc/mean``; every other number under
     ``val-aux``. ``val/reward`` is the mean over all responses.
     """
-    scores = mean_scores(trajectories, judgements)
+    scores = mean_scores(rows, judgements)
     metrics = {f"val-core/{source}/reward/mean": mean for source, mean in scores.items()}
-    for (source, name), mean in mean_numbers(trajectories, judgements).items():
+    for (source, name), mean in mean_numbers(rows, judgements).items():
         kind = "val-core" if name == "acc" else "val-aux"
         metrics[f"{kind}/{source}/{name}/mean"] = mean
     everything = [judgement.score for judgement in judgements]

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
+from mppo.batch import Batch, Prompt, pack_trajectories
 from mppo.config.schema import Recipe
 from mppo.config.sections.rollout import SamplingConfig
+from mppo.parallel.collectives import group_size
 from mppo.report.reporter import Reporter
+from mppo.responses import Responses, concatenate_responses
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.scores import UNSCORED, ResponseScore
 from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.response_gather import replicate
 from mppo.trainer.advantages import needs_greedy_baseline
 from mppo.trainer.metrics import errors_of, reward_metrics, unscored
 from mppo.trainer.run import PendingRollout, Run
@@ -28,20 +31,20 @@ from mppo.trainer.selection import (
 
 
 @dataclass(frozen=True)
-class Responses:
+class UnscoredRollout:
     """Responses to one batch of prompts, before they are scored.
 
     Args:
-        trajectories: ``rollout.n`` for each prompt.
-        keys: key of each trajectory in ``early``.
+        responses: ``rollout.n`` for each prompt.
+        keys: key of each response in ``early``.
         early: scoring of responses that arrived while others were still being generated.
         greedy: a greedy response to each prompt if the estimator needs its score, else empty.
     """
 
-    trajectories: list[Trajectory]
+    responses: Responses
     keys: list[int]
     early: EarlyScores
-    greedy: list[Trajectory]
+    greedy: Responses
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,14 @@ class ScoredRollout:
     """Responses with their scores.
 
     Args:
-        trajectories: the responses.
+        responses: the responses.
         batch: the packed responses with their scores.
         baseline_B: score of a greedy response to each sequence's prompt; empty without one.
         judged: the reward function's judgement of each response.
         judged_greedy: judgements of the greedy responses.
     """
 
-    trajectories: list[Trajectory]
+    responses: Responses
     batch: Batch
     baseline_B: Tensor
     judged: list[ResponseScore]
@@ -110,7 +113,7 @@ class DynamicSampling:
         """
         everything = _joined(self._found)
         metrics = reward_metrics(
-            everything.trajectories, everything.judged, everything.judged_greedy
+            everything.responses.table, everything.judged, everything.judged_greedy
         )
         if not self._filter.enable:
             return everything, metrics
@@ -118,7 +121,7 @@ class DynamicSampling:
         chosen = first_groups(batch.scores_B, batch.group_B, self._size)
         places = chosen.tolist()
         kept = ScoredRollout(
-            [everything.trajectories[i] for i in places],
+            everything.responses.select(places),
             select_batch(batch, chosen),
             everything.baseline_B[chosen] if len(everything.baseline_B) else everything.baseline_B,
             [everything.judged[i] for i in places],
@@ -133,7 +136,7 @@ class DynamicSampling:
 def _joined(parts: Sequence[ScoredRollout]) -> ScoredRollout:
     """Concatenate scored batches."""
     return ScoredRollout(
-        [t for part in parts for t in part.trajectories],
+        concatenate_responses(part.responses for part in parts),
         concatenate_batches([part.batch for part in parts]),
         torch.cat([part.baseline_B for part in parts]),
         [judgement for part in parts for judgement in part.judged],
@@ -141,7 +144,7 @@ def _joined(parts: Sequence[ScoredRollout]) -> ScoredRollout:
     )
 
 
-def generate_batch(run: Run, step: int, last: bool) -> Responses:
+def generate_batch(run: Run, step: int, last: bool) -> UnscoredRollout:
     """Generate responses to the next batch of prompts.
 
     Args:
@@ -150,29 +153,31 @@ def generate_batch(run: Run, step: int, last: bool) -> Responses:
         last: whether this is the step's last batch; the next step's rollout then starts.
     """
     pending, run.ahead = run.ahead or submit(run, step), None
-    prompts, keys, trajectories = collect(run, pending)
-    greedy = []
+    prompts, keys, responses = collect(run, pending)
+    greedy = Responses({}, {})
     if needs_greedy_baseline(run.recipe.algorithm):
         greedy = generate(run, prompts, run.recipe.rollout.greedy, step)
     if last:
         prefetch_next(run, step)
-    return Responses(trajectories, keys, pending.early, greedy)
+    return UnscoredRollout(responses, keys, pending.early, greedy)
 
 
-def score(run: Run, responses: Responses, step: int) -> ScoredRollout:
+def score(run: Run, rollout: UnscoredRollout, step: int) -> ScoredRollout:
     """Score responses. Collective."""
-    judged = responses.early.finish(responses.keys, responses.trajectories)
+    responses = rollout.responses
+    judged = rollout.early.finish(rollout.keys, responses)
     # as in TRL, a response of maximal length has no end slot
     end_slots_below = 0
     if run.recipe.algorithm.score_after_end:
         end_slots_below = run.recipe.data.max_response_length
     scores = [judgement.score for judgement in judged]
-    batch = pack_trajectories(responses.trajectories, scores, end_slots_below)
-    judged_greedy = run.scorer.score(responses.greedy)
+    # the batch is the same on every rank
+    batch = pack_trajectories(replicate(responses, group_size()), scores, end_slots_below)
+    judged_greedy = run.scorer.score(rollout.greedy)
     show_errors(run.reporter, step, judged + judged_greedy)
     baseline_B = torch.tensor([judgement.score for judgement in judged_greedy])
     baseline_B = baseline_B.repeat_interleave(run.recipe.rollout.n)
-    return ScoredRollout(responses.trajectories, batch, baseline_B, judged, judged_greedy)
+    return ScoredRollout(responses, batch, baseline_B, judged, judged_greedy)
 
 
 def submit(run: Run, step: int) -> PendingRollout:
@@ -192,7 +197,7 @@ def submit(run: Run, step: int) -> PendingRollout:
     return PendingRollout(prompts, run.engine.submit(request), early)
 
 
-def collect(run: Run, pending: PendingRollout) -> tuple[list[Prompt], list[int], list[Trajectory]]:
+def collect(run: Run, pending: PendingRollout) -> tuple[list[Prompt], list[int], Responses]:
     """Wait for the responses of a submitted rollout.
 
     If more prompts were submitted than a batch holds, the prompts without all their responses
@@ -201,15 +206,16 @@ def collect(run: Run, pending: PendingRollout) -> tuple[list[Prompt], list[int],
     Returns:
         The answered prompts, each response's key in ``pending.early``, and the responses.
     """
-    n, trajectories = run.recipe.rollout.n, pending.generation.collect()
+    n, responses = run.recipe.rollout.n, pending.generation.collect()
     run.partial_responses.responses = pending.generation.left_over
     prompts = run.prompts.take(len(pending.prompts))
     assert prompts == pending.prompts
     place = {prompt.uid: index for index, prompt in enumerate(prompts)}
-    keys = [place[t.prompt.uid] * n + i % n for i, t in enumerate(trajectories)]
-    answered = {t.prompt.uid for t in trajectories}
+    uids = [row.prompt.uid for row in responses.table]
+    keys = [place[uid] * n + i % n for i, uid in enumerate(uids)]
+    answered = set(uids)
     run.prompts.give_back([prompt for prompt in prompts if prompt.uid not in answered])
-    return [prompt for prompt in prompts if prompt.uid in answered], keys, trajectories
+    return [prompt for prompt in prompts if prompt.uid in answered], keys, responses
 
 
 def prefetch_next(run: Run, step: int) -> None:
@@ -230,9 +236,7 @@ def wait_for_prefetch(run: Run, step: int) -> dict[str, float]:
     return {"timing_s/gen_ahead": run.ahead.generation.seconds}
 
 
-def generate(
-    run: Run, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int
-) -> list[Trajectory]:
+def generate(run: Run, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int) -> Responses:
     """Generate responses to the prompts."""
     limit = run.recipe.data.max_response_length
     return run.engine.generate(

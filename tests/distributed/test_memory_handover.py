@@ -83,9 +83,9 @@ class Trainer:
 
     def generate(self) -> None:
         prompts = [Prompt(0, (3, 4), "t", "", "")]
-        (found,) = self.engine.generate(GenerationRequest(prompts, SamplingConfig(), 4, seed=0))
-        assert found.response_ids.tolist() == [5, 2]
-        assert found.weight_version == self._version
+        responses = self.engine.generate(GenerationRequest(prompts, SamplingConfig(), 4, seed=0))
+        assert [row.parts for row in responses.table] == [((self._version, 2),)]
+        assert all(found.response_ids.tolist() == [5, 2] for found in responses.trajectories)
 
 
 def ledger_process(

@@ -9,13 +9,13 @@ from ranks import start_ranks
 from mppo.batch import Prompt, Trajectory
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
-from mppo.rewards.division import ScoringError, score_divided
+from mppo.responses import ResponseRow, Responses
+from mppo.rewards.division import ScoringError, score_divided, scoring_ranks
 from mppo.rewards.early import EarlyScores
-from mppo.rewards.response import Response
 from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import read_scores
 
-RESPONSES = [Response(Prompt(uid, (1,), "t", "", "p"), "x") for uid in range(5)]
+PROMPTS = [Prompt(uid, (1,), "t", "", "p") for uid in range(5)]
 
 
 def _worker(rank: int, world: int, store: str, cache: str) -> None:
@@ -29,13 +29,20 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
     def fails_on_the_fourth(responses):
         return [1.0 if response.prompt.uid != 3 else float("nan") for response in responses]
 
-    def divided(judge) -> list[float]:
-        judgements = score_divided(lambda part: read_scores(judge(part), part), RESPONSES)
+    def divided(judge, homes=None) -> list[float]:
+        homes = homes or [index % world for index in range(5)]
+        texts = {index: "x" for index, home in enumerate(homes) if home == rank}
+        judgements = score_divided(
+            lambda part: read_scores(judge(part), part), texts, PROMPTS, homes
+        )
         return [judgement.score for judgement in judgements]
 
     try:
         assert divided(judge) == [0.5, 1.5, 2.5, 3.5, 4.5]
         assert scored == list(range(rank, 5, world))
+        scored.clear()
+        assert divided(judge, [world - 1] * 5) == [0.5, 1.5, 2.5, 3.5, 4.5]
+        assert 0 < len(scored) <= -(-5 // world), "texts move to ranks that received nothing"
         guilty = 3 % world
         message = "the score of prompt 3" if rank == guilty else f"failed on rank {guilty}"
         with pytest.raises(ScoringError, match=message):
@@ -45,16 +52,36 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
         dist.all_gather_object(agreed, different)
         assert agreed == [agreed[0]] * world
         scorer = Scorer(judge, load_tokenizer(resolve_model("builtin:tiny", cache)), RewardConfig())
-        everything = [Trajectory(each.prompt, (5,), (0.0,), "stop", 0) for each in RESPONSES]
+        everything = [Trajectory(prompt, (5,), (0.0,), "stop", 0) for prompt in PROMPTS]
+        rows = {i: ResponseRow.of(each, i % world) for i, each in enumerate(everything)}
+        held = {i: everything[i] for i, row in rows.items() if row.home == rank}
         early = EarlyScores(scorer)
         scored.clear()
         if rank == world - 1:
             early.take([3, 1], [everything[3], everything[1]])
-        finished = early.finish(range(5), everything)
+        finished = early.finish(range(5), Responses(rows, held))
         assert [judgement.score for judgement in finished] == [0.5, 1.5, 2.5, 3.5, 4.5]
-        assert scored == [3, 1] * (rank == world - 1) + [0, 2, 4][rank::world]
+        late = [
+            i for i in (0, 2, 4) if scoring_ranks([0, 2 % world, 4 % world], world)[i // 2] == rank
+        ]
+        assert scored == [3, 1] * (rank == world - 1) + late
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("homes", "world", "ranks"),
+    [
+        ([0, 1, 0, 1], 2, [0, 1, 0, 1]),
+        ([0, 0, 0, 0, 0], 3, [0, 0, 1, 1, 2]),
+        ([2, 2, 2, 0], 4, [2, 1, 3, 0]),
+        ([1, 0, 0, 0], 2, [1, 0, 0, 1]),
+        ([], 2, []),
+        ([0, 0], 1, [0, 0]),
+    ],
+)
+def test_responses_are_scored_at_home_up_to_an_even_share(homes, world, ranks) -> None:
+    assert scoring_ranks(homes, world) == ranks
 
 
 @pytest.mark.distributed

@@ -1,17 +1,21 @@
 """The number of ranks does not change the generated responses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from ranks import start_ranks
 
-from mppo.batch import Prompt
+from mppo.batch import Prompt, Trajectory
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.parallel.partition import partition
+from mppo.responses import ResponseRow, Responses, concatenate_responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
+from mppo.rollout.response_gather import gather_rows, left_over, replicate
 
 CONFIG = {
     "vocab_size": 97,
@@ -34,12 +38,51 @@ def _generate(rank: int, world: int, prompts: list[Prompt]) -> tuple[list, list]
     engine = LocalEngine("none", config, torch.float32, rank=rank, world=world)
     engine.update_weights([list(source.state_dict().items())], 3)
     sampling = SamplingConfig(n=2, stop_token_ids=(5, 6, 7, 8))
-    trajectories = engine.generate(GenerationRequest(prompts, sampling, 10, seed=11))
+    responses = engine.generate(GenerationRequest(prompts, sampling, 10, seed=11))
+    assert {row.home for row in responses.table} == set(range(min(world, len(prompts))))
+    assert [i for i, row in responses.rows.items() if row.home == rank] == list(responses.held)
+    trajectories = replicate(responses, world)
+    assert [row.length for row in responses.table] == [len(t.response_ids) for t in trajectories]
     return trajectories, engine.logprobs([t.response_ids.tolist() for t in trajectories])
 
 
 def _prompts(count: int) -> list[Prompt]:
     return [Prompt(i, tuple(range(3, 4 + (i * 7) % 13)), "t", "", "") for i in range(count)]
+
+
+def _made(index: int) -> Trajectory:
+    """A response in two parts, some without tokens and some with routed experts."""
+    length = index % 4
+    experts = torch.full((length + 1, 3, 1), index, dtype=torch.int16) if index % 3 else None
+    return Trajectory(
+        Prompt(index, (1, 2), "t", "", ""),
+        [index] * length,
+        [-float(index)] * length,
+        "stop",
+        5,
+        experts,
+        ((4, 1),) if length > 1 else (),
+    )
+
+
+def _exchange(rank: int, world: int) -> None:
+    """What ranks know of each other's responses, and the responses where all need them."""
+    made = [_made(index) for index in range(7)]
+    prompts = [each.prompt for each in made]
+    request = GenerationRequest(prompts, SamplingConfig(), 10, seed=0)
+    mine = {index: each for index, each in enumerate(made) if index * index % world == rank}
+    rows = gather_rows(mine, request, world, None)
+    expected = {i: ResponseRow.of(each, i * i % world) for i, each in enumerate(made)}
+    assert rows == expected
+    responses = Responses(rows, mine).select(range(7))
+    assert replicate(responses, world) == made
+    backwards = responses.select(range(6, -1, -1))
+    assert replicate(concatenate_responses([backwards, responses]), world) == made[::-1] + made
+    left = left_over(request, responses, world, None, taken=[1, 2])
+    assert left == {(i, 0): made[i] for i in (3, 5, 6)}, "without empty responses"
+    spoiled = {i: replace(t, logprobs=t.logprobs * float("nan")) for i, t in mine.items() if i == 6}
+    with pytest.raises(ValueError, match=r"nan in the response to prompt 6: .*version 5"):
+        gather_rows(mine | spoiled, request, world, None)
 
 
 def _worker(rank: int, world: int, store: str, count: int) -> None:
@@ -56,6 +99,7 @@ def _worker(rank: int, world: int, store: str, count: int) -> None:
             assert here.logprobs.tolist() == pytest.approx(there.logprobs.tolist(), abs=1e-5)
         for here, there in zip(mine[1], alone[1], strict=True):
             assert here == pytest.approx(there, abs=1e-5)
+        _exchange(rank, world)
         lengths = [len(t) for t in all_gather_varlen(torch.arange(rank), world)]
         assert lengths == list(range(world))
     finally:

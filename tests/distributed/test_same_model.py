@@ -104,7 +104,7 @@ def test_the_local_engine_computes_transformers_model(models, name):
     starts = (given[0][:3], given[1][: WINDOW + 5], given[2][:1])
     prompts = [Prompt(uid, tuple(start), "", "", "") for uid, start in enumerate(starts)]
     request = GenerationRequest(prompts, SamplingConfig(n=2, temperature=0.8), RESPONSE, seed=0)
-    drawn = engine.generate(request)
+    drawn = engine.generate(request).trajectories
     assert max(len(t.response_ids) for t in drawn) > WINDOW
     for t in drawn:
         tokens = [*t.prompt.token_ids.tolist(), *t.response_ids.tolist()]

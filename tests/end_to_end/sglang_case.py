@@ -115,7 +115,7 @@ class Case:
             GenerationRequest(
                 prompts(6), SamplingConfig(temperature=0.7, top_p=0.9, n=2), max_tokens, seed=0
             )
-        )
+        ).trajectories
         self.check_logprobs(trajectories, 0.7)
         sequences = [[*t.prompt.token_ids.tolist(), *t.response_ids.tolist()] for t in trajectories]
         for ours, theirs in zip(

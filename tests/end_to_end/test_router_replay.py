@@ -152,7 +152,9 @@ def _run(rank: int, server: Server, folder: Path) -> None:
             for i in range(8)
         ]
         sampling = SamplingConfig(temperature=TEMPERATURE, n=4)
-        trajectories = engine.generate(GenerationRequest(prompts, sampling, 24, seed=0))
+        trajectories = engine.generate(
+            GenerationRequest(prompts, sampling, 24, seed=0)
+        ).trajectories
         batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
         torch.save(
             {

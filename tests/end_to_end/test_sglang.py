@@ -95,20 +95,22 @@ def test_greedy_and_stops_equal_the_local_engine(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     sampling = SamplingConfig(temperature=0.0)
-    ours = qwen2.local.generate(Request(prompts(8), sampling, 12, seed=0))
-    theirs = qwen2.engine.generate(Request(prompts(8), sampling, 12, seed=0))
+    ours = qwen2.local.generate(Request(prompts(8), sampling, 12, seed=0)).trajectories
+    theirs = qwen2.engine.generate(Request(prompts(8), sampling, 12, seed=0)).trajectories
     assert [t.response_ids.tolist() for t in ours] == [t.response_ids.tolist() for t in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert b.logprobs.tolist() == pytest.approx(a.logprobs.tolist(), abs=TOLERANCE)
     for one_left in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        theirs = qwen2.engine.generate(Request(prompts(8), SamplingConfig(**one_left), 12, seed=0))
+        theirs = qwen2.engine.generate(
+            Request(prompts(8), SamplingConfig(**one_left), 12, seed=0)
+        ).trajectories
         assert [t.response_ids.tolist() for t in ours] == [
             t.response_ids.tolist() for t in theirs
         ], one_left
     stops = tuple(range(2, 60))
     trajectories = qwen2.engine.generate(
         Request(prompts(8), SamplingConfig(n=4, stop_token_ids=stops), 12, seed=0)
-    )
+    ).trajectories
     assert {t.finish_reason for t in trajectories} == {"stop", "length"}
     for t in trajectories:
         assert t.finish_reason == ("stop" if t.response_ids[-1].item() in stops else "length")
@@ -122,7 +124,7 @@ def test_on_response_gets_responses_while_others_are_generated(qwen2) -> None:
     sampling = SamplingConfig(n=2)
     everything = qwen2.engine.generate(
         Request(prompts(40), sampling, 6, 0, lambda k, done: parts.append(dict(zip(k, done))))
-    )
+    ).trajectories
     assert len(parts) > 10
     assert sorted(key for part in parts for key in part) == list(range(80))
     assert all(everything[key] == t for part in parts for key, t in part.items())
@@ -156,7 +158,7 @@ def test_remaining_requests_are_aborted_once_enough_prompts_are_complete(qwen2) 
             lambda keys, done: reported.update(keys),
             num_prompts_needed=4,
         )
-    )
+    ).trajectories
     assert len(kept) == 8
     uids = [t.prompt.uid for t in kept]
     assert uids == sorted(uids)
@@ -177,7 +179,7 @@ def test_a_resumed_run_continues_partial_responses_with_new_weights(
     qwen2.change_weights()
     qwen2.sync(engine)
     generation = engine.submit(Request(prompts(24), sampling, 400, 0, num_prompts_needed=4))
-    first, partial = generation.collect(), generation.left_over
+    first, partial = generation.collect().trajectories, generation.left_over
     models = {qwen2.version: copy.deepcopy(qwen2.model)}
     qwen2.change_weights()
     qwen2.sync(engine)
@@ -187,7 +189,7 @@ def test_a_resumed_run_continues_partial_responses_with_new_weights(
     loaded = responses.load_responses(tmp_path)
     second = engine.generate(
         Request(left, sampling, 400, 0, num_prompts_needed=len(left), resumable=loaded)
-    )
+    ).trajectories
     engine.stop()
     assert partial.keys() <= {(p.uid, sample) for p in left for sample in range(2)}
     given = {(t.prompt.uid, i % 2): t for i, t in enumerate(second)}
@@ -220,10 +222,12 @@ def test_new_weights_wait_for_a_submitted_request(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     assert sorted(reported) == list(range(16))
-    fresh = qwen2.engine.generate(Request(prompts(2), SamplingConfig(temperature=0.0), 6, seed=0))
+    fresh = qwen2.engine.generate(
+        Request(prompts(2), SamplingConfig(temperature=0.0), 6, seed=0)
+    ).trajectories
     qwen2.check_logprobs(fresh, 1.0)
-    resumed = qwen2.engine.generate(replace(request, resumable=ahead.left_over))
-    trajectories = ahead.collect()
+    resumed = qwen2.engine.generate(replace(request, resumable=ahead.left_over)).trajectories
+    trajectories = ahead.collect().trajectories
     assert trajectories == resumed == [reported[row] for row in range(16)]
     assert not ahead.left_over, "what was collected is not left over"
     for t in trajectories:

@@ -185,7 +185,7 @@ def _gap(engine, role) -> tuple[float, int]:
     from mppo.rollout.engine import GenerationRequest
 
     sampling = SamplingConfig(temperature=TEMPERATURE, n=2)
-    trajectories = engine.generate(GenerationRequest(prompts(6), sampling, 8, seed=0))
+    trajectories = engine.generate(GenerationRequest(prompts(6), sampling, 8, seed=0)).trajectories
     batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
     plan = role.plan(batch, training=False)
     inside = batch.response_mask_T > 0

@@ -45,7 +45,9 @@ def test_a_server_killed_or_hung_in_mid_generation_loses_nothing(
             getattr(victim, end)()
 
     sampling = SamplingConfig(stop_token_ids=tuple(range(3, 12)))
-    trajectories = qwen2.engine.generate(Request(prompts(16), sampling, 400, 0, strike))
+    trajectories = qwen2.engine.generate(
+        Request(prompts(16), sampling, 400, 0, strike)
+    ).trajectories
     assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
     assert re.search(rf"restarting SGLang server 0: .*/generate: {why}", capsys.readouterr().out)
     assert [t.prompt.uid for t in trajectories] == list(range(16))
@@ -69,7 +71,7 @@ def test_kill_9_while_generating_ahead_loses_nothing(qwen2) -> None:
     victim.kill()
     qwen2.change_weights()
     qwen2.sync()
-    trajectories = ahead.collect()
+    trajectories = ahead.collect().trajectories
     assert not victim.is_running()
     assert [t.prompt.uid for t in trajectories] == list(range(24))
     assert sorted(received) == list(range(24))

@@ -36,7 +36,7 @@ PURE = frozenset(
 and ``config`` do."""
 
 LAYERS = (
-    {"batch", "safety", "cpu"},
+    {"batch", "responses", "safety", "cpu"},
     {"algos", "parallel"},
     {"weights"},
     {"config"},

@@ -9,7 +9,9 @@ import torch
 from mppo.batch import Prompt, ResponsesBySample, Trajectory
 from mppo.checkpoint import responses
 from mppo.config.sections.rollout import SamplingConfig
+from mppo.responses import ResponseRow, Responses
 from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.response_gather import left_over
 
 PROMPTS = [Prompt(uid, (5, 6, uid), "task", "4", "2 + 2?", {"level": uid}) for uid in (7, 8, 9)]
 EXPERTS = torch.arange(5 * 2 * 2, dtype=torch.int16).view(5, 2, 2)
@@ -55,5 +57,7 @@ def test_responses_that_do_not_match_the_request_are_ignored():
 
 def test_left_over_responses_are_kept_and_collected_ones_are_not():
     nothing_yet = replace(BROKEN_OFF, response_ids=(), logprobs=())
-    left = request({(3, 0): FULL}).left_over({0: nothing_yet, 1: STOPPED, 5: FULL}, taken=[2])
+    found = {0: nothing_yet, 1: STOPPED, 5: FULL}
+    rows = {place: ResponseRow.of(each, home=0) for place, each in found.items()}
+    left = left_over(request({(3, 0): FULL}), Responses(rows, found), 1, None, taken=[2])
     assert left == {(7, 1): STOPPED}

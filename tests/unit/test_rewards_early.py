@@ -7,6 +7,7 @@ import pytest
 from mppo.batch import Prompt, Trajectory
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.responses import Responses
 from mppo.rewards.division import ScoringError
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.scorer import Scorer
@@ -43,10 +44,16 @@ def test_early_and_late_responses_are_judged_once(tokenizer) -> None:
     early.take([3, 1], [everything[3], everything[1]])
     assert begun.wait(30), "judging waits for the end of generation"
     early.take([0], everything[:1])
-    assert scores_of(early.finish(range(5), everything)) == [0.5, 11.5, 2.5, 44.5, 5.5]
+    assert scores_of(early.finish(range(5), Responses.of_one_rank(everything))) == [
+        0.5,
+        11.5,
+        2.5,
+        44.5,
+        5.5,
+    ]
     assert seen == [3, 1, 0, 2, 4]
     seen.clear()
-    assert scores_of(scorer.score(everything)) == [0.5, 11.5, 2.5, 44.5, 5.5]
+    assert scores_of(scorer.score(Responses.of_one_rank(everything))) == [0.5, 11.5, 2.5, 44.5, 5.5]
 
 
 def test_a_failure_of_judging_early_is_reported_at_the_end(tokenizer) -> None:
@@ -54,4 +61,4 @@ def test_a_failure_of_judging_early_is_reported_at_the_end(tokenizer) -> None:
     early = EarlyScores(scorer)
     early.take([1], trajectories(tokenizer)[1:2])
     with pytest.raises(ScoringError, match="score of prompt 1"):
-        early.finish(range(5), trajectories(tokenizer))
+        early.finish(range(5), Responses.of_one_rank(trajectories(tokenizer)))

@@ -8,6 +8,7 @@ from mppo.batch import Prompt, Trajectory
 from mppo.config.errors import ConfigError
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.responses import Responses
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer
 from mppo.rewards.shaping import clip_score, overlong_penalty
@@ -28,7 +29,7 @@ def trajectory(tokenizer, text, truth="17", finish="stop", uid=0, source="arithm
 
 
 def scores_of(scorer, trajectories):
-    return [judgement.score for judgement in scorer.score(trajectories)]
+    return [judgement.score for judgement in scorer.score(Responses.of_one_rank(trajectories))]
 
 
 def write_module(path, body):
@@ -108,7 +109,7 @@ def test_a_bad_score_names_the_prompt(result, message, tokenizer, tmp_path):
     name = write_module(tmp_path / "bad.py", body) + ":score"
     scorer = build_scorer(RewardConfig(name="function", function=name), tokenizer)
     with pytest.raises(ScoringError, match=message):
-        scorer.score([trajectory(tokenizer, "17", uid=41)])
+        scorer.score(Responses.of_one_rank([trajectory(tokenizer, "17", uid=41)]))
 
 
 def test_numpy_and_integer_scores_are_numbers(tokenizer, tmp_path):
@@ -173,7 +174,7 @@ def test_a_response_without_a_score_of_its_own_is_a_metric(tokenizer, tmp_path):
     reward = RewardConfig(name="function", function=name, timeout_s=4.0)
     scorer = build_scorer(reward, tokenizer)
     answers = [trajectory(tokenizer, "slow"), trajectory(tokenizer, "quick")]
-    scored = scorer.score(answers)
+    scored = scorer.score(Responses.of_one_rank(answers))
     assert [judgement.score for judgement in scored] == [0.0, 1.0]
     none = {"reward/failures": 0.0, "reward/bad_verdicts": 0.0, "reward/errors": 0.0}
     assert reward_metrics(answers, scored, scored[:1]) == none | {"reward/timeouts": 2.0}

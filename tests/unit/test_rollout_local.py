@@ -117,7 +117,7 @@ def _all_tokens(trajectory: Trajectory) -> list[int]:
 def test_logprobs_equal_transformers(engine_and_reference, family: str) -> None:
     engine, reference = engine_and_reference(family)
     sampling = SamplingConfig(temperature=0.8, n=2, top_p=0.95)
-    trajectories = engine.generate(GenerationRequest(_prompts(), sampling, 20, seed=0))
+    trajectories = engine.generate(GenerationRequest(_prompts(), sampling, 20, seed=0)).trajectories
     assert [t.prompt.uid for t in trajectories] == [u for u in range(100, 106) for _ in range(2)]
     for t in trajectories:
         expected = _logprobs(reference, _all_tokens(t), 0.8)[-len(t.response_ids) :]
@@ -132,7 +132,7 @@ def test_greedy_equals_transformers_generate(engine_and_reference) -> None:
     engine, reference = engine_and_reference("qwen2")
     for t in engine.generate(
         GenerationRequest(_prompts(), SamplingConfig(temperature=0.0), 20, seed=0)
-    ):
+    ).trajectories:
         tokens = torch.tensor([t.prompt.token_ids.tolist()])
         expected = reference.generate(
             tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=20
@@ -145,12 +145,12 @@ def test_tokens_do_not_depend_on_batching_or_order(engine_and_reference) -> None
     small, _ = engine_and_reference("qwen2", batch_size=3)
     sampling = SamplingConfig(n=3)
     prompts = _prompts()
-    complete = engine.generate(GenerationRequest(prompts, sampling, 15, seed=4))
+    complete = engine.generate(GenerationRequest(prompts, sampling, 15, seed=4)).trajectories
     assert [t.response_ids.tolist() for t in complete] == [
         t.response_ids.tolist()
-        for t in small.generate(GenerationRequest(prompts, sampling, 15, seed=4))
+        for t in small.generate(GenerationRequest(prompts, sampling, 15, seed=4)).trajectories
     ]
-    backwards = engine.generate(GenerationRequest(prompts[::-1], sampling, 15, seed=4))
+    backwards = engine.generate(GenerationRequest(prompts[::-1], sampling, 15, seed=4)).trajectories
     by_uid = {}
     for t in backwards:
         by_uid.setdefault(t.prompt.uid, []).append(t.response_ids.tolist())
@@ -158,14 +158,16 @@ def test_tokens_do_not_depend_on_batching_or_order(engine_and_reference) -> None
         r for p in prompts for r in by_uid[p.uid]
     ]
     assert len({tuple(t.response_ids.tolist()) for t in complete}) == len(complete)
-    assert complete != engine.generate(GenerationRequest(prompts, sampling, 15, seed=5))
+    assert (
+        complete != engine.generate(GenerationRequest(prompts, sampling, 15, seed=5)).trajectories
+    )
 
 
 def test_rows_stop_at_stop_tokens_and_at_the_length(engine_and_reference) -> None:
     engine, _ = engine_and_reference("qwen2")
     stops = tuple(range(2, 20))
     sampling = SamplingConfig(n=8, stop_token_ids=stops)
-    trajectories = engine.generate(GenerationRequest(_prompts(), sampling, 6, seed=0))
+    trajectories = engine.generate(GenerationRequest(_prompts(), sampling, 6, seed=0)).trajectories
     assert {t.finish_reason for t in trajectories} == {"stop", "length"}
     for t in trajectories:
         ended = t.response_ids[-1].item() in stops
@@ -181,7 +183,7 @@ def test_finished_rows_leave_the_batch_without_changing_the_others(
 ) -> None:
     engine, reference = engine_and_reference(family)
     sampling = SamplingConfig(n=8, stop_token_ids=tuple(range(2, 12)))
-    for t in engine.generate(GenerationRequest(_prompts(), sampling, 40, seed=0)):
+    for t in engine.generate(GenerationRequest(_prompts(), sampling, 40, seed=0)).trajectories:
         expected = _logprobs(reference, _all_tokens(t))[-len(t.response_ids) :]
         assert t.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
 
@@ -189,7 +191,9 @@ def test_finished_rows_leave_the_batch_without_changing_the_others(
 def test_the_cache_grows_past_its_first_block(engine_and_reference) -> None:
     engine, reference = engine_and_reference("llama")
     engine.stop_tokens = ()
-    for t in engine.generate(GenerationRequest(_prompts((3, 6)), SamplingConfig(), 300, seed=0)):
+    for t in engine.generate(
+        GenerationRequest(_prompts((3, 6)), SamplingConfig(), 300, seed=0)
+    ).trajectories:
         assert len(t.response_ids) == 300
         expected = _logprobs(reference, _all_tokens(t))[-300:]
         assert t.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
@@ -264,7 +268,12 @@ def test_streams_that_do_not_fit_are_refused_by_name(tmp_path) -> None:
     with pytest.raises(RuntimeError, match="no weights"):
         engine.logprobs([[1, 2]])
     engine.update_weights([tensors], 1)
-    assert len(engine.generate(GenerationRequest(_prompts(), SamplingConfig(), 2, seed=0))) == 6
+    assert (
+        len(
+            engine.generate(GenerationRequest(_prompts(), SamplingConfig(), 2, seed=0)).trajectories
+        )
+        == 6
+    )
 
 
 def test_bfloat16_weights_are_rounded_whatever_type_computes(tmp_path) -> None:
@@ -290,7 +299,9 @@ def test_experts_of_any_width_are_multiplied(tmp_path, dtype: torch.dtype) -> No
     reference = _reference(config).to(dtype)
     reference.set_experts_implementation("eager")
     engine.update_weights([_checkpoint(reference, str(tmp_path))], 1)
-    (t,) = engine.generate(GenerationRequest(_prompts((5,)), SamplingConfig(), 10, seed=0))
+    (t,) = engine.generate(
+        GenerationRequest(_prompts((5,)), SamplingConfig(), 10, seed=0)
+    ).trajectories
     (values,) = engine.logprobs([_all_tokens(t)])
     expected = _logprobs(reference, _all_tokens(t))
     allowed = 2e-5 if dtype == torch.float32 else 0.3
@@ -336,6 +347,6 @@ def test_on_response_gets_responses_while_others_are_generated(engine_and_refere
             0,
             lambda keys, done: reported.update(zip(keys, done)),
         )
-    )
+    ).trajectories
     assert len(reported) == 8
     assert all(everything[key] == trajectory for key, trajectory in reported.items())

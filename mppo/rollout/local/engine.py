@@ -24,12 +24,13 @@ from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
 from mppo.parallel.collectives import all_gather_varlen, wait_for_ranks
 from mppo.parallel.partition import partition
+from mppo.responses import ResponseRow, Responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.decoding import DecodedRows, decode
 from mppo.rollout.local.parameters import ParameterSink
 from mppo.rollout.local.row_attention import ATTENTION, set_windows
 from mppo.rollout.local.sampling import row_keys
-from mppo.rollout.packed_responses import pack_rows, unpack_rows
+from mppo.rollout.response_gather import cut_rows, gather_rows, left_over
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
 from mppo.supervision.stop_request import StepInterrupted
@@ -45,23 +46,27 @@ class LocalGeneration:
 
     Args:
         request: the request.
-        trajectories: the result.
+        responses: the result.
         seconds: duration of the generation.
+        world: ranks in ``group``.
+        group: process group of the ranks; None is the default one.
     """
 
     request: GenerationRequest
-    trajectories: list[Trajectory]
+    responses: Responses
     seconds: float
+    world: int
+    group: dist.ProcessGroup | None
     left_over: ResponsesBySample = field(default_factory=dict)
 
     def wait(self) -> None:
         """See ``rollout.engine.Generation.wait``."""
-        self.left_over = self.request.left_over(dict(enumerate(self.trajectories)))
+        self.left_over = left_over(self.request, self.responses, self.world, self.group)
 
-    def collect(self) -> list[Trajectory]:
+    def collect(self) -> Responses:
         """See ``rollout.engine.Generation.collect``."""
         self.left_over = {}
-        return self.trajectories
+        return self.responses
 
 
 def stop_tokens(hf_folder: str | Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
@@ -133,7 +138,7 @@ class LocalEngine:
         """Size of the model's vocabulary."""
         return self._model.config.vocab_size
 
-    def generate(self, request: GenerationRequest) -> list[Trajectory]:
+    def generate(self, request: GenerationRequest) -> Responses:
         """See ``RolloutEngine.generate``; all prompts are needed: this engine cannot abort."""
         prompts, n = request.prompts, request.sampling.n
         assert request.num_prompts_needed in (None, len(prompts)), (
@@ -144,38 +149,40 @@ class LocalEngine:
             raise ValueError("an empty prompt cannot be continued: add at least a BOS token")
         dealt = partition([len(p.token_ids) for p in prompts], self._world, equal_count=True)
         mine = sorted(dealt[self._rank], key=lambda index: len(prompts[index].token_ids))
+        home = {index: rank for rank, part in enumerate(dealt) for index in part}
         # a response that another engine aborted is generated again from its start
-        found = {key: t for key, t in request.resumed().items() if t.finish_reason != "abort"}
-        rows = [(i, sample) for i in mine for sample in range(n) if i * n + sample not in found]
+        ready = {key: t for key, t in request.resumed().items() if t.finish_reason != "abort"}
+        known = {key: ResponseRow.of(t, home[key // n]) for key, t in ready.items()}
+        rows = [(i, sample) for i in mine for sample in range(n) if i * n + sample not in ready]
         stops = torch.tensor(
             sorted({*self.stop_tokens, *request.sampling.stop_token_ids}),
             dtype=torch.int64,
             device=self._device,
         )
-        parts = []
+        received: dict[int, Trajectory] = {}
         with suppress(StepInterrupted):  # raised again below, on all ranks at the same point
             for start in range(0, len(rows), self._batch_size):
                 chunk = rows[start : start + self._batch_size]
-                parts.append(self._generate_rows(request, chunk, stops))
+                decoded = self._generate_rows(request, chunk, stops)
+                new = _trajectories(chunk, decoded, request, version)
+                received |= new
                 if request.on_response is not None and start + self._batch_size < len(rows):
-                    done = _pack(chunk, n, parts[-1:], self._device)
-                    early = unpack_rows(done, request, version)
-                    request.on_response(list(early), list(early.values()))
+                    request.on_response(list(new), list(new.values()))
         wait_for_ranks(self._world, self._group)
         if self._world > 1:
             stop_request.sync()
         else:
             stop_request.raise_if_due()
-        packed = _pack(rows, n, parts, self._device)
-        for received in all_gather_varlen(packed, self._world, self._group):
-            found.update(unpack_rows(received, request, version))
-        return [found[key] for key in range(len(prompts) * n)]
+        known |= gather_rows(received, request, self._world, self._group)
+        received |= {key: t for key, t in ready.items() if known[key].home == self._rank}
+        return Responses(known, received).select(range(len(prompts) * n))
 
     def submit(self, request: GenerationRequest) -> LocalGeneration:
         """See ``RolloutEngine.submit``; generates in this thread before it returns."""
         start = time.perf_counter()
         found = self.generate(request)
-        return LocalGeneration(request, found, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return LocalGeneration(request, found, seconds, self._world, self._group)
 
     def _generate_rows(
         self, request: GenerationRequest, rows: Sequence[tuple[int, int]], stops: Tensor
@@ -269,21 +276,18 @@ class LocalEngine:
         """Do nothing: the engine has no processes of its own."""
 
 
-def _pack(
-    rows: Sequence[tuple[int, int]], n: int, parts: Sequence[DecodedRows], device: torch.device
-) -> Tensor:
-    """A rank's responses, in row order, packed for the exchange between ranks."""
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    tokens, logprobs = [nothing], [nothing.float()]
-    for part in parts:
-        column_T = torch.arange(part.tokens.shape[1], device=device)
-        valid = column_T < part.length_R[:, None]
-        tokens.append(part.tokens[valid])
-        logprobs.append(part.logprobs[valid])
-    return pack_rows(
-        torch.tensor([i * n + s for i, s in rows], dtype=torch.int64, device=device),
-        torch.cat([nothing, *(part.length_R for part in parts)]),
-        torch.cat([nothing, *(part.stopped_R for part in parts)]),
-        torch.cat(tokens),
-        torch.cat(logprobs),
+def _trajectories(
+    rows: Sequence[tuple[int, int]], decoded: DecodedRows, request: GenerationRequest, version: int
+) -> dict[int, Trajectory]:
+    """Trajectories of generated rows, (prompt index, sample) each, by index in the result."""
+    column_T = torch.arange(decoded.tokens.shape[1], device=decoded.tokens.device)
+    valid = column_T < decoded.length_R[:, None]
+    return cut_rows(
+        [index * request.sampling.n + sample for index, sample in rows],
+        decoded.length_R.tolist(),
+        ["stop" if stopped else "length" for stopped in decoded.stopped_R.tolist()],
+        decoded.tokens[valid].cpu(),
+        decoded.logprobs[valid].cpu(),
+        request,
+        version,
     )

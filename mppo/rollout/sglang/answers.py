@@ -1,4 +1,4 @@
-"""Convert the servers' responses into trajectories on every rank."""
+"""Convert the servers' responses into trajectories on the ranks that received them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mppo.batch import Trajectory
-from mppo.parallel.collectives import all_gather_varlen, raise_on_any_rank
+from mppo.parallel.collectives import raise_on_any_rank
+from mppo.responses import ResponseRow, Responses
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.packed_responses import FINISH, pack_rows, unpack_rows
+from mppo.rollout.response_gather import gather_rows
 from mppo.rollout.sglang.api import ServerResponse
 from mppo.rollout.sglang.http_client import RequestRefused
-from mppo.rollout.sglang.routed_experts import (
-    RoutingShape,
-    attach,
-    decode_routed_experts,
-    routed_tokens,
-)
-
-_NO_TOKENS = torch.empty(0, dtype=torch.int32)
+from mppo.rollout.sglang.routed_experts import RoutingShape, decode_routed_experts, routed_tokens
 
 
 def joined(before: Trajectory | None, more: Trajectory) -> Trajectory:
@@ -37,78 +30,51 @@ def joined(before: Trajectory | None, more: Trajectory) -> Trajectory:
     )
 
 
-def complete_prompts(found: Mapping[int, Trajectory], request: GenerationRequest) -> list[int]:
+def complete_prompts(rows: Mapping[int, ResponseRow], request: GenerationRequest) -> list[int]:
     """Prompts whose samples are all finished, in order."""
     n = request.sampling.n
-    done = {key for key, trajectory in found.items() if trajectory.finish_reason != "abort"}
+    done = {key for key, row in rows.items() if row.finish_reason != "abort"}
     return [p for p in range(len(request.prompts)) if done.issuperset(range(p * n, p * n + n))]
 
 
-def gather_answers(
+def add_answers(
+    known: Responses,
     mine: Mapping[int, ServerResponse],
     request: GenerationRequest,
-    version: int,
-    known: Mapping[int, Trajectory],
     routing: RoutingShape | None,
     world: int,
     group: dist.ProcessGroup | None,
-) -> dict[int, Trajectory]:
-    """Every rank's responses by ``prompt * n + sample``, on every rank; collective.
+) -> Responses:
+    """Responses by ``prompt * n + sample``: those known, and what all ranks received; collective.
 
     Args:
+        known: earlier responses and parts of responses, which ``mine`` continues.
         mine: responses of this rank's servers.
         request: the request they belong to.
-        version: of the weights.
-        known: earlier parts of responses, which ``mine`` continues.
         routing: shape of the routed experts in each response; None: none.
         world: ranks in ``group``.
         group: process group; None is the default one.
 
     Raises:
         RuntimeError: on every rank, if routed experts are missing.
+        ValueError: on every rank, if a log-probability is not finite.
     """
-    found = dict(known)
-    rows = all_gather_varlen(_packed(mine), world, group)
-    for received in rows:
-        for key, more in unpack_rows(received, request, version).items():
-            found[key] = joined(known.get(key), more)
+    received: dict[int, Trajectory] = {}
+    error = None
+    for key, answer in mine.items():
+        whole = joined(known.held.get(key), answer.trajectory(request.sample_at(key)[0]))
+        # the tokens of an aborted response are routed again when it is continued
+        if routing is not None and answer.reason != "abort":
+            try:
+                experts = decode_routed_experts(
+                    answer.routed_experts, routing, routed_tokens(whole)
+                )
+            except RequestRefused as refused:
+                error = str(refused)
+                break
+            whole = replace(whole, routed_experts=experts)
+        received[key] = whole
     if routing is not None:
-        chosen = _routed_experts(mine, found, routing, world, group)
-        found |= attach(found, rows, chosen, routing, world, group)
-    return found
-
-
-def _routed_experts(
-    mine: Mapping[int, ServerResponse],
-    found: Mapping[int, Trajectory],
-    routing: RoutingShape,
-    world: int,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
-    """The routed experts of this rank's finished responses, flat; raises on every rank."""
-    parts, error = [torch.empty(0, dtype=torch.int16)], None
-    try:
-        for key, row in mine.items():
-            if row.reason == "abort":
-                continue
-            parts.append(
-                decode_routed_experts(
-                    row.routed_experts, routing, routed_tokens(found[key])
-                ).flatten()
-            )
-    except RequestRefused as refused:
-        error = str(refused)
-    raise_on_any_rank(error, world, group)
-    return torch.cat(parts)
-
-
-def _packed(mine: Mapping[int, ServerResponse]) -> Tensor:
-    """This rank's responses, packed for the exchange between ranks."""
-    rows = mine.values()
-    return pack_rows(
-        torch.tensor(list(mine), dtype=torch.int64),
-        torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
-        torch.tensor([FINISH.index(row.reason) for row in rows], dtype=torch.int64),
-        torch.cat([_NO_TOKENS, *(row.tokens for row in rows)]),
-        torch.cat([torch.empty(0), *(row.logprobs for row in rows)]),
-    )
+        raise_on_any_rank(error, world, group)
+    rows = {**known.rows, **gather_rows(received, request, world, group)}
+    return Responses(rows, {**known.held, **received})

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mppo.batch import Trajectory
 from mppo.config.rules.engine import sglang_options
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.collectives import all_gather_objects, all_gather_varlen, raise_on_any_rank
 from mppo.parallel.device import give_back_memory
 from mppo.parallel.partition import partition
+from mppo.responses import Responses
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine, stop_tokens
 from mppo.rollout.sglang.api import SGLangApi
@@ -286,7 +286,7 @@ class SGLangEngine:
         )
         return self._pending
 
-    def generate(self, request: GenerationRequest) -> list[Trajectory]:
+    def generate(self, request: GenerationRequest) -> Responses:
         """See ``RolloutEngine.generate``.
 
         Raises:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from mppo.batch import ResponsesBySample, Trajectory
+from mppo.batch import ResponsesBySample
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.partition import partition
+from mppo.responses import ResponseRow, Responses
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.sglang.answers import complete_prompts, gather_answers, joined
+from mppo.rollout.response_gather import left_over
+from mppo.rollout.sglang.answers import add_answers, complete_prompts, joined
 from mppo.rollout.sglang.api import ServerResponse, SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import ServerLost
 from mppo.rollout.sglang.in_flight import InFlightRequests
@@ -44,17 +46,28 @@ class SGLangGeneration:
         self._request, self._stop_tokens, self._routing = request, stop_tokens, routing
         self._requests, self._rollout = requests, rollout
         self._partial = request.num_prompts_needed is not None and rollout.partial_rollout
-        self._found = {row: t for row, t in request.resumed().items() if self._is_usable(t)}
+        self._found = self._resumed()
         self._seconds = 0.0
         self._left_over: ResponsesBySample = {}
         self._in_flight: InFlightRequests | None = None
         self._launch()
 
-    def _is_usable(self, response: Trajectory) -> bool:
-        """Return whether a response that exists need not be generated again."""
-        if response.finish_reason == "abort":
-            return self._partial
-        return self._routing is None or response.routed_experts is not None
+    def _resumed(self) -> Responses:
+        """The resumable responses that need not be generated again; every rank has them all."""
+        usable = {
+            row: each
+            for row, each in self._request.resumed().items()
+            if (self._partial and each.finish_reason == "abort")
+            or (
+                each.finish_reason != "abort"
+                and (self._routing is None or each.routed_experts is not None)
+            )
+        }
+        homes, rank = self._homes(), self._requests.rank
+        return Responses(
+            {row: ResponseRow.of(each, homes[row]) for row, each in usable.items()},
+            {row: each for row, each in usable.items() if homes[row] == rank},
+        )
 
     def _launch(self) -> None:
         """Send requests for missing responses to this rank's servers, if prompts are missing."""
@@ -65,7 +78,7 @@ class SGLangGeneration:
             else request.num_prompts_needed
         )
         # every rank has the same responses, so all ranks return here or none does
-        if len(complete_prompts(self._found, request)) >= enough:
+        if len(complete_prompts(self._found.rows, request)) >= enough:
             return
         # all responses of this launch must come from this one version
         self._version = self._requests.restore()
@@ -74,7 +87,7 @@ class SGLangGeneration:
         )
         # the count is over all ranks: each adds the finished responses among its own rows
         rows = self._my_rows()
-        ended = {row for row, t in self._found.items() if t.finish_reason != "abort"}
+        ended = {row for row, t in self._found.rows.items() if t.finish_reason != "abort"}
         done = ended.intersection(rows)
         self._stragglers.answered(sorted(done))
         rows = [row for row in rows if row not in done]
@@ -90,12 +103,23 @@ class SGLangGeneration:
 
     def _my_rows(self) -> list[int]:
         """Rows (``prompt * n + sample``) of this rank's servers, longest prompts first."""
+        n, lengths = self._request.sampling.n, self._prompt_lengths()
+        mine = [row for row, rank in self._homes().items() if rank == self._requests.rank]
+        return sorted(mine, key=lambda row: (-lengths[row // n], row))
+
+    def _homes(self) -> dict[int, int]:
+        """The rank whose servers generate each row; the prompts are dealt out to the servers."""
         n, fleet = self._request.sampling.n, self._requests.fleet
-        lengths = [len(prompt.token_ids) for prompt in self._request.prompts]
-        dealt = partition(lengths, fleet.count, equal_count=True)
-        mine = [index for server in fleet.mine for index in dealt[server]]
-        mine.sort(key=lambda index: -lengths[index])
-        return [index * n + sample for index in mine for sample in range(n)]
+        dealt = partition(self._prompt_lengths(), fleet.count, equal_count=True)
+        return {
+            index * n + sample: fleet.head_of(server)
+            for server, part in enumerate(dealt)
+            for index in part
+            for sample in range(n)
+        }
+
+    def _prompt_lengths(self) -> list[int]:
+        return [len(prompt.token_ids) for prompt in self._request.prompts]
 
     def _answer_rows(self, api: SGLangApi, job: list[int]) -> dict[int, ServerResponse]:
         """Make one server answer some rows; runs in any thread."""
@@ -105,7 +129,8 @@ class SGLangGeneration:
         texts, parameters = [], []
         for row in job:
             prompt, _ = request.sample_at(row)
-            known = self._found[row].response_ids if row in self._found else prompt.token_ids[:0]
+            before = self._found.held.get(row)
+            known = prompt.token_ids[:0] if before is None else before.response_ids
             # a response that is continued is part of the prompt, and shortens what may follow
             texts.append(torch.cat([prompt.token_ids, known]).tolist())
             limit = request.max_tokens - len(known)
@@ -116,7 +141,8 @@ class SGLangGeneration:
         ended = {r: a for r, a in zip(job, answers, strict=True) if a.reason != "abort"}
         if request.on_response is not None:
             new = {r: a.trajectory(request.sample_at(r)[0]) for r, a in ended.items()}
-            request.on_response(list(new), [joined(self._found.get(r), t) for r, t in new.items()])
+            held = self._found.held
+            request.on_response(list(new), [joined(held.get(r), t) for r, t in new.items()])
         stragglers.answered(list(ended))
         return {r: a for r, a in zip(job, answers, strict=True) if len(a.tokens)}
 
@@ -125,11 +151,12 @@ class SGLangGeneration:
         if self._in_flight is None:
             return
         results = self._requests.join(self._in_flight)
-        found, self._in_flight = self._gathered(results), None
-        self._found = {row: t for row, t in found.items() if self._is_usable(t)}
-        self._left_over = self._request.left_over(self._found)
+        self._found, self._in_flight = self._gathered(results), None
+        if not self._partial:
+            self._found = _finished(self._found)
+        self._left_over = self._replicated()
 
-    def collect(self) -> list[Trajectory]:
+    def collect(self) -> Responses:
         """See ``rollout.engine.Generation.collect``."""
         request, n = self._request, self._request.sampling.n
         if self._in_flight is None:
@@ -143,10 +170,15 @@ class SGLangGeneration:
                 self._in_flight,
             )
             self._found, self._in_flight = self._gathered(results), None
-        taken = complete_prompts(self._found, request)[: request.num_prompts_needed]
-        self._left_over = request.left_over(self._found, taken) if self._partial else {}
-        found, self._found = self._found, {}
-        return [found[prompt * n + sample] for prompt in taken for sample in range(n)]
+        taken = complete_prompts(self._found.rows, request)[: request.num_prompts_needed]
+        self._left_over = self._replicated(taken) if self._partial else {}
+        found, self._found = self._found, Responses({}, {})
+        return found.select(prompt * n + sample for prompt in taken for sample in range(n))
+
+    def _replicated(self, taken: Collection[int] = ()) -> ResponsesBySample:
+        """The responses to other prompts than ``taken``, on every rank; collective."""
+        requests = self._requests
+        return left_over(self._request, self._found, requests.world, requests.group, taken)
 
     @property
     def left_over(self) -> ResponsesBySample:
@@ -158,22 +190,14 @@ class SGLangGeneration:
         """See ``rollout.engine.Generation.seconds``."""
         return self._seconds
 
-    def _gathered(
-        self, results: Mapping[int, Mapping[int, ServerResponse]]
-    ) -> dict[int, Trajectory]:
+    def _gathered(self, results: Mapping[int, Mapping[int, ServerResponse]]) -> Responses:
         """All ranks' responses, joined with those known before; collective."""
         assert self._in_flight is not None
         requests = self._requests
         self._seconds = self._in_flight.seconds
         mine = {row: answer for part in results.values() for row, answer in part.items()}
-        found = gather_answers(
-            mine,
-            self._request,
-            self._version,
-            self._found,
-            self._routing,
-            requests.world,
-            requests.group,
+        found = add_answers(
+            self._found, mine, self._request, self._routing, requests.world, requests.group
         )
         self._stragglers.close()
         return found
@@ -182,6 +206,12 @@ class SGLangGeneration:
         """Abort requests in flight; their responses are lost."""
         if self._in_flight is not None:
             self._in_flight.abort()
+
+
+def _finished(responses: Responses) -> Responses:
+    """The responses that were not aborted."""
+    kept = {row: each for row, each in responses.rows.items() if each.finish_reason != "abort"}
+    return Responses(kept, {row: t for row, t in responses.held.items() if row in kept})
 
 
 def _check_answers(
