@@ -1,6 +1,6 @@
 """Host time and memory from SGLang's HTTP answers to micro-batches, beside an earlier commit.
 
-    python benchmarks/batch_path.py [--tokens 1 4 16] [--repeat 3] [--out FILE]
+    python benchmarks/batch_path.py [--tokens 1 4 16 64] [--before-up-to 16] [--out FILE]
 
 The path of one rank: the text of each answer becomes responses, the responses become a batch, and
 the batch is cut into micro-batches. Both versions get the same bodies, in the form in which SGLang
@@ -10,8 +10,8 @@ alternate, each turn in a process of its own with one thread and Python's defaul
 
 Times are the processor time of the process, the smallest of the turns, in nanoseconds per token of
 prompts and responses. Memory is the growth of the process's resident memory: ``held`` with
-responses and batch in memory, ``peak`` at the highest point. Sizes are in millions of tokens; the
-earlier version is left out where the machine has too little memory for it.
+responses and batch in memory, ``peak`` at the highest point. Sizes are in millions of tokens. The
+earlier version needs minutes and 200 bytes per token at the largest: ``--before-up-to``.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ from record import parser, record
 
 BEFORE = "b9290c3"
 """The last commit with Python objects for every token."""
-BYTES_BEFORE = 300
-"""Memory per token that the earlier version needs, generously."""
 ROOT = Path(__file__).parents[1]
 PROMPT, RESPONSE, SAMPLES, BODIES = 512, 2048, 8, 16
 MICRO_BATCH_TOKENS = 32_768
@@ -160,16 +158,14 @@ def best(turns: list[dict[str, float]]) -> dict[str, float]:
     return min(turns, key=lambda t: t["ns_per_token/sum"])
 
 
-def compare(millions: float, repeat: int, before: Path) -> dict[str, object]:
-    """Both versions in alternation at one size."""
-    fits = psutil.virtual_memory().available > millions * 1e6 * BYTES_BEFORE
-    trees = {"before": before, "now": ROOT} if fits else {"now": ROOT}
+def compare(millions: float, repeat: int, trees: dict[str, Path]) -> dict[str, object]:
+    """The versions in alternation at one size."""
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for _ in range(repeat):
         for name, tree in trees.items():
             turns[name].append(turn(tree, millions))
     result: dict[str, object] = {name: best(found) for name, found in turns.items()}
-    if fits:
+    if len(trees) > 1:
         best([*turns["before"], *turns["now"]])  # the same batch, too
         sums = {name: [t["ns_per_token/sum"] for t in found] for name, found in turns.items()}
         result["all_sums"] = sums
@@ -179,18 +175,26 @@ def compare(millions: float, repeat: int, before: Path) -> dict[str, object]:
 
 def main() -> None:
     arguments = parser(__doc__, repeat=3)
-    arguments.add_argument("--tokens", type=float, nargs="+", default=[1, 4, 16], help="millions")
+    arguments.add_argument(
+        "--tokens", type=float, nargs="+", default=[1, 4, 16, 64], help="millions"
+    )
+    arguments.add_argument("--before-up-to", type=float, default=16, help="millions")
     arguments.add_argument("--measure", type=float, help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.measure is not None:
         print(json.dumps(measure(given.measure)))
         return
+    results: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
         before = Path(folder) / "before"
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--detach", str(before), BEFORE], check=True)
         try:
-            results = {f"{m:g} M": compare(m, given.repeat, before) for m in given.tokens}
+            for millions in given.tokens:
+                trees = {"before": before, "now": ROOT}
+                if millions > given.before_up_to:
+                    del trees["before"]
+                results[f"{millions:g} M"] = compare(millions, given.repeat, trees)
         finally:
             subprocess.run([*git, "remove", "--force", str(before)], check=True)
     record({"before": BEFORE, "by_tokens": results}, given.out)
