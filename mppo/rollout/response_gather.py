@@ -1,4 +1,4 @@
-"""What ranks tell each other of their responses, and the exchange of tokens where all need them."""
+"""Exchange of responses between ranks: rows of all, and tokens where every rank needs them."""
 
 from __future__ import annotations
 

@@ -62,18 +62,18 @@ def add_answers(
     received: dict[int, Trajectory] = {}
     error = None
     for key, answer in mine.items():
-        whole = joined(known.held.get(key), answer.trajectory(request.sample_at(key)[0]))
+        response = joined(known.held.get(key), answer.trajectory(request.sample_at(key)[0]))
         # the tokens of an aborted response are routed again when it is continued
         if routing is not None and answer.reason != "abort":
             try:
                 experts = decode_routed_experts(
-                    answer.routed_experts, routing, routed_tokens(whole)
+                    answer.routed_experts, routing, routed_tokens(response)
                 )
             except RequestRefused as refused:
                 error = str(refused)
                 break
-            whole = replace(whole, routed_experts=experts)
-        received[key] = whole
+            response = replace(response, routed_experts=experts)
+        received[key] = response
     if routing is not None:
         raise_on_any_rank(error, world, group)
     rows = {**known.rows, **gather_rows(received, request, world, group)}
