@@ -25,6 +25,7 @@ from mppo.trainer.selection import (
     informative_sequences,
     select_batch,
 )
+from mppo.trainer.shares import share_out
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ def score(run: Run, responses: Responses, step: int) -> ScoredRollout:
     if run.recipe.algorithm.score_after_end:
         end_slots_below = run.recipe.data.max_response_length
     scores = [judgement.score for judgement in judged]
-    batch = pack_trajectories(responses.trajectories, scores, end_slots_below)
+    packed = pack_trajectories(responses.trajectories, scores, end_slots_below)
+    batch = share_out(packed, run.roles.actor.config.num_moe_experts)
     judged_greedy = run.scorer.score(responses.greedy)
     show_errors(run.reporter, step, judged + judged_greedy)
     baseline_B = torch.tensor([judgement.score for judgement in judged_greedy])

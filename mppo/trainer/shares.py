@@ -1,0 +1,166 @@
+"""How a batch is shared out over the ranks between passes, and numbers of all its sequences.
+
+Every rank holds the tokens of the sequences whose home it is, and computes their rewards,
+advantages and targets. What depends on all sequences (baselines, whitening, normalisers, metrics)
+is computed from a few numbers per sequence, which all ranks gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.algos.masked import ALONE, Gather
+from mppo.batch import Batch, Experience, ModelOutputs, Sequences, unknown_expert
+from mppo.models.microbatch import select_held
+from mppo.models.work_share import PassMoves
+from mppo.parallel.collectives import all_gather_varlen, group_size
+from mppo.parallel.exchange import Moves, exchange, sum_over_ranks
+from mppo.parallel.layout import Layout
+from mppo.parallel.partition import partition
+from mppo.pipeline.microbatches import MicroBatchPlan
+from mppo.trainer.losses import Targets
+
+
+def share_out(batch: Batch, num_experts: int | None = None) -> Batch:
+    """Cut a batch that every rank holds: each keeps the sequences whose home it is.
+
+    Args:
+        batch: the same on every rank.
+        num_experts: of the actor's model; None: it has none.
+
+    Returns:
+        The batch with homes of nearly equal numbers of tokens.
+    """
+    if num_experts is not None and num_experts <= unknown_expert(torch.uint8):
+        batch = replace(batch, routed_experts_T=narrow_choices(batch.routed_experts_T))
+    world = group_size()
+    if world == 1:
+        return batch
+    parts = partition(batch.lengths_B.tolist(), world)
+    home_B = torch.empty(batch.num_sequences, dtype=torch.int32)
+    for rank, part in enumerate(parts):
+        home_B[part] = rank
+    kept = select_held(batch, parts[dist.get_rank()])
+    assert isinstance(kept, Batch)
+    return replace(kept, home_B=home_B)
+
+
+def narrow_choices(experts_T: Tensor) -> Tensor:
+    """Expert choices below 255 as one byte each: int16 (-1 unknown) to uint8."""
+    narrow_T = experts_T.to(torch.uint8)
+    narrow_T[experts_T < 0] = unknown_expert(torch.uint8)
+    return narrow_T
+
+
+def gather_of(batch: Sequences) -> Gather:
+    """How this rank learns numbers of the sequences that others hold."""
+    return _gather(batch, batch.held_H, batch.num_sequences)
+
+
+def gather_of_mini_batch(
+    batch: Sequences, indices: Sequence[int] | Tensor
+) -> tuple[Gather, Tensor]:
+    """``gather_of`` for the sequences of a mini-batch, in its order.
+
+    Returns:
+        The gather; and int64, the position in the mini-batch of each of its sequences held here.
+    """
+    position = (batch.places(indices) >= 0).nonzero()[:, 0]
+    return _gather(batch, position, len(indices)), position
+
+
+def _gather(batch: Sequences, position_H: Tensor, total: int) -> Gather:
+    if batch.is_replicated or group_size() == 1:
+        return ALONE
+
+    def sequences(x_H: Tensor) -> Tensor:
+        # each number has one holder, so the sum over ranks is exact
+        x_B = torch.zeros(total, *x_H.shape[1:], dtype=torch.float64)
+        x_B[position_H] = x_H.double()
+        return sum_over_ranks(x_B).to(x_H.dtype)
+
+    return Gather(sequences, lambda x: torch.cat(all_gather_varlen(x, group_size())))
+
+
+def gather_table(gather: Gather, table: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gather several tensors ``[H, ...]`` of the sequences held, in one exchange.
+
+    Args:
+        gather: of the batch.
+        table: tensors by name.
+
+    Returns:
+        float64 ``[B, ...]`` by name.
+    """
+    columns = [x_H.double().view(len(x_H), -1) for x_H in table.values()]
+    rows_B = gather.sequences(torch.cat(columns, 1))
+    parts = rows_B.split([column.shape[1] for column in columns], dim=1)
+    return {
+        name: part.reshape(len(part), *x_H.shape[1:])
+        for (name, x_H), part in zip(table.items(), parts, strict=True)
+    }
+
+
+def fetch_targets(
+    targets: Targets,
+    sequences: Sequence[int],
+    batch: Sequences,
+    plan: MicroBatchPlan,
+    layout: Layout,
+) -> tuple[Targets, tuple[int, ...]]:
+    """Bring the targets of a mini-batch to the ranks that compute its loss. Collective.
+
+    Args:
+        targets: of the sequences held here.
+        sequences: these sequences, as indices of the batch, in the targets' order.
+        batch: the batch at home.
+        plan: the mini-batch's micro-batches.
+        layout: the role's layout.
+
+    Returns:
+        The targets of the sequences whose loss this rank computes, and these sequences.
+    """
+    if batch.is_replicated:
+        return targets, tuple(sequences)
+    moves = PassMoves(layout, plan, batch).outward(last_stage_only=True)
+    names = [f.name for f in fields(targets) if f.name.endswith("_T")]
+    tensors = [getattr(targets, name) for name in names]
+    got = exchange(moves, batch.lengths_B.tolist(), sequences, lambda _: tensors)
+    mine = moves.wanted[dist.get_rank()]
+    cu_seqlens = torch.zeros(len(mine) + 1, dtype=torch.int64)
+    cu_seqlens[1:] = batch.lengths_B[mine].cumsum(0)
+    changes = dict(zip(names, got, strict=True))
+    return replace(targets, cu_seqlens=cu_seqlens, **changes), tuple(mine)
+
+
+def gather_experience(experience: Experience) -> Experience | None:
+    """The complete experience on the first rank, None on the others. Collective."""
+    batch = experience.old.batch
+    if batch.is_replicated:
+        return experience if group_size() == 1 or dist.get_rank() == 0 else None
+    world, everything = group_size(), list(range(batch.num_sequences))
+    moves = Moves(batch.home_B.tolist(), [everything, *([] for _ in range(world - 1))])
+    holders = (batch, experience.old, experience)
+    names = [[f.name for f in fields(x) if f.name.endswith("_T")] for x in holders]
+    tensors = [getattr(x, name) for x, found in zip(holders, names) for name in found]
+    got = exchange(moves, batch.lengths_B.tolist(), batch.held_H.tolist(), lambda _: tensors)
+    if dist.get_rank():
+        return None
+    values = iter(got)
+    changes = [{name: next(values) for name in found} for found in names]
+    cu_seqlens = torch.zeros(len(everything) + 1, dtype=torch.int64)
+    cu_seqlens[1:] = batch.lengths_B.cumsum(0)
+    complete = replace(
+        batch,
+        cu_seqlens=cu_seqlens,
+        held_H=torch.arange(len(everything)),
+        home_B=torch.full_like(batch.home_B, -1),
+        **changes[0],
+    )
+    old: ModelOutputs = replace(experience.old, batch=complete, **changes[1])
+    return replace(experience, old=old, **changes[2])
