@@ -25,7 +25,7 @@ from mppo.models.optimizer import RoleOptimizer, StepResult, wrap_in_ddp
 from mppo.models.role_spec import TOKENS_ONLY, MiniBatch, PassInputs, RoleSpec
 from mppo.models.role_weights import RoleWeights
 from mppo.models.stage import Stage, build_stages, run_chunk
-from mppo.models.work_share import PassMoves, fetch, output_rows, return_home, sum_states
+from mppo.models.work_share import PassMoves, fetch_share, output_rows, return_home, sum_states
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.groups import LayoutGroups
@@ -183,7 +183,7 @@ class Role:
         if self.routing is not None:
             batch = self.routing.identified(batch)
             layers = self.routing.replayed_layers(batch)
-        return fetch(batch, PassMoves(self.layout, plan, batch), inputs, layers)
+        return fetch_share(batch, PassMoves(self.layout, plan, batch), inputs, layers)
 
     def return_outputs(
         self,

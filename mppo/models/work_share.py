@@ -98,7 +98,7 @@ def ranges_of(plan: MicroBatchPlan, stages: int, multiple: int) -> list[MicroBat
     return [[parts[i : i + size] for parts in plan] for i in range(0, count, size)]
 
 
-def fetch(
+def fetch_share(
     batch: Sequences,
     moves: PassMoves,
     inputs: PassInputs,

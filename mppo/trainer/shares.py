@@ -97,7 +97,7 @@ def gather_table(gather: Gather, table: Mapping[str, Tensor]) -> dict[str, Tenso
     Returns:
         float64 ``[B, ...]`` by name.
     """
-    columns = [x_H.double().view(len(x_H), -1) for x_H in table.values()]
+    columns = [x_H.double().reshape(len(x_H), x_H.shape[1:].numel()) for x_H in table.values()]
     rows_B = gather.sequences(torch.cat(columns, 1))
     parts = rows_B.split([column.shape[1] for column in columns], dim=1)
     return {

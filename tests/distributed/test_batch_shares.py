@@ -129,8 +129,9 @@ def compare_targets() -> None:
         return gather_of_mini_batch(batch, chosen)
 
     for mode, aggregation in pairs:
-        loss = PolicyLossConfig(loss_mode=mode, clip_cov_lb=-9.0, clip_cov_ratio=0.3)
-        loss.kl_cov_ratio = 0.3
+        loss = PolicyLossConfig(
+            loss_mode=mode, clip_cov_lb=-9.0, clip_cov_ratio=0.3, kl_cov_ratio=0.3
+        )
         actor = ActorConfig(policy_loss=loss, loss_agg_mode=aggregation)
         compare(
             policy_targets(here, indices, actor, LIMIT, 1, gather_of),
