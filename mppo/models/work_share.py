@@ -116,9 +116,9 @@ def fetch_share(
     Returns:
         The sequences of this rank's share and their inputs.
     """
-    outward = moves.outward()
     if batch.is_replicated:
         return batch, inputs
+    outward = moves.outward()
     rank, layout, hidden_T = dist.get_rank(), moves.layout, inputs.ref_hidden_T
     layers = None if layers_of is None else layers_of[layout.coordinates(rank).pp]
     codes_T = (batch.response_mask_T + 2 * batch.end_mask_T).to(torch.uint8)
