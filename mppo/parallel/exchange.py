@@ -52,15 +52,6 @@ class Moves:
             for number in wanted
         )
 
-    def tokens_received(self, rank: int, lengths: Sequence[int]) -> int:
-        """Tokens that a rank receives."""
-        return sum(lengths[number] for number in self.wanted[rank])
-
-    def tokens_sent(self, rank: int, lengths: Sequence[int]) -> int:
-        """Tokens that a rank sends, its own part included."""
-        ranks = range(len(self.wanted))
-        return sum(lengths[number] for other in ranks for number in self.between(rank, other))
-
 
 def exchange(
     moves: Moves,
