@@ -29,7 +29,7 @@ def covariance(
     gather: Gather = ALONE,
 ) -> Tensor:
     """``cov_t`` as defined above, 0 outside the mask: float ``[T]``."""
-    centered = []
+    centered: list[Tensor] = []
     for x_T in (advantages_T, logprobs_T):
         moments_B = gather.sequences(sequence_moments(x_T, mask_T, cu_seqlens))
         centered.append(x_T - merged_moments(moments_B).mean)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -139,7 +140,7 @@ def fetch_share(
     held_H = torch.tensor(outward.wanted[rank], dtype=torch.int64)
     cu_seqlens = torch.zeros(len(held_H) + 1, dtype=torch.int64)
     cu_seqlens[1:] = batch.lengths_B[held_H].cumsum(0)
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     if layers is not None:
         runs = got[2 : 2 + len(_runs(layers))]
         nothing = batch.routed_experts_T.new_empty(len(got[0]), 0, batch.routed_experts_T.shape[2])

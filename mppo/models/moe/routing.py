@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -140,7 +140,7 @@ class RoleRouting:
                 where = microbatch.tokens_in(batch)[origin[real]]
                 experts[where] = routing.record.cpu()[:, real].transpose(0, 1)
         experts = experts[where_T]
-        group = parallel_state.get_tensor_and_context_parallel_group()
+        group = _group(parallel_state.get_tensor_and_context_parallel_group())
         if self._routers and group.size() > 1:
             experts = experts.to(device.device())
             dist.all_reduce(experts, group=group)
@@ -262,17 +262,15 @@ class RoleRouting:
         Args:
             experts_T: ``[T', L, k]``, the choices of this data-parallel rank's sequences.
         """
-        rows = self._numbers(experts_T).transpose(0, 1).flatten(1)
-        known = rows >= 0
-        counts = torch.stack(
-            [
-                torch.bincount(row[inside], minlength=self._num_experts)
-                for row, inside in zip(rows, known)
-            ]
-        )
-        sums = torch.cat([counts.flatten(), known[0].sum()[None]])
+
+        def count(row: Tensor) -> Tensor:
+            return torch.bincount(row[row >= 0], minlength=self._num_experts)
+
+        # a layer at a time, since the choices take eight bytes as int64
+        counts = torch.stack([count(self._numbers(layer)) for layer in experts_T.unbind(1)])
+        sums = torch.cat([counts.flatten(), counts[:1].sum()[None]])
         if self._groups.layout.dp > 1:
-            dist.all_reduce(sums, group=parallel_state.get_data_parallel_group_gloo())
+            dist.all_reduce(sums, group=_group(parallel_state.get_data_parallel_group_gloo()))
         return sums[:-1].view_as(counts).float() / sums[-1]
 
     def _taken(self, batch: Sequences, plan: MicroBatchPlan) -> tuple[Tensor, Sequences]:
@@ -289,7 +287,7 @@ class RoleRouting:
             return experts_T, share
         assert self._record is not None, "router replay without a forward-only pass"
         digests, lengths = sequence_digests(batch).tolist(), batch.lengths_B.tolist()
-        group = parallel_state.get_data_parallel_group_gloo()
+        group = _group(parallel_state.get_data_parallel_group_gloo())
         return self._record.share(digests, lengths, shares, place, group), share
 
     def _carried(self, batch: Sequences) -> tuple[Tensor, Sequences]:
@@ -371,3 +369,7 @@ def _sequence_of(batch: Sequences, microbatch: MicroBatch) -> Tensor:
 def _planned(plan: MicroBatchPlan) -> list[int]:
     """All sequences of a plan."""
     return [index for share in plan for part in share for index in part]
+
+
+def _group(group: object) -> dist.ProcessGroup:
+    return cast("dist.ProcessGroup", group)  # Megatron's globals are untyped
