@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mppo.algos.packing import cumulative
 from mppo.batch import Sequences
 from mppo.models.heads.outputs import Outputs, stack_outputs
 from mppo.models.microbatch import MicroBatch
@@ -138,8 +139,6 @@ def fetch_share(
     lengths, held = batch.lengths_B.tolist(), batch.held_H.tolist()
     got = exchange(outward, lengths, held, tensors_for)
     held_H = torch.tensor(outward.wanted[rank], dtype=torch.int64)
-    cu_seqlens = torch.zeros(len(held_H) + 1, dtype=torch.int64)
-    cu_seqlens[1:] = batch.lengths_B[held_H].cumsum(0)
     changes: dict[str, Any] = {}
     if layers is not None:
         runs = got[2 : 2 + len(_runs(layers))]
@@ -148,7 +147,7 @@ def fetch_share(
         changes = {"routed_experts_T": choices_T, "expert_layers": tuple(layers)}
     share = Sequences(
         tokens_T=got[0].long(),
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=cumulative(batch.lengths_B[held_H]),
         response_mask_T=(got[1] & 1).float(),
         end_mask_T=(got[1] >> 1).float(),
         held_H=held_H,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mppo.algos import pf_ppo
-from mppo.algos.packing import select_cu_seqlens, select_sequences
+from mppo.algos.packing import cumulative, select_cu_seqlens, select_sequences
 from mppo.batch import Batch, Experience, ModelOutputs, Sequences
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.models.moe.record import sequence_digests
@@ -74,8 +74,7 @@ def concatenate_batches(batches: Sequence[Part]) -> Part:
     before = (counts.cumsum(0) - counts).tolist()
     held_H = torch.cat([batch.held_H + shift for batch, shift in zip(batches, before)])
     lengths_B = torch.cat([batch.lengths_B for batch in batches])
-    cu_seqlens = torch.zeros(len(held_H) + 1, dtype=torch.int64)
-    cu_seqlens[1:] = lengths_B[held_H].cumsum(0)
+    cu_seqlens = cumulative(lengths_B[held_H])
     changes: dict[str, Any] = {
         field.name: torch.cat([getattr(batch, field.name) for batch in batches])
         for field in fields(batches[0])

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.algos.masked import ALONE, Gather
+from mppo.algos.packing import cumulative
 from mppo.batch import Batch, Experience, ModelOutputs, Sequences, unknown_expert
-from mppo.models.microbatch import select_held
 from mppo.models.work_share import PassMoves
 from mppo.parallel.collectives import all_gather_varlen, group_size
 from mppo.parallel.exchange import Moves, exchange, sum_over_ranks
@@ -25,29 +25,45 @@ from mppo.parallel.partition import partition
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.trainer.losses import Targets
 
+_UNEVEN = 1.5
+"""Tokens of the fullest home over the mean, from which sequences get other homes."""
+
 
 def share_out(batch: Batch, num_experts: int | None = None) -> Batch:
-    """Cut a batch that every rank holds: each keeps the sequences whose home it is.
+    """Give sequences homes of nearly equal numbers of tokens. Collective.
+
+    Homes that are even enough stay, so that nothing moves twice.
 
     Args:
-        batch: the same on every rank.
+        batch: held by every rank, or by homes of any load.
         num_experts: of the actor's model; None: it has none.
 
     Returns:
-        The batch with homes of nearly equal numbers of tokens.
+        The batch; this rank holds the sequences whose home it is.
     """
     if num_experts is not None and num_experts <= unknown_expert(torch.uint8):
         batch = replace(batch, routed_experts_T=narrow_choices(batch.routed_experts_T))
     world = group_size()
     if world == 1:
         return batch
-    parts = partition(batch.lengths_B.tolist(), world)
+    if not batch.is_replicated:
+        loads = torch.zeros(world, dtype=torch.int64)
+        loads.index_add_(0, batch.home_B.long(), batch.lengths_B)
+        if loads.max() * world <= _UNEVEN * loads.sum():
+            return batch
+    lengths, rank = batch.lengths_B.tolist(), dist.get_rank()
+    parts = partition(lengths, world)
     home_B = torch.empty(batch.num_sequences, dtype=torch.int32)
-    for rank, part in enumerate(parts):
-        home_B[part] = rank
-    kept = select_held(batch, parts[dist.get_rank()])
-    assert isinstance(kept, Batch)
-    return replace(kept, home_B=home_B)
+    for home, part in enumerate(parts):
+        home_B[part] = home
+    names = [f.name for f in fields(batch) if f.name.endswith("_T")]
+    tensors = [getattr(batch, name) for name in names]
+    moves = Moves(batch.home_B.tolist(), parts)
+    got = exchange(moves, lengths, batch.held_H.tolist(), lambda _: tensors)
+    held_H = torch.tensor(parts[rank], dtype=torch.int64)
+    changes = dict(zip(names, got, strict=True))
+    cu_seqlens = cumulative(batch.lengths_B[held_H])
+    return replace(batch, held_H=held_H, cu_seqlens=cu_seqlens, home_B=home_B, **changes)
 
 
 def narrow_choices(experts_T: Tensor) -> Tensor:
@@ -132,10 +148,8 @@ def fetch_targets(
     tensors = [getattr(targets, name) for name in names]
     got = exchange(moves, batch.lengths_B.tolist(), sequences, lambda _: tensors)
     mine = moves.wanted[dist.get_rank()]
-    cu_seqlens = torch.zeros(len(mine) + 1, dtype=torch.int64)
-    cu_seqlens[1:] = batch.lengths_B[mine].cumsum(0)
     changes = dict(zip(names, got, strict=True))
-    return replace(targets, cu_seqlens=cu_seqlens, **changes), tuple(mine)
+    return replace(targets, cu_seqlens=cumulative(batch.lengths_B[mine]), **changes), tuple(mine)
 
 
 def gather_experience(experience: Experience) -> Experience | None:
@@ -153,11 +167,9 @@ def gather_experience(experience: Experience) -> Experience | None:
         return None
     values = iter(got)
     changes = [{name: next(values) for name in found} for found in names]
-    cu_seqlens = torch.zeros(len(everything) + 1, dtype=torch.int64)
-    cu_seqlens[1:] = batch.lengths_B.cumsum(0)
     complete = replace(
         batch,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=cumulative(batch.lengths_B),
         held_H=torch.arange(len(everything)),
         home_B=torch.full_like(batch.home_B, -1),
         **changes[0],

@@ -164,12 +164,36 @@ def held_bytes() -> int:
     return token_bytes(estimate(outputs, AlgorithmConfig(), 0.0))
 
 
+def move_from_one_rank() -> None:
+    """Responses that all arrived on the last rank move to even homes, which then stay."""
+    from mppo.models.microbatch import select_held
+    from mppo.trainer.selection import select_batch
+    from mppo.trainer.shares import share_out
+
+    batch, world, rank = outputs_of(LENGTHS).batch, dist.get_world_size(), dist.get_rank()
+    kept = range(batch.num_sequences) if rank == world - 1 else ()
+    received = replace(
+        select_held(batch, list(kept)), home_B=torch.full_like(batch.home_B, world - 1)
+    )
+    moved, expected = share_out(received), share_out(batch)
+    for field in fields(batch):
+        value = getattr(expected, field.name)
+        if isinstance(value, Tensor):
+            assert torch.equal(getattr(moved, field.name), value), field.name
+    assert share_out(moved) is moved
+    # dynamic sampling: homes follow the sequences
+    chosen = [4, 1, 6, 10]
+    part, complete = select_batch(moved, chosen), select_batch(batch, chosen)
+    same(part.tokens_T, complete.tokens_T, part, complete, exact=True)
+
+
 def _worker(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
     (folder / f"bytes{rank}").write_text(str(held_bytes()))
     compare_estimates()
     compare_targets()
+    move_from_one_rank()
     dist.barrier()
     dist.destroy_process_group()
 
