@@ -95,8 +95,13 @@ def functions() -> tuple[Callable[[bytes], Any], Callable[[dict[int, Any], Any],
 def measure(millions: float) -> dict[str, float]:
     """Run the path once in this process, with whichever ``mppo`` it imports."""
     from mppo.algos.packing import select_sequences
-    from mppo.batch import Prompt, pack_trajectories
+    from mppo.batch import Prompt
     from mppo.config.sections.rollout import SamplingConfig
+
+    try:
+        from mppo.packed_batch import pack_trajectories
+    except ImportError:  # the earlier version has it elsewhere
+        from mppo.batch import pack_trajectories
     from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec
     from mppo.rollout.engine import GenerationRequest
     from mppo.rollout.sglang.api import SGLangApi

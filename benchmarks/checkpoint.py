@@ -167,7 +167,8 @@ def read_files(folder: Path) -> None:
 
 def measuring(role, tokens: int) -> Callable[[], object]:
     """A forward pass of the role over sequences of 128 random tokens."""
-    from mppo.batch import Prompt, Trajectory, pack_trajectories
+    from mppo.batch import Prompt, Trajectory
+    from mppo.packed_batch import pack_trajectories
 
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(

@@ -68,7 +68,8 @@ def save_models(folder: Path, layers: int = 4) -> None:
 
 def make_batch(lengths: list[int]):
     """Random sequences; the prompt is an eighth of each."""
-    from mppo.batch import Prompt, Trajectory, pack_trajectories
+    from mppo.batch import Prompt, Trajectory
+    from mppo.packed_batch import pack_trajectories
 
     generator = torch.Generator().manual_seed(1)
     trajectories = []

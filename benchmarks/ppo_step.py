@@ -183,10 +183,7 @@ class CountScorer:
 
         return [ResponseScore(int(t.response_ids.sum()) % 7 / 7) for t in trajectories]
 
-    def raw_scores_divided(self, responses):
-        return self.raw_scores(responses.trajectories)
-
-    score = raw_scores_divided
+    score = raw_scores_divided = lambda self, responses: self.raw_scores(responses.trajectories)
 
     def shape_scores(self, scores, rows):
         return scores

@@ -218,12 +218,14 @@ TOKENS, UPDATES, COUNTS = 384, 4, (2, 4)
 
 def make_updates(folder: Path, registry, count: int) -> Callable[[str], None]:
     """What runs an update by a kind of schedule: four mini-batches of equal sequences."""
-    from mppo.batch import Prompt, Trajectory, pack_trajectories
+    from mppo.batch import Prompt, Trajectory
     from mppo.config.load import load_recipe
     from mppo.hub.builtin import read_model_config
+    from mppo.packed_batch import pack_trajectories
     from mppo.trainer.advantages import estimate
     from mppo.trainer.forward_phase import ForwardPhase
     from mppo.trainer.roles import Roles
+    from mppo.trainer.shares import share_out
     from mppo.trainer.update.phase import UpdatePhase
 
     size = UPDATES * count
@@ -242,7 +244,8 @@ def make_updates(folder: Path, registry, count: int) -> Callable[[str], None]:
                    (0.0,) * half, "stop", 0)
         for i, row in enumerate(ids)
     ]  # fmt: skip
-    forward = ForwardPhase(roles, pack_trajectories(trajectories, [0.1 * i for i in range(size)]))
+    batch = share_out(pack_trajectories(trajectories, [0.1 * i for i in range(size)]))
+    forward = ForwardPhase(roles, batch)
     for together in forward.passes:
         forward.compute(together)
     experience = estimate(forward.outputs(), roles.recipe.algorithm, 0.1)

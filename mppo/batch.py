@@ -8,12 +8,15 @@ Shapes: ``T`` tokens of all sequences, concatenated without padding; ``B`` seque
 Index ``t`` of a tensor belongs to token ``t``: its log-probability given all tokens before it, the
 value of the state before it, its mask. Outside ``response_mask_T`` every per-token float is 0,
 except that values and rewards may also be nonzero on end slots.
-A Batch is the global batch: every rank holds the same one, on the CPU.
+
+A batch is shared out over the ranks, on the CPU. Tensors ``[B]`` are those of all sequences, the
+same on every rank. Tensors ``[T]`` and ``cu_seqlens`` are those of the ``H`` sequences that this
+rank holds, in ascending order of their indices in the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -99,6 +102,11 @@ class Trajectory(_ComparedByValue):
         self._convert("logprobs", torch.float32)
 
     @property
+    def length(self) -> int:
+        """Number of generated tokens."""
+        return len(self.response_ids)
+
+    @property
     def parts(self) -> tuple[tuple[int, int], ...]:
         """(version, number of tokens) of all parts, in order."""
         before = sum(tokens for _, tokens in self.earlier)
@@ -134,46 +142,64 @@ _DEFAULT = torch.empty(0)
 """Default of a tensor field whose true default depends on the number of tokens."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Scored trajectories on one flat token axis.
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Sequences of a batch on one flat token axis, as far as this rank holds them.
 
     Args:
         tokens_T: int64 ``[T]``.
-        cu_seqlens: int64 ``[B + 1]``.
+        cu_seqlens: int64 ``[H + 1]``, of the sequences held.
         response_mask_T: float32 ``[T]``, 1 on response tokens.
-        rollout_logprobs_T: float32 ``[T]``, the engine's log-probabilities.
-        group_B: int64 ``[B]``, uid of the prompt.
-        scores_B: float32 ``[B]``, the outcome reward of each trajectory.
-        truncated_B: bool ``[B]``, not ended by a stop token.
-        weight_version_T: int64 ``[T]``, of the weights that generated each token; -1 elsewhere.
-        routed_experts_T: int16 ``[T, layers, k]``, experts chosen by the engine, by decoder layer;
-            -1 where unknown. ``[T, 0, 0]`` (default) if the engine does not report them.
         end_mask_T: float32 ``[T]``, 1 on an end slot: a position after a response's stop token, for
             the terminal state, which has a value but no action. Zeros (default) without end slots.
+        routed_experts_T: uint8 or int16 ``[T, layers, k]``, experts chosen by the engine;
+            ``unknown_expert`` of the dtype where unknown. ``[T, 0, 0]`` (default) if the engine
+            does not report them.
+        expert_layers: decoder layer of each layer of ``routed_experts_T``; None: all, in order.
+        held_H: int64 ``[H]``, indices in the batch of the sequences held, ascending; default: all.
+        lengths_B: int64 ``[B]``, tokens of each sequence, end slot included.
+        response_B: int64 ``[B]``, response tokens of each sequence.
+        end_B: int64 ``[B]``, end slots of each sequence, 0 or 1.
+        home_B: int32 ``[B]``, the rank that holds each sequence between passes; -1 (default): every
+            rank.
+        digest_B: int64 ``[B]``, equal for sequences of equal tokens; None: not computed.
     """
 
     tokens_T: Tensor
     cu_seqlens: Tensor
     response_mask_T: Tensor
-    rollout_logprobs_T: Tensor
-    group_B: Tensor
-    scores_B: Tensor
-    truncated_B: Tensor
-    weight_version_T: Tensor
-    routed_experts_T: Tensor = _DEFAULT
     end_mask_T: Tensor = _DEFAULT
+    routed_experts_T: Tensor = _DEFAULT
+    expert_layers: tuple[int, ...] | None = None
+    held_H: Tensor = _DEFAULT
+    lengths_B: Tensor = _DEFAULT
+    response_B: Tensor = _DEFAULT
+    end_B: Tensor = _DEFAULT
+    home_B: Tensor = _DEFAULT
+    digest_B: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.routed_experts_T is _DEFAULT:
-            nothing = torch.empty(len(self.tokens_T), 0, 0, dtype=torch.int16)
-            object.__setattr__(self, "routed_experts_T", nothing)
-        if self.end_mask_T is _DEFAULT:
-            object.__setattr__(self, "end_mask_T", torch.zeros_like(self.response_mask_T))
+        def fill(name: str, make: Callable[[], Tensor]) -> None:
+            if getattr(self, name) is _DEFAULT:
+                object.__setattr__(self, name, make())
+
+        def count(mask_T: Tensor) -> Tensor:
+            sums_H = torch.segment_reduce(mask_T.double(), "sum", offsets=self.cu_seqlens)
+            return sums_H.long()
+
+        tokens, held = len(self.tokens_T), len(self.cu_seqlens) - 1
+        fill("routed_experts_T", lambda: torch.empty(tokens, 0, 0, dtype=torch.int16))
+        fill("end_mask_T", lambda: torch.zeros_like(self.response_mask_T))
+        fill("held_H", lambda: torch.arange(held))
+        fill("lengths_B", self.cu_seqlens.diff)
+        fill("response_B", lambda: count(self.response_mask_T))
+        fill("end_B", lambda: count(self.end_mask_T))
+        fill("home_B", lambda: torch.full((held,), -1, dtype=torch.int32))
 
     @property
     def num_sequences(self) -> int:
-        return len(self.cu_seqlens) - 1
+        """Number of sequences of the batch, on all ranks."""
+        return len(self.lengths_B)
 
     @property
     def value_mask_T(self) -> Tensor:
@@ -181,14 +207,60 @@ class Batch:
         return self.response_mask_T + self.end_mask_T
 
     @property
-    def lengths_B(self) -> Tensor:
-        """Number of tokens of each sequence, end slot included: int64 ``[B]``."""
-        return self.cu_seqlens.diff()
+    def prompt_B(self) -> Tensor:
+        """Number of prompt tokens of each sequence: int64 ``[B]``."""
+        return self.lengths_B - self.response_B - self.end_B
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds every sequence."""
+        return bool((self.home_B < 0).all())
+
+    def at_home(self, rank: int) -> Tensor:
+        """Indices of the sequences whose home is a rank, ascending: int64."""
+        return ((self.home_B == rank) | (self.home_B < 0)).nonzero()[:, 0]
+
+    def places(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """Position of sequences of the batch among those held; -1: not held. int64."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        if len(self.held_H) == self.num_sequences:
+            return chosen
+        place_B = torch.full((self.num_sequences,), -1)
+        place_B[self.held_H] = torch.arange(len(self.held_H))
+        return place_B[chosen]
+
+    def here(self, x_B: Tensor) -> Tensor:
+        """The held sequences' part of a tensor of all sequences: ``[B, ...]`` to ``[H, ...]``."""
+        return x_B if len(self.held_H) == self.num_sequences else x_B[self.held_H]
+
+
+def unknown_expert(dtype: torch.dtype) -> int:
+    """The number that marks an unknown choice in ``Sequences.routed_experts_T``."""
+    return 255 if dtype == torch.uint8 else -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Sequences):
+    """Scored trajectories.
+
+    Args:
+        rollout_logprobs_T: float32 ``[T]``, the engine's log-probabilities.
+        group_B: int64 ``[B]``, uid of the prompt.
+        scores_B: float32 ``[B]``, the outcome reward of each trajectory.
+        truncated_B: bool ``[B]``, not ended by a stop token.
+        weight_version_T: int64 ``[T]``, of the weights that generated each token; -1 elsewhere.
+    """
+
+    rollout_logprobs_T: Tensor
+    group_B: Tensor
+    scores_B: Tensor
+    truncated_B: Tensor
+    weight_version_T: Tensor
 
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """A batch with the models' outputs before any update.
+    """A batch with the models' outputs before any update, on the tokens that this rank holds.
 
     Args:
         batch: the batch.
@@ -222,7 +294,7 @@ class ModelOutputs:
 
 @dataclass(frozen=True)
 class Experience:
-    """The training data of the update stage.
+    """The training data of the update stage, on the tokens that this rank holds.
 
     Args:
         old: the batch with the models' outputs before the update.
@@ -238,92 +310,3 @@ class Experience:
     advantages_T: Tensor
     returns_T: Tensor
     loss_weight_T: Tensor
-
-
-def pack_trajectories(
-    trajectories: Sequence[Trajectory], scores: Sequence[float], end_slots_below: int = 0
-) -> Batch:
-    """Concatenate trajectories on one token axis.
-
-    Args:
-        trajectories: B trajectories; responses may be empty.
-        scores: B outcome rewards.
-        end_slots_below: append an end slot (``Batch.end_mask_T``) to every response that stopped
-            with fewer tokens than this. The slot repeats the stop token, which nothing reads.
-            0: no end slots.
-
-    Returns:
-        Batch on the CPU.
-
-    Raises:
-        ValueError: no trajectory, or the numbers of trajectories and scores differ.
-    """
-    if not trajectories or len(trajectories) != len(scores):
-        raise ValueError(
-            f"a batch needs at least one trajectory and one score for each: got "
-            f"{len(trajectories)} trajectories and {len(scores)} scores"
-        )
-    stopped_B = torch.tensor([t.finish_reason == "stop" for t in trajectories])
-    prompt_B = torch.tensor([len(t.prompt.token_ids) for t in trajectories])
-    response_B = torch.tensor([len(t.response_ids) for t in trajectories])
-    # the end slot repeats the stop token; mask, log-probability and version mark it as unread
-    slots_B = (stopped_B & (response_B > 0) & (response_B < end_slots_below)).long()
-    lengths_B = prompt_B + response_B + slots_B
-    cu_seqlens = torch.zeros(len(trajectories) + 1, dtype=torch.int64)
-    cu_seqlens[1:] = lengths_B.cumsum(0)
-    slots = slots_B.tolist()
-    # every sequence is a run of prompt tokens, one of response tokens and one of its end slot
-    runs = torch.stack([prompt_B, response_B, slots_B], 1).flatten()
-    kinds = torch.arange(3, dtype=torch.int8).repeat(len(trajectories)).repeat_interleave(runs)
-    return Batch(
-        tokens_T=_concatenate_tokens(trajectories, slots),
-        cu_seqlens=cu_seqlens,
-        response_mask_T=(kinds == 1).float(),
-        rollout_logprobs_T=_concatenate_logprobs(trajectories, slots),
-        group_B=torch.tensor([t.prompt.uid for t in trajectories], dtype=torch.int64),
-        scores_B=torch.tensor(scores, dtype=torch.float32),
-        truncated_B=~stopped_B,
-        weight_version_T=_expand_versions(trajectories, slots),
-        routed_experts_T=_concatenate_routing(trajectories, lengths_B.tolist()),
-        end_mask_T=(kinds == 2).float(),
-    )
-
-
-def _concatenate_tokens(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
-    """``Batch.tokens_T`` of trajectories with these numbers of end slots."""
-    parts: list[Tensor] = []
-    for trajectory, count in zip(trajectories, slots, strict=True):
-        parts += [trajectory.prompt.token_ids, trajectory.response_ids]
-        if count:
-            parts.append(trajectory.response_ids[-1:])
-    return torch.cat(parts).long()
-
-
-def _concatenate_logprobs(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
-    """``Batch.rollout_logprobs_T`` of trajectories with these numbers of end slots."""
-    zeros = torch.zeros(1 + max(len(t.prompt.token_ids) for t in trajectories))
-    parts: list[Tensor] = []
-    for trajectory, count in zip(trajectories, slots, strict=True):
-        parts += [zeros[: len(trajectory.prompt.token_ids)], trajectory.logprobs, zeros[:count]]
-    return torch.cat(parts)
-
-
-def _expand_versions(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
-    """``Batch.weight_version_T`` of trajectories with these numbers of end slots."""
-    runs: list[tuple[int, int]] = []
-    for trajectory, count in zip(trajectories, slots, strict=True):
-        runs += [(-1, len(trajectory.prompt.token_ids)), *trajectory.parts, (-1, count)]
-    version, tokens = torch.tensor(runs).T
-    return version.repeat_interleave(tokens)
-
-
-def _concatenate_routing(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> Tensor:
-    """``Batch.routed_experts_T`` of trajectories, whose sequences have these lengths."""
-    reported = [t.routed_experts for t in trajectories if t.routed_experts is not None]
-    if len(reported) < len(trajectories):
-        return _DEFAULT
-    rows: list[Tensor] = []
-    for experts, length in zip(reported, lengths, strict=True):
-        missing = experts.new_full((length - len(experts), *experts.shape[1:]), -1)
-        rows += [experts.to(torch.int16), missing.to(torch.int16)]
-    return torch.cat(rows)

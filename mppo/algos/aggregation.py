@@ -12,7 +12,11 @@ from mppo.algos.masked import expand_to_tokens, sequence_sum
 
 
 def aggregation_weights_T(
-    mask_T: Tensor, cu_seqlens: Tensor, mode: str, scale_factor: float = 1.0
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    mode: str,
+    scale_factor: float = 1.0,
+    count_B: Tensor | None = None,
 ) -> Tensor:
     """Weight of each token's loss.
 
@@ -27,10 +31,11 @@ def aggregation_weights_T(
 
     Args:
         mask_T: float32 ``[T]``, 1 on the tokens that count.
-        cu_seqlens: int64 ``[B + 1]``, of the mini-batch.
+        cu_seqlens: int64 ``[H + 1]``, of the sequences of these tokens.
         mode: one of the above.
         scale_factor: for ``seq-mean-token-sum-norm``, in tokens. It is a constant of the run,
             so every batch weighs a token equally (Dr. GRPO, https://arxiv.org/abs/2503.20783).
+        count_B: masked tokens of each sequence of the mini-batch ``[B]``; None: these are all.
 
     Returns:
         float32 ``[T]``, 0 outside the mask; all 0 for an empty mask.
@@ -40,16 +45,17 @@ def aggregation_weights_T(
 
     Source: verl ``agg_loss`` (sequences without a masked token are ignored).
     """
-    count_B = sequence_sum(mask_T, cu_seqlens)
+    count_H = sequence_sum(mask_T, cu_seqlens)
+    count_B = count_H if count_B is None else count_B
     num_sequences = (count_B > 0).sum().clamp(min=1).to(mask_T.dtype)
     if mode == "token-mean":
-        return mask_T / mask_T.sum().clamp(min=1.0)
+        return mask_T / count_B.double().sum().clamp(min=1.0).to(mask_T.dtype)
     if mode == "token-sum":
         return mask_T.clone()
     if mode == "seq-mean-token-sum":
         return mask_T / num_sequences
     if mode == "seq-mean-token-mean":
-        return mask_T / (num_sequences * expand_to_tokens(count_B.clamp(min=1.0), cu_seqlens))
+        return mask_T / (num_sequences * expand_to_tokens(count_H.clamp(min=1.0), cu_seqlens))
     if mode == "seq-mean-token-sum-norm":
         return mask_T / (num_sequences * scale_factor)
     raise ValueError(

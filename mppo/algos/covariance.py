@@ -6,27 +6,83 @@ selected over the mini-batch, before it is divided into micro-batches.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from mppo.algos.masked import masked_mean
+from mppo.algos.masked import (
+    ALONE,
+    Gather,
+    expand_to_tokens,
+    merged_moments,
+    sequence_moments,
+    sequence_sum,
+)
 
 
-def covariance(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
+def covariance(
+    logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    gather: Gather = ALONE,
+) -> Tensor:
     """``cov_t`` as defined above, 0 outside the mask: float ``[T]``."""
-    centered_advantages_T = advantages_T - masked_mean(advantages_T, mask_T)
-    centered_logprobs_T = logprobs_T - masked_mean(logprobs_T, mask_T)
-    return torch.where(mask_T > 0, centered_advantages_T * centered_logprobs_T, 0.0)
+    centered: list[Tensor] = []
+    for x_T in (advantages_T, logprobs_T):
+        moments_B = gather.sequences(sequence_moments(x_T, mask_T, cu_seqlens))
+        centered.append(x_T - merged_moments(moments_B).mean)
+    return torch.where(mask_T > 0, centered[0] * centered[1], 0.0)
+
+
+@dataclass(frozen=True)
+class MiniBatchTokens:
+    """The masked tokens of a mini-batch, of which this holder may have a part.
+
+    Args:
+        mask_T: float ``[T]``.
+        cu_seqlens: int64 ``[H + 1]``, of the sequences held.
+        position_H: int64 ``[H]``, position of each in the mini-batch.
+        gather: of the mini-batch.
+    """
+
+    mask_T: Tensor
+    cu_seqlens: Tensor
+    position_H: Tensor
+    gather: Gather = ALONE
+
+    @property
+    def count(self) -> int:
+        """Number of masked tokens of the mini-batch."""
+        return int(self._per_sequence(self.mask_T > 0).sum())
+
+    def number(self, chosen_T: Tensor) -> tuple[Tensor, int]:
+        """Number the chosen tokens of the mini-batch in its order.
+
+        Returns:
+            int64 ``[T]``, the number of each chosen token, -1 for others; and how many there are.
+        """
+        count_B = self._per_sequence(chosen_T)
+        before_H = (count_B.cumsum(0) - count_B)[self.position_H]
+        own_H = count_B[self.position_H]
+        # the running count over the tokens here, from its value at each sequence's start
+        here_T = chosen_T.long().cumsum(0) - 1
+        shift_T = expand_to_tokens(before_H - (own_H.cumsum(0) - own_H), self.cu_seqlens)
+        return torch.where(chosen_T, here_T + shift_T, -1), int(count_B.sum())
+
+    def _per_sequence(self, chosen_T: Tensor) -> Tensor:
+        return self.gather.sequences(sequence_sum(chosen_T.double(), self.cu_seqlens)).long()
 
 
 def covariance_band(
-    covariance_T: Tensor, mask_T: Tensor, ratio: float, low: float, high: float, seed: int
+    covariance_T: Tensor, tokens: MiniBatchTokens, ratio: float, low: float, high: float, seed: int
 ) -> Tensor:
     """Select masked tokens with ``low < cov < high`` at random (Clip-Cov).
 
     Args:
         covariance_T: float ``[T]``.
-        mask_T: float ``[T]``.
+        tokens: the masked tokens.
         ratio: fraction of the masked tokens to select, at least one token.
         low, high: bounds of the covariance.
         seed: of the selection; equal seeds and inputs give equal selections on every rank.
@@ -34,30 +90,33 @@ def covariance_band(
     Returns:
         float ``[T]``, 1 on the selected tokens.
     """
-    candidates = ((covariance_T > low) & (covariance_T < high) & (mask_T > 0)).nonzero().squeeze(1)
-    count = min(max(int(ratio * mask_T.sum().item()), 1), len(candidates))
-    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
-    selected_T = torch.zeros_like(covariance_T)
-    selected_T[candidates[order[:count]]] = 1.0
-    return selected_T
+    inside_T = (covariance_T > low) & (covariance_T < high) & (tokens.mask_T > 0)
+    number_T, total = tokens.number(inside_T)
+    count = min(max(int(ratio * tokens.count), 1), total)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    return torch.isin(number_T, order[:count]).to(covariance_T.dtype)
 
 
-def covariance_top(covariance_T: Tensor, mask_T: Tensor, ratio: float) -> Tensor:
-    """Select the masked tokens of largest covariance (KL-Cov).
+def covariance_top(covariance_T: Tensor, tokens: MiniBatchTokens, ratio: float) -> Tensor:
+    """Select the masked tokens of largest covariance (KL-Cov); of equal ones the first.
 
     Args:
         covariance_T: float ``[T]``.
-        mask_T: float ``[T]``.
+        tokens: the masked tokens.
         ratio: fraction of the masked tokens to select, at least one token; 0 selects none.
 
     Returns:
         float ``[T]``, 1 on the selected tokens.
     """
-    selected_T = torch.zeros_like(covariance_T)
-    num_tokens = int((mask_T > 0).sum())
-    if ratio == 0 or num_tokens == 0:
-        return selected_T
-    count = min(max(int(ratio * num_tokens), 1), num_tokens)
-    ranked_T = torch.where(mask_T > 0, covariance_T, -torch.inf)
-    selected_T[ranked_T.topk(count).indices] = 1.0
-    return selected_T
+    total = tokens.count
+    if ratio == 0 or total == 0:
+        return torch.zeros_like(covariance_T)
+    count = min(max(int(ratio * total), 1), total)
+    inside_T = tokens.mask_T > 0
+    largest = covariance_T[inside_T]
+    largest = tokens.gather.values(largest.topk(min(count, len(largest))).values)
+    threshold = largest.topk(count).values[-1]
+    above = int((largest > threshold).sum())
+    number_T, _ = tokens.number((covariance_T == threshold) & inside_T)
+    tied_T = (number_T >= 0) & (number_T < count - above)
+    return (((covariance_T > threshold) & inside_T) | tied_T).to(covariance_T.dtype)

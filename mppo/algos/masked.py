@@ -2,11 +2,17 @@
 
 Shapes: ``T`` tokens of all sequences, concatenated, ``B`` sequences, ``cu_seqlens`` ``[B + 1]``.
 Every function returns finite numbers for an empty mask.
+
+A batch may be shared out over ranks, each with the tokens of some sequences. A sum over all its
+tokens is then made of the sums of sequences, taken in float64 where the tokens are, gathered, and
+added in the order of the sequences: the result does not depend on who holds which sequence.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,33 +20,93 @@ from torch import Tensor
 from mppo.algos.unique import unique_index
 
 _PIECE = 1 << 18
-"""Tokens per piece: a piece fits a core's cache. Sums over pieces are taken in float64."""
+"""Tokens per piece of a pass over memory: a piece fits a core's cache."""
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How the holders of some sequences' tokens learn numbers of all sequences.
+
+    Args:
+        sequences: maps a tensor ``[H, ...]`` of the held sequences to ``[B, ...]`` of all.
+        values: concatenates the holders' tensors ``[N]``.
+    """
+
+    sequences: Callable[[Tensor], Tensor] = _unchanged
+    values: Callable[[Tensor], Tensor] = _unchanged
+
+
+ALONE = Gather()
+"""One holder has all sequences."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean, sum of squared deviations from it, maximum and minimum of some numbers.
+
+    Args:
+        count, mean, squares: of all numbers; 0 for no numbers.
+        max, min: -inf and inf for no numbers.
+    """
+
+    count: float
+    mean: float
+    squares: float
+    max: float
+    min: float
+
+    def var(self, unbiased: bool = True) -> float:
+        """``squares / (n - 1)``, or ``/ n`` if biased; 0 for fewer than two numbers."""
+        return self.squares / max(self.count - (1.0 if unbiased else 0.0), 1.0)
+
+
+def sequence_moments(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Moments of each sequence's masked tokens.
+
+    Args:
+        x_T: float ``[T]``; values outside the mask, even NaN, are ignored.
+        mask_T: float ``[T]``, 0 or 1.
+        cu_seqlens: int64 ``[B + 1]``.
+
+    Returns:
+        float64 ``[B, 5]``: the fields of :class:`Moments`.
+    """
+    inside_T = mask_T > 0
+    x_T = torch.where(inside_T, x_T, 0.0).double()
+    count_B = sequence_sum(inside_T.double(), cu_seqlens)
+    mean_B = sequence_sum(x_T, cu_seqlens) / count_B.clamp(min=1.0)
+    centered_T = torch.where(inside_T, x_T - expand_to_tokens(mean_B, cu_seqlens), 0.0)
+    squares_B = sequence_sum(centered_T.square_(), cu_seqlens)
+    max_B, min_B = (
+        torch.segment_reduce(
+            torch.where(inside_T, x_T, nothing), kind, offsets=cu_seqlens, initial=nothing
+        )
+        for kind, nothing in (("max", -math.inf), ("min", math.inf))
+    )
+    return torch.stack([count_B, mean_B, squares_B, max_B, min_B], dim=1)
+
+
+def merged_moments(moments_B: Tensor) -> Moments:
+    """Moments of all sequences' tokens, from those of each: float64 ``[B, 5]``.
+
+    Source: Chan's parallel update.
+    """
+    if len(moments_B) == 0:
+        return Moments(0.0, 0.0, 0.0, -math.inf, math.inf)
+    count_B, mean_B, squares_B, max_B, min_B = moments_B.unbind(1)
+    count = count_B.sum()
+    mean = (count_B * mean_B).sum() / count.clamp(min=1.0)
+    squares = (squares_B + count_B * (mean_B - mean).square()).sum()
+    return Moments(*(number.item() for number in (count, mean, squares, max_B.max(), min_B.min())))
 
 
 def masked_sum(x_T: Tensor, mask_T: Tensor) -> Tensor:
     """Sum of ``x`` where ``mask`` is 1; values outside the mask, even NaN, are ignored."""
     return torch.where(mask_T > 0, x_T * mask_T, 0.0).sum()
-
-
-def masked_mean(x_T: Tensor, mask_T: Tensor) -> Tensor:
-    """``sum(x m) / sum(m)``, and 0 where no token is masked in."""
-    return masked_sum(x_T, mask_T) / mask_T.sum().clamp(min=1.0)
-
-
-def masked_var(x_T: Tensor, mask_T: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the masked tokens: ``sum(m (x - mean)^2) / (n - 1)``, or ``/ n`` if biased.
-
-    Args:
-        x_T: float ``[T]``.
-        mask_T: float ``[T]``, 0 or 1.
-        unbiased: divide by ``n - 1`` (Bessel).
-
-    Returns:
-        Scalar; 0 for fewer than two tokens.
-    """
-    centered_T = torch.where(mask_T > 0, x_T - masked_mean(x_T, mask_T), 0.0)
-    divisor = mask_T.sum() - (1.0 if unbiased else 0.0)
-    return (centered_T.square() * mask_T).sum() / divisor.clamp(min=1.0)
 
 
 def masked_whiten(
@@ -50,6 +116,7 @@ def masked_whiten(
     unbiased: bool = True,
     eps: float = 1e-8,
     out: Tensor | None = None,
+    moments: Moments | None = None,
 ) -> Tensor:
     """``(x - mean) / sqrt(var + eps)`` over the masked tokens, 0 outside the mask.
 
@@ -60,40 +127,26 @@ def masked_whiten(
         unbiased: Bessel's correction (verl, TRL); OpenRLHF has none.
         eps: keeps the result finite for a constant input.
         out: result tensor; may be ``x_T`` itself, which saves an allocation.
+        moments: of the tokens to whiten over; None: of these.
 
     Returns:
         float ``[T]``. With fewer than two masked tokens the variance is undefined: the tokens are
         centred (so they become 0) and not scaled.
 
-    Source: verl ``masked_whiten``; TRL ``masked_whiten``; the moments of pieces are merged by
-    Chan's parallel update.
+    Source: verl ``masked_whiten``; TRL ``masked_whiten``.
     """
     mask_T = mask_T.to(x_T.dtype)
+    if moments is None:
+        everything = torch.tensor([0, len(x_T)])
+        moments = merged_moments(sequence_moments(x_T, mask_T, everything))
+    mean, scale = moments.mean, 1.0
+    if moments.count >= 2:
+        scale = 1.0 / math.sqrt(moments.var(unbiased) + eps)
     whitened_T = torch.empty_like(x_T) if out is None else out
     cuts = (torch.split(tensor, _PIECE) for tensor in (x_T, mask_T, whitened_T))
-    pieces = list(zip(*cuts, strict=True))
-    # one buffer for all pieces, so that the loop allocates nothing and stays in the cache
-    scratch = x_T.new_empty(min(len(x_T), _PIECE))
-    # count, mean and sum of squared deviations of the pieces so far
-    count = mean = squares = 0.0
-    for x, mask, _ in pieces:
-        here = float(mask.sum())
-        if count == 0:
-            mean = float(torch.dot(x, mask)) / max(here, 1.0)
-        # deviations from the mean so far: squares of the raw numbers would cancel in float32
-        centered = torch.sub(x, mean, out=scratch[: len(x)]).mul_(mask)
-        total = float(centered.sum())
-        shift, both = total / max(here, 1.0), max(count + here, 1.0)
-        # the piece's squares about its own mean, then the part between the two means (Chan)
-        squares += float(torch.dot(centered, centered)) - shift * total
-        squares += shift**2 * count * here / both
-        mean += total / both
-        count += here
-    var = squares / max(count - (1.0 if unbiased else 0.0), 1.0)
-    scale = 1.0 / math.sqrt(var + eps) if count >= 2 else 1.0
     zero = x_T.new_zeros(())
     # elementwise, so out may be x_T itself
-    for x, mask, whitened in pieces:
+    for x, mask, whitened in zip(*cuts, strict=True):
         torch.addcmul(zero, torch.sub(x, mean, out=whitened), mask, value=scale, out=whitened)
         if not shift_mean:
             whitened.add_(mask, alpha=mean)
@@ -107,34 +160,43 @@ def masked_whiten_by_group(
     group_B: Tensor,
     unbiased: bool = True,
     eps: float = 1e-8,
+    gather: Gather = ALONE,
+    held_H: Tensor | None = None,
 ) -> Tensor:
     """``(x - mean_g) / sqrt(var_g + eps)`` over each group's masked tokens, 0 outside the mask.
 
     Args:
         x_T: float ``[T]``, finite also outside the mask.
         mask_T: float ``[T]``, 0 or 1.
-        cu_seqlens: int64 ``[B + 1]``.
+        cu_seqlens: int64 ``[H + 1]``, of the sequences held.
         group_B: int64 ``[B]``; sequences with equal numbers form a group (one prompt).
         unbiased: Bessel's correction.
         eps: keeps the result finite, and 0, for a group of equal values.
+        gather: of the batch.
+        held_H: int64 ``[H]``, indices of the held sequences; None: all are held.
 
     Returns:
         float ``[T]``. As in :func:`masked_whiten`, a group of fewer than two masked tokens is
         centred and not scaled. Sums are taken in float64.
     """
     labels, index_B, _ = unique_index(group_B)
-    index_T, inside_T = expand_to_tokens(index_B, cu_seqlens), mask_T.double()
 
-    def over_group(y_T: Tensor) -> Tensor:
-        return y_T.new_zeros(len(labels)).index_add(0, index_T, y_T)
+    def over_group(y_B: Tensor) -> Tensor:
+        return y_B.new_zeros(len(labels)).index_add(0, index_B, y_B)
 
-    count_G = over_group(inside_T)
-    mean_G = over_group(x_T * inside_T) / count_G.clamp(min=1.0)
-    centered_T = (x_T - mean_G[index_T]) * inside_T
+    moments_B = gather.sequences(sequence_moments(x_T, mask_T, cu_seqlens))
+    count_B, sequence_mean_B, squares_B = moments_B[:, :3].unbind(1)
+    count_G = over_group(count_B)
+    mean_B = (over_group(count_B * sequence_mean_B) / count_G.clamp(min=1.0))[index_B]
+    squares_G = over_group(squares_B + count_B * (sequence_mean_B - mean_B).square())
     divisor_G = (count_G - (1.0 if unbiased else 0.0)).clamp(min=1.0)
-    scale_G = (over_group(centered_T.square()) / divisor_G + eps).rsqrt()
-    scale_G = torch.where(count_G >= 2, scale_G, 1.0)
-    return (centered_T * scale_G[index_T]).to(x_T.dtype)
+    scale_G = (squares_G / divisor_G + eps).rsqrt()
+    scale_B = torch.where(count_G >= 2, scale_G, 1.0)[index_B]
+    mean_T, scale_T = (
+        expand_to_tokens(y_B if held_H is None else y_B[held_H], cu_seqlens)
+        for y_B in (mean_B, scale_B)
+    )
+    return ((x_T - mean_T) * mask_T * scale_T).to(x_T.dtype)
 
 
 def sequence_sum(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -25,12 +25,17 @@ def sequence_token_indices(cu_seqlens: Tensor, indices: Sequence[int] | Tensor) 
     return torch.arange(len(shift), device=cu_seqlens.device) + shift
 
 
+def cumulative(lengths_B: Tensor) -> Tensor:
+    """``cu_seqlens`` of sequences of these lengths: int64 ``[B + 1]``."""
+    cu_seqlens = torch.zeros(len(lengths_B) + 1, dtype=torch.int64, device=lengths_B.device)
+    cu_seqlens[1:] = lengths_B.cumsum(0)
+    return cu_seqlens
+
+
 def select_cu_seqlens(cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Tensor:
     """``cu_seqlens`` of the selected sequences: int64 ``[len(indices) + 1]``."""
     chosen = torch.as_tensor(indices, dtype=torch.int64, device=cu_seqlens.device)
-    selected = torch.zeros(len(chosen) + 1, dtype=torch.int64, device=cu_seqlens.device)
-    selected[1:] = cu_seqlens.diff()[chosen].cumsum(0)
-    return selected
+    return cumulative(cu_seqlens.diff()[chosen])
 
 
 def select_sequences(x_T: Tensor, cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Tensor:

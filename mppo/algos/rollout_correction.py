@@ -12,13 +12,26 @@ truncated importance sampling https://fengyao.notion.site/off-policy-rl.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from mppo.algos.masked import expand_to_tokens, masked_mean, sequence_mean, sequence_sum
+from mppo.algos.masked import (
+    ALONE,
+    Gather,
+    Moments,
+    expand_to_tokens,
+    merged_moments,
+    sequence_mean,
+    sequence_moments,
+    sequence_sum,
+)
 
 LOG_RATIO_LIMIT = 20.0
+
+STATISTICS = ("d", "abs_d", "k3", "square", "train", "rollout", "probs_diff")
+"""Names of ``correction_statistics``."""
 
 
 def importance_weights(
@@ -79,18 +92,30 @@ def icepop(weight_T: Tensor, upper: float, lower: float) -> Tensor:
     return torch.where((weight_T >= lower) & (weight_T <= upper), weight_T, 0.0)
 
 
-def normalize_weights(weight_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str) -> Tensor:
+def normalize_weights(
+    weight_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str, gather: Gather = ALONE
+) -> Tensor:
     """Divide by the batch's mean weight: over tokens, or over sequences (``level``).
+
+    Args:
+        weight_T, mask_T: float ``[T]``.
+        cu_seqlens: int64 ``[B + 1]``.
+        level: ``token`` or ``sequence``.
+        gather: of the batch.
 
     Returns:
         float ``[T]``; unchanged if every weight is 0.
     """
-    if level == "token":
-        mean = masked_mean(weight_T, mask_T)
-    else:
-        present_B = (sequence_sum(mask_T, cu_seqlens) > 0).to(weight_T.dtype)
-        mean = masked_mean(sequence_mean(weight_T, mask_T, cu_seqlens), present_B)
-    return weight_T / torch.where(mean > 0, mean, 1.0)
+    moments_B = gather.sequences(sequence_moments(weight_T, mask_T, cu_seqlens))
+    mean = merged_moments(moments_B).mean
+    if level == "sequence":
+        present_B = moments_B[:, 0] > 0
+        mean = _mean(moments_B[present_B, 1])
+    return weight_T / (mean if mean > 0 else 1.0)
+
+
+def _mean(x: Tensor) -> float:
+    return x.mean().item() if len(x) else 0.0
 
 
 def rejection_mask(
@@ -180,67 +205,88 @@ def veto_mask(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, threshold
     return mask_T * (~expand_to_tokens(vetoed_B, cu_seqlens))
 
 
-def correction_metrics(
+def correction_statistics(
     logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor
-) -> dict[str, float]:
+) -> dict[str, Tensor]:
+    """What :func:`correction_metrics` needs of each sequence.
+
+    Returns:
+        float64 ``[B, 5]`` by name: ``sequence_moments`` of quantities of the tokens.
+    """
+    d_T = torch.where(mask_T > 0, logprobs_T - rollout_logprobs_T, 0.0).double()
+    clamped_T = d_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    probs_T, rollout_probs_T = (
+        x_T.double().clamp(max=0.0).exp() for x_T in (logprobs_T, rollout_logprobs_T)
+    )
+    tokens = {
+        "d": d_T,
+        "abs_d": d_T.abs(),
+        "k3": torch.expm1(clamped_T) - clamped_T,
+        "square": (2 * clamped_T).exp() - 1,
+        "train": logprobs_T,
+        "rollout": rollout_logprobs_T,
+        "probs_diff": (probs_T - rollout_probs_T).abs(),
+    }
+    return {name: sequence_moments(tokens[name], mask_T, cu_seqlens) for name in STATISTICS}
+
+
+def correction_metrics(statistics: Mapping[str, Tensor]) -> dict[str, float]:
     """Gap between the engine's and the actor's probabilities: verl's ``rollout_corr/*``.
 
     ``kl`` is ``mean(log engine - log actor)``, ``k3_kl`` its low-variance form; ``*_ppl`` the
     mean over sequences of ``exp(-mean log p)``; ``log_ppl_diff`` the mean over sequences of
     ``mean log engine - mean log actor``; ``chi2_token`` ``mean(w^2) - 1``, ``chi2_seq`` the same
     with the sequences' weights.
+
+    Args:
+        statistics: ``correction_statistics`` of all sequences.
     """
-    d_T = torch.where(mask_T > 0, logprobs_T - rollout_logprobs_T, 0.0).double()
-    mask_T = mask_T.double()
-    clamped_T = d_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    present_B = (sequence_sum(mask_T, cu_seqlens) > 0).double()
+    tokens = {name: merged_moments(moments_B) for name, moments_B in statistics.items()}
+    count_B = statistics["d"][:, 0]
+    present_B = count_B > 0
 
     def over_sequences(x_B: Tensor) -> float:
-        return masked_mean(x_B, present_B).item()
+        return _mean(x_B[present_B])
 
-    train_B = sequence_mean(logprobs_T.double(), mask_T, cu_seqlens)
-    rollout_B = sequence_mean(rollout_logprobs_T.double(), mask_T, cu_seqlens)
+    train_B, rollout_B = (statistics[name][:, 1] for name in ("train", "rollout"))
     log_ppl_diff_B = rollout_B - train_B
-    sum_B = sequence_sum(d_T, cu_seqlens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    probs_T, rollout_probs_T = (
-        x_T.double().clamp(max=0.0).exp() for x_T in (logprobs_T, rollout_logprobs_T)
-    )
-    probs_diff_T = torch.where(mask_T > 0, probs_T - rollout_probs_T, 0.0).abs()
     limit = LOG_RATIO_LIMIT
+    sum_B = (count_B * statistics["d"][:, 1]).clamp(-limit, limit)
     return {
-        "rollout_corr/kl": masked_mean(-d_T, mask_T).item(),
-        "rollout_corr/k3_kl": masked_mean(torch.expm1(clamped_T) - clamped_T, mask_T).item(),
+        "rollout_corr/kl": -tokens["d"].mean,
+        "rollout_corr/k3_kl": tokens["k3"].mean,
         "rollout_corr/training_ppl": over_sequences((-train_B).clamp(max=limit).exp()),
         "rollout_corr/rollout_ppl": over_sequences((-rollout_B).clamp(max=limit).exp()),
         "rollout_corr/log_ppl_diff": over_sequences(log_ppl_diff_B),
         "rollout_corr/log_ppl_abs_diff": over_sequences(log_ppl_diff_B.abs()),
         "rollout_corr/ppl_ratio": over_sequences(log_ppl_diff_B.clamp(-limit, limit).exp()),
-        "rollout_corr/chi2_token": masked_mean((2 * clamped_T).exp() - 1, mask_T).item()
-        if mask_T.any()
-        else 0.0,
+        "rollout_corr/chi2_token": tokens["square"].mean,
         "rollout_corr/chi2_seq": over_sequences((2 * sum_B).exp() - 1),
-        "training/rollout_probs_diff_max": probs_diff_T.max().item() if len(d_T) else 0.0,
-        "training/rollout_probs_diff_mean": masked_mean(probs_diff_T, mask_T).item(),
-        "training/rollout_logprobs_abs_diff": masked_mean(d_T.abs(), mask_T).item(),
+        "training/rollout_probs_diff_max": max(tokens["probs_diff"].max, 0.0),
+        "training/rollout_probs_diff_mean": tokens["probs_diff"].mean,
+        "training/rollout_logprobs_abs_diff": tokens["abs_d"].mean,
     }
 
 
-def weight_metrics(weight_T: Tensor, mask_T: Tensor) -> dict[str, float]:
+def weight_metrics(weights: Moments, masked_fraction: float) -> dict[str, float]:
     """``rollout_corr/rollout_is_*`` of the weights: mean, max, min, std, effective sample size.
 
     ``eff_sample_size = mean(w)^2 / mean(w^2)``, 1 where all weights are equal; and the
     fraction of tokens whose weight is 0. An empty mask counts as one token of weight 1.
+
+    Args:
+        weights: moments of the weights of the response tokens.
+        masked_fraction: fraction of these tokens whose weight is 0.
     """
-    inside = weight_T[mask_T > 0].double()
-    if len(inside) == 0:
-        inside = weight_T.new_ones(1).double()
-    mean, mean_square = inside.mean(), inside.square().mean()
-    size = mean.square() / mean_square if mean_square > 0 else mean
+    if weights.count == 0:
+        weights = Moments(1.0, 1.0, 0.0, 1.0, 1.0)
+    mean, variance = weights.mean, weights.var(unbiased=False)
+    mean_square = variance + mean**2
     return {
-        "rollout_corr/rollout_is_mean": mean.item(),
-        "rollout_corr/rollout_is_max": inside.max().item(),
-        "rollout_corr/rollout_is_min": inside.min().item(),
-        "rollout_corr/rollout_is_std": inside.std(correction=0).item(),
-        "rollout_corr/rollout_is_eff_sample_size": size.item(),
-        "rollout_corr/rollout_masked_fraction": (inside == 0).double().mean().item(),
+        "rollout_corr/rollout_is_mean": mean,
+        "rollout_corr/rollout_is_max": weights.max,
+        "rollout_corr/rollout_is_min": weights.min,
+        "rollout_corr/rollout_is_std": math.sqrt(variance),
+        "rollout_corr/rollout_is_eff_sample_size": mean**2 / mean_square if mean_square else mean,
+        "rollout_corr/rollout_masked_fraction": masked_fraction,
     }

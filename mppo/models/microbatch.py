@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from mppo.algos.packing import select_sequences, sequence_token_indices
-from mppo.batch import Batch
+from mppo.algos.packing import select_cu_seqlens, select_sequences, sequence_token_indices
+from mppo.batch import Sequences
 from mppo.models.attention.context import ContextPlace, split_context
 from mppo.models.attention.packing import Packing, pack_context, pack_sequences
 
@@ -46,17 +46,37 @@ class MicroBatch:
             return x_T + x_N.sum()
         return x_T.index_copy(0, self.index_N, x_N)
 
-    def tokens_in(self, batch: Batch) -> Tensor:
+    def tokens_in(self, batch: Sequences) -> Tensor:
         """Indices of its tokens in the batch that it was cut from: int64 ``[T]`` (CPU)."""
-        return sequence_token_indices(batch.cu_seqlens, self.indices)
+        return sequence_token_indices(batch.cu_seqlens, batch.places(self.indices))
 
-    def predicted_in(self, batch: Batch) -> Tensor:
+    def predicted_in(self, batch: Sequences) -> Tensor:
         """Indices of its response tokens in that batch: int64 ``[N]`` (CPU)."""
         return self.tokens_in(batch)[self.index_N.cpu()]
 
 
+def select_held(batch: Sequences, numbers: Sequence[int]) -> Sequences:
+    """The batch with only some of its held sequences.
+
+    Args:
+        batch: the batch.
+        numbers: indices of sequences in the batch, ascending; all are held.
+    """
+    if batch.held_H.tolist() == list(numbers):
+        return batch
+    places = batch.places(numbers)
+    tokens = sequence_token_indices(batch.cu_seqlens, places)
+    per_token = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name.endswith("_T")}
+    return replace(
+        batch,
+        held_H=batch.held_H[places],
+        cu_seqlens=select_cu_seqlens(batch.cu_seqlens, places),
+        **{name: tensor[tokens] for name, tensor in per_token.items()},
+    )
+
+
 def cut(
-    batch: Batch,
+    batch: Sequences,
     indices: Sequence[int],
     multiple: int,
     device: torch.device,
@@ -67,7 +87,7 @@ def cut(
     """Make a micro-batch of some sequences of a batch.
 
     Args:
-        batch: the batch, on the CPU.
+        batch: the batch, on the CPU, which holds these sequences.
         indices: the sequences; an empty list gives a dummy of one padding sequence and N = 0.
         multiple: the model's token count is a multiple of this (sequence parallelism).
         device: the model's device.
@@ -78,8 +98,8 @@ def cut(
     Returns:
         The micro-batch.
     """
-    chosen = torch.tensor(list(indices), dtype=torch.int64)
-    lengths = batch.lengths_B[chosen]
+    chosen = batch.places(indices)
+    lengths = batch.cu_seqlens.diff()[chosen]
     tokens_T = select_sequences(batch.tokens_T, batch.cu_seqlens, chosen)
     mask_T = select_sequences(mask_T, batch.cu_seqlens, chosen)
     if context is None:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.batch import Batch
+from mppo.batch import Sequences
 from mppo.models.attention.context import ContextPlace
 from mppo.models.configuration import transformer_config
 from mppo.models.families.architectures import family_config
-from mppo.models.heads.outputs import Outputs, num_outputs, stack_outputs, unstack_outputs
+from mppo.models.heads.outputs import Outputs, num_outputs, unstack_outputs
 from mppo.models.heads.role_head import RoleHead
 from mppo.models.microbatch import MicroBatch, cut
 from mppo.models.moe.construction import freeze_routers
@@ -25,15 +25,13 @@ from mppo.models.optimizer import RoleOptimizer, StepResult, wrap_in_ddp
 from mppo.models.role_spec import TOKENS_ONLY, MiniBatch, PassInputs, RoleSpec
 from mppo.models.role_weights import RoleWeights
 from mppo.models.stage import Stage, build_stages, run_chunk
+from mppo.models.work_share import PassMoves, fetch_share, output_rows, return_home, sum_states
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchPlan, MicroBatchSpec
 from mppo.pipeline.sequential import run_pipeline
 from mppo.weights.blocks import padded_vocab_size
-
-_EXCHANGED_ROWS = 8192
-"""Number of tokens whose hidden states one all-reduce exchanges between ranks."""
 
 
 class Role:
@@ -122,41 +120,44 @@ class Role:
         multiple = self.layout.pp if self.layout.vpp > 1 else 1
         return MicroBatchSpec(self.layout.dp, multiple, limits)
 
-    def plan(self, batch: Batch, training: bool) -> MicroBatchPlan:
+    def plan(self, batch: Sequences, training: bool) -> MicroBatchPlan:
         """Plan the micro-batches of a pass over all sequences of a batch."""
         return self.micro_batch_spec(training).plan(batch.lengths_B.tolist())
 
-    def predicted_mask_T(self, batch: Batch) -> Tensor:
+    def predicted_B(self, batch: Sequences) -> Tensor:
+        """Number of tokens of each sequence that pass the head: int64 ``[B]``."""
+        return batch.response_B + batch.end_B if self.spec.head == "value" else batch.response_B
+
+    def predicted_mask_T(self, batch: Sequences) -> Tensor:
         """1 on the tokens for which the head gives a value or log-probability, float32 ``[T]``."""
         return batch.value_mask_T if self.spec.head == "value" else batch.response_mask_T
 
     @torch.no_grad()
     def forward(
-        self, batch: Batch, plan: MicroBatchPlan, inputs: PassInputs = TOKENS_ONLY
+        self, batch: Sequences, plan: MicroBatchPlan, inputs: PassInputs = TOKENS_ONLY
     ) -> Outputs:
-        """Compute the head's outputs for the global batch, without gradients.
+        """Compute the head's outputs for a batch, without gradients. Collective.
 
         Args:
-            batch: the global batch, the same on every rank.
+            batch: holds the sequences that this rank works on (:meth:`fetch`).
             plan: micro-batches for every data-parallel rank.
             inputs: inputs of the pass besides the tokens.
 
         Returns:
-            Outputs on the batch's token axis, float32 ``[T]`` on the CPU of every rank, zero
-            outside responses.
+            Outputs on the tokens of the sequences that are at home on this rank, float32 ``[T]`` on
+            the CPU, zero outside responses and for sequences that are not in the plan.
         """
         compute = partial(self.head, batch=batch, inputs=inputs)
         microbatches, parts = self._forward(batch, plan, compute)
-        return self.gather_outputs(batch, microbatches, parts, inputs.ref_hidden_T is not None)
+        return self.return_outputs(batch, plan, microbatches, parts, inputs)
 
     @torch.no_grad()
-    def forward_with_states(self, batch: Batch, plan: MicroBatchPlan) -> tuple[Outputs, Tensor]:
+    def forward_with_states(self, batch: Sequences, plan: MicroBatchPlan) -> tuple[Outputs, Tensor]:
         """Compute the outputs of :meth:`forward` and the hidden states that predict responses.
 
         Returns:
             The head's outputs; and, for each response token, the hidden state that predicts it,
-            ``[T, hidden]`` in the parameters' dtype, on the CPU of every rank, zero outside
-            responses.
+            ``[T, hidden]`` in the parameters' dtype; both on the tokens at home on this rank.
         """
 
         def outputs_and_states(hidden: Tensor, microbatch: MicroBatch) -> tuple[Outputs, Tensor]:
@@ -164,37 +165,42 @@ class Role:
             return outputs, self.head.predicting_states(hidden, microbatch).cpu()
 
         microbatches, parts = self._forward(batch, plan, outputs_and_states)
-        outputs = self.gather_outputs(batch, microbatches, [part for part, _ in parts], False)
-        width = self.config.hidden_size
-        hidden_T = torch.zeros(len(batch.tokens_T), width, dtype=self.spec.dtype)
+        outputs = [part for part, _ in parts]
+        home = self.return_outputs(batch, plan, microbatches, outputs, TOKENS_ONLY)
+        hidden_T = torch.zeros(len(batch.tokens_T), self.config.hidden_size, dtype=self.spec.dtype)
         if self.groups.is_last_stage and self.groups.coordinates.tp == 0:
             for microbatch, (_, hidden_N) in zip(microbatches, parts):
                 hidden_T[microbatch.predicted_in(batch)] = hidden_N
-        for rows in hidden_T.split(_EXCHANGED_ROWS):
-            exchanged = rows.float().to(device.device())
-            dist.all_reduce(exchanged)
-            rows.copy_(exchanged)
-        return outputs, hidden_T
+            if self.layout.cp > 1:
+                sum_states(hidden_T, self.groups.cp)
+        return home, return_home(batch, PassMoves(self.layout, plan, batch), hidden_T)
 
-    def gather_outputs(
+    def fetch(
+        self, batch: Sequences, plan: MicroBatchPlan, inputs: PassInputs = TOKENS_ONLY
+    ) -> tuple[Sequences, PassInputs]:
+        """Bring the sequences of a pass and its inputs to the ranks of the plan. Collective."""
+        layers = None
+        if self.routing is not None:
+            batch = self.routing.identified(batch)
+            layers = self.routing.replayed_layers(batch)
+        return fetch_share(batch, PassMoves(self.layout, plan, batch), inputs, layers)
+
+    def return_outputs(
         self,
-        batch: Batch,
+        batch: Sequences,
+        plan: MicroBatchPlan,
         microbatches: Sequence[MicroBatch],
         parts: Sequence[Outputs],
-        with_full_kl: bool,
+        inputs: PassInputs,
     ) -> Outputs:
-        """Gather all micro-batches' outputs on the batch's token axis, on every rank's CPU."""
-        count = num_outputs(self.spec.head, with_full_kl)
-        rows_kT = torch.zeros(count, len(batch.tokens_T), device=device.device())
-        if self.groups.is_reporting_rank:
-            for microbatch, part in zip(microbatches, parts):
-                where = microbatch.tokens_in(batch).to(rows_kT.device)
-                rows_kT[:, where] = stack_outputs(part)
-        dist.all_reduce(rows_kT)
-        return unstack_outputs(self.spec.head, rows_kT.cpu())
+        """Send all micro-batches' outputs to the homes of their sequences. Collective."""
+        count = num_outputs(self.spec.head, inputs.ref_hidden_T is not None)
+        rows_Tk = output_rows(batch, microbatches, parts, count)
+        home_Tk = return_home(batch, PassMoves(self.layout, plan, batch), rows_Tk)
+        return unstack_outputs(self.spec.head, home_Tk.T.contiguous())
 
     def _forward(
-        self, batch: Batch, plan: MicroBatchPlan, finish: Callable[[Tensor, MicroBatch], Any]
+        self, batch: Sequences, plan: MicroBatchPlan, finish: Callable[[Tensor, MicroBatch], Any]
     ) -> tuple[list[MicroBatch], list[Any]]:
         """Run a forward-only pass.
 
@@ -205,16 +211,12 @@ class Role:
         microbatches = self.begin_forward(batch, plan)
         with self.groups.active():
             parts = run_pipeline(
-                self.stages,
-                microbatches,
-                run_chunk,
-                finish,
-                shape_of=self.message_shape,
+                self.stages, microbatches, run_chunk, finish, shape_of=self.message_shape
             )
         self.end_forward(batch, plan, microbatches)
         return microbatches, parts
 
-    def begin_forward(self, batch: Batch, plan: MicroBatchPlan) -> list[MicroBatch]:
+    def begin_forward(self, batch: Sequences, plan: MicroBatchPlan) -> list[MicroBatch]:
         """Prepare a forward-only pass; return this rank's micro-batches."""
         with self.groups.active():
             for stage in self.stages:
@@ -225,7 +227,7 @@ class Role:
         return microbatches
 
     def end_forward(
-        self, batch: Batch, plan: MicroBatchPlan, microbatches: Sequence[MicroBatch]
+        self, batch: Sequences, plan: MicroBatchPlan, microbatches: Sequence[MicroBatch]
     ) -> None:
         """Store the expert choices that the routers recorded in the pass. Collective."""
         if self.routing:
@@ -268,7 +270,7 @@ class Role:
         """Metrics of expert balance and router replay since the last call. Collective."""
         return self.routing.metrics(self.name) if self.routing else {}
 
-    def cut(self, batch: Batch, plan: MicroBatchPlan) -> list[MicroBatch]:
+    def cut(self, batch: Sequences, plan: MicroBatchPlan) -> list[MicroBatch]:
         """Cut this rank's micro-batches of a plan out of the batch."""
         mine = plan[self.groups.coordinates.dp]
         context = None

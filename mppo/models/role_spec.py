@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mppo.batch import Batch
+from mppo.batch import Sequences
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.config.sections.optimizer import OptimConfig
 from mppo.config.sections.roles import BatchingConfig
@@ -58,8 +58,8 @@ class PassInputs:
     """Inputs of a policy's pass over a batch, besides the tokens.
 
     Args:
-        ref_hidden_T: hidden states of the reference model ``[T, hidden]``, for the KL over the
-            vocabulary.
+        ref_hidden_T: hidden states of the reference model ``[T, hidden]`` on the tokens held, for
+            the KL over the vocabulary; ``[T, 0]`` before the last pipeline stage.
         text_from: index of the first sequence of plain text, which is scored at temperature 1;
             None: the batch has none.
     """
@@ -82,13 +82,14 @@ class MiniBatch:
     """One mini-batch and its objective.
 
     Args:
-        batch: the global batch, followed by the documents of the pretraining mix, if any.
+        batch: holds at least the sequences that this rank works on; followed by the documents of
+            the pretraining mix, if any.
         plan: the mini-batch's micro-batches for every data-parallel rank.
         objective: loss and statistics of a micro-batch; their sums are those of the mini-batch.
         inputs: inputs of the passes, besides the tokens.
     """
 
-    batch: Batch
+    batch: Sequences
     plan: MicroBatchPlan
     objective: Objective
     inputs: PassInputs = TOKENS_ONLY

@@ -8,7 +8,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
-from mppo.batch import Batch
+from mppo.batch import Sequences
 from mppo.models.heads.outputs import Outputs
 from mppo.models.role import Role
 from mppo.models.role_spec import TOKENS_ONLY
@@ -24,14 +24,15 @@ class StreamedForward:
 
     Args:
         role: the role.
-        batch: the global batch.
+        batch: sequences at home. The constructor is collective.
     """
 
-    def __init__(self, role: Role, batch: Batch) -> None:
-        self.role, self._batch = role, batch
+    def __init__(self, role: Role, batch: Sequences) -> None:
+        self.role = role
         self._plan = role.plan(batch, training=False)
-        self._microbatches = role.begin_forward(batch, self._plan)
-        head = partial(role.head, batch=batch, inputs=TOKENS_ONLY)
+        self._batch, _ = role.fetch(batch, self._plan)
+        self._microbatches = role.begin_forward(self._batch, self._plan)
+        head = partial(role.head, batch=self._batch, inputs=TOKENS_ONLY)
         self._forward_step = forward_step_function(run_chunk, head, None)
         self._parts: list[Outputs] = []
 
@@ -68,6 +69,8 @@ class StreamedForward:
         return None if is_last else output
 
     def outputs(self) -> Outputs:
-        """Gather the head's outputs on every rank, in the form of ``Role.forward``. Collective."""
+        """The head's outputs in the form of ``Role.forward``. Collective."""
         self.role.end_forward(self._batch, self._plan, self._microbatches)
-        return self.role.gather_outputs(self._batch, self._microbatches, self._parts, False)
+        return self.role.return_outputs(
+            self._batch, self._plan, self._microbatches, self._parts, TOKENS_ONLY
+        )

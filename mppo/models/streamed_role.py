@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,15 +54,14 @@ class StreamedRole:
 
     Args:
         role: a role with an optimizer.
-        mini_batches: functions that make the mini-batch of each step; each is called
-            before its mini-batch's first pass.
+        mini_batches: the mini-batch of each step; each is taken out before its first pass.
         wants_to_stop: whether this rank wants to end the update early; called at every "norm".
     """
 
     def __init__(
         self,
         role: Role,
-        mini_batches: Sequence[Callable[[], MiniBatch]],
+        mini_batches: deque[MiniBatch],
         wants_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.role = role
@@ -162,7 +162,7 @@ class StreamedRole:
         return self._running
 
     def _start(self, number: int) -> _RunningMiniBatch:
-        role, mini_batch = self.role, self._mini_batches[number]()
+        role, mini_batch = self.role, self._mini_batches.popleft()
         self._optimizer.wait_for_weights()
         with role.groups.active():
             for stage in role.stages:

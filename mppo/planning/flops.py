@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from mppo.algos.masked import sequence_sum
-from mppo.batch import Batch
+from mppo.batch import Sequences
 from mppo.models.families.architectures import family_config
 from mppo.models.heads.outputs import Head
 from mppo.pipeline.microbatches import MicroBatchPlan
@@ -89,19 +88,18 @@ def model_flops(hf_config: Any, head: Head) -> ModelFlops:
     return ModelFlops(2 * per_token, 2 * per_output, per_pair, family.layer_windows)
 
 
-def update_flops(model: ModelFlops, batch: Batch, plan: MicroBatchPlan, mask_T: Tensor) -> int:
+def update_flops(model: ModelFlops, batch: Sequences, plan: MicroBatchPlan, head_B: Tensor) -> int:
     """Operations of forward and backward over a plan's micro-batches, summed over all ranks.
 
     Args:
         model: operations of the model.
-        batch: the global batch.
+        batch: the batch.
         plan: sequences of every data-parallel rank's micro-batches.
-        mask_T: float ``[T]`` of the batch, 1 on the tokens that pass the head.
+        head_B: int64 ``[B]``, tokens of each sequence that pass the head.
     """
     chosen = [index for rank in plan for indices in rank for index in indices]
-    outputs = sequence_sum(mask_T, batch.cu_seqlens)[chosen].sum()
     lengths = cast("list[int]", batch.lengths_B[chosen].tolist())  # pyright: ignore[reportUnknownMemberType] (torch's stub)
-    return model.training(lengths, int(outputs))
+    return model.training(lengths, int(head_B[chosen].sum()))
 
 
 def _multiply_adds(row: Row) -> int:

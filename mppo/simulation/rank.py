@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
+from mppo.batch import Batch, Prompt, Trajectory
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
+from mppo.packed_batch import pack_trajectories
 from mppo.simulation.gpu import (
     attention_kernels,
     cuda_namespace,

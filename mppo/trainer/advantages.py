@@ -15,11 +15,14 @@ from mppo.algos.group_baselines import OUTCOME_ESTIMATORS, OutcomeOptions
 from mppo.algos.kl import kl_estimate
 from mppo.algos.kl_controller import KLController
 from mppo.algos.masked import (
+    Moments,
     expand_to_tokens,
     masked_whiten,
     masked_whiten_by_group,
+    merged_moments,
     place_at_last,
     sequence_mean,
+    sequence_moments,
     sequence_sum,
 )
 from mppo.algos.reward_normalization import (
@@ -43,6 +46,7 @@ from mppo.config.sections.algorithm import (
     RolloutCorrectionConfig,
     ScoreNormalizationConfig,
 )
+from mppo.trainer.shares import gather_of
 
 
 def needs_greedy_baseline(algorithm: AlgorithmConfig) -> bool:
@@ -64,10 +68,14 @@ def reward_kl(outputs: ModelOutputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def current_kl(outputs: ModelOutputs, algorithm: AlgorithmConfig) -> float:
-    """KL for the KL controller: mean over sequences of the mean over tokens (verl), in nats."""
+    """KL for the KL controller: mean over sequences of the mean over tokens (verl), in nats.
+
+    Collective.
+    """
     batch = outputs.batch
     kl_T = reward_kl(outputs, algorithm)
-    kl_B = sequence_mean(kl_T, batch.response_mask_T, batch.cu_seqlens)
+    kl_H = sequence_mean(kl_T, batch.response_mask_T, batch.cu_seqlens)
+    kl_B = gather_of(batch).sequences(kl_H)
     return kl_B.mean().item() if len(kl_B) else 0.0
 
 
@@ -111,7 +119,7 @@ def estimate(
     *,
     baseline_scores_B: Tensor | None = None,
 ) -> Experience:
-    """Compute rewards, advantages, returns and loss weights of a batch.
+    """Compute rewards, advantages, returns and loss weights of the sequences held. Collective.
 
     Args:
         outputs: the batch with log-probabilities and values.
@@ -131,14 +139,16 @@ def estimate(
     penalty_T = torch.zeros_like(mask_T)
     if algorithm.use_kl_in_reward:
         penalty_T = -kl_coef * reward_kl(outputs, algorithm)
-    rewards_T = penalty_T + place_at_last(batch.scores_B, batch.value_mask_T, cu_seqlens)
+    rewards_T = penalty_T + place_at_last(
+        batch.here(batch.scores_B), batch.value_mask_T, cu_seqlens
+    )
     advantages_T, returns_T = _advantages(outputs, algorithm, rewards_T, baseline_scores_B)
     if algorithm.whitens:
         advantages_T = _whitened(advantages_T, returns_T, batch, algorithm)
     correction = algorithm.rollout_correction
     weight_T = correction_weights(outputs, correction)
     if algorithm.mask_truncated:
-        weight_T = weight_T * expand_to_tokens(~batch.truncated_B, cu_seqlens)
+        weight_T = weight_T * expand_to_tokens(~batch.here(batch.truncated_B), cu_seqlens)
     if algorithm.score_after_end:
         trained_B = sequence_sum((weight_T != 0).to(mask_T.dtype), cu_seqlens) > 0
         weight_T = weight_T + batch.end_mask_T * expand_to_tokens(trained_B, cu_seqlens)
@@ -151,14 +161,33 @@ def _whitened(
     advantages_T: Tensor, returns_T: Tensor, batch: Batch, algorithm: AlgorithmConfig
 ) -> Tensor:
     """Whiten advantages over the batch or over each prompt's group, in place where possible."""
-    mask_T, unbiased = batch.response_mask_T, algorithm.whiten_unbiased
+    mask_T, cu_seqlens, unbiased = (
+        batch.response_mask_T,
+        batch.cu_seqlens,
+        algorithm.whiten_unbiased,
+    )
+    gather = gather_of(batch)
     if algorithm.whiten_over == "group":
         return masked_whiten_by_group(
-            advantages_T, mask_T, batch.cu_seqlens, batch.group_B, unbiased
+            advantages_T,
+            mask_T,
+            cu_seqlens,
+            batch.group_B,
+            unbiased,
+            gather=gather,
+            held_H=batch.held_H,
         )
     # some estimators return one tensor as advantages and returns: the returns must stay unwhitened
     own = advantages_T if advantages_T is not returns_T else None
-    return masked_whiten(advantages_T, mask_T, unbiased=unbiased, out=own)
+    moments = _moments(advantages_T, mask_T, batch)
+    return masked_whiten(advantages_T, mask_T, unbiased=unbiased, out=own, moments=moments)
+
+
+def _moments(x_T: Tensor, mask_T: Tensor, batch: Batch) -> Moments:
+    """Moments of the masked tokens of all sequences."""
+    return merged_moments(
+        gather_of(batch).sequences(sequence_moments(x_T, mask_T, batch.cu_seqlens))
+    )
 
 
 def _advantages(
@@ -171,7 +200,8 @@ def _advantages(
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     if algorithm.whiten_rewards:
-        rewards_T = masked_whiten(rewards_T, batch.value_mask_T, shift_mean=False)
+        moments = _moments(rewards_T, batch.value_mask_T, batch)
+        rewards_T = masked_whiten(rewards_T, batch.value_mask_T, shift_mean=False, moments=moments)
     if algorithm.uses_critic:
         return _gae_advantages(outputs, algorithm, rewards_T)
     if algorithm.adv_estimator == "reinforce_plus_plus":
@@ -184,15 +214,17 @@ def _advantages(
                 "responses: generate one for each prompt"
             )
         returns_T = reward_to_go(rewards_T, mask_T, cu_seqlens, 1.0)
-        baseline_T = expand_to_tokens(baseline_scores_B.to(returns_T.dtype), cu_seqlens)
+        baseline_H = batch.here(baseline_scores_B).to(returns_T.dtype)
+        baseline_T = expand_to_tokens(baseline_H, cu_seqlens)
         return (returns_T - baseline_T) * mask_T, returns_T
-    length_B = sequence_sum(mask_T, cu_seqlens)
+    length_B = batch.response_B.to(mask_T.dtype)
+    reward_B = gather_of(batch).sequences(sequence_sum(rewards_T, cu_seqlens))
     # the reward of an empty response is on no token
-    outcome_B = torch.where(length_B > 0, sequence_sum(rewards_T, cu_seqlens), batch.scores_B)
+    outcome_B = torch.where(length_B > 0, reward_B, batch.scores_B)
     formula = OUTCOME_ESTIMATORS[algorithm.adv_estimator]
     options = OutcomeOptions(algorithm.norm_adv_by_std_in_grpo, algorithm.f_norm)
     advantage_B = formula(outcome_B, batch.group_B, length_B, options)
-    advantages_T = expand_to_tokens(advantage_B, cu_seqlens) * mask_T
+    advantages_T = expand_to_tokens(batch.here(advantage_B), cu_seqlens) * mask_T
     return advantages_T, advantages_T
 
 
@@ -205,8 +237,8 @@ def _gae_advantages(
     values_T = torch.where(mask_T > 0, outputs.values_T, 0.0)
     lam: float | Tensor = algorithm.lam
     if algorithm.lam_length_adaptive_alpha is not None:
-        length_B = sequence_sum(batch.response_mask_T, cu_seqlens)
-        lam = length_adaptive_lambda(length_B, algorithm.lam_length_adaptive_alpha)
+        length_H = batch.here(batch.response_B).to(mask_T.dtype)
+        lam = length_adaptive_lambda(length_H, algorithm.lam_length_adaptive_alpha)
     advantages_T = gae(rewards_T, values_T, mask_T, cu_seqlens, algorithm.gamma, lam)
     value_advantages_T = advantages_T
     if algorithm.lam_value is not None:
@@ -251,7 +283,9 @@ def correction_weights(outputs: ModelOutputs, correction: RolloutCorrectionConfi
         else:
             weight_T = truncate_weights(weight_T, upper, lower)
         if correction.rollout_is_batch_normalize:
-            weight_T = normalize_weights(weight_T, mask_T, cu_seqlens, correction.rollout_is)
+            weight_T = normalize_weights(
+                weight_T, mask_T, cu_seqlens, correction.rollout_is, gather_of(batch)
+            )
     if correction.rollout_rs != "off":
         weight_T = weight_T * rejection_mask(
             log_ratio_T,

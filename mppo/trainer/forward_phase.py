@@ -11,12 +11,14 @@ from torch import Tensor
 
 from mppo.batch import Batch, ModelOutputs
 from mppo.config.schedule import streams_forward
-from mppo.models.heads.outputs import Outputs
+from mppo.models.heads.outputs import Outputs, add_outputs
 from mppo.models.role import Role
-from mppo.models.role_spec import PassInputs
+from mppo.models.role_spec import TOKENS_ONLY, PassInputs
 from mppo.models.streamed_forward import StreamedForward
+from mppo.models.work_share import ranges_of
 from mppo.pipeline.executor import carry_out
 from mppo.pipeline.links import Links
+from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.pipeline.schedule import forward_list
 from mppo.supervision.phase import phase
 from mppo.trainer.roles import Roles
@@ -38,7 +40,7 @@ class ForwardPhase:
 
     Args:
         roles: the models.
-        batch: the global batch.
+        batch: the batch, shared out.
 
     Attributes:
         passes: the roles that compute, those of one stream together; the reference comes before
@@ -92,13 +94,23 @@ class ForwardPhase:
         return [weight / sum(weights) for weight in weights]
 
     def _forward(self, role: Role) -> Outputs:
-        plan = role.plan(self._batch, training=False)
-        if role is self._roles.ref and self._roles.recipe.needs_full_kl:
-            outputs, self._ref_hidden_T = role.forward_with_states(self._batch, plan)
-            return outputs
-        if role is self._roles.actor:
-            return role.forward(self._batch, plan, PassInputs(self._ref_hidden_T))
-        return role.forward(self._batch, plan)
+        is_actor = role is self._roles.actor
+        inputs = PassInputs(self._ref_hidden_T) if is_actor else TOKENS_ONLY
+        keeps_states = role is self._roles.ref and self._roles.recipe.needs_full_kl
+        plan, outputs, states = role.plan(self._batch, training=False), None, None
+        # a range at a time, where a token has many bytes: no rank then holds more than a range's
+        large = keeps_states or inputs.ref_hidden_T is not None
+        for part in _ranges(role, plan, large):
+            share, part_inputs = role.fetch(self._batch, part, inputs)
+            if keeps_states:
+                found, found_states = role.forward_with_states(share, part)
+                states = found_states if states is None else states.add_(found_states)
+            else:
+                found = role.forward(share, part, part_inputs)
+            outputs = found if outputs is None else add_outputs(outputs, found)
+        assert outputs is not None, "a plan has micro-batches"
+        self._ref_hidden_T = states if keeps_states else self._ref_hidden_T
+        return outputs
 
     def outputs(self) -> ModelOutputs:
         """The batch with all roles' outputs, once every role has computed."""
@@ -114,3 +126,14 @@ class ForwardPhase:
             full_kl_T=None if actor is None else actor.full_kl_T,
             ref_hidden_T=self._ref_hidden_T if recipe.actor.learns_full_kl else None,
         )
+
+
+def _ranges(role: Role, plan: MicroBatchPlan, large: bool) -> list[MicroBatchPlan]:
+    """Divide a pass into ranges if its inputs or results are large, or the engine's choices are.
+
+    A pass whose routers record their choices is one range: the record is of one pass.
+    """
+    routing, layout = role.routing, role.layout
+    if routing is not None:
+        large = (large or routing.replays_engine) and not routing.records
+    return ranges_of(plan, layout.pp, layout.pp if layout.vpp > 1 else 1) if large else [plan]

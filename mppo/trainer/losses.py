@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from mppo.algos.aggregation import aggregation_weights_T
-from mppo.algos.covariance import covariance, covariance_band, covariance_top
+from mppo.algos.covariance import MiniBatchTokens, covariance, covariance_band, covariance_top
 from mppo.algos.kl import kl_estimate
+from mppo.algos.masked import ALONE, Gather, sequence_sum
 from mppo.algos.packing import select_cu_seqlens, select_sequences, sequence_token_indices
 from mppo.algos.policy_loss import (
     Loss,
@@ -40,6 +41,7 @@ from mppo.algos.value_loss import value_loss
 from mppo.batch import Experience
 from mppo.config.sections.roles import SEQUENCE_LOSSES, ActorConfig, CriticConfig
 from mppo.models.heads.outputs import Outputs, PolicyOutputs, ValueOutputs
+from mppo.parallel import device
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,17 @@ class _MiniBatchObjective(Generic[Targets]):
     """An objective over the micro-batches of one mini-batch.
 
     Args:
-        targets: of the mini-batch, on the model's device.
-        sequences: the mini-batch's sequences, as indices of the batch, in the targets' order.
+        targets: of the mini-batch's sequences whose loss this rank computes.
+        sequences: these sequences, as indices of the batch, in the targets' order.
     """
 
     targets: Targets
     sequences: tuple[int, ...]
+
+    @cached_property
+    def _on_device(self) -> Targets:
+        """The targets, moved to the device for the first micro-batch."""
+        return to_device(self.targets, device.device())
 
     @cached_property
     def _position(self) -> dict[int, int]:
@@ -119,7 +126,7 @@ class _MiniBatchObjective(Generic[Targets]):
 
     def _select(self, indices: Sequence[int]) -> Targets:
         """Targets of a micro-batch, whose sequences are given as indices of the batch."""
-        return select_targets(self.targets, [self._position[index] for index in indices])
+        return select_targets(self._on_device, [self._position[index] for index in indices])
 
 
 def _metric_mean(targets: PolicyTargets | ValueTargets, x_T: Tensor) -> Tensor:
@@ -135,25 +142,50 @@ def to_device(targets: Targets, device: torch.device | str) -> Targets:
     )
 
 
-def _mini_batch_cut(
-    experience: Experience, indices: Sequence[int] | Tensor
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """``cu_seqlens`` of a mini-batch, and the function that cuts the batch's tensors to it.
+@dataclass(frozen=True)
+class _MiniBatchTokens:
+    """The tokens of a mini-batch that this rank holds.
 
     Args:
-        experience: the global batch.
-        indices: the mini-batch's sequences, as indices of the batch.
-
-    Returns:
-        int64 ``[B + 1]``; and the function from ``[T]`` of the batch to float32 ``[T]`` of the
-        mini-batch.
+        cu_seqlens: int64 ``[H + 1]``.
+        cut: maps ``[T]`` of the batch to float32 ``[T]`` of the mini-batch.
+        position_H: int64 ``[H]``, position of each sequence in the mini-batch.
+        gather: of the mini-batch.
     """
-    cu_seqlens = experience.old.batch.cu_seqlens
+
+    cu_seqlens: Tensor
+    cut: Callable[[Tensor], Tensor]
+    position_H: Tensor
+    gather: Gather
+
+    def weights_T(self, mask_T: Tensor, count_B: Tensor, mode: str, scale: float = 1.0) -> Tensor:
+        """Weight of each token in the mini-batch's loss."""
+        return aggregation_weights_T(mask_T, self.cu_seqlens, mode, scale, count_B)
+
+    def counts(self, mask_T: Tensor) -> Tensor:
+        """Masked tokens of each sequence of the mini-batch: float32 ``[B]``. Collective."""
+        return self.gather.sequences(sequence_sum(mask_T, self.cu_seqlens))
+
+
+GatherOf = Callable[[Sequence[int] | Tensor], tuple[Gather, Tensor]]
+"""See ``shares.gather_of_mini_batch``, for one batch."""
+
+
+def _everything(indices: Sequence[int] | Tensor) -> tuple[Gather, Tensor]:
+    return ALONE, torch.arange(len(indices))
+
+
+def _mini_batch_tokens(
+    experience: Experience, indices: Sequence[int] | Tensor, gather_of: GatherOf
+) -> _MiniBatchTokens:
+    batch = experience.old.batch
+    gather, position_H = gather_of(indices)
+    places = batch.places(indices)[position_H]
 
     def cut(x_T: Tensor) -> Tensor:
-        return select_sequences(x_T, cu_seqlens, indices).float()
+        return select_sequences(x_T, batch.cu_seqlens, places).float()
 
-    return select_cu_seqlens(cu_seqlens, indices), cut
+    return _MiniBatchTokens(select_cu_seqlens(batch.cu_seqlens, places), cut, position_H, gather)
 
 
 def policy_targets(
@@ -162,25 +194,27 @@ def policy_targets(
     actor: ActorConfig,
     max_response_length: int,
     seed: int = 0,
+    gather_of: GatherOf = _everything,
 ) -> PolicyTargets:
-    """Build the policy's targets of one mini-batch.
+    """Build the policy's targets of one mini-batch, for the sequences held here.
 
-    A token whose ``loss_weight_T`` is 0 (rejected) counts neither in the mask nor in the
-    normalisers.
+    Collective if sequences are shared out. A token whose ``loss_weight_T`` is 0 (rejected) counts
+    neither in the mask nor in the normalisers.
 
     Args:
-        experience: the global batch.
+        experience: the batch with advantages.
         indices: the mini-batch's sequences, as indices of the batch.
         actor: loss mode and aggregation.
         max_response_length: the recipe's, in tokens; the scale of ``seq-mean-token-sum-norm`` if
             ``loss_scale_factor`` is null.
         seed: seed of Clip-Cov's random selection.
+        gather_of: makes the mini-batch's ``Gather``; by default all sequences are held.
 
     Returns:
         PolicyTargets on the experience's device, float32.
     """
-    old = experience.old
-    cu_seqlens, cut = _mini_batch_cut(experience, indices)
+    old, tokens = experience.old, _mini_batch_tokens(experience, indices, gather_of)
+    cut, cu_seqlens = tokens.cut, tokens.cu_seqlens
     importance_T = cut(experience.loss_weight_T)
     mask_T = cut(old.batch.response_mask_T) * (importance_T != 0)
     logprobs_T, advantages_T = cut(old.logprobs_T), cut(experience.advantages_T)
@@ -188,23 +222,24 @@ def policy_targets(
     # the selection ranks the tokens of the mini-batch, so it cannot be made per micro-batch
     selected_T = torch.zeros_like(mask_T)
     if loss.loss_mode in ("clip_cov", "kl_cov"):
-        cov_T = covariance(logprobs_T, advantages_T, mask_T)
+        masked = MiniBatchTokens(mask_T, cu_seqlens, tokens.position_H, tokens.gather)
+        cov_T = covariance(logprobs_T, advantages_T, mask_T, cu_seqlens, tokens.gather)
         if loss.loss_mode == "clip_cov":
             selected_T = covariance_band(
-                cov_T, mask_T, loss.clip_cov_ratio, loss.clip_cov_lb, loss.clip_cov_ub, seed
+                cov_T, masked, loss.clip_cov_ratio, loss.clip_cov_lb, loss.clip_cov_ub, seed
             )
         else:
-            selected_T = covariance_top(cov_T, mask_T, loss.kl_cov_ratio)
+            selected_T = covariance_top(cov_T, masked, loss.kl_cov_ratio)
     if loss.loss_mode == "gmpo":
         importance_T = sequence_geometric_mean(importance_T, mask_T, cu_seqlens)
     mode = "seq-mean-token-mean" if loss.loss_mode in SEQUENCE_LOSSES else actor.loss_agg_mode
-    scale = actor.loss_scale_factor or max_response_length
+    scale, count_B = actor.loss_scale_factor or max_response_length, tokens.counts(mask_T)
     return PolicyTargets(
         cu_seqlens=cu_seqlens,
         mask_T=mask_T,
-        weight_T=aggregation_weights_T(mask_T, cu_seqlens, mode, scale),
+        weight_T=tokens.weights_T(mask_T, count_B, mode, scale),
         importance_T=importance_T,
-        metric_weight_T=aggregation_weights_T(mask_T, cu_seqlens, "token-mean"),
+        metric_weight_T=tokens.weights_T(mask_T, count_B, "token-mean"),
         old_logprobs_T=logprobs_T,
         ref_logprobs_T=cut(old.ref_logprobs_T),
         advantages_T=advantages_T,
@@ -217,17 +252,18 @@ def value_targets(
     indices: Sequence[int] | Tensor,
     critic: CriticConfig,
     max_response_length: int,
+    gather_of: GatherOf = _everything,
 ) -> ValueTargets:
     """Build the critic's targets of one mini-batch; arguments as in :func:`policy_targets`."""
-    old = experience.old
-    cu_seqlens, cut = _mini_batch_cut(experience, indices)
+    old, tokens = experience.old, _mini_batch_tokens(experience, indices, gather_of)
+    cut = tokens.cut
     mask_T = cut(old.batch.value_mask_T) * (cut(experience.loss_weight_T) != 0)
-    mode = critic.loss_agg_mode
+    count_B = tokens.counts(mask_T)
     return ValueTargets(
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=tokens.cu_seqlens,
         mask_T=mask_T,
-        weight_T=aggregation_weights_T(mask_T, cu_seqlens, mode, max_response_length),
-        metric_weight_T=aggregation_weights_T(mask_T, cu_seqlens, "token-mean"),
+        weight_T=tokens.weights_T(mask_T, count_B, critic.loss_agg_mode, max_response_length),
+        metric_weight_T=tokens.weights_T(mask_T, count_B, "token-mean"),
         old_values_T=cut(old.values_T),
         returns_T=cut(experience.returns_T),
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mppo.algos import rollout_correction
-from mppo.algos.masked import masked_var, sequence_sum
+from mppo.algos.masked import Moments, merged_moments, sequence_moments, sequence_sum
 from mppo.batch import Batch, Experience, ModelOutputs
 from mppo.config.schema import Recipe
 from mppo.config.sections.roles import ActorConfig
@@ -21,6 +21,7 @@ from mppo.parallel import device
 from mppo.parallel.partition import partition
 from mppo.responses import ResponseRow
 from mppo.rewards.scores import UNSCORED, ResponseScore
+from mppo.trainer.shares import gather_of, gather_table
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:
@@ -33,50 +34,45 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     ``log pi - log pi_ref`` and ``-log pi``, averaged over responses; ``objective/rlhf_reward`` is
     ``objective/scores + objective/non_score_reward``.
 
+    Collective.
+
     Args:
-        experience: the global batch, the same on every rank.
+        experience: of the sequences held.
 
     Returns:
-        Metrics by name; all finite, even for a batch without response tokens.
+        Metrics by name, the same on every rank; all finite, even for a batch without response
+        tokens.
     """
     outputs = experience.old
     batch = outputs.batch
-    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
-    inside_T = mask_T > 0
-    length_B = sequence_sum(mask_T, cu_seqlens)
-    reward_B = sequence_sum(experience.rewards_T, cu_seqlens)
+    table = gather_table(gather_of(batch), _statistics(experience))
+    length_B, reward_B = batch.response_B.double(), table["rewards"]
+    moments = {name: merged_moments(x) for name, x in table.items() if x.dim() == 2}
     metrics: dict[str, float] = {}
     per_sequence = {
         "critic/score": batch.scores_B,
         "critic/rewards": reward_B,
         "response_length": length_B,
-        "prompt_length": batch.lengths_B - sequence_sum(batch.value_mask_T, cu_seqlens),
+        "prompt_length": batch.prompt_B,
     }
-    per_token = {
-        "critic/advantages": experience.advantages_T[inside_T],
-        "critic/returns": experience.returns_T[inside_T],
-        "critic/values": outputs.values_T[inside_T],
-    }
-    for name, values in (per_sequence | per_token).items():
+    for name, values in per_sequence.items():
         metrics |= _mean_max_min(name, values)
-    metrics["critic/vf_explained_var"] = explained_variance(
-        outputs.values_T, experience.returns_T, mask_T
-    )
+    for name in ("advantages", "returns", "values"):
+        metrics |= _moment_metrics(f"critic/{name}", moments[name])
+    metrics["critic/vf_explained_var"] = explained_variance(moments["errors"], moments["returns"])
     present_B = length_B > 0
     metrics["response_length/clip_ratio"] = _mean(batch.truncated_B)
     metrics |= _mean_max_min("response_length_non_aborted", length_B[present_B])
     metrics["response_length_non_aborted/clip_ratio"] = _mean(batch.truncated_B[present_B])
     metrics["response/aborted_ratio"] = _mean(~present_B)
     if outputs.has_actor_logprobs:
-        metrics |= rollout_correction.correction_metrics(
-            outputs.logprobs_T, batch.rollout_logprobs_T, mask_T, cu_seqlens
-        )
-    metrics |= rollout_correction.weight_metrics(experience.loss_weight_T, mask_T)
-    kl_T = torch.where(inside_T, outputs.logprobs_T - outputs.ref_logprobs_T, 0.0)
-    surprisal_T = torch.where(inside_T, -outputs.logprobs_T, 0.0)
-    non_score_B = torch.where(length_B > 0, reward_B - batch.scores_B, 0.0)
-    metrics["objective/kl"] = _mean(sequence_sum(kl_T, cu_seqlens))
-    metrics["objective/entropy"] = _mean(sequence_sum(surprisal_T, cu_seqlens))
+        correction = {name: table[name] for name in rollout_correction.STATISTICS}
+        metrics |= rollout_correction.correction_metrics(correction)
+    masked_fraction = table["zero_weights"].sum().item() / max(length_B.sum().item(), 1.0)
+    metrics |= rollout_correction.weight_metrics(moments["weights"], masked_fraction)
+    non_score_B = torch.where(present_B, reward_B - batch.scores_B, 0.0)
+    metrics["objective/kl"] = _mean(table["kl"])
+    metrics["objective/entropy"] = _mean(table["surprisal"])
     metrics["objective/non_score_reward"] = _mean(non_score_B)
     metrics["objective/scores"] = _mean(batch.scores_B)
     metrics["objective/rlhf_reward"] = _mean(batch.scores_B + non_score_B)
@@ -84,11 +80,48 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     return metrics
 
 
-def explained_variance(values_T: Tensor, returns_T: Tensor, mask_T: Tensor) -> float:
-    """``1 - var(returns - values) / (var(returns) + 1e-5)`` over the masked tokens (verl)."""
-    error_var = masked_var((returns_T - values_T).double(), mask_T.double())
-    return_var = masked_var(returns_T.double(), mask_T.double())
-    return (1.0 - error_var / (return_var + 1e-5)).item()
+def _statistics(experience: Experience) -> dict[str, Tensor]:
+    """What ``experience_metrics`` needs of each sequence held: sums and moments over its tokens."""
+    outputs, weight_T = experience.old, experience.loss_weight_T
+    batch = outputs.batch
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    inside_T = mask_T > 0
+    tokens = {
+        "advantages": experience.advantages_T,
+        "returns": experience.returns_T,
+        "values": outputs.values_T,
+        "errors": experience.returns_T - outputs.values_T,
+        "weights": weight_T,
+    }
+    sums = {
+        "rewards": experience.rewards_T,
+        "kl": torch.where(inside_T, outputs.logprobs_T - outputs.ref_logprobs_T, 0.0),
+        "surprisal": torch.where(inside_T, -outputs.logprobs_T, 0.0),
+        "zero_weights": (inside_T & (weight_T == 0)).to(mask_T.dtype),
+    }
+    table = {name: sequence_moments(x_T, mask_T, cu_seqlens) for name, x_T in tokens.items()}
+    table |= {name: sequence_sum(x_T, cu_seqlens) for name, x_T in sums.items()}
+    if outputs.has_actor_logprobs:
+        table |= rollout_correction.correction_statistics(
+            outputs.logprobs_T, batch.rollout_logprobs_T, mask_T, cu_seqlens
+        )
+    return table
+
+
+def explained_variance(errors: Moments, returns: Moments) -> float:
+    """``1 - var(returns - values) / (var(returns) + 1e-5)`` over the masked tokens (verl).
+
+    Args:
+        errors: moments of ``returns - values``.
+        returns: moments of the returns.
+    """
+    return 1.0 - errors.var() / (returns.var() + 1e-5)
+
+
+def _moment_metrics(name: str, moments: Moments) -> dict[str, float]:
+    """See ``_mean_max_min``."""
+    largest, smallest = (moments.max, moments.min) if moments.count else (0.0, 0.0)
+    return {f"{name}/mean": moments.mean, f"{name}/max": largest, f"{name}/min": smallest}
 
 
 def _mean(x: Tensor) -> float:
@@ -109,37 +142,39 @@ def _mean_max_min(name: str, x: Tensor) -> dict[str, float]:
 def mismatch_metrics(outputs: ModelOutputs, step: int) -> dict[str, float]:
     """Gap between engine and actor over response tokens: log-probabilities and weight versions.
 
-    The gap of log-probabilities is reported only if the actor computed them.
+    The gap of log-probabilities is reported only if the actor computed them. Collective.
 
     Args:
         outputs: the batch with log-probabilities.
         step: the PPO step.
     """
     batch = outputs.batch
-    inside = batch.response_mask_T > 0
-    if not inside.any():
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    if not batch.response_B.any():
         return {}
-    lag = step - 1 - batch.weight_version_T[inside]
+    gap_T = (outputs.logprobs_T - batch.rollout_logprobs_T).abs()
+    tokens = {"lag": (step - 1 - batch.weight_version_T).float(), "gap": gap_T}
+    table = {name: sequence_moments(x_T, mask_T, cu_seqlens) for name, x_T in tokens.items()}
+    rows = gather_table(gather_of(batch), table)
+    lag, gap = merged_moments(rows["lag"]), merged_moments(rows["gap"])
     lags = {
-        "training/weight_version_lag_max": float(lag.max()),
-        "training/weight_version_lag_mean": float(lag.double().mean()),
+        "training/weight_version_lag_max": lag.max,
+        "training/weight_version_lag_mean": lag.mean,
     }
     if not outputs.has_actor_logprobs:
         return lags
-    gap = (outputs.logprobs_T - batch.rollout_logprobs_T)[inside].abs()
     return lags | {
-        "training/rollout_logprob_diff_mean": gap.mean().item(),
-        "training/rollout_logprob_diff_max": gap.max().item(),
+        "training/rollout_logprob_diff_mean": gap.mean,
+        "training/rollout_logprob_diff_max": gap.max,
     }
 
 
 def score_metrics(batch: Batch, recipe: Recipe) -> dict[str, float]:
     """Mean raw score, and the fraction of prompts with ``data.max_prompt_length`` tokens."""
-    prompt_B = batch.lengths_B - sequence_sum(batch.value_mask_T, batch.cu_seqlens)
     longest = recipe.data.max_prompt_length
     return {
         "critic/raw_score/mean": batch.scores_B.mean().item(),
-        "prompt_length/clip_ratio": (prompt_B >= longest).float().mean().item(),
+        "prompt_length/clip_ratio": (batch.prompt_B >= longest).float().mean().item(),
     }
 
 
@@ -168,8 +203,8 @@ def performance_metrics(
         stages: seconds by stage of the loop; their sum is the step's time.
         passes: seconds of the roles' passes, which are parts of the stages.
     """
-    seconds, tokens = sum(stages.values()), len(batch.tokens_T)
-    per_token = {"gen": max(float(batch.response_mask_T.sum()), 1.0)}
+    seconds, tokens = sum(stages.values()), int(batch.lengths_B.sum())
+    per_token = {"gen": max(float(batch.response_B.sum()), 1.0)}
     timed = {**stages, **passes}
     metrics = {f"timing_s/{name}": value for name, value in timed.items()}
     metrics |= {

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from mppo.algos.packing import select_sequences
 from mppo.algos.unsupervised import ptx_loss
-from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
+from mppo.batch import Batch, Prompt, Sequences, Trajectory
 from mppo.data.loader import PromptLoader
 from mppo.models.heads.outputs import Outputs, PolicyOutputs, map_outputs
 from mppo.models.role_spec import Objective
+from mppo.packed_batch import pack_trajectories
 from mppo.pipeline.microbatches import MicroBatchPlan, MicroBatchSpec
 from mppo.trainer.selection import concatenate_batches
 
@@ -59,12 +60,12 @@ class PretrainingMix:
         return Documents(batch, spec.plan(batch.lengths_B.tolist()))
 
     def join(
-        self, batch: Batch, plan: MicroBatchPlan, documents: Documents, objective: Objective
-    ) -> tuple[Batch, MicroBatchPlan, Objective]:
+        self, batch: Sequences, plan: MicroBatchPlan, documents: Documents, objective: Objective
+    ) -> tuple[Sequences, MicroBatchPlan, Objective]:
         """Documents behind a batch's sequences.
 
         Args:
-            batch: the global batch.
+            batch: sequences, of which this rank holds those that it works on.
             plan: micro-batches of one mini-batch of it.
             documents: from ``draw``.
             objective: of the mini-batch's micro-batches.

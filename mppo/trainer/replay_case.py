@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from mppo.batch import Batch, Experience, ModelOutputs
 from mppo.safety.disk import replace_text, set_aside, write_bytes
 from mppo.safety.input_files import read_json
+from mppo.trainer.shares import gather_experience
 from mppo.weights.hf.safetensors_file import read_header
 
 CASE, TENSORS, MODELS = "case.json", "experience.safetensors", "models"
@@ -42,13 +42,14 @@ def keep_case(folder: Path, case: ReplayCase, experience: Experience) -> None:
     Args:
         folder: folder to write.
         case: the mini-batch.
-        experience: the global batch of the step.
+        experience: of the step, shared out. Collective.
     """
-    if dist.get_rank() == 0:
+    complete = gather_experience(experience)
+    if complete is not None:
         if folder.exists():
             set_aside(folder)
         folder.mkdir(parents=True)
-        tensors = {name: tensor.clone() for name, tensor in named_tensors(experience).items()}
+        tensors = {name: tensor.clone() for name, tensor in named_tensors(complete).items()}
         write_bytes(folder / TENSORS, save(tensors))
         replace_text(folder / CASE, json.dumps(asdict(case), indent=1) + "\n")
 
@@ -62,7 +63,10 @@ def load_case(folder: Path) -> tuple[ReplayCase, Experience]:
     case = ReplayCase(**read_json(folder / CASE, nan=True))
     read_header(folder / TENSORS)
     tensors = load_file(folder / TENSORS)
-    batch = Batch(**{f.name: tensors[f"batch.{f.name}"] for f in fields(Batch)})
+    parts: dict[str, Any] = {
+        f.name: tensors[f"batch.{f.name}"] for f in fields(Batch) if f"batch.{f.name}" in tensors
+    }
+    batch = Batch(**parts)
     named = [f.name for f in fields(ModelOutputs) if f"old.{f.name}" in tensors]
     outputs: dict[str, Any] = {name: tensors[f"old.{name}"] for name in named}
     old = ModelOutputs(batch=batch, **outputs)

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mppo.batch import Batch, Prompt, pack_trajectories
+from mppo.batch import Batch, Prompt
 from mppo.config.schema import Recipe
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.parallel.collectives import group_size
 from mppo.report.reporter import Reporter
 from mppo.responses import Responses, concatenate_responses
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.scores import UNSCORED, ResponseScore
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.response_gather import replicate
 from mppo.trainer.advantages import needs_greedy_baseline
 from mppo.trainer.metrics import errors_of, reward_metrics, unscored
 from mppo.trainer.run import PendingRollout, Run
@@ -28,6 +26,7 @@ from mppo.trainer.selection import (
     informative_sequences,
     select_batch,
 )
+from mppo.trainer.shares import pack_responses, share_out
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,8 @@ def score(run: Run, rollout: UnscoredRollout, step: int) -> ScoredRollout:
     if run.recipe.algorithm.score_after_end:
         end_slots_below = run.recipe.data.max_response_length
     scores = [judgement.score for judgement in judged]
-    # the batch is the same on every rank
-    batch = pack_trajectories(replicate(responses, group_size()), scores, end_slots_below)
+    packed = pack_responses(responses, scores, end_slots_below)
+    batch = share_out(packed, run.roles.actor.config.num_moe_experts)
     judged_greedy = run.scorer.score(rollout.greedy)
     show_errors(run.reporter, step, judged + judged_greedy)
     baseline_B = torch.tensor([judgement.score for judgement in judged_greedy])

@@ -4,69 +4,85 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mppo.algos import pf_ppo
-from mppo.algos.packing import select_cu_seqlens, select_sequences
-from mppo.batch import Batch, Experience, ModelOutputs
+from mppo.algos.packing import cumulative, select_cu_seqlens, select_sequences
+from mppo.batch import Batch, Experience, ModelOutputs, Sequences
 from mppo.config.sections.algorithm import AlgorithmConfig
+from mppo.models.moe.record import sequence_digests
 
 Indices = Sequence[int] | Tensor
 Holder = TypeVar("Holder", Batch, ModelOutputs, Experience)
+Part = TypeVar("Part", bound=Sequences)
 
 
-def _select_fields(holder: Holder, cu_seqlens: Tensor, indices: Indices) -> dict[str, Tensor]:
+def _select_fields(holder: Holder, batch: Batch, indices: Tensor) -> dict[str, Tensor]:
     """Select the sequences' part of every ``_T`` and ``_B`` tensor of a dataclass."""
-    chosen = torch.as_tensor(indices, dtype=torch.int64)
-    changes = {}
+    places = batch.places(indices)
+    held, changes = places[places >= 0], {}
     for field in fields(holder):
         value = getattr(holder, field.name)
         if field.name.endswith("_T"):
-            changes[field.name] = select_sequences(value, cu_seqlens, chosen)
-        elif field.name.endswith("_B"):
-            changes[field.name] = value[chosen]
+            changes[field.name] = select_sequences(value, batch.cu_seqlens, held)
+        elif field.name.endswith("_B") and value is not None:
+            changes[field.name] = value[indices]
     return changes
 
 
 def select_batch(batch: Batch, indices: Indices) -> Batch:
-    """Select sequences in the order of ``indices``; repeats are allowed."""
-    changes = _select_fields(batch, batch.cu_seqlens, indices)
-    return replace(batch, cu_seqlens=select_cu_seqlens(batch.cu_seqlens, indices), **changes)
+    """Select sequences in the order of ``indices``; repeats are allowed. Their homes stay."""
+    chosen = torch.as_tensor(indices, dtype=torch.int64)
+    places = batch.places(chosen)
+    return replace(
+        batch,
+        cu_seqlens=select_cu_seqlens(batch.cu_seqlens, places[places >= 0]),
+        held_H=(places >= 0).nonzero()[:, 0],
+        **_select_fields(batch, batch, chosen),
+    )
 
 
 def select_outputs(outputs: ModelOutputs, indices: Indices) -> ModelOutputs:
     """See :func:`select_batch`; for a batch with outputs."""
-    changes = _select_fields(outputs, outputs.batch.cu_seqlens, indices)
-    return replace(outputs, batch=select_batch(outputs.batch, indices), **changes)
+    chosen = torch.as_tensor(indices, dtype=torch.int64)
+    changes = _select_fields(outputs, outputs.batch, chosen)
+    return replace(outputs, batch=select_batch(outputs.batch, chosen), **changes)
 
 
 def select_experience(experience: Experience, indices: Indices) -> Experience:
     """See :func:`select_batch`; for an experience."""
-    outputs = experience.old
-    changes = _select_fields(experience, outputs.batch.cu_seqlens, indices)
-    return replace(experience, old=select_outputs(outputs, indices), **changes)
+    chosen, outputs = torch.as_tensor(indices, dtype=torch.int64), experience.old
+    changes = _select_fields(experience, outputs.batch, chosen)
+    return replace(experience, old=select_outputs(outputs, chosen), **changes)
 
 
-def concatenate_batches(batches: Sequence[Batch]) -> Batch:
+def concatenate_batches(batches: Sequence[Part]) -> Part:
     """Concatenate batches.
+
+    Args:
+        batches: of the first one's type or a derived one.
 
     Raises:
         ValueError: ``batches`` is empty.
     """
     if not batches:
         raise ValueError("concatenate_batches needs at least one batch")
-    lengths = torch.cat([batch.lengths_B for batch in batches])
-    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    cu_seqlens[1:] = lengths.cumsum(0)
-    changes = {
+    counts = torch.tensor([batch.num_sequences for batch in batches])
+    before = (counts.cumsum(0) - counts).tolist()
+    held_H = torch.cat([batch.held_H + shift for batch, shift in zip(batches, before)])
+    lengths_B = torch.cat([batch.lengths_B for batch in batches])
+    cu_seqlens = cumulative(lengths_B[held_H])
+    changes: dict[str, Any] = {
         field.name: torch.cat([getattr(batch, field.name) for batch in batches])
-        for field in fields(Batch)
-        if field.name != "cu_seqlens"
+        for field in fields(batches[0])
+        if field.name.endswith(("_T", "_B")) and field.name != "digest_B"
     }
-    return replace(batches[0], cu_seqlens=cu_seqlens, **changes)
+    if batches[0].digest_B is not None:
+        changes["digest_B"] = torch.cat([sequence_digests(batch) for batch in batches])
+    return replace(batches[0], cu_seqlens=cu_seqlens, held_H=held_H, **changes)
 
 
 def resample_experience(

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from mppo.algos.packing import select_sequences
-from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
+from mppo.batch import Batch, Prompt, Trajectory
 from mppo.config.schema import Recipe
 from mppo.config.sections.optimizer import OptimConfig
 from mppo.data.source import PromptSet
@@ -26,6 +26,7 @@ from mppo.models.heads.outputs import Outputs, PolicyOutputs
 from mppo.models.optimizer import StepResult
 from mppo.models.role import Role
 from mppo.models.role_spec import MiniBatch, RoleSpec
+from mppo.packed_batch import pack_trajectories
 from mppo.parallel.groups import GroupRegistry
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from ranks import start_ranks
 
 from mppo.algos.packing import select_sequences
-from mppo.batch import Batch, Prompt, Trajectory, pack_trajectories
+from mppo.batch import Batch, Prompt, Trajectory
 from mppo.models.heads.outputs import tensors_of
+from mppo.packed_batch import pack_trajectories
 
 VOCABULARY = 101
 
@@ -163,28 +164,44 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
 def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
     """A role's passes over the batch and their outputs; yields None after each."""
     from mppo.models.role_spec import MiniBatch
+    from mppo.trainer.shares import share_out
 
     batch = batch_of()
     role = build_role(case, folder, registry)
     if role.spec.router_replay == "R3":
         sizes = role.config.num_layers, role.config.num_moe_experts, role.config.moe_router_topk
         batch = replace(batch, routed_experts_T=engine_choices(len(batch.tokens_T), *sizes))
-    outputs = tuple(tensors_of(role.forward(batch, role.plan(batch, training=False))))
+    home = share_out(batch, role.config.num_moe_experts)
+    plan = role.plan(home, training=False)
+    share, _ = role.fetch(home, plan)
+    outputs = tuple(everywhere(x_T, home) for x_T in tensors_of(role.forward(share, plan)))
     yield None
     initial = _weights(role)
-    plan = role.plan(batch, training=True)
+    plan = role.plan(home, training=True)
     role.optimizer.advance()
     stats, norms, loss_of = [], [], objective(batch)
     first = starting_from(outputs, batch, loss_of) if case.dtype == "float32" else loss_of
     for step in range(case.steps):
         losses = loss_of if step else first
-        mini_batch = MiniBatch(batch, plan, losses)
+        mini_batch = MiniBatch(role.fetch(home, plan)[0], plan, losses)
         stats.append(role.forward_backward(mini_batch))
         norms.append(role.optimizer_step().grad_norm)
         yield None
     losses = [s["loss"] for s in stats]
     metrics = role.routing_metrics()
     yield Outcome(outputs, losses, norms, _weights(role), stats, metrics, initial)
+
+
+def everywhere(x_T: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """A tensor of the tokens at home on each rank, of all tokens on every rank."""
+    from mppo.parallel.exchange import Moves, exchange
+
+    if batch.is_replicated:
+        return x_T
+    numbers = list(range(batch.num_sequences))
+    moves = Moves(batch.home_B.tolist(), [numbers] * dist.get_world_size())
+    held = batch.at_home(dist.get_rank()).tolist()
+    return exchange(moves, batch.lengths_B.tolist(), held, lambda _: [x_T])[0]
 
 
 def _weights(role) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layout_case import VOCABULARY, Case, batch_of, build_role, run_cases
+from layout_case import VOCABULARY, Case, batch_of, build_role, everywhere, run_cases
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -72,6 +72,7 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     from mppo.models.role import Role
     from mppo.models.role_spec import MiniBatch, PassInputs
     from mppo.trainer.pretraining_mix import PretrainingMix
+    from mppo.trainer.shares import share_out
 
     world = dist.get_world_size()
     name = case.role.get("name", "")
@@ -90,23 +91,27 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     reference = Role(spec, AutoConfig.from_pretrained(spec.folder), registry.of(layout))
     actor.head.load_reference(reference.head, reference.weights, 1 << 14)
     batch = batch_of()
-    lengths = batch.lengths_B.tolist()
+    home, lengths = share_out(batch), batch.lengths_B.tolist()
     ref_plan, plan = (role.plan(batch, training=False) for role in (reference, actor))
-    ref_outputs, hidden_T = reference.forward_with_states(batch, ref_plan)
-    outputs = actor.forward(batch, plan, PassInputs(hidden_T))
+    share, _ = reference.fetch(home, ref_plan)
+    ref_outputs, hidden_T = reference.forward_with_states(share, ref_plan)
+    share, inputs = actor.fetch(home, plan, PassInputs(hidden_T))
+    outputs = actor.forward(share, plan, inputs)
     plan, shape = actor.plan(batch, training=True), actor.micro_batch_spec(training=True)
     text = PretrainingMix(PromptLoader(PromptSet(tuple(documents())), 5, False, 0), COEF)
-    inputs = PassInputs(hidden_T, text_from=len(lengths))
+    share, inputs = actor.fetch(home, plan, PassInputs(hidden_T, text_from=len(lengths)))
     stats, norms, weights = [], [], [_weights(actor)]
     actor.optimizer.advance()
     for _ in range(case.steps):
-        longer, longer_plan, objective = text.join(batch, plan, text.draw(shape), kl_loss(batch))
+        longer, longer_plan, objective = text.join(share, plan, text.draw(shape), kl_loss(batch))
         mini_batch = MiniBatch(longer, longer_plan, objective, inputs)
         stats.append(actor.forward_backward(mini_batch))
         norms.append(actor.optimizer_step().grad_norm)
         weights.append(_weights(actor))
     outcome = {
-        "outputs": (*tensors_of(outputs), ref_outputs.logprobs_T),
+        "outputs": tuple(
+            everywhere(x_T, home) for x_T in (*tensors_of(outputs), ref_outputs.logprobs_T)
+        ),
         "stats": stats,
         "norms": norms,
         "weights": weights,

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import begin_ranks
 from test_schedules import failing_update
@@ -34,6 +35,25 @@ def _fails() -> None:
 def _fails_later() -> None:
     time.sleep(1.2)  # the heartbeat has usually seen the other rank's failure by then
     raise ValueError("no such answer")
+
+
+def _exchanges(failing: bool = False) -> None:
+    """Exchange two sequences of 8 MB; the failing rank never sends the second time."""
+    from mppo.parallel.exchange import Moves, exchange
+
+    moves, rank = Moves([0, 1], [[0, 1], [0, 1]]), dist.get_rank()
+    for attempt in range(2):
+
+        def tensors_for(receiver: int, attempt: int = attempt) -> list[torch.Tensor]:
+            if failing and attempt:
+                raise ValueError("no such answer")
+            return [torch.ones(1 << 21)]
+
+        exchange(moves, [1 << 21] * 2, [rank], tensors_for)
+
+
+def _fails_in_an_exchange() -> None:
+    _exchanges(failing=True)
 
 
 def _fails_otherwise() -> None:
@@ -188,6 +208,17 @@ def test_a_rank_that_fails_in_the_middle_of_a_shared_update_ends_the_other(tmp_p
     assert "carry_out" in _stacks(tmp_path, 0)
     assert _reported(tmp_path) == ["rank 1: no such answer"]
     assert _exited_cleanly(tmp_path) == [1]
+
+
+def test_a_rank_that_fails_in_the_middle_of_an_exchange_ends_the_other(tmp_path):
+    before = os.listdir("/dev/shm")
+    assert _codes(tmp_path, _exchanges, _fails_in_an_exchange, hang_s=PATIENCE_S) == [1, 1]
+    verdict = _stacks(tmp_path, 0).split("\n\n")[0]
+    assert verdict.startswith("rank 1 of 2 failed in: reward, step 3; last completed step: 2: ")
+    assert "in exchange" in _stacks(tmp_path, 0)
+    assert _reported(tmp_path) == ["rank 1: no such answer"]
+    assert _exited_cleanly(tmp_path) == [1]
+    assert set(os.listdir("/dev/shm")) <= set(before), "nothing is left in shared memory"
 
 
 @pytest.mark.parametrize("actions", [(_fails, _fails_later), (_fails_later, _fails)])

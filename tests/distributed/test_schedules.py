@@ -164,6 +164,7 @@ def _begin(case: Update, kind: str, folder: Path, registry):
     from mppo.trainer.advantages import estimate
     from mppo.trainer.forward_phase import ForwardPhase
     from mppo.trainer.roles import Roles
+    from mppo.trainer.shares import share_out
 
     overrides = [*COMMON, f"model.path={folder / case.model}", *case.overrides]
     if case.beside is not None:
@@ -171,7 +172,7 @@ def _begin(case: Update, kind: str, folder: Path, registry):
     recipe = load_recipe(None, [*overrides, f"trainer.schedule={kind}"])
     torch.manual_seed(0)
     roles = Roles(recipe, folder / case.model, read_model_config, registry, ITERATIONS)
-    batch = replace(batch_of(8), scores_B=torch.sin(torch.arange(8.0)))
+    batch = share_out(replace(batch_of(8), scores_B=torch.sin(torch.arange(8.0))))
 
     def experience_of():
         forward = ForwardPhase(roles, batch)
@@ -277,10 +278,13 @@ def failing_update(folder: Path, failing_rank: int) -> None:
     actor = update.updates[-1]
     objective_of = actor.objective_of
 
-    def fail_at_the_second(sequences: tuple[int, ...]):
-        if sequences == tuple(actor.mini_batches[1]) and dist.get_rank() == failing_rank:
-            raise ValueError("no such answer")
-        return objective_of(sequences)
+    def fail(outputs, indices):
+        raise ValueError("no such answer")
+
+    def fail_at_the_second(sequences: tuple[int, ...], plan):
+        objective = objective_of(sequences, plan)
+        is_second = sequences == tuple(actor.mini_batches[1])
+        return fail if is_second and dist.get_rank() == failing_rank else objective
 
     actor.objective_of = fail_at_the_second
     update.run()

@@ -125,8 +125,9 @@ def _run(rank: int, server: Server, folder: Path) -> None:
     device.prepare_megatron()
     from transformers import AutoConfig
 
-    from mppo.batch import Prompt, pack_trajectories
+    from mppo.batch import Prompt
     from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
+    from mppo.packed_batch import pack_trajectories
     from mppo.parallel.groups import GroupRegistry
     from mppo.rollout.engine import GenerationRequest
     from mppo.rollout.sglang.engine import SGLangEngine

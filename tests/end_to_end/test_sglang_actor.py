@@ -180,8 +180,8 @@ def _modes(layout: dict[str, int], layouts: list[dict[str, int]]) -> tuple[str, 
 
 def _gap(engine, role) -> tuple[float, int]:
     """Largest difference over response tokens, and how many there are."""
-    from mppo.batch import pack_trajectories
     from mppo.config.sections.rollout import SamplingConfig
+    from mppo.packed_batch import pack_trajectories
     from mppo.rollout.engine import GenerationRequest
 
     sampling = SamplingConfig(temperature=TEMPERATURE, n=2)

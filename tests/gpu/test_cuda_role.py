@@ -13,11 +13,12 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from mppo.batch import Prompt, Trajectory, pack_trajectories
+    from mppo.batch import Prompt, Trajectory
     from mppo.config.sections.megatron import MegatronConfig
     from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
     from mppo.models.role_spec import RoleSpec
+    from mppo.packed_batch import pack_trajectories
     from mppo.parallel import device
     from mppo.parallel.groups import GroupRegistry
 

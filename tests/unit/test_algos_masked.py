@@ -11,12 +11,12 @@ from mppo.algos import masked
 from mppo.algos.aggregation import aggregation_weights_T
 from mppo.algos.masked import (
     last_masked_index,
-    masked_mean,
-    masked_var,
     masked_whiten,
     masked_whiten_by_group,
+    merged_moments,
     place_at_last,
     sequence_mean,
+    sequence_moments,
     sequence_sum,
 )
 from mppo.algos.packing import select_cu_seqlens, select_sequences
@@ -30,17 +30,26 @@ MODES = (
 )
 
 
-def test_mean_and_variance_of_masked_tokens():
+def moments_of(x, mask, cu_seqlens=None):
+    bounds = torch.tensor([0, len(x)]) if cu_seqlens is None else cu_seqlens
+    return merged_moments(sequence_moments(x, mask, bounds))
+
+
+def test_moments_of_masked_tokens():
     x = torch.tensor([1.0, 2.0, 100.0, 3.0])
     mask = torch.tensor([1.0, 1.0, 0.0, 1.0])
-    assert masked_mean(x, mask) == 2.0
-    assert masked_var(x, mask) == 1.0
-    torch.testing.assert_close(masked_var(x, mask, unbiased=False), torch.tensor(2 / 3))
+    for bounds in (None, torch.tensor([0, 2, 2, 4]), torch.tensor([0, 1, 2, 3, 4])):
+        moments = moments_of(x, mask, bounds)
+        assert (moments.count, moments.mean, moments.squares) == (3.0, 2.0, 2.0)
+        assert (moments.max, moments.min) == (3.0, 1.0)
+        assert (moments.var(), moments.var(unbiased=False)) == (1.0, 2 / 3)
+    nothing = moments_of(x, mask * 0)
+    assert (nothing.count, nothing.mean, nothing.var()) == (0.0, 0.0, 0.0)
 
 
-def test_means_ignore_what_lies_outside_the_mask():
+def test_moments_ignore_what_lies_outside_the_mask():
     x = torch.tensor([1.0, math.nan, math.inf])
-    assert masked_mean(x, torch.tensor([1.0, 0.0, 0.0])) == 1.0
+    assert moments_of(x, torch.tensor([1.0, 0.0, 0.0])).mean == 1.0
 
 
 def test_whitening_by_hand():

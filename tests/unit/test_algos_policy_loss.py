@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mppo.algos import policy_loss as losses
-from mppo.algos.covariance import covariance, covariance_band, covariance_top
+from mppo.algos.covariance import MiniBatchTokens, covariance, covariance_band, covariance_top
 from mppo.algos.value_loss import value_loss
 
 CU = torch.tensor([0, 2, 3, 6])
@@ -163,15 +163,23 @@ def test_covariance_by_hand_and_its_selections():
     logprobs = torch.tensor([-1.0, -2.0, -3.0, -9.0])
     advantages = torch.tensor([2.0, 0.0, -2.0, 9.0])
     mask = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    cov = covariance(logprobs, advantages, mask)
+    cu_seqlens = torch.tensor([0, 2, 4])
+
+    def tokens(inside):
+        return MiniBatchTokens(inside, cu_seqlens, torch.tensor([0, 1]))
+
+    everything, nothing = tokens(mask), tokens(mask * 0)
+    cov = covariance(logprobs, advantages, mask, cu_seqlens)
     assert cov.tolist() == [2.0, 0.0, 2.0, 0.0]
-    assert covariance_top(cov + torch.tensor([0.1, 0, 0, 9]), mask, 0.34).tolist() == [1, 0, 0, 0]
-    assert covariance_top(cov, mask, 0.0).sum() == 0
-    assert covariance_top(cov, mask * 0, 0.5).sum() == 0
-    band = covariance_band(cov, mask, 1.0, 1.0, 5.0, seed=0)
+    largest_first = cov + torch.tensor([0.1, 0, 0, 9])
+    assert covariance_top(largest_first, everything, 0.34).tolist() == [1, 0, 0, 0]
+    assert covariance_top(cov, everything, 0.34).tolist() == [1, 0, 0, 0], "of equal ones the first"
+    assert covariance_top(cov, everything, 0.0).sum() == 0
+    assert covariance_top(cov, nothing, 0.5).sum() == 0
+    band = covariance_band(cov, everything, 1.0, 1.0, 5.0, seed=0)
     assert band.tolist() == [1, 0, 1, 0]
-    assert covariance_band(cov, mask, 0.4, 1.0, 5.0, seed=0).sum() == 1
-    assert covariance_band(cov, mask, 0.4, 3.0, 5.0, seed=0).sum() == 0
+    assert covariance_band(cov, everything, 0.4, 1.0, 5.0, seed=0).sum() == 1
+    assert covariance_band(cov, everything, 0.4, 3.0, 5.0, seed=0).sum() == 0
 
 
 def test_the_value_loss_by_hand():

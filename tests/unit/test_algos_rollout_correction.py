@@ -6,11 +6,22 @@ import pytest
 import torch
 
 from mppo.algos import rollout_correction as rc
+from mppo.algos.masked import merged_moments, sequence_moments
 
 # two sequences: tokens 0..2 and 3..4; the last token of the first is not a response token
 CU = torch.tensor([0, 3, 5])
 MASK = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
 D = torch.log(torch.tensor([2.0, 0.5, 9.0, 4.0, 2.0]))
+
+
+def correction_metrics(*tensors):
+    return rc.correction_metrics(rc.correction_statistics(*tensors))
+
+
+def weight_metrics(weights, mask):
+    moments = sequence_moments(weights, mask, torch.tensor([0, len(mask)]))
+    masked = ((weights == 0) & (mask > 0)).sum() / mask.sum().clamp(min=1.0)
+    return rc.weight_metrics(merged_moments(moments), float(masked))
 
 
 def test_token_and_sequence_weights_by_hand():
@@ -82,11 +93,11 @@ def test_huge_gaps_and_empty_batches_stay_finite():
         for level in ("token", "sequence"):
             weights = rc.importance_weights(log_ratio, MASK, CU, level)
             assert torch.isfinite(weights).all()
-        metrics = rc.correction_metrics(log_ratio - 1, torch.full((5,), -1.0), MASK, CU)
+        metrics = correction_metrics(log_ratio - 1, torch.full((5,), -1.0), MASK, CU)
         assert all(math.isfinite(value) for value in metrics.values()), metrics
     nothing = torch.zeros(0)
-    metrics = rc.correction_metrics(nothing, nothing, nothing, torch.tensor([0, 0]))
-    metrics |= rc.weight_metrics(nothing, nothing)
+    metrics = correction_metrics(nothing, nothing, nothing, torch.tensor([0, 0]))
+    metrics |= weight_metrics(nothing, nothing)
     assert all(math.isfinite(value) for value in metrics.values())
     for kind in ("token_k1", "seq_max_k3", "geometric"):
         assert len(rc.rejection_mask(nothing, nothing, torch.tensor([0, 0]), kind, 2, None)) == 0
@@ -94,7 +105,7 @@ def test_huge_gaps_and_empty_batches_stay_finite():
 
 def test_metrics_by_hand():
     logprobs = torch.log(torch.tensor([0.5, 0.5, 1.0, 0.8, 0.4]))
-    metrics = rc.correction_metrics(logprobs, logprobs - D, MASK, CU)
+    metrics = correction_metrics(logprobs, logprobs - D, MASK, CU)
     mean_d = math.log(2 * 0.5 * 4 * 2) / 4
     assert metrics["rollout_corr/kl"] == pytest.approx(-mean_d, abs=1e-6)
     k3 = sum(w - 1 - math.log(w) for w in (2, 0.5, 4, 2)) / 4
@@ -103,7 +114,7 @@ def test_metrics_by_hand():
     assert metrics["rollout_corr/training_ppl"] == pytest.approx(ppl, rel=1e-5)
     chi2 = (4 + 0.25 + 16 + 4) / 4 - 1
     assert metrics["rollout_corr/chi2_token"] == pytest.approx(chi2, rel=1e-5)
-    weights = rc.weight_metrics(torch.tensor([1.0, 3.0, 0.0]), torch.tensor([1.0, 1.0, 0.0]))
+    weights = weight_metrics(torch.tensor([1.0, 3.0, 0.0]), torch.tensor([1.0, 1.0, 0.0]))
     assert weights["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(0.8)
     assert weights["rollout_corr/rollout_is_mean"] == 2.0
 

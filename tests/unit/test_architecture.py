@@ -36,7 +36,8 @@ PURE = frozenset(
 and ``config`` do."""
 
 LAYERS = (
-    {"batch", "responses", "safety", "cpu"},
+    {"batch", "safety", "cpu"},
+    {"responses", "packed_batch"},
     {"algos", "parallel"},
     {"weights"},
     {"config"},

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from mppo.batch import Prompt, Trajectory, pack_trajectories
+from mppo.batch import Prompt, Trajectory
+from mppo.packed_batch import pack_trajectories
 
 PROMPT = Prompt(4, (5, 6), "t", "", "")
 STOPPED = Trajectory(PROMPT, (7, 8, 9), (-0.5, -0.25, -2.0), "stop", 3, None, ((1, 1), (2, 1)))

@@ -92,7 +92,7 @@ def test_an_update_counts_the_sequences_of_its_plan():
     model = ModelFlops(100, 10, 1, (None,))
     plan = [[[0], [1]], [[3], []]]
     # 4 + 0 + 3 tokens, 2 + 2 of responses, 10 + 6 pairs
-    assert update_flops(model, batch, plan, batch.response_mask_T) == 3 * (700 + 40 + 16)
+    assert update_flops(model, batch, plan, batch.response_B) == 3 * (700 + 40 + 16)
 
 
 def test_peaks_go_by_the_name_of_the_device():

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from mppo.algos.masked import merged_moments, sequence_moments
 from mppo.batch import Batch, ModelOutputs
 from mppo.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from mppo.trainer.advantages import estimate
@@ -167,11 +168,19 @@ def test_explained_variance_by_hand():
     returns = torch.tensor([1.0, 2.0, 3.0, 4.0, 99.0])
     values = torch.tensor([1.0, 2.0, 3.0, 2.0, 0.0])
     mask = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
+
+    def explained(values, returns, mask):
+        bounds = torch.tensor([0, len(mask)])
+        errors, targets = (
+            merged_moments(sequence_moments(x, mask, bounds)) for x in (returns - values, returns)
+        )
+        return explained_variance(errors, targets)
+
     # errors 0, 0, 0, 2: variance 1; returns: variance 5 / 3
-    assert explained_variance(values, returns, mask) == pytest.approx(0.4, abs=1e-5)
+    assert explained(values, returns, mask) == pytest.approx(0.4, abs=1e-5)
     # equal returns, or one token, have no variance to explain
-    assert math.isfinite(explained_variance(values, torch.ones(5), mask))
-    assert explained_variance(values[:1], returns[:1], mask[:1]) == 1.0
+    assert math.isfinite(explained(values, torch.ones(5), mask))
+    assert explained(values[:1], returns[:1], mask[:1]) == 1.0
 
 
 def test_the_kl_in_the_reward_by_hand():

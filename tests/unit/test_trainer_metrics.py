@@ -6,8 +6,9 @@ import dataclasses
 
 import torch
 
-from mppo.batch import ModelOutputs, Prompt, Trajectory, pack_trajectories
+from mppo.batch import ModelOutputs, Prompt, Trajectory
 from mppo.config.sections.algorithm import AlgorithmConfig
+from mppo.packed_batch import pack_trajectories
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
 from mppo.trainer.selection import resample_experience

@@ -6,9 +6,10 @@ import pytest
 import torch
 from mini_batch_objectives import value_objective
 
-from mppo.batch import ModelOutputs, Prompt, Trajectory, pack_trajectories
+from mppo.batch import ModelOutputs, Prompt, Trajectory
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.roles import CriticConfig
+from mppo.packed_batch import pack_trajectories
 from mppo.trainer.advantages import estimate
 from mppo.trainer.losses import value_targets
 from mppo.trainer.metrics import experience_metrics

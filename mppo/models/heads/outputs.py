@@ -54,6 +54,12 @@ def map_outputs(outputs: Outputs, function: Callable[[Tensor], Tensor]) -> Outpu
     return type(outputs)(*map(function, tensors_of(outputs)))
 
 
+def add_outputs(outputs: Outputs, others: Outputs) -> Outputs:
+    """Add outputs of the same tokens, which are 0 where a pass left them out."""
+    pairs = zip(tensors_of(outputs), tensors_of(others), strict=True)
+    return type(outputs)(*(x + y for x, y in pairs))
+
+
 def stack_outputs(outputs: Outputs) -> Tensor:
     """Stack the tensors of the outputs: ``[k, T]``."""
     return torch.stack(tensors_of(outputs))

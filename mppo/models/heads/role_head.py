@@ -8,7 +8,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from mppo.batch import Batch
+from mppo.batch import Sequences
 from mppo.models.heads.full_kl import Projection, chunked_full_kl
 from mppo.models.heads.outputs import Outputs, unstack_outputs
 from mppo.models.heads.vocabulary import VocabShard, chunked_logprobs, gather_hidden, gather_values
@@ -41,7 +41,7 @@ class RoleHead:
         self._reference: Projection | None = None
 
     def __call__(
-        self, hidden: Tensor, microbatch: MicroBatch, batch: Batch, inputs: PassInputs
+        self, hidden: Tensor, microbatch: MicroBatch, batch: Sequences, inputs: PassInputs
     ) -> Outputs:
         """Compute outputs on the micro-batch's token axis: ``[T]`` each, 0 for unpredicted tokens.
 
@@ -98,7 +98,7 @@ class RoleHead:
                 self._reference = Projection(found[name].to(device.device()), shard)
 
     def _policy_outputs(
-        self, hidden: Tensor, microbatch: MicroBatch, batch: Batch, inputs: PassInputs
+        self, hidden: Tensor, microbatch: MicroBatch, batch: Sequences, inputs: PassInputs
     ) -> list[Tensor]:
         """Log-probabilities, entropies and, given the reference's states, the KL; each ``[N]``."""
         weight, is_text = self._chunk.output_weight(), inputs.is_text(microbatch)

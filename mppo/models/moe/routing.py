@@ -9,7 +9,7 @@ than 256 experts), for the layers of this rank's pipeline stage, on the CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal, cast
 
 import torch
@@ -21,61 +21,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mppo.algos.packing import sequence_token_indices
-from mppo.batch import Batch
+from mppo.batch import Sequences, unknown_expert
 from mppo.config.sections.megatron import MegatronConfig
-from mppo.models.microbatch import MicroBatch
+from mppo.models.microbatch import MicroBatch, select_held
 from mppo.models.moe.construction import routers
 from mppo.models.moe.micro_routing import MicroRouting
+from mppo.models.moe.record import RoutingRecord, record_of, sequence_digests
 from mppo.models.moe.router import AuxiliaryLoss
 from mppo.parallel import device
+from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchPlan
 
 Replay = Literal["off", "R2", "R3"]
-
-
-@dataclass(frozen=True)
-class RoutingRecord:
-    """Experts a role's own routers chose for a batch, in the layers of this rank.
-
-    Args:
-        experts: ``[L, T, k]``.
-        starts: first token of each sequence, by the sequence's tokens as bytes. Equal sequences
-            of one pass are routed equally, so the record also serves any selection of sequences.
-    """
-
-    experts: Tensor
-    starts: dict[bytes, int]
-
-    def of(self, batch: Batch, indices: Sequence[int]) -> Tensor:
-        """Experts of the tokens of some sequences, concatenated: int64 ``[L, T', k]``."""
-        where = []
-        for index in indices:
-            tokens = _sequence(batch, index)
-            where.append(self.starts[tokens.numpy().tobytes()] + torch.arange(len(tokens)))
-        if not where:
-            return self.experts[:, :0].long()
-        return self.experts[:, torch.cat(where)].long()
-
-    def covers(self, batch: Batch, indices: Sequence[int]) -> bool:
-        """Whether all these sequences are recorded."""
-        return all(_sequence(batch, i).numpy().tobytes() in self.starts for i in indices)
-
-
-def record_of(batch: Batch, indices: Sequence[int], experts: Tensor) -> RoutingRecord:
-    """Make a record of some sequences of a batch.
-
-    Args:
-        batch: the batch.
-        indices: the recorded sequences.
-        experts: ``[L, T, k]``, for all tokens of the batch.
-    """
-    starts = {_sequence(batch, i).numpy().tobytes(): int(batch.cu_seqlens[i]) for i in indices}
-    return RoutingRecord(experts, starts)
-
-
-def _sequence(batch: Batch, index: int) -> Tensor:
-    return batch.tokens_T[batch.cu_seqlens[index] : batch.cu_seqlens[index + 1]]
 
 
 class RoleRouting:
@@ -109,6 +67,7 @@ class RoleRouting:
         self.losses = auxiliary_loss(megatron)
         self._loads = [router.prepare(row, self.losses) for row, router in enumerate(self._routers)]
         self._record: RoutingRecord | None = None
+        self._stage_layers: list[list[int]] | None = None
         self._mini_batches = 0
 
     @property
@@ -116,18 +75,45 @@ class RoleRouting:
         """Whether the forward-only pass records its choices (with R3 the batch carries them)."""
         return self._replay == "R2" or (self._replay == "off" and self.losses.balance > 0)
 
-    def needs_record(self, batch: Batch, plan: MicroBatchPlan) -> bool:
+    @property
+    def replays_engine(self) -> bool:
+        """Whether passes replay the choices that the rollout engine made (R3)."""
+        return self._replay == "R3"
+
+    def needs_record(self, batch: Sequences, plan: MicroBatchPlan) -> bool:
         """Whether a mini-batch needs another forward-only pass before its gradient is computed."""
         if not self.records:
             return False
-        return self._record is None or not self._record.covers(batch, _planned(plan))
+        digests = sequence_digests(batch)[_planned(plan)].tolist()
+        return self._record is None or not self._record.covers(digests)
 
-    def before_forward(self, batch: Batch, microbatches: Sequence[MicroBatch]) -> None:
+    def identified(self, batch: Sequences) -> Sequences:
+        """The batch with its sequences' digests if a record needs them. Collective."""
+        return replace(batch, digest_B=sequence_digests(batch)) if self.records else batch
+
+    def replayed_layers(self, batch: Sequences) -> list[list[int]] | None:
+        """Decoder layers whose choices of the engine each pipeline stage replays (R3).
+
+        Collective on the first call.
+
+        Raises:
+            ValueError: see :meth:`_check_choices`.
+        """
+        if self._replay != "R3":
+            return None
+        self._check_choices(batch)
+        if self._stage_layers is None:
+            everyone = all_gather_objects((self._groups.coordinates.pp, self._layers))
+            self._stage_layers = [layers for _, layers in sorted(dict(everyone).items())]
+        return self._stage_layers
+
+    def before_forward(self, batch: Sequences, microbatches: Sequence[MicroBatch]) -> None:
         """Prepare a forward-only pass."""
+        carried = self._carried(batch) if self._replay == "R3" else None
         for microbatch in microbatches:
             routing = MicroRouting(training=False)
-            if self._replay == "R3":
-                routing.chosen = self._chosen(batch, microbatch)
+            if carried is not None:
+                routing.chosen = self._chosen(*carried, microbatch)
             elif self.records:
                 tokens = len(microbatch.tokens_t)
                 shape = (len(self._routers), tokens, self._config.moe_router_topk)
@@ -135,33 +121,42 @@ class RoleRouting:
             microbatch.packing.routing = routing
 
     def after_forward(
-        self, batch: Batch, plan: MicroBatchPlan, microbatches: Sequence[MicroBatch]
+        self, batch: Sequences, plan: MicroBatchPlan, microbatches: Sequence[MicroBatch]
     ) -> None:
-        """Combine the records of this pipeline stage's ranks. Collective."""
+        """Combine the records of the ranks that share a sequence. Collective in a stage."""
         if not self.records:
             return
         topk, tokens = self._config.moe_router_topk, len(batch.tokens_T)
-        experts = torch.zeros(len(self._routers), tokens, topk, dtype=self._dtype)
+        place = self._groups.coordinates.dp
+        numbers = sorted(index for part in plan[place] for index in part)
+        where_T = sequence_token_indices(batch.cu_seqlens, batch.places(numbers))
+        experts = torch.zeros(tokens, len(self._routers), topk, dtype=self._dtype)
         for microbatch in microbatches:
             routing = microbatch.packing.routing
             assert routing is not None
             if self._reports and routing.record is not None:
                 origin = microbatch.packing.origin.cpu()
                 real = origin >= 0
-                where = sequence_token_indices(batch.cu_seqlens, microbatch.indices)[origin[real]]
-                experts[:, where] = routing.record.cpu()[:, real]
-        if self._routers:
+                where = microbatch.tokens_in(batch)[origin[real]]
+                experts[where] = routing.record.cpu()[:, real].transpose(0, 1)
+        experts = experts[where_T]
+        group = _group(parallel_state.get_tensor_and_context_parallel_group())
+        if self._routers and group.size() > 1:
             experts = experts.to(device.device())
-            dist.all_reduce(experts, group=_stage_group())
-        self._record = record_of(batch, _planned(plan), experts.cpu())
+            dist.all_reduce(experts, group=group)
+        self._record = record_of(batch, plan, experts.cpu(), numbers, place)
 
     def before_update(
-        self, batch: Batch, plan: MicroBatchPlan, microbatches: Sequence[MicroBatch]
+        self, batch: Sequences, plan: MicroBatchPlan, microbatches: Sequence[MicroBatch]
     ) -> None:
         """Prepare a pass with gradient over one mini-batch."""
         indices = _planned(plan)
         lengths_B = batch.lengths_B[torch.tensor(indices, dtype=torch.int64)]
-        load = self._load(batch, indices) if self.losses.balance and self._routers else None
+        taken = load = None
+        if self._replay != "off" or (self.losses.balance and self._routers):
+            taken = self._taken(batch, plan)
+        if taken is not None and self.losses.balance and self._routers:
+            load = self._load(taken[0])
         self._mini_batches += 1
         for router in self._biased:
             router.local_tokens_per_expert.zero_()
@@ -172,8 +167,8 @@ class RoleRouting:
                 mini_batch_sequences=len(indices),
                 load=None if load is None else load.to(device.device()),
             )
-            if self._replay != "off":
-                routing.chosen = self._chosen(batch, microbatch)
+            if self._replay != "off" and taken is not None:
+                routing.chosen = self._chosen(*taken, microbatch)
             if self.losses.sequence_balance:
                 routing.num_sequences = len(microbatch.indices)
                 routing.sequence_t = _sequence_of(batch, microbatch).to(device.device())
@@ -238,42 +233,89 @@ class RoleRouting:
         """Whether this rank reports for the tensor-parallel ranks that route the same tokens."""
         return self._config.sequence_parallel or self._groups.coordinates.tp == 0
 
-    def _chosen(self, batch: Batch, microbatch: MicroBatch) -> Tensor:
-        """Choices to replay for the local tokens of a micro-batch: int64 ``[L, t, k]``."""
-        experts = self._taken(batch, microbatch.indices)
+    def _chosen(self, experts_T: Tensor, held: Sequences, microbatch: MicroBatch) -> Tensor:
+        """Choices to replay for the local tokens of a micro-batch: int64 ``[L, t, k]``.
+
+        Args:
+            experts_T: ``[T, L, k]`` on the tokens of ``held``.
+            held: sequences with the micro-batch's.
+            microbatch: the micro-batch.
+        """
+        chosen = self._numbers(experts_T[microbatch.tokens_in(held)]).transpose(0, 1)
         # padding tokens, whose origin is -1, read this last row: no replay
-        padding = experts.new_full((len(experts), 1, experts.shape[2]), -1)
-        chosen = torch.cat([experts, padding], dim=1)[:, microbatch.packing.origin.cpu()]
-        return chosen.to(device.device())
+        padding = chosen.new_full((len(chosen), 1, chosen.shape[2]), -1)
+        padded = torch.cat([chosen, padding], dim=1)[:, microbatch.packing.origin.cpu()]
+        return padded.to(device.device())
 
-    def _load(self, batch: Batch, indices: Sequence[int]) -> Tensor:
-        """Each expert's share of the known choices: float32 ``[L, E]``."""
-        taken = self._taken(batch, indices).flatten(1)
-        counts = [torch.bincount(row[row >= 0], minlength=self._num_experts) for row in taken]
-        return torch.stack(counts).float() / (taken[0] >= 0).sum()
+    def _numbers(self, experts_T: Tensor) -> Tensor:
+        """Choices as int64, -1 where the engine's are unknown; a record has no unknown ones."""
+        numbers = experts_T.long()
+        if self._replay == "R3":
+            numbers[experts_T == unknown_expert(experts_T.dtype)] = -1
+        return numbers
 
-    def _taken(self, batch: Batch, indices: Sequence[int]) -> Tensor:
-        """Choices to replay for some sequences, in the layers of this rank: int64 ``[L, T', k]``.
+    def _load(self, experts_T: Tensor) -> Tensor:
+        """Each expert's share of the known choices of a mini-batch: float32 ``[L, E]``.
+
+        Collective in a stage.
+
+        Args:
+            experts_T: ``[T', L, k]``, the choices of this data-parallel rank's sequences.
+        """
+
+        def count(row: Tensor) -> Tensor:
+            return torch.bincount(row[row >= 0], minlength=self._num_experts)
+
+        # a layer at a time, since the choices take eight bytes as int64
+        counts = torch.stack([count(self._numbers(layer)) for layer in experts_T.unbind(1)])
+        sums = torch.cat([counts.flatten(), counts[:1].sum()[None]])
+        if self._groups.layout.dp > 1:
+            dist.all_reduce(sums, group=_group(parallel_state.get_data_parallel_group_gloo()))
+        return sums[:-1].view_as(counts).float() / sums[-1]
+
+    def _taken(self, batch: Sequences, plan: MicroBatchPlan) -> tuple[Tensor, Sequences]:
+        """Choices to replay for this rank's sequences of a plan. Collective in a stage.
+
+        Returns:
+            ``[T', L, k]``, and the sequences that have these tokens.
+        """
+        place = self._groups.coordinates.dp
+        shares = [sorted(index for part in parts for index in part) for parts in plan]
+        share = select_held(batch, shares[place])
+        if self._replay == "R3":
+            experts_T, _ = self._carried(share)
+            return experts_T, share
+        assert self._record is not None, "router replay without a forward-only pass"
+        digests, lengths = sequence_digests(batch).tolist(), batch.lengths_B.tolist()
+        group = _group(parallel_state.get_data_parallel_group_gloo())
+        return self._record.share(digests, lengths, shares, place, group), share
+
+    def _carried(self, batch: Sequences) -> tuple[Tensor, Sequences]:
+        """The engine's choices in the layers of this rank, ``[T, L, k]``, and the batch.
 
         Raises:
-            ValueError: with R3, the batch carries no choices, or those of another model.
+            ValueError: see :meth:`_check_choices`.
         """
-        if self._replay != "R3":
-            assert self._record is not None, "router replay without a forward-only pass"
-            return self._record.of(batch, indices)
-        experts_T = batch.routed_experts_T
-        assert experts_T is not None, "Batch fills it in"
+        if batch.expert_layers is None:
+            self._check_choices(batch)
+            return batch.routed_experts_T[:, self._layers], batch
+        assert list(batch.expert_layers) == self._layers
+        return batch.routed_experts_T, batch
+
+    def _check_choices(self, batch: Sequences) -> None:
+        """Check that the batch carries the engine's choices for this model.
+
+        Raises:
+            ValueError: it carries none, or those of another model.
+        """
         expected = (self._config.num_layers, self._config.moe_router_topk)
-        carried = tuple(experts_T.shape[1:])
+        carried = tuple(batch.routed_experts_T.shape[1:])
         if carried != expected:
             raise ValueError(
                 "actor.router_replay: R3 needs the experts that the rollout engine chose, "
                 f"[layers, experts per token] = {list(expected)}; the trajectories carry "
                 f"{list(carried)}. Use rollout.name = sglang, or R2"
             )
-        # by sequence, not by tokens: an engine may route equal responses differently near a tie
-        chosen = experts_T[sequence_token_indices(batch.cu_seqlens, indices)]
-        return chosen[:, self._layers].transpose(0, 1).long()
 
 
 def auxiliary_loss(megatron: MegatronConfig) -> AuxiliaryLoss:
@@ -316,7 +358,7 @@ def load_metrics(sums: Tensor, topk: int, name: str) -> dict[str, float]:
     return metrics
 
 
-def _sequence_of(batch: Batch, microbatch: MicroBatch) -> Tensor:
+def _sequence_of(batch: Sequences, microbatch: MicroBatch) -> Tensor:
     """Index of each local token's sequence; padding counts as one more, the last."""
     lengths = batch.lengths_B[torch.tensor(microbatch.indices, dtype=torch.int64)]
     padded = torch.cat([lengths, lengths.new_ones(1)])
@@ -329,7 +371,5 @@ def _planned(plan: MicroBatchPlan) -> list[int]:
     return [index for share in plan for part in share for index in part]
 
 
-def _stage_group() -> dist.ProcessGroup:
-    """The ranks of this pipeline stage; the layout must be active."""
-    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+def _group(group: object) -> dist.ProcessGroup:
     return cast("dist.ProcessGroup", group)  # Megatron's globals are untyped

@@ -6,6 +6,9 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
+from mppo.algos.masked import Gather
 from mppo.batch import Experience
 from mppo.config.schedule import ScheduleKind, schedule_kind
 from mppo.config.sections.roles import ActorConfig, CriticConfig
@@ -14,6 +17,7 @@ from mppo.models.role import Role, step_together
 from mppo.models.role_spec import TOKENS_ONLY, PassInputs
 from mppo.parallel import device
 from mppo.pipeline.executor import carry_out
+from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.pipeline.timeline import Recorder
 from mppo.planning.peak_flops import peak_tflops
 from mppo.supervision import stop_request
@@ -21,12 +25,14 @@ from mppo.supervision.phase import phase
 from mppo.supervision.stop_request import StepInterrupted
 from mppo.trainer.losses import (
     PolicyObjective,
+    Targets,
     ValueObjective,
     policy_targets,
-    to_device,
     value_targets,
 )
 from mppo.trainer.roles import Roles
+from mppo.trainer.selection import Indices
+from mppo.trainer.shares import fetch_targets, gather_of_mini_batch
 from mppo.trainer.update.role_update import RoleUpdate
 from mppo.trainer.update.streamed import StreamedUpdate, write_timeline
 
@@ -162,9 +168,9 @@ class UpdatePhase:
         section, longest = self._roles.recipe.critic, self._roles.recipe.data.max_response_length
         size = section.ppo_mini_batch_size or self._roles.recipe.actor.ppo_mini_batch_size
 
-        def objective_of(sequences: tuple[int, ...]) -> ValueObjective:
-            targets = value_targets(self.experience, sequences, section, longest)
-            return ValueObjective(to_device(targets, device.device()), sequences, section)
+        def objective_of(sequences: tuple[int, ...], plan: MicroBatchPlan) -> ValueObjective:
+            targets = value_targets(self.experience, sequences, section, longest, self._gather)
+            return ValueObjective(*self._fetch(targets, sequences, plan, critic), section)
 
         return RoleUpdate(
             critic,
@@ -180,9 +186,13 @@ class UpdatePhase:
         if section.learns_full_kl:
             inputs = PassInputs(self.experience.old.ref_hidden_T)
 
-        def objective_of(sequences: tuple[int, ...]) -> PolicyObjective:
-            targets = policy_targets(self.experience, sequences, section, longest, seed=self.step)
-            return PolicyObjective(to_device(targets, device.device()), sequences, section)
+        def objective_of(sequences: tuple[int, ...], plan: MicroBatchPlan) -> PolicyObjective:
+            targets = policy_targets(
+                self.experience, sequences, section, longest, self.step, self._gather
+            )
+            return PolicyObjective(
+                *self._fetch(targets, sequences, plan, self._roles.actor), section
+            )
 
         return RoleUpdate(
             self._roles.actor,
@@ -193,6 +203,17 @@ class UpdatePhase:
             self._roles.text,
             self._peak_tflops(),
         )
+
+    def _gather(self, sequences: Indices) -> tuple[Gather, Tensor]:
+        return gather_of_mini_batch(self.experience.old.batch, sequences)
+
+    def _fetch(
+        self, targets: Targets, sequences: tuple[int, ...], plan: MicroBatchPlan, role: Role
+    ) -> tuple[Targets, tuple[int, ...]]:
+        """Bring targets of the sequences at home to the ranks that compute the loss. Collective."""
+        batch = self.experience.old.batch
+        held = [i for i, place in zip(sequences, batch.places(sequences).tolist()) if place >= 0]
+        return fetch_targets(targets, held, batch, plan, role.layout)
 
     def _peak_tflops(self) -> float | None:
         """Peak TFLOP/s of a rank's device: the recipe's value, else the device's in bfloat16."""

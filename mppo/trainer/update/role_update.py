@@ -46,8 +46,8 @@ class RoleUpdate:
     Args:
         role: the role to train.
         mini_batches: sequence indices of each mini-batch (optimizer step).
-        objective_of: makes the objective of a mini-batch, with targets on the device, from its
-            sequence indices.
+        objective_of: makes the objective of a mini-batch from its sequence indices and its plan;
+            collective.
         model_flops: floating-point operations of the role's passes.
         inputs: inputs of the passes besides the tokens.
         text: pretraining mix whose loss is added to every mini-batch's; None: no mix.
@@ -62,7 +62,7 @@ class RoleUpdate:
 
     role: Role
     mini_batches: list[list[int]]
-    objective_of: Callable[[tuple[int, ...]], Objective]
+    objective_of: Callable[[tuple[int, ...], MicroBatchPlan], Objective]
     model_flops: ModelFlops
     inputs: PassInputs = TOKENS_ONLY
     text: PretrainingMix | None = None
@@ -82,17 +82,17 @@ class RoleUpdate:
         return PlannedMiniBatch(tuple(sequences), plan, documents)
 
     def mini_batch(self, batch: Batch, planned: PlannedMiniBatch) -> MiniBatch:
-        """Make a mini-batch, with its targets on the device, and count its operations."""
-        plan, inputs = planned.plan, self.inputs
-        objective = self.objective_of(planned.sequences)
+        """Bring a mini-batch and its targets to their ranks; count its operations. Collective."""
+        plan = planned.plan
+        share, inputs = self.role.fetch(batch, plan, self.inputs)
+        objective = self.objective_of(planned.sequences, plan)
         if self.text is not None and planned.documents is not None:
             inputs = replace(inputs, text_from=batch.num_sequences)
-            batch, plan, objective = self.text.join(batch, plan, planned.documents, objective)
-        mask_T = self.role.predicted_mask_T(batch)
-        self.flops += update_flops(self.model_flops, batch, plan, mask_T)
+            share, plan, objective = self.text.join(share, plan, planned.documents, objective)
+        self.flops += update_flops(self.model_flops, share, plan, self.role.predicted_B(share))
         chosen = [index for rank in plan for indices in rank for index in indices]
-        self.tokens += int(batch.lengths_B[chosen].sum())
-        return MiniBatch(batch, plan, objective, inputs)
+        self.tokens += int(share.lengths_B[chosen].sum())
+        return MiniBatch(share, plan, objective, inputs)
 
     def run_once(self, batch: Batch, sequences: tuple[int, ...]) -> None:
         """Compute the gradient of one mini-batch by Megatron's own schedule."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -38,7 +38,7 @@ class StreamedUpdate:
     Args:
         kind: kind of the schedule.
         updates: the updates of the trained roles.
-        batch: the global batch.
+        batch: the batch, shared out. The constructor is collective.
         align: all roles skip a step together if a loss or gradient of one of them is not finite.
         on_steps: called with the results of each optimizer step; with ``align``, once per round.
         wants_to_stop: whether this rank wants to end the update early, given the number of steps
@@ -67,13 +67,11 @@ class StreamedUpdate:
         }
         self.schedule = _schedule(kind, updates, planned, batch)
         self.links = Links(update.role.groups for update in updates)
+        # exchanged before the stream, in which stages reach a mini-batch at different times
         self.work = {
             update.role.name: StreamedRole(
                 update.role,
-                [
-                    partial(update.mini_batch, batch, mini_batch)
-                    for mini_batch in planned[update.role.name]
-                ],
+                deque(update.mini_batch(batch, part) for part in planned[update.role.name]),
                 self._wants_to_stop_now,
             )
             for update in updates
@@ -190,6 +188,6 @@ def _schedule(
 
 def _pass_cost(update: RoleUpdate, planned: Sequence[PlannedMiniBatch], batch: Batch) -> float:
     """Mean operations per micro-batch; each role computes one on the same number of ranks."""
-    mask_T = update.role.predicted_mask_T(batch)
-    total = sum(update_flops(update.model_flops, batch, part.plan, mask_T) for part in planned)
+    head_B = update.role.predicted_B(batch)
+    total = sum(update_flops(update.model_flops, batch, part.plan, head_B) for part in planned)
     return total / sum(len(part.plan[0]) for part in planned)

@@ -1,0 +1,107 @@
+"""The experts that a role's routers chose in a pass, for the sequences that this rank computed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.batch import Sequences
+from mppo.parallel.exchange import Moves, exchange, sum_over_ranks
+from mppo.pipeline.microbatches import MicroBatchPlan
+
+
+def sequence_digests(batch: Sequences) -> Tensor:
+    """A number for each sequence, equal for equal tokens: int64 ``[B]``.
+
+    Collective, unless every rank holds all sequences.
+    """
+    if batch.digest_B is not None:
+        return batch.digest_B
+    digest_B = torch.zeros(batch.num_sequences, dtype=torch.int64)
+    lengths = batch.cu_seqlens.diff().tolist()
+    for number, tokens in zip(batch.held_H.tolist(), batch.tokens_T.split(lengths)):
+        hashed = hashlib.blake2b(tokens.numpy().tobytes(), digest_size=8).digest()
+        digest_B[number] = int.from_bytes(hashed, "little", signed=True)
+    return digest_B if batch.is_replicated else sum_over_ranks(digest_B)
+
+
+@dataclass(frozen=True)
+class RoutingRecord:
+    """Experts a role's own routers chose for a batch, in the layers of this rank.
+
+    Sequences are known by their digests: equal sequences of one pass are routed equally, so the
+    record also serves any selection of sequences.
+
+    Args:
+        experts: ``[t, L, k]`` of each sequence that this data-parallel rank computed, by digest.
+        holder: data-parallel rank that computed each recorded sequence, by digest; the same on all
+            ranks.
+        nothing: ``[0, L, k]``.
+    """
+
+    experts: dict[int, Tensor]
+    holder: dict[int, int]
+    nothing: Tensor
+
+    def covers(self, digests: Sequence[int]) -> bool:
+        """Whether all these sequences are recorded."""
+        return all(digest in self.holder for digest in digests)
+
+    def share(
+        self,
+        digests: Sequence[int],
+        lengths: Sequence[int],
+        shares: Sequence[Sequence[int]],
+        place: int,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        """Bring the experts of sequences to the ranks that will replay them. Collective in a stage.
+
+        Args:
+            digests, lengths: of every sequence of a batch.
+            shares: indices of the sequences that each data-parallel rank wants.
+            place: this data-parallel rank.
+            group: the data-parallel ranks that hold the same layers, on the CPU.
+
+        Returns:
+            ``[T', L, k]``, the sequences of this rank's share in their order.
+        """
+        planned = sorted({number for share in shares for number in share})
+        source = [0] * len(digests)
+        for number in planned:
+            source[number] = self.holder[digests[number]]
+        held = [number for number in planned if source[number] == place]
+        mine = torch.cat([self.nothing, *(self.experts[digests[number]] for number in held)])
+        return exchange(Moves(source, shares), lengths, held, lambda _: [mine], group)[0]
+
+
+def record_of(
+    batch: Sequences, plan: MicroBatchPlan, experts: Tensor, numbers: Sequence[int], place: int
+) -> RoutingRecord:
+    """Make a record of the sequences of a plan.
+
+    Args:
+        batch: the batch.
+        plan: micro-batches of every data-parallel rank.
+        experts: ``[T', L, k]`` for the tokens of this rank's sequences.
+        numbers: these sequences, in the order of their tokens.
+        place: this data-parallel rank.
+    """
+    digests = sequence_digests(batch).tolist()
+    holder: dict[int, int] = {}
+    for rank, parts in enumerate(plan):
+        for part in parts:
+            for number in part:
+                holder.setdefault(digests[number], rank)
+    pieces = experts.split(batch.lengths_B[list(numbers)].tolist())
+    mine = {
+        digests[number]: piece
+        for number, piece in zip(numbers, pieces, strict=True)
+        if holder[digests[number]] == place
+    }
+    return RoutingRecord(mine, holder, experts[:0])

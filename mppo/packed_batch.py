@@ -1,0 +1,131 @@
+"""Packing responses into a batch: their tokens end to end on one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mppo.batch import Batch, Prompt, Trajectory
+
+
+class KnownResponse(Protocol):
+    """What packing must know of a response, wherever its tokens are."""
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def finish_reason(self) -> str: ...
+
+    @property
+    def length(self) -> int: ...
+
+
+def pack_trajectories(
+    trajectories: Sequence[Trajectory], scores: Sequence[float], end_slots_below: int = 0
+) -> Batch:
+    """Concatenate trajectories on one token axis; see ``pack_held``."""
+    held = dict(enumerate(trajectories))
+    return pack_held(trajectories, held, scores, end_slots_below)
+
+
+def pack_held(
+    known: Sequence[KnownResponse],
+    held: Mapping[int, Trajectory],
+    scores: Sequence[float],
+    end_slots_below: int = 0,
+) -> Batch:
+    """Concatenate the trajectories that this rank holds on one token axis.
+
+    Args:
+        known: all B responses; they may be empty.
+        held: the trajectories of some of them, by index, ascending.
+        scores: B outcome rewards.
+        end_slots_below: append an end slot (``Batch.end_mask_T``) to every response that stopped
+            with fewer tokens than this. The slot repeats the stop token, which nothing reads.
+            0: no end slots.
+
+    Returns:
+        Batch on the CPU; no sequence has a home.
+
+    Raises:
+        ValueError: no response, or the numbers of responses and scores differ.
+    """
+    if not known or len(known) != len(scores):
+        raise ValueError(
+            f"a batch needs at least one trajectory and one score for each: got "
+            f"{len(known)} trajectories and {len(scores)} scores"
+        )
+    stopped_B = torch.tensor([t.finish_reason == "stop" for t in known])
+    prompt_B = torch.tensor([len(t.prompt.token_ids) for t in known])
+    response_B = torch.tensor([t.length for t in known])
+    # the end slot repeats the stop token; mask, log-probability and version mark it as unread
+    slots_B = (stopped_B & (response_B > 0) & (response_B < end_slots_below)).long()
+    # every sequence is a run of prompt tokens, one of response tokens and one of its end slot
+    runs_B = torch.stack([prompt_B, response_B, slots_B], 1)
+    held_H = torch.tensor(list(held), dtype=torch.int64)
+    runs_H, lengths_H = runs_B[held_H].flatten(), runs_B[held_H].sum(1)
+    kinds = torch.arange(3, dtype=torch.int8).repeat(len(held)).repeat_interleave(runs_H)
+    cu_seqlens = torch.zeros(len(held) + 1, dtype=torch.int64)
+    cu_seqlens[1:] = lengths_H.cumsum(0)
+    trajectories, slots = list(held.values()), slots_B[held_H].tolist()
+    return Batch(
+        tokens_T=_concatenate_tokens(trajectories, slots),
+        cu_seqlens=cu_seqlens,
+        response_mask_T=(kinds == 1).float(),
+        rollout_logprobs_T=_concatenate_logprobs(trajectories, slots),
+        group_B=torch.tensor([t.prompt.uid for t in known], dtype=torch.int64),
+        scores_B=torch.tensor(scores, dtype=torch.float32),
+        truncated_B=~stopped_B,
+        weight_version_T=_expand_versions(trajectories, slots),
+        routed_experts_T=_concatenate_routing(trajectories, lengths_H.tolist()),
+        end_mask_T=(kinds == 2).float(),
+        held_H=held_H,
+        lengths_B=runs_B.sum(1),
+        response_B=response_B,
+        end_B=slots_B,
+        home_B=torch.full((len(known),), -1, dtype=torch.int32),
+    )
+
+
+def _concatenate_tokens(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
+    """``Batch.tokens_T`` of trajectories with these numbers of end slots."""
+    parts = [torch.empty(0, dtype=torch.int32)]
+    for trajectory, count in zip(trajectories, slots, strict=True):
+        parts += [trajectory.prompt.token_ids, trajectory.response_ids]
+        if count:
+            parts.append(trajectory.response_ids[-1:])
+    return torch.cat(parts).long()
+
+
+def _concatenate_logprobs(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
+    """``Batch.rollout_logprobs_T`` of trajectories with these numbers of end slots."""
+    zeros = torch.zeros(1 + max((len(t.prompt.token_ids) for t in trajectories), default=0))
+    parts = [zeros[:0]]
+    for trajectory, count in zip(trajectories, slots, strict=True):
+        parts += [zeros[: len(trajectory.prompt.token_ids)], trajectory.logprobs, zeros[:count]]
+    return torch.cat(parts)
+
+
+def _expand_versions(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
+    """``Batch.weight_version_T`` of trajectories with these numbers of end slots."""
+    runs = [(-1, 0)]
+    for trajectory, count in zip(trajectories, slots, strict=True):
+        runs += [(-1, len(trajectory.prompt.token_ids)), *trajectory.parts, (-1, count)]
+    version, tokens = torch.tensor(runs).T
+    return version.repeat_interleave(tokens)
+
+
+def _concatenate_routing(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> Tensor:
+    """``Batch.routed_experts_T`` of trajectories, whose sequences have these lengths."""
+    reported = [t.routed_experts for t in trajectories if t.routed_experts is not None]
+    if not reported or len(reported) < len(trajectories):
+        return torch.empty(sum(lengths), 0, 0, dtype=torch.int16)
+    rows: list[Tensor] = []
+    for experts, length in zip(reported, lengths, strict=True):
+        missing = experts.new_full((length - len(experts), *experts.shape[1:]), -1)
+        rows += [experts.to(torch.int16), missing.to(torch.int16)]
+    return torch.cat(rows)

@@ -1,0 +1,211 @@
+"""How a batch is shared out over the ranks between passes, and numbers of all its sequences.
+
+Every rank holds the tokens of the sequences whose home it is, and computes their rewards,
+advantages and targets. What depends on all sequences (baselines, whitening, normalisers, metrics)
+is computed from a few numbers per sequence, which all ranks gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.algos.masked import ALONE, Gather
+from mppo.algos.packing import cumulative
+from mppo.batch import Batch, Experience, ModelOutputs, Sequences, unknown_expert
+from mppo.models.work_share import PassMoves
+from mppo.packed_batch import pack_held
+from mppo.parallel.collectives import all_gather_objects, all_gather_varlen, group_size
+from mppo.parallel.exchange import Moves, exchange, sum_over_ranks
+from mppo.parallel.layout import Layout
+from mppo.parallel.partition import partition
+from mppo.pipeline.microbatches import MicroBatchPlan
+from mppo.responses import Responses
+from mppo.trainer.losses import Targets
+
+_UNEVEN = 1.5
+"""Tokens of the fullest home over the mean, from which sequences get other homes."""
+
+
+def pack_responses(
+    responses: Responses, scores: Sequence[float], end_slots_below: int = 0
+) -> Batch:
+    """Pack responses where they arrived, see ``pack_held``. Collective.
+
+    Args:
+        responses: B responses.
+        scores: B outcome rewards.
+        end_slots_below: see ``pack_held``.
+
+    Returns:
+        The batch; each sequence's home is that of its response.
+    """
+    place = {index: number for number, index in enumerate(responses.rows)}
+    held = {place[i]: responses.held[i] for i in responses.rows if i in responses.held}
+    batch = pack_held(responses.table, held, scores, end_slots_below)
+    world = group_size()
+    if world == 1:
+        return batch
+    home_B = torch.tensor([row.home for row in responses.table], dtype=torch.int32)
+    # expert choices of all ranks have the same shape; they are used only if all responses have them
+    mine = tuple(batch.routed_experts_T.shape[1:]) if held else None
+    shapes = {shape for shape in all_gather_objects(mine, world) if shape is not None}
+    shape = shapes.pop() if len(shapes) == 1 else (0, 0)
+    experts_T = batch.routed_experts_T
+    if tuple(experts_T.shape[1:]) != shape:
+        tokens = len(batch.tokens_T) if 0 in shape else 0
+        experts_T = torch.empty(tokens, *shape, dtype=torch.int16)
+    return replace(batch, home_B=home_B, routed_experts_T=experts_T)
+
+
+def share_out(batch: Batch, num_experts: int | None = None) -> Batch:
+    """Give sequences homes of nearly equal numbers of tokens. Collective.
+
+    Homes that are even enough stay, so that nothing moves twice.
+
+    Args:
+        batch: held by every rank, or by homes of any load.
+        num_experts: of the actor's model; None: it has none.
+
+    Returns:
+        The batch; this rank holds the sequences whose home it is.
+    """
+    if num_experts is not None and num_experts <= unknown_expert(torch.uint8):
+        batch = replace(batch, routed_experts_T=narrow_choices(batch.routed_experts_T))
+    world = group_size()
+    if world == 1:
+        return batch
+    if not batch.is_replicated:
+        loads = torch.zeros(world, dtype=torch.int64)
+        loads.index_add_(0, batch.home_B.long(), batch.lengths_B)
+        if loads.max() * world <= _UNEVEN * loads.sum():
+            return batch
+    lengths, rank = batch.lengths_B.tolist(), dist.get_rank()
+    parts = partition(lengths, world)
+    home_B = torch.empty(batch.num_sequences, dtype=torch.int32)
+    for home, part in enumerate(parts):
+        home_B[part] = home
+    names = [f.name for f in fields(batch) if f.name.endswith("_T")]
+    tensors = [getattr(batch, name) for name in names]
+    moves = Moves(batch.home_B.tolist(), parts)
+    got = exchange(moves, lengths, batch.held_H.tolist(), lambda _: tensors)
+    held_H = torch.tensor(parts[rank], dtype=torch.int64)
+    changes = dict(zip(names, got, strict=True))
+    cu_seqlens = cumulative(batch.lengths_B[held_H])
+    return replace(batch, held_H=held_H, cu_seqlens=cu_seqlens, home_B=home_B, **changes)
+
+
+def narrow_choices(experts_T: Tensor) -> Tensor:
+    """Expert choices below 255 as one byte each: int16 (-1 unknown) to uint8."""
+    narrow_T = experts_T.to(torch.uint8)
+    narrow_T[experts_T < 0] = unknown_expert(torch.uint8)
+    return narrow_T
+
+
+def gather_of(batch: Sequences) -> Gather:
+    """How this rank learns numbers of the sequences that others hold."""
+    return _gather(batch, batch.held_H, batch.num_sequences)
+
+
+def gather_of_mini_batch(
+    batch: Sequences, indices: Sequence[int] | Tensor
+) -> tuple[Gather, Tensor]:
+    """``gather_of`` for the sequences of a mini-batch, in its order.
+
+    Returns:
+        The gather; and int64, the position in the mini-batch of each of its sequences held here.
+    """
+    position = (batch.places(indices) >= 0).nonzero()[:, 0]
+    return _gather(batch, position, len(indices)), position
+
+
+def _gather(batch: Sequences, position_H: Tensor, total: int) -> Gather:
+    if batch.is_replicated or group_size() == 1:
+        return ALONE
+
+    def sequences(x_H: Tensor) -> Tensor:
+        # each number has one holder, so the sum over ranks is exact
+        x_B = torch.zeros(total, *x_H.shape[1:], dtype=torch.float64)
+        x_B[position_H] = x_H.double()
+        return sum_over_ranks(x_B).to(x_H.dtype)
+
+    return Gather(sequences, lambda x: torch.cat(all_gather_varlen(x, group_size())))
+
+
+def gather_table(gather: Gather, table: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gather several tensors ``[H, ...]`` of the sequences held, in one exchange.
+
+    Args:
+        gather: of the batch.
+        table: tensors by name.
+
+    Returns:
+        float64 ``[B, ...]`` by name.
+    """
+    columns = [x_H.double().reshape(len(x_H), x_H.shape[1:].numel()) for x_H in table.values()]
+    rows_B = gather.sequences(torch.cat(columns, 1))
+    parts = rows_B.split([column.shape[1] for column in columns], dim=1)
+    return {
+        name: part.reshape(len(part), *x_H.shape[1:])
+        for (name, x_H), part in zip(table.items(), parts, strict=True)
+    }
+
+
+def fetch_targets(
+    targets: Targets,
+    sequences: Sequence[int],
+    batch: Sequences,
+    plan: MicroBatchPlan,
+    layout: Layout,
+) -> tuple[Targets, tuple[int, ...]]:
+    """Bring the targets of a mini-batch to the ranks that compute its loss. Collective.
+
+    Args:
+        targets: of the sequences held here.
+        sequences: these sequences, as indices of the batch, in the targets' order.
+        batch: the batch at home.
+        plan: the mini-batch's micro-batches.
+        layout: the role's layout.
+
+    Returns:
+        The targets of the sequences whose loss this rank computes, and these sequences.
+    """
+    if batch.is_replicated:
+        return targets, tuple(sequences)
+    moves = PassMoves(layout, plan, batch).outward(last_stage_only=True)
+    names = [f.name for f in fields(targets) if f.name.endswith("_T")]
+    tensors = [getattr(targets, name) for name in names]
+    got = exchange(moves, batch.lengths_B.tolist(), sequences, lambda _: tensors)
+    mine = moves.wanted[dist.get_rank()]
+    changes = dict(zip(names, got, strict=True))
+    return replace(targets, cu_seqlens=cumulative(batch.lengths_B[mine]), **changes), tuple(mine)
+
+
+def gather_experience(experience: Experience) -> Experience | None:
+    """The complete experience on the first rank, None on the others. Collective."""
+    batch = experience.old.batch
+    if batch.is_replicated:
+        return experience if group_size() == 1 or dist.get_rank() == 0 else None
+    world, everything = group_size(), list(range(batch.num_sequences))
+    moves = Moves(batch.home_B.tolist(), [everything, *([] for _ in range(world - 1))])
+    holders = (batch, experience.old, experience)
+    names = [[f.name for f in fields(x) if f.name.endswith("_T")] for x in holders]
+    tensors = [getattr(x, name) for x, found in zip(holders, names) for name in found]
+    got = exchange(moves, batch.lengths_B.tolist(), batch.held_H.tolist(), lambda _: tensors)
+    if dist.get_rank():
+        return None
+    values = iter(got)
+    changes = [{name: next(values) for name in found} for found in names]
+    complete = replace(
+        batch,
+        cu_seqlens=cumulative(batch.lengths_B),
+        held_H=torch.arange(len(everything)),
+        home_B=torch.full_like(batch.home_B, -1),
+        **changes[0],
+    )
+    old: ModelOutputs = replace(experience.old, batch=complete, **changes[1])
+    return replace(experience, old=old, **changes[2])

@@ -1,0 +1,246 @@
+"""A batch shared out over ranks: the numbers of one rank, and a part of its bytes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import start_ranks
+from torch import Tensor
+
+from mppo.algos.packing import sequence_token_indices
+from mppo.batch import Batch, Experience, ModelOutputs, Prompt, Trajectory
+from mppo.config.sections.algorithm import (
+    AlgorithmConfig,
+    PFPPOConfig,
+    RolloutCorrectionConfig,
+)
+from mppo.config.sections.roles import ActorConfig, CriticConfig, PolicyLossConfig
+
+LENGTHS = [3, 0, 5, 2, 9, 1, 40, 4, 7, 0, 12, 6]
+LIMIT = 40
+ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
+SCANS = ("gae", "reinforce_plus_plus", "remax")
+"""Estimators whose recursion over tokens rounds according to the position on the token axis."""
+
+
+def outputs_of(lengths: list[int], samples: int = 3) -> ModelOutputs:
+    """Random outputs of responses of the given lengths with prompts of two tokens."""
+    random = torch.Generator().manual_seed(5)
+    mask_T = torch.cat([torch.tensor([0.0, 0.0] + [1.0] * n) for n in lengths])
+    count = len(lengths)
+
+    def numbers() -> Tensor:
+        return torch.randn(len(mask_T), generator=random) * mask_T
+
+    batch = Batch(
+        tokens_T=torch.arange(len(mask_T)),
+        cu_seqlens=torch.tensor([0, *(n + 2 for n in lengths)]).cumsum(0),
+        response_mask_T=mask_T,
+        rollout_logprobs_T=-numbers().abs(),
+        group_B=torch.arange(count) // samples,
+        scores_B=torch.randn(count, generator=random),
+        truncated_B=torch.arange(count) % 2 == 1,
+        weight_version_T=torch.arange(len(mask_T)) % 3,
+    )
+    return ModelOutputs(batch, -numbers().abs(), -numbers().abs(), numbers())
+
+
+def shared(outputs: ModelOutputs) -> ModelOutputs:
+    """The part of this rank."""
+    from mppo.trainer.shares import share_out
+
+    batch = share_out(outputs.batch)
+    where_T = sequence_token_indices(outputs.batch.cu_seqlens, batch.held_H)
+    names = [f.name for f in fields(outputs) if f.name.endswith("_T")]
+    return replace(outputs, batch=batch, **{n: getattr(outputs, n)[where_T] for n in names})
+
+
+def same(part: Tensor, complete_T: Tensor, batch: Batch, complete: Batch, exact: bool) -> None:
+    """Compare a tensor of the tokens held with that of all tokens."""
+    expected = complete_T[sequence_token_indices(complete.cu_seqlens, batch.held_H)]
+    tolerance = 0.0 if exact else 2e-6
+    torch.testing.assert_close(part, expected, atol=tolerance, rtol=tolerance)
+
+
+def compare_estimates() -> None:
+    from mppo.trainer.advantages import current_kl, estimate
+    from mppo.trainer.metrics import experience_metrics, mismatch_metrics
+
+    complete = outputs_of(LENGTHS)
+    part = shared(complete)
+    correction = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_batch_normalize=True)
+    options = [{}, {"whiten_rewards": True, "rollout_correction": correction}]
+    for estimator, option in itertools.product(ESTIMATORS, options):
+        for whiten_over in ("batch", "group"):
+            algorithm = AlgorithmConfig(
+                adv_estimator=estimator,
+                use_kl_in_reward=True,
+                whiten_over=whiten_over,
+                mask_truncated=True,
+                **option,
+            )
+            baseline_B = complete.batch.scores_B.flip(0)
+            one, here = (
+                estimate(outputs, algorithm, 0.1, baseline_scores_B=baseline_B)
+                for outputs in (complete, part)
+            )
+            exact = estimator not in SCANS
+            for name in ("rewards_T", "advantages_T", "returns_T", "loss_weight_T"):
+                same(getattr(here, name), getattr(one, name), part.batch, complete.batch, exact)
+            assert current_kl(part, algorithm) == current_kl(complete, algorithm)
+            of_one = experience_metrics(one) | mismatch_metrics(complete, 4)
+            of_part = experience_metrics(here) | mismatch_metrics(part, 4)
+            assert of_part == (of_one if exact else pytest.approx(of_one, abs=2e-6, rel=2e-6))
+
+
+def compare_targets() -> None:
+    from mppo.trainer.advantages import estimate
+    from mppo.trainer.losses import policy_targets, value_targets
+    from mppo.trainer.selection import resample_experience
+    from mppo.trainer.shares import gather_experience, gather_of_mini_batch
+
+    complete = outputs_of(LENGTHS)
+    algorithm = AlgorithmConfig(adv_estimator="rloo", use_pf_ppo=True, pf_ppo=PFPPOConfig())
+    one, here = (
+        resample_experience(estimate(outputs, algorithm, 0.0), algorithm, seed=3)
+        for outputs in (complete, shared(complete))
+    )
+    whole, batch = one.old.batch, here.old.batch
+    modes = PolicyLossConfig.model_fields["loss_mode"].annotation.__args__
+    aggregations = ActorConfig.model_fields["loss_agg_mode"].annotation.__args__
+    pairs = [(mode, "token-mean") for mode in modes] + [("vanilla", agg) for agg in aggregations]
+    indices = [7, 2, 0, 11, 5, 6]
+    kept = [index for index in indices if batch.places([index]).item() >= 0]
+
+    def compare(mine, everything) -> None:
+        for field in fields(mine):
+            if field.name.endswith("_T"):
+                positions = [indices.index(index) for index in kept]
+                where = sequence_token_indices(everything.cu_seqlens, positions)
+                expected = getattr(everything, field.name)[where]
+                assert torch.equal(getattr(mine, field.name), expected), field.name
+
+    def gather_of(chosen):
+        return gather_of_mini_batch(batch, chosen)
+
+    for mode, aggregation in pairs:
+        loss = PolicyLossConfig(
+            loss_mode=mode, clip_cov_lb=-9.0, clip_cov_ratio=0.3, kl_cov_ratio=0.3
+        )
+        actor = ActorConfig(policy_loss=loss, loss_agg_mode=aggregation)
+        compare(
+            policy_targets(here, indices, actor, LIMIT, 1, gather_of),
+            policy_targets(one, indices, actor, LIMIT, 1),
+        )
+        critic = CriticConfig(loss_agg_mode=aggregation)
+        compare(
+            value_targets(here, indices, critic, LIMIT, gather_of),
+            value_targets(one, indices, critic, LIMIT),
+        )
+    gathered = gather_experience(here)
+    assert (gathered is None) == (dist.get_rank() > 0)
+    if gathered is not None:
+        assert torch.equal(gathered.advantages_T, one.advantages_T)
+        assert torch.equal(gathered.old.batch.tokens_T, whole.tokens_T)
+
+
+def token_bytes(experience: Experience) -> int:
+    """Bytes of the tensors of tokens."""
+    parts = (experience, experience.old, experience.old.batch)
+    return sum(
+        getattr(part, f.name).nbytes for part in parts for f in fields(part) if f.name[-2:] == "_T"
+    )
+
+
+def held_bytes() -> int:
+    from mppo.trainer.advantages import estimate
+
+    outputs = shared(outputs_of([100 + n for n in LENGTHS] * 8))
+    return token_bytes(estimate(outputs, AlgorithmConfig(), 0.0))
+
+
+def move_from_one_rank() -> None:
+    """Responses that all arrived on the last rank move to even homes, which then stay."""
+    from mppo.models.microbatch import select_held
+    from mppo.trainer.selection import select_batch
+    from mppo.trainer.shares import share_out
+
+    batch, world, rank = outputs_of(LENGTHS).batch, dist.get_world_size(), dist.get_rank()
+    kept = range(batch.num_sequences) if rank == world - 1 else ()
+    received = replace(
+        select_held(batch, list(kept)), home_B=torch.full_like(batch.home_B, world - 1)
+    )
+    moved, expected = share_out(received), share_out(batch)
+    for field in fields(batch):
+        value = getattr(expected, field.name)
+        if isinstance(value, Tensor):
+            assert torch.equal(getattr(moved, field.name), value), field.name
+    assert share_out(moved) is moved
+    # dynamic sampling: homes follow the sequences
+    chosen = [4, 1, 6, 10]
+    part, complete = select_batch(moved, chosen), select_batch(batch, chosen)
+    same(part.tokens_T, complete.tokens_T, part, complete, exact=True)
+
+
+def pack_where_responses_arrived() -> None:
+    """Every rank packs the responses that it received; the last one received none."""
+    from mppo.models.microbatch import select_held
+    from mppo.packed_batch import pack_trajectories
+    from mppo.responses import ResponseRow, Responses
+    from mppo.trainer.shares import pack_responses
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    made = [
+        Trajectory(
+            Prompt(i // 2, (1, 2), "t", "", ""),
+            range(3, 3 + n),
+            [-0.1 * i] * n,
+            "stop" if i % 2 else "length",
+            i % 3,
+            torch.full((n + 1, 2, 1), i, dtype=torch.int16),
+        )
+        for i, n in enumerate(LENGTHS)
+    ]
+    rows = {i: ResponseRow.of(each, i % (world - 1)) for i, each in enumerate(made)}
+    held = {i: made[i] for i, row in rows.items() if row.home == rank}
+    scores = torch.linspace(0, 1, len(made)).tolist()
+    packed = pack_responses(Responses(rows, held), scores, end_slots_below=LIMIT)
+    complete = pack_trajectories(made, scores, end_slots_below=LIMIT)
+    assert packed.home_B.tolist() == [row.home for row in rows.values()]
+    expected = replace(select_held(complete, list(held)), home_B=packed.home_B)
+    for field in fields(packed):
+        value, other = getattr(packed, field.name), getattr(expected, field.name)
+        if isinstance(value, Tensor):
+            assert torch.equal(value, other), field.name
+            assert value.dtype == other.dtype, field.name
+    if held:  # one response without expert choices: nobody uses them
+        held = {i: replace(each, routed_experts=None) for i, each in held.items() if i}
+    rows = {i: row for i, row in rows.items() if i}
+    without = pack_responses(Responses(rows, held), scores[1:])
+    assert without.routed_experts_T.shape == (len(without.tokens_T), 0, 0)
+
+
+def _worker(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
+    (folder / f"bytes{rank}").write_text(str(held_bytes()))
+    compare_estimates()
+    compare_targets()
+    move_from_one_rank()
+    pack_where_responses_arrived()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 4])
+def test_shares_have_the_numbers_of_the_batch_and_a_part_of_its_bytes(tmp_path, world):
+    start_ranks(_worker, (world, tmp_path), world)
+    alone = held_bytes()
+    for rank in range(world):
+        assert int((tmp_path / f"bytes{rank}").read_text()) < 1.05 * alone / world
