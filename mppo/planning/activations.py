@@ -202,7 +202,9 @@ class Layer:
         cp = self.layout.cp
         if cp == 1:
             return 0.0
-        if self.kind.transformer_engine and not trained and self.megatron.cp_comm_type == "p2p":
+        if self.kind.transformer_engine and self.megatron.cp_comm_type != "all_gather":
+            if trained:  # the keys and values, their gradients and those of a step, of two ranks
+                return 4 * key_value + queries
             # contiguous values; the keys and values of all ranks; an output of each step, for half
             # of the queries where a rank's keys come after them; half of the queries; the output
             return (0.5 + cp) * key_value + ((cp + 1) / 2 + 1.5) * queries

@@ -100,8 +100,8 @@ class StagePasses:
 
     @property
     def gather_buffer(self) -> int:
-        """Permanent buffers of the role's layers: Transformer Engine's, or else Megatron's buffer in
-        which sequence parallelism gathers a matrix's input."""
+        """Bytes of the layers' permanent buffers: those of Transformer Engine, or else the one in
+        which Megatron's sequence parallelism gathers a matrix's input."""
         if self.kind.transformer_engine:
             sparse = [layer.sparse for layer in self._training]
             return kept_bytes(self.kind.shape, self.layout, sparse, self.trained, self.itemsize)

@@ -25,7 +25,8 @@ MOST_FLOATS = 4096
 CPU = torch.device("cpu")
 _RANDOM = ("rand", "bernoulli", "normal", "uniform", "dropout", "exponential", "multinomial")
 _NEVER_READ = ("aten::cos", "aten::sin")
-"""Operations on which no control flow and no shape depends: rotary angles are too many to compute."""
+"""Operations that no control flow and no shape depends on: their values, rotary angles, are not
+computed."""
 _OVERWRITING = ("aten::copy_", "aten::zero_", "aten::fill_")
 
 
