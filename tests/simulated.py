@@ -26,7 +26,13 @@ from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.gpu.gpu_types import find_gpu
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
-from mppo.simulation.quick import chunk_depths, quick_result, reduced_batch, with_layers
+from mppo.simulation.quick import (
+    chunk_depths,
+    fewest_layers,
+    quick_result,
+    reduced_batch,
+    with_layers,
+)
 from mppo.simulation.rank import (
     GATHER_BUFFER,
     TE_BUFFERS,
@@ -64,8 +70,7 @@ def recipe_case(recipe: str, last: bool = False, overrides: tuple[str, ...] = ()
     which is every kind of layer; a recipe with hardly more layers keeps its own."""
     case = stage_case(loaded(f"recipes/{recipe}.yaml", *overrides), last)
     fewer = replace(case, recipe=reduced_batch(case.recipe, case.world_size))
-    depths = chunk_depths(case)
-    return fewer if depths is None else with_layers(fewer, depths.first)
+    return fewer if chunk_depths(case) is None else with_layers(fewer, fewest_layers(case))
 
 
 def stage_case(case: RankCase, last: bool) -> RankCase:
