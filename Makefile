@@ -32,7 +32,9 @@ help:
 demo: $(VENV)/.mppo
 	OMP_NUM_THREADS=1 $(TORCHRUN) --nproc_per_node=2 mppo/train.py --config $(RECIPE)
 
+# Some hundred processes of the tests import mppo, and may not be allowed to store its bytecode.
 test: $(VENV)/.test slurm lint
+	$(BIN)/python -m compileall -q mppo checkpoints_convert tests
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests $(TWO_AT_ONCE) --durations=15
 
 lint: $(VENV)/.lint $(VENV)/.mppo

@@ -34,8 +34,14 @@ def _environment_is_restored():
     os.environ.update(before)
 
 
+LONGEST = ("test_simulation_recipes", "test_schedules", "test_sglang_actor", "test_sglang_families")
+"""Files that take minutes. They run first: a long file at the end would run alone, while the other
+processes of ``pytest -n`` have nothing left to do."""
+
+
 def pytest_collection_modifyitems(items):
-    """Tests below tests/distributed carry the marker of that name."""
+    """The longest files come first; tests below tests/distributed carry the marker of that name."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)  # a stable sort
     for item in items:
         if "distributed" in Path(item.path).parts:
             item.add_marker(pytest.mark.distributed)

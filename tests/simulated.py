@@ -26,8 +26,21 @@ from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.gpu.gpu_types import find_gpu
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
-from mppo.simulation.quick import chunk_depths, quick_result, reduced_batch, with_layers
-from mppo.simulation.rank import GATHER_BUFFER, TE_BUFFERS, RankCase, RankResult, simulate_rank
+from mppo.simulation.quick import (
+    chunk_depths,
+    fewest_layers,
+    quick_result,
+    reduced_batch,
+    with_layers,
+)
+from mppo.simulation.rank import (
+    GATHER_BUFFER,
+    TE_BUFFERS,
+    PhaseResult,
+    RankCase,
+    RankResult,
+    simulate_rank,
+)
 
 ROOT = Path(__file__).parents[1]
 TE_FOLDER = os.environ.get("MPPO_TEST_TE_FOLDER", "")
@@ -57,8 +70,7 @@ def recipe_case(recipe: str, last: bool = False, overrides: tuple[str, ...] = ()
     which is every kind of layer; a recipe with hardly more layers keeps its own."""
     case = stage_case(loaded(f"recipes/{recipe}.yaml", *overrides), last)
     fewer = replace(case, recipe=reduced_batch(case.recipe, case.world_size))
-    depths = chunk_depths(case)
-    return fewer if depths is None else with_layers(fewer, depths.first)
+    return fewer if chunk_depths(case) is None else with_layers(fewer, fewest_layers(case))
 
 
 def stage_case(case: RankCase, last: bool) -> RankCase:
@@ -163,7 +175,7 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
         "communicators": (result.groups, peaks.communicators),
         "resident": result.resident.total() - sum(result.resident[x] for x in UNPLANNED),
         "held": dict(result.resident),
-        "peaks": {phase.name: phase.peak for phase in result.phases},
+        "peaks": {phase.name: lasting_peak(phase, result) for phase in result.phases},
         "planned_peaks": planned_peaks(peaks, result),
         "operations": {p.name: p.operations / (p.micro_batches or 1) for p in result.phases},
         "waits": {
@@ -177,6 +189,14 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
             plan.role.name: (m.weights, m.gradients, m.optimizer) for plan, m in zip(plans, stages)
         },
     }
+
+
+def lasting_peak(phase: PhaseResult, result: RankResult) -> int:
+    """A phase's peak in all steps: in the first one, Transformer Engine allocates its buffers only
+    when it needs them first."""
+    if phase.name.startswith("building"):
+        return phase.peak
+    return phase.peak + result.resident[TE_BUFFERS] - phase.composition[TE_BUFFERS]
 
 
 def planned_peaks(peaks: Peaks, result: RankResult) -> dict[str, int]:

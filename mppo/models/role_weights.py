@@ -48,9 +48,12 @@ class RoleWeights:
         self.fresh = load_weights(folder, stages, hf_config, groups)
         self.slices = SliceSource(stages, hf_config, groups.layout)
         self.average = None if ema_decay is None else MovingAverage(stages, ema_decay)
+        self._streams: dict[int, WeightStream] = {}
 
     def stream(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Gather the current weights as complete tensors under Hugging Face names. Collective.
+
+        The buckets of a size are planned once.
 
         Args:
             bucket_bytes: size of a bucket.
@@ -59,7 +62,11 @@ class RoleWeights:
             Buckets of (name, tensor).
         """
         with self._groups.active():
-            yield from WeightStream(self._stages, self._hf_config, self._groups, bucket_bytes)
+            if bucket_bytes not in self._streams:
+                self._streams[bucket_bytes] = WeightStream(
+                    self._stages, self._hf_config, self._groups, bucket_bytes
+                )
+            yield from self._streams[bucket_bytes]
 
     def save(self, folder: Path) -> Path | None:
         """Write the current weights as a Hugging Face folder. Collective.

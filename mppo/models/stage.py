@@ -24,7 +24,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
@@ -244,12 +243,10 @@ def _replace_modules(spec: object, replacements: dict[type, type]) -> object:
 
 
 def _pack_rotary(stage: Stage) -> None:
-    """Wrap the chunk's rotary embeddings (one for all layers; MLA has one per layer)."""
-    attentions = [cast("TransformerLayer", layer).self_attention for layer in stage.decoder.layers]
-    for owner, per_token_dims in [(stage, 2), *((attention, 1) for attention in attentions)]:
-        inner = getattr(owner, "rotary_pos_emb", None)
-        if inner is not None:
-            owner.add_module("rotary_pos_emb", PackedRotary(inner, per_token_dims))
+    """Wrap the chunk's rotary embedding; MLA has one per layer instead (``PublishedMLA``)."""
+    inner = getattr(stage, "rotary_pos_emb", None)
+    if inner is not None:
+        stage.add_module("rotary_pos_emb", PackedRotary(inner, per_token_dims=2))
 
 
 def run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:

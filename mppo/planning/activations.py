@@ -1,6 +1,6 @@
 """Bytes of a decoder layer's activations on one rank, tensor by tensor.
 
-The lists follow Megatron's layers and this package's modules without Transformer Engine
+The lists follow Megatron's layers with this package's modules or with Transformer Engine's
 (``mppo.models.stage``). Shapes are per token of the rank's micro-batch; ``mppo-simulate`` executes
 the same code, and tests compare both.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.attention import flash
 from mppo.parallel.layout import Layout
+from mppo.planning.memory import transformer_engine_is_installed
 from mppo.weights.shape import ModelShape
 
 _FLOAT = 4
@@ -30,6 +31,7 @@ class ModelKind:
         softcap: attention scores are soft-capped without a fused kernel: only flash-attn has one.
         logit_softcap: logits are soft-capped.
         gelu: the feed-forward uses GELU, which has no fused gated form here.
+        transformer_engine: the layers are Transformer Engine's.
     """
 
     shape: ModelShape
@@ -37,11 +39,12 @@ class ModelKind:
     softcap: bool = False
     logit_softcap: bool = False
     gelu: bool = False
+    transformer_engine: bool = False
 
     @property
-    def zero_centred(self) -> bool:
-        """Whether norms have zero-centred weights and compute in float32 (Gemma)."""
-        return self.shape.model_type.startswith("gemma")
+    def float32_norms(self) -> bool:
+        """Whether norms compute in float32: those with zero-centred weights (Gemma) do here."""
+        return self.shape.model_type.startswith("gemma") and not self.transformer_engine
 
 
 def model_kind(hf_config: Any, shape: ModelShape, active_experts: int) -> ModelKind:
@@ -49,13 +52,14 @@ def model_kind(hf_config: Any, shape: ModelShape, active_experts: int) -> ModelK
     activation = getattr(hf_config, "hidden_activation", None) or getattr(
         hf_config, "hidden_act", ""
     )
+    softcap = bool(getattr(hf_config, "attn_logit_softcapping", None))
     return ModelKind(
         shape,
         active_experts,
-        softcap=bool(getattr(hf_config, "attn_logit_softcapping", None))
-        and not flash.is_installed(),
+        softcap=softcap and not flash.is_installed(),
         logit_softcap=bool(getattr(hf_config, "final_logit_softcapping", None)),
         gelu="gelu" in str(activation),
+        transformer_engine=transformer_engine_is_installed() and not softcap,
     )
 
 
@@ -120,8 +124,8 @@ class Layer:
 
     @cached_property
     def norm(self) -> float:
-        """What a norm stores: its output; with zero-centred weights a float32 input too."""
-        wide = _FLOAT / self.itemsize if self.kind.zero_centred else 0
+        """What a norm stores: its output; if it computes in float32, its input too."""
+        wide = _FLOAT / self.itemsize if self.kind.float32_norms else 0
         return self.stream * (1 + wide) * (2 if self.kind.shape.sandwich_norms else 1)
 
     @cached_property
@@ -134,8 +138,8 @@ class Layer:
         kv = t * b * max(1, s.kv_heads // self.layout.tp) * s.head_dim
         # the projection is one tensor, of which the values stay a view
         mixed = q + 2 * kv
-        # cosine and sine, each for queries and for keys
-        angles = 4 * t * b * s.head_dim
+        # cosine and sine, each for queries and for keys; Transformer Engine's kernel needs neither
+        angles = 0 if self.kind.transformer_engine else 4 * t * b * s.head_dim
         lse = t * _FLOAT * s.heads / self.layout.tp
         if self.kind.softcap:
             return self._scores(q, kv, mixed, angles)
@@ -195,10 +199,17 @@ class Layer:
             key_value: bytes of this rank's own keys and values.
             trained: whether it is a backward pass.
         """
-        if self.layout.cp == 1:
+        cp = self.layout.cp
+        if cp == 1:
             return 0.0
+        if self.kind.transformer_engine and self.megatron.cp_comm_type != "all_gather":
+            if trained:  # the keys and values, their gradients and those of a step, of two ranks
+                return 4 * key_value + queries
+            # contiguous values; the keys and values of all ranks; an output of each step, for half
+            # of the queries where a rank's keys come after them; half of the queries; the output
+            return (0.5 + cp) * key_value + ((cp + 1) / 2 + 1.5) * queries
         if self.megatron.key_exchange(self.kind.shape.mla is not None) == "all_gather":
-            return (3 if trained else 2.5) * self.layout.cp * key_value
+            return (3 if trained else 2.5) * cp * key_value
         wide = _FLOAT / self.itemsize
         return 2 * key_value + wide * (4 * key_value if trained else 3 * queries)
 
@@ -220,8 +231,11 @@ class Layer:
     def _dense(self, ffn: int) -> Part:
         """Gated feed-forward of a width: gate and up projections are one tensor."""
         f = self.tokens * self.itemsize * ffn / self.layout.tp
-        # the product's gradient; its weight's gradient; the output's gradient of all tokens
+        # the product's gradient; its weight's gradient, which Transformer Engine adds to Megatron's
+        # buffer; the output's gradient of all tokens
         weight = self.kind.shape.hidden * ffn / self.layout.tp * self.itemsize
+        if self.kind.transformer_engine:
+            weight = 0
         product = f + weight + self.whole
         if self.kind.gelu:
             # projection; GELU of the gate, the shifted up projection, their product
@@ -239,14 +253,15 @@ class Layer:
         tokens, f = rows * s.hidden * b, rows * s.expert_ffn / self.layout.etp * b
         wide = f * _FLOAT / b  # weighted by the router's float32 weights
         experts = s.num_experts / self.layout.ep * s.expert_ffn / self.layout.etp
-        first = experts * 2 * s.hidden * b
+        # of all the layer's experts; Transformer Engine adds them to Megatron's buffer
+        gradients = 0 if self.kind.transformer_engine else experts * 3 * s.hidden * b
         # sorted tokens and the outputs of the first product
         kept = tokens + 2 * f
         # as permuted, as received and as sorted, beside the experts' own
         forward = 3 * tokens + 2 * f + f + wide
         # the output's gradient; activated, weighted and both gradients; that of the first product;
-        # the tokens' gradient; gradients of all the layer's expert weights
-        backward = tokens + 4 * f + 2 * f + tokens + 1.5 * first
+        # the tokens' gradient; gradients of the weights
+        backward = tokens + 4 * f + 2 * f + tokens + gradients
         return Part(kept, forward, backward)
 
     @property
@@ -262,8 +277,10 @@ class Layer:
     @property
     def forward(self) -> float:
         """Most allocated at once in a pass that stores nothing, the input included."""
-        return max(4 * self.stream + self.attention.forward,
-                   5 * self.stream + self.feed_forward.forward)  # fmt: skip
+        # Transformer Engine frees a norm's output with the product that follows
+        before, after = (2, 4) if self.kind.transformer_engine else (4, 5)
+        return max(before * self.stream + self.attention.forward,
+                   after * self.stream + self.feed_forward.forward)  # fmt: skip
 
     @property
     def backward(self) -> float:

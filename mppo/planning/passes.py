@@ -9,7 +9,7 @@ from functools import cached_property
 from mppo.config.rules.rule import RoleCase
 from mppo.parallel.layout import Layout
 from mppo.planning.activations import Layer, ModelKind
-from mppo.planning.memory import transformer_engine_is_installed
+from mppo.planning.transformer_engine import kept_bytes
 from mppo.weights.blocks import padded_vocab_size
 
 _FLOAT = 4
@@ -100,11 +100,11 @@ class StagePasses:
 
     @property
     def gather_buffer(self) -> int:
-        """Megatron's permanent buffer in which sequence parallelism gathers a matrix's input.
-
-        Transformer Engine's layers do not use it."""
-        if transformer_engine_is_installed():
-            return 0
+        """Bytes of the layers' permanent buffers: those of Transformer Engine, or else the one in
+        which Megatron's sequence parallelism gathers a matrix's input."""
+        if self.kind.transformer_engine:
+            sparse = [layer.sparse for layer in self._training]
+            return kept_bytes(self.kind.shape, self.layout, sparse, self.trained, self.itemsize)
         widest = max(self._forward[0], self._training[0], key=lambda layer: layer.tokens)
         return int(widest.gathered) if widest.sequence_parallel else 0
 
@@ -159,17 +159,27 @@ class StagePasses:
         layers = self._forward
         moments = [layer.forward for layer in layers]
         if self.is_last and self.role.name != "critic":
-            moments.append(2 * layers[0].stream + self._head(self.lengths.forward, trained=False))
+            # with Transformer Engine, the last layer's input too
+            streams = 3 if self.kind.transformer_engine else 2
+            head = self._head(self.lengths.forward, trained=False)
+            moments.append(streams * layers[0].stream + head)
         sent = 0.0
         if self.streams_forward and not self.is_last:  # outputs on their way to the next stage
             sent = layers[0].stream * (self.layout.pp - self.stage)
         return int(max(moments) + sent + self._angles(self.lengths.forward))
 
     def _angles(self, micro_batch: int) -> float:
-        """Rotary angles of a micro-batch in float32, the same for all layers."""
+        """Rotary angles of a micro-batch in float32, the same for all layers.
+
+        Transformer Engine's kernel takes those of the longest sequence; latent attention does not
+        use it.
+        """
         shape = self.kind.shape
-        width = shape.mla.qk_rope_head_dim if shape.mla is not None else shape.head_dim
-        return micro_batch / self.layout.cp * _FLOAT * width
+        if shape.mla is not None:
+            return micro_batch / self.layout.cp * _FLOAT * shape.mla.qk_rope_head_dim
+        by_token = not self.kind.transformer_engine
+        tokens = micro_batch / self.layout.cp if by_token else self.lengths.sequence
+        return tokens * _FLOAT * shape.head_dim
 
     def _head(self, micro_batch: int, trained: bool) -> float:
         """The vocabulary projection over a chunk of tokens (``mppo.models.heads.vocabulary``)."""

@@ -1,9 +1,10 @@
 """The quick mode: a rank's result from two smaller runs, scaled to the recipe's size.
 
 Memory and counts of a rank are linear in the layers per pipeline chunk, if a chunk has at least a
-mixture's first dense layers and one period of alternating attention windows. Two runs of different
-depths give the line. Operations, waits and communication of a phase are scaled by the number of
-micro-batches. Peaks do not depend on that number once the pipeline is full.
+mixture's first dense layers, one period of alternating attention windows, and a layer between the
+model's first and last one. Two runs of different depths give the line. Operations, waits and
+communication of a phase are scaled by the number of micro-batches. Peaks do not depend on that
+number once the pipeline is full.
 """
 
 from __future__ import annotations
@@ -60,21 +61,33 @@ def quick_result(
 
 def chunk_depths(case: RankCase) -> Depths | None:
     """Choose the depths of the two runs; None if the rank's chunks are not deeper than those."""
-    full, dense = {}, 0
+    full, between = {}, 2
     for role in roles_in_use(case.recipe):
         shape = model_shape(case.hf_configs[role.name])
         layout = role.megatron.layout(case.world_size)
         owned = role_stage_layers(role, shape.num_layers, case.world_size)
         stage = layout.coordinates(case.rank).pp
         full[role.name] = len(owned[stage]) / layout.vpp
-        if shape.sparse_layers and any(shape.sparse_layers):
-            dense = max(dense, list(shape.sparse_layers).index(True))
-    period = max(_period(case.hf_configs[name]) for name in full)
-    first = max(2, period * math.ceil((dense + 1) / period))
+        if layout.pp * layout.vpp == 1:
+            between = 3
+    period = _longest_period(case)
+    first = max(fewest_layers(case), period * math.ceil(between / period))
     second = first + period
     if min(full.values()) <= second:
         return None
     return Depths(first, second, full)
+
+
+def fewest_layers(case: RankCase) -> int:
+    """The fewest layers per pipeline chunk among which is every kind of layer, at least two."""
+    shapes = [model_shape(case.hf_configs[role.name]) for role in roles_in_use(case.recipe)]
+    dense = max(s.sparse_layers.index(True) if any(s.sparse_layers) else 0 for s in shapes)
+    period = _longest_period(case)
+    return max(2, period * math.ceil((dense + 1) / period))
+
+
+def _longest_period(case: RankCase) -> int:
+    return max(_period(case.hf_configs[role.name]) for role in roles_in_use(case.recipe))
 
 
 def _period(hf_config: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Coordinates, Layout
 from mppo.weights.blocks import ZERO
 from mppo.weights.bucket import BucketLayout, WeightBucket, aligned
-from mppo.weights.copies import Slice, copy_tensors, folded, slice_copy
+from mppo.weights.copies import BufferCopy, Slice, copy_tensors, folded, slice_copy
 from mppo.weights.shape import model_shape
 from mppo.weights.slots import Slot, find_slots
 from mppo.weights.table import Entry, Row, Table, parameter_table
@@ -62,19 +62,28 @@ class Unit:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Units of one stage, and the layout of their Hugging Face tensors."""
+    """Units of one stage, and the layout of their Hugging Face tensors.
+
+    Args:
+        stage: the stage.
+        units: its units.
+        layout: where their tensors are in the bucket.
+        copies: copies from gathered shards to the bucket, by the name of the gather; filled when
+            the bucket is first assembled.
+    """
 
     stage: int
     units: tuple[Unit, ...]
     layout: BucketLayout
+    copies: dict[str, list[BufferCopy]] = field(default_factory=dict)
 
 
 class WeightStream:
     """Every tensor of the model under its Hugging Face name, bucket by bucket.
 
-    Constructing plans the buckets; collective over the pipeline. Iterating yields them, equal on
-    every rank, on the model's device; collective over the role. A tied output projection is left
-    out; a value head is included.
+    Constructing plans the buckets; collective over the pipeline. Iterating yields them with the
+    parameters' current values, equal on every rank, on the model's device; collective over the
+    role. It can be repeated. A tied output projection is left out; a value head is included.
 
     Args:
         chunks: this rank's ``GPTModel`` chunks.
@@ -94,16 +103,18 @@ class WeightStream:
     ) -> None:
         self.table = parameter_table(model_shape(hf_config))
         self.groups, self.layout, self.coordinates = groups, groups.layout, groups.coordinates
+        self.chunks, self.dtype = chunks, dtype
         slots = find_slots(chunks, self.table, self.layout, self.coordinates)
-        self.slots: dict[str, Slot] = {slot.entry.name: slot for slot in slots}
-        self.device = slots[0].tensor.device
-        self.dtype = dtype
         held = [(s.entry.row.where, s.entry.layer, s.entry.row.name, s.tensor.dtype) for s in slots]
         stages = all_gather_objects(held, self.layout.pp, groups.pp)
         self._dtypes = {(layer, row): stored for stage in stages for _, layer, row, stored in stage}
         self._buckets = self._plan(stages, bucket_bytes)
 
     def __iter__(self) -> Iterator[WeightBucket]:
+        # a parameter's tensor may be another one now, such as its moving average
+        slots = find_slots(self.chunks, self.table, self.layout, self.coordinates)
+        self.slots: dict[str, Slot] = {slot.entry.name: slot for slot in slots}
+        self.device = slots[0].tensor.device
         return map(self._gather, self._buckets)
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -163,31 +174,34 @@ class WeightStream:
             # one all-gather for all sharded tensors of the bucket
             packed, firsts = self._pack(cut)
             gathered = _all_gather(packed, self.groups.tp, self.layout.tp)
-            shards = [
+            shards = (
                 (slot, slot.entry, rank, rank * len(packed) + first)
                 for rank in range(self.layout.tp)
                 for slot, first in zip(cut, firsts)
-            ]
-            self._unpack(gathered, shards, bucket)
+            )
+            self._unpack("tensor parallel", gathered, shards, plan, bucket)
         experts = [unit for unit in plan.units if unit.expert is not None]
         if experts:
-            self._assemble_experts(experts, bucket)
+            self._assemble_experts(experts, plan, bucket)
 
-    def _assemble_experts(self, units: list[Unit], bucket: WeightBucket) -> None:
+    def _assemble_experts(self, units: list[Unit], plan: BucketPlan, bucket: WeightBucket) -> None:
         ep, etp = self.layout.ep, self.layout.etp
         per_rank = self.table.shape.num_experts // ep
         own = [self.slots[e.name] for u in units for e in u.entries if e.name in self.slots]
         packed, firsts = self._pack(own)
         gathered = _all_gather(packed, self.groups.etp, etp)
         gathered = _all_gather(gathered, self.groups.ep, ep)
-        shards = []
-        for number in range(ep * etp):
-            # every rank packs the same local experts, so only the global index differs
-            shift = (number // etp - self.coordinates.ep) * per_rank
-            for slot, first in zip(own, firsts):
-                entry = Entry(slot.entry.row, slot.entry.layer, _shifted(slot.entry.expert, shift))
-                shards.append((slot, entry, number % etp, number * len(packed) + first))
-        self._unpack(gathered, shards, bucket)
+
+        def shards() -> Iterator[tuple[Slot, Entry, int, int]]:
+            for number in range(ep * etp):
+                # every rank packs the same local experts, so only the global index differs
+                shift = (number // etp - self.coordinates.ep) * per_rank
+                for slot, first in zip(own, firsts):
+                    row, expert = slot.entry.row, _shifted(slot.entry.expert, shift)
+                    entry = Entry(row, slot.entry.layer, expert)
+                    yield slot, entry, number % etp, number * len(packed) + first
+
+        self._unpack("expert parallel", gathered, shards(), plan, bucket)
 
     def _pack(self, slots: list[Slot]) -> tuple[Tensor, list[int]]:
         """This rank's shards, end to end (uint8), and the first byte of each."""
@@ -209,18 +223,33 @@ class WeightStream:
             offset += block.length
 
     def _unpack(
-        self, gathered: Tensor, shards: Iterable[tuple[Slot, Entry, int, int]], bucket: WeightBucket
+        self,
+        gather: str,
+        gathered: Tensor,
+        shards: Iterable[tuple[Slot, Entry, int, int]],
+        plan: BucketPlan,
+        bucket: WeightBucket,
     ) -> None:
         """Copy the blocks of shards to their places in a bucket.
 
         Args:
+            gather: name of the gather in ``plan.copies``.
             gathered: uint8, what ``_pack`` returned on several ranks, end to end.
             shards: this rank's slot, the parameter on the other rank, that rank's index in the
                 slot's group, and the shard's first byte in ``gathered``.
+            plan: the bucket's plan.
             bucket: the bucket.
         """
-        places = {place.name: place for place in bucket.layout.places}
-        copies = []
+        if gather not in plan.copies:
+            plan.copies[gather] = folded(self._copies(shards, plan.layout))
+        for copy in plan.copies[gather]:
+            copy.run(gathered, bucket.content)
+
+    def _copies(
+        self, shards: Iterable[tuple[Slot, Entry, int, int]], layout: BucketLayout
+    ) -> Iterator[BufferCopy]:
+        """The copies of ``_unpack``, one for each block."""
+        places = {place.name: place for place in layout.places}
         for slot, entry, rank, first in shards:
             shape, dim, offset = tuple(slot.tensor.shape), entry.cut_dim, 0
             padded = shape[0] * slot.size if entry.row.kind == "vocab" else 0
@@ -229,11 +258,8 @@ class WeightStream:
                     place = places[entry.hf[block.source]]
                     source = Slice(first, shape, offset)
                     target = Slice(place.start, place.shape, block.start)
-                    itemsize = place.dtype.itemsize
-                    copies.append(slice_copy(source, target, dim, block.length, itemsize))
+                    yield slice_copy(source, target, dim, block.length, place.dtype.itemsize)
                 offset += block.length
-        for copy in folded(copies):
-            copy.run(gathered, bucket.content)
 
 
 def owners(stages: Sequence[Sequence[tuple]]) -> dict[Any, int]:

@@ -175,6 +175,8 @@ def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]
         assert isfinite(results["critic"].grad_norm) == (factor == 1.0)
         assert isfinite(results["critic"].loss) == (factor == 1.0 and lost == 0.0)
         seen.append([_weights(role) for role in roles])
+    plans = [[bucket.layout for bucket in actor.weights.stream(1 << 16)] for _ in range(2)]
+    assert all(first is second for first, second in zip(*plans, strict=True)), "planned again"
     return {"weights": seen, "average": _average(actor)}
 
 

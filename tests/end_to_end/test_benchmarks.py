@@ -22,7 +22,7 @@ SMALLEST = {
     "estimators.py": ["--repeat", "1", "--sequences", "8", "--tokens", "64"],
     "weight_sync.py": ["--layers", "1", "--repeat", "2"],
     "sync_routes.py": ["--layers", "1", "--repeat", "1"],
-    "simulate.py": ["gemma_2_2b_gsm8k", "--stages", "first", "--table", "table.md"],
+    "simulate.py": ["deepseek_llm_7b_gsm8k_math", "--stages", "first", "--table", "table.md"],
     "schedule.py": ["waits", "--stages", "4", "--milliseconds", "2", "--repeat", "1"],
 }  # fmt: skip
 LOOKED_AT = {
@@ -96,7 +96,7 @@ def test_schedules_with_waits_are_put_into_a_table(tmp_path):
 def test_simulated_ranks_are_put_into_a_table(tmp_path):
     result = smallest("simulate.py", tmp_path)
     ((name, rank),) = result["ranks"].items()
-    assert name == "gemma_2_2b_gsm8k first"
+    assert name == "deepseek_llm_7b_gsm8k_math first"
     assert rank["resident_gib"] == pytest.approx(rank["planned_resident_gib"], rel=0.02)
     head, _, row = (tmp_path / "table.md").read_text().splitlines()
     assert row.startswith(f"| {name} | ")

@@ -128,8 +128,8 @@ def test_no_more_of_a_purpose_than_lives_between_steps():
 @pytest.mark.parametrize(
     ("recipe", "rank", "first", "second", "wanted"),
     [
-        ("qwen2_7b_rm", 0, 2, 3, 28),
-        ("gemma_2_2b_gsm8k", 0, 2, 4, 26),  # its attention alternates
+        ("qwen2_7b_rm", 0, 3, 4, 28),  # a stage with first and last layer has one between them
+        ("gemma_2_2b_gsm8k", 0, 4, 6, 26),  # its attention alternates
         ("moonlight_16b_a3b_gsm8k", 0, 2, 3, 14),  # its first layer is dense
         ("moonlight_16b_a3b_gsm8k", 31, 2, 3, 13),
         ("deepseek_v3_671b_gsm8k", 511, None, None, 2),

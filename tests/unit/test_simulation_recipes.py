@@ -4,7 +4,7 @@ on a CPU can see.
 Every pipeline's first and last stage runs with and without Transformer Engine. One process
 simulates all cases of a variant, each in a fork. A case has the fewest layers per pipeline chunk
 among which is every kind of layer (``benchmarks/simulate.py`` scales them to the recipe's depth).
-A small model also runs in full; with ``MPPO_SIMULATE_ALL=1`` DeepSeek-V3 too.
+A small model and a recipe also run in full; with ``MPPO_SIMULATE_ALL=1`` DeepSeek-V3 too.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ LAST = [
 """The recipes in which a role has more than one stage."""
 STORED = "stored:deepseek_llm_7b_gsm8k_math"
 """A recipe with stored activations: its backward pass computes none of them again."""
-FULL = ["small"]
-"""Cases that run in full too. DeepSeek-V3 is not among them by default: it alone takes 40 processor
-seconds, the others take longer."""
+FULL = ["small", "deepseek_llm_7b_gsm8k_cp2"]
+"""Cases that run in full too: the recipe with the fewest operations, others take minutes."""
 if os.environ.get("MPPO_SIMULATE_ALL"):
     FULL.append("deepseek_v3_671b_gsm8k")
 TE_FOLDER = ROOT / ".venv" / "te"
@@ -84,7 +83,7 @@ def simulated() -> dict[str, dict[str, Any]]:
 def simulated_with_te() -> dict[str, dict[str, Any]]:
     if not (TE_FOLDER / "transformer_engine").is_dir():
         pytest.skip("Transformer Engine's Python is not installed: make .venv/.te")
-    return run_cases(*FIRST, *LAST, MPPO_TEST_TE_FOLDER=str(TE_FOLDER))
+    return run_cases(*FIRST, *LAST, STORED, MPPO_TEST_TE_FOLDER=str(TE_FOLDER))
 
 
 def run_cases(*names: str, **variables: str) -> dict[str, dict[str, Any]]:
@@ -125,7 +124,17 @@ def check(found: dict[str, Any], most_waits: dict[str, float]) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", [*FIRST, *LAST, STORED])
 def test_the_plan_knows_the_peak_of_every_phase(name, simulated):
-    found = simulated[name]
+    check_peaks(simulated[name])
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [*FIRST, *LAST, STORED])
+def test_the_plan_knows_the_peak_of_every_phase_with_transformer_engine(name, simulated_with_te):
+    check_peaks(simulated_with_te[name])
+
+
+def check_peaks(found: dict[str, Any]) -> None:
+    """Assert that the plan's peaks and communicators are those of the simulation."""
     assert len(found["planned_peaks"]) >= 7
     for phase, planned in found["planned_peaks"].items():
         assert found["peaks"][phase] == pytest.approx(planned, rel=0.05), phase

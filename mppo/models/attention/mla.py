@@ -1,4 +1,5 @@
-"""MLA: the epsilon of its inner norms, and tensor parallelism without Transformer Engine."""
+"""MLA: the epsilon of its inner norms, rotary angles per token, and tensor parallelism without
+Transformer Engine."""
 
 from __future__ import annotations
 
@@ -8,15 +9,23 @@ from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from mppo.models.attention.rotary import PackedRotary
+
 
 class PublishedMLA(MLASelfAttention):
-    """Megatron's MLA with the epsilon ``config.mla_norm_epsilon`` in its inner norms.
+    """Megatron's MLA with ``config.mla_norm_epsilon`` in its inner norms, and angles per token.
 
     Megatron builds the norms of the down-projected queries and of the down-projected keys and
     values with ``config.layernorm_epsilon``; the published models use another epsilon (see
     ``mppo.models.families.architectures.MLA_NORM_EPSILON``). No other module inside MLA reads that
     field, so all of them are built with a changed copy of the configuration. Transformer Engine,
     which fuses each of the two norms with the projection that follows, reads the same field.
+
+    For sequences in Transformer Engine's format, Megatron reads their lengths from the GPU in every
+    layer, twice for the queries and twice for the keys, to select the rotary angles. Here the
+    projections receive the original packing, and ``PackedRotary`` selects the angles by position on
+    the GPU. Megatron's experimental fused kernel for MLA (``apply_rope_fusion``) does not wait
+    either, and takes Transformer Engine's format.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs) -> None:
@@ -25,6 +34,19 @@ class PublishedMLA(MLASelfAttention):
         inner.layernorm_epsilon = vars(config)["mla_norm_epsilon"]
         super().__init__(inner, *args, **kwargs)
         self.config = config
+        if not config.apply_rope_fusion:
+            self.rotary_pos_emb = PackedRotary(self.rotary_pos_emb, per_token_dims=1)
+
+    def get_query_key_value_tensors(
+        self, hidden_states, key_value_states=None, position_ids=None, packed_seq_params=None, **kw
+    ):
+        """Megatron's, with the original packing in place of one in Transformer Engine's format."""
+        packing = packed_seq_params
+        if isinstance(self.rotary_pos_emb, PackedRotary):
+            packing = getattr(packing, "packing", packing)
+        return super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, packing, **kw
+        )
 
 
 class LocalMLA(PublishedMLA):

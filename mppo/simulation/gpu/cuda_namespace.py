@@ -257,6 +257,9 @@ def _move_module(self: Any, move: Callable[[Tensor], Tensor], recurse: bool = Tr
     return self
 
 
+_PLAIN = frozenset((int, float, bool))
+
+
 def _on_any_device(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap ``torch.tensor`` or ``torch.as_tensor`` to create the tensor on the CPU and move it."""
 
@@ -273,6 +276,9 @@ def _on_any_device(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _numbers(data: Any) -> Any:
+    """Replace simulated tensors in nested lists by their values."""
     if isinstance(data, list | tuple):
+        if _PLAIN.issuperset(map(type, data)):
+            return data
         return [_numbers(x) for x in data]
     return data.item() if isinstance(data, FakeTensor) else data

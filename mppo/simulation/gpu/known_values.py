@@ -24,6 +24,9 @@ MOST_FLOATS = 4096
 """Largest floating-point tensor, in elements, whose values are kept."""
 CPU = torch.device("cpu")
 _RANDOM = ("rand", "bernoulli", "normal", "uniform", "dropout", "exponential", "multinomial")
+_NEVER_READ = ("aten::cos", "aten::sin")
+"""Operations that no control flow and no shape depends on: their values, rotary angles, are not
+computed."""
 _OVERWRITING = ("aten::copy_", "aten::zero_", "aten::fill_")
 
 
@@ -129,7 +132,7 @@ def _is_evaluated(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], fakes: list[FakeTensor]
 ) -> bool:
     name = func._schema.name
-    if "empty" in name or any(part in name for part in _RANDOM):
+    if name in _NEVER_READ or "empty" in name or any(part in name for part in _RANDOM):
         return False
     if fakes:
         return all(x.numel() * x.element_size() <= MOST_BYTES for x in fakes)
