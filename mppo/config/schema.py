@@ -6,6 +6,11 @@ key; checks that need more than one key are in ``mppo.config.rules``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import model_validator
+
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.data import DataConfig
 from mppo.config.sections.model import ModelConfig
@@ -37,6 +42,22 @@ class Recipe(Section):
     """The source of scores."""
     trainer: TrainerConfig = TrainerConfig()
     """Length, checkpoints, reports and supervision of the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reference_with_the_actors_layout(cls, document: Any) -> Any:
+        """Where ``ref.megatron`` has ``offload`` alone, its other keys are the actor's."""
+        sections = [document.get(name) for name in ("actor", "ref")] if document else [None]
+        if not all(isinstance(section, Mapping) for section in sections):
+            return document
+        actors, own = (section.get("megatron") for section in sections)
+        if (
+            not isinstance(actors, Mapping)
+            or not isinstance(own, Mapping)
+            or set(own) != {"offload"}
+        ):
+            return document
+        return {**document, "ref": {**sections[1], "megatron": {**actors, **own}}}
 
     @property
     def uses_reference(self) -> bool:

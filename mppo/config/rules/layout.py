@@ -83,6 +83,19 @@ def gathered_weights_are_divided(context: RuleContext) -> Iterator[ConfigIssue]:
             )
 
 
+@rule("ref.megatron.offload")
+def offload_of_the_reference(context: RuleContext) -> Iterator[ConfigIssue]:
+    """The reference is not trained: only its weights can move."""
+    own = context.recipe.ref.megatron
+    if not context.recipe.uses_reference or own is None or isinstance(own.offload, str):
+        return
+    for name in ("gradients", "optimizer"):
+        if getattr(own.offload, name):
+            why = f"the reference is not trained: it has no {name}"
+            fix = "remove it; ref.megatron.offload.parameters moves its weights"
+            yield ConfigIssue(f"ref.megatron.offload.{name}", True, why, fix)
+
+
 @rule("*.megatron.tensor_model_parallel_size", *MODEL_KEYS)
 def tensor_parallel_divides_heads(context: RuleContext) -> Iterator[ConfigIssue]:
     """TP divides the attention heads; KV heads divide TP or are divided by it."""
