@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mppo.batch import Batch, ModelOutputs
-from mppo.config.schedule import streams_forward
+from mppo.config.schedule import forward_groups
 from mppo.models.heads.outputs import Outputs
 from mppo.models.role import Role
 from mppo.models.role_spec import PassInputs
@@ -47,10 +47,9 @@ class ForwardPhase:
 
     def __init__(self, roles: Roles, batch: Batch) -> None:
         self._roles, self._batch = roles, batch
-        actor = roles.actor if roles.recipe.needs_actor_logprobs else None
-        order = [role for role in (roles.ref, actor, roles.critic) if role is not None]
-        streamed = len(order) > 1 and streams_forward(roles.recipe)
-        self.passes: list[list[Role]] = [order] if streamed else [[role] for role in order]
+        by_name = {role.name: role for role in (*roles.trained.values(), roles.ref) if role}
+        groups = forward_groups(roles.recipe)
+        self.passes: list[list[Role]] = [[by_name[name] for name in group] for group in groups]
         self._outputs: dict[str, Any] = {}
         self._ref_hidden_T: Tensor | None = None
 
