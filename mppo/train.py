@@ -225,10 +225,11 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
 def _export(run: Run) -> None:
     """Export the actor as a Hugging Face folder, if all steps are done."""
     from mppo.supervision.phase import phase
+    from mppo.trainer.run import exporting
     from mppo.trainer.run_folder import ACTOR, AVERAGE
 
     if run.recipe.trainer.export_hf and not run.checkpoints.stopped_early:
-        with phase("export"):
+        with phase("export"), exporting(run.engine, run.roles):
             weights, folder = run.roles.actor.weights, run.folder.path
             kept = [weights.save(folder / ACTOR)]
             if weights.average is not None:

@@ -81,7 +81,7 @@ def sharded_state(role: Role) -> dict[str, Any]:
     """Make Megatron's sharded state of a role. The layout's groups must be active.
 
     Its tensors share memory with the role's; ``load_sharded`` fills those of the optimizer in
-    place.
+    place. Those of parts in host memory are views of it.
     """
     model: dict[str, Any] = {}
     for i, stage in enumerate(role.stages):
@@ -96,6 +96,11 @@ def sharded_state(role: Role) -> dict[str, Any]:
         state["optimizer"] = dict(enumerate(pieces))
     if role.weights.average is not None:
         state["average"] = _averages(model, role.weights.average.of_parameters())
+    moved = [role.weights.storages, *([] if role.optimizer is None else [role.optimizer.state])]
+    for entry in nested_values(state):
+        if _is_sharded(entry) and isinstance(entry.data, Tensor):
+            for storages in moved:
+                entry.data = storages.readable(entry.data)
     return state
 
 

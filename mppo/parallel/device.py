@@ -137,6 +137,37 @@ def give_back_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def host_memory(nbytes: int) -> torch.Tensor:
+    """Allocate host memory, pinned on CUDA.
+
+    It is exactly as large as asked: ``torch.empty(..., pin_memory=True)`` allocates the next power
+    of two.
+
+    Returns:
+        uint8 ``[nbytes]``, not initialised.
+
+    Raises:
+        MemoryError: the host has too little memory, or may not pin it.
+    """
+    try:
+        content = torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise MemoryError(_no_host_memory(nbytes, str(error).split("\n")[0])) from error
+    if is_cuda():
+        error = int(torch.cuda.cudart().cudaHostRegister(content.data_ptr(), nbytes, 0))
+        if error:
+            raise MemoryError(_no_host_memory(nbytes, f"cudaHostRegister returned {error}"))
+    return content
+
+
+def _no_host_memory(nbytes: int, why: str) -> str:
+    return (
+        f"{nbytes / 2**30:.1f} GiB of host memory for parts of a model could not be allocated "
+        f"({why}): see the host's memory in --dry-run; raise the job's memory limit and ulimit -l, "
+        "or offload less (megatron.offload)"
+    )
+
+
 def gpu_uuid() -> str:
     """The UUID of this rank's GPU, the same in every process of the machine; empty on the CPU."""
     if not is_cuda():

@@ -184,11 +184,17 @@ class _Simulation:
 
         self.case, self.ledger, self.counters = case, ledger, counters
         device.prepare_megatron()
+        device.host_memory = self._host_memory
         roles = {
             role.name: (role, case.hf_configs[role.name]) for role in roles_in_use(case.recipe)
         }
         other_ranks.install(roles, case.world_size, counters)
         self.resident: Counter[str] = Counter()
+
+    def _host_memory(self, nbytes: int) -> torch.Tensor:
+        """Replacement for ``device.host_memory``: counted, without content."""
+        self.ledger.host += nbytes
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def build(self) -> None:
         """Build the roles as ``mppo.trainer.run_setup`` does."""
@@ -233,7 +239,7 @@ class _Simulation:
             self._assign()
             update.metrics()
         self.resident = self.ledger.composition()
-        with phase("weight sync", step):
+        with phase("weight sync", step), self.roles.placement.sending_weights():
             self._stream()
 
     def _stream(self) -> None:

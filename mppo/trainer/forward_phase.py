@@ -18,6 +18,7 @@ from mppo.models.streamed_forward import StreamedForward
 from mppo.pipeline.executor import carry_out
 from mppo.pipeline.links import Links
 from mppo.pipeline.schedule import forward_list
+from mppo.planning.residency import phase_of_role
 from mppo.supervision.phase import phase
 from mppo.trainer.roles import Roles
 
@@ -59,6 +60,7 @@ class ForwardPhase:
         Roles of one stream have taken time in proportion to their parameters and micro-batches.
         """
         names, start = [role.name for role in roles], time.perf_counter()
+        self._roles.placement.enter(phase_of_role(self._roles.recipe, "forward", names[0]))
         shares = [1.0]
         if len(roles) == 1:
             with phase(_what(names[0])):

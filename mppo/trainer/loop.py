@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from mppo.batch import Batch, Experience, Trajectory
+from mppo.planning.residency import SAVE, WEIGHT_SYNC
 from mppo.report.console import SampleRow
 from mppo.report.history import Metrics
 from mppo.rewards.division import ScoringError
@@ -47,6 +48,7 @@ from mppo.trainer.update.phase import NonFiniteStep, UpdatePhase
 def train(run: Run) -> None:
     """Run all iterations; validate before the first and every ``trainer.test_freq`` steps."""
     trainer = run.recipe.trainer
+    run.roles.placement.enter(SAVE)
     done = run.checkpoints.resume(run.folder.found)
     run.folder.begin()
     on_first_rank(partial(run.reporter.start, done))
@@ -127,6 +129,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
             forward.compute(roles)
             stop_request.sync()
         outputs = forward.outputs()
+        run.roles.placement.prepare("update")
     with run.stage("adv", step):
         experience = estimate(outputs, algorithm, run.kl.coef, baseline_scores_B=baseline_B)
         experience = resample_experience(experience, algorithm, seed=recipe.trainer.seed + step)
@@ -183,7 +186,13 @@ def sync_weights(run: Run, version: int) -> None:
     bucket_bytes = run.recipe.rollout.sync_bucket_mb << 20
     with phase("weight sync"):
         actor = run.roles.actor
-        weights = WeightSource(lambda: actor.weights.stream(bucket_bytes), actor.weights.slices)
+        placement = run.roles.placement
+        weights = WeightSource(
+            lambda: actor.weights.stream(bucket_bytes),
+            actor.weights.slices,
+            placement.sending_weights,
+        )
+        placement.enter(WEIGHT_SYNC)  # the engine needs memory before it takes the weights
         run.engine.update_weights(weights, version)
 
 

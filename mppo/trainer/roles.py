@@ -10,6 +10,7 @@ import torch
 from mppo.checkpoint.role_state import describe_model
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
+from mppo.config.sections.megatron import Offload
 from mppo.hub.builtin import resolve_model
 from mppo.models.configuration import DTYPES
 from mppo.models.role import Role
@@ -17,9 +18,11 @@ from mppo.models.role_spec import RoleSpec
 from mppo.parallel.groups import GroupRegistry
 from mppo.planning.flops import model_flops
 from mppo.planning.plan import token_costs, with_token_budgets
+from mppo.planning.residency import residency
 from mppo.planning.token_budgets import given_budgets
 from mppo.supervision.phase import phase
 from mppo.trainer.pretraining_mix import PretrainingMix
+from mppo.trainer.residency import RolePlacement
 from mppo.trainer.update.slot_balance import SlotBalance
 
 
@@ -42,6 +45,12 @@ def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[
     }
 
 
+def chosen_offload(recipe: Recipe) -> dict[str, Offload]:
+    """The parts that each role offloads."""
+    chosen = {role.name: role.megatron.offload for role in roles_in_use(recipe)}
+    return {name: Offload() if isinstance(o, str) else o for name, o in chosen.items()}
+
+
 class Roles:
     """Actor, and critic and reference where the recipe uses them.
 
@@ -55,6 +64,7 @@ class Roles:
         text: documents for the pretraining mix; None without one.
 
     Attributes:
+        placement: moves the roles' parts between device and host memory.
         slot_balance: chooses the token budgets of the trained roles; None: the recipe has numbers.
         seconds: duration of each role's last forward pass and update.
     """
@@ -99,10 +109,13 @@ class Roles:
 
         numbers = with_token_budgets(recipe, world, configs)
         actor, critic, ref = numbers.actor, numbers.critic, numbers.ref
+        self.placement = RolePlacement(residency(recipe, chosen_offload(recipe)))
         self.actor = build("actor", "policy", actor, actor.megatron, actor.optim)
+        self.placement.add(self.actor)
         self.critic: Role | None = None
         if recipe.algorithm.uses_critic:
             self.critic = build("critic", "value", critic, critic.megatron, critic.optim)
+            self.placement.add(self.critic)
         self.ref: Role | None = None
         if recipe.uses_reference:
             batching = ref.batching(actor)
@@ -110,6 +123,7 @@ class Roles:
             if recipe.needs_full_kl:
                 bucket_bytes = recipe.rollout.sync_bucket_mb << 20
                 self.actor.head.load_reference(self.ref.head, self.ref.weights, bucket_bytes)
+            self.placement.add(self.ref)
         self.flops = {
             name: model_flops(role.hf_config, role.spec.head) for name, role in self.trained.items()
         }

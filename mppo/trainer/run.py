@@ -41,6 +41,19 @@ class PendingRollout:
     early: EarlyScores
 
 
+@contextmanager
+def exporting(engine: RolloutEngine, roles: Roles) -> Iterator[None]:
+    """Inside the context the weights of the actor are on the device, where an export reads them.
+
+    If they come from host memory, the engine releases its memory before; it gets the weights again
+    when it next generates.
+    """
+    if roles.placement.moves_weights:
+        engine.sleep()
+    with roles.placement.sending_weights():
+        yield
+
+
 @dataclass
 class Run:
     """The parts of a run that an iteration uses.

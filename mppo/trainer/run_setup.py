@@ -34,7 +34,7 @@ from mppo.supervision.signals import StopRequest
 from mppo.trainer.advantages import kl_controller
 from mppo.trainer.pretraining_mix import PretrainingMix
 from mppo.trainer.roles import Roles, trained_models
-from mppo.trainer.run import Run
+from mppo.trainer.run import Run, exporting
 from mppo.trainer.run_folder import CHECKPOINTS, WARM_START, RunFolder, check_model_folders
 from mppo.trainer.sft import train_sft
 from mppo.weights.model_folder import companion_folder
@@ -90,7 +90,8 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     parts = {"prompts": prompts, "kl": kl, "moments": reward_stats, "roles": roles}
     partial_responses = PartialResponses()
     state = (trainer, run_dir / CHECKPOINTS, roles.trained, parts, partial_responses)
-    saver = Checkpointer(*state, redact(plain), stop, announce)
+    export = partial(exporting, engine, roles)
+    saver = Checkpointer(*state, redact(plain), stop, announce, export)
     return Run(
         recipe=recipe,
         tokenizer=tokenizer,

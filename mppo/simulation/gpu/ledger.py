@@ -93,6 +93,7 @@ class Ledger:
         peaks: the peak of each phase.
         line_peaks: the peak among the large allocations of a source line, by phase and line.
         allocations: all allocations so far, freed ones included, except small ones.
+        host: bytes of pinned host memory.
     """
 
     def __init__(self, phase: Callable[[], str]) -> None:
@@ -102,12 +103,16 @@ class Ledger:
         self.peaks: dict[str, Peak] = {}
         self.line_peaks: dict[tuple[str, str], Peak] = {}
         self.allocations: list[Allocation] = []
+        self.host = 0
         self._living: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._next_address = _FIRST_ADDRESS
 
     def note(self, tensor: Tensor) -> Allocation:
         """Return the allocation of a tensor's storage; record it if it is new or resized."""
-        storage: Any = tensor.untyped_storage()
+        return self.note_storage(tensor.untyped_storage())
+
+    def note_storage(self, storage: Any) -> Allocation:
+        """:meth:`note` of a storage."""
         size = -(-storage.nbytes() // BLOCK) * BLOCK
         known: Allocation | None = getattr(storage, "allocation", None)
         if known is not None and known.size == size:
