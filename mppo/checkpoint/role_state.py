@@ -15,6 +15,7 @@ gradient reduction): its buffers omit the padding between buckets that its offse
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor
 from mppo.checkpoint.rectangles import Rectangle, rectangles
 from mppo.models.role import Role
 from mppo.parallel.collectives import largest_of_ranks
+from mppo.parallel.moved_storages import MovedStorages
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.sharded_load import load_sharded
 
@@ -84,24 +86,54 @@ def sharded_state(role: Role) -> dict[str, Any]:
     place. Those of parts in host memory are views of it.
     """
     model: dict[str, Any] = {}
-    for i, stage in enumerate(role.stages):
-        model[f"chunk{i}"] = stage.sharded_state_dict(prefix="", metadata=dict(_METADATA))
+    with _readable_parameters(role) as readable:
+        for i, stage in enumerate(role.stages):
+            model[f"chunk{i}"] = stage.sharded_state_dict(prefix="", metadata=dict(_METADATA))
     state: dict[str, Any] = {"model": model}
     if role.optimizer is not None:
         entries = {id(entry.data): entry for entry in nested_values(model) if _is_sharded(entry)}
         pieces = []
         for part in role.optimizer.parts:
             for share in _shares(part):
-                pieces += _pieces(share, entries[id(share.parameter)], part.optimizer.state)
+                tensors = _state_of(share, part.optimizer.state, role.optimizer.state)
+                parameter = readable.get(id(share.parameter), share.parameter)
+                pieces += _pieces(share, parameter, entries[id(parameter)], tensors)
         state["optimizer"] = dict(enumerate(pieces))
     if role.weights.average is not None:
-        state["average"] = _averages(model, role.weights.average.of_parameters())
-    moved = [role.weights.storages, *([] if role.optimizer is None else [role.optimizer.state])]
-    for entry in nested_values(state):
-        if _is_sharded(entry) and isinstance(entry.data, Tensor):
-            for storages in moved:
-                entry.data = storages.readable(entry.data)
+        averages = role.weights.average.of_parameters()
+        averages |= {id(p): averages[original] for original, p in readable.items()}
+        state["average"] = _averages(model, averages)
     return state
+
+
+@contextmanager
+def _readable_parameters(role: Role) -> Iterator[dict[int, Tensor]]:
+    """Inside the context, parameters in host memory are replaced in their modules by views of it.
+
+    The parameters themselves keep their device: hooks of Megatron's DDP depend on it.
+
+    Yields:
+        The replacements, by ``id`` of the parameter.
+    """
+    storages = role.weights.storages
+    replaced: dict[int, Tensor] = {}
+    places = []
+    for module in (m for stage in role.stages for m in stage.modules() if storages.is_moved):
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in replaced:
+                view = torch.nn.Parameter(storages.readable(parameter), requires_grad=False)
+                vars(view).update(vars(parameter))
+                replaced[id(parameter)] = view
+            places.append((module, name, parameter))
+    try:
+        for module, name, parameter in places:
+            module._parameters[name] = replaced[id(parameter)]
+        yield replaced
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
 
 
 def _averages(model: dict[str, Any], averages: dict[int, Tensor]) -> dict[str, dict[str, Any]]:
@@ -163,11 +195,25 @@ def _shares(part) -> Iterator[_Share]:
         yield _Share(parameter, main, 0, parameter.numel())
 
 
-def _pieces(share: _Share, entry, states) -> list[ShardedTensor]:
-    """The share's moments (and float32 weights) as rectangles of the stored tensors."""
-    tensors = {kind: states[share.main][kind] for kind in _MOMENTS}
+def _state_of(share: _Share, states, storages: MovedStorages) -> dict[str, Tensor]:
+    """The share's moments, and its main weights if the parameter is not float32."""
+    tensors = {kind: storages.readable(states[share.main][kind]) for kind in _MOMENTS}
     if share.parameter.dtype != share.main.dtype:
-        tensors["param"] = share.main
+        tensors["param"] = storages.readable(share.main)
+    return tensors
+
+
+def _pieces(
+    share: _Share, parameter: Tensor, entry, tensors: dict[str, Tensor]
+) -> list[ShardedTensor]:
+    """The share's state as rectangles of the stored tensors.
+
+    Args:
+        share: the range of the parameter.
+        parameter: the parameter, where it can be read.
+        entry: its sharded entry.
+        tensors: the state by kind.
+    """
     leaves = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     pieces = []
     for leaf in leaves:
@@ -175,7 +221,7 @@ def _pieces(share: _Share, entry, states) -> list[ShardedTensor]:
         data = leaf.data
         assert data is not None
         assert data.is_contiguous()
-        first = int(data.storage_offset() - share.parameter.storage_offset())
+        first = int(data.storage_offset() - parameter.storage_offset())
         start = max(share.start - first, 0)
         stop = min(share.stop - first, data.numel())
         for block in rectangles(leaf.local_shape, start, stop) if start < stop else ():
