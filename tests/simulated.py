@@ -164,6 +164,8 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
         "resident": result.resident.total() - sum(result.resident[x] for x in UNPLANNED),
         "held": dict(result.resident),
         "peaks": {phase.name: phase.peak for phase in result.phases},
+        "composition": {phase.name: dict(phase.composition) for phase in result.phases},
+        "pinned": result.pinned,
         "planned_peaks": planned_peaks(peaks, result),
         "operations": {p.name: p.operations / (p.micro_batches or 1) for p in result.phases},
         "waits": {

@@ -119,6 +119,7 @@ class RankResult:
         unknown: number of reads of an unknown floating-point number, by source line.
         seconds: duration of the simulation.
         allocations: the ledger's list of allocations, for a timeline.
+        pinned: bytes of host memory that parts of roles have taken.
     """
 
     rank: int
@@ -130,6 +131,7 @@ class RankResult:
     unknown: Counter[str]
     seconds: float
     allocations: list[Allocation] = field(default_factory=list)
+    pinned: int = 0
 
     @property
     def peak(self) -> PhaseResult:
@@ -193,7 +195,7 @@ class _Simulation:
 
     def _host_memory(self, nbytes: int) -> torch.Tensor:
         """Replacement for ``device.host_memory``: counted, without content."""
-        self.ledger.host += nbytes
+        self.ledger.pinned += nbytes
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def build(self) -> None:
@@ -321,6 +323,7 @@ class _Simulation:
             unknown=Counter(counters.unknown),
             seconds=seconds,
             allocations=self.ledger.allocations,
+            pinned=self.ledger.pinned,
         )
 
     def _composition(self, peak: Peak) -> Counter[str]:

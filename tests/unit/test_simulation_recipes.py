@@ -50,10 +50,22 @@ MISTAKES = (
 )
 KEPT = "with:"
 OFFLOADED = "with:actor.megatron.offload_activations=true critic.megatron.offload_activations=true"
+MOVED = "with:" + " ".join(
+    f"{part}=true"
+    for part in (
+        "ref.megatron.offload.parameters",
+        *(
+            f"{role}.megatron.offload.{part}"
+            for role in ("actor", "critic")
+            for part in ("parameters", "gradients", "optimizer")
+        ),
+    )
+)
 SEQUENTIAL = (
     "with:trainer.schedule=sequential actor.megatron.pipeline_model_parallel_size=2 "
     "critic.megatron.pipeline_model_parallel_size=2"
 )
+TRAINED_PARTS = ("weights", "gradients", "main weights", "moments")
 WITHOUT, WITH = "without Transformer Engine", "with Transformer Engine"
 MOST_WAITS = json.loads((ROOT / "tests" / "simulated_waits.json").read_text())
 """By variant, case and phase: times the host may wait for the GPU per micro-batch."""
@@ -74,6 +86,7 @@ def simulated() -> dict[str, dict[str, Any]]:
         STORED,
         KEPT,
         OFFLOADED,
+        MOVED,
         SEQUENTIAL,
         *(f"{mode}:{name}" for name in FULL for mode in ("full", "quick")),
         *(f"mistake:{name}" for name in MISTAKES),
@@ -156,6 +169,41 @@ def test_offloaded_activations_lower_the_peak_without_a_wait(simulated):
     # fewer bytes than those that are brought back early
     assert moved["peaks"]["updating critic"] < 0.3 * kept["peaks"]["updating critic"]
     assert moved["peaks"]["updating actor"] < kept["peaks"]["updating actor"] + (64 << 20)
+
+
+HELD = {
+    "computing ref with ref": {"ref weights"},
+    "computing old_log_prob with actor": {"actor weights"},
+    "computing values with critic": {"critic weights"},
+    "updating critic": {f"critic {part}" for part in TRAINED_PARTS},
+    "stepping critic": {f"critic {part}" for part in TRAINED_PARTS},
+    "updating actor": {f"actor {part}" for part in TRAINED_PARTS},
+    "stepping actor": {f"actor {part}" for part in TRAINED_PARTS},
+    "weight sync": {"actor weights"},
+}
+"""Parts of roles on the GPU by simulated phase, if all are offloaded that can be."""
+
+
+@pytest.mark.parametrize("phase", HELD)
+def test_a_phase_holds_no_part_that_it_does_not_use(phase, simulated):
+    kept, moved = simulated[KEPT], simulated[MOVED]
+    assert "error" not in moved, moved["stack"]
+    parts = {part for parts in HELD.values() for part in parts}
+    before, found = (
+        {p: run["composition"][phase].get(p, 0) for p in parts} for run in (kept, moved)
+    )
+    assert {part for part, size in before.items() if size} == parts
+    assert {part: size for part, size in found.items() if size} == {
+        part: before[part] for part in HELD[phase]
+    }
+    assert moved["waits"].get(phase) == kept["waits"].get(phase)
+
+
+def test_host_memory_has_what_left_the_gpu(simulated):
+    held = simulated[KEPT]["held"]
+    left = sum(size for part, size in held.items() if part.endswith(("weights", "moments")))
+    assert simulated[KEPT]["pinned"] == 0
+    assert simulated[MOVED]["pinned"] == pytest.approx(left, rel=0.01)
 
 
 def test_megatrons_schedule_asks_for_no_shapes(simulated):

@@ -93,7 +93,7 @@ class Ledger:
         peaks: the peak of each phase.
         line_peaks: the peak among the large allocations of a source line, by phase and line.
         allocations: all allocations so far, freed ones included, except small ones.
-        host: bytes of pinned host memory.
+        pinned: bytes of host memory that parts of roles have taken.
     """
 
     def __init__(self, phase: Callable[[], str]) -> None:
@@ -103,7 +103,7 @@ class Ledger:
         self.peaks: dict[str, Peak] = {}
         self.line_peaks: dict[tuple[str, str], Peak] = {}
         self.allocations: list[Allocation] = []
-        self.host = 0
+        self.pinned = 0
         self._living: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._next_address = _FIRST_ADDRESS
 
