@@ -51,15 +51,9 @@ MISTAKES = (
 KEPT = "with:"
 OFFLOADED = "with:actor.megatron.offload_activations=true critic.megatron.offload_activations=true"
 MOVED = "with:" + " ".join(
-    f"{part}=true"
-    for part in (
-        "ref.megatron.offload.parameters",
-        *(
-            f"{role}.megatron.offload.{part}"
-            for role in ("actor", "critic")
-            for part in ("parameters", "gradients", "optimizer")
-        ),
-    )
+    f"{role}.megatron.offload.{part}=true"
+    for role in ("actor", "critic")
+    for part in ("parameters", "gradients", "optimizer")
 )
 SEQUENTIAL = (
     "with:trainer.schedule=sequential actor.megatron.pipeline_model_parallel_size=2 "
@@ -172,7 +166,6 @@ def test_offloaded_activations_lower_the_peak_without_a_wait(simulated):
 
 
 HELD = {
-    "computing ref with ref": {"ref weights"},
     "computing old_log_prob with actor": {"actor weights"},
     "computing values with critic": {"critic weights"},
     "updating critic": {f"critic {part}" for part in TRAINED_PARTS},
