@@ -37,7 +37,7 @@ def copies(megabytes: int, repeat: int) -> dict[str, object]:
     ]
     storages = MovedStorages(lambda: tensors, device.device())
     flat = torch.zeros(nbytes, dtype=torch.uint8, device=device.device())
-    host = device.host_memory(nbytes)
+    host = device.pinned_memory(nbytes)
 
     def awaited(move: Callable[[], object]) -> None:
         move()

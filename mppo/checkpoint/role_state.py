@@ -27,6 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from mppo.checkpoint.rectangles import Rectangle, rectangles
+from mppo.models.hybrid_adam import resume_steps, steps_taken
 from mppo.models.role import Role
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.moved_storages import MovedStorages
@@ -283,9 +284,7 @@ def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
             for name, average in entries.items():
                 average.copy_(loaded["average"][chunk][name])
         if role.optimizer is not None:
-            for part in role.optimizer.parts:
-                for group in part.optimizer.param_groups:
-                    group["step"] = counters["optimizer_step"]
+            resume_steps(role.optimizer.parts, counters["optimizer_step"])
             role.optimizer.resume_schedule(counters["schedule_step"])
 
 
@@ -300,12 +299,7 @@ def role_counters(role: Role) -> dict[str, int]:
     """Step counts of optimizer and schedule, the same on every rank. Collective."""
     if role.optimizer is None:
         return {}
-    steps = [
-        int(group.get("step", 0))
-        for part in role.optimizer.parts
-        for group in part.optimizer.param_groups
-    ]
-    (furthest,) = largest_of_ranks([max(steps, default=0)])
+    (furthest,) = largest_of_ranks([steps_taken(role.optimizer.parts)])
     return {
         "optimizer_step": int(furthest),
         "schedule_step": int(role.optimizer.schedule.num_steps),

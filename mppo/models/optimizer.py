@@ -22,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.config.sections.optimizer import OptimConfig
 from mppo.models import adam
+from mppo.models.hybrid_adam import prepare_moments
 from mppo.models.stage import Stage
 from mppo.parallel import device
 from mppo.parallel.moved_storages import MovedStorages
@@ -200,12 +201,16 @@ class RoleOptimizer:
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=megatron.use_distributed_optimizer,
+            # on the CPU all moments are in host memory, and the CPU updates them
+            optimizer_cpu_offload=device.is_cuda() and optim.cpu_offload_fraction > 0,
+            optimizer_offload_fraction=optim.cpu_offload_fraction,
+            overlap_cpu_optimizer_d2h_h2d=True,
         )
         self.megatron = get_megatron_optimizer(config, [*self._chunks])
         for part in self.parts:
             # by default with the first step; servers on the same device start before it, and divide
             # the memory that is free by then
-            part.init_state_fn(part.optimizer, part.config)
+            prepare_moments(part)
         self.gradients = GradientBuffers(self._chunks, self.megatron)
         self.state = MovedStorages(self._state_tensors, device.device())
         warmup = optim.lr_warmup_steps

@@ -12,6 +12,7 @@ import gc
 import os
 import resource
 import sys
+import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -137,7 +138,7 @@ def give_back_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def host_memory(nbytes: int) -> torch.Tensor:
+def pinned_memory(nbytes: int) -> torch.Tensor:
     """Allocate host memory, pinned on CUDA.
 
     It is exactly as large as asked: ``torch.empty(..., pin_memory=True)`` allocates the next power
@@ -154,17 +155,20 @@ def host_memory(nbytes: int) -> torch.Tensor:
     except RuntimeError as error:
         raise MemoryError(_no_host_memory(nbytes, str(error).split("\n")[0])) from error
     if is_cuda():
-        error = int(torch.cuda.cudart().cudaHostRegister(content.data_ptr(), nbytes, 0))
+        runtime, address = torch.cuda.cudart(), content.data_ptr()
+        error = int(runtime.cudaHostRegister(address, nbytes, 0))
         if error:
             raise MemoryError(_no_host_memory(nbytes, f"cudaHostRegister returned {error}"))
+        release = weakref.finalize(content, runtime.cudaHostUnregister, address)
+        release.atexit = False  # the process ends, and CUDA with it
     return content
 
 
 def _no_host_memory(nbytes: int, why: str) -> str:
     return (
         f"{nbytes / 2**30:.1f} GiB of host memory for parts of a model could not be allocated "
-        f"({why}): see the host's memory in --dry-run; raise the job's memory limit and ulimit -l, "
-        "or offload less (megatron.offload)"
+        f"({why}): see the host's memory in --dry-run; raise the job's memory limit, or "
+        "offload less (megatron.offload)"
     )
 
 

@@ -130,7 +130,8 @@ class MovedStorages:
             end += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
         layout = [(place.storage._cdata, place.nbytes) for place in places]
         if end > self._host.nbytes:
-            self._host = devices.host_memory(end)
+            devices.synchronize()  # copies from and to the old host memory may be under way
+            self._host = devices.pinned_memory(end)
         if self.changed or layout != self._kept:
             pairs = [(self._content(place), _octets(place, self._device)) for place in places]
             self._stored = self._lane.copy(pairs)

@@ -186,15 +186,15 @@ class _Simulation:
 
         self.case, self.ledger, self.counters = case, ledger, counters
         device.prepare_megatron()
-        device.host_memory = self._host_memory
+        device.pinned_memory = self._pinned_memory
         roles = {
             role.name: (role, case.hf_configs[role.name]) for role in roles_in_use(case.recipe)
         }
         other_ranks.install(roles, case.world_size, counters)
         self.resident: Counter[str] = Counter()
 
-    def _host_memory(self, nbytes: int) -> torch.Tensor:
-        """Replacement for ``device.host_memory``: counted, without content."""
+    def _pinned_memory(self, nbytes: int) -> torch.Tensor:
+        """Replacement for ``device.pinned_memory``: counted, without content."""
         self.ledger.pinned += nbytes
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 

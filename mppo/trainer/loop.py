@@ -48,7 +48,8 @@ from mppo.trainer.update.phase import NonFiniteStep, UpdatePhase
 def train(run: Run) -> None:
     """Run all iterations; validate before the first and every ``trainer.test_freq`` steps."""
     trainer = run.recipe.trainer
-    run.roles.placement.enter(SAVE)
+    if run.folder.found is not None:
+        run.roles.placement.enter(SAVE)
     done = run.checkpoints.resume(run.folder.found)
     run.folder.begin()
     on_first_rank(partial(run.reporter.start, done))

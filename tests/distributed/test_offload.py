@@ -168,8 +168,7 @@ def test_a_stop_request_leaves_the_checkpoint_of_a_run_without_offload(runs, sta
 def test_parts_lie_where_the_table_says(runs):
     seen = json.loads((runs / "seen.json").read_text())
     phases = [phase for phase, _ in seen["phases"]]
-    assert set(phases) == set(seen["table"])
-    assert phases[:4] == ["generation", "save", "weight sync", "weight sync"]
+    assert set(phases) == set(seen["table"]) - {"save"}, "a save reads the parts where they are"
     for phase, found in seen["phases"]:
         for role, parts in seen["table"][phase].items():
             for part, place in parts.items():

@@ -279,6 +279,11 @@ LAYOUTS = [
     ("an optimizer of a reference", "algorithm.use_kl_in_reward=true "
      "ref.megatron.offload.optimizer=true", "ref.megatron.offload.optimizer",
      "offload.parameters moves its weights"),
+    ("a hybrid optimizer on every rank", "actor.megatron.use_distributed_optimizer=false "
+     "actor.optim.cpu_offload_fraction=0.5", "actor.optim.cpu_offload_fraction",
+     "the hybrid optimizer needs the distributed one"),
+    ("more than all moments", "critic.optim.cpu_offload_fraction=1.5",
+     "critic.optim.cpu_offload_fraction", "a value <= 1"),
     ("chunks without a pipeline", "actor.megatron.virtual_pipeline_model_parallel_size=2",
      "actor.megatron.virtual_pipeline_model_parallel_size", "has no effect"),
     ("a last stage without a pipeline", "critic.megatron.num_layers_in_last_pipeline_stage=1",

@@ -23,9 +23,9 @@ _DIST_CHECKPOINT = Refused(
     "ref.path",
 )
 _FROZEN = "the reference is not trained: it has weights alone"
-_CPU_ADAM = Refused(
-    "the optimizer runs on the device, in float32",
-    "remove it; use_distributed_optimizer divides its states over the data-parallel ranks",
+_ADAM = Refused(
+    "is not passed to Megatron's optimizer",
+    "remove it; the keys of <role>.optim are those of the optimizer",
 )
 _OFFLOADS = {
     "param_offload": Converted("*.megatron.offload.parameters", {None: False}),
@@ -167,7 +167,23 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     VerlRow("*.optim.optimizer", Ignored("the optimizer is Adam"), ("adam", "AdamW", "adamw")),
     VerlRow("*.optim.optimizer", Refused("the optimizer is Adam", "remove it")),
     VerlRow("*.optim.override_optimizer_config", OFF, NOTHING),
-    VerlRow("*.optim.override_optimizer_config", _CPU_ADAM),
+    VerlRow(
+        "*.optim.override_optimizer_config.optimizer_offload_fraction",
+        Converted("*.optim.cpu_offload_fraction"),
+    ),
+    VerlRow(
+        "*.optim.override_optimizer_config.optimizer_cpu_offload",
+        Ignored("optimizer_offload_fraction, here cpu_offload_fraction, is the share"),
+    ),
+    VerlRow(
+        "*.optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d",
+        Ignored("these copies always overlap"),
+    ),
+    VerlRow(
+        "*.optim.override_optimizer_config.use_precision_aware_optimizer",
+        Ignored("moments and main weights are float32"),
+    ),
+    VerlRow("*.optim.override_optimizer_config", _ADAM),
     VerlRow(
         "*.optim.{total_training_steps,lr_decay_steps}",
         Ignored("the schedule runs over the run's steps"),
