@@ -130,8 +130,8 @@ def iterate(run: Run, step: int) -> dict[str, float]:
             forward.compute(roles)
             stop_request.sync()
         outputs = forward.outputs()
-        run.roles.placement.prepare("update")
     with run.stage("adv", step):
+        run.roles.placement.prepare("update")
         experience = estimate(outputs, algorithm, run.kl.coef, baseline_scores_B=baseline_B)
         experience = resample_experience(experience, algorithm, seed=recipe.trainer.seed + step)
     run.checkpoints.before_update()
@@ -179,6 +179,7 @@ def run_metrics(run: Run, batch: Batch, step: int) -> dict[str, float]:
         "lr": optimizer.learning_rate,
         "training/epoch": run.prompts.epoch,
         "training/skipped_steps": float(roles.skipped_steps),
+        "perf/offload_host_memory_gb": roles.placement.host_nbytes / 2**30,
     }
 
 

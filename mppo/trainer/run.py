@@ -82,11 +82,14 @@ class Run:
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
-        """Time a stage, and name it as the phase for error messages."""
+        """Time a stage, and name it as the phase for error messages.
+
+        Copies of parts of roles on their own stream may outlast it.
+        """
         start = time.perf_counter()
         with phase(name, step):
             yield
-        device.synchronize()
+        device.wait_for_stream(device.device())
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def stop(self) -> None:

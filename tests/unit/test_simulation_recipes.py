@@ -55,6 +55,7 @@ MOVED = "with:" + " ".join(
     for role in ("actor", "critic")
     for part in ("parameters", "gradients", "optimizer")
 )
+HYBRID = "with:actor.optim.cpu_offload_fraction=1.0 critic.optim.cpu_offload_fraction=0.5"
 SEQUENTIAL = (
     "with:trainer.schedule=sequential actor.megatron.pipeline_model_parallel_size=2 "
     "critic.megatron.pipeline_model_parallel_size=2"
@@ -81,6 +82,7 @@ def simulated() -> dict[str, dict[str, Any]]:
         KEPT,
         OFFLOADED,
         MOVED,
+        HYBRID,
         SEQUENTIAL,
         *(f"{mode}:{name}" for name in FULL for mode in ("full", "quick")),
         *(f"mistake:{name}" for name in MISTAKES),
@@ -197,6 +199,15 @@ def test_host_memory_has_what_left_the_gpu(simulated):
     left = sum(size for part, size in held.items() if part.endswith(("weights", "moments")))
     assert simulated[KEPT]["pinned"] == 0
     assert simulated[MOVED]["pinned"] == pytest.approx(left, rel=0.01)
+
+
+@pytest.mark.parametrize(("role", "share"), [("actor", 1.0), ("critic", 0.5)])
+def test_the_hybrid_optimizer_keeps_a_share_of_the_moments_off_the_gpu(role, share, simulated):
+    kept, hybrid = simulated[KEPT], simulated[HYBRID]
+    assert "error" not in hybrid, hybrid["stack"]
+    before, found = (run["held"].get(f"{role} moments", 0) for run in (kept, hybrid))
+    assert found == pytest.approx((1 - share) * before, abs=0.1 * before)
+    assert hybrid["held"][f"{role} main weights"] == kept["held"][f"{role} main weights"]
 
 
 def test_megatrons_schedule_asks_for_no_shapes(simulated):
