@@ -87,7 +87,7 @@ def _keys_by_phase(phase: str) -> dict[str, list[tuple[str, str]]]:
     chunk = (f"{role}.head_chunk_tokens", "lower")
     offload = (
         f"{'actor' if role == 'critic' else 'critic'}.megatron.offload",
-        "set parameters, gradients and optimizer, as of every role that the phase does not use",
+        "set parameters, gradients and optimizer to true",
     )
     return {
         "updating": [

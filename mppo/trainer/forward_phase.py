@@ -60,17 +60,22 @@ class ForwardPhase:
         Roles of one stream have taken time in proportion to their parameters and micro-batches.
         """
         names, start = [role.name for role in roles], time.perf_counter()
-        self._roles.placement.enter(phase_of_role(self._roles.recipe, "forward", names[0]))
         shares = [1.0]
         if len(roles) == 1:
             with phase(_what(names[0])):
+                self._enter(names[0])
                 self._outputs[names[0]] = self._forward(roles[0])
         else:
             with phase("computing in one stream"):
+                self._enter(names[0])
                 shares = self._stream(roles)
         seconds = time.perf_counter() - start
         for name, share in zip(names, shares, strict=True):
             self._roles.seconds[TIMED_AS[name]] = seconds * share
+
+    def _enter(self, role: str) -> None:
+        """Bring the weights of the role, and of those in its stream, to the device."""
+        self._roles.placement.enter(phase_of_role(self._roles.recipe, "forward", role))
 
     def _stream(self, roles: Sequence[Role]) -> list[float]:
         """Forward passes through one pipeline; each role's share of the work."""

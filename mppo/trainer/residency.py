@@ -14,6 +14,7 @@ from mppo.planning.residency import (
     Place,
     Residency,
 )
+from mppo.supervision.phase import phase
 
 
 class MovablePart(Protocol):
@@ -66,7 +67,8 @@ class RolePlacement:
     def add(self, role: Role) -> None:
         """Take over a role that has been built, and place its parts for the current phase."""
         self._roles[role.name] = role
-        self._place({role.name: self._table[self.phase][role.name]})
+        with phase(f"building {role.name}"):
+            self._place({role.name: self._table[self.phase][role.name]})
 
     def enter(self, phase: str) -> None:
         """Place all parts for a phase of the table.

@@ -106,10 +106,10 @@ def test_the_log_names_what_has_no_effect_and_what_is_taken_otherwise(tmp_path, 
     assert main(["--config", str(path), "--dry-run", *settings]) == 0
     reported = capsys.readouterr().err.splitlines()
     assert [line for line in reported if line.startswith("mppo: ")] == [
-        "mppo: critic.megatron.optimizer_offload=True is taken as "
-        "critic.megatron.offload.optimizer=True",
         "mppo: model.enable_gradient_checkpointing=True is taken as "
         "actor.megatron.recompute_granularity=full",
+        "mppo: critic.megatron.optimizer_offload=True is taken as "
+        "critic.megatron.offload.optimizer=True",
         "mppo: no effect: model.use_remove_padding=True (sequences are always packed; no padding "
         "is computed)",
     ]

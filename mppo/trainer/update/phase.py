@@ -154,7 +154,8 @@ class UpdatePhase:
 
     def _enter(self, role: str) -> None:
         """Bring the role's parts to the device for its update, if they are not there."""
-        self._roles.placement.enter(phase_of_role(self._roles.recipe, "update", role))
+        with phase(f"updating {role}", self.step):
+            self._roles.placement.enter(phase_of_role(self._roles.recipe, "update", role))
 
     def _streamed(self) -> StreamedUpdate:
         """Prepare the update of all roles by one schedule."""
