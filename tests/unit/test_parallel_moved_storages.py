@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
+from mppo.checkpoint.staging import give_own_storages
 from mppo.parallel.moved_storages import MovedStorages
+from mppo.weights.hf.safetensors_file import byte_view
 
 CPU = torch.device("cpu")
 
@@ -95,6 +98,15 @@ def test_a_tensor_with_new_memory_is_copied() -> None:
     storages.leave()
     storages.arrive()
     assert (moved[2] == 3).all()
+
+
+def test_memory_that_was_read_from_or_written_to_a_file_can_leave() -> None:
+    moved = tensors()
+    byte_view(moved[0])[:4] = bytes(4)
+    assert give_own_storages({"x": ShardedTensor.from_rank_offsets("x", moved[1])}) is None
+    storages = MovedStorages(lambda: moved, CPU)
+    storages.leave()
+    assert device_bytes(moved) == 0
 
 
 def test_moving_twice_is_moving_once() -> None:
