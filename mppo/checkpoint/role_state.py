@@ -108,7 +108,7 @@ def sharded_state(role: Role) -> dict[str, Any]:
 
 
 @contextmanager
-def _readable_parameters(role: Role) -> Iterator[dict[int, Tensor]]:
+def _readable_parameters(role: Role) -> Iterator[dict[int, torch.nn.Parameter]]:
     """Inside the context, parameters in host memory are replaced in their modules by views of it.
 
     The parameters themselves keep their device: hooks of Megatron's DDP depend on it.
@@ -117,7 +117,7 @@ def _readable_parameters(role: Role) -> Iterator[dict[int, Tensor]]:
         The replacements, by ``id`` of the parameter.
     """
     storages = role.weights.storages
-    replaced: dict[int, Tensor] = {}
+    replaced: dict[int, torch.nn.Parameter] = {}
     places = []
     for module in (m for stage in role.stages for m in stage.modules() if storages.is_moved):
         for name, parameter in module._parameters.items():

@@ -124,7 +124,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     """
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     content = (ctypes.c_ubyte * len(flat)).from_address(flat.data_ptr())
-    content.tensor = flat  # lives as long as the view
+    vars(content)["tensor"] = flat  # lives as long as the view
     return memoryview(content).cast("B")
 
 
