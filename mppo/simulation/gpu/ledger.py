@@ -132,8 +132,8 @@ class Ledger:
         self.now += size
         if size >= _LISTED:
             self.allocations.append(found)
-        if known is not None and size < known.size:
-            return found  # freed memory makes no peak: the phase may only have begun
+        if size <= (0 if known is None else known.size):
+            return found  # freed memory makes no peak: parts leave when a phase begins
         if line:
             before = self.line_peaks.get((phase, line))
             if before is None or self.now > before.size:
