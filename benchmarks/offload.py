@@ -21,7 +21,6 @@ import torch
 from record import Seconds, alternate, parser, record
 
 STORAGES = 8
-SHAPE = dict(num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512)
 OFFLOAD = {"parameters": True, "gradients": True, "optimizer": True}
 
 
@@ -90,8 +89,6 @@ def step(hidden: int, layers: int, sequences: int, repeat: int) -> dict[str, obj
         def only_moves() -> None:
             for phase in (*phases, "generation"):
                 moved.enter(phase)
-                for role in runs["offloaded"].trained.values():
-                    role.optimizer.state.wait()
             device.synchronize()
 
         times = alternate(works | {"copies": only_moves}, repeat)
@@ -108,9 +105,10 @@ def _write_model(folder: Path, hidden: int, layers: int) -> None:
 
     config = Qwen2Config(
         vocab_size=4096, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-        tie_word_embeddings=False, **SHAPE,
+        tie_word_embeddings=False, num_attention_heads=8, num_key_value_heads=4,
+        max_position_embeddings=512, dtype=torch.bfloat16,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
 def _roles(folder: Path, offloaded: bool):
@@ -158,7 +156,7 @@ def _iterate(roles, experience, sequences: int) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__, repeat=5)
+    arguments = parser(__doc__ or "", repeat=5)
     arguments.add_argument("--megabytes", type=int, default=1024)
     arguments.add_argument("--hidden", type=int, default=512)
     arguments.add_argument("--layers", type=int, default=4)

@@ -47,17 +47,14 @@ class Recipe(Section):
     @classmethod
     def _reference_with_the_actors_layout(cls, document: Any) -> Any:
         """Where ``ref.megatron`` has ``offload`` alone, its other keys are the actor's."""
-        sections = [document.get(name) for name in ("actor", "ref")] if document else [None]
-        if not all(isinstance(section, Mapping) for section in sections):
+        if not isinstance(document, Mapping):
             return document
-        actors, own = (section.get("megatron") for section in sections)
-        if (
-            not isinstance(actors, Mapping)
-            or not isinstance(own, Mapping)
-            or set(own) != {"offload"}
-        ):
-            return document
-        return {**document, "ref": {**sections[1], "megatron": {**actors, **own}}}
+        actor, ref = document.get("actor"), document.get("ref")
+        actors = actor.get("megatron") if isinstance(actor, Mapping) else None
+        own = ref.get("megatron") if isinstance(ref, Mapping) else None
+        if isinstance(actors, Mapping) and isinstance(own, Mapping) and set(own) == {"offload"}:
+            return {**document, "ref": {**document["ref"], "megatron": {**actors, **own}}}
+        return document
 
     @property
     def uses_reference(self) -> bool:

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -155,7 +156,8 @@ def pinned_memory(nbytes: int) -> torch.Tensor:
     except RuntimeError as error:
         raise MemoryError(_no_host_memory(nbytes, str(error).split("\n")[0])) from error
     if is_cuda():
-        runtime, address = torch.cuda.cudart(), content.data_ptr()
+        runtime: Any = torch.cuda.cudart()
+        address = content.data_ptr()
         error = int(runtime.cudaHostRegister(address, nbytes, 0))
         if error:
             raise MemoryError(_no_host_memory(nbytes, f"cudaHostRegister returned {error}"))
