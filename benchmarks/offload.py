@@ -4,9 +4,10 @@
 
 ``copies``: ``MovedStorages.leave`` and ``arrive`` of the storages, against copies of one flat
 tensor of the same size between the device and (on a GPU, pinned) host memory; works alternate.
+``arrive`` also allocates, whose pages a CPU must map first.
 ``step``: forward passes and updates of actor and critic with everything offloaded, and without
 offload. The hidden share is the part of the copies' time by which the step does not get longer. On
-the CPU a copy is complete when the call returns: it cannot be hidden.
+the CPU a copy is complete when the call returns: none is hidden, and the share is null.
 """
 
 from __future__ import annotations
@@ -92,10 +93,13 @@ def step(hidden: int, layers: int, sequences: int, repeat: int) -> dict[str, obj
             device.synchronize()
 
         times = alternate(works | {"copies": only_moves}, repeat)
-    longer = times["offloaded"].wall - times["kept"].wall
+    hidden = None
+    if device.is_cuda():
+        longer = times["offloaded"].wall - times["kept"].wall
+        hidden = round(min(1.0, max(0.0, 1 - longer / times["copies"].wall)), 3)
     return {
         "seconds": {name: round(one.wall, 4) for name, one in times.items()},
-        "hidden_share": round(max(0.0, 1 - longer / times["copies"].wall), 3),
+        "hidden_share": hidden,
         "host_bytes": moved.host_nbytes,
     }
 
@@ -127,8 +131,9 @@ def _roles(folder: Path, offloaded: bool):
 def _batch(sequences: int):
     from mppo.batch import Prompt, Trajectory, pack_trajectories
 
-    prompt = Prompt(0, (1,) * 32, "", "", "")
-    found = [Trajectory(prompt, (2,) * 96, (-0.5,) * 96, "length", 0) for _ in range(sequences)]
+    prompt = Prompt(0, torch.ones(32, dtype=torch.int32), "", "", "")
+    ids, logprobs = torch.full((96,), 2, dtype=torch.int32), torch.full((96,), -0.5)
+    found = [Trajectory(prompt, ids, logprobs, "length", 0) for _ in range(sequences)]
     return pack_trajectories(found, [float(i % 2) for i in range(sequences)], 0)
 
 
