@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -152,8 +153,10 @@ class GradientBuffers:
     def leave(self) -> None:
         """Free the buffers; the gradients are lost."""
         self._megatron.zero_grad()
-        for chunk in self._chunks:
-            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # Megatron uses typed storages
+            for chunk in self._chunks:
+                chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
 
     def arrive(self) -> None:
         """Allocate the buffers again, filled with zeros. Every view of them is valid again."""
