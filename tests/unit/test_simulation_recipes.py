@@ -205,9 +205,13 @@ def test_host_memory_has_what_left_the_gpu(simulated):
 def test_the_hybrid_optimizer_keeps_a_share_of_the_moments_off_the_gpu(role, share, simulated):
     kept, hybrid = simulated[KEPT], simulated[HYBRID]
     assert "error" not in hybrid, hybrid["stack"]
-    before, found = (run["held"].get(f"{role} moments", 0) for run in (kept, hybrid))
-    assert found == pytest.approx((1 - share) * before, abs=0.1 * before)
-    assert hybrid["held"][f"{role} main weights"] == kept["held"][f"{role} main weights"]
+    moments = kept["held"][f"{role} moments"]
+    before, found = (
+        sum(run["held"].get(f"{role} {part}", 0) for part in ("main weights", "moments"))
+        for run in (kept, hybrid)
+    )
+    # Megatron goes on until it has the share: the last tensor may exceed it
+    assert kept["held"][f"{role} main weights"] <= found <= before - share * moments
 
 
 def test_megatrons_schedule_asks_for_no_shapes(simulated):
