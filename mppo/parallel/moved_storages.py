@@ -194,5 +194,5 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.Unt
 
 def _octets(place: _Moved, device: torch.device) -> Tensor:
     """A storage's content as uint8 ``[nbytes]`` on the device."""
-    storage: Any = place.storage  # the annotations of set_ know typed storages only
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (place.nbytes,))
+    empty: Any = torch.empty(0, dtype=torch.uint8, device=device)  # set_'s annotations differ
+    return empty.set_(place.storage, 0, (place.nbytes,))
