@@ -78,6 +78,11 @@ def name() -> str:
     return f"CPU ({torch.get_num_threads()} threads)"
 
 
+def nbytes() -> int | None:
+    """Memory of this rank's GPU in bytes; None on the CPU."""
+    return torch.cuda.get_device_properties(device()).total_memory if is_cuda() else None
+
+
 def select(local_rank: int, ranks_on_node: int) -> None:
     """Select this rank's GPU and the cores near it, and its number of threads.
 

@@ -31,10 +31,11 @@ def residency(recipe: Recipe, offload: Mapping[str, Offload]) -> Residency:
     A part that is not offloaded is always on the device. An offloaded part is on the device in the
     phases that use it; in the others, gradients are freed, and everything else is in host memory.
 
-    The phases of an iteration are "generation" (also validation, and a role that has been built
-    waits as in it), "forward" and "update", "weight sync" (also an export), and "save" (also the
-    loading of a checkpoint). Where roles run one after another, each has a phase of its own, such
-    as "forward ref" and "update actor" (``forward_groups``, ``update_groups``).
+    The phases of an iteration are "generation" (also validation; a role that has been built waits
+    as in it), "forward", "update", "weight sync" (also an export), and "save" (a checkpoint is
+    loaded; it is written from where the parts are). Where roles run one after another, each has a
+    phase of its own, such as "forward ref" and "update actor" (``forward_groups``,
+    ``update_groups``).
 
     Args:
         recipe: the recipe.

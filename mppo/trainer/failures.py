@@ -97,6 +97,7 @@ def _keys_by_phase(phase: str) -> dict[str, list[tuple[str, str]]]:
             (f"{role}.megatron.use_distributed_optimizer", "set to true"),
             offload,
             chunk,
+            ("trainer.schedule", "set to sequential: one role is trained at a time"),
             *layout,
         ],
         "computing": [

@@ -50,6 +50,11 @@ class RolePlacement:
         self.phase = GENERATION
 
     @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases of the table, in order of time."""
+        return tuple(self._table)
+
+    @property
     def moves_weights(self) -> bool:
         """Whether the weights of the actor are in host memory during generation."""
         return self._table[GENERATION]["actor"]["parameters"] != "device"
@@ -57,12 +62,17 @@ class RolePlacement:
     @property
     def host_nbytes(self) -> int:
         """Bytes of host memory that parts of roles have taken so far."""
-        return sum(
-            storages.host_nbytes
-            for role in self._roles.values()
-            for storages in (role.weights.storages, role.optimizer and role.optimizer.state)
-            if storages is not None
-        )
+        return sum(self.host_by_role.values())
+
+    @property
+    def host_by_role(self) -> dict[str, int]:
+        """The same by role."""
+        found = {}
+        for name, role in self._roles.items():
+            found[name] = role.weights.storages.host_nbytes
+            if role.optimizer is not None:
+                found[name] += role.optimizer.state.host_nbytes
+        return found
 
     def add(self, role: Role) -> None:
         """Take over a role that has been built, and place its parts for the current phase."""

@@ -10,12 +10,12 @@ import torch
 from mppo.checkpoint.role_state import describe_model
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
-from mppo.config.sections.megatron import Offload
 from mppo.hub.builtin import resolve_model
 from mppo.models.configuration import DTYPES
 from mppo.models.role import Role
 from mppo.models.role_spec import RoleSpec
 from mppo.parallel.groups import GroupRegistry
+from mppo.planning.fit import own_gpu, planned_offload
 from mppo.planning.flops import model_flops
 from mppo.planning.plan import token_costs, with_token_budgets
 from mppo.planning.residency import residency
@@ -43,12 +43,6 @@ def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[
         name: describe_model(load_config(where), head, dtype)
         for name, (head, where) in folders.items()
     }
-
-
-def chosen_offload(recipe: Recipe) -> dict[str, Offload]:
-    """The parts that each role offloads."""
-    chosen = {role.name: role.megatron.offload for role in roles_in_use(recipe)}
-    return {name: Offload() if isinstance(o, str) else o for name, o in chosen.items()}
 
 
 class Roles:
@@ -109,7 +103,8 @@ class Roles:
 
         numbers = with_token_budgets(recipe, world, configs)
         actor, critic, ref = numbers.actor, numbers.critic, numbers.ref
-        self.placement = RolePlacement(residency(recipe, chosen_offload(recipe)))
+        offload = planned_offload(recipe, world, configs, own_gpu(recipe))
+        self.placement = RolePlacement(residency(recipe, offload))
         self.actor = build("actor", "policy", actor, actor.megatron, actor.optim)
         self.placement.add(self.actor)
         self.critic: Role | None = None

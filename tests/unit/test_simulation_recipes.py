@@ -125,7 +125,9 @@ def test_a_recipe_runs_with_transformer_engine(name, simulated_with_te):
 def check(found: dict[str, Any], most_waits: dict[str, float]) -> None:
     """Assert that a case ran, held what the plan says, and waited no more than the table says."""
     assert "error" not in found, found["stack"]
-    assert found["resident"] == pytest.approx(found["planned"], rel=0.02)
+    most = 0.02 * found["whole"]
+    assert found["resident"] == pytest.approx(found["planned"], abs=most)
+    assert found["pinned"] == pytest.approx(found["planned_host"], abs=most)
     for phase, waits in found["waits"].items():
         most = most_waits[phase]
         assert waits <= most, f"{phase}: {waits} waits per micro-batch, the table says {most}"
@@ -137,7 +139,9 @@ def test_the_plan_knows_the_peak_of_every_phase(name, simulated):
     found = simulated[name]
     assert len(found["planned_peaks"]) >= 7
     for phase, planned in found["planned_peaks"].items():
-        assert found["peaks"][phase] == pytest.approx(planned, rel=0.05), phase
+        # the activations' share is as exact with offload as without, where all parts are there
+        most = 0.05 * found["planned_without_offload"][phase]
+        assert found["peaks"][phase] == pytest.approx(planned, abs=most), phase
     used, counted = found["communicators"]
     assert used == counted
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from mppo.config.gpu_types import GpuType
 from mppo.simulation.gpu.counters import Counters
-from mppo.simulation.gpu.gpu_types import GpuType
 from mppo.simulation.gpu.known_values import UnknownValue, known
 from mppo.simulation.gpu.ledger import Ledger, source_line
 

@@ -93,7 +93,6 @@ class Ledger:
         peaks: the peak of each phase.
         line_peaks: the peak among the large allocations of a source line, by phase and line.
         allocations: all allocations so far, freed ones included, except small ones.
-        pinned: bytes of host memory that parts of roles have taken.
     """
 
     def __init__(self, phase: Callable[[], str]) -> None:
@@ -103,7 +102,6 @@ class Ledger:
         self.peaks: dict[str, Peak] = {}
         self.line_peaks: dict[tuple[str, str], Peak] = {}
         self.allocations: list[Allocation] = []
-        self.pinned = 0
         self._living: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._next_address = _FIRST_ADDRESS
 
