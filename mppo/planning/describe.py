@@ -256,7 +256,8 @@ def _places(fit: Fit) -> str:
 
 def residency_bars(fit: Fit) -> list[PhaseBars]:
     """Memory of the rank with the largest moment, by phase, for a picture."""
-    use, bars = fit.uses[fit.tightest], []
+    use = fit.uses[fit.tightest]
+    bars: list[PhaseBars] = []
     for phase, places in fit.table.items():
         largest = use.largest(phase)
         moment = fit.moment(fit.tightest, largest.name)

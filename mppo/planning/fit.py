@@ -122,7 +122,7 @@ def planned_offload(
 
 def with_offload(recipe: Recipe, offload: Mapping[str, Offload]) -> Recipe:
     """The recipe with the chosen parts in place of ``auto``."""
-    sections = {}
+    sections: dict[str, Any] = {}
     for role in roles_in_use(recipe):
         megatron = role.megatron.model_copy(update={"offload": offload[role.name]})
         section = getattr(recipe, role.name)

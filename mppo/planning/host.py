@@ -102,7 +102,8 @@ def memory_warnings(
     if gpu is None:
         warning = host_copy_warning(host_copy_bytes(recipe, list(plans)), memory, source)
         return [] if warning is None else [warning]
-    fit, found = plan_fit(recipe, plans, gpu), []
+    fit = plan_fit(recipe, plans, gpu)
+    found: list[str] = []
     if not fit.verdict.fits:
         found.append(f"by the plan this run lacks memory\n{describe_verdict(fit.verdict)}")
     need = host_need(recipe, plans, fit)

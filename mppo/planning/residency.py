@@ -82,7 +82,7 @@ def phase_of_role(recipe: Recipe, kind: Literal["forward", "update"], role: str)
 
 def _phases(kind: str, groups: tuple[tuple[str, ...], ...]) -> dict[str, tuple[str, ...]]:
     """Names of the phases of a kind, with their roles."""
-    return {kind if len(group) > 1 else f"{kind} {group[0]}": group for group in groups}
+    return {kind if len(group) > 1 else " ".join((kind, *group)): group for group in groups}
 
 
 def _place(part: Part, offloaded: bool, used: bool) -> Place:

@@ -4,7 +4,7 @@ trainer's tensors."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mppo.config.gpu_types import GIB, GpuType
 from mppo.config.rules.engine import sglang_options
@@ -37,8 +37,8 @@ class Moment:
     phase: str
     trainer: int
     beside: Mapping[str, int]
-    held: Mapping[str, int] = field(default_factory=dict)
-    idle: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[str, int]
+    idle: Mapping[str, int]
     role: str | None = None
     passes: int = 0
     training: bool = False
@@ -219,7 +219,7 @@ def _offload_fixes(moment: Moment, recipe: Recipe) -> list[tuple[int, str]]:
 def _role_fixes(moment: Moment, recipe: Recipe) -> list[tuple[int, str]]:
     """Wider layouts of the roles that are here, and smaller micro-batches of the one that
     computes."""
-    found = []
+    found: list[tuple[int, str]] = []
     for role, size in moment.held.items():
         key = f"{role}.megatron.tensor_model_parallel_size or pipeline_model_parallel_size"
         if size:

@@ -81,7 +81,7 @@ def _moment(
 
 def _parts(name: str, composition: Counter[str]) -> dict[Part, int]:
     """Bytes of a role's parts at a moment."""
-    sizes = {
+    sizes: dict[Part, int] = {
         part: sum(composition[f"{name} {purpose}"] for purpose in purposes)
         for part, purposes in PURPOSES.items()
     }
