@@ -28,6 +28,7 @@ from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.launch import discover
 from mppo.parallel.process_group import process_group
+from mppo.planning.residency import SAVE, phase_of_role
 from mppo.safety.redact import redacted_output
 from mppo.trainer.replay_case import CASE, MODELS, ReplayCase, load_case, named_tensors
 from mppo.trainer.roles import Roles
@@ -100,6 +101,7 @@ def replay(case: ReplayCase, experience: Experience, roles: Roles) -> list[str]:
     found = not_finite(experience)
     for update in UpdatePhase(roles, experience, case.step, actor_frozen=False).updates:
         outputs: list[str] = []
+        roles.placement.enter(phase_of_role(roles.recipe, "update", update.role.name))
         with watching_layers(update.role, outputs):
             update.run_once(experience.old.batch, tuple(case.mini_batch))
         found += outputs[:_SHOWN]
@@ -137,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         registry = GroupRegistry(recipe.trainer.seed)
         try:
             roles = Roles(recipe, Path(case.model), read_model_config, registry, total_steps=1)
+            roles.placement.enter(SAVE)
             load_roles(folder / MODELS, roles.trained)
         except _NO_CASE as error:
             return _refuse(folder, error)

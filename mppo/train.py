@@ -66,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for remark in remarks if info.rank == 0 else ():
             exit_report.say(remark)
         if arguments.dry_run:
-            code = _dry_run(recipe, world or world_size_of(recipe), info, read_config)
-            return _simulate(arguments) if arguments.simulate and info.rank == 0 else code
+            planned_world = world or world_size_of(recipe)
+            code = _dry_run(recipe, planned_world, info, read_config, arguments)
+            return (_simulate(arguments) or code) if arguments.simulate and info.rank == 0 else code
         set_for_training(os.environ, recipe.rollout.sync == "distributed")  # NCCL reads them later
         _check_device()
     except (ConfigError, ValueError) as error:
@@ -97,13 +98,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, help=ranks)
     simulated = "after the plan, run every pipeline stage on a simulated GPU (docs/simulation.md)"
     parser.add_argument("--simulate", action="store_true", help=simulated)
-    parser.add_argument("--gpu", help="GPU for --simulate: its name, or its memory in GiB")
+    parser.add_argument("--gpu", help="GPU for --dry-run: its name, or its memory in GiB")
+    picture = "for --dry-run: draw who is where in which phase (an image file, such as a.svg)"
+    parser.add_argument("--picture", type=Path, help=picture)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.simulate and not arguments.dry_run:
         parser.error("--simulate needs --dry-run: it simulates the run that is planned")
-    if arguments.gpu and not arguments.simulate:
-        parser.error("--gpu needs --dry-run --simulate: it names the GPU to simulate")
+    if arguments.gpu and not arguments.dry_run:
+        parser.error("--gpu needs --dry-run: it names the GPU for which memory is planned")
+    if arguments.picture and not arguments.dry_run:
+        parser.error("--picture needs --dry-run: it draws the plan")
     if arguments.world_size and not arguments.dry_run:
         parser.error(
             "--world-size needs --dry-run; without it the launcher sets the number of ranks"
@@ -144,9 +149,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from mppo.simulation.options import Options
     from mppo.simulation.program import run_program
 
-    options = Options(
-        arguments.world_size, all_stages=True, quick=True, gpu=arguments.gpu or Options.gpu
-    )
+    options = Options(arguments.world_size, all_stages=True, quick=True, gpu=arguments.gpu)
     return run_program(arguments.config, arguments.overrides, options)
 
 
@@ -158,16 +161,20 @@ def _simulated_config(arguments: argparse.Namespace) -> Callable[..., Any]:
     return lambda path, trust_remote_code=False: configs.read(str(path))
 
 
-def _dry_run(recipe: Recipe, world: int, info: LaunchInfo, read_config: Callable[..., Any]) -> int:
-    from mppo.planning.disk import describe_checkpoints
-    from mppo.planning.plan import describe_plan, plan_roles
+def _dry_run(
+    recipe: Recipe,
+    world: int,
+    info: LaunchInfo,
+    read_config: Callable[..., Any],
+    arguments: argparse.Namespace,
+) -> int:
+    """Print the plan; code 3 if the run does not fit its GPUs or hosts."""
+    from mppo.planning.describe import dry_run
 
-    if info.rank == 0:
-        configs = {role.name: read_config(role.path) for role in roles_in_use(recipe)}
-        print(describe_plan(recipe, world, configs))
-        steps, plans = recipe.trainer.total_training_steps, plan_roles(recipe, world, configs)
-        print(f"# checkpoints\n{describe_checkpoints(recipe, plans, steps)}")
-    return 0
+    if info.rank:
+        return 0
+    configs = {role.name: read_config(role.path) for role in roles_in_use(recipe)}
+    return dry_run(recipe, world, configs, arguments.gpu, arguments.picture)
 
 
 def _run(recipe: Recipe, info: LaunchInfo) -> int:
@@ -225,10 +232,11 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
 def _export(run: Run) -> None:
     """Export the actor as a Hugging Face folder, if all steps are done."""
     from mppo.supervision.phase import phase
+    from mppo.trainer.run import exporting
     from mppo.trainer.run_folder import ACTOR, AVERAGE
 
     if run.recipe.trainer.export_hf and not run.checkpoints.stopped_early:
-        with phase("export"):
+        with phase("export"), exporting(run.engine, run.roles):
             weights, folder = run.roles.actor.weights, run.folder.path
             kept = [weights.save(folder / ACTOR)]
             if weights.average is not None:

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 
 from mppo.config.checks import load_checked
+from mppo.config.gpu_types import find_gpu
 from mppo.config.rules.rule import roles_in_use, world_size_of
-from mppo.planning.peaks import Peaks
-from mppo.planning.plan import plan_peaks, plan_roles
+from mppo.planning.fit import NOTHING, plan_fit, planned_offload, with_offload
+from mppo.planning.peaks import RankUse
+from mppo.planning.plan import plan_roles, plan_use
+from mppo.planning.residency import Residency, residency
 from mppo.simulation.gpu import te_stand_in
-from mppo.simulation.gpu.gpu_types import find_gpu
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.quick import (
@@ -68,7 +70,7 @@ STORED = ("actor.megatron.recompute_granularity=none",
 def recipe_case(recipe: str, last: bool = False, overrides: tuple[str, ...] = ()) -> RankCase:
     """A shipped recipe with few micro-batches, and the fewest layers in every pipeline chunk among
     which is every kind of layer; a recipe with hardly more layers keeps its own."""
-    case = stage_case(loaded(f"recipes/{recipe}.yaml", *overrides), last)
+    case = stage_case(placed(loaded(f"recipes/{recipe}.yaml", *overrides)), last)
     fewer = replace(case, recipe=reduced_batch(case.recipe, case.world_size))
     return fewer if chunk_depths(case) is None else with_layers(fewer, fewest_layers(case))
 
@@ -90,6 +92,13 @@ def small_case(*overrides: str) -> RankCase:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: config.num_hidden_layers]
     return case
+
+
+def placed(case: RankCase) -> RankCase:
+    """The case with the offload that the plan chooses for the recipe at its full depth."""
+    plans = plan_roles(case.recipe, case.world_size, case.hf_configs)
+    offload = plan_fit(case.recipe, plans, case.gpu).offload
+    return replace(case, recipe=with_offload(case.recipe, offload))
 
 
 def loaded(path: str, *overrides: str) -> RankCase:
@@ -170,13 +179,19 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
     """What the tests compare: bytes, counts per micro-batch, and the plan of the same case."""
     plans = plan_roles(case.recipe, case.world_size, case.hf_configs)
     stages = [plan.memory[plan.layout.coordinates(case.rank).pp] for plan in plans]
-    peaks = plan_peaks(case.recipe, plans, case.rank)
+    use = plan_use(case.recipe, plans, case.rank)
+    offload = planned_offload(case.recipe, case.world_size, case.hf_configs, None)
+    table = residency(case.recipe, offload)
+    staying = residency(case.recipe, dict.fromkeys(use.parts, NOTHING))
     return {
-        "communicators": (result.groups, peaks.communicators),
+        "communicators": (result.groups, use.communicators),
         "resident": result.resident.total() - sum(result.resident[x] for x in UNPLANNED),
         "held": dict(result.resident),
         "peaks": {phase.name: lasting_peak(phase, result) for phase in result.phases},
-        "planned_peaks": planned_peaks(peaks, result),
+        "composition": {phase.name: dict(phase.composition) for phase in result.phases},
+        "pinned": result.pinned.total(),
+        "planned_peaks": planned_peaks(use, table, result),
+        "planned_without_offload": planned_peaks(use, staying, result),
         "operations": {p.name: p.operations / (p.micro_batches or 1) for p in result.phases},
         "waits": {
             p.name: sum(p.waits.values()) / p.micro_batches
@@ -184,7 +199,9 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
             if p.micro_batches
         },
         "waiting": {p.name: {w.line: count for w, count in p.waits.items()} for p in result.phases},
-        "planned": sum(m.resident for m in stages),
+        "planned": sum(use.role_bytes(name, table["generation"], "device") for name in use.parts),
+        "whole": sum(m.resident for m in stages),
+        "planned_host": use.host(table),
         "roles": {
             plan.role.name: (m.weights, m.gradients, m.optimizer) for plan, m in zip(plans, stages)
         },
@@ -199,18 +216,21 @@ def lasting_peak(phase: PhaseResult, result: RankResult) -> int:
     return phase.peak + result.resident[TE_BUFFERS] - phase.composition[TE_BUFFERS]
 
 
-def planned_peaks(peaks: Peaks, result: RankResult) -> dict[str, int]:
+def planned_peaks(use: RankUse, table: Residency, result: RankResult) -> dict[str, int]:
     """The plan's peaks by the names of the simulated phases that it covers."""
-    planned = {
-        "building": peaks.building, "computing": peaks.forward, "updating": peaks.updating,
-        "stepping": dict.fromkeys(peaks.updating, peaks.resident),
-    }  # fmt: skip
-    found = {"weight sync": peaks.syncing}
+    planned = {one.name: use.peak(one, table) for one in use.uses}
+    # an optimizer step allocates nothing
+    planned |= {
+        one.name.replace("updating", "stepping"): use.peak(replace(one, extra=0), table)
+        for one in use.uses
+        if one.name.startswith("updating")
+    }
+    found = {"weight sync": planned["weight sync"]}
     for phase in result.phases:
         kind, *words = phase.name.replace(",", "").split()
-        for role, size in planned.get(kind, {}).items():
-            if role in words:
-                found[phase.name] = size
+        kind = "forward passes of" if kind == "computing" else kind
+        for role in use.parts.keys() & set(words):
+            found[phase.name] = planned[f"{kind} {role}"]
     return found
 
 
@@ -228,7 +248,7 @@ def run(name: str) -> dict[str, Any]:
             case = with_layers(small_case(*what.split()), DEPTH)
             return summary(case, isolated(simulate_rank, case))
         if kind in ("full", "quick"):
-            case = small_case() if what == "small" else loaded(f"recipes/{what}.yaml")
+            case = small_case() if what == "small" else placed(loaded(f"recipes/{what}.yaml"))
             once = partial(isolated, simulate_rank)
             return summary(case, once(case) if kind == "full" else quick_result(case, once))
         case = recipe_case(what, kind == "last", STORED if kind == "stored" else ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ class Checkpointer:
         recipe: the resolved recipe as plain values, without secrets.
         stop: stop requests of this process.
         say: prints a line for the user (on the first rank).
+        exporting: context in which the weights are on the device, for an export.
 
     Attributes:
         stopped_early: whether a stop request ended the run before its last step.
@@ -69,7 +71,9 @@ class Checkpointer:
         recipe: dict[str, Any],
         stop: StopRequest,
         say: Callable[[str], None],
+        exporting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._exporting = exporting
         self.trainer = trainer
         self.root = root
         self.roles = roles
@@ -188,9 +192,9 @@ class Checkpointer:
         if due or (stop and self.trainer.save_on_signal):
             self.save(step, metrics)
             if self.trainer.checkpoint_hf:
-                kept = self.roles["actor"].weights.save(
-                    self.root.parent / "hf" / f"global_step_{step}"
-                )
+                folder = self.root.parent / "hf" / f"global_step_{step}"
+                with self._exporting():
+                    kept = self.roles["actor"].weights.save(folder)
                 if kept is not None:
                     self._say(f"kept {kept}")
         if last or stop:

@@ -15,6 +15,7 @@ gradient reduction): its buffers omit the padding between buckets that its offse
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from mppo.checkpoint.rectangles import Rectangle, rectangles
+from mppo.models.hybrid_adam import resume_steps, steps_taken
 from mppo.models.role import Role
 from mppo.parallel.collectives import largest_of_ranks
+from mppo.parallel.moved_storages import MovedStorages
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.sharded_load import load_sharded
 
@@ -81,22 +84,57 @@ def sharded_state(role: Role) -> dict[str, Any]:
     """Make Megatron's sharded state of a role. The layout's groups must be active.
 
     Its tensors share memory with the role's; ``load_sharded`` fills those of the optimizer in
-    place.
+    place. Those of parts in host memory are views of it.
     """
     model: dict[str, Any] = {}
-    for i, stage in enumerate(role.stages):
-        model[f"chunk{i}"] = stage.sharded_state_dict(prefix="", metadata=dict(_METADATA))
+    with _readable_parameters(role) as readable:
+        for i, stage in enumerate(role.stages):
+            model[f"chunk{i}"] = stage.sharded_state_dict(prefix="", metadata=dict(_METADATA))
     state: dict[str, Any] = {"model": model}
     if role.optimizer is not None:
         entries = {id(entry.data): entry for entry in nested_values(model) if _is_sharded(entry)}
         pieces = []
         for part in role.optimizer.parts:
             for share in _shares(part):
-                pieces += _pieces(share, entries[id(share.parameter)], part.optimizer.state)
+                tensors = _state_of(share, part.optimizer.state, role.optimizer.state)
+                parameter = readable.get(id(share.parameter), share.parameter)
+                pieces += _pieces(share, parameter, entries[id(parameter)], tensors)
         state["optimizer"] = dict(enumerate(pieces))
     if role.weights.average is not None:
-        state["average"] = _averages(model, role.weights.average.of_parameters())
+        averages = role.weights.average.of_parameters()
+        averages |= {id(p): averages[original] for original, p in readable.items()}
+        state["average"] = _averages(model, averages)
     return state
+
+
+@contextmanager
+def _readable_parameters(role: Role) -> Iterator[dict[int, torch.nn.Parameter]]:
+    """Inside the context, parameters in host memory are replaced in their modules by views of it.
+
+    The parameters themselves keep their device: hooks of Megatron's DDP depend on it.
+
+    Yields:
+        The replacements, by ``id`` of the parameter.
+    """
+    storages = role.weights.storages
+    replaced: dict[int, torch.nn.Parameter] = {}
+    places = []
+    for module in (m for stage in role.stages for m in stage.modules() if storages.is_moved):
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in replaced:
+                view = torch.nn.Parameter(storages.readable(parameter), requires_grad=False)
+                vars(view).update(vars(parameter))
+                replaced[id(parameter)] = view
+            places.append((module, name, parameter))
+    try:
+        for module, name, parameter in places:
+            module._parameters[name] = replaced[id(parameter)]
+        yield replaced
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
 
 
 def _averages(model: dict[str, Any], averages: dict[int, Tensor]) -> dict[str, dict[str, Any]]:
@@ -158,11 +196,25 @@ def _shares(part) -> Iterator[_Share]:
         yield _Share(parameter, main, 0, parameter.numel())
 
 
-def _pieces(share: _Share, entry, states) -> list[ShardedTensor]:
-    """The share's moments (and float32 weights) as rectangles of the stored tensors."""
-    tensors = {kind: states[share.main][kind] for kind in _MOMENTS}
+def _state_of(share: _Share, states, storages: MovedStorages) -> dict[str, Tensor]:
+    """The share's moments, and its main weights if the parameter is not float32."""
+    tensors = {kind: storages.readable(states[share.main][kind]) for kind in _MOMENTS}
     if share.parameter.dtype != share.main.dtype:
-        tensors["param"] = share.main
+        tensors["param"] = storages.readable(share.main)
+    return tensors
+
+
+def _pieces(
+    share: _Share, parameter: Tensor, entry, tensors: dict[str, Tensor]
+) -> list[ShardedTensor]:
+    """The share's state as rectangles of the stored tensors.
+
+    Args:
+        share: the range of the parameter.
+        parameter: the parameter, where it can be read.
+        entry: its sharded entry.
+        tensors: the state by kind.
+    """
     leaves = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     pieces = []
     for leaf in leaves:
@@ -170,7 +222,7 @@ def _pieces(share: _Share, entry, states) -> list[ShardedTensor]:
         data = leaf.data
         assert data is not None
         assert data.is_contiguous()
-        first = int(data.storage_offset() - share.parameter.storage_offset())
+        first = int(data.storage_offset() - parameter.storage_offset())
         start = max(share.start - first, 0)
         stop = min(share.stop - first, data.numel())
         for block in rectangles(leaf.local_shape, start, stop) if start < stop else ():
@@ -232,9 +284,7 @@ def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
             for name, average in entries.items():
                 average.copy_(loaded["average"][chunk][name])
         if role.optimizer is not None:
-            for part in role.optimizer.parts:
-                for group in part.optimizer.param_groups:
-                    group["step"] = counters["optimizer_step"]
+            resume_steps(role.optimizer.parts, counters["optimizer_step"])
             role.optimizer.resume_schedule(counters["schedule_step"])
 
 
@@ -249,12 +299,7 @@ def role_counters(role: Role) -> dict[str, int]:
     """Step counts of optimizer and schedule, the same on every rank. Collective."""
     if role.optimizer is None:
         return {}
-    steps = [
-        int(group.get("step", 0))
-        for part in role.optimizer.parts
-        for group in part.optimizer.param_groups
-    ]
-    (furthest,) = largest_of_ranks([max(steps, default=0)])
+    (furthest,) = largest_of_ranks([steps_taken(role.optimizer.parts)])
     return {
         "optimizer_step": int(furthest),
         "schedule_step": int(role.optimizer.schedule.num_steps),

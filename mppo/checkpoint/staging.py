@@ -9,6 +9,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
+from mppo.weights.hf.safetensors_file import byte_view
+
 
 class HostBuffers:
     """Copies of tensors, in memory that is reused by the next save.
@@ -48,8 +50,9 @@ def give_own_storages(sharded_state: dict | list) -> None:
 
 
 def _same_memory(tensor: Tensor) -> Tensor:
-    own = tensor.untyped_storage().size() == tensor.numel() * tensor.itemsize
-    if own or not tensor.is_cpu or not tensor.is_contiguous() or not tensor.numel():
+    complete = tensor.untyped_storage().size() == tensor.numel() * tensor.itemsize
+    if complete or not tensor.is_cpu or not tensor.is_contiguous() or not tensor.numel():
         return tensor
     octets = tensor.detach().reshape(-1).view(torch.uint8)
-    return torch.from_numpy(octets.numpy()).view(tensor.dtype).view(tensor.shape)
+    own = torch.frombuffer(byte_view(octets), dtype=torch.uint8)
+    return own.view(tensor.dtype).view(tensor.shape)

@@ -9,13 +9,13 @@ from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.load import read_recipe, source_name
-from mppo.config.rules import algorithm, engine, layout, training
+from mppo.config.rules import algorithm, engine, layout, offload, training
 from mppo.config.rules.files import check_files, check_run_folder, is_hub_name
 from mppo.config.rules.rule import RULES, RoleCase, RuleContext, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.weights.shape import model_shape, rope_parameters
 
-RULE_MODULES = (layout, training, algorithm, engine)
+RULE_MODULES = (layout, offload, training, algorithm, engine)
 """Importing them fills ``RULES``."""
 
 ReadConfig = Callable[[str], Any]

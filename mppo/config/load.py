@@ -23,6 +23,7 @@ from mppo.config.document import BASE_KEY, apply_overrides, merge_documents, rea
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
+from mppo.config.sections.megatron import Offload
 from mppo.config.verl.keys import VerlTranslation
 from mppo.config.verl.names import canonical_key
 from mppo.safety.redact import redact
@@ -92,7 +93,7 @@ def read_recipe(
     except ValidationError as error:
         issues += translate(error)
         for entry in error.errors():
-            _drop(document, entry["loc"])
+            _drop(document, [part for part in entry["loc"] if not _is_branch(part)])
     # once more with defaults for the refused keys, so that the rules can check all others
     try:
         return Recipe.model_validate(document), issues
@@ -124,9 +125,11 @@ def translate(error: ValidationError) -> list[ConfigIssue]:
         why, fix = _explain(entry, parts)
         if key not in issues:
             issues[key] = ConfigIssue(key, entry["input"], why, fix)
-        elif entry["type"] == "literal_error":  # the other branch of "a number or a word"
+        elif entry["type"] in ("literal_error", "model_type"):
+            # the other branch of "a number or a word", or of "a word or a section"
             issues[key] = replace(issues[key], fix=f"{issues[key].fix}; or {fix}")
-    return list(issues.values())
+    # a mistake inside a section is not one of the word that the key could have instead
+    return [i for k, i in issues.items() if not any(o.startswith(f"{k}.") for o in issues)]
 
 
 def recipe_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
@@ -189,7 +192,9 @@ def _normalise(
         inner, options = _section_of(field.annotation), _options(field.annotation)
         if inner is not None and isinstance(value, Mapping):
             # keys not set keep the field's default (critic.optim.lr), not the section class's
-            defaults = field.default.model_dump(exclude_unset=True) if field.default else {}
+            default = field.default
+            is_section = isinstance(default, BaseModel)
+            defaults = default.model_dump(exclude_unset=True) if is_section else {}
             merged = merge_documents(defaults, value)
             result[name] = _normalise(merged, inner, f"{key}.", issues)
             continue
@@ -215,8 +220,8 @@ def _expand(value: Any) -> Any:
 
 def _is_branch(part: str | int) -> bool:
     """Whether a part of pydantic's error location is a branch of a union instead of a key."""
-    types_of_values = {"bool", "int", "float", "str", "constrained-int"}
-    return isinstance(part, str) and ("[" in part or part in types_of_values)
+    branches = {"bool", "int", "float", "str", "constrained-int", Offload.__name__}
+    return isinstance(part, str) and ("[" in part or part in branches)
 
 
 def _drop(document: dict[Any, Any], location: Sequence[str | int]) -> None:

@@ -54,6 +54,35 @@ def streams_forward(recipe: Recipe) -> bool:
     return len(stages) == 1 and max(stages) > 1 and not one_by_one
 
 
+def forward_groups(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
+    """The roles of each pass of the forward phase, in order; those of one stream are together.
+
+    The actor is left out where the recipe takes the engine's log-probabilities instead.
+    """
+    used = {role.name for role in roles_in_use(recipe)}
+    if not recipe.needs_actor_logprobs:
+        used.remove("actor")
+    # the actor's pass may read the hidden states of the reference's pass
+    order = tuple(name for name in ("ref", "actor", "critic") if name in used)
+    if len(order) > 1 and streams_forward(recipe):
+        return (order,)
+    return tuple((name,) for name in order)
+
+
+def update_groups(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
+    """The roles of each part of an update, in order; those that share a part are together.
+
+    A sequential schedule trains one role after the other, unless their optimizer steps are taken
+    together or a timeline records them.
+    """
+    if not recipe.algorithm.uses_critic:
+        return (("actor",),)
+    together = recipe.trainer.align_overflow or recipe.trainer.timeline.steps
+    if together or schedule_kind(recipe) != "sequential":
+        return (("critic", "actor"),)
+    return (("critic",), ("actor",))
+
+
 def _records_experts(section: ActorConfig | CriticConfig) -> bool:
     """Whether a forward-only pass records expert choices (see ``RoleRouting.records``)."""
     megatron, replay = section.megatron, section.router_replay

@@ -6,6 +6,11 @@ key; checks that need more than one key are in ``mppo.config.rules``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import model_validator
+
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.data import DataConfig
 from mppo.config.sections.model import ModelConfig
@@ -37,6 +42,19 @@ class Recipe(Section):
     """The source of scores."""
     trainer: TrainerConfig = TrainerConfig()
     """Length, checkpoints, reports and supervision of the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reference_with_the_actors_layout(cls, document: Any) -> Any:
+        """Where ``ref.megatron`` has ``offload`` alone, its other keys are the actor's."""
+        if not isinstance(document, Mapping):
+            return document
+        actor, ref = document.get("actor"), document.get("ref")
+        actors = actor.get("megatron") if isinstance(actor, Mapping) else None
+        own = ref.get("megatron") if isinstance(ref, Mapping) else None
+        if isinstance(actors, Mapping) and isinstance(own, Mapping) and set(own) == {"offload"}:
+            return {**document, "ref": {**document["ref"], "megatron": {**actors, **own}}}
+        return document
 
     @property
     def uses_reference(self) -> bool:

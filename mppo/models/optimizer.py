@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import cast
@@ -22,8 +23,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.config.sections.optimizer import OptimConfig
 from mppo.models import adam
+from mppo.models.hybrid_adam import prepare_moments
 from mppo.models.stage import Stage
 from mppo.parallel import device
+from mppo.parallel.moved_storages import MovedStorages
 
 logging.getLogger("megatron.core").setLevel(logging.WARNING)
 
@@ -134,6 +137,33 @@ def _clip(gradients: list[torch.Tensor], max_norm: float, norm: float) -> None:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
+class GradientBuffers:
+    """Megatron's gradient buffers of a role, whose memory is freed outside of updates.
+
+    Args:
+        chunks: DDP-wrapped chunks of this rank.
+        megatron: the optimizer, which may refer to gradients of the last step.
+    """
+
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], megatron: MegatronOptimizer
+    ) -> None:
+        self._chunks, self._megatron = chunks, megatron
+
+    def leave(self) -> None:
+        """Free the buffers; the gradients are lost."""
+        self._megatron.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # Megatron uses typed storages
+            for chunk in self._chunks:
+                chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+
+    def arrive(self) -> None:
+        """Allocate the buffers again, filled with zeros. Every view of them is valid again."""
+        for chunk in self._chunks:
+            chunk.restore_grad_buffers(synchronize=False)
+
+
 class RoleOptimizer:
     """Adam over a role's chunks with clipping, a schedule, and a guard against non-finite steps.
 
@@ -145,6 +175,10 @@ class RoleOptimizer:
         megatron: the role's ``megatron`` section; ``use_distributed_optimizer`` is read.
         dtype: parameters' dtype; with bfloat16 the optimizer keeps float32 main weights.
         total_steps: PPO steps of the run, the length of the decay.
+
+    Attributes:
+        gradients: the gradient buffers.
+        state: storages of the moments and of the float32 main weights.
     """
 
     def __init__(
@@ -170,12 +204,18 @@ class RoleOptimizer:
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=megatron.use_distributed_optimizer,
+            # on the CPU all moments are in host memory, and the CPU updates them
+            optimizer_cpu_offload=device.is_cuda() and optim.cpu_offload_fraction > 0,
+            optimizer_offload_fraction=optim.cpu_offload_fraction,
+            overlap_cpu_optimizer_d2h_h2d=True,
         )
         self.megatron = get_megatron_optimizer(config, [*self._chunks])
         for part in self.parts:
             # by default with the first step; servers on the same device start before it, and divide
             # the memory that is free by then
-            part.init_state_fn(part.optimizer, part.config)
+            prepare_moments(part)
+        self.gradients = GradientBuffers(self._chunks, self.megatron)
+        self.state = MovedStorages(self._state_tensors, device.device())
         warmup = optim.lr_warmup_steps
         if warmup is None:
             warmup = int(optim.lr_warmup_steps_ratio * total_steps)
@@ -200,6 +240,16 @@ class RoleOptimizer:
         One; or a second one for experts spread over ranks; or none.
         """
         return [part for part in self._chained() if part.optimizer is not None]
+
+    def _state_tensors(self) -> Iterator[torch.Tensor]:
+        """Moments and main weights, without main weights that are views of the parameters."""
+        weights = {p.untyped_storage()._cdata for chunk in self._chunks for p in chunk.parameters()}
+        for part in self.parts:
+            mains = (p for group in part.optimizer.param_groups for p in group["params"])
+            moments = (x for state in part.optimizer.state.values() for x in state.values())
+            for x in chain(mains, moments):
+                if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in weights:
+                    yield x
 
     def _chained(self) -> list[MegatronOptimizer]:
         """Megatron's optimizers, also those without parameters on this rank."""
@@ -251,6 +301,7 @@ class RoleOptimizer:
         Args:
             norm: of the gradient, from :meth:`start_norm`.
         """
+        self.state.wait()
         for optimizer in self.parts:
             if optimizer.config.clip_grad > 0:
                 gradients = [p.grad for p in optimizer.get_parameters() if p.grad is not None]

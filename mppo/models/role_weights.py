@@ -6,9 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from mppo.models.average import MovingAverage
 from mppo.models.stage import Stage
+from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
+from mppo.parallel.moved_storages import MovedStorages
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.save import save_hf
@@ -33,6 +37,7 @@ class RoleWeights:
         fresh: parameters that ``folder`` lacks, such as the value head of a plain model.
         slices: the current weights, cut for the ranks of an engine.
         average: the moving average, or None.
+        storages: the parameters' storages.
     """
 
     def __init__(
@@ -45,10 +50,14 @@ class RoleWeights:
     ) -> None:
         self._stages, self._hf_config, self._groups = stages, hf_config, groups
         self._folder = folder
+        self.storages = MovedStorages(self._parameters, device.device())
         self.fresh = load_weights(folder, stages, hf_config, groups)
         self.slices = SliceSource(stages, hf_config, groups.layout)
         self.average = None if ema_decay is None else MovingAverage(stages, ema_decay)
         self._streams: dict[int, WeightStream] = {}
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (p for stage in self._stages for p in stage.parameters())
 
     def stream(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Gather the current weights as complete tensors under Hugging Face names. Collective.

@@ -12,8 +12,10 @@ import gc
 import os
 import resource
 import sys
+import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -76,6 +78,11 @@ def name() -> str:
     return f"CPU ({torch.get_num_threads()} threads)"
 
 
+def nbytes() -> int | None:
+    """Memory of this rank's GPU in bytes; None on the CPU."""
+    return torch.cuda.get_device_properties(device()).total_memory if is_cuda() else None
+
+
 def select(local_rank: int, ranks_on_node: int) -> None:
     """Select this rank's GPU and the cores near it, and its number of threads.
 
@@ -135,6 +142,41 @@ def give_back_memory() -> None:
         gc.collect()
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
+
+
+def pinned_memory(nbytes: int) -> torch.Tensor:
+    """Allocate host memory, pinned on CUDA.
+
+    It is exactly as large as asked: ``torch.empty(..., pin_memory=True)`` allocates the next power
+    of two.
+
+    Returns:
+        uint8 ``[nbytes]``, not initialised.
+
+    Raises:
+        MemoryError: the host has too little memory, or may not pin it.
+    """
+    try:
+        content = torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise MemoryError(_no_host_memory(nbytes, str(error).split("\n")[0])) from error
+    if is_cuda():
+        runtime: Any = torch.cuda.cudart()
+        address = content.data_ptr()
+        error = int(runtime.cudaHostRegister(address, nbytes, 0))
+        if error:
+            raise MemoryError(_no_host_memory(nbytes, f"cudaHostRegister returned {error}"))
+        release = weakref.finalize(content, runtime.cudaHostUnregister, address)
+        release.atexit = False  # the process ends, and CUDA with it
+    return content
+
+
+def _no_host_memory(nbytes: int, why: str) -> str:
+    return (
+        f"{nbytes / 2**30:.1f} GiB of host memory for parts of a model could not be allocated "
+        f"({why}): see the host's memory in --dry-run; raise the job's memory limit, or "
+        "offload less (megatron.offload)"
+    )
 
 
 def gpu_uuid() -> str:

@@ -55,18 +55,19 @@ def host_copy_bytes(recipe: Recipe, plans: list[RolePlan]) -> int:
     return ceil(total * min(recipe.trainer.n_gpus_per_node or world, world) / world)
 
 
-def host_copy_warning(copy: int, memory: int) -> str | None:
+def host_copy_warning(copy: int, memory: int, source: str) -> str | None:
     """A warning if a node has too little memory for the copy; else None.
 
     Args:
         copy: of ``host_copy_bytes``.
-        memory: bytes of the node's memory.
+        memory: bytes that the run may use there.
+        source: where that number comes from.
     """
     if copy <= memory:
         return None
     return (
-        f"warning: trainer.async_save: the copy of a checkpoint takes {_size(copy)} on each node, "
-        f"which has {_size(memory)} of memory: set trainer.async_save=false"
+        f"trainer.async_save: the copy of a checkpoint takes {_size(copy)} on each node, "
+        f"which has {_size(memory)} ({source}): set trainer.async_save=false"
     )
 
 

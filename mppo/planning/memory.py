@@ -45,12 +45,14 @@ class Memory:
         gradients: float32 gradients.
         optimizer: Adam's moments and master weights.
         building: most bytes while the role is built.
+        on_cpu: bytes in host memory of the share of the optimizer that the CPU updates.
     """
 
     weights: int
     gradients: int
     optimizer: int
     building: int
+    on_cpu: int = 0
 
     @property
     def resident(self) -> int:
@@ -157,7 +159,9 @@ def experts_per_token(hf_config: Any) -> int:
     return 0
 
 
-def role_memory(role: RoleCase, layout: Layout, count: ParameterCount, dtype: str) -> Memory:
+def role_memory(
+    role: RoleCase, layout: Layout, count: ParameterCount, dtype: str, cpu_share: float = 0.0
+) -> Memory:
     """Memory that one role keeps on one rank.
 
     Weights take ``b`` bytes per parameter. A trained role adds fp32 gradients (4), fp32 master
@@ -172,6 +176,8 @@ def role_memory(role: RoleCase, layout: Layout, count: ParameterCount, dtype: st
         layout: its layout.
         count: parameters of this rank.
         dtype: parameters' dtype.
+        cpu_share: share of the moments that the CPU holds and updates. It also holds float32 copies
+            of these main weights and of their gradients.
     """
     size = BYTES[dtype]
     weights, gradients = count.total * size, 4 * count.total
@@ -180,10 +186,13 @@ def role_memory(role: RoleCase, layout: Layout, count: ParameterCount, dtype: st
     split, buffers = (layout.dp * layout.cp, layout.edp), (count.dense * size, count.expert * size)
     if not role.megatron.use_distributed_optimizer:
         split, buffers = (1, 1), (0, 0)
-    per_parameter = 8 + (4 if size == 2 else 0)  # moments, and master weights of bfloat16
-    optimizer = per_parameter * (count.dense // split[0] + count.expert // split[1])
+    own = count.dense // split[0] + count.expert // split[1]
+    on_cpu = int(own * cpu_share)
+    # moments, and master weights of bfloat16
+    optimizer = 8 * (own - on_cpu) + (4 * own if size == 2 else 0)
     buffering = weights + max(buffers[0] + 4 * count.dense, buffers[1] + gradients)
-    return Memory(weights, gradients, optimizer, max(buffering, weights + gradients + optimizer))
+    building = max(buffering, weights + gradients + optimizer)
+    return Memory(weights, gradients, optimizer, building, on_cpu=(8 + 4 + 4) * on_cpu)
 
 
 def transformer_engine_is_installed() -> bool:

@@ -1,17 +1,34 @@
-"""Memory of a rank outside torch's allocator: its CUDA context and NCCL's communicators."""
+"""Memory of a GPU outside the trainer's allocator: CUDA contexts, NCCL's communicators, and a
+rollout engine on the same GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
+from mppo.config.gpu_types import GIB, MIB
+from mppo.config.rules.engine import sglang_options
+from mppo.config.schema import Recipe
 from mppo.parallel.layout import Coordinates, Layout
+from mppo.planning.memory import BYTES
+from mppo.weights.shape import ModelShape
 
-CUDA_CONTEXT = int(0.6 * 1024**3)
+CUDA_CONTEXT = int(0.6 * GIB)
 """Bytes of a process's CUDA context: driver, kernel code, cuBLAS workspaces. Published measurements
 lie between 0.4 and 0.8 GiB."""
-NCCL_COMMUNICATOR = 128 * 1024**2
+NCCL_COMMUNICATOR = 128 * MIB
 """Bytes of the buffers of one NCCL communicator with default settings on NVLink."""
+
+ENGINE_GRAPHS = int(1.5 * GIB)
+"""Bytes of an SGLang server's CUDA graphs and workspaces per GPU; it keeps them asleep."""
+LEAST_SEQUENCES = 32
+"""Number of sequences of the greatest length for which a server's KV cache must have room, unless
+it generates fewer at the same time."""
+STATIC_SHARE = 0.85
+"""Share of the free memory that an SGLang server takes for weights and KV cache if the recipe does
+not set ``rollout.server_args.mem_fraction_static``; SGLang chooses about this much."""
 
 
 def communicators(roles: Iterable[tuple[Layout, bool]], rank: int, by_lists: bool) -> int:
@@ -52,3 +69,117 @@ _EXPERT_AXES: tuple[Callable[[Coordinates], Any], ...] = (
     lambda at: (at.pp, at.ep, at.etp),  # data parallelism of experts
 )
 """The same for experts."""
+
+
+def outside_bytes(count: int) -> dict[str, int]:
+    """Bytes of a rank outside torch's allocator by purpose, with ``count`` communicators."""
+    return {"CUDA context": CUDA_CONTEXT, "NCCL": count * NCCL_COMMUNICATOR}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A rollout engine's memory on each GPU that it shares with the trainer.
+
+    Args:
+        weights: bytes of its weights, while it has them.
+        graphs: bytes of its CUDA graphs and workspaces.
+        context: bytes of its CUDA context.
+        kv_per_token: bytes of its KV cache per token of a sequence; 0: unknown.
+        sequences: number of sequences for which the KV cache must have room.
+        longest: tokens of such a sequence.
+        share: share of the GPU's free memory that weights and KV cache take; None: no limit.
+    """
+
+    weights: int
+    graphs: int
+    context: int
+    kv_per_token: int
+    sequences: int
+    longest: int
+    share: float | None
+
+    def with_fewer_sequences(self) -> list[Engine]:
+        """This engine, then with half of the sequences, and so on down to ``LEAST_SEQUENCES``."""
+        counts = [self.sequences]
+        while counts[-1] > LEAST_SEQUENCES:
+            counts.append(max(LEAST_SEQUENCES, counts[-1] // 2))
+        return [replace(self, sequences=count) for count in counts]
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the KV cache of ``sequences``."""
+        return self.sequences * self.longest * self.kv_per_token
+
+    @property
+    def asleep(self) -> dict[str, int]:
+        """Bytes by purpose while the trainer computes."""
+        parts = {"engine's graphs": self.graphs, "engine's CUDA context": self.context}
+        return {name: size for name, size in parts.items() if size}
+
+    @property
+    def with_weights(self) -> dict[str, int]:
+        """Bytes by purpose from a weight sync on."""
+        return {"engine's weights": self.weights, **self.asleep}
+
+    @property
+    def generating(self) -> dict[str, int]:
+        """Bytes by purpose while it generates."""
+        if not self.cache:
+            return self.with_weights
+        return {**self.with_weights, f"KV cache of {self.sequences} sequences": self.cache}
+
+    def kv_tokens(self, free: int) -> int:
+        """Tokens for which the KV cache has room.
+
+        Args:
+            free: bytes of the GPU that nothing but weights and KV cache takes while it generates.
+        """
+        room = free
+        if self.share is not None:
+            # the share of what is free before the server's graphs exist
+            room = min(free, int((free + self.graphs) * self.share))
+        return max(0, (room - self.weights) // self.kv_per_token)
+
+
+def colocated_engine(
+    recipe: Recipe, world_size: int, shape: ModelShape, parameters: int
+) -> Engine | None:
+    """Memory of the engine on each GPU; None if it is on other GPUs.
+
+    Its KV cache is to have room for all sequences that it generates at the same time.
+
+    Args:
+        recipe: the recipe.
+        world_size: number of ranks.
+        shape: shape of the actor's model.
+        parameters: number of parameters of the complete model.
+    """
+    rollout = recipe.rollout
+    if rollout.mode != "colocated" or rollout.urls:
+        return None
+    width = BYTES[rollout.dtype or recipe.model.dtype]
+    longest = recipe.data.max_prompt_length + recipe.data.max_response_length
+    tp = rollout.tensor_model_parallel_size
+    servers = rollout.servers or max(1, world_size // tp)
+    responses = ceil(recipe.data.train_batch_size * rollout.n / servers)
+    sequences = min(rollout.batch_size, responses)
+    per_token = _kv_elements(shape, tp) * width
+    if rollout.name == "local":  # gathers the actor's weights into a model of its own
+        return Engine(parameters * width, 0, 0, per_token, sequences, longest, None)
+    share = sglang_options(rollout.server_args).get("mem_fraction_static", STATIC_SHARE)
+    return Engine(
+        parameters * width // tp,
+        ENGINE_GRAPHS,
+        CUDA_CONTEXT,
+        per_token,
+        sequences,
+        longest,
+        float(share),
+    )
+
+
+def _kv_elements(shape: ModelShape, tp: int) -> int:
+    """Elements of the KV cache of a token on one GPU."""
+    if shape.mla is not None:  # SGLang keeps the compressed form, replicated on every rank
+        return shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.qk_rope_head_dim)
+    return 2 * shape.num_layers * max(1, shape.kv_heads // tp) * shape.head_dim

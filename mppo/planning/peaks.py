@@ -1,13 +1,24 @@
-"""Peaks of memory of one rank by phase: what its roles keep, and what a phase adds."""
+"""Memory of one rank by phase: the parts of its roles, and what a phase allocates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mppo.config.schema import Recipe
 from mppo.planning.memory import Memory
 from mppo.planning.outside import CUDA_CONTEXT, NCCL_COMMUNICATOR, communicators
 from mppo.planning.passes import StagePasses
+from mppo.planning.residency import (
+    GENERATION,
+    SAVE,
+    WEIGHT_SYNC,
+    Part,
+    Place,
+    Residency,
+    phase_of_role,
+    role_parts,
+)
 
 
 @dataclass(frozen=True)
@@ -22,25 +33,45 @@ class RankPart:
     memory: Memory
     passes: StagePasses
 
+    @property
+    def name(self) -> str:
+        """Name of the role."""
+        return self.passes.role.name
+
 
 @dataclass(frozen=True)
-class Peaks:
-    """Largest number of allocated bytes in each phase of one rank.
+class Use:
+    """What a phase allocates on a rank besides the parts of the roles.
 
     Args:
-        resident: between steps and in optimizer steps, Megatron's gather buffers included.
-        building: while each role is built, by role.
-        forward: in its forward-only passes.
-        updating: in its passes with gradients.
-        syncing: in the weight sync.
+        name: name of the phase in reports.
+        phase: the phase in the table of residency.
+        extra: bytes at the peak.
+        role: the role that computes; None: none does.
+        roles: roles whose parts exist; None: all.
+    """
+
+    name: str
+    phase: str
+    extra: int
+    role: str | None = None
+    roles: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """Memory of one rank, before it is decided where the parts are.
+
+    Args:
+        parts: bytes of each part of each role.
+        buffers: bytes that live as long as the roles, outside their parts.
+        uses: what the phases allocate.
         communicators: number of NCCL communicators.
     """
 
-    resident: int
-    building: Mapping[str, int]
-    forward: Mapping[str, int]
-    updating: Mapping[str, int]
-    syncing: int
+    parts: Mapping[str, Mapping[Part, int]]
+    buffers: int
+    uses: Sequence[Use]
     communicators: int
 
     @property
@@ -48,51 +79,95 @@ class Peaks:
         """Bytes outside torch's allocator: CUDA context and communicators."""
         return CUDA_CONTEXT + self.communicators * NCCL_COMMUNICATOR
 
-    @property
-    def by_phase(self) -> dict[str, int]:
-        """The peaks by the phase's name."""
-        named = [
-            ("building", self.building),
-            ("forward passes of", self.forward),
-            ("updating", self.updating),
-        ]
-        found = {f"{what} {role}": size for what, sizes in named for role, size in sizes.items()}
-        return {**found, "weight sync": self.syncing}
+    def largest(self, phase: str) -> Use:
+        """What allocates most in a phase of the table, apart from building the roles."""
+        found = [use for use in self.uses if use.phase == phase and use.roles is None]
+        return max(found, key=lambda use: use.extra)
+
+    def held(self, use: Use, table: Residency) -> dict[str, int]:
+        """Bytes of each role's parts that are on the device during a phase."""
+        chosen = self.parts if use.roles is None else use.roles
+        return {name: self.role_bytes(name, table[use.phase], "device") for name in chosen}
+
+    def role_bytes(
+        self, name: str, places: Mapping[str, Mapping[Part, Place]], place: Place
+    ) -> int:
+        """Bytes of a role's parts that are in a place."""
+        return sum(n for part, n in self.parts[name].items() if places[name][part] == place)
+
+    def peak(self, use: Use, table: Residency) -> int:
+        """Most bytes that torch's allocator hands out in a phase."""
+        buffers = self.buffers if use.roles is None else 0
+        return sum(self.held(use, table).values()) + buffers + use.extra
+
+    def host(self, table: Residency) -> int:
+        """Most bytes of parts in host memory at once."""
+        return max(
+            sum(self.role_bytes(name, places, "host") for name in self.parts)
+            for places in table.values()
+        )
 
 
-def rank_peaks(parts: Sequence[RankPart], streamed: int, rank: int) -> Peaks:
-    """The peaks of one rank.
+def rank_use(recipe: Recipe, parts: Sequence[RankPart], streamed: int, rank: int) -> RankUse:
+    """The memory of one rank.
 
     Args:
+        recipe: the recipe.
         parts: the roles in the order in which they are built.
         streamed: bytes that a weight sync allocates.
         rank: the rank.
     """
-    kept = sum(part.memory.resident for part in parts)
     # roles with the same layout share Megatron's buffer
     buffers = {part.passes.layout: 0 for part in parts}
     for part in parts:
         layout = part.passes.layout
         buffers[layout] = max(buffers[layout], part.passes.gather_buffer)
-    resident = kept + sum(buffers.values())
-    building: dict[str, int] = {}
-    before = 0
-    for part in parts:
-        building[part.passes.role.name] = before + part.memory.building
-        before += part.memory.resident
-    trained = [part for part in parts if part.passes.trained]
-    return Peaks(
-        resident,
-        building,
-        {part.passes.role.name: resident + part.passes.forward for part in parts},
-        {part.passes.role.name: resident + _update(part, trained) for part in trained},
-        resident + streamed,
+    return RankUse(
+        {part.name: _part_bytes(part) for part in parts},
+        sum(buffers.values()),
+        [*_building(parts), *_computing(recipe, parts), Use("weight sync", WEIGHT_SYNC, streamed),
+         Use("save", SAVE, 0), Use("generation", GENERATION, 0)],
         communicators(
             ((part.passes.layout, part.passes.has_experts) for part in parts),
             rank,
             parts[0].passes.by_lists,
         ),
-    )
+    )  # fmt: skip
+
+
+def _part_bytes(part: RankPart) -> dict[Part, int]:
+    memory = part.memory
+    sizes: dict[Part, int] = {
+        "parameters": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+    }
+    return {name: sizes[name] for name in role_parts(part.name)}
+
+
+def _building(parts: Sequence[RankPart]) -> list[Use]:
+    """Roles are built one after another; those that are built wait as in generation."""
+    names = tuple(part.name for part in parts)
+    return [
+        Use(f"building {part.name}", GENERATION, part.memory.building, part.name, names[:number])
+        for number, part in enumerate(parts)
+    ]
+
+
+def _computing(recipe: Recipe, parts: Sequence[RankPart]) -> list[Use]:
+    """Forward-only passes and updates."""
+    trained = [part for part in parts if part.passes.trained]
+    found = [
+        Use(f"forward passes of {part.name}", phase_of_role(recipe, "forward", part.name),
+            part.passes.forward, part.name)
+        for part in parts
+        if part.name != "actor" or recipe.needs_actor_logprobs
+    ]  # fmt: skip
+    return found + [
+        Use(f"updating {part.name}", phase_of_role(recipe, "update", part.name),
+            _update(part, trained), part.name)
+        for part in trained
+    ]  # fmt: skip
 
 
 def _update(part: RankPart, trained: Sequence[RankPart]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -76,17 +77,21 @@ class WeightSource:
         make: starts a new stream of the current weights; collective.
         slices: the same weights as slices for the ranks of an engine, planned once; collective.
             None: whole tensors only.
+        reading: context in which the weights are read. A stream enters it when it starts and leaves
+            it at its end; whoever uses ``slices`` enters it for their stream.
     """
 
     def __init__(
         self,
         make: Callable[[], Iterable[WeightBucket]],
         slices: Callable[[SliceRequest], SliceStream] | None = None,
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._make, self.slices = make, slices
+        self._make, self.slices, self.reading = make, slices, reading
 
     def __iter__(self) -> Iterator[WeightBucket]:
-        return iter(self._make())
+        with self.reading():
+            yield from self._make()
 
 
 class Generation(Protocol):

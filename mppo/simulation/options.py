@@ -17,7 +17,7 @@ class Options:
         all_stages: simulate the first rank of every pipeline stage instead of ``rank``.
         steps: number of PPO steps.
         quick: simulate few layers and micro-batches, and scale the results to the recipe's.
-        gpu: name of the GPU, or its memory in GiB.
+        gpu: name of the GPU, or its memory in GiB; None: the recipe's.
         timeline: file for a trace of the memory; None: no trace.
         transformer_engine: folder with the Python part of Transformer Engine; None: simulate
             without Transformer Engine.
@@ -28,7 +28,7 @@ class Options:
     all_stages: bool = False
     steps: int = 2
     quick: bool = False
-    gpu: str = "h100-80gb"
+    gpu: str | None = None
     timeline: Path | None = None
     transformer_engine: Path | None = None
 
@@ -45,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="few layers and micro-batches, scaled to the recipe's"
     )
     parser.add_argument(
-        "--gpu",
-        default="h100-80gb",
-        help="the GPU's name, or its memory in GiB (default h100-80gb)",
+        "--gpu", help="the GPU's name, or its memory in GiB (default: trainer.gpu, or h100-80gb)"
     )
     parser.add_argument(
         "--transformer-engine",

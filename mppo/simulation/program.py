@@ -9,14 +9,12 @@ from pathlib import Path
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.rules.rule import world_size_of
+from mppo.planning.fit import planned_gpu
+from mppo.planning.verdict import EXIT_TOO_LARGE
 from mppo.simulation.gpu import te_stand_in
-from mppo.simulation.gpu.gpu_types import find_gpu
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.options import Options
 from mppo.supervision import exit_report
-
-EXIT_TOO_LARGE = 3
-"""Exit code if a rank does not fit its GPU."""
 
 
 def run_program(config: Path | None, overrides: Sequence[str], options: Options) -> int:
@@ -32,10 +30,10 @@ def run_program(config: Path | None, overrides: Sequence[str], options: Options)
     """
     configs = ModelConfigs(config)
     try:
-        gpu = find_gpu(options.gpu)
         _check_environment()
         recipe = load_checked(config, overrides, options.world_size, configs.read, files=False)
         world_size = options.world_size or world_size_of(recipe)
+        gpu = planned_gpu(recipe, options.gpu)
         _check_numbers(options, world_size)
         if options.transformer_engine is not None:
             te_stand_in.install(options.transformer_engine)

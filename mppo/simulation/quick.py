@@ -178,11 +178,13 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
             found[key] = round(a[key] + (b[key] - a[key]) * by(key))
         return found
 
-    resident = line(
-        shallow.resident, deep.resident, lambda text: names.get(text.split()[0], factor(text))
-    )
-    # permanent purposes: their bytes never exceed those between steps
-    lasting = resident.keys() - {phase.name for phase in deep.phases}
+    def between_passes(a: Counter[str], b: Counter[str]) -> Counter[str]:
+        return line(a, b, lambda text: names.get(text.split()[0], factor(text)))
+
+    resident = between_passes(shallow.resident, deep.resident)
+    # permanent purposes: their bytes never exceed those between passes
+    complete = between_passes(shallow.complete, deep.complete)
+    lasting = complete.keys() - {phase.name for phase in deep.phases}
     phases = []
     # the schedule, and with it the order of the roles' first passes, may depend on the depth
     order = {phase.name: number for number, phase in reversed(list(enumerate(deep.phases)))}
@@ -202,7 +204,7 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
         ]
         for found, _ in peaks:
             for purpose in found.keys() & lasting:
-                found[purpose] = min(found[purpose], resident[purpose])
+                found[purpose] = min(found[purpose], complete[purpose])
         composition, source = max(peaks, key=lambda found: found[0].total())
         phases.append(
             PhaseResult(
@@ -219,7 +221,10 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
             )
         )
     seconds = shallow.seconds + deep.seconds
-    return replace(deep, phases=phases, resident=resident, seconds=seconds)
+    pinned = line(shallow.pinned, deep.pinned, lambda name: names[name])
+    return replace(
+        deep, phases=phases, resident=resident, complete=complete, pinned=pinned, seconds=seconds
+    )
 
 
 def scale_micro_batches(result: RankResult, recipe: Recipe, reduced: Recipe) -> RankResult:

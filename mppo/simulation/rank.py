@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from mppo.batch import Batch, Prompt, Trajectory
+from mppo.config.gpu_types import GpuType
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.packed_batch import pack_trajectories
+from mppo.planning.verdict import CHECKPOINT
 from mppo.simulation.gpu import (
     attention_kernels,
     cuda_namespace,
@@ -27,7 +29,6 @@ from mppo.simulation.gpu import (
 )
 from mppo.simulation.gpu.counters import Collective, Counters, Wait
 from mppo.simulation.gpu.device_mode import SimulatedGpu
-from mppo.simulation.gpu.gpu_types import GpuType
 from mppo.simulation.gpu.ledger import Allocation, Ledger, Peak
 from mppo.supervision.phase import current, phase
 
@@ -45,6 +46,7 @@ GATHER_BUFFER = "gather buffer"
 """Purpose of Megatron's permanent buffer for gathered sequence-parallel activations."""
 TE_BUFFERS = "Transformer Engine's buffers"
 """Purpose of the tensors that Transformer Engine keeps (``te_stand_in.permanent_buffers``)."""
+_PLACING = "placing every part"
 _TOTAL_STEPS = 100
 """Length of the learning-rate schedule in PPO steps; it affects no tensor's size."""
 
@@ -114,23 +116,27 @@ class RankResult:
         rank: the rank.
         coordinates: its coordinates in each role's layout, by role name.
         phases: the phases in order.
-        resident: bytes by purpose that are allocated between steps.
+        resident: bytes by purpose that are allocated during generation.
+        complete: most bytes of every purpose between the passes of any phase.
         groups: number of process groups of more than one rank that it uses (NCCL communicators).
         attention: number of calls by attention kernel.
         unknown: number of reads of an unknown floating-point number, by source line.
         seconds: duration of the simulation.
         allocations: the ledger's list of allocations, for a timeline.
+        pinned: bytes of host memory that the parts of each role have taken.
     """
 
     rank: int
     coordinates: dict[str, Any]
     phases: list[PhaseResult]
     resident: Counter[str]
+    complete: Counter[str]
     groups: int
     attention: Counter[str]
     unknown: Counter[str]
     seconds: float
     allocations: list[Allocation] = field(default_factory=list)
+    pinned: Counter[str] = field(default_factory=Counter)
 
     @property
     def peak(self) -> PhaseResult:
@@ -172,7 +178,9 @@ def simulate_rank(case: RankCase) -> RankResult:
         run.build()
         for step in range(1, case.steps + 1):
             run.step(step)
+        run.wait()
         run.save()
+        run.place_everything()
     return run.result(time.perf_counter() - began)
 
 
@@ -185,11 +193,17 @@ class _Simulation:
 
         self.case, self.ledger, self.counters = case, ledger, counters
         device.prepare_megatron()
+        device.pinned_memory = self._pinned_memory
         roles = {
             role.name: (role, case.hf_configs[role.name]) for role in roles_in_use(case.recipe)
         }
         other_ranks.install(roles, case.world_size, counters)
         self.resident: Counter[str] = Counter()
+        self.complete: Counter[str] = Counter()
+
+    def _pinned_memory(self, nbytes: int) -> torch.Tensor:
+        """Replacement for ``device.pinned_memory``, without content."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def build(self) -> None:
         """Build the roles as ``mppo.trainer.run_setup`` does."""
@@ -233,9 +247,14 @@ class _Simulation:
             update.run()
             self._assign()
             update.metrics()
-        self.resident = self.ledger.composition()
-        with phase("weight sync", step):
+        placing = self.roles.placement.sending_weights()
+        with phase("update_weights", step), placing, phase("weight sync", step):
             self._stream()
+
+    def wait(self) -> None:
+        """Count what is allocated while the engine generates."""
+        gc.collect()
+        self.resident = self.ledger.composition()
 
     def _stream(self) -> None:
         """Stream the weights into the two buffers that servers read (``TensorTransport``)."""
@@ -253,10 +272,17 @@ class _Simulation:
         """Build the sharded state of a checkpoint."""
         from mppo.checkpoint.role_state import sharded_state
 
-        with phase("checkpoint state"):
+        with phase(CHECKPOINT):
             for role in self.roles.trained.values():
                 with role.groups.active():
                     sharded_state(role)
+
+    def place_everything(self) -> None:
+        """Count the purposes of all parts, which may never be on the GPU at the same time."""
+        with phase(_PLACING):
+            for name in self.roles.placement.phases:
+                self.roles.placement.enter(name)
+                self.complete |= self.ledger.composition()
 
     def _assign(self) -> None:
         """Assign purposes to the tensors that live as long as the roles."""
@@ -289,6 +315,8 @@ class _Simulation:
         """Collect ledger and counters in a result."""
         counters, phases = self.counters, []
         for name, peak in self.ledger.peaks.items():
+            if name == _PLACING:
+                continue
             found = PhaseResult(name, peak.size, self._composition(peak), peak.moment, peak.line)
             found.by_line = {
                 line: self._composition(other)
@@ -311,11 +339,13 @@ class _Simulation:
             coordinates={role.name: role.groups.coordinates for role in self.present},
             phases=phases,
             resident=self.resident,
+            complete=self.complete,
             groups=len(counters.groups),
             attention=Counter(attention_kernels.calls),
             unknown=Counter(counters.unknown),
             seconds=seconds,
             allocations=self.ledger.allocations,
+            pinned=Counter(self.roles.placement.host_by_role),
         )
 
     def _composition(self, peak: Peak) -> Counter[str]:

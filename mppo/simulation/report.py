@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from mppo.config.gpu_types import GIB
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.simulation.gpu.counters import Collective
-from mppo.simulation.gpu.gpu_types import GIB
 from mppo.simulation.rank import PhaseResult, RankResult
-from mppo.simulation.verdict import Verdict
 
 _SHOWN = 5
 """Number of waits, and of kinds of collectives, that the report shows per phase."""
@@ -40,7 +39,7 @@ def _memory(result: RankResult) -> str:
     for phase in result.phases:
         rows.append((phase.name, _gib(phase.peak), phase.line, _shares(phase.composition)))
     resident = result.resident.total()
-    rows.append(("between steps", _gib(resident), "", _shares(result.resident)))
+    rows.append(("generation", _gib(resident), "", _shares(result.resident)))
     return columns(rows)
 
 
@@ -92,28 +91,6 @@ def _details(phase: PhaseResult) -> list[str]:
 
 def _group_name(kind: Collective) -> str:
     return kind.group.lower().removesuffix("_group").replace("_", " ")
-
-
-def describe_verdict(verdict: Verdict) -> str:
-    """Describe whether the rank fits, its largest moment, and the fixes if it does not fit."""
-    moment, gpu = verdict.moments[0], verdict.gpu
-    beside = ", ".join(f"{key} {_gib(size)}" for key, size in moment.beside.items())
-    lines = [
-        f"largest moment: {moment.phase}: {_gib(moment.total)} GiB of {_gib(gpu.nbytes)} GiB "
-        f"({gpu.name}): trainer {_gib(moment.trainer)}, {beside}"
-    ]
-    if verdict.kv_tokens is not None:
-        lines.append(
-            f"room for the engine's KV cache while it generates: {verdict.kv_tokens:,} tokens"
-        )
-    if verdict.fits:
-        lines.append(f"fits, with {_gib(gpu.nbytes - moment.total)} GiB to spare")
-    else:
-        lines.append(
-            f"does NOT fit: {_gib(moment.total - gpu.nbytes)} GiB too much. What would help:"
-        )
-        lines += [f"  - {fix}" for fix in verdict.fixes]
-    return "\n".join(lines)
 
 
 def _gib(count: float) -> str:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import sys
 from functools import partial
 
+from mppo.config.gpu_types import GpuType
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
+from mppo.planning.fit import plan_fit, with_offload
 from mppo.planning.plan import plan_roles, with_token_budgets
-from mppo.simulation.gpu.gpu_types import GpuType
+from mppo.planning.verdict import describe_verdict, judge
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
+from mppo.simulation.moments import simulated_moments
 from mppo.simulation.options import Options
 from mppo.simulation.quick import quick_result
 from mppo.simulation.rank import RankCase, RankResult, simulate_rank
-from mppo.simulation.report import describe_rank, describe_verdict
+from mppo.simulation.report import describe_rank
 from mppo.simulation.timeline import write_memory_trace
-from mppo.simulation.verdict import judge_fit
-from mppo.weights.shape import model_shape
 
 
 def simulate_run(
@@ -37,8 +38,8 @@ def simulate_run(
     """
     hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
     recipe = with_token_budgets(recipe, world_size, hf_configs)
-    parameters = plan_roles(recipe, world_size, hf_configs)[0].parameters
-    shape, all_fit = model_shape(hf_configs["actor"]), True
+    fit, all_fit = plan_fit(recipe, plan_roles(recipe, world_size, hf_configs), gpu), True
+    recipe = with_offload(recipe, fit.offload)  # the models of a quick run would need none
     import_simulated_code()
     per_node = recipe.trainer.n_gpus_per_node or 8
     for rank in ranks_to_simulate(recipe, world_size, options):
@@ -46,7 +47,8 @@ def simulate_run(
         case = RankCase(recipe, hf_configs, world_size, rank, options.steps, gpu, per_node, with_te)
         result = _result(case, options.quick)
         print(describe_rank(result, recipe, world_size), end="\n\n", flush=True)
-        verdict = judge_fit(result, recipe, shape, parameters, gpu)
+        moments = simulated_moments(result, recipe, fit.engine)
+        verdict = judge(moments, recipe, gpu, fit.engine)
         print(describe_verdict(verdict), end="\n\n", flush=True)
         all_fit &= verdict.fits
         if options.timeline is not None:

@@ -85,22 +85,29 @@ def _keys_by_phase(phase: str) -> dict[str, list[tuple[str, str]]]:
         (f"{role}.megatron.pipeline_model_parallel_size", "raise"),
     ]
     chunk = (f"{role}.head_chunk_tokens", "lower")
+    offload = (
+        f"{'actor' if role == 'critic' else 'critic'}.megatron.offload",
+        "set parameters, gradients and optimizer to true",
+    )
     return {
         "updating": [
             (f"{role}.ppo_micro_batch_size_per_gpu", "lower"),
             (f"{role}.ppo_max_token_len_per_gpu", "lower, with use_dynamic_bsz=true"),
             (f"{role}.megatron.recompute_granularity", "set to full"),
             (f"{role}.megatron.use_distributed_optimizer", "set to true"),
+            offload,
             chunk,
+            ("trainer.schedule", "set to sequential: one role is trained at a time"),
             *layout,
         ],
         "computing": [
             (f"{role}.log_prob_micro_batch_size_per_gpu", "lower"),
             (f"{role}.log_prob_max_token_len_per_gpu", "lower, with use_dynamic_bsz=true"),
+            offload,
             chunk,
             *layout,
         ],
-        "weight sync": [("rollout.sync_bucket_mb", "lower")],
+        "weight sync": [("rollout.sync_bucket_mb", "lower"), offload],
         "gen": [
             ("rollout.batch_size", "lower"),
             ("data.max_response_length", "lower"),

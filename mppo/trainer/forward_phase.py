@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mppo.batch import Batch, ModelOutputs
-from mppo.config.schedule import streams_forward
+from mppo.config.schedule import forward_groups
 from mppo.models.heads.outputs import Outputs, add_outputs
 from mppo.models.role import Role
 from mppo.models.role_spec import TOKENS_ONLY, PassInputs
@@ -20,6 +20,7 @@ from mppo.pipeline.executor import carry_out
 from mppo.pipeline.links import Links
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.pipeline.schedule import forward_list
+from mppo.planning.residency import phase_of_role
 from mppo.supervision.phase import phase
 from mppo.trainer.roles import Roles
 
@@ -49,10 +50,9 @@ class ForwardPhase:
 
     def __init__(self, roles: Roles, batch: Batch) -> None:
         self._roles, self._batch = roles, batch
-        actor = roles.actor if roles.recipe.needs_actor_logprobs else None
-        order = [role for role in (roles.ref, actor, roles.critic) if role is not None]
-        streamed = len(order) > 1 and streams_forward(roles.recipe)
-        self.passes: list[list[Role]] = [order] if streamed else [[role] for role in order]
+        by_name = {role.name: role for role in (*roles.trained.values(), roles.ref) if role}
+        groups = forward_groups(roles.recipe)
+        self.passes: list[list[Role]] = [[by_name[name] for name in group] for group in groups]
         self._outputs: dict[str, Any] = {}
         self._ref_hidden_T: Tensor | None = None
 
@@ -65,13 +65,19 @@ class ForwardPhase:
         shares = [1.0]
         if len(roles) == 1:
             with phase(_what(names[0])):
+                self._enter(names[0])
                 self._outputs[names[0]] = self._forward(roles[0])
         else:
             with phase("computing in one stream"):
+                self._enter(names[0])
                 shares = self._stream(roles)
         seconds = time.perf_counter() - start
         for name, share in zip(names, shares, strict=True):
             self._roles.seconds[TIMED_AS[name]] = seconds * share
+
+    def _enter(self, role: str) -> None:
+        """Bring the weights of the role, and of those in its stream, to the device."""
+        self._roles.placement.enter(phase_of_role(self._roles.recipe, "forward", role))
 
     def _stream(self, roles: Sequence[Role]) -> list[float]:
         """Forward passes through one pipeline; each role's share of the work."""

@@ -8,6 +8,7 @@ from functools import partial
 
 from mppo.batch import Batch, Experience
 from mppo.parallel.collectives import group_size
+from mppo.planning.residency import SAVE, WEIGHT_SYNC
 from mppo.report.console import SampleRow
 from mppo.report.history import Metrics
 from mppo.responses import ResponseRow
@@ -50,6 +51,8 @@ from mppo.trainer.update.phase import NonFiniteStep, UpdatePhase
 def train(run: Run) -> None:
     """Run all iterations; validate before the first and every ``trainer.test_freq`` steps."""
     trainer = run.recipe.trainer
+    if run.folder.found is not None:
+        run.roles.placement.enter(SAVE)
     done = run.checkpoints.resume(run.folder.found)
     run.folder.begin()
     on_first_rank(partial(run.reporter.start, done))
@@ -131,6 +134,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
             stop_request.sync()
         outputs = forward.outputs()
     with run.stage("adv", step):
+        run.roles.placement.prepare("update")
         experience = estimate(outputs, algorithm, run.kl.coef, baseline_scores_B=baseline_B)
         experience = resample_experience(experience, algorithm, seed=recipe.trainer.seed + step)
     run.checkpoints.before_update()
@@ -178,6 +182,7 @@ def run_metrics(run: Run, batch: Batch, step: int) -> dict[str, float]:
         "lr": optimizer.learning_rate,
         "training/epoch": run.prompts.epoch,
         "training/skipped_steps": float(roles.skipped_steps),
+        "perf/offload_host_memory_gb": roles.placement.host_nbytes / 2**30,
     }
 
 
@@ -186,7 +191,13 @@ def sync_weights(run: Run, version: int) -> None:
     bucket_bytes = run.recipe.rollout.sync_bucket_mb << 20
     with phase("weight sync"):
         actor = run.roles.actor
-        weights = WeightSource(lambda: actor.weights.stream(bucket_bytes), actor.weights.slices)
+        placement = run.roles.placement
+        weights = WeightSource(
+            lambda: actor.weights.stream(bucket_bytes),
+            actor.weights.slices,
+            placement.sending_weights,
+        )
+        placement.enter(WEIGHT_SYNC)  # the engine needs memory before it takes the weights
         run.engine.update_weights(weights, version)
 
 

@@ -15,11 +15,14 @@ from mppo.models.configuration import DTYPES
 from mppo.models.role import Role
 from mppo.models.role_spec import RoleSpec
 from mppo.parallel.groups import GroupRegistry
+from mppo.planning.fit import own_gpu, planned_offload
 from mppo.planning.flops import model_flops
 from mppo.planning.plan import token_costs, with_token_budgets
+from mppo.planning.residency import residency
 from mppo.planning.token_budgets import given_budgets
 from mppo.supervision.phase import phase
 from mppo.trainer.pretraining_mix import PretrainingMix
+from mppo.trainer.residency import RolePlacement
 from mppo.trainer.update.slot_balance import SlotBalance
 
 
@@ -55,6 +58,7 @@ class Roles:
         text: documents for the pretraining mix; None without one.
 
     Attributes:
+        placement: moves the roles' parts between device and host memory.
         slot_balance: chooses the token budgets of the trained roles; None: the recipe has numbers.
         seconds: duration of each role's last forward pass and update.
     """
@@ -99,10 +103,14 @@ class Roles:
 
         numbers = with_token_budgets(recipe, world, configs)
         actor, critic, ref = numbers.actor, numbers.critic, numbers.ref
+        offload = planned_offload(recipe, world, configs, own_gpu(recipe))
+        self.placement = RolePlacement(residency(recipe, offload))
         self.actor = build("actor", "policy", actor, actor.megatron, actor.optim)
+        self.placement.add(self.actor)
         self.critic: Role | None = None
         if recipe.algorithm.uses_critic:
             self.critic = build("critic", "value", critic, critic.megatron, critic.optim)
+            self.placement.add(self.critic)
         self.ref: Role | None = None
         if recipe.uses_reference:
             batching = ref.batching(actor)
@@ -110,6 +118,7 @@ class Roles:
             if recipe.needs_full_kl:
                 bucket_bytes = recipe.rollout.sync_bucket_mb << 20
                 self.actor.head.load_reference(self.ref.head, self.ref.weights, bucket_bytes)
+            self.placement.add(self.ref)
         self.flops = {
             name: model_flops(role.hf_config, role.spec.head) for name, role in self.trained.items()
         }

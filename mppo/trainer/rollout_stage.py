@@ -223,6 +223,7 @@ def prefetch_next(run: Run, step: int) -> None:
         run.ahead = submit(run, step + 1)
     else:
         run.engine.sleep()
+        run.roles.placement.prepare("forward")
 
 
 def wait_for_prefetch(run: Run, step: int) -> dict[str, float]:

@@ -41,6 +41,19 @@ class PendingRollout:
     early: EarlyScores
 
 
+@contextmanager
+def exporting(engine: RolloutEngine, roles: Roles) -> Iterator[None]:
+    """Inside the context the weights of the actor are on the device, where an export reads them.
+
+    If they come from host memory, the engine releases its memory before; it gets the weights again
+    when it next generates.
+    """
+    if roles.placement.moves_weights:
+        engine.sleep()
+    with roles.placement.sending_weights():
+        yield
+
+
 @dataclass
 class Run:
     """The parts of a run that an iteration uses.
@@ -69,11 +82,14 @@ class Run:
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
-        """Time a stage, and name it as the phase for error messages."""
+        """Time a stage, and name it as the phase for error messages.
+
+        Copies of parts of roles on their own stream may outlast it.
+        """
         start = time.perf_counter()
         with phase(name, step):
             yield
-        device.synchronize()
+        device.wait_for_stream(device.device())
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def stop(self) -> None:

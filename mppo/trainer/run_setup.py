@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,15 +12,20 @@ from transformers import PreTrainedTokenizerBase
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch import PartialResponses
 from mppo.checkpoint.checkpointer import Checkpointer
+from mppo.config.gpu_types import GIB
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.data.documents import load_documents
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet, load_prompts
 from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
+from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.groups import GroupRegistry
+from mppo.parallel.host_memory import host_memory
 from mppo.parallel.launch import LaunchInfo
-from mppo.planning.disk import describe_checkpoints, host_copy_bytes, host_copy_warning
+from mppo.planning.disk import describe_checkpoints
+from mppo.planning.fit import own_gpu
+from mppo.planning.host import GIVEN, memory_warnings
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.report.reporter import Reporter
 from mppo.rewards.scorer import build_scorer
@@ -34,7 +38,7 @@ from mppo.supervision.signals import StopRequest
 from mppo.trainer.advantages import kl_controller
 from mppo.trainer.pretraining_mix import PretrainingMix
 from mppo.trainer.roles import Roles, trained_models
-from mppo.trainer.run import Run
+from mppo.trainer.run import Run, exporting
 from mppo.trainer.run_folder import CHECKPOINTS, WARM_START, RunFolder, check_model_folders
 from mppo.trainer.sft import train_sft
 from mppo.weights.model_folder import companion_folder
@@ -71,7 +75,9 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
             return None
         check_model_folders(recipe)
     configs = {role.name: read_config(role.path) for role in roles_in_use(recipe)}
-    _report_checkpoints(reporter, recipe, plan_roles(recipe, info.world_size, configs), total_steps)
+    plans = plan_roles(recipe, info.world_size, configs)
+    reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
+    _report_memory(reporter, recipe, plans)
     reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
     registry = GroupRegistry(trainer.seed)
     with_budgets = with_token_budgets(recipe, info.world_size, configs)
@@ -90,7 +96,8 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     parts = {"prompts": prompts, "kl": kl, "moments": reward_stats, "roles": roles}
     partial_responses = PartialResponses()
     state = (trainer, run_dir / CHECKPOINTS, roles.trained, parts, partial_responses)
-    saver = Checkpointer(*state, redact(plain), stop, announce)
+    export = partial(exporting, engine, roles)
+    saver = Checkpointer(*state, redact(plain), stop, announce, export)
     return Run(
         recipe=recipe,
         tokenizer=tokenizer,
@@ -109,14 +116,18 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     )
 
 
-def _report_checkpoints(
-    reporter: Reporter, recipe: Recipe, plans: list[RolePlan], total_steps: int
-) -> None:
-    """Print the disk space of checkpoints, and a warning if their copies fill the host's memory."""
-    reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if warning := host_copy_warning(host_copy_bytes(recipe, plans), memory):
-        reporter.line(warning)
+def _report_memory(reporter: Reporter, recipe: Recipe, plans: list[RolePlan]) -> None:
+    """Warn if the run does not fit its GPUs or the host's memory. Collective.
+
+    Raises:
+        ConfigError: what leaves the GPUs does not fit into the memory of a node.
+    """
+    memory, source = host_memory()
+    if recipe.trainer.host_memory_gib is not None:
+        memory, source = int(recipe.trainer.host_memory_gib * GIB), GIVEN
+    (smallest,) = largest_of_ranks([-memory])
+    for line in memory_warnings(recipe, plans, own_gpu(recipe), int(-smallest), source):
+        reporter.line(f"warning: {line}")
 
 
 def _load_prompts(

@@ -43,6 +43,14 @@ def both(key: str) -> tuple[str, str]:
     return f"actor.{key}", f"critic.{key}"
 
 
+OFFLOADED = (
+    *both("megatron.offload.parameters=true"),
+    *both("megatron.offload.gradients=true"),
+    *both("megatron.offload.optimizer=true"),
+    "ref.megatron.offload.parameters=true",
+)
+
+
 @dataclass(frozen=True)
 class Update:
     """Updates to compare.
@@ -55,6 +63,7 @@ class Update:
             a third iteration shows that both kinds go on alike.
         recorded: run folder in which all updates of that kind are recorded; None: not recorded.
         beside: the critic's model, where it has another one.
+        offloaded: all parts of the roles leave the device in the phases that do not use them.
     """
 
     model: str
@@ -63,6 +72,7 @@ class Update:
     spoiled: bool = False
     recorded: str | None = None
     beside: Update | None = None
+    offloaded: bool = False
 
     @property
     def iterations(self) -> int:
@@ -90,6 +100,15 @@ CASES = {
     "PP2, a skipped step": Update("qwen2", PP2, spoiled=True),
     "PP2, a step skipped together": Update(
         "qwen2", (*PP2, "trainer.align_overflow=true"), kind="fused", spoiled=True
+    ),
+    "PP2, offloaded": Update("qwen2", PP2, offloaded=True),
+    "PP2, a skipped step, offloaded": Update("qwen2", PP2, spoiled=True, offloaded=True),
+    "PP1, bfloat16, offloaded": Update("qwen2", ("model.dtype=bfloat16",), offloaded=True),
+    "PP1, no distributed optimizer, offloaded": Update(
+        "qwen2", (*both("megatron.use_distributed_optimizer=false"),), kind="fused", offloaded=True
+    ),
+    "MoE, EP2xPP2, bfloat16, offloaded": Update(
+        "qwen3_moe", (*PP2, *both(f"{EP}=2"), "model.dtype=bfloat16"), offloaded=True
     ),
     "PP1, actor TP2": Update("qwen2", (f"actor.{TP}=2",)),
     "actor TP2xPP2, critic PP2": Update("qwen2", (*PP2, f"actor.{TP}=2")),
@@ -133,7 +152,7 @@ _sequential: dict[Update, dict] = {}
 
 def updated(case: Update, folder: Path, registry) -> dict:
     """Results of two or three updates on this rank, by the case's schedule and sequentially."""
-    same = replace(case, kind="sequential", recorded=None)
+    same = replace(case, kind="sequential", recorded=None, offloaded=False)
     if same not in _sequential:
         _sequential[same] = _updates(same, "sequential", folder, registry)
     expected = _sequential[same]
@@ -141,6 +160,8 @@ def updated(case: Update, folder: Path, registry) -> dict:
         recorded = f"trainer.timeline={{steps: {list(range(1, case.iterations + 1))}}}"
         where = f"trainer.default_local_dir={folder / case.recorded}"
         case = replace(case, overrides=(*case.overrides, recorded, where))
+    if case.offloaded:
+        case = replace(case, overrides=(*case.overrides, *OFFLOADED))
     return {"expected": expected, "found": _updates(case, case.kind, folder, registry)}
 
 

@@ -23,6 +23,8 @@ SMALLEST = {
     "weight_sync.py": ["--layers", "1", "--repeat", "2"],
     "sync_routes.py": ["--layers", "1", "--repeat", "1"],
     "simulate.py": ["deepseek_llm_7b_gsm8k_math", "--stages", "first", "--table", "table.md"],
+    "offload.py": ["--megabytes", "8", "--hidden", "64", "--layers", "1", "--sequences", "2",
+                    "--repeat", "2"],
     "schedule.py": ["waits", "--stages", "4", "--milliseconds", "2", "--repeat", "1"],
 }  # fmt: skip
 LOOKED_AT = {

@@ -59,6 +59,15 @@ SETUPS = {
     "dense": [*REMEMBERING, f"actor.{TP}", f"critic.{PP}"],
     "experts": ["model.path=builtin:tiny-moe", "actor.megatron.expert_model_parallel_size=2"],
 }
+ALL = "{parameters: true, gradients: true, optimizer: true}"
+RESUMED = {
+    "resumed": [],
+    "resumed, offloaded": [
+        f"actor.megatron.offload={ALL}",
+        f"critic.megatron.offload={ALL}",
+        "ref.megatron.offload.parameters=true",
+    ],
+}
 OTHER_LAYOUT = [*REMEMBERING, f"actor.{PP}"]
 COMPARED = ("actor/", "critic/", "response", "prompt", "training/", "val", "objective/")
 
@@ -81,9 +90,10 @@ def _run(info, overrides: list[str], run_dir: Path) -> None:
         run = build_run(load_recipe(None, overrides), info, stop)
         delay_copies_in_loop(run)  # without the wait for copies, a save is of the next step
         train(run)
-    run.roles.actor.weights.save(run_dir / "actor")
-    if run.roles.actor.weights.average is not None:
-        run.roles.actor.weights.save_average(run_dir / "actor_ema")
+    with run.roles.placement.sending_weights():
+        run.roles.actor.weights.save(run_dir / "actor")
+        if run.roles.actor.weights.average is not None:
+            run.roles.actor.weights.save_average(run_dir / "actor_ema")
     run.reporter.close()
 
 
@@ -109,8 +119,9 @@ def _worker(rank: int, out: Path) -> None:
     filled = {name: [key.replace("{out}", str(out)) for key in SETUPS[name]] for name in SETUPS}
     for name, setup in filled.items():
         _run(info, setup, out / name)
-        _half_done(out / name, out / f"{name} resumed")
-        _run(info, setup, out / f"{name} resumed")
+        for resumed, further in RESUMED.items():
+            _half_done(out / name, out / f"{name} {resumed}")
+            _run(info, [*setup, *further], out / f"{name} {resumed}")
     _half_done(out / "dense", out / "other layout")
     other = [key.replace("{out}", str(out)) for key in OTHER_LAYOUT]
     _run(info, other, out / "other layout")
@@ -138,9 +149,10 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.parametrize("further", RESUMED)
 @pytest.mark.parametrize("name", SETUPS)
-def test_two_steps_resume_and_two_more_are_four_steps_bitwise(runs, name):
-    complete, resumed = runs / name, runs / f"{name} resumed"
+def test_two_steps_resume_and_two_more_are_four_steps_bitwise(runs, name, further):
+    complete, resumed = runs / name, runs / f"{name} {further}"
     want, got = _weights(complete / "actor"), _weights(resumed / "actor")
     assert all(torch.equal(want[key], got[key]) for key in want)
     lines, again = _metrics(complete), _metrics(resumed)
@@ -151,9 +163,10 @@ def test_two_steps_resume_and_two_more_are_four_steps_bitwise(runs, name):
                 assert other[key] == value, (line["step"], key)
 
 
-def test_the_moving_average_resumes_bitwise(runs):
+@pytest.mark.parametrize("further", RESUMED)
+def test_the_moving_average_resumes_bitwise(runs, further):
     weights = _weights(runs / "dense/actor")
-    want, got = _weights(runs / "dense/actor_ema"), _weights(runs / "dense resumed/actor_ema")
+    want, got = _weights(runs / "dense/actor_ema"), _weights(runs / f"dense {further}/actor_ema")
     assert all(torch.equal(want[key], got[key]) for key in want)
     assert any(not torch.equal(want[key], weights[key]) for key in want)
 
@@ -181,13 +194,14 @@ def test_an_update_logs_its_flops(runs):
     assert "perf/mfu/actor" not in _metrics(runs / "experts")[0]
 
 
+@pytest.mark.parametrize("further", RESUMED)
 @pytest.mark.parametrize("name", SETUPS)
-def test_the_checkpoints_of_both_runs_hold_the_same_bytes(runs, name):
+def test_the_checkpoints_of_both_runs_hold_the_same_bytes(runs, name, further):
     from mppo.checkpoint.folder import read_manifest
 
     step = "checkpoints/global_step_4"
     complete = read_manifest(runs / name / step)
-    resumed = read_manifest(runs / f"{name} resumed" / step)
+    resumed = read_manifest(runs / f"{name} {further}" / step)
     shards = [file for file in complete.files if file.endswith(".distcp")]
     assert len(shards) >= 4
     assert all(complete.files[file] == resumed.files[file] for file in shards)

@@ -112,6 +112,7 @@ def training_keys(name: str, folder: Path) -> list[str]:
         f"model.path={folder / name / SIZES[name][0]}",
         f"data.train_files=[{folder / name / QUESTIONS}]",
         f"trainer.default_local_dir={folder / f'run_{name}'}",
+        "trainer.gpu=1000",  # the run and its simulation choose the same offload: none
         *SHORT,
         *own,
     ]
@@ -136,7 +137,7 @@ def simulation_check(name: str, folder: Path) -> Check:
     """The same run, simulated; its peak is compared with the measured one."""
     command = (
         sys.executable, "-m", "mppo.simulate", str(recipe_of(name)), "--quick",
-        "--world-size", str(GPUS), "--gpu", "1000", *training_keys(name, folder),
+        "--world-size", str(GPUS), *training_keys(name, folder),
     )  # fmt: skip
     judge = partial(judge_memory, name=name)
     shows = "simulated memory agrees with measured memory"

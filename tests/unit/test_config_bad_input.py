@@ -43,8 +43,6 @@ SETTINGS = [
     ("an empty key", "=3", "command line", "is not a setting"),
     ("an empty part", "actor..lr=3", "command line", "is not a setting"),
     ("an open bracket", "data.train_files=[a.jsonl", "data.train_files", "not valid YAML"),
-    ("verl's offloading", "actor.fsdp_config.param_offload=true",
-     "actor.fsdp_config.param_offload", "stay on the device"),
     ("verl's global micro-batch", "actor.ppo_micro_batch_size=4", "actor.ppo_micro_batch_size",
      "ppo_micro_batch_size_per_gpu"),
     ("verl's reward model section", "reward_model.enable=true", "reward_model.enable",

@@ -11,6 +11,7 @@ from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.config.rules.rule import RULES, roles_in_use, world_size_of
 from mppo.parallel.layout import Layout
+from mppo.planning.describe import describe_plan
 from mppo.planning.memory import (
     ParameterCount,
     count_parameters,
@@ -18,7 +19,7 @@ from mppo.planning.memory import (
     role_memory,
     stage_layers,
 )
-from mppo.planning.plan import describe_plan, plan_roles
+from mppo.planning.plan import plan_roles
 from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
 

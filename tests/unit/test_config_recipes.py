@@ -14,7 +14,8 @@ from mppo.config.document import parse_yaml
 from mppo.config.load import load_recipe
 from mppo.config.rules.rule import roles_in_use, world_size_of
 from mppo.hub.builtin import resolve_model
-from mppo.planning.plan import describe_plan, plan_roles
+from mppo.planning.describe import describe_plan
+from mppo.planning.plan import plan_roles
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.train import main
 

@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 
 from mppo.config.load import load_recipe
 from mppo.config.schedule import schedule_kind, streams_forward
-from mppo.planning.plan import describe_plan, plan_roles
+from mppo.planning.describe import describe_plan
+from mppo.planning.plan import plan_roles
 
 REFUSED = [
     ("no such kind", "trainer.schedule=zero_bubble",

@@ -101,15 +101,15 @@ def test_the_log_names_what_has_no_effect_and_what_is_taken_otherwise(tmp_path, 
     path = tmp_path / "recipe.yaml"
     data = "data: {task: arithmetic, max_prompt_length: 64, max_response_length: 64}\n"
     path.write_text(data + "model: {use_remove_padding: true}\n")
-    settings = ["actor.megatron.param_offload=False", "critic.megatron.param_offload=False"]
+    settings = ["critic.megatron.optimizer_offload=True"]
     settings += ["actor_rollout_ref.model.enable_gradient_checkpointing=True"]
     assert main(["--config", str(path), "--dry-run", *settings]) == 0
     reported = capsys.readouterr().err.splitlines()
     assert [line for line in reported if line.startswith("mppo: ")] == [
         "mppo: model.enable_gradient_checkpointing=True is taken as "
         "actor.megatron.recompute_granularity=full",
+        "mppo: critic.megatron.optimizer_offload=True is taken as "
+        "critic.megatron.offload.optimizer=True",
         "mppo: no effect: model.use_remove_padding=True (sequences are always packed; no padding "
         "is computed)",
-        "mppo: no effect: actor.megatron.param_offload=False, critic.megatron.param_offload=False "
-        "(nothing is offloaded)",
     ]

@@ -74,10 +74,10 @@ def test_the_copy_of_a_background_save_is_divided_over_the_nodes():
     assert describe_checkpoints(recipe, plans, 9).endswith("memory holds a copy of 102.8 GB")
     waiting = load_recipe(path, ["trainer.nnodes=2", "trainer.async_save=false"])
     assert host_copy_bytes(waiting, plans) == 0
-    assert host_copy_warning(copy, copy) is None
-    warning = host_copy_warning(copy, 64 * 10**9)
+    assert host_copy_warning(copy, copy, "physical memory") is None
+    warning = host_copy_warning(copy, 64 * 10**9, "limit of the cgroup")
     assert warning is not None
-    assert "102.8 GB on each node, which has 64.0 GB" in warning
+    assert "102.8 GB on each node, which has 64.0 GB (limit of the cgroup)" in warning
     assert "set trainer.async_save=false" in warning
 
 

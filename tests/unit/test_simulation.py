@@ -14,16 +14,18 @@ import pytest
 import torch
 
 from mppo.config.checks import load_checked
+from mppo.config.gpu_types import GIB, GPU_TYPES, find_gpu
 from mppo.config.rules.rule import roles_in_use
+from mppo.planning.outside import ENGINE_GRAPHS, colocated_engine
+from mppo.planning.verdict import Verdict, judge
 from mppo.simulate import main
 from mppo.simulation.gpu.counters import Wait
-from mppo.simulation.gpu.gpu_types import GIB, GPU_TYPES, find_gpu
 from mppo.simulation.gpu.ledger import Allocation, Ledger
 from mppo.simulation.model_config import ModelConfigs
+from mppo.simulation.moments import simulated_moments
 from mppo.simulation.quick import Depths, chunk_depths, extrapolated, reduced_batch, with_layers
 from mppo.simulation.rank import PhaseResult, RankCase, RankResult, longest_batch
 from mppo.simulation.timeline import write_memory_trace
-from mppo.simulation.verdict import ENGINE_GRAPHS, judge_fit
 from mppo.weights.shape import model_shape
 
 ROOT = Path(__file__).parents[2]
@@ -48,8 +50,8 @@ def result_of(peak: int, resident: int, layers: int = 1) -> RankResult:
         waits=Counter({Wait("a.py:1", "item"): 4 * layers}),
     )
     return RankResult(
-        0, {}, [phase], Counter({"actor weights": resident}), 2, Counter(), Counter(),
-        1.0,
+        0, {}, [phase], Counter({"actor weights": resident}), Counter({"actor weights": resident}),
+        2, Counter(), Counter(), 1.0,
     )  # fmt: skip
 
 
@@ -119,9 +121,9 @@ def test_no_more_of_a_purpose_than_lives_between_steps():
     shallow, deep = result_of(5 * GIB, 3 * GIB), result_of(8 * GIB, 4 * GIB)
     deep.phases[0].composition = Counter({"actor weights": 6 * GIB, "updating actor": 2 * GIB})
     for result in (shallow, deep):
-        result.resident["updating actor"] = 1 << 20  # what a phase leaves bounds no other moment
+        result.complete["updating actor"] = 1 << 20  # what a phase leaves bounds no other moment
     found = extrapolated(shallow, deep, Depths(2, 3, {"actor": 10.0}))
-    assert found.phases[0].composition["actor weights"] == found.resident["actor weights"]
+    assert found.phases[0].composition["actor weights"] == found.complete["actor weights"]
     assert found.phases[0].composition["updating actor"] == 2 * GIB
 
 
@@ -161,10 +163,17 @@ def test_a_gpu_by_name_or_by_memory(name):
     assert 70 * GIB < find_gpu(name).nbytes <= 80 * GIB
 
 
-def test_a_rank_that_fits_leaves_room_for_the_engine():
+def judged(peak: int, resident: int) -> Verdict:
+    """The verdict on an actor of 7 billion parameters that stays on the GPU."""
     case = case_of("qwen2_7b_rm")
     shape = model_shape(case.hf_configs["actor"])
-    verdict = judge_fit(result_of(20 * GIB, 15 * GIB), case.recipe, shape, 7_000_000_000, case.gpu)
+    engine = colocated_engine(case.recipe, case.world_size, shape, 7_000_000_000)
+    moments = simulated_moments(result_of(peak, resident), case.recipe, engine)
+    return judge(moments, case.recipe, case.gpu, engine)
+
+
+def test_a_rank_that_fits_leaves_room_for_the_engine():
+    verdict = judged(20 * GIB, 15 * GIB)
     assert verdict.fits
     assert not verdict.fixes
     assert verdict.kv_tokens > 100_000
@@ -172,9 +181,7 @@ def test_a_rank_that_fits_leaves_room_for_the_engine():
 
 
 def test_a_rank_that_does_not_fit_names_fixes_with_their_size():
-    case = case_of("qwen2_7b_rm")
-    shape = model_shape(case.hf_configs["actor"])
-    verdict = judge_fit(result_of(90 * GIB, 60 * GIB), case.recipe, shape, 7_000_000_000, case.gpu)
+    verdict = judged(90 * GIB, 60 * GIB)
     assert not verdict.fits
     halved = next(fix for fix in verdict.fixes if "ppo_micro_batch_size_per_gpu" in fix)
     assert "actor.ppo_micro_batch_size_per_gpu (16)" in halved
@@ -199,8 +206,9 @@ def test_a_timeline_is_a_chrome_trace(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu", "h100"], "--gpu h100: unknown GPU (did you mean h100-80gb?)"),
-        (["--gpu", "0"], "--gpu 0: unknown GPU"),
+        (["--gpu", "h100"], "--gpu = 'h100'\n     why:  unknown GPU (did you mean h100-80gb?)"),
+        (["--gpu", "0"], "--gpu = '0'\n     why:  unknown GPU"),
+        (["trainer.gpu=h100"], "trainer.gpu = 'h100'\n     why:  unknown GPU"),
         (["--rank", "8"], "--rank 8: the world has 8 ranks; choose one from 0 to 7"),
         (["--rank", "-1"], "--rank -1: the world has 8 ranks"),
         (["--steps", "0"], "--steps 0: simulate at least one step"),

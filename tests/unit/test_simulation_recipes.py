@@ -49,10 +49,17 @@ MISTAKES = (
 )
 KEPT = "with:"
 OFFLOADED = "with:actor.megatron.offload_activations=true critic.megatron.offload_activations=true"
+MOVED = "with:" + " ".join(
+    f"{role}.megatron.offload.{part}=true"
+    for role in ("actor", "critic")
+    for part in ("parameters", "gradients", "optimizer")
+)
+HYBRID = "with:actor.optim.cpu_offload_fraction=1.0 critic.optim.cpu_offload_fraction=0.5"
 SEQUENTIAL = (
     "with:trainer.schedule=sequential actor.megatron.pipeline_model_parallel_size=2 "
     "critic.megatron.pipeline_model_parallel_size=2"
 )
+TRAINED_PARTS = ("weights", "gradients", "main weights", "moments")
 WITHOUT, WITH = "without Transformer Engine", "with Transformer Engine"
 MOST_WAITS = json.loads((ROOT / "tests" / "simulated_waits.json").read_text())
 """By variant, case and phase: times the host may wait for the GPU per micro-batch."""
@@ -73,6 +80,8 @@ def simulated() -> dict[str, dict[str, Any]]:
         STORED,
         KEPT,
         OFFLOADED,
+        MOVED,
+        HYBRID,
         SEQUENTIAL,
         *(f"{mode}:{name}" for name in FULL for mode in ("full", "quick")),
         *(f"mistake:{name}" for name in MISTAKES),
@@ -115,7 +124,9 @@ def test_a_recipe_runs_with_transformer_engine(name, simulated_with_te):
 def check(found: dict[str, Any], most_waits: dict[str, float]) -> None:
     """Assert that a case ran, held what the plan says, and waited no more than the table says."""
     assert "error" not in found, found["stack"]
-    assert found["resident"] == pytest.approx(found["planned"], rel=0.02)
+    most = 0.02 * found["whole"]
+    assert found["resident"] == pytest.approx(found["planned"], abs=most)
+    assert found["pinned"] == pytest.approx(found["planned_host"], abs=most)
     for phase, waits in found["waits"].items():
         most = most_waits[phase]
         assert waits <= most, f"{phase}: {waits} waits per micro-batch, the table says {most}"
@@ -137,7 +148,9 @@ def check_peaks(found: dict[str, Any]) -> None:
     """Assert that the plan's peaks and communicators are those of the simulation."""
     assert len(found["planned_peaks"]) >= 7
     for phase, planned in found["planned_peaks"].items():
-        assert found["peaks"][phase] == pytest.approx(planned, rel=0.05), phase
+        # the activations' share is as exact with offload as without, where all parts are there
+        most = 0.05 * found["planned_without_offload"][phase]
+        assert found["peaks"][phase] == pytest.approx(planned, abs=most), phase
     used, counted = found["communicators"]
     assert used == counted
 
@@ -165,6 +178,53 @@ def test_offloaded_activations_lower_the_peak_without_a_wait(simulated):
     # fewer bytes than those that are brought back early
     assert moved["peaks"]["updating critic"] < 0.3 * kept["peaks"]["updating critic"]
     assert moved["peaks"]["updating actor"] < kept["peaks"]["updating actor"] + (64 << 20)
+
+
+TRAINED = {f"{role} {part}" for role in ("actor", "critic") for part in TRAINED_PARTS}
+HELD = {
+    "computing old_log_prob with actor": {"actor weights"},
+    "computing values with critic": {"critic weights"},
+    "updating critic": TRAINED,
+    "updating actor": TRAINED,
+    "weight sync": {"actor weights"},
+}
+"""Parts of roles on the GPU by simulated phase, if all are offloaded that can be; the roles share a
+pipeline in the update, but not in the forward passes."""
+
+
+@pytest.mark.parametrize("phase", HELD)
+def test_a_phase_holds_no_part_that_it_does_not_use(phase, simulated):
+    kept, moved = simulated[KEPT], simulated[MOVED]
+    assert "error" not in moved, moved["stack"]
+    parts = {part for parts in HELD.values() for part in parts}
+    before, found = (
+        {p: run["composition"][phase].get(p, 0) for p in parts} for run in (kept, moved)
+    )
+    assert {part for part, size in before.items() if size} == parts
+    assert {part: size for part, size in found.items() if size} == {
+        part: before[part] for part in HELD[phase]
+    }
+    assert moved["waits"].get(phase) == kept["waits"].get(phase)
+
+
+def test_host_memory_has_what_left_the_gpu(simulated):
+    held = simulated[KEPT]["held"]
+    left = sum(size for part, size in held.items() if part.endswith(("weights", "moments")))
+    assert simulated[KEPT]["pinned"] == 0
+    assert simulated[MOVED]["pinned"] == pytest.approx(left, rel=0.01)
+
+
+@pytest.mark.parametrize(("role", "share"), [("actor", 1.0), ("critic", 0.5)])
+def test_the_hybrid_optimizer_keeps_a_share_of_the_moments_off_the_gpu(role, share, simulated):
+    kept, hybrid = simulated[KEPT], simulated[HYBRID]
+    assert "error" not in hybrid, hybrid["stack"]
+    moments = kept["held"][f"{role} moments"]
+    before, found = (
+        sum(run["held"].get(f"{role} {part}", 0) for part in ("main weights", "moments"))
+        for run in (kept, hybrid)
+    )
+    # Megatron goes on until it has the share: the last tensor may exceed it
+    assert kept["held"][f"{role} main weights"] <= found <= before - share * moments
 
 
 def test_megatrons_schedule_asks_for_no_shapes(simulated):

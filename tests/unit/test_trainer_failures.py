@@ -60,7 +60,10 @@ def test_a_rank_without_memory_says_what_it_did_and_what_would_help(capsys, monk
     failed, advised, *keys = capsys.readouterr().err.splitlines()
     assert failed.startswith("mppo: rank 3 of 8 failed while weight sync: OutOfMemoryError: CUDA")
     assert advised.startswith("mppo: rank 3 of 8: out of memory in: weight sync; ")
-    assert keys == ["  rollout.sync_bucket_mb (now 512): lower"]
+    assert keys == [
+        "  rollout.sync_bucket_mb (now 512): lower",
+        "  critic.megatron.offload (now auto): set parameters, gradients and optimizer to true",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mppo.config.errors import ConfigIssue
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.gpu_types import find_gpu
 from mppo.config.rules.layout import divisors
 from mppo.config.rules.rule import RuleContext, rule
 from mppo.config.schedule import lists_obstacle, stream_obstacle
@@ -362,3 +363,15 @@ def best_checkpoint_needs_saves(context: RuleContext) -> Iterator[ConfigIssue]:
         why = "no checkpoints are saved on a schedule"
         fix = "set trainer.save_freq or trainer.save_every_minutes, or leave it out"
         yield ConfigIssue("trainer.best_metric", trainer.best_metric, why, fix)
+
+
+@rule("trainer.gpu")
+def gpu_is_known(context: RuleContext) -> Iterator[ConfigIssue]:
+    """``trainer.gpu`` is a known type of GPU, or a number of GiB."""
+    gpu = context.recipe.trainer.gpu
+    if gpu is None:
+        return
+    try:
+        find_gpu(str(gpu), "trainer.gpu")
+    except ConfigError as error:
+        yield from error.issues

@@ -10,6 +10,18 @@ from mppo.config.sections.section import Section
 from mppo.parallel.layout import Layout
 
 
+class Offload(Section):
+    """Parts of a role that move to host memory in the phases that do not use them."""
+
+    parameters: bool = False
+    """The weights, also those of the reference."""
+    gradients: bool = False
+    """The gradient buffers. Their memory is freed and nothing is copied: an update starts from
+    zeros."""
+    optimizer: bool = False
+    """Adam's moments and the float32 main weights."""
+
+
 class MegatronConfig(Section):
     """A role's layout over the ranks, memory options, and mixture-of-experts router.
 
@@ -50,6 +62,11 @@ class MegatronConfig(Section):
     Megatron-Core selects (``recompute_modules``), or every decoder layer from its input."""
     offload_activations: bool = False
     """Keep activations in host memory between forward and backward pass."""
+    offload: Literal["auto", "none"] | Offload = "auto"
+    """Parts that leave the device in the phases that do not use them: ``none``, some of
+    ``parameters``, ``gradients``, ``optimizer``, or ``auto``: the fewest with which every phase
+    fits the device, and none on the CPU. In ``ref.megatron``, where it is the only key, the
+    others are the actor's."""
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over the data-parallel ranks in the background: during the backward pass,
     or, in a schedule shared with the other role, while that role computes. null: on CUDA with the

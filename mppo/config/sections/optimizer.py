@@ -34,5 +34,8 @@ class OptimConfig(Section):
     """Adam's decay rates of the first and second moment, each in [0, 1)."""
     eps: float = Field(default=1e-8, gt=0)
     """Adam's constant in the denominator."""
+    cpu_offload_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Share of Adam's moments that stays in host memory, where the CPU updates it (Megatron-Core's
+    hybrid optimizer); needs ``use_distributed_optimizer``. No effect in a run on the CPU."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global norm of the gradient; 0 turns clipping off."""

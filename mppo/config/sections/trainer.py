@@ -83,6 +83,12 @@ class TrainerConfig(Section):
     ranks that were started. null: not checked; --dry-run plans for one node."""
     n_gpus_per_node: int | None = Field(default=None, gt=0)
     """Ranks per node. null: not checked; --dry-run plans for the fewest ranks that fit."""
+    gpu: str | float | None = None
+    """GPU for which memory is planned: its type, such as h100-80gb or h200-141gb, or its memory in
+    GiB. null: in a run, the GPU of the rank; for --dry-run and mppo-simulate, h100-80gb."""
+    host_memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of a node that the run may use, in GiB. null: in a run, the node's physical memory or
+    its cgroup's limit, whichever is smaller; --dry-run prints the need without a verdict on it."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that a collective waits for a missing rank."""
     heartbeat_timeout_s: float = Field(default=20.0, ge=2)

@@ -22,15 +22,16 @@ _DIST_CHECKPOINT = Refused(
     "remove it; if that checkpoint holds other weights, name it in model.path, critic.path or "
     "ref.path",
 )
-_OFFLOAD = Refused(
-    "weights, gradients and optimizer states stay on the device between phases",
-    "remove it; --dry-run shows the memory of a rank: raise tensor or pipeline parallelism, or set "
-    "<role>.megatron.use_distributed_optimizer and offload_activations",
+_FROZEN = "the reference is not trained: it has weights alone"
+_ADAM = Refused(
+    "is not passed to Megatron's optimizer",
+    "remove it; the keys of <role>.optim are those of the optimizer",
 )
-_CPU_ADAM = Refused(
-    "the optimizer runs on the device, in float32",
-    "remove it; use_distributed_optimizer divides its states over the data-parallel ranks",
-)
+_OFFLOADS = {
+    "param_offload": Converted("*.megatron.offload.parameters", {None: False}),
+    "grad_offload": Converted("*.megatron.offload.gradients", {None: False}),
+    "optimizer_offload": Converted("*.megatron.offload.optimizer", {None: False}),
+}
 _MICRO_BATCH = "is a size over all ranks; mppo's key is the size on one rank"
 
 ROLE_ROWS: tuple[VerlRow, ...] = (
@@ -80,20 +81,21 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
             "edit config.json, or set <role>.megatron.override_transformer_config",
         ),
     ),
-    VerlRow(
-        "critic.model.fsdp_config.{param_offload,grad_offload,optimizer_offload}",
-        Ignored("nothing is offloaded"),
-        NOTHING,
-    ),
-    VerlRow("critic.model.fsdp_config.{param_offload,grad_offload,optimizer_offload}", _OFFLOAD),
+    VerlRow("critic.model.fsdp_config.param_offload", _OFFLOADS["param_offload"]),
+    VerlRow("critic.model.fsdp_config.grad_offload", _OFFLOADS["grad_offload"]),
+    VerlRow("critic.model.fsdp_config.optimizer_offload", _OFFLOADS["optimizer_offload"]),
     VerlRow("critic.model.fsdp_config", _MEGATRON),
     # every role
     VerlRow(
-        "*.{megatron,fsdp_config}.{param_offload,grad_offload,optimizer_offload}",
-        Ignored("nothing is offloaded"),
-        NOTHING,
+        "ref.{megatron,fsdp_config}.{grad_offload,optimizer_offload}", Ignored(_FROZEN), NOTHING
     ),
-    VerlRow("*.{megatron,fsdp_config}.{param_offload,grad_offload,optimizer_offload}", _OFFLOAD),
+    VerlRow(
+        "ref.{megatron,fsdp_config}.{grad_offload,optimizer_offload}",
+        Refused(_FROZEN, "remove it; param_offload moves its weights"),
+    ),
+    VerlRow("*.{megatron,fsdp_config}.param_offload", _OFFLOADS["param_offload"]),
+    VerlRow("*.{megatron,fsdp_config}.grad_offload", _OFFLOADS["grad_offload"]),
+    VerlRow("*.{megatron,fsdp_config}.optimizer_offload", _OFFLOADS["optimizer_offload"]),
     VerlRow(
         "*.fsdp_config.{model_dtype,dtype}",
         Refused("all roles have the same dtype", "set model.dtype"),
@@ -165,7 +167,23 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     VerlRow("*.optim.optimizer", Ignored("the optimizer is Adam"), ("adam", "AdamW", "adamw")),
     VerlRow("*.optim.optimizer", Refused("the optimizer is Adam", "remove it")),
     VerlRow("*.optim.override_optimizer_config", OFF, NOTHING),
-    VerlRow("*.optim.override_optimizer_config", _CPU_ADAM),
+    VerlRow(
+        "*.optim.override_optimizer_config.optimizer_offload_fraction",
+        Converted("*.optim.cpu_offload_fraction"),
+    ),
+    VerlRow(
+        "*.optim.override_optimizer_config.optimizer_cpu_offload",
+        Ignored("optimizer_offload_fraction, here cpu_offload_fraction, is the share"),
+    ),
+    VerlRow(
+        "*.optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d",
+        Ignored("these copies always overlap"),
+    ),
+    VerlRow(
+        "*.optim.override_optimizer_config.use_precision_aware_optimizer",
+        Ignored("moments and main weights are float32"),
+    ),
+    VerlRow("*.optim.override_optimizer_config", _ADAM),
     VerlRow(
         "*.optim.{total_training_steps,lr_decay_steps}",
         Ignored("the schedule runs over the run's steps"),

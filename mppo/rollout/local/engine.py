@@ -206,6 +206,7 @@ class LocalEngine:
     def _loaded_version(self) -> int:
         if self._version is None:
             raise RuntimeError("the local rollout engine has no weights: call update_weights first")
+        self._move(self._device)  # it may have slept
         return self._version
 
     def update_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
@@ -267,7 +268,7 @@ class LocalEngine:
         self._move(torch.device("cpu"))
 
     def _move(self, device: torch.device) -> None:
-        if self._device.type == "cpu":
+        if next(self._model.parameters()).device.type == device.type:
             return
         cast("nn.Module", self._model).to(device)  # transformers annotates its override wrongly
         self._sink = ParameterSink(self._model, self._dtype)

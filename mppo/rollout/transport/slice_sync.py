@@ -185,14 +185,15 @@ class SliceSync:
         Call it between ``transport.open`` and ``transport.close``.
         """
         assert source.slices is not None
-        stream = source.slices(self.request)
-        if stream is not self._stream:  # no changes are known relative to another stream's weights
-            self._stream, self._held = stream, {}
-        mine = {self._held.pop(server, None) for server in servers}
-        held: set[int | None] = set().union(*all_gather_objects(mine, self._world, self._group))
-        # changes can be sent only if all servers hold the same version
-        for bucket in stream.update(version, held.pop() if len(held) == 1 else None):
-            self.transport.send_slices(bucket)
+        with source.reading():
+            stream = source.slices(self.request)
+            if stream is not self._stream:  # no changes are known to another stream's weights
+                self._stream, self._held = stream, {}
+            mine = {self._held.pop(server, None) for server in servers}
+            held: set[int | None] = set().union(*all_gather_objects(mine, self._world, self._group))
+            # changes can be sent only if all servers hold the same version
+            for bucket in stream.update(version, held.pop() if len(held) == 1 else None):
+                self.transport.send_slices(bucket)
 
     def record(self, servers: Collection[int], version: int) -> None:
         """Record that servers have loaded all weights of a version."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from mppo.config.gpu_types import GpuType
 from mppo.simulation.gpu.counters import Counters
-from mppo.simulation.gpu.gpu_types import GpuType
 from mppo.simulation.gpu.known_values import UnknownValue, known
 from mppo.simulation.gpu.ledger import Ledger, source_line
 
@@ -196,6 +196,7 @@ def _cuda_functions(
 def _replace_tensor_methods(ledger: Ledger, counters: Counters) -> None:
     plain_tolist, plain_type = Tensor.tolist, Tensor.type
     plain_address, storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
+    plain_resize = torch.UntypedStorage.resize_
 
     def tolist(self: Tensor) -> Any:
         if not isinstance(self, FakeTensor):
@@ -231,8 +232,15 @@ def _replace_tensor_methods(ledger: Ledger, counters: Counters) -> None:
     replaced.pin_memory = lambda self, *args: self
     replaced.is_pinned = lambda self, *args: False
     replaced.record_stream = lambda self, stream: None
+
+    def resize(self: Any, nbytes: int) -> Any:
+        plain_resize(self, nbytes)
+        if hasattr(self, "allocation"):
+            ledger.note_storage(self)
+        return self
+
     storage: Any = torch.UntypedStorage
-    storage.data_ptr = storage_data_ptr
+    storage.data_ptr, storage.resize_ = storage_data_ptr, resize
 
 
 def _move_module(self: Any, move: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

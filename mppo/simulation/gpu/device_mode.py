@@ -224,6 +224,9 @@ class SimulatedGpu(TorchDispatchMode):
         return self._to_host(x, kwargs.get("dtype") or x.dtype)
 
     def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if to.is_meta or source.is_meta:  # host memory of parts that have left the GPU
+            self.counters.operation()
+            return to
         if isinstance(to, FakeTensor):
             args = (to, source, non_blocking)
             return self._run(aten.copy_.default, args, {}, fake_arguments(args, {}))

@@ -107,7 +107,10 @@ class Ledger:
 
     def note(self, tensor: Tensor) -> Allocation:
         """Return the allocation of a tensor's storage; record it if it is new or resized."""
-        storage: Any = tensor.untyped_storage()
+        return self.note_storage(tensor.untyped_storage())
+
+    def note_storage(self, storage: Any) -> Allocation:
+        """:meth:`note` of a storage."""
         size = -(-storage.nbytes() // BLOCK) * BLOCK
         known: Allocation | None = getattr(storage, "allocation", None)
         if known is not None and known.size == size:
@@ -127,6 +130,8 @@ class Ledger:
         self.now += size
         if size >= _LISTED:
             self.allocations.append(found)
+        if size <= (0 if known is None else known.size):
+            return found  # freed memory makes no peak: parts leave when a phase begins
         if line:
             before = self.line_peaks.get((phase, line))
             if before is None or self.now > before.size:

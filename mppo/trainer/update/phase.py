@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mppo.algos.masked import Gather
 from mppo.batch import Experience
-from mppo.config.schedule import ScheduleKind, schedule_kind
+from mppo.config.schedule import ScheduleKind, schedule_kind, update_groups
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.optimizer import StepResult
 from mppo.models.role import Role, step_together
@@ -20,6 +20,7 @@ from mppo.pipeline.executor import carry_out
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.pipeline.timeline import Recorder
 from mppo.planning.peak_flops import peak_tflops
+from mppo.planning.residency import phase_of_role
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
 from mppo.supervision.stop_request import StepInterrupted
@@ -104,6 +105,7 @@ class UpdatePhase:
         measures = balance is not None and balance.wants_times
         recorder = Recorder() if records or measures else None
         names = [update.role.name for update in self.updates]
+        self._enter(names[0])
         with phase("updating in one stream", self.step):
             streamed = self._streamed()
             with streamed.timing():
@@ -128,13 +130,26 @@ class UpdatePhase:
         return None
 
     def _run_sequentially(self) -> None:
-        """Per round: compute the i-th gradient of every role, then take the roles' steps."""
+        """Train the groups of roles one after another.
+
+        Per round of a group: compute the i-th gradient of every role, then take the roles' steps.
+        """
         began = time.monotonic()
-        rounds = max(len(update.mini_batches) for update in self.updates)
-        for i in range(rounds):
-            if i:
-                stop_request.sync_between_updates(i, rounds, began)
-            updates = [update for update in self.updates if i < len(update.mini_batches)]
+        by_name = {update.role.name: update for update in self.updates}
+        groups = [
+            [by_name[name] for name in group if name in by_name]
+            for group in update_groups(self._roles.recipe)
+        ]
+        rounds = [
+            (group, i)
+            for group in groups
+            for i in range(max((len(update.mini_batches) for update in group), default=0))
+        ]
+        for done, (group, i) in enumerate(rounds):
+            if done:
+                stop_request.sync_between_updates(done, len(rounds), began)
+            updates = [update for update in group if i < len(update.mini_batches)]
+            self._enter(updates[0].role.name)
             for update in updates:
                 with phase(f"updating {update.role.name}", self.step), update.timing():
                     update.run_once(self.experience.old.batch, tuple(update.mini_batches[i]))
@@ -142,6 +157,11 @@ class UpdatePhase:
                 names = " and ".join(update.role.name for update in together)
                 with phase(f"stepping {names}", self.step):
                     self._step(together, i)
+
+    def _enter(self, role: str) -> None:
+        """Bring the role's parts to the device for its update, if they are not there."""
+        with phase(f"updating {role}", self.step):
+            self._roles.placement.enter(phase_of_role(self._roles.recipe, "update", role))
 
     def _streamed(self) -> StreamedUpdate:
         """Prepare the update of all roles by one schedule."""

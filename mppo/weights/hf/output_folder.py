@@ -16,7 +16,7 @@ from torch import Tensor
 from mppo.safety.disk import flush, is_as_written, naming, set_aside
 from mppo.safety.input_files import inside, read_json
 from mppo.weights.hf.folder import INDEX
-from mppo.weights.hf.safetensors_file import StoredTensor, make_header
+from mppo.weights.hf.safetensors_file import StoredTensor, byte_view, make_header
 
 MAX_SHARD_BYTES = 5 * 10**9
 TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -91,9 +91,9 @@ def write_tensor(place: StoredTensor, tensor: Tensor) -> None:
     assert (tuple(tensor.shape), tensor.dtype) == (place.shape, place.dtype)
     if not tensor.numel():
         return
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    view = byte_view(tensor.detach().cpu().contiguous())
     with naming(place.file), open_for_offsets(place.file) as descriptor:
-        write_all(descriptor, flat.numpy(), place.offset)
+        write_all(descriptor, view, place.offset)
 
 
 def plan_files(

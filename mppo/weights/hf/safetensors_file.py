@@ -6,6 +6,7 @@ A file is 8 bytes of header length, a JSON header, then the data
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -117,9 +118,14 @@ def are_sizes(numbers: Any) -> TypeGuard[list[int]]:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """View the memory of a contiguous CPU tensor as bytes, to read or write a file."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)  # pyright: ignore[reportArgumentType] (NumPy declares no buffer before 3.12)
+    """View the memory of a contiguous CPU tensor as bytes, to read or write a file.
+
+    ``Tensor.numpy`` would forbid that the tensor's memory is ever freed in place.
+    """
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    content = (ctypes.c_ubyte * len(flat)).from_address(flat.data_ptr())
+    vars(content)["tensor"] = flat  # lives as long as the view
+    return memoryview(content).cast("B")
 
 
 def _shown(value: Any) -> str:

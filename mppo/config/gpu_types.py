@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mppo.config.errors import nearest
+from mppo.config.errors import ConfigError, ConfigIssue, nearest
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -16,7 +16,7 @@ class GpuType:
     """A type of GPU.
 
     Args:
-        name: the name that ``torch.cuda.get_device_name`` returns.
+        name: the name that the driver reports.
         nbytes: total memory that the driver reports, in bytes.
         capability: compute capability.
     """
@@ -35,14 +35,22 @@ GPU_TYPES = {
     "b200-180gb": GpuType("NVIDIA B200", 182_642 * MIB, (10, 0)),
     "l40s-48gb": GpuType("NVIDIA L40S", 45_478 * MIB, (8, 9)),
 }
-"""Total memory as ``torch.cuda.get_device_properties`` reports it, about 1% below the label."""
+"""Total memory as the driver reports it, about 1% below the label."""
 
 
-def find_gpu(name: str) -> GpuType:
+DEFAULT_GPU = "h100-80gb"
+"""The GPU of a plan if neither the recipe nor the command line names one."""
+
+
+def find_gpu(name: str, key: str = "--gpu") -> GpuType:
     """Find a GPU type by its name in ``GPU_TYPES``, or make one from its memory in GiB.
 
+    Args:
+        name: the name, or a number of GiB such as 79.2 or 64GiB.
+        key: the option or key that gives the name, for the message.
+
     Raises:
-        ValueError: ``name`` is neither.
+        ConfigError: ``name`` is neither.
     """
     if name.lower() in GPU_TYPES:
         return GPU_TYPES[name.lower()]
@@ -51,7 +59,5 @@ def find_gpu(name: str) -> GpuType:
         return GpuType(f"GPU of {float(number[1]):g} GiB", int(float(number[1]) * GIB))
     close = nearest(name.lower(), GPU_TYPES)
     meant = f" (did you mean {close}?)" if close else ""
-    raise ValueError(
-        f"--gpu {name}: unknown GPU{meant}; choose one of {', '.join(GPU_TYPES)}, or give its "
-        "memory in GiB, such as 79.2"
-    )
+    fix = f"choose one of {', '.join(GPU_TYPES)}, or give its memory in GiB, such as 79.2GiB"
+    raise ConfigError([ConfigIssue(key, name, f"unknown GPU{meant}", fix)])

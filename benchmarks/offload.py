@@ -1,0 +1,186 @@
+"""Parts of roles to host memory and back: copies against memcpy, and the share hidden behind work.
+
+    python benchmarks/offload.py            # on the GPU if there is one, else on the CPU
+
+``copies``: ``MovedStorages.leave`` and ``arrive`` of the storages, against copies of one flat
+tensor of the same size between the device and (on a GPU, pinned) host memory; works alternate.
+``arrive`` also allocates, whose pages a CPU must map first.
+``step``: forward passes and updates of actor and critic with everything offloaded, and without
+offload. The hidden share is the part of the copies' time by which the step does not get longer. On
+the CPU a copy is complete when the call returns: none is hidden, and the share is null.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from record import Seconds, alternate, parser, record
+
+STORAGES = 8
+OFFLOAD = {"parameters": True, "gradients": True, "optimizer": True}
+
+
+def copies(megabytes: int, repeat: int) -> dict[str, object]:
+    """Seconds and bandwidths of both directions."""
+    from mppo.parallel import device
+    from mppo.parallel.moved_storages import MovedStorages
+
+    nbytes = (megabytes << 20) // STORAGES * STORAGES
+    tensors = [
+        torch.zeros(nbytes // STORAGES, dtype=torch.uint8, device=device.device())
+        for _ in range(STORAGES)
+    ]
+    storages = MovedStorages(lambda: tensors, device.device())
+    flat = torch.zeros(nbytes, dtype=torch.uint8, device=device.device())
+    host = device.pinned_memory(nbytes)
+
+    def awaited(move: Callable[[], object]) -> None:
+        move()
+        device.synchronize()
+
+    def leave() -> None:
+        storages.changed = True
+        storages.leave()
+
+    times = alternate(
+        {
+            "leave": partial(awaited, leave),
+            "arrive": partial(awaited, storages.arrive),
+            "memcpy to the host": partial(awaited, partial(host.copy_, flat, non_blocking=True)),
+            "memcpy to the device": partial(awaited, partial(flat.copy_, host, non_blocking=True)),
+        },
+        repeat,
+    )
+    return {
+        "bytes": nbytes,
+        "storages": STORAGES,
+        "GB_per_s": {name: round(nbytes / one.wall / 1e9, 2) for name, one in times.items()},
+        "of_memcpy": {
+            "leave": _ratio(times["memcpy to the host"], times["leave"]),
+            "arrive": _ratio(times["memcpy to the device"], times["arrive"]),
+        },
+    }
+
+
+def _ratio(of: Seconds, to: Seconds) -> float:
+    """Bandwidth of ``to`` as a share of the bandwidth of ``of``."""
+    return round(of.over(to), 3)
+
+
+def step(hidden: int, layers: int, sequences: int, repeat: int) -> dict[str, object]:
+    """Seconds of the passes of an iteration, with and without offload, and of the copies alone."""
+    from mppo.parallel import device
+
+    with tempfile.TemporaryDirectory() as folder:
+        _write_model(Path(folder), hidden, layers)
+        runs = {name: _roles(Path(folder), name == "offloaded") for name in ("kept", "offloaded")}
+        experience = {name: _experience(roles, sequences) for name, roles in runs.items()}
+        works = {
+            name: partial(_iterate, roles, experience[name], sequences)
+            for name, roles in runs.items()
+        }
+        moved = runs["offloaded"].placement
+        phases = [phase for phase in moved._table if phase.split()[0] in ("forward", "update")]
+
+        def only_moves() -> None:
+            for phase in (*phases, "generation"):
+                moved.enter(phase)
+            device.synchronize()
+
+        times = alternate(works | {"copies": only_moves}, repeat)
+    hidden = None
+    if device.is_cuda():
+        longer = times["offloaded"].wall - times["kept"].wall
+        hidden = round(min(1.0, max(0.0, 1 - longer / times["copies"].wall)), 3)
+    return {
+        "seconds": {name: round(one.wall, 4) for name, one in times.items()},
+        "hidden_share": hidden,
+        "host_bytes": moved.host_nbytes,
+    }
+
+
+def _write_model(folder: Path, hidden: int, layers: int) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=4096, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        tie_word_embeddings=False, num_attention_heads=8, num_key_value_heads=4,
+        max_position_embeddings=512, dtype=torch.bfloat16,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def _roles(folder: Path, offloaded: bool):
+    from mppo.config.load import load_recipe
+    from mppo.hub.builtin import read_model_config
+    from mppo.parallel.groups import GroupRegistry
+    from mppo.trainer.roles import Roles
+
+    keys = [f"model.path={folder}", "data.train_batch_size=8", "rollout.n=1"]
+    for role in ("actor", "critic"):
+        keys.append(f"{role}.ppo_mini_batch_size=8")
+        keys += [f"{role}.megatron.offload.{part}={offloaded}" for part in OFFLOAD]
+    return Roles(load_recipe(None, keys), folder, read_model_config, GroupRegistry(), 100)
+
+
+def _batch(sequences: int):
+    from mppo.batch import Prompt, Trajectory, pack_trajectories
+
+    prompt = Prompt(0, torch.ones(32, dtype=torch.int32), "", "", "")
+    ids, logprobs = torch.full((96,), 2, dtype=torch.int32), torch.full((96,), -0.5)
+    found = [Trajectory(prompt, ids, logprobs, "length", 0) for _ in range(sequences)]
+    return pack_trajectories(found, [float(i % 2) for i in range(sequences)], 0)
+
+
+def _experience(roles, sequences: int):
+    from mppo.trainer.advantages import estimate
+    from mppo.trainer.forward_phase import ForwardPhase
+
+    forward = ForwardPhase(roles, _batch(sequences))
+    for together in forward.passes:
+        forward.compute(together)
+    return estimate(forward.outputs(), roles.recipe.algorithm, 0.0)
+
+
+def _iterate(roles, experience, sequences: int) -> None:
+    """The passes and updates of an iteration; weights and states wait in the host between them."""
+    from mppo.parallel import device
+    from mppo.trainer.update.phase import UpdatePhase
+
+    roles.placement.prepare("forward")
+    _experience(roles, sequences)
+    roles.placement.prepare("update")
+    UpdatePhase(roles, experience, 1, actor_frozen=False).run()
+    roles.placement.enter("generation")
+    device.synchronize()
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "", repeat=5)
+    arguments.add_argument("--megabytes", type=int, default=1024)
+    arguments.add_argument("--hidden", type=int, default=512)
+    arguments.add_argument("--layers", type=int, default=4)
+    arguments.add_argument("--sequences", type=int, default=8)
+    options = arguments.parse_args()
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+    from mppo.parallel.launch import discover
+    from mppo.parallel.process_group import process_group
+
+    with process_group(discover(), timeout_s=600):
+        found = {
+            "device": device.name(),
+            "copies": copies(options.megabytes, options.repeat),
+            "step": step(options.hidden, options.layers, options.sequences, options.repeat),
+        }
+    record(found, options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

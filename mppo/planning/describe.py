@@ -1,0 +1,309 @@
+"""The dry run as text: the plan, who is where in which phase, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.gpu_types import GIB
+from mppo.config.load import resolved_yaml
+from mppo.config.rules.rule import RoleCase
+from mppo.config.schema import Recipe
+from mppo.config.sections.megatron import Offload
+from mppo.planning.disk import describe_checkpoints
+from mppo.planning.fit import Fit, plan_fit, planned_gpu
+from mppo.planning.host import HostNeed, host_need, planned_host_issue
+from mppo.planning.memory import transformer_engine_is_installed
+from mppo.planning.peaks import RankUse
+from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
+from mppo.planning.residency import Part, Place, role_parts
+from mppo.planning.schedule import TrainedRole, describe_schedule
+from mppo.planning.token_budgets import given_budgets
+from mppo.planning.verdict import EXIT_TOO_LARGE, Moment, describe_verdict
+from mppo.report.residency import PhaseBars, draw_residency
+
+RANKS_SHOWN = 64
+PICTURES = (".svg", ".png", ".pdf")
+
+
+def dry_run(
+    recipe: Recipe,
+    world_size: int,
+    hf_configs: Mapping[str, Any],
+    gpu: str | None,
+    picture: Path | None,
+) -> int:
+    """Print the plan, who is where in which phase, and the verdict.
+
+    Args:
+        recipe: a recipe that is valid for this world size.
+        world_size: number of ranks.
+        hf_configs: Hugging Face config object of each role's model, by role.
+        gpu: the option --gpu; None: the recipe's GPU, or the default.
+        picture: file for a picture of who is where; None: no picture.
+
+    Returns:
+        The exit code: 0 if the run fits its GPUs and hosts.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    device = planned_gpu(recipe, gpu)
+    if picture is not None:
+        check_picture(picture)
+    print(describe_plan(recipe, world_size, hf_configs))
+    plans = plan_roles(recipe, world_size, hf_configs)
+    fit = plan_fit(recipe, plans, device)
+    need = host_need(recipe, plans, fit)
+    issue = planned_host_issue(need, recipe)
+    print("\n".join([describe_fit(plans, fit, need), *([str(issue)] if issue else [])]))
+    steps = recipe.trainer.total_training_steps
+    print(f"\n# checkpoints\n{describe_checkpoints(recipe, plans, steps)}")
+    if picture is not None:
+        title = f"{recipe.trainer.experiment_name}, rank {fit.tightest}, {fit.gpu.name}"
+        draw_residency(title, residency_bars(fit), fit.gpu.nbytes, picture)
+        print(f"\ndrawn: {picture}")
+    return 0 if fit.verdict.fits and issue is None else EXIT_TOO_LARGE
+
+
+def check_picture(path: Path) -> None:
+    """Raise ConfigError if the picture cannot be written there."""
+    if path.suffix not in PICTURES:
+        fix = f"name a file that ends with one of {', '.join(PICTURES)}"
+        raise ConfigError([ConfigIssue("--picture", str(path), "unknown kind of image", fix)])
+    if not path.absolute().parent.is_dir():
+        why = f"there is no folder {path.parent}"
+        raise ConfigError([ConfigIssue("--picture", str(path), why, "make it first")])
+
+
+def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> str:
+    """The plan as text: resolved recipe, layouts, micro-batches, parameters and what they take.
+
+    Args:
+        recipe: a recipe that is valid for this world size.
+        world_size: number of ranks.
+        hf_configs: Hugging Face config object of each role's model, by role.
+    """
+    plans = plan_roles(recipe, world_size, hf_configs)
+    budgets = given_budgets(with_token_budgets(recipe, world_size, hf_configs))
+    parts = [
+        "# resolved recipe\n" + resolved_yaml(recipe).rstrip(),
+        f"# layout of {world_size} ranks\n" + _layouts(plans),
+        "# where each rank sits\n" + _ranks(plans, world_size),
+        "# one iteration\n" + _iteration(recipe, plans),
+        "# schedule of an update\n" + _schedule(recipe, plans, budgets),
+        "# parameters and estimated memory per GPU\n" + _parameters(plans),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _layouts(plans: list[RolePlan]) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("role", "layout", "TP", "PP", "VPP", "CP", "DP", "EP", "ETP", "EDP")
+    ]
+    for plan in plans:
+        layout = plan.layout
+        sizes = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.dp, layout.ep, layout.etp)
+        rows.append((plan.role.name, layout.describe(), *map(str, (*sizes, layout.edp))))
+    return _columns(rows)
+
+
+def _ranks(plans: list[RolePlan], world_size: int) -> str:
+    rows: list[tuple[str, ...]] = [("rank", *(plan.role.name for plan in plans))]
+    for rank in range(min(world_size, RANKS_SHOWN)):
+        cells: list[str] = []
+        for plan in plans:
+            at = plan.layout.coordinates(rank)
+            cell = f"tp{at.tp} cp{at.cp} dp{at.dp} pp{at.pp}"
+            experts = plan.layout.ep > 1 or plan.layout.etp > 1
+            cells.append(f"{cell} etp{at.etp} ep{at.ep}" if experts else cell)
+        rows.append((str(rank), *cells))
+    text = _columns(rows)
+    if world_size > RANKS_SHOWN:
+        text += f"\n... and {world_size - RANKS_SHOWN} more ranks in the same order"
+    return text
+
+
+def _iteration(recipe: Recipe, plans: list[RolePlan]) -> str:
+    sequences = recipe.data.train_batch_size * recipe.rollout.n
+    longest = recipe.data.max_prompt_length + recipe.data.max_response_length
+    lines = [
+        f"{recipe.data.train_batch_size} prompts x {recipe.rollout.n} samples = {sequences} "
+        f"sequences of at most {longest} tokens; the numbers below are for sequences of that length"
+    ]
+    rows: list[tuple[str, ...]] = [
+        ("role", "optimizer steps", "micro-batches per rank", "tokens each", "bubble")
+    ]
+    for plan in plans:
+        steps = str(plan.mini_batches) if plan.mini_batches else "frozen"
+        tokens = f"<= {plan.micro_batch_tokens:,}"
+        share = f"{plan.layout.bubble_fraction(plan.micro_batches):.0%}"
+        rows.append((plan.role.name, steps, str(plan.micro_batches), tokens, share))
+    return "\n".join([*lines, _columns(rows)])
+
+
+def _schedule(recipe: Recipe, plans: list[RolePlan], budgets: Mapping[str, int | None]) -> str:
+    """The schedule; a pass costs in proportion to parameters and tokens."""
+    roles = [
+        TrainedRole(
+            plan.role.name,
+            plan.layout,
+            plan.mini_batches,
+            plan.micro_batches,
+            plan.parameters * plan.micro_batch_tokens,
+            plan.role.megatron.recompute_granularity == "full",
+        )
+        for plan in reversed(plans)
+        if plan.mini_batches
+    ]
+    text = describe_schedule(recipe, roles)
+    if None not in given_budgets(recipe).values():
+        return text
+    numbers = ", ".join(
+        f"{name} {budgets[name]:,}" + (" (auto)" if given is None else "")
+        for name, given in given_budgets(recipe).items()
+    )
+    return f"{text}\ntokens per GPU of a micro-batch, for passes of equal cost: {numbers}"
+
+
+def _parameters(plans: list[RolePlan]) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("role", "parameters", "on one GPU", "weights", "gradients", "optimizer", "sum")
+    ]
+    for plan in plans:
+        stage = max(range(plan.layout.pp), key=lambda s: plan.memory[s].resident)
+        part = plan.memory[stage]
+        sizes = (part.weights, part.gradients, part.optimizer, part.resident)
+        rows.append(
+            (
+                plan.role.name,
+                f"{plan.parameters:,}",
+                f"{plan.stage_parameters[stage]:,}",
+                *map(_gib, sizes),
+            )
+        )
+    lines = [_columns(rows)]
+    latent = any(plan.layout.tp > 1 and plan.passes[0].kind.shape.mla for plan in plans)
+    if latent and not transformer_engine_is_installed():
+        lines.append(
+            "Transformer Engine is not installed here; with it, every tensor-parallel rank holds "
+            "latent attention's down projections complete"
+        )
+    return "\n".join(lines)
+
+
+def describe_fit(plans: Sequence[RolePlan], fit: Fit, need: HostNeed) -> str:
+    """Memory of GPUs and hosts by phase, who is where, and the verdict.
+
+    Args:
+        plans: the roles.
+        fit: what is where.
+        need: the host memory of a node.
+    """
+    chosen = "; ".join(
+        f"{plan.role.name} {_offloaded(plan.role, fit.offload[plan.role.name])}" for plan in plans
+    )
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in need.parts.items())
+    return "\n\n".join(
+        [
+            f"# memory by phase on {fit.gpu.name} ({_gib(fit.gpu.nbytes)})\noffloaded: {chosen}",
+            _peaks(fit),
+            f"# who is where in which phase, rank {fit.tightest}, GiB\n{_places(fit)}",
+            f"host memory of a node: {_gib(need.total)}: {parts}",
+            f"# verdict\n{describe_verdict(fit.verdict)}",
+        ]
+    )
+
+
+def _offloaded(role: RoleCase, offload: Offload) -> str:
+    parts = ", ".join(part for part in role_parts(role.name) if getattr(offload, part))
+    return (parts or "nothing") + (" (auto)" if role.megatron.offload == "auto" else "")
+
+
+def _peaks(fit: Fit) -> str:
+    """Peaks of a rank on the first stage, on the last, and of the one with the largest peak."""
+    shown = sorted({min(fit.uses), fit.tightest, max(fit.uses)})
+    uses = [fit.uses[rank] for rank in shown]
+    rows: list[tuple[str, ...]] = [("peak of a GPU", *(f"rank {rank}" for rank in shown))]
+    for phases in zip(*(use.uses for use in uses), strict=True):
+        sizes = [_gib(use.peak(one, fit.table)) for use, one in zip(uses, phases)]
+        rows.append((phases[0].name, *sizes))
+    rows.append(("CUDA context and NCCL", *(_gib(use.outside) for use in uses)))
+    return _columns(rows)
+
+
+def _places(fit: Fit) -> str:
+    """The table of residency of the rank with the largest moment."""
+    use = fit.uses[fit.tightest]
+    heads = ("phase", *use.parts, "passes, buffers", "engine", "contexts, NCCL", "sum", "host")
+    rows: list[tuple[str, ...]] = [heads]
+    for phase, places in fit.table.items():
+        largest = use.largest(phase)
+        moment = fit.moment(fit.tightest, largest.name)
+        cells = [_role_cell(use, name, places[name]) for name in use.parts]
+        extra = largest.extra + use.buffers
+        host = sum(_parts_at(use, places, "host").values())
+        sizes = (extra, _engine_bytes(moment), use.outside, moment.total, host)
+        rows.append((phase, *cells, *(f"{size / GIB:.2f}" for size in sizes)))
+    legend = (
+        "P parameters, G gradients, O optimizer: on the GPU. The others are in host memory; "
+        "gradients are freed."
+    )
+    return f"{_columns(rows)}\n{legend}"
+
+
+def residency_bars(fit: Fit) -> list[PhaseBars]:
+    """Memory of the rank with the largest moment, by phase, for a picture."""
+    use = fit.uses[fit.tightest]
+    bars: list[PhaseBars] = []
+    for phase, places in fit.table.items():
+        largest = use.largest(phase)
+        moment = fit.moment(fit.tightest, largest.name)
+        device = {
+            **_parts_at(use, places, "device"),
+            "passes": largest.extra + use.buffers,
+            "engine": _engine_bytes(moment),
+            "contexts": use.outside,
+        }
+        bars.append(PhaseBars(phase, device, _parts_at(use, places, "host")))
+    return bars
+
+
+def _parts_at(
+    use: RankUse, places: Mapping[str, Mapping[Part, Place]], place: Place
+) -> dict[str, int]:
+    """Bytes of the parts in a place, by role and part."""
+    return {
+        f"{name} {part}": size
+        for name, parts in use.parts.items()
+        for part, size in parts.items()
+        if places[name][part] == place
+    }
+
+
+def _engine_bytes(moment: Moment) -> int:
+    """Bytes of the engine on the GPU, its context included."""
+    return sum(n for name, n in moment.beside.items() if name.startswith(("engine", "KV")))
+
+
+def _role_cell(use: RankUse, name: str, places: Mapping[Any, str]) -> str:
+    """A role's parts on the GPU with their GiB."""
+    here = [
+        f"{part[0].upper()} {size / GIB:.2f}"
+        for part, size in use.parts[name].items()
+        if places[part] == "device"
+    ]
+    return " ".join(here) or "-"
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 100 else f"{count / 1024**2:.2f} MiB"
+
+
+def _columns(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )

@@ -1,0 +1,219 @@
+"""Which parts a run offloads, and whether it then fits its GPUs and its hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations, product
+from typing import Any
+
+from mppo.config.gpu_types import DEFAULT_GPU, GpuType, find_gpu
+from mppo.config.rules.rule import RoleCase, roles_in_use
+from mppo.config.schema import Recipe
+from mppo.config.sections.megatron import Offload
+from mppo.parallel import device
+from mppo.parallel.collectives import largest_of_ranks
+from mppo.planning.outside import Engine, colocated_engine
+from mppo.planning.peaks import RankUse
+from mppo.planning.plan import RolePlan, plan_roles, plan_use
+from mppo.planning.residency import SAVE, TRAINED_PARTS, Residency, residency, role_parts
+from mppo.planning.verdict import Moment, Verdict, judge, planned_moments
+
+NOTHING = Offload()
+EVERYTHING = Offload(parameters=True, gradients=True, optimizer=True)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What is where, and whether it fits.
+
+    Args:
+        gpu: the GPU.
+        engine: the engine on the same GPUs; None: it is on others.
+        offload: the parts that each role offloads.
+        table: where they are in each phase.
+        uses: memory of a rank for every combination of pipeline stages, by rank.
+        verdicts: whether these ranks fit.
+    """
+
+    gpu: GpuType
+    engine: Engine | None
+    offload: Mapping[str, Offload]
+    table: Residency
+    uses: Mapping[int, RankUse]
+    verdicts: Mapping[int, Verdict]
+
+    @property
+    def tightest(self) -> int:
+        """The rank with the largest moment."""
+        return max(self.verdicts, key=lambda rank: _shortage(self.verdicts[rank]))
+
+    def moment(self, rank: int, name: str) -> Moment:
+        """The peak of a rank's phase."""
+        return next(m for m in self.verdicts[rank].moments if m.phase == name)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on that rank."""
+        return self.verdicts[self.tightest]
+
+
+def planned_gpu(recipe: Recipe, name: str | None = None) -> GpuType:
+    """The GPU for which a run is planned on another machine.
+
+    Args:
+        recipe: the recipe.
+        name: of the option --gpu; None: the recipe's, or the default.
+    """
+    if name is not None:
+        return find_gpu(name)
+    return find_gpu(str(recipe.trainer.gpu or DEFAULT_GPU), "trainer.gpu")
+
+
+def own_gpu(recipe: Recipe) -> GpuType | None:
+    """The GPU for which a run on this machine is planned; None on the CPU. Collective.
+
+    Without ``trainer.gpu`` it is the smallest GPU of all ranks, so that all choose alike.
+
+    Args:
+        recipe: the recipe.
+    """
+    nbytes = device.nbytes()
+    if nbytes is None:
+        return None
+    if recipe.trainer.gpu is not None:
+        return planned_gpu(recipe)
+    (smallest,) = largest_of_ranks([-nbytes])
+    return GpuType(device.name(), int(-smallest))
+
+
+def plan_fit(recipe: Recipe, plans: Sequence[RolePlan], gpu: GpuType) -> Fit:
+    """Choose what is offloaded, and judge whether every rank fits.
+
+    Args:
+        recipe: the recipe.
+        plans: its roles (``plan_roles``).
+        gpu: the GPU.
+    """
+    uses = {rank: plan_use(recipe, plans, rank) for rank in ranks_by_stages(plans)}
+    shape = plans[0].passes[0].kind.shape
+    engine = colocated_engine(recipe, plans[0].layout.world, shape, plans[0].parameters)
+    offload, engine = choose_offload(recipe, list(uses.values()), engine, gpu)
+    table = residency(recipe, offload)
+    verdicts = {rank: _judged(recipe, use, table, engine, gpu) for rank, use in uses.items()}
+    return Fit(gpu, engine, offload, table, uses, verdicts)
+
+
+def planned_offload(
+    recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any], gpu: GpuType | None
+) -> dict[str, Offload]:
+    """The parts that each role of a run offloads, with the choice of ``auto``.
+
+    Args:
+        recipe: a recipe that is valid for this world size.
+        world_size: number of ranks.
+        hf_configs: Hugging Face config object of each role's model, by role.
+        gpu: the GPU; None: the run is on the CPU, where ``auto`` offloads nothing.
+    """
+    if gpu is None:
+        return {role.name: _given(role) or NOTHING for role in roles_in_use(recipe)}
+    return dict(plan_fit(recipe, plan_roles(recipe, world_size, hf_configs), gpu).offload)
+
+
+def with_offload(recipe: Recipe, offload: Mapping[str, Offload]) -> Recipe:
+    """The recipe with the chosen parts in place of ``auto``."""
+    sections: dict[str, Any] = {}
+    for role in roles_in_use(recipe):
+        megatron = role.megatron.model_copy(update={"offload": offload[role.name]})
+        section = getattr(recipe, role.name)
+        sections[role.name] = section.model_copy(update={"megatron": megatron})
+    return recipe.model_copy(update=sections)
+
+
+def ranks_by_stages(plans: Sequence[RolePlan]) -> list[int]:
+    """The first rank of every combination of pipeline stages; the others need as much memory."""
+    first: dict[tuple[int, ...], int] = {}
+    for rank in range(plans[0].layout.world):
+        first.setdefault(tuple(plan.layout.coordinates(rank).pp for plan in plans), rank)
+    return sorted(first.values())
+
+
+def choose_offload(
+    recipe: Recipe, uses: Sequence[RankUse], engine: Engine | None, gpu: GpuType
+) -> tuple[dict[str, Offload], Engine | None]:
+    """Choose the parts of the roles whose ``offload`` is ``auto``.
+
+    Of all choices with which every rank fits, the one that copies the fewest bytes in an iteration,
+    then the one with the fewest parts. If none fits, the KV cache is planned for fewer sequences;
+    if still none fits, everything is offloaded.
+
+    Args:
+        recipe: the recipe.
+        uses: memory of ranks on all combinations of stages.
+        engine: the engine on the same GPUs.
+        gpu: the GPU.
+
+    Returns:
+        The parts of every role, and the engine with the number of sequences that fits.
+    """
+    roles = roles_in_use(recipe)
+    names = [role.name for role in roles]
+    choices = [dict(zip(names, found)) for found in product(*map(_options, roles))]
+    tables = [residency(recipe, choice) for choice in choices]
+    costs = [max(_copied(use, table) for use in uses) for table in tables]
+    counts = [sum(map(_count, choice.values())) for choice in choices]
+    order = sorted(range(len(choices)), key=lambda i: (costs[i], counts[i]))
+    engines = [None] if engine is None else engine.with_fewer_sequences()
+    for smaller, number in product(engines, order):
+        verdicts = (_judged(recipe, use, tables[number], smaller, gpu) for use in uses)
+        if all(verdict.fits for verdict in verdicts):
+            return choices[number], smaller
+    return choices[-1], engines[-1]
+
+
+def _given(role: RoleCase) -> Offload | None:
+    """What the recipe says of a role; None: auto."""
+    offload = role.megatron.offload
+    if offload == "auto":
+        return None
+    return NOTHING if isinstance(offload, str) else offload
+
+
+def _options(role: RoleCase) -> list[Offload]:
+    """The choices for a role; the last has everything that may be offloaded."""
+    given = _given(role)
+    if given is not None:
+        return [given]
+    parts = role_parts(role.name)
+    subsets = chain.from_iterable(combinations(parts, n) for n in range(len(parts) + 1))
+    return [Offload(**dict.fromkeys(subset, True)) for subset in subsets]
+
+
+def _count(offload: Offload) -> int:
+    return sum(getattr(offload, part) for part in TRAINED_PARTS)
+
+
+def _copied(use: RankUse, table: Residency) -> int:
+    """Bytes that an iteration without a save copies to the device."""
+    phases = [table[phase] for phase in table if phase != SAVE]
+    return sum(
+        size
+        for before, after in zip([phases[-1], *phases], phases)
+        for name, parts in use.parts.items()
+        for part, size in parts.items()
+        if before[name][part] == "host" and after[name][part] == "device"
+    )
+
+
+def _judged(
+    recipe: Recipe, use: RankUse, table: Residency, engine: Engine | None, gpu: GpuType
+) -> Verdict:
+    everything = residency(recipe, dict.fromkeys(use.parts, EVERYTHING))
+    return judge(planned_moments(use, table, engine, everything), recipe, gpu, engine)
+
+
+def _shortage(verdict: Verdict) -> int:
+    """Bytes that a rank lacks; negative if it has more than it needs."""
+    if verdict.engine is None or verdict.lacking_tokens <= 0:
+        return verdict.over
+    return max(verdict.over, verdict.lacking_tokens * verdict.engine.kv_per_token)

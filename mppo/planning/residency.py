@@ -1,0 +1,91 @@
+"""Who is where in which phase: the table of the parts of roles on the device and in host memory.
+
+An iteration passes through the phases in the table's order. ``mppo.trainer`` carries the table out;
+the plan counts memory by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from mppo.config.rules.rule import roles_in_use
+from mppo.config.schedule import forward_groups, update_groups
+from mppo.config.schema import Recipe
+from mppo.config.sections.megatron import Offload
+
+Part = Literal["parameters", "gradients", "optimizer"]
+Place = Literal["device", "host", "freed"]
+Residency = Mapping[str, Mapping[str, Mapping[Part, Place]]]
+"""Place of each part that a role has, by phase and role."""
+
+TRAINED_PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
+FROZEN_PARTS: tuple[Part, ...] = ("parameters",)
+SAVED_PARTS: tuple[Part, ...] = ("parameters", "optimizer")
+GENERATION, WEIGHT_SYNC, SAVE = "generation", "weight sync", "save"
+
+
+def residency(recipe: Recipe, offload: Mapping[str, Offload]) -> Residency:
+    """The place of each part of each role in each phase.
+
+    A part that is not offloaded is always on the device. An offloaded part is on the device in the
+    phases that use it; in the others, gradients are freed, and everything else is in host memory.
+
+    The phases of an iteration are "generation" (also validation; a role that has been built waits
+    as in it), "forward", "update", "weight sync" (also an export), and "save" (a checkpoint is
+    loaded; it is written from where the parts are). Where roles run one after another, each has a
+    phase of its own, such as "forward ref" and "update actor" (``forward_groups``,
+    ``update_groups``).
+
+    Args:
+        recipe: the recipe.
+        offload: the parts that each role offloads, by role.
+
+    Returns:
+        Every role of the recipe with the parts that it has, by phase in order of time.
+    """
+    table: dict[str, dict[str, dict[Part, Place]]] = {}
+    for phase, used in used_parts(recipe).items():
+        table[phase] = {}
+        for name in (role.name for role in roles_in_use(recipe)):
+            wanted = used.get(name, ())
+            table[phase][name] = {
+                part: _place(part, getattr(offload[name], part), part in wanted)
+                for part in role_parts(name)
+            }
+    return table
+
+
+def used_parts(recipe: Recipe) -> dict[str, dict[str, tuple[Part, ...]]]:
+    """The parts that each phase needs on the device, by phase and role; phases in order of time."""
+    trained = [name for group in update_groups(recipe) for name in group]
+    used: dict[str, dict[str, tuple[Part, ...]]] = {GENERATION: {}}
+    for phase, group in _phases("forward", forward_groups(recipe)).items():
+        used[phase] = dict.fromkeys(group, FROZEN_PARTS)
+    for phase, group in _phases("update", update_groups(recipe)).items():
+        used[phase] = dict.fromkeys(group, TRAINED_PARTS)
+    used[WEIGHT_SYNC] = {"actor": FROZEN_PARTS}
+    used[SAVE] = dict.fromkeys(trained, SAVED_PARTS)
+    return used
+
+
+def role_parts(name: str) -> tuple[Part, ...]:
+    """The parts that a role has."""
+    return FROZEN_PARTS if name == "ref" else TRAINED_PARTS
+
+
+def phase_of_role(recipe: Recipe, kind: Literal["forward", "update"], role: str) -> str:
+    """The phase in which a role has its forward pass or its update."""
+    groups = forward_groups(recipe) if kind == "forward" else update_groups(recipe)
+    return next(name for name, group in _phases(kind, groups).items() if role in group)
+
+
+def _phases(kind: str, groups: tuple[tuple[str, ...], ...]) -> dict[str, tuple[str, ...]]:
+    """Names of the phases of a kind, with their roles."""
+    return {kind if len(group) > 1 else " ".join((kind, *group)): group for group in groups}
+
+
+def _place(part: Part, offloaded: bool, used: bool) -> Place:
+    if used or not offloaded:
+        return "device"
+    return "freed" if part == "gradients" else "host"

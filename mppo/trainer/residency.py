@@ -1,0 +1,134 @@
+"""Carries out the table of who is where in which phase: the one place that moves parts of roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+from mppo.models.role import Role
+from mppo.planning.residency import (
+    GENERATION,
+    WEIGHT_SYNC,
+    Part,
+    Place,
+    Residency,
+)
+from mppo.supervision.phase import phase
+
+
+class MovablePart(Protocol):
+    """A part of a role that can leave the device."""
+
+    def leave(self) -> None:
+        """Start to leave the device; no effect if the part has left."""
+        ...
+
+    def arrive(self) -> None:
+        """Start to come back; no effect if the part is on the device."""
+        ...
+
+
+class RolePlacement:
+    """Moves the parts of roles between device and host memory at the changes of phase.
+
+    Copies run beside the computation. Weights that come back are awaited on the device by the
+    computation that is queued next; the optimizer's state by the optimizer step, so that it arrives
+    during the passes before it. Memory that is on its way to the host is free for others once the
+    copy is complete: ``device.give_back_memory`` waits for that.
+
+    Args:
+        table: the place of each part, by phase and role.
+
+    Attributes:
+        phase: the current phase.
+    """
+
+    def __init__(self, table: Residency) -> None:
+        self._table = table
+        self._roles: dict[str, Role] = {}
+        self.phase = GENERATION
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases of the table, in order of time."""
+        return tuple(self._table)
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether the weights of the actor are in host memory during generation."""
+        return self._table[GENERATION]["actor"]["parameters"] != "device"
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory that parts of roles have taken so far."""
+        return sum(self.host_by_role.values())
+
+    @property
+    def host_by_role(self) -> dict[str, int]:
+        """The same by role."""
+        found = {}
+        for name, role in self._roles.items():
+            found[name] = role.weights.storages.host_nbytes
+            if role.optimizer is not None:
+                found[name] += role.optimizer.state.host_nbytes
+        return found
+
+    def add(self, role: Role) -> None:
+        """Take over a role that has been built, and place its parts for the current phase."""
+        self._roles[role.name] = role
+        with phase(f"building {role.name}"):
+            self._place({role.name: self._table[self.phase][role.name]})
+
+    def enter(self, phase: str) -> None:
+        """Place all parts for a phase of the table.
+
+        Parts leave before others come, whose memory may be theirs.
+        """
+        self.phase = phase
+        self._place({name: self._table[phase][name] for name in self._roles})
+
+    def prepare(self, kind: Literal["forward", "update"]) -> None:
+        """Enter the first phase of a kind, if there is one, while its batch is being prepared."""
+        first = next((phase for phase in self._table if phase.split()[0] == kind), None)
+        if first is not None:
+            self.enter(first)
+
+    @contextmanager
+    def sending_weights(self) -> Iterator[None]:
+        """Inside the context the weights of the actor can be read; after it begins generation.
+
+        Servers that are restarted receive the weights again, at any time.
+        """
+        self.enter(WEIGHT_SYNC)
+        try:
+            yield
+        finally:
+            self.enter(GENERATION)
+
+    def _place(self, places: Mapping[str, Mapping[Part, Place]]) -> None:
+        reads_only = self.phase in (GENERATION, WEIGHT_SYNC) or self.phase.startswith("forward")
+        coming: list[MovablePart] = []
+        for name, by_part in places.items():
+            for part, place in by_part.items():
+                movable = _movable(self._roles[name], part)
+                if place == "device":
+                    coming.append(movable)
+                else:
+                    movable.leave()
+        for movable in coming:
+            movable.arrive()
+        for name, by_part in places.items():
+            role = self._roles[name]
+            if by_part["parameters"] == "device":
+                role.weights.storages.wait()
+                role.weights.storages.changed |= not reads_only
+            if role.optimizer is not None and by_part["optimizer"] == "device":
+                role.optimizer.state.changed |= not reads_only
+
+
+def _movable(role: Role, part: Part) -> MovablePart:
+    if part == "parameters":
+        return role.weights.storages
+    assert role.optimizer is not None, f"{role.name} is frozen"
+    return role.optimizer.gradients if part == "gradients" else role.optimizer.state

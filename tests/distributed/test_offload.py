@@ -1,0 +1,208 @@
+"""Runs with offloaded roles: what lies where in each phase, and stop requests in every phase."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import begin_ranks, start_ranks
+
+from mppo.parallel.moved_storages import MovedStorages
+
+ALL = "{parameters: true, gradients: true, optimizer: true}"
+COMMON = [
+    "model.path=builtin:tiny",
+    "model.dtype=bfloat16",
+    "data.task=arithmetic",
+    "data.train_size=16",
+    "data.val_size=4",
+    "data.max_prompt_length=16",
+    "data.max_response_length=5",
+    "data.train_batch_size=4",
+    "actor.ppo_mini_batch_size=2",
+    "actor.optim.lr=1e-3",
+    "critic.optim.lr=1e-3",
+    "actor.ema_decay=0.9",
+    "actor.use_kl_loss=true",
+    "actor.kl_loss_type=full",
+    "actor.megatron.tensor_model_parallel_size=2",
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=2",
+    "trainer.val_before_train=false",
+    "trainer.checkpoint_hf=true",
+]
+OFFLOADED = [
+    f"actor.megatron.offload={ALL}",
+    f"critic.megatron.offload={ALL}",
+    "ref.megatron.offload.parameters=true",
+]
+STOPS = ("gen", "reward", "log_probs", "update", "update_weights", "testing", "save_checkpoint")
+PARTS = ("parameters", "gradients", "optimizer")
+
+
+def bytes_on_device(roles: dict) -> dict[str, dict[str, int]]:
+    """Bytes of each part of each role that are not freed."""
+
+    def total(tensors) -> int:
+        storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    found = {}
+    for name, role in roles.items():
+        found[name] = {"parameters": total(p for s in role.stages for p in s.parameters())}
+        if role.optimizer is not None:
+            buffers = [b for c in role.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+            found[name]["gradients"] = total(buffer.grad_data for buffer in buffers)
+            found[name]["optimizer"] = total(role.optimizer._state_tensors())
+    return found
+
+
+def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> Any:
+    """A run of two steps; a rank is asked to stop when a stage of the second begins."""
+    from mppo.config.load import load_recipe
+    from mppo.supervision import stop_request
+    from mppo.supervision.signals import listening
+    from mppo.trainer.loop import train
+    from mppo.trainer.residency import RolePlacement
+    from mppo.trainer.run import Run
+    from mppo.trainer.run_setup import build_run
+
+    class Watched(RolePlacement):
+        """Records the bytes on the device after every move."""
+
+        def __init__(self, placement: RolePlacement) -> None:
+            vars(self).update(vars(placement))
+            self.seen: list[tuple[str, dict]] = [(self.phase, bytes_on_device(self._roles))]
+
+        def enter(self, phase: str) -> None:
+            super().enter(phase)
+            self.seen.append((phase, bytes_on_device(self._roles)))
+
+    class Stopped(Run):
+        """Receives a stop signal at the beginning of a stage."""
+
+        @contextmanager
+        def stage(self, name: str, step: int):
+            if (name, step) == (stop_at, 2) and info.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+                while not stop_request.is_requested():
+                    time.sleep(0.001)
+            with super().stage(name, step):
+                yield
+
+    overrides = [*COMMON, *overrides, f"trainer.default_local_dir={out}"]
+    with listening(within_s=0.0) as stop:
+        run = build_run(load_recipe(None, overrides), info, stop)
+        run.roles.placement = Watched(run.roles.placement)
+        run = Stopped(**vars(run))
+        train(run)
+    run.reporter.close()
+    return run
+
+
+def _worker(rank: int, out: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    from mppo.parallel import device
+
+    device.prepare_megatron()
+    from mppo.parallel.launch import LaunchInfo
+
+    dist.init_process_group("gloo", f"file://{out}/store", rank=rank, world_size=2)
+    info = LaunchInfo(rank, 2, rank, 2, "127.0.0.1", 1, "python")
+    kept = _run(info, out / "plain", ["trainer.save_freq=1"])
+    moved = _run(info, out / "offloaded", ["trainer.save_freq=1", *OFFLOADED])
+    if rank == 0:
+        everything = bytes_on_device(kept.roles.placement._roles)
+        seen = {"all": everything, "host": moved.roles.placement.host_nbytes}
+        seen["phases"] = moved.roles.placement.seen
+        seen["table"] = moved.roles.placement._table
+        (out / "seen.json").write_text(json.dumps(seen))
+    for stage in STOPS:
+        _run(info, out / stage, OFFLOADED, stage)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("offload")
+    start_ranks(_worker, (out,), 2)
+    return out
+
+
+def checksums(run: Path, step: int) -> dict[str, Any]:
+    """Size and checksum of the files of a checkpoint that hold states of roles."""
+    folder = run / "checkpoints" / f"global_step_{step}"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    return {name: entry for name, entry in files.items() if name.endswith(".distcp")}
+
+
+def test_a_run_with_offload_saves_and_exports_the_same_bits(runs):
+    for step in (1, 2):
+        plain = checksums(runs / "plain", step)
+        assert len(plain) >= 4
+        assert checksums(runs / "offloaded", step) == plain
+        weights = f"hf/global_step_{step}/model.safetensors"
+        assert (runs / "offloaded" / weights).read_bytes() == (
+            runs / "plain" / weights
+        ).read_bytes()
+
+
+@pytest.mark.parametrize("stage", STOPS)
+def test_a_stop_request_leaves_the_checkpoint_of_a_run_without_offload(runs, stage):
+    done = 1 if stage in ("gen", "reward", "log_probs") else 2
+    assert (runs / stage / "checkpoints" / f"global_step_{done}").is_dir(), os.listdir(runs / stage)
+    assert checksums(runs / stage, done) == checksums(runs / "plain", done)
+
+
+def test_parts_lie_where_the_table_says(runs):
+    seen = json.loads((runs / "seen.json").read_text())
+    phases = [phase for phase, _ in seen["phases"]]
+    assert set(phases) == set(seen["table"]) - {"save"}, "a save reads the parts where they are"
+    for phase, found in seen["phases"]:
+        for role, parts in seen["table"][phase].items():
+            for part, place in parts.items():
+                wanted = seen["all"][role][part] if place == "device" else 0
+                assert found[role][part] == wanted, (phase, role, part)
+                assert seen["all"][role][part] > 0
+
+
+def test_host_memory_holds_what_leaves_and_no_more(runs):
+    seen = json.loads((runs / "seen.json").read_text())
+    moved = sum(
+        parts.get("parameters", 0) + parts.get("optimizer", 0) for parts in seen["all"].values()
+    )
+    assert moved <= seen["host"] < 1.1 * moved + (1 << 20)
+
+
+def _copying(rank: int, ready: Path) -> None:
+    moved = [torch.ones(1 << 22) for _ in range(4)]
+    storages = MovedStorages(lambda: moved, torch.device("cpu"))
+    while True:
+        storages.leave()
+        storages.arrive()
+        storages.changed = True
+        ready.touch()
+
+
+def test_a_rank_that_dies_in_a_copy_leaves_nothing_in_shared_memory(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    context = begin_ranks(_copying, (tmp_path / "ready",), 1)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(context.pids()[0], signal.SIGKILL)
+    with pytest.raises(Exception, match="SIGKILL"):
+        context.join()
+    mine = {name for name in set(os.listdir("/dev/shm")) - before if "mppo" in name.lower()}
+    assert not mine
