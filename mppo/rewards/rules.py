@@ -123,7 +123,7 @@ class RuleReward:
         return CodeVerifier(sandbox, self.partial_credit)
 
     def _name(self, prompt: Prompt) -> str:
-        return self.verifier or verifiers.verifier_for(prompt.data_source)
+        return prompt.verifier or self.verifier or verifiers.verifier_for(prompt.data_source)
 
     def _score(self, response: Response) -> float | Unscored:
         prompt = response.prompt

@@ -53,7 +53,8 @@ class Hub:
         self.folder, self.missing = folder, missing
         self.asked: list[tuple[str, bool, bool]] = []
 
-    def fetch(self, name: str, weights: bool, trust_remote_code: bool) -> Path:
+    def fetch(self, name: str, hub: bool | str, weights: bool, trust_remote_code: bool) -> Path:
+        assert hub is True
         self.asked.append((name, weights, trust_remote_code))
         if name == self.missing:
             raise ConfigError(
