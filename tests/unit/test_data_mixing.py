@@ -19,7 +19,7 @@ SIZES, WEIGHTS = (10, 40, 3), (1.0, 2.0, 1.0)
 
 def mix(sizes=SIZES, weights=WEIGHTS):
     prompts = [
-        Prompt(0, (source, index), f"s{source}", "", "")
+        Prompt(0, (1,), str(source), str(index), "")
         for source, size in enumerate(sizes)
         for index in range(size)
     ]
@@ -28,7 +28,8 @@ def mix(sizes=SIZES, weights=WEIGHTS):
 
 
 def drawn(loader, count):
-    return [prompt.token_ids for prompt in loader.take(count)]
+    """Source and number of each of the next prompts."""
+    return [(int(each.data_source), int(each.ground_truth)) for each in loader.take(count)]
 
 
 @pytest.mark.parametrize(

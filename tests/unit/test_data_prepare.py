@@ -20,7 +20,7 @@ PROGRAM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 def eurus(truth, ability="math", source="numina_olympiads"):
     return {
         "data_source": source,
-        "prompt": [{"role": "system", "content": "[ASSESS]"}, {"role": "user", "content": "Find x."}],
+        "prompt": [{"role": "system", "content": "[ASSESS]"}, {"role": "user", "content": "x?"}],
         "ability": ability,
         "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": {"split": "dummy", "index": 0},
