@@ -58,6 +58,7 @@ class Prompt(_ComparedByValue):
         ground_truth: the reference answer for the verifier.
         text: the prompt as text, for tables.
         extra: other columns of the data row.
+        verifier: the verifier of the prompt's source; None: that of the recipe or data source.
     """
 
     uid: int
@@ -66,6 +67,7 @@ class Prompt(_ComparedByValue):
     ground_truth: str
     text: str
     extra: dict = field(default_factory=dict)
+    verifier: str | None = None
 
     def __post_init__(self) -> None:
         self._convert("token_ids", torch.int32)

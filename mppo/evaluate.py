@@ -25,6 +25,7 @@ from mppo.config.variables import unknown_variables
 from mppo.data.source import load_prompts
 from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.hub.check_weights import check_weights
+from mppo.hub.data_sets import fetch_data_set
 from mppo.hub.download import fetch_model
 from mppo.parallel import device
 from mppo.parallel.environment import set_for_training
@@ -63,7 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         remarks = unknown_variables(os.environ)
         settings = arguments.overrides
         recipe = load_checked(
-            arguments.config, settings, info.world_size, remarks=remarks, fetch_model=fetch_model
+            arguments.config,
+            settings,
+            info.world_size,
+            remarks=remarks,
+            fetch_model=fetch_model,
+            fetch_data_set=fetch_data_set,
         )
         _check_model(recipe)
         for remark in remarks if info.rank == 0 else ():

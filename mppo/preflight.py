@@ -219,6 +219,7 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
     from mppo.config.checks import load_checked
     from mppo.hub.builtin import read_model_config, resolve_model
     from mppo.hub.check_weights import check_weights
+    from mppo.hub.data_sets import fetch_data_set
     from mppo.hub.download import fetch_model
     from mppo.models.overrides import override_issues
     from mppo.rollout.sglang.model_support import engine_issues
@@ -234,6 +235,7 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
         role_checks=(override_issues, check_weights),
         engine_check=partial(engine_issues, on_cpu=False),  # this node may not be one of the job's
         fetch_model=fetch_model,
+        fetch_data_set=fetch_data_set,
     )
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)
 

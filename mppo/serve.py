@@ -151,7 +151,7 @@ def _model_folder(recipe: Recipe) -> Path:
     """
     name, model = recipe.model.path, recipe.model
     if model.hub and is_hub_name(name):
-        name = str(fetch_model(name, True, model.trust_remote_code))
+        name = str(fetch_model(name, model.hub, True, model.trust_remote_code))
     issues = check_model_folder("model.path", name)
     folder = resolve_model(name) if not issues else Path(name)
     if not issues and is_megatron_checkpoint(folder):

@@ -20,6 +20,7 @@ from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.rules.rule import RoleCase, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
+from mppo.hub.data_sets import fetch_data_set
 from mppo.hub.download import fetch_model
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo, discover, launcher_patience_s, parents_command
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine_check=partial(_check_engine, planned=planned),
             remarks=remarks,
             fetch_model=fetch_model,
+            fetch_data_set=fetch_data_set,
             ranks_per_node=info.local_world_size if info.world_size > 1 else None,
         )
         for remark in remarks if info.rank == 0 else ():

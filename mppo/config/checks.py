@@ -8,22 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.hub_data import FetchDataSet, with_local_files
 from mppo.config.load import read_recipe, source_name
-from mppo.config.rules import algorithm, engine, layout, offload, training
+from mppo.config.rules import algorithm, data, engine, layout, offload, training
 from mppo.config.rules.files import check_files, check_run_folder, is_hub_name
 from mppo.config.rules.rule import RULES, RoleCase, RuleContext, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
+from mppo.config.sections.model import Hub
 from mppo.weights.shape import model_shape, rope_parameters
 
-RULE_MODULES = (layout, offload, training, algorithm, engine)
+RULE_MODULES = (layout, offload, data, training, algorithm, engine)
 """Importing them fills ``RULES``."""
 
 ReadConfig = Callable[[str], Any]
 """From a model's path to its Hugging Face config object; raises ValueError or ConfigError."""
 
-FetchModel = Callable[[str, bool, bool], Path]
-"""From a model's name on the Hub, whether its weights are needed, and whether its code may run, to
-the folder it was downloaded to; raises ConfigError."""
+FetchModel = Callable[[str, Hub, bool, bool], Path]
+"""From a model's name, the hub that has it, whether its weights are needed, and whether its code
+may run, to the folder it was downloaded to; raises ConfigError."""
 
 RoleCheck = Callable[[RoleCase, Any], Iterable[ConfigIssue]]
 """From a role and its model's config object to issues that need Megatron or the weights to find;
@@ -81,6 +83,7 @@ def load_checked(
     engine_check: EngineCheck | None = None,
     remarks: list[str] | None = None,
     fetch_model: FetchModel | None = None,
+    fetch_data_set: FetchDataSet | None = None,
     ranks_per_node: int | None = None,
 ) -> Recipe:
     """Load a recipe and check it: keys, rules and files first, then what needs the models' configs.
@@ -97,10 +100,12 @@ def load_checked(
         remarks: receives a line for the log for every key that has no effect or another meaning
             than written.
         fetch_model: downloads a model of the Hub, if ``model.hub`` is set.
+        fetch_data_set: downloads the data sets of the Hub that the recipe names.
         ranks_per_node: number of ranks on a node; None: ``trainer.n_gpus_per_node``.
 
     Returns:
-        The recipe, with names of models on the Hub replaced by their local folders.
+        The recipe, with names of models and data sets on the Hub replaced by their local folders
+        and files.
 
     Raises:
         ConfigError: with all issues; those that need a model's config.json only if there are no
@@ -116,6 +121,8 @@ def load_checked(
     # downloads only for a recipe without other issues: they take minutes
     if fetch_model is not None and recipe.model.hub and not issues:
         recipe, issues = _download_models(recipe, fetch_model, files)
+    if fetch_data_set is not None and files and not issues:
+        recipe, issues = with_local_files(recipe, fetch_data_set)
     issues += _unless_known(check_run_folder(recipe), issues)
     if files:
         issues += _unless_known(check_files(recipe), issues)
@@ -157,9 +164,10 @@ def _download_models(
         if not used or not part.path or not is_hub_name(part.path):
             continue
         try:
-            folder = str(fetch(part.path, weights, trust))
+            folder = str(fetch(part.path, recipe.model.hub, weights, trust))
         except ConfigError as error:
-            issues += [replace(issue, key=f"{section}.path") for issue in error.issues]
+            own = {"model.path": f"{section}.path"}
+            issues += [replace(issue, key=own.get(issue.key, issue.key)) for issue in error.issues]
             continue
         recipe = recipe.model_copy(update={section: part.model_copy(update={"path": folder})})
     return recipe, issues

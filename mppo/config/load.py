@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -31,10 +32,11 @@ from mppo.safety.redact import redact
 PATH_KEYS = frozenset(
     {
         "model.path", "model.tokenizer_path", "critic.path", "ref.path",
-        "data.train_files", "data.val_files", "trainer.default_local_dir",
+        "data.train_files", "data.val_files", "data.ptx_files", "data.sources.*.train_files",
+        "data.sources.*.val_files", "trainer.default_local_dir",
     }
 )  # fmt: skip
-"""Keys with paths: ``~`` and ``$VARIABLE`` are expanded in their values."""
+"""Keys with paths: ``~`` and ``$VARIABLE`` are expanded in their values; ``*`` is any number."""
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -136,8 +138,9 @@ def recipe_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str
     """All dotted keys of the schema, without the sections themselves."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
-        inner = _section_of(field.annotation)
+        inner, items = _section_of(field.annotation), _sections_in(field.annotation)
         keys += recipe_keys(inner, f"{prefix}{name}.") if inner else [prefix + name]
+        keys += recipe_keys(items, f"{prefix}{name}.*.") if items else []
     return keys
 
 
@@ -163,6 +166,15 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     options = _options(annotation)
     sections = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
     return sections[0] if sections else None
+
+
+def _sections_in(annotation: Any) -> type[BaseModel] | None:
+    """The section class of the items of a field that is a tuple of sections; else None."""
+    return _section_of(typing.get_args(annotation)[0]) if _is_tuple(annotation) else None
+
+
+def _is_tuple(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is tuple
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
@@ -204,10 +216,23 @@ def _normalise(
                 ConfigIssue(key, value, "is true or false, not a number", "give a number")
             )
             continue
-        if isinstance(value, str) and any(typing.get_origin(o) is tuple for o in options):
+        if isinstance(value, str) and any(map(_is_tuple, options)):
             value = [value]
-        result[name] = _expand(value) if key in PATH_KEYS else value
+        items = _sections_in(field.annotation)
+        if items is not None and isinstance(value, list):
+            value = [
+                _normalise(item, items, f"{key}.{index}.", issues)
+                if isinstance(item, Mapping)
+                else item
+                for index, item in enumerate(value)
+            ]
+        result[name] = _expand(value) if _any_index(key) in PATH_KEYS else value
     return result
+
+
+def _any_index(key: str) -> str:
+    """A key with ``*`` for every index of a list."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", key)
 
 
 def _expand(value: Any) -> Any:
@@ -271,7 +296,7 @@ def _explain(entry: Mapping[str, Any], parts: Sequence[str | int]) -> tuple[str,
 def _fix_unknown(parts: Sequence[str | int]) -> str:
     """The fix for an unknown key: its right place, the nearest name, or all keys of the section."""
     name = str(parts[-1])
-    key = ".".join(str(part) for part in parts)
+    key = _any_index(".".join(str(part) for part in parts))
     known = recipe_keys()
     section = key.rpartition(".")[0]
     sections = {k.rpartition(".")[0] for k in known} - {""}

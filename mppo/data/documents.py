@@ -29,7 +29,7 @@ def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
     Raises:
         ConfigError: a bad file or row, a row without a text, or no document of two tokens.
     """
-    rows = read_rows(data.ptx_files, "data.ptx_files", data.ptx_key, data.ptx_key)
+    rows = read_rows(data.ptx_files, "data.ptx_files", data.ptx_key, None)
     odd = next((row for row in rows if not isinstance(row.prompt, str)), None)
     if odd is not None:
         why, fix = f"{odd.where} holds no text in this column", "name the column of the text"

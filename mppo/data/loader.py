@@ -8,15 +8,18 @@ from random import Random
 from typing import Any
 
 from mppo.batch import Prompt
-from mppo.data.source import PromptSet
+from mppo.data.source import PromptSet, SourceShare
 
 
 class PromptLoader:
     """Iterator over batches of prompts without end, epoch after epoch.
 
-    Every epoch holds each prompt once, in an order that depends on seed and epoch alone. No prompt
-    is dropped: a batch at the end of an epoch is filled up from the next epoch. The state consists
-    of the position and of the prompts that were returned with ``give_back``.
+    Every epoch holds each prompt once, in an order that depends on seed and epoch alone. If the
+    sources are mixed by weight, an epoch has as many prompts in total, but of each source a number
+    in proportion to its weight: every source continues where the epoch before ended, and starts
+    again when its prompts are used up. No prompt is dropped: a batch at the end of an epoch is
+    filled up from the next epoch. The state consists of the position and of the prompts that were
+    returned with ``give_back``.
 
     Args:
         prompt_set: N prompts, at least one.
@@ -38,6 +41,7 @@ class PromptLoader:
         self.position = 0
         self._returned: list[int] = []
         self._order: tuple[int, list[int]] = (-1, [])
+        self._draws = draws_per_epoch(prompt_set.shares)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -76,12 +80,14 @@ class PromptLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as values for JSON."""
-        return {
+        state = {
             "position": self.position,
             "returned": list(self._returned),
             "seed": self.seed,
             "num_prompts": len(self.prompt_set),
         }
+        sizes = [share.count for share in self.prompt_set.shares]
+        return state | ({"prompts_and_draws": [sizes, self._draws]} if sizes else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position.
@@ -91,24 +97,72 @@ class PromptLoader:
                 position would refer to other prompts.
         """
         mine = self.state_dict()
-        for key in ("seed", "num_prompts"):
-            if state[key] != mine[key]:
+        for key in ("seed", "num_prompts", "prompts_and_draws"):
+            # the last key is absent without a mix, as in checkpoints of older versions
+            if state.get(key) != mine.get(key):
                 raise ValueError(
-                    f"the checkpoint's data order has {key} = {state[key]}, this run has "
-                    f"{mine[key]}: resume with the same data section, or start a new run"
+                    f"the checkpoint's data order has {key} = {state.get(key)}, this run has "
+                    f"{mine.get(key)}: resume with the same data section, or start a new run"
                 )
         self.position = int(state["position"])
         self._returned = [int(position) for position in state.get("returned", ())]
 
     def _prompt(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self.prompt_set))
-        if self.shuffle:
-            index = self._epoch_order(epoch)[index]
+        index = self._epoch_order(epoch)[index]
         return dataclasses.replace(self.prompt_set.prompts[index], uid=position)
 
     def _epoch_order(self, epoch: int) -> list[int]:
         if self._order[0] != epoch:
-            order = list(range(len(self.prompt_set)))
-            Random(f"{self.seed} {epoch}").shuffle(order)
+            order = self._mixed(epoch) if self._draws else list(range(len(self.prompt_set)))
+            if self.shuffle:
+                Random(f"{self.seed} {epoch}").shuffle(order)
             self._order = (epoch, order)
         return self._order[1]
+
+    def _mixed(self, epoch: int) -> list[int]:
+        """Return the prompts of an epoch of mixed sources, each source spread evenly over it."""
+        placed: list[tuple[float, int]] = []
+        offset = 0
+        for source, (share, draws) in enumerate(zip(self.prompt_set.shares, self._draws)):
+            drawn = self._draw(source, share.count, epoch * draws, (epoch + 1) * draws)
+            placed += [((i + 0.5) / draws, offset + index) for i, index in enumerate(drawn)]
+            offset += share.count
+        # sorting by place alone keeps the order of the sources at equal places
+        placed.sort(key=lambda entry: entry[0])
+        return [index for _, index in placed]
+
+    def _draw(self, source: int, count: int, first: int, end: int) -> Iterator[int]:
+        """Yield the prompts of draws ``first`` to ``end`` from a source of ``count`` prompts.
+
+        Each pass over the source has an order of its own.
+        """
+        while first < end:
+            number, start = divmod(first, count)
+            order = list(range(count))
+            if self.shuffle:
+                Random(f"{self.seed} source {source} pass {number}").shuffle(order)
+            drawn = order[start : start + end - first]
+            yield from drawn
+            first += len(drawn)
+
+
+def draws_per_epoch(shares: Sequence[SourceShare]) -> list[int]:
+    """Divide an epoch, which has as many prompts as all sources together, by weight.
+
+    Args:
+        shares: the sources; their weights need not add up to 1.
+
+    Returns:
+        Number of prompts of each source per epoch: at least one, in total the number of prompts.
+    """
+    total = sum(share.count for share in shares)
+    weights = sum(share.weight for share in shares)
+    exact = [total * share.weight / weights for share in shares]
+    draws = [max(1, int(number)) for number in exact]
+    while (missing := total - sum(draws)) != 0:
+        # the source whose number differs most from its exact share gets or gives up a prompt
+        step = 1 if missing > 0 else -1
+        open_to = [i for i, number in enumerate(draws) if number + step >= 1]
+        draws[max(open_to, key=lambda i: step * (exact[i] - draws[i]))] += step
+    return draws

@@ -1,27 +1,34 @@
-"""Rows of jsonl and parquet files; messages name the file and the line."""
+"""Rows of data files: their columns, and messages that name the file and the line."""
 
 from __future__ import annotations
 
-import importlib
-import itertools
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.safety.input_files import open_file, parse_json
+from mppo.data.records import Unreadable, read_records
 
-MAX_LINE_BYTES = 64 << 20
-MAX_ROWS, ROWS_AT_ONCE = 100_000_000, 1024
-"""Limits for parquet files: a small file can claim to hold a row a billion times."""
 MAX_FAULTS, MAX_PLACES = 10, 5
 """Most causes in one message, and most rows named for each cause."""
 
-DEFAULT_ANSWER, VERL_ANSWER = "answer", "reward_model.ground_truth"
-"""The column of the answer, and the column of verl's rows."""
+PROMPT_COLUMNS = ("prompt", "messages", "input")
+"""Columns that the default ``data.prompt_key`` finds: verl's and TRL's, TRL's conversations, and
+OpenRLHF's."""
+ANSWER_COLUMNS = ("answer", "reward_model.ground_truth", "label", "completion")
+"""Columns that the default ``data.answer_key`` finds: mppo's, verl's, OpenRLHF's and TRL's."""
+DEFAULT_ANSWER = ANSWER_COLUMNS[0]
+
+HUB_FOLDER = "datasets--"
+"""How the folder of a data set in the Hugging Face Hub's cache begins; its name follows."""
+
+Converted = TypeVar("Converted")
+Convert = Callable[[dict[str, Any], Path, str], Converted]
+"""(content of a row, its file, its place) -> a value; raises ``BadRow``."""
 
 
 @dataclass(frozen=True)
@@ -43,75 +50,96 @@ class DataRow:
     where: str = ""
 
 
-@dataclass(frozen=True)
-class _Unreadable:
-    """A line that could not be parsed, and why."""
-
-    line: bytes
-    why: str
-
-
-class _BadRow(ValueError):
+class BadRow(ValueError):
     """A row that cannot be used; the message says why."""
 
 
 def read_rows(
-    files: Sequence[str], key: str, prompt_key: str, answer_key: str, limit: int | None = None
+    files: Sequence[str],
+    key: str,
+    prompt_key: str,
+    answer_key: str | None,
+    limit: int | None = None,
+    source: str | None = None,
 ) -> list[DataRow]:
     """Read the rows of files, in the order of the files.
 
     Args:
-        files: paths ending in .jsonl, .ndjson or .parquet.
+        files: paths ending in .jsonl, .ndjson, .json or .parquet.
         key: the recipe key that names the files, for messages.
-        prompt_key, answer_key: columns; a dot selects a key of a nested object. The default answer
-            column also finds verl's ``reward_model.ground_truth``.
+        prompt_key, answer_key: columns; a dot selects a key of a nested object. The defaults also
+            find the other ``PROMPT_COLUMNS`` and ``ANSWER_COLUMNS``. An ``answer_key`` of None
+            gives empty answers.
         limit: most rows to read, as evenly from each file as possible; None reads all.
+        source: data source of rows without the column ``data_source``; None: the file's or data
+            set's name.
 
     Raises:
         ConfigError: missing, empty or unreadable files and bad rows: one issue per file and cause,
             up to ``MAX_FAULTS``.
     """
+    section = key.rpartition(".")[0]
+    fix = f"correct the row, or set {section}.prompt_key and {section}.answer_key to columns of "
+    convert = partial(_row, prompt_key=prompt_key, answer_key=answer_key, source=source)
+    return read_converted(files, key, convert, fix + key, limit)
+
+
+def read_converted(
+    files: Sequence[str], key: str, convert: Convert, fix: str, limit: int | None = None
+) -> list[Any]:
+    """Read the records of files and convert each; the order is that of the files.
+
+    Args:
+        files, key, limit: as for ``read_rows``.
+        convert: makes a value of a record, or raises ``BadRow``.
+        fix: what to do about a bad row, for messages.
+
+    Raises:
+        ConfigError: as for ``read_rows``.
+    """
     # one row of each file in turn, so that a limit takes as many rows from each
-    sources = [_Source(Path(name).expanduser(), key) for name in files]
-    turns = deque(sources)
+    readers = [_Reader(Path(file).expanduser(), key, convert, fix) for file in files]
+    turns = deque(readers)
     taken = 0
     while turns and (limit is None or taken < limit):
-        source = turns.popleft()
-        if source.read_row(prompt_key, answer_key):
+        reader = turns.popleft()
+        if reader.read_row():
             taken += 1
-            turns.append(source)
-        if sum(len(source.causes) for source in sources) >= MAX_FAULTS:
+            turns.append(reader)
+        if sum(len(reader.causes) for reader in readers) >= MAX_FAULTS:
             break
-    issues = [issue for source in sources for issue in source.issues()]
+    issues = [issue for reader in readers for issue in reader.issues()]
     if issues:
         raise ConfigError(issues, source="data")
-    return [row for source in sources for row in source.rows]
+    return [row for reader in readers for row in reader.rows]
 
 
-class _Source:
+class _Reader(Generic[Converted]):
     """A file that is being read.
 
     Args:
         path: the file.
         key: the recipe key that names it.
+        convert, fix: as for ``read_converted``.
     """
 
-    def __init__(self, path: Path, key: str) -> None:
+    def __init__(self, path: Path, key: str, convert: Convert[Converted], fix: str) -> None:
         self.path, self.key = path, key
-        self.rows: list[DataRow] = []
+        self.rows: list[Converted] = []
         self.causes: dict[str, list[tuple[str, Any]]] = {}
         """Why rows cannot be used; the places and contents of the rows by cause."""
-        self._records = _records(path, key)
+        self._convert, self._fix = convert, fix
+        self._records = read_records(path, key)
         self._ended = False
 
-    def read_row(self, prompt_key: str, answer_key: str) -> bool:
+    def read_row(self) -> bool:
         """Append the next usable row to ``rows``; return whether there was one."""
         try:
             for where, content in self._records:
                 try:
-                    self.rows.append(_row(content, self.path, where, prompt_key, answer_key))
+                    self.rows.append(self._convert(_object(content), self.path, where))
                     return True
-                except _BadRow as error:
+                except BadRow as error:
                     self.causes.setdefault(str(error), []).append((where, content))
                 if len(self.causes) >= MAX_FAULTS:
                     return False
@@ -131,7 +159,7 @@ class _Source:
                 yield ConfigIssue(self.key, str(self.path), why, "give the path of a readable file")
                 continue
             where, content = places[0]
-            yield ConfigIssue(where, _excerpt(content), why + self._further(places), _fix(self.key))
+            yield ConfigIssue(where, _excerpt(content), why + self._further(places), self._fix)
         if self._ended and not self.rows and not self.causes:
             why = "the file holds no rows"
             yield ConfigIssue(self.key, str(self.path), why, "give a file with rows")
@@ -145,107 +173,94 @@ class _Source:
         return f" (as in {', '.join(named)}{f' and {rest} further rows' if rest else ''})"
 
 
-def _records(path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield place and content of each record."""
-    if path.suffix in (".jsonl", ".ndjson"):
-        yield from _jsonl(path)
-    elif path.suffix == ".parquet":
-        yield from _parquet(path, key)
-    else:
-        fix = "use .jsonl (one JSON object per line) or .parquet"
-        raise ConfigError([ConfigIssue(key, str(path), "unknown kind of file", fix)], source="data")
-
-
-def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    with open_file(path) as stream:
-        for number in itertools.count(1):
-            line = stream.readline(MAX_LINE_BYTES)
-            if not line:
-                break
-            if len(line) == MAX_LINE_BYTES:
-                raise ValueError(f"line {number} has {MAX_LINE_BYTES} bytes or more")
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip():
-                continue
-            try:
-                content = parse_json(line)
-            except ValueError as error:
-                content = _Unreadable(line, str(error).removeprefix("the text: "))
-            yield f"{path} line {number}", content
-
-
-def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ModuleNotFoundError as error:
-        issue = ConfigIssue(
-            key,
-            str(path),
-            "reading parquet needs the package pyarrow, which is not installed",
-            'pip install "mppo[parquet]", or convert the file to jsonl',
-        )
-        raise ConfigError([issue], source="data") from error
-    with open_file(path) as stream:
-        try:
-            table = parquet.ParquetFile(stream)
-            if table.metadata.num_rows > MAX_ROWS:
-                raise ValueError(
-                    f"it claims to have {table.metadata.num_rows} rows, more than {MAX_ROWS}"
-                )
-            batches = table.iter_batches(ROWS_AT_ONCE)
-            contents = (content for batch in batches for content in batch.to_pylist())
-            for number, content in enumerate(contents, start=1):
-                yield f"{path} row {number}", content
-        except Exception as error:  # pyarrow raises many types for a damaged file
-            why = f"not a readable parquet file: {error}"
-            raise ConfigError(
-                [ConfigIssue(key, str(path), why, "write the file again")], "data"
-            ) from error
-
-
-def _row(content: Any, path: Path, where: str, prompt_key: str, answer_key: str) -> DataRow:
-    if isinstance(content, _Unreadable):
-        raise _BadRow(f"not valid JSON: {content.why}")
+def _object(content: Any) -> dict[str, Any]:
+    """Return the object of a record."""
+    if isinstance(content, Unreadable):
+        raise BadRow(f"not valid JSON: {content.why}")
     if not isinstance(content, dict):
-        raise _BadRow(f"a JSON {type(content).__name__}, not an object")
-    if answer_key == DEFAULT_ANSWER and answer_key not in content and _has_verl_answer(content):
-        answer_key = VERL_ANSWER
-    prompt = _lookup(content, prompt_key)
-    answer = _lookup(content, answer_key)
-    _check_prompt(prompt, prompt_key)
-    if answer is None:
-        raise _BadRow(f"{answer_key!r} is null")
-    # the columns used above; a column with a nested answer stays, its other keys may be useful
-    used = {prompt_key.partition(".")[0], answer_key.partition(".")[0], "data_source"}
-    if "." in answer_key:
-        used.discard(answer_key.partition(".")[0])
+        raise BadRow(f"a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def _row(
+    content: dict[str, Any],
+    path: Path,
+    where: str,
+    prompt_key: str,
+    answer_key: str | None,
+    source: str | None,
+) -> DataRow:
+    prompt_key = _column(content, prompt_key, PROMPT_COLUMNS)
+    prompt = look_up(content, prompt_key)
+    check_prompt(prompt, prompt_key)
+    prompt, reply = split_reply(prompt)
+    used = {prompt_key.partition(".")[0], "data_source"}
+    if answer_key is None:
+        answer = ""
+    else:
+        answer_key = _column(content, answer_key, ANSWER_COLUMNS)
+        from_reply = reply is not None and answer_key == DEFAULT_ANSWER not in content
+        answer = reply if from_reply else look_up(content, answer_key)
+        if answer is None:
+            raise BadRow(f"{answer_key!r} is null")
+        # a column with a nested answer stays: its other keys may be useful
+        used.add(answer_key)
     return DataRow(
         prompt=prompt,
-        answer=answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False),
-        data_source=str(content.get("data_source") or path.stem),
+        answer=_answer_text(answer),
+        data_source=str(content.get("data_source") or source or default_name(path)),
         extra={name: value for name, value in content.items() if name not in used},
         where=where,
     )
 
 
-def _lookup(content: dict[str, Any], key: str) -> Any:
-    """Return the value of a column, or of a key of a nested object if the key has dots."""
+def default_name(path: Path) -> str:
+    """Return the name of a file's data source: its data set on the Hub, or the file's stem."""
+    for folder in path.parts:
+        if folder.startswith(HUB_FOLDER):
+            return folder.removeprefix(HUB_FOLDER).replace("--", "/")
+    return path.stem
+
+
+def _column(content: dict[str, Any], key: str, columns: Sequence[str]) -> str:
+    """Return the column that ``key`` names: if it is the default, the first of ``columns`` that the
+    row has."""
+    if key != columns[0]:
+        return key
+    found = [name for name in columns if name in content or name in _names(content)]
+    return found[0] if found else key
+
+
+def look_up(content: dict[str, Any], key: str) -> Any:
+    """Return the value of a column, or of a key of a nested object if the key has dots.
+
+    Raises:
+        BadRow: the row has no such column.
+    """
     if key in content:
         return content[key]
     value: Any = content
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
             columns = ", ".join(map(repr, _names(content))) or "none"
-            raise _BadRow(f"no key {key!r}; the row has {columns}")
+            raise BadRow(f"no key {key!r}; the row has {columns}")
         value = value[part]
     return value
 
 
-def _has_verl_answer(content: dict[str, Any]) -> bool:
-    """Whether a row has its answer in the column of verl's data preparation."""
-    outer, _, inner = VERL_ANSWER.partition(".")
-    return isinstance(content.get(outer), dict) and inner in content[outer]
+def split_reply(prompt: Any) -> tuple[Any, Any]:
+    """Split a conversation into the prompt and the content of its last message, if that is the
+    assistant's; of another prompt, the second part is None."""
+    if isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant":
+        return prompt[:-1], prompt[-1]["content"]
+    return prompt, None
+
+
+def _answer_text(answer: Any) -> str:
+    """Return an answer as text: of TRL's list with one message its content, else JSON."""
+    if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], dict):
+        answer = answer[0].get("content", answer)
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 def _names(content: dict[str, Any]) -> list[str]:
@@ -257,24 +272,25 @@ def _names(content: dict[str, Any]) -> list[str]:
     ]
 
 
-def _check_prompt(prompt: Any, key: str) -> None:
+def check_prompt(prompt: Any, key: str) -> None:
+    """Check that a prompt is a text or a conversation.
+
+    Raises:
+        BadRow: it is neither.
+    """
     if isinstance(prompt, str):
         if not prompt:
-            raise _BadRow(f"{key!r} is an empty text")
+            raise BadRow(f"{key!r} is an empty text")
         return
     if not isinstance(prompt, list) or not prompt:
-        raise _BadRow(f"{key!r} is neither a text nor a list of messages")
+        raise BadRow(f"{key!r} is neither a text nor a list of messages")
     for message in prompt:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise _BadRow(f"a message under {key!r} lacks 'role' or 'content'")
+            raise BadRow(f"a message under {key!r} lacks 'role' or 'content'")
 
 
 def _excerpt(content: Any) -> str:
-    if isinstance(content, _Unreadable):
+    if isinstance(content, Unreadable):
         content = content.line[:1000].decode(errors="replace")
     text = str(content).strip()
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _fix(key: str) -> str:
-    return f"correct the row, or set data.prompt_key and data.answer_key to columns of {key}"

@@ -1,10 +1,10 @@
-"""Prompts of a run, from a procedural task or from jsonl and parquet files."""
+"""Prompts of a run, from procedural tasks or from files, of one source or of several."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.sections.data import DataConfig
+from mppo.config.sections.data import DataConfig, SourceConfig
 from mppo.data import tasks
 from mppo.data.chat_template import render
 from mppo.data.rows import DataRow, read_rows
@@ -23,6 +23,19 @@ TASK_SIZES: dict[tasks.Split, int] = {"train": 4096, "val": 64}
 
 
 @dataclass(frozen=True)
+class SourceShare:
+    """Consecutive prompts of one source, and their share in the training data.
+
+    Args:
+        count: number of prompts, at least one.
+        weight: relative to the other weights.
+    """
+
+    count: int
+    weight: float
+
+
+@dataclass(frozen=True)
 class PromptSet:
     """The prompts of one split.
 
@@ -30,11 +43,14 @@ class PromptSet:
         prompts: N prompts; ``uid`` is the index in this tuple.
         filtered: number of rows left out because they exceed ``data.max_prompt_length``.
         truncated: number of prompts cut to that length.
+        shares: the sources, in the order of the prompts, if they are mixed by weight. Empty: every
+            prompt has the same weight.
     """
 
     prompts: tuple[Prompt, ...]
     filtered: int = 0
     truncated: int = 0
+    shares: tuple[SourceShare, ...] = ()
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -60,63 +76,92 @@ def load_prompts(
             ``data.val_size`` 0, the validation split is empty.
 
     Returns:
-        The prompts in the order of the files or the task; ``PromptLoader`` shuffles them.
+        The prompts in the order of the sources and their files or tasks; ``PromptLoader`` shuffles
+        and mixes them.
 
     Raises:
-        ConfigError: no source or two, a bad file or row, a chat template that fails or exceeds its
-            limits, or no prompt that is short enough.
+        ConfigError: a source without task or files or with both, a bad file or row, a chat template
+            that fails or exceeds its limits, or no prompt that is short enough.
     """
-    if bool(data.task) == bool(data.train_files):
-        found = "both" if data.task else "neither"
-        fix = "set exactly one of data.task and data.train_files"
-        raise ConfigError([ConfigIssue("data.task", data.task, f"{found} given", fix)])
-    rows = _task_rows(data, split) if data.task else _file_rows(data, split)
+    sources = data.prompt_sources
+    parts = [_load_source(data, key, each, tokenizer, split) for key, each in sources.items()]
+    prompts = (prompt for part in parts for prompt in part.prompts)
+    shares = tuple(
+        SourceShare(len(part), each.weight) for part, each in zip(parts, sources.values())
+    )
+    return PromptSet(
+        prompts=tuple(replace(prompt, uid=uid) for uid, prompt in enumerate(prompts)),
+        filtered=sum(part.filtered for part in parts),
+        truncated=sum(part.truncated for part in parts),
+        shares=shares if data.sources and split == "train" else (),
+    )
+
+
+def _load_source(
+    data: DataConfig,
+    key: str,
+    source: SourceConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    split: tasks.Split,
+) -> PromptSet:
+    """Load the prompts of one source; ``key`` is its section, for messages."""
+    if bool(source.task) == bool(source.train_files):
+        found = "both" if source.task else "neither"
+        fix = f"set exactly one of {key}.task and {key}.train_files"
+        raise ConfigError([ConfigIssue(f"{key}.task", source.task, f"{found} given", fix)])
+    read = _task_rows if source.task else _file_rows
+    rows = read(key, source, split, data.seed)
     if not rows:
         return PromptSet(())
-    texts = _render(data, tokenizer, rows)
+    texts = _render(data, key, source, tokenizer, rows)
     special = not data.apply_chat_template  # a chat template writes its own special tokens
     token_ids = tokenizer(texts, add_special_tokens=special)["input_ids"]
-    return _fit(data, rows, texts, token_ids)
+    return _fit(data, source.verifier, rows, texts, token_ids)
 
 
-def _task_rows(data: DataConfig, split: tasks.Split) -> list[DataRow]:
-    assert data.task
-    kwargs = dict(data.task_kwargs)
+def _task_rows(key: str, source: SourceConfig, split: tasks.Split, seed: int) -> list[DataRow]:
+    assert source.task
+    kwargs = dict(source.task_kwargs)
     template = kwargs.pop("template", "{question}")
     if not isinstance(template, str) or "{question}" not in template:
         fix = "give a text that contains {question}"
         raise ConfigError(
-            [ConfigIssue("data.task_kwargs.template", template, "has no {question}", fix)]
+            [ConfigIssue(f"{key}.task_kwargs.template", template, "has no {question}", fix)]
         )
-    source = tasks.task(data.task, **{"seed": data.seed, **kwargs})
-    size = data.val_size if split == "val" else data.train_size
+    task = tasks.task(source.task, **{"seed": seed, **kwargs})
+    size = source.val_size if split == "val" else source.train_size
     count = TASK_SIZES[split] if size is None else size
     return [
         DataRow(
             prompt=template.replace("{question}", example.prompt),
             answer=example.answer,
-            data_source=data.task,
+            data_source=source.name or source.task,
             extra=example.extra,
-            where=f"data.task={data.task}, example {index}",
+            where=f"{key}.task={source.task}, example {index}",
         )
-        for index, example in enumerate(tasks.split_examples(source, split, count))
+        for index, example in enumerate(tasks.split_examples(task, split, count))
     ]
 
 
-def _file_rows(data: DataConfig, split: tasks.Split) -> list[DataRow]:
-    files, limit = data.train_files, data.train_size
+def _file_rows(key: str, source: SourceConfig, split: tasks.Split, seed: int) -> list[DataRow]:
+    files, limit = source.train_files, source.train_size
     if split == "val":
-        files, limit = data.val_files, data.val_size
-    key = f"data.{split}_files"
-    return read_rows(files, key, data.prompt_key, data.answer_key, limit)
+        files, limit = source.val_files, source.val_size
+    assert source.prompt_key is not None
+    files_key = f"{key}.{split}_files"
+    return read_rows(files, files_key, source.prompt_key, source.answer_key, limit, source.name)
 
 
 def _render(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, rows: Sequence[DataRow]
+    data: DataConfig,
+    key: str,
+    source: SourceConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[DataRow],
 ) -> list[str]:
     """Return the text of each row as the model gets it."""
     if not data.apply_chat_template:
-        return _render_plain(data, rows)
+        return _render_plain(key, source, rows)
     if not tokenizer.chat_template:
         issue = ConfigIssue(
             "data.apply_chat_template",
@@ -125,7 +170,7 @@ def _render(
             "set data.apply_chat_template=false, or use a tokenizer with one",
         )
         raise ConfigError([issue])
-    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    system = [{"role": "system", "content": source.system_prompt}] if source.system_prompt else []
     conversations = [system + _messages(row.prompt) for row in rows]
     try:
         template = tokenizer.get_chat_template()
@@ -141,12 +186,12 @@ def _render(
     return render(template, tokenizer.special_tokens_map, conversations)
 
 
-def _render_plain(data: DataConfig, rows: Sequence[DataRow]) -> list[str]:
+def _render_plain(key: str, source: SourceConfig, rows: Sequence[DataRow]) -> list[str]:
     issues = []
-    if data.system_prompt:
+    if source.system_prompt:
         why = "a system prompt needs a chat template"
         fix = "remove it, or set data.apply_chat_template=true"
-        issues.append(ConfigIssue("data.system_prompt", data.system_prompt, why, fix))
+        issues.append(ConfigIssue(f"{key}.system_prompt", source.system_prompt, why, fix))
     conversation = next((row for row in rows if not isinstance(row.prompt, str)), None)
     if conversation is not None:
         why = f"{conversation.where} holds a list of messages, which needs a chat template"
@@ -161,7 +206,11 @@ def _messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _fit(
-    data: DataConfig, rows: Sequence[DataRow], texts: Sequence[str], token_ids: Sequence[list[int]]
+    data: DataConfig,
+    verifier: str | None,
+    rows: Sequence[DataRow],
+    texts: Sequence[str],
+    token_ids: Sequence[list[int]],
 ) -> PromptSet:
     """Leave out or cut prompts that are longer than ``data.max_prompt_length``."""
     limit = data.max_prompt_length
@@ -182,6 +231,7 @@ def _fit(
                 ground_truth=row.answer,
                 text=text,
                 extra=row.extra,
+                verifier=verifier,
             )
         )
     if not kept:

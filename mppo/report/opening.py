@@ -5,7 +5,7 @@ from __future__ import annotations
 from mppo import __version__
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
-from mppo.config.sections.data import DataConfig
+from mppo.config.sections.data import DataConfig, SourceConfig
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo
@@ -45,6 +45,14 @@ def _engine(rollout: RolloutConfig) -> str:
 
 
 def _data(data: DataConfig) -> str:
-    if data.task:
-        return f"task {data.task}"
-    return f"{', '.join(data.train_files)}; validation: {', '.join(data.val_files) or 'none'}"
+    sources = data.prompt_sources.values()
+    if not data.sources:
+        return ", ".join(map(_source, sources))
+    total = sum(source.weight for source in sources)
+    return "; ".join(f"{source.weight / total:.1%} {_source(source)}" for source in sources)
+
+
+def _source(source: SourceConfig) -> str:
+    if source.task:
+        return f"task {source.task}"
+    return f"{', '.join(source.train_files)}; validation: {', '.join(source.val_files) or 'none'}"

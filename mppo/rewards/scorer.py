@@ -39,13 +39,13 @@ class Scorer:
     max_response_length: int | None = None
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Run the rule verifiers on the first prompt of each data source.
+        """Run the rule verifiers on the first prompt of each data source and verifier.
 
         Raises:
             ConfigError, ValueError: a prompt cannot be scored.
         """
         if isinstance(self.reward_function, RuleReward):
-            first = {prompt.data_source: prompt for prompt in reversed(prompts)}
+            first = {(each.data_source, each.verifier): each for each in reversed(prompts)}
             self.reward_function.check(first.values())
 
     def score(self, responses: Responses) -> list[ResponseScore]:

@@ -7,8 +7,10 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from mppo.config.data_set_name import is_data_set
 from mppo.config.errors import ConfigIssue
 from mppo.config.schema import Recipe
+from mppo.config.sections.data import DataConfig
 from mppo.config.trackers import tracker_issues
 from mppo.weights.model_folder import (
     checkpoint_folder,
@@ -29,7 +31,8 @@ SYSTEM_FOLDERS = (
 )  # fmt: skip
 """Folders of the operating system: a run folder must not be there or below."""
 BUILTIN_PREFIX = "builtin:"
-DATA_ENDINGS = (".jsonl", ".ndjson", ".parquet")
+DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet")
+DATA_FORMS = ".jsonl (a JSON object per line), .json (a list of objects) or .parquet"
 WEIGHT_ENDINGS = (".safetensors",)
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]*\w")
 
@@ -43,11 +46,7 @@ def check_files(recipe: Recipe) -> list[ConfigIssue]:
         issues += check_model_folder("critic.path", recipe.critic.path)
     if recipe.ref.path and recipe.uses_reference:
         issues += check_model_folder("ref.path", recipe.ref.path)
-    for key, names in (
-        ("data.train_files", recipe.data.train_files),
-        ("data.val_files", recipe.data.val_files),
-        ("data.ptx_files", recipe.data.ptx_files),
-    ):
+    for key, names in data_files(recipe.data).items():
         for name in names:
             issues += _path_issues(key, name, _data_file)
     issues += _reward_file(recipe)
@@ -135,15 +134,25 @@ def _checkpoint(key: str, folder: Path) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key, str(folder), why, fix or "give a folder that Megatron saved")
 
 
+def data_files(data: DataConfig) -> dict[str, tuple[str, ...]]:
+    """The data files of a recipe by key."""
+    files = {"data.ptx_files": data.ptx_files}
+    for key, source in data.prompt_sources.items():
+        files |= {f"{key}.train_files": source.train_files, f"{key}.val_files": source.val_files}
+    return files
+
+
 def _data_file(key: str, name: str) -> Iterator[ConfigIssue]:
     path = Path(name)
-    if not path.exists():
+    if is_data_set(name):
+        fix = "download its files, and name them"
+        yield ConfigIssue(key, name, "data sets are not downloaded by this program", fix)
+    elif not path.exists():
         yield ConfigIssue(key, name, "no such file", "give the path of a readable file")
     elif not path.is_file():
         yield ConfigIssue(key, name, "is not a file", "give the files in it")
     elif path.suffix not in DATA_ENDINGS:
-        fix = "use .jsonl (one JSON object per line) or .parquet"
-        yield ConfigIssue(key, name, "unknown file type", fix)
+        yield ConfigIssue(key, name, "unknown file type", f"use {DATA_FORMS}")
     elif path.stat().st_size == 0:
         yield ConfigIssue(key, name, "the file is empty", "give a file with rows")
 

@@ -310,37 +310,6 @@ def sequences_fit_positions(context: RuleContext) -> Iterator[ConfigIssue]:
         )
 
 
-@rule("data.task", "data.train_files", "data.task_kwargs")
-def prompts_have_one_source(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Prompts come from a procedural task or from files, not from both or neither."""
-    data = context.recipe.data
-    if data.task and data.train_files:
-        fix = "leave out data.task or data.train_files"
-        yield ConfigIssue("data.task", data.task, "data.train_files is given too", fix)
-    if not data.task and not data.train_files:
-        fix = "set data.task (arithmetic, ...) or data.train_files ([train.jsonl])"
-        yield ConfigIssue("data.task", None, "there are no training prompts", fix)
-    if data.task_kwargs and not data.task:
-        why = "has no effect without data.task"
-        yield ConfigIssue(
-            "data.task_kwargs", data.task_kwargs, why, "set data.task, or leave it out"
-        )
-
-
-@rule("trainer.test_freq", "data.val_files", "data.val_size", "data.task")
-def validation_has_prompts(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Validation every n steps needs validation prompts."""
-    data, freq = context.recipe.data, context.recipe.trainer.test_freq
-    if freq <= 0:
-        return
-    if data.val_size == 0:
-        why = f"trainer.test_freq = {freq} needs validation prompts"
-        yield ConfigIssue("data.val_size", 0, why, "set it to at least 1, or test_freq to -1")
-    elif data.train_files and not data.val_files:
-        why = f"trainer.test_freq = {freq} needs validation prompts"
-        yield ConfigIssue("data.val_files", [], why, "give a file, or set test_freq to -1")
-
-
 @rule("trainer")
 def resume_path_and_mode_agree(context: RuleContext) -> Iterator[ConfigIssue]:
     """``resume_from_path`` and ``resume_mode: resume_path`` are set together."""

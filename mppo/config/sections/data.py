@@ -9,17 +9,57 @@ from pydantic import Field
 from mppo.config.sections.section import Section
 
 
+class SourceConfig(Section):
+    """One of several sources of prompts that are mixed.
+
+    Exactly one of ``task`` and ``train_files`` is set. Keys that are null take the value of the key
+    of the same name in ``data``.
+    """
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of this source in the training prompts, relative to the other weights. A source is
+    repeated when its prompts are used up."""
+    name: str | None = None
+    """Data source of rows without a column ``data_source``; selects the verifier and names the
+    metrics. null: the file's or data set's name."""
+    train_files: tuple[str, ...] = ()
+    """As ``data.train_files``."""
+    val_files: tuple[str, ...] = ()
+    """As ``data.val_files``."""
+    task: str | None = None
+    """As ``data.task``."""
+    task_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """As ``data.task_kwargs``."""
+    train_size: int | None = Field(default=None, gt=0)
+    """Largest number of training prompts of this source."""
+    val_size: int | None = Field(default=None, ge=0)
+    """Largest number of validation prompts of this source."""
+    prompt_key: str | None = None
+    """Column of the prompt."""
+    answer_key: str | None = None
+    """Column of the ground truth."""
+    system_prompt: str | None = None
+    """System message in front of every prompt of this source."""
+    verifier: str | None = None
+    """Verifier of ``reward.name: rule`` for this source. null: ``reward.verifier``, or the verifier
+    of the data source."""
+
+
 class DataConfig(Section):
     """Prompts from a procedural task or from files, and plain text for the pretraining mix.
 
-    Exactly one of ``task`` and ``train_files`` is set.
+    Exactly one of ``task``, ``train_files`` and ``sources`` is set.
     """
 
     train_files: tuple[str, ...] = ()
-    """Files of training prompts, .jsonl or .parquet."""
+    """Files of training prompts, .jsonl, .json or .parquet; or data sets of the Hugging Face Hub,
+    ``hf:OWNER/NAME``, ``hf:OWNER/NAME:SPLIT`` or ``hf:OWNER/NAME/CONFIG:SPLIT``, which are
+    downloaded into its cache. The split is ``train`` if none is given."""
     val_files: tuple[str, ...] = ()
-    """Files of validation prompts, .jsonl or .parquet. Empty: no validation, unless ``task`` is
-    set."""
+    """Files or data sets of validation prompts, as in ``train_files``; the split is ``test`` if
+    none is given. Empty: no validation, unless ``task`` is set."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sources, mixed by weight, each with its own files, system prompt and verifier."""
     task: str | None = None
     """Procedural task that generates prompts and answers, such as ``arithmetic`` or
     ``reasoning_gym:chain_sum``."""
@@ -32,9 +72,12 @@ class DataConfig(Section):
     """Largest number of validation prompts, taken in equal parts from several files. null: every
     row of the files, or 64 prompts of a task. 0: no validation."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a text or a list of chat messages. Dots reach into nested objects."""
-    answer_key: str = "answer"
-    """Column of the ground truth. Dots reach into nested objects."""
+    """Column of the prompt: a text or a list of chat messages. Dots reach into nested objects. The
+    default also finds ``messages`` (TRL) and ``input`` (OpenRLHF)."""
+    answer_key: str | None = "answer"
+    """Column of the ground truth. Dots reach into nested objects. The default also finds
+    ``reward_model.ground_truth`` (verl), ``label`` (OpenRLHF) and ``completion`` (TRL). null: rows
+    have no ground truth, as for a reward model."""
     max_prompt_length: int = Field(default=512, gt=0)
     """Longest prompt in tokens, chat template included."""
     max_response_length: int = Field(default=512, gt=0)
@@ -57,9 +100,32 @@ class DataConfig(Section):
     seed: int = 0
     """Seed of the order of prompts and of the prompts of a task."""
     ptx_files: tuple[str, ...] = ()
-    """Files of plain text for the language-model loss of ``actor.ptx_coef``, one document per
-    row."""
+    """Files, or data sets as in ``train_files``, of plain text for the language-model loss of
+    ``actor.ptx_coef``, one document per row."""
     ptx_key: str = "text"
     """Column of the text in ``ptx_files``."""
     ptx_batch_size: int | None = Field(default=None, gt=0)
     """Documents per optimizer step of the actor. null: as many as its mini-batch has sequences."""
+
+    @property
+    def prompt_sources(self) -> dict[str, SourceConfig]:
+        """The sources of prompts by the key of their section, with ``data``'s values for null keys.
+
+        Without ``sources``, this section is the only one.
+        """
+        if not self.sources:
+            own = {name: getattr(self, name) for name in _SHARED}
+            return {"data": SourceConfig(**own)}
+        return {
+            f"data.sources.{index}": self._filled(source)
+            for index, source in enumerate(self.sources)
+        }
+
+    def _filled(self, source: SourceConfig) -> SourceConfig:
+        names = _SHARED - {"task"}  # a source without a task has files
+        missing = {name: getattr(self, name) for name in names if getattr(source, name) is None}
+        return source.model_copy(update=missing)
+
+
+_SHARED = SourceConfig.model_fields.keys() & DataConfig.model_fields.keys()
+"""Keys that a source has in common with the section."""

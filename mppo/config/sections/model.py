@@ -6,6 +6,9 @@ from typing import Literal
 
 from mppo.config.sections.section import Section
 
+Hub = Literal["modelscope"] | bool
+"""Where models are downloaded from: false nowhere, true the Hugging Face Hub."""
+
 
 class ModelConfig(Section):
     """The model that actor, critic and reference start from."""
@@ -20,8 +23,9 @@ class ModelConfig(Section):
     float32 either way."""
     tokenizer_path: str | None = None
     """Folder of the tokenizer. null: ``path``."""
-    hub: bool = False
-    """Download ``owner/model`` paths that are not local folders from the Hugging Face Hub into its
-    cache. false: nothing is ever downloaded."""
+    hub: Hub = False
+    """Download ``owner/model`` paths that are not local folders: true, from the Hugging Face Hub
+    into its cache; ``modelscope``, from ModelScope into its cache. false: no model is
+    downloaded."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model or tokenizer."""

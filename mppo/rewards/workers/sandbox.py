@@ -207,7 +207,8 @@ class CodeVerifier:
         Args:
             response: its last fenced Python block is the program; without a block, all of it.
             ground_truth: JSON list of Python statements that raise if the program is wrong, or
-                of ``{"input": text, "output": text}``.
+                of ``{"input": text, "output": text}``; or Eurus's object of the lists ``inputs``
+                and ``outputs``.
             extra: not used.
 
         Raises:
@@ -248,6 +249,9 @@ def parse_tests(ground_truth: str) -> list[Any]:
         tests = json.loads(ground_truth)
     except ValueError:
         tests = None
+    if isinstance(tests, dict) and tests.keys() == {"inputs", "outputs"}:
+        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+        tests = [{"input": given, "output": expected} for given, expected in pairs]
     keys = {"input", "output"}
     if isinstance(tests, list) and tests:
         if all(isinstance(test, str) for test in tests):
@@ -256,5 +260,6 @@ def parse_tests(ground_truth: str) -> list[Any]:
             return tests
     raise ValueError(
         "the ground truth of a program must be a JSON list of test statements, or of objects "
-        f"with 'input' and 'output'; it is {ground_truth[:80]!r}"
+        "with 'input' and 'output', or an object of lists 'inputs' and 'outputs'; it is "
+        f"{ground_truth[:80]!r}"
     )

@@ -1,0 +1,43 @@
+"""Names of data sets on the Hugging Face Hub, as ``data.train_files`` holds them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+PREFIX = "hf:"
+FORM = "hf:OWNER/NAME, hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT"
+_PART = r"\w(?:[\w.-]*\w)?"
+_NAME = re.compile(rf"{PREFIX}({_PART}/{_PART})(?:/({_PART}))?(?::({_PART}))?")
+
+
+@dataclass(frozen=True)
+class DataSetName:
+    """A part of a data set.
+
+    Args:
+        name: ``OWNER/NAME``.
+        config: the configuration; None: the default one.
+        split: such as ``train``.
+    """
+
+    name: str
+    config: str | None
+    split: str
+
+
+def is_data_set(name: str) -> bool:
+    """Whether an entry of a list of data files names a data set instead of a file."""
+    return name.startswith(PREFIX)
+
+
+def parse_data_set(name: str, default_split: str) -> DataSetName:
+    """Parse the name of a data set.
+
+    Raises:
+        ValueError: the name does not have this form.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"is not of the form {FORM}")
+    return DataSetName(match[1], match[2], match[3] or default_split)
