@@ -169,8 +169,10 @@ def output_rows(
 ) -> Tensor:
     """Outputs of micro-batches on the tokens of their batch: ``[T, count]`` (CPU), 0 elsewhere."""
     rows_Tk = torch.zeros(len(batch.tokens_T), count)
-    for microbatch, part in zip(microbatches, parts):
-        rows_Tk[microbatch.tokens_in(batch)] = stack_outputs(part).T.cpu()
+    if parts:
+        where = torch.cat([microbatch.tokens_in(batch) for microbatch in microbatches])
+        # one copy for all micro-batches
+        rows_Tk[where] = torch.cat([stack_outputs(part) for part in parts], dim=1).cpu().T
     return rows_Tk
 
 

@@ -168,7 +168,7 @@ class _MiniBatchTokens:
 
 
 GatherOf = Callable[[Sequence[int] | Tensor], tuple[Gather, Tensor]]
-"""See ``shares.gather_of_mini_batch``, for one batch."""
+"""See ``gathers.gather_of_mini_batch``, for one batch."""
 
 
 def _everything(indices: Sequence[int] | Tensor) -> tuple[Gather, Tensor]:

@@ -1,26 +1,24 @@
-"""How a batch is shared out over the ranks between passes, and numbers of all its sequences.
+"""How a batch is shared out over the ranks between passes.
 
 Every rank holds the tokens of the sequences whose home it is, and computes their rewards,
-advantages and targets. What depends on all sequences (baselines, whitening, normalisers, metrics)
-is computed from a few numbers per sequence, which all ranks gather.
+advantages and targets (:mod:`mppo.trainer.gathers`: what depends on all sequences).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.algos.masked import ALONE, Gather
 from mppo.algos.packing import cumulative
 from mppo.batch import Batch, Experience, ModelOutputs, Sequences, unknown_expert
 from mppo.models.work_share import PassMoves
 from mppo.packed_batch import pack_held
-from mppo.parallel.collectives import all_gather_objects, all_gather_varlen, group_size
-from mppo.parallel.exchange import Moves, exchange, sum_over_ranks
+from mppo.parallel.collectives import all_gather_objects, group_size
+from mppo.parallel.exchange import Moves, exchange
 from mppo.parallel.layout import Layout
 from mppo.parallel.partition import partition
 from mppo.pipeline.microbatches import MicroBatchPlan
@@ -104,55 +102,6 @@ def narrow_choices(experts_T: Tensor) -> Tensor:
     narrow_T = experts_T.to(torch.uint8)
     narrow_T[experts_T < 0] = unknown_expert(torch.uint8)
     return narrow_T
-
-
-def gather_of(batch: Sequences) -> Gather:
-    """How this rank learns numbers of the sequences that others hold."""
-    return _gather(batch, batch.held_H, batch.num_sequences)
-
-
-def gather_of_mini_batch(
-    batch: Sequences, indices: Sequence[int] | Tensor
-) -> tuple[Gather, Tensor]:
-    """``gather_of`` for the sequences of a mini-batch, in its order.
-
-    Returns:
-        The gather; and int64, the position in the mini-batch of each of its sequences held here.
-    """
-    position = (batch.places(indices) >= 0).nonzero()[:, 0]
-    return _gather(batch, position, len(indices)), position
-
-
-def _gather(batch: Sequences, position_H: Tensor, total: int) -> Gather:
-    if batch.is_replicated or group_size() == 1:
-        return ALONE
-
-    def sequences(x_H: Tensor) -> Tensor:
-        # each number has one holder, so the sum over ranks is exact
-        x_B = torch.zeros(total, *x_H.shape[1:], dtype=torch.float64)
-        x_B[position_H] = x_H.double()
-        return sum_over_ranks(x_B).to(x_H.dtype)
-
-    return Gather(sequences, lambda x: torch.cat(all_gather_varlen(x, group_size())))
-
-
-def gather_table(gather: Gather, table: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather several tensors ``[H, ...]`` of the sequences held, in one exchange.
-
-    Args:
-        gather: of the batch.
-        table: tensors by name.
-
-    Returns:
-        float64 ``[B, ...]`` by name.
-    """
-    columns = [x_H.double().reshape(len(x_H), x_H.shape[1:].numel()) for x_H in table.values()]
-    rows_B = gather.sequences(torch.cat(columns, 1))
-    parts = rows_B.split([column.shape[1] for column in columns], dim=1)
-    return {
-        name: part.reshape(len(part), *x_H.shape[1:])
-        for (name, x_H), part in zip(table.items(), parts, strict=True)
-    }
 
 
 def fetch_targets(

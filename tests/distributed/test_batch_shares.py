@@ -100,9 +100,10 @@ def compare_estimates() -> None:
 
 def compare_targets() -> None:
     from mppo.trainer.advantages import estimate
+    from mppo.trainer.gathers import gather_of_mini_batch
     from mppo.trainer.losses import policy_targets, value_targets
     from mppo.trainer.selection import resample_experience
-    from mppo.trainer.shares import gather_experience, gather_of_mini_batch
+    from mppo.trainer.shares import gather_experience
 
     complete = outputs_of(LENGTHS)
     algorithm = AlgorithmConfig(adv_estimator="rloo", use_pf_ppo=True, pf_ppo=PFPPOConfig())

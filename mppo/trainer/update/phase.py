@@ -24,6 +24,7 @@ from mppo.planning.residency import phase_of_role
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
 from mppo.supervision.stop_request import StepInterrupted
+from mppo.trainer.gathers import gather_of_mini_batch
 from mppo.trainer.losses import (
     PolicyObjective,
     Targets,
@@ -33,7 +34,7 @@ from mppo.trainer.losses import (
 )
 from mppo.trainer.roles import Roles
 from mppo.trainer.selection import Indices
-from mppo.trainer.shares import fetch_targets, gather_of_mini_batch
+from mppo.trainer.shares import fetch_targets
 from mppo.trainer.update.role_update import RoleUpdate
 from mppo.trainer.update.streamed import StreamedUpdate, write_timeline
 

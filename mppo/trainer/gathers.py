@@ -1,0 +1,66 @@
+"""Numbers of all sequences of a batch that is shared out, from those of the sequences held here.
+
+Baselines, whitening, normalisers and metrics depend on all sequences. They are computed from a few
+numbers per sequence, which all ranks gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mppo.algos.masked import ALONE, Gather
+from mppo.batch import Sequences
+from mppo.parallel.collectives import all_gather_varlen, group_size
+from mppo.parallel.exchange import sum_over_ranks
+
+
+def gather_of(batch: Sequences) -> Gather:
+    """How this rank learns numbers of the sequences that others hold."""
+    return _gather(batch, batch.held_H, batch.num_sequences)
+
+
+def gather_of_mini_batch(
+    batch: Sequences, indices: Sequence[int] | Tensor
+) -> tuple[Gather, Tensor]:
+    """``gather_of`` for the sequences of a mini-batch, in its order.
+
+    Returns:
+        The gather; and int64, the position in the mini-batch of each of its sequences held here.
+    """
+    position = (batch.places(indices) >= 0).nonzero()[:, 0]
+    return _gather(batch, position, len(indices)), position
+
+
+def _gather(batch: Sequences, position_H: Tensor, total: int) -> Gather:
+    if batch.is_replicated or group_size() == 1:
+        return ALONE
+
+    def sequences(x_H: Tensor) -> Tensor:
+        # each number has one holder, so the sum over ranks is exact
+        x_B = torch.zeros(total, *x_H.shape[1:], dtype=torch.float64)
+        x_B[position_H] = x_H.double()
+        return sum_over_ranks(x_B).to(x_H.dtype)
+
+    return Gather(sequences, lambda x: torch.cat(all_gather_varlen(x, group_size())))
+
+
+def gather_table(gather: Gather, table: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gather several tensors ``[H, ...]`` of the sequences held, in one exchange.
+
+    Args:
+        gather: of the batch.
+        table: tensors by name.
+
+    Returns:
+        float64 ``[B, ...]`` by name.
+    """
+    columns = [x_H.double().reshape(len(x_H), x_H.shape[1:].numel()) for x_H in table.values()]
+    rows_B = gather.sequences(torch.cat(columns, 1))
+    parts = rows_B.split([column.shape[1] for column in columns], dim=1)
+    return {
+        name: part.reshape(len(part), *x_H.shape[1:])
+        for (name, x_H), part in zip(table.items(), parts, strict=True)
+    }
