@@ -36,8 +36,8 @@ PURE = frozenset(
 and ``config`` do."""
 
 LAYERS = (
-    {"batch", "responses", "safety", "cpu"},
-    {"algos", "parallel"},
+    {"batch", "safety", "cpu"},
+    {"algos", "parallel", "responses"},
     {"weights"},
     {"config"},
     {"supervision"},
