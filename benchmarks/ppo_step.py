@@ -183,10 +183,10 @@ class CountScorer:
 
         return [ResponseScore(int(t.response_ids.sum()) % 7 / 7) for t in trajectories]
 
-    score = raw_scores_divided = lambda self, responses: self.raw_scores(responses.trajectories)
+    def raw_scores_divided(self, responses):
+        return self.raw_scores(responses.trajectories)
 
-    def shape_scores(self, scores, rows):
-        return scores
+    score, shape_scores = raw_scores_divided, staticmethod(lambda scores, rows: scores)
 
 
 def trl_settings() -> dict:
