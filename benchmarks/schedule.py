@@ -225,7 +225,7 @@ def make_updates(folder: Path, registry, count: int) -> Callable[[str], None]:
     from mppo.trainer.advantages import estimate
     from mppo.trainer.forward_phase import ForwardPhase
     from mppo.trainer.roles import Roles
-    from mppo.trainer.shares import share_out
+    from mppo.trainer.sharing.shares import share_out
     from mppo.trainer.update.phase import UpdatePhase
 
     size = UPDATES * count

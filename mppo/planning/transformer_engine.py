@@ -31,7 +31,7 @@ def kept_bytes(
         itemsize: bytes of an element of the weights.
     """
     workspaces = 1 + (_GROUPED_WORKSPACES if any(sparse) else 0)
-    matrices = set(_attention(shape, layout.tp)) if trained else set()
+    matrices: set[Matrix] = set(_attention(shape, layout.tp)) if trained else set()
     if trained and not all(sparse):
         matrices |= set(_feed_forward(shape, shape.ffn, layout.tp))
     if trained and any(sparse):

@@ -46,7 +46,7 @@ from mppo.config.sections.algorithm import (
     RolloutCorrectionConfig,
     ScoreNormalizationConfig,
 )
-from mppo.trainer.gathers import gather_of
+from mppo.trainer.sharing.gathers import gather_of
 
 
 def needs_greedy_baseline(algorithm: AlgorithmConfig) -> bool:

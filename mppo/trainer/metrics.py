@@ -21,7 +21,7 @@ from mppo.parallel import device
 from mppo.parallel.partition import partition
 from mppo.responses import ResponseRow
 from mppo.rewards.scores import UNSCORED, ResponseScore
-from mppo.trainer.gathers import gather_of, gather_table
+from mppo.trainer.sharing.gathers import gather_of, gather_table
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mppo.batch import Batch, Experience, ModelOutputs
 from mppo.safety.disk import replace_text, set_aside, write_bytes
 from mppo.safety.input_files import read_json
-from mppo.trainer.shares import gather_experience
+from mppo.trainer.sharing.shares import gather_experience
 from mppo.weights.hf.safetensors_file import read_header
 
 CASE, TENSORS, MODELS = "case.json", "experience.safetensors", "models"

@@ -26,7 +26,7 @@ from mppo.trainer.selection import (
     informative_sequences,
     select_batch,
 )
-from mppo.trainer.shares import pack_responses, share_out
+from mppo.trainer.sharing.shares import pack_responses, share_out
 
 
 @dataclass(frozen=True)

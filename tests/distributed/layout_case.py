@@ -164,7 +164,7 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
 def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
     """A role's passes over the batch and their outputs; yields None after each."""
     from mppo.models.role_spec import MiniBatch
-    from mppo.trainer.shares import share_out
+    from mppo.trainer.sharing.shares import share_out
 
     batch = batch_of()
     role = build_role(case, folder, registry)

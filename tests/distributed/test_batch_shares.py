@@ -52,7 +52,7 @@ def outputs_of(lengths: list[int], samples: int = 3) -> ModelOutputs:
 
 def shared(outputs: ModelOutputs) -> ModelOutputs:
     """The part of this rank."""
-    from mppo.trainer.shares import share_out
+    from mppo.trainer.sharing.shares import share_out
 
     batch = share_out(outputs.batch)
     where_T = sequence_token_indices(outputs.batch.cu_seqlens, batch.held_H)
@@ -100,10 +100,10 @@ def compare_estimates() -> None:
 
 def compare_targets() -> None:
     from mppo.trainer.advantages import estimate
-    from mppo.trainer.gathers import gather_of_mini_batch
     from mppo.trainer.losses import policy_targets, value_targets
     from mppo.trainer.selection import resample_experience
-    from mppo.trainer.shares import gather_experience
+    from mppo.trainer.sharing.gathers import gather_of_mini_batch
+    from mppo.trainer.sharing.shares import gather_experience
 
     complete = outputs_of(LENGTHS)
     algorithm = AlgorithmConfig(adv_estimator="rloo", use_pf_ppo=True, pf_ppo=PFPPOConfig())
@@ -169,7 +169,7 @@ def move_from_one_rank() -> None:
     """Responses that all arrived on the last rank move to even homes, which then stay."""
     from mppo.models.microbatch import select_held
     from mppo.trainer.selection import select_batch
-    from mppo.trainer.shares import share_out
+    from mppo.trainer.sharing.shares import share_out
 
     batch, world, rank = outputs_of(LENGTHS).batch, dist.get_world_size(), dist.get_rank()
     kept = range(batch.num_sequences) if rank == world - 1 else ()
@@ -193,7 +193,7 @@ def pack_where_responses_arrived() -> None:
     from mppo.models.microbatch import select_held
     from mppo.packed_batch import pack_trajectories
     from mppo.responses import ResponseRow, Responses
-    from mppo.trainer.shares import pack_responses
+    from mppo.trainer.sharing.shares import pack_responses
 
     world, rank = dist.get_world_size(), dist.get_rank()
     made = [

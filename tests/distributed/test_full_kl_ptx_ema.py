@@ -72,7 +72,7 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     from mppo.models.role import Role
     from mppo.models.role_spec import MiniBatch, PassInputs
     from mppo.trainer.pretraining_mix import PretrainingMix
-    from mppo.trainer.shares import share_out
+    from mppo.trainer.sharing.shares import share_out
 
     world = dist.get_world_size()
     name = case.role.get("name", "")

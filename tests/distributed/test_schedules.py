@@ -190,7 +190,7 @@ def _begin(case: Update, kind: str, folder: Path, registry):
     from mppo.trainer.advantages import estimate
     from mppo.trainer.forward_phase import ForwardPhase
     from mppo.trainer.roles import Roles
-    from mppo.trainer.shares import share_out
+    from mppo.trainer.sharing.shares import share_out
 
     overrides = [*COMMON, f"model.path={folder / case.model}", *case.overrides]
     if case.beside is not None:

@@ -6,8 +6,7 @@ import transformers as hf
 from torch.utils.flop_counter import FlopCounterMode
 
 from mppo.batch import Batch
-from mppo.planning.flops import ModelFlops, model_flops, seen_pairs, update_flops
-from mppo.planning.peak_flops import peak_tflops
+from mppo.planning.flops import ModelFlops, model_flops, peak_tflops, seen_pairs, update_flops
 
 DENSE = dict(
     hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,

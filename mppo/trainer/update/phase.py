@@ -19,12 +19,11 @@ from mppo.parallel import device
 from mppo.pipeline.executor import carry_out
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.pipeline.timeline import Recorder
-from mppo.planning.peak_flops import peak_tflops
+from mppo.planning.flops import peak_tflops
 from mppo.planning.residency import phase_of_role
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
 from mppo.supervision.stop_request import StepInterrupted
-from mppo.trainer.gathers import gather_of_mini_batch
 from mppo.trainer.losses import (
     PolicyObjective,
     Targets,
@@ -34,7 +33,8 @@ from mppo.trainer.losses import (
 )
 from mppo.trainer.roles import Roles
 from mppo.trainer.selection import Indices
-from mppo.trainer.shares import fetch_targets
+from mppo.trainer.sharing.gathers import gather_of_mini_batch
+from mppo.trainer.sharing.shares import fetch_targets
 from mppo.trainer.update.role_update import RoleUpdate
 from mppo.trainer.update.streamed import StreamedUpdate, write_timeline
 

@@ -1,7 +1,7 @@
 """How a batch is shared out over the ranks between passes.
 
 Every rank holds the tokens of the sequences whose home it is, and computes their rewards,
-advantages and targets (:mod:`mppo.trainer.gathers`: what depends on all sequences).
+advantages and targets (:mod:`mppo.trainer.sharing.gathers`: what depends on all sequences).
 """
 
 from __future__ import annotations
