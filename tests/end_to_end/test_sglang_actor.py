@@ -182,10 +182,13 @@ def _gap(engine, role) -> tuple[float, int]:
     """Largest difference over response tokens, and how many there are."""
     from mppo.config.sections.rollout import SamplingConfig
     from mppo.packed_batch import pack_trajectories
+    from mppo.parallel.collectives import group_size
     from mppo.rollout.engine import GenerationRequest
+    from mppo.rollout.response_gather import replicate
 
     sampling = SamplingConfig(temperature=TEMPERATURE, n=2)
-    trajectories = engine.generate(GenerationRequest(prompts(6), sampling, 8, seed=0)).trajectories
+    responses = engine.generate(GenerationRequest(prompts(6), sampling, 8, seed=0))
+    trajectories = replicate(responses, group_size())
     batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
     plan = role.plan(batch, training=False)
     inside = batch.response_mask_T > 0
