@@ -185,7 +185,7 @@ class CountScorer:
 
     score = raw_scores_divided = raw_scores
 
-    def shape_scores(self, scores, trajectories):
+    def finish_scores(self, scores, trajectories):
         return scores
 
 

@@ -13,8 +13,9 @@ A Batch is the global batch: every rank holds the same one, on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,8 @@ class Prompt(_ComparedByValue):
         ground_truth: the reference answer for the verifier.
         text: the prompt as text, for tables.
         extra: other columns of the data row.
+        messages: the conversation, with ``role`` and ``content`` in each message; empty if the
+            prompt is rendered without a chat template.
     """
 
     uid: int
@@ -63,6 +66,7 @@ class Prompt(_ComparedByValue):
     ground_truth: str
     text: str
     extra: dict = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         self._convert("token_ids", torch.int32)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -31,7 +32,7 @@ from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo, discover
 from mppo.parallel.process_group import process_group
 from mppo.rewards.division import ScoringError
-from mppo.rewards.scorer import build_scorer
+from mppo.rewards.scorer import Scorer, build_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.sglang.model_support import engine_issues
@@ -128,7 +129,9 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
         raise ConfigError(
             [ConfigIssue("data.val_files", [], "there are no validation prompts", fix)]
         )
-    scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
+    scorer = build_scorer(
+        recipe.reward, tokenizer, recipe.data.max_response_length, recipe.reward_model.in_use
+    )
     scorer.check(prompts)
     set_for_training(os.environ, recipe.rollout.sync == "distributed")
     with process_group(info, recipe.trainer.collective_timeout_s):
@@ -142,7 +145,9 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
             )
         finally:
             engine.stop()
-    judgements = scorer.score(trajectories)
+        if recipe.reward_model.in_use:
+            scorer = _with_reward_model(scorer, recipe, tokenizer)
+        judgements = scorer.score(trajectories)
     lengths = [len(trajectory.response_ids) for trajectory in trajectories]
     truncated = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
     numbers = mean_numbers(trajectories, judgements)
@@ -160,6 +165,30 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
         "response_length/clip_ratio": truncated / len(lengths),
         "prompts": float(len(prompts)),
     }
+
+
+def _with_reward_model(
+    scorer: Scorer, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> Scorer:
+    """The scorer with the recipe's reward model, which is built here. Collective.
+
+    Args:
+        scorer: the scorer of ``reward.*``.
+        recipe: a recipe with a reward model.
+        tokenizer: the evaluated model's.
+    """
+    device.prepare_megatron()
+    from mppo.parallel.groups import GroupRegistry
+    from mppo.rewards.reward_model.scale import RewardModelScale
+    from mppo.rewards.reward_model.scorer import with_reward_model
+    from mppo.rewards.reward_model.texts import reward_model_texts
+    from mppo.trainer.roles import build_reward_model
+
+    config = read_model_config(resolve_model(str(recipe.reward_model.path)))
+    texts = reward_model_texts(recipe, tokenizer, config)
+    role = build_reward_model(recipe, config, GroupRegistry(recipe.trainer.seed))
+    scale = RewardModelScale(recipe.reward_model.normalize, config)
+    return with_reward_model(scorer, recipe, role, texts, scale)
 
 
 def model_buckets(folder: Path, config, bucket_bytes: int) -> Iterator[WeightBucket]:

@@ -8,19 +8,15 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mppo.parallel.collectives import all_gather_objects
-from mppo.rewards.response import Response
-from mppo.rewards.scores import ResponseScore
 
-T = TypeVar("T")
+T, R = TypeVar("T"), TypeVar("R")
 
 
 class ScoringError(RuntimeError):
     """Responses could not be scored. All ranks raise it at the same point of the program."""
 
 
-def score_divided(
-    score: Callable[[Sequence[Response]], list[ResponseScore]], responses: Sequence[Response]
-) -> list[ResponseScore]:
+def score_divided(score: Callable[[Sequence[T]], list[R]], responses: Sequence[T]) -> list[R]:
     """Score every W-th response on each of W ranks and return all scores on every rank.
 
     A server, a sandbox or a slow verifier then scores each response once and not once per rank, and
@@ -28,7 +24,7 @@ def score_divided(
     there is a process group.
 
     Args:
-        score: scores responses, or raises.
+        score: scores responses, or computes another result for each, or raises.
         responses: the same on every rank.
 
     Raises:
@@ -38,7 +34,7 @@ def score_divided(
     if dist.is_initialized():
         world, rank = dist.get_world_size(), dist.get_rank()
     mine = responses[rank::world]
-    scores: list[ResponseScore] = []
+    scores: list[R] = []
     failure: Exception | None = None
     try:
         scores = score(mine) if mine else []

@@ -65,4 +65,4 @@ class EarlyScores:
         }
         late = {key: t for key, t in zip(keys, trajectories, strict=True) if key not in known}
         known.update(zip(late, self._scorer.raw_scores_divided(list(late.values()))))
-        return self._scorer.shape_scores([known[key] for key in keys], trajectories)
+        return self._scorer.finish_scores([known[key] for key in keys], trajectories)

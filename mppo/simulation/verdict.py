@@ -127,7 +127,11 @@ def _fixes(result: RankResult, recipe: Recipe, moment: Moment, over: int) -> tup
     found: list[tuple[int, str]] = []
     phase = next((p for p in result.phases if p.name == moment.phase), None)
     held = phase.composition if phase is not None else result.resident
-    roles = [name for name in ("actor", "critic", "ref") if any(k.startswith(name) for k in held)]
+    roles = [
+        name
+        for name in ("actor", "critic", "ref", "reward_model")
+        if any(k.startswith(name) for k in held)
+    ]
     for role in roles:
         size = sum(n for key, n in held.items() if key.startswith(f"{role} "))
         key = f"{role}.megatron.tensor_model_parallel_size or pipeline_model_parallel_size"

@@ -24,6 +24,8 @@ from mppo.parallel.launch import LaunchInfo
 from mppo.planning.disk import describe_checkpoints, host_copy_bytes, host_copy_warning
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.report.reporter import Reporter
+from mppo.rewards.reward_model.scorer import with_reward_model
+from mppo.rewards.reward_model.texts import reward_model_texts
 from mppo.rewards.scorer import build_scorer
 from mppo.rollout.build import build_engine
 from mppo.safety.redact import redact
@@ -58,7 +60,9 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         recipe.model.tokenizer_path or folder, recipe.model.trust_remote_code
     )
     training, validation, prompts = _load_prompts(recipe, tokenizer)
-    scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
+    scorer = build_scorer(
+        recipe.reward, tokenizer, recipe.data.max_response_length, recipe.reward_model.in_use
+    )
     scorer.check([*training.prompts, *validation.prompts])
     total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     plain, run_dir = recipe.model_dump(mode="json"), trainer.run_dir
@@ -71,6 +75,9 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
             return None
         check_model_folders(recipe)
     configs = {role.name: read_config(role.path) for role in roles_in_use(recipe)}
+    texts = None
+    if recipe.reward_model.in_use:
+        texts = reward_model_texts(recipe, tokenizer, configs["reward_model"])
     _report_checkpoints(reporter, recipe, plan_roles(recipe, info.world_size, configs), total_steps)
     reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
     registry = GroupRegistry(trainer.seed)
@@ -83,6 +90,10 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     roles = Roles(recipe, folder, read_config, registry, total_steps, text)
     if roles.critic is not None and roles.critic.weights.fresh:
         reporter.line(f"the critic starts with a new value head ({roles.critic.spec.folder})")
+    if texts is not None:
+        assert roles.reward_model is not None
+        assert roles.reward_scale is not None
+        scorer = with_reward_model(scorer, recipe, roles.reward_model, texts, roles.reward_scale)
     stop_request.sync()
     with phase("starting the rollout engine"):
         engine = build_engine(recipe, companion_folder(folder), read_config(folder), run_dir)

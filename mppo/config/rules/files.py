@@ -43,6 +43,8 @@ def check_files(recipe: Recipe) -> list[ConfigIssue]:
         issues += check_model_folder("critic.path", recipe.critic.path)
     if recipe.ref.path and recipe.uses_reference:
         issues += check_model_folder("ref.path", recipe.ref.path)
+    if recipe.reward_model.path and recipe.reward_model.in_use:
+        issues += check_model_folder("reward_model.path", recipe.reward_model.path)
     for key, names in (
         ("data.train_files", recipe.data.train_files),
         ("data.val_files", recipe.data.val_files),
