@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipe = load_checked(
             arguments.config, settings, info.world_size, remarks=remarks, fetch_model=fetch_model
         )
-        _check_model(recipe)
+        _check_models(recipe)
         for remark in remarks if info.rank == 0 else ():
             print(f"mppo: {remark}", file=sys.stderr)
         result = evaluate(recipe, info)
@@ -86,17 +86,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_model(recipe: Recipe) -> None:
-    """Raise ConfigError if the model cannot be loaded."""
-    actor = roles_in_use(recipe)[0]
-    try:
-        folder = resolve_model(actor.path)
-        check_weights(actor, read_model_config(folder, recipe.model.trust_remote_code))
-    except ConfigError:
-        raise
-    except (ValueError, OSError) as error:
-        why, fix = str(error), "give a model folder of a known family"
-        raise ConfigError([ConfigIssue(actor.path_key, actor.path, why, fix)]) from error
+def _check_models(recipe: Recipe) -> None:
+    """Raise ConfigError if the evaluated model or the reward model cannot be loaded."""
+    for role in roles_in_use(recipe):
+        if role.name not in ("actor", "reward_model"):
+            continue
+        try:
+            folder = resolve_model(role.path)
+            check_weights(role, read_model_config(folder, recipe.model.trust_remote_code))
+        except ConfigError:
+            raise
+        except (ValueError, OSError) as error:
+            why, fix = str(error), "give a model folder of a known family"
+            raise ConfigError([ConfigIssue(role.path_key, role.path, why, fix)]) from error
 
 
 def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.planning.memory import BYTES
 from mppo.planning.outside import CUDA_CONTEXT, NCCL_COMMUNICATOR
@@ -141,12 +142,14 @@ def _fixes(result: RankResult, recipe: Recipe, moment: Moment, over: int) -> tup
         role = next(
             (name for name in roles if name in phase.name.replace(",", "").split()), "actor"
         )
-        section = getattr(recipe, role)
+        section = next(case.section for case in roles_in_use(recipe) if case.name == role)
         key, value = "ppo_micro_batch_size_per_gpu", section.ppo_micro_batch_size_per_gpu
         if section.use_dynamic_bsz:
             key, value = "ppo_max_token_len_per_gpu", section.ppo_max_token_len_per_gpu
         if phase.name.startswith("computing"):
             key = f"log_prob_{key.removeprefix('ppo_')}"
+        if role == "reward_model":
+            key = key.removeprefix("log_prob_").replace("max_token", "forward_max_token")
         found.append(
             (size // 2, f"halve {role}.{key} ({value}): activations are {size / GIB:.1f} GiB")
         )

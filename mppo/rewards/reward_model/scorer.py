@@ -19,6 +19,9 @@ from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import ModelScore
 from mppo.supervision.phase import phase
 
+SCORING = "computing scores with reward_model"
+"""The phase of the reward model's pass."""
+
 
 @dataclass(frozen=True)
 class RewardModelScorer:
@@ -46,7 +49,7 @@ class RewardModelScorer:
             ScoringError: on every rank: the responses have no tokens of the reward model, or its
                 scores no deviation.
         """
-        with phase("computing scores with reward_model"):
+        with phase(SCORING):
             raw_B = model_scores(self.role, self.texts.tokens(trajectories))
             try:
                 scores_B = self.scale(raw_B)
