@@ -50,6 +50,10 @@ MISTAKES = (
 )
 KEPT = "with:"
 OFFLOADED = "with:actor.megatron.offload_activations=true critic.megatron.offload_activations=true"
+REWARDED = (
+    "with:reward_model.path=builtin:tiny-reward reward_model.micro_batch_size_per_gpu=4 "
+    "reward_model.megatron.tensor_model_parallel_size=2"
+)
 SEQUENTIAL = (
     "with:trainer.schedule=sequential actor.megatron.pipeline_model_parallel_size=2 "
     "critic.megatron.pipeline_model_parallel_size=2"
@@ -74,6 +78,7 @@ def simulated() -> dict[str, dict[str, Any]]:
         STORED,
         KEPT,
         OFFLOADED,
+        REWARDED,
         SEQUENTIAL,
         *(f"{mode}:{name}" for name in FULL for mode in ("full", "quick")),
         *(f"mistake:{name}" for name in MISTAKES),
@@ -156,6 +161,14 @@ def test_offloaded_activations_lower_the_peak_without_a_wait(simulated):
     # fewer bytes than those that are brought back early
     assert moved["peaks"]["updating critic"] < 0.3 * kept["peaks"]["updating critic"]
     assert moved["peaks"]["updating actor"] < kept["peaks"]["updating actor"] + (64 << 20)
+
+
+def test_the_plan_knows_what_a_reward_model_holds(simulated):
+    found, phase = simulated[REWARDED], "computing scores with reward_model"
+    assert "error" not in found, found["stack"]
+    assert found["resident"] == pytest.approx(found["planned"], rel=0.02)
+    assert found["planned"] > simulated[KEPT]["planned"]
+    assert found["peaks"][phase] == pytest.approx(found["planned_peaks"][phase], rel=0.05)
 
 
 def test_megatrons_schedule_asks_for_no_shapes(simulated):
