@@ -190,7 +190,7 @@ def _with_reward_model(
     texts = reward_model_texts(recipe, tokenizer, config)
     role = build_reward_model(recipe, config, GroupRegistry(recipe.trainer.seed))
     scale = RewardModelScale(recipe.reward_model.normalize, config)
-    return with_reward_model(scorer, recipe, role, texts, scale)
+    return with_reward_model(scorer, recipe, texts, role, scale)
 
 
 def model_buckets(folder: Path, config, bucket_bytes: int) -> Iterator[WeightBucket]:

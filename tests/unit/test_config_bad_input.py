@@ -13,8 +13,6 @@ from bad_recipe import GOOD, assert_one_fault, refusal, write_files
 from mppo.config.checks import load_checked
 from mppo.train import main
 
-REWARDED = "reward_model.path=builtin:tiny-reward"
-
 # errors of the file itself: name, text, key, message
 DOCUMENTS = [
     ("no YAML", "actor: [1, 2", "--config", "not valid YAML"),
@@ -49,43 +47,6 @@ SETTINGS = [
      "actor.fsdp_config.param_offload", "stay on the device"),
     ("verl's global micro-batch", "actor.ppo_micro_batch_size=4", "actor.ppo_micro_batch_size",
      "ppo_micro_batch_size_per_gpu"),
-    ("a reward model without a model", "reward_model.enable=true", "reward_model.path",
-     "reward_model.enable = true needs it"),
-    ("a key of no reward model", "reward_model.clip=5", "reward_model.clip",
-     "no effect without reward_model.path"),
-    ("a normalisation of no reward model", "reward_model.normalize.mode=measured",
-     "reward_model.normalize", "no effect without reward_model.path"),
-    ("a weight of the only score", "reward.weight=0.5", "reward.weight",
-     "no effect without a reward model"),
-    ("a reward model of verl that is refused", f"{REWARDED} reward_model.micro_batch_size=4",
-     "reward_model.micro_batch_size", "set reward_model.micro_batch_size_per_gpu"),
-    ("an unknown key of the reward model", f"{REWARDED} reward_model.clipp=1",
-     "reward_model.clipp", "did you mean reward_model.clip?"),
-    ("a verifier without a weight", f"{REWARDED} reward.verifier=exact", "reward.verifier",
-     "set reward.weight"),
-    ("a server without a weight",
-     f"{REWARDED} reward.name=remote reward.url=http://localhost:8000/score", "reward.name",
-     "set reward.weight"),
-    ("a mean that nothing reads", f"{REWARDED} reward_model.normalize.mean=1",
-     "reward_model.normalize.mean", "set the mode to given"),
-    ("a deviation of zero", f"{REWARDED} reward_model.normalize.std=0",
-     "reward_model.normalize.std", "a value > 0"),
-    ("a config without moments", f"{REWARDED} reward_model.normalize.mode=config",
-     "reward_model.normalize.mode", "config.json of the reward model has mean = None"),
-    ("a text longer than the positions", f"{REWARDED} reward_model.max_length=513",
-     "reward_model.max_length", "more than the model's 512 positions"),
-    ("a language model for a reward model", "reward_model.path=builtin:tiny",
-     "reward_model.path", "a language model without a score head"),
-    ("no such reward model", "reward_model.path=nowhere/reward", "reward_model.path",
-     "no such folder"),
-    ("a reward model of an unknown family", "reward_model.path={alien}", "reward_model.path",
-     "is not supported"),
-    ("a reward model with three labels", "reward_model.path={three_labels}", "reward_model.path",
-     "a Qwen2ForSequenceClassification with 3 labels"),
-    ("a reward model without a head", "reward_model.path={headless}", "reward_model.path",
-     "has no score head"),
-    ("a dtype the reward model cannot have", f"{REWARDED} reward_model.dtype=int8",
-     "reward_model.dtype", "choose one of: float32, bfloat16"),
     ("a word for a number", "actor.optim.lr=fast", "actor.optim.lr", "valid number"),
     ("a fraction for a count", "data.train_batch_size=8.5", "data.train_batch_size", "integer"),
     ("true for a count", "rollout.n=true", "rollout.n", "not a number"),
@@ -272,14 +233,6 @@ LAYOUTS = [
     ("a reference that the actor's layout does not fit", "algorithm.use_kl_in_reward=true "
      f"ref.path={{three_layers}} actor.megatron.{PP}=2", f"actor.megatron.{PP}",
      "or give ref.megatron a layout of its own"),
-    ("a reward model's world not a multiple", f"{REWARDED} reward_model.megatron.{TP}=8",
-     "reward_model.megatron", "world size 4 is not a multiple"),
-    ("a reward model's heads not divisible", "reward_model.path={nine_heads} "
-     f"reward_model.megatron.{TP}=2", f"reward_model.megatron.{TP}",
-     "does not divide the 9 attention heads (reward_model.path)"),
-    ("a reward model's layers not divisible", "reward_model.path={three_layers} "
-     f"reward_model.megatron.{PP}=2", f"reward_model.megatron.{PP}",
-     "3 layers do not divide evenly among 2 stages (reward_model.path)"),
     ("a field Megatron does not have", f"{OVERRIDE}.recompute_module=[mlp]",
      f"{OVERRIDE}.recompute_module", "did you mean recompute_modules?"),
     ("a field of MLA in another model", f"{OVERRIDE}.kv_lora_rank=8",

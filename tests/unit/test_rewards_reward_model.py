@@ -126,6 +126,17 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(models, tokenizer, tmp_path)
         texts_of(tokenizer, f"reward_model.tokenizer_path={tmp_path}")
 
 
+def test_a_template_that_renders_nothing_or_fails_is_an_error(models, tokenizer):
+    for name, template, message in (
+        ("empty", "{# nothing #}", "are no token of the reward model"),
+        ("raising", "{{ raise_exception('no system role') }}", "no system role"),
+    ):
+        folder = other_tokenizer(models, name, template)
+        texts = texts_of(tokenizer, f"reward_model.tokenizer_path={folder}")
+        with pytest.raises(ScoringError, match=message):
+            texts.tokens([trajectory(tokenizer, "3")])
+
+
 def test_only_the_last_token_of_each_text_has_a_score():
     batch = scoring_batch([torch.tensor([5, 6, 7]), torch.tensor([8])])
     assert batch.tokens_T.tolist() == [5, 6, 7, 7, 8, 8]

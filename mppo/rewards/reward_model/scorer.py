@@ -61,9 +61,18 @@ class RewardModelScorer:
 
 
 def with_reward_model(
-    scorer: Scorer, recipe: Recipe, role: Role, texts: RewardModelTexts, scale: RewardModelScale
+    scorer: Scorer,
+    recipe: Recipe,
+    texts: RewardModelTexts | None,
+    role: Role | None,
+    scale: RewardModelScale | None,
 ) -> Scorer:
-    """The scorer of a recipe with its reward model; for the arguments see the classes."""
+    """The scorer with the recipe's reward model; unchanged if the recipe has none.
+
+    The arguments are those of ``RewardModelScorer``; None without a reward model.
+    """
+    if texts is None or role is None or scale is None:
+        return scorer
     section = recipe.reward_model
     model = RewardModelScorer(role, texts, scale, section.clip)
     return replace(scorer, model=model, model_weight=section.weight)

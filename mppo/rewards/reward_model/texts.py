@@ -17,6 +17,7 @@ from mppo.config.schema import Recipe
 from mppo.data.chat_template import render_with
 from mppo.hub.builtin import eos_id, load_tokenizer, resolve_model
 from mppo.rewards.division import score_divided
+from mppo.rewards.response import describe
 from mppo.weights.shape import max_positions
 
 _KEY = "reward_model.apply_chat_template"
@@ -56,7 +57,7 @@ class RewardModelTexts:
             trajectories: the same on every rank.
 
         Raises:
-            ScoringError: on every rank: the chat template failed.
+            ScoringError: on every rank: the chat template failed, or rendered an empty text.
         """
         if self.same_tokens:
             found = [
@@ -81,6 +82,12 @@ class RewardModelTexts:
             texts = [each.prompt.text + response for each, response in zip(trajectories, responses)]
             ids = self.own(texts, add_special_tokens=self.special_tokens)["input_ids"]
             ids = [self._ended(one, each) for one, each in zip(ids, trajectories)]
+        for one, each in zip(ids, trajectories):
+            if not one:
+                raise ValueError(
+                    f"{describe(each.prompt)} and its response are no token of the reward model; "
+                    "correct its chat template"
+                )
         return [torch.tensor(one) for one in ids]
 
     def _ended(self, ids: list[int], trajectory: Trajectory) -> list[int]:
@@ -97,19 +104,23 @@ def _messages(trajectory: Trajectory) -> tuple[Any, ...]:
 
 def reward_model_texts(
     recipe: Recipe, actors: PreTrainedTokenizerBase, hf_config: Any
-) -> RewardModelTexts:
+) -> RewardModelTexts | None:
     """Read the reward model's tokenizer, and choose how its tokens are made.
 
     Args:
-        recipe: a recipe with a reward model.
+        recipe: the recipe.
         actors: the actor's tokenizer.
         hf_config: Hugging Face config of the reward model.
+
+    Returns:
+        None if the recipe has no reward model.
 
     Raises:
         ConfigError: there is no tokenizer, or no chat template where the recipe needs one.
     """
     section, data = recipe.reward_model, recipe.data
-    assert section.path is not None, "the recipe has a reward model"
+    if section.path is None or not section.in_use:
+        return None
     folder = section.tokenizer_path or resolve_model(section.path)
     try:
         own = load_tokenizer(folder, recipe.model.trust_remote_code)
