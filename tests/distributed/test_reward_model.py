@@ -31,6 +31,9 @@ CASES = [
     *(("llama", layout) for layout in ("TP2 without SP", "DP2")),
     *(("mixtral", "EP2"), ("moonlight", "EP2")),
 ]
+PLAIN = {"rope_theta": 1e4, "rope_type": "default"}
+CHANGED = {"deepseek_v2": {"rope_parameters": PLAIN}}
+"""Changed settings: transformers leaves YaRN's factor out of DeepSeek-V2's attention."""
 LENGTHS = (5, 17, 1, 12, 9)
 """Odd in number: a data-parallel rank has a micro-batch more; longer than the sliding windows."""
 
@@ -74,7 +77,7 @@ def _rank(rank: int, folder: Path) -> None:
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward")
     for family in (*DENSE, *EXPERTS):
-        save_reward_model(family, folder / family)
+        save_reward_model(family, folder / family, **CHANGED.get(family, {}))
     return folder
 
 
