@@ -67,12 +67,17 @@ def trajectory(tokenizer, text: str, finish: str = "stop", chat: bool = True) ->
     return Trajectory(prompt, tuple(response), (0.0,) * len(response), finish, 0)
 
 
+def both(one: Trajectory) -> list[int]:
+    """The tokens of prompt and response."""
+    return [*one.prompt.token_ids.tolist(), *one.response_ids.tolist()]
+
+
 def test_equal_tokenizer_and_template_use_the_actors_tokens(models, tokenizer):
     texts = texts_of(tokenizer)
     one = trajectory(tokenizer, "three")
     (ids,) = texts.tokens([one])
     assert texts.same_tokens
-    assert tuple(ids.tolist()) == one.prompt.token_ids + one.response_ids
+    assert ids.tolist() == both(one)
 
 
 def test_another_template_renders_the_messages_and_the_answer_again(models, tokenizer):
@@ -105,16 +110,14 @@ def test_without_a_template_the_text_goes_on_and_ends_as_the_response_did(models
         trajectory(tokenizer, "3", "length", False),
     )
     found = again.tokens([stopped, cut])
-    assert [tuple(ids.tolist()) for ids in found] == [
-        each.prompt.token_ids + each.response_ids for each in (stopped, cut)
-    ]
+    assert [ids.tolist() for ids in found] == [both(each) for each in (stopped, cut)]
 
 
 def test_of_a_long_text_the_last_tokens_are_kept(models, tokenizer):
     texts = texts_of(tokenizer, "reward_model.max_length=3")
     one = trajectory(tokenizer, "three")
     (ids,) = texts.tokens([one])
-    assert tuple(ids.tolist()) == one.response_ids[-3:]
+    assert ids.tolist() == one.response_ids[-3:].tolist()
     assert texts_of(tokenizer).max_length == 512  # the model's positions
 
 

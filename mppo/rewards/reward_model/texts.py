@@ -61,7 +61,8 @@ class RewardModelTexts:
         """
         if self.same_tokens:
             found = [
-                torch.tensor([*each.prompt.token_ids, *each.response_ids]) for each in trajectories
+                torch.cat([each.prompt.token_ids, each.response_ids]).long()
+                for each in trajectories
             ]
         else:
             found = score_divided(self._tokenize, trajectories)
@@ -69,7 +70,7 @@ class RewardModelTexts:
 
     def _tokenize(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
         responses = self.actors.batch_decode(
-            [list(each.response_ids) for each in trajectories], skip_special_tokens=True
+            [each.response_ids.tolist() for each in trajectories], skip_special_tokens=True
         )
         if self.chat_template:
             conversations = [
