@@ -186,7 +186,8 @@ def _with_reward_model(
     from mppo.rewards.reward_model.texts import reward_model_texts
     from mppo.trainer.roles import build_reward_model
 
-    config = read_model_config(resolve_model(str(recipe.reward_model.path)))
+    path = resolve_model(str(recipe.reward_model.path))
+    config = read_model_config(path, recipe.model.trust_remote_code)
     texts = reward_model_texts(recipe, tokenizer, config)
     role = build_reward_model(recipe, config, GroupRegistry(recipe.trainer.seed))
     scale = RewardModelScale(recipe.reward_model.normalize, config)

@@ -47,8 +47,8 @@ def render_with(
         ConfigError: the tokenizer has no chat template, or see :func:`render`.
     """
     if not tokenizer.chat_template:
-        why, fix = "the tokenizer has no chat template", f"set {key}=false, or use one that has"
-        raise ConfigError([ConfigIssue(key, True, why, fix)])
+        fix = f"set {key}=false, or use a tokenizer with one"
+        raise ConfigError([ConfigIssue(key, True, "the tokenizer has no chat template", fix)])
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:

@@ -67,19 +67,19 @@ def places(tmp_path_factory):
     return write_files(tmp_path_factory.mktemp("places"))
 
 
-@pytest.mark.parametrize(("setting", "key", "expected"), [row[1:] for row in SETTINGS],
-                         ids=[row[0] for row in SETTINGS])  # fmt: skip
-def test_a_malformed_setting_is_one_issue(
-    setting, key, expected, tmp_path, capsys, places, monkeypatch
+ROWS = [
+    *((*row, ()) for row in SETTINGS),
+    *((*row, ("--dry-run", "--world-size", "4")) for row in LAYOUTS),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "expected", "options"), [row[1:] for row in ROWS], ids=[r[0] for r in ROWS]
+)
+def test_a_mistake_is_one_issue_and_nothing_is_run(
+    settings, key, expected, options, tmp_path, capsys, places, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert_one_fault(refusal(tmp_path, capsys, GOOD, setting.format(**places)), key, expected)
-    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"], "nothing was run"
-
-
-@pytest.mark.parametrize(("settings", "key", "expected"), [row[1:] for row in LAYOUTS],
-                         ids=[row[0] for row in LAYOUTS])  # fmt: skip
-def test_a_layout_that_does_not_fit_is_one_issue(settings, key, expected, tmp_path, capsys, places):
-    options = ("--dry-run", "--world-size", "4")
     message = refusal(tmp_path, capsys, GOOD, settings.format(**places), *options)
     assert_one_fault(message, key, expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
