@@ -51,8 +51,8 @@ SETTINGS = [
 
 # layouts on four ranks: name, overrides, key, message
 LAYOUTS = [
-    ("a reward model's world not a multiple", f"{REWARDED} reward_model.megatron.{TP}=8",
-     "reward_model.megatron", "world size 4 is not a multiple"),
+    ("a reward model's world not a multiple", f"{REWARDED} reward_model.megatron.{PP}=2 "
+     f"reward_model.megatron.{TP}=4", "reward_model.megatron", "world size 4 is not a multiple"),
     ("a reward model's heads not divisible", "reward_model.path={nine_heads} "
      f"reward_model.megatron.{TP}=2", f"reward_model.megatron.{TP}",
      "does not divide the 9 attention heads (reward_model.path)"),
