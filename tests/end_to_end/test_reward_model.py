@@ -43,10 +43,11 @@ def test_four_models_in_four_layouts_learn_the_preference(tmp_path):
     off = ["trainer.val_before_train=false", "trainer.test_freq=-1"]
     rows = run_recipe(RECIPE, tmp_path, *shorter, *off, *FUNCTION, "reward.weight=0")
     true = [row["reward/reverse/rule_score/mean"] for row in rows]
-    model = [row["reward/reverse/rm_score/mean"] for row in rows]
-    for scores in (true, model):
-        assert sum(scores[-3:]) > 1.3 * sum(scores[:3])
-    assert abs(rows[0]["critic/score/mean"]) < 1e-5  # measured on the first batch
+    assert sum(true[-3:]) > 1.3 * sum(true[:3])
+    # in standard deviations of the first batch, on which the scale is measured
+    model = [row["critic/score/mean"] for row in rows]
+    assert abs(model[0]) < 1e-5
+    assert sum(model[-3:]) / 3 > 0.5
 
 
 @pytest.mark.distributed
