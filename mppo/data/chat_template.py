@@ -56,7 +56,7 @@ def render_with(
         raise ConfigError([ConfigIssue(key, True, str(error), fix)]) from error
     if template == CHAT_TEMPLATE:  # the embedded models' template needs no limits
         return tokenizer.apply_chat_template(  # type: ignore[return-value]
-            [list(messages) for messages in conversations],
+            [[dict(message) for message in messages] for messages in conversations],
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from mppo.parallel.collectives import all_gather_objects
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class ScoringError(RuntimeError):

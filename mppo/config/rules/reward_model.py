@@ -65,7 +65,7 @@ def reward_model_normalization_is_complete(context: RuleContext) -> Iterator[Con
     found = context.configs.get("reward_model")
     if config.mode == "config" and found is not None:
         for name in ("mean", "std"):
-            value = getattr(found, name, None)
+            value: Any = getattr(found, name, None)
             if not _is_finite(value) or (name == "std" and value <= 0):
                 why = f"config.json of the reward model has {name} = {value!r}"
                 fix = "set the mode to measured, or to given with mean and std"

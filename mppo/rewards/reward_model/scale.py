@@ -55,8 +55,9 @@ class RewardModelScale:
 
     def state_dict(self) -> dict[str, float] | None:
         """The measured moments; None if there are none."""
-        measured = self._measures and self.mean is not None
-        return {"mean": self.mean, "std": self.std} if measured else None
+        if self.mean is None or not self._measures:
+            return None
+        return {"mean": self.mean, "std": self.std}
 
     def load_state_dict(self, state: dict[str, float] | None) -> None:
         """Restore measured moments; a scale of another mode keeps its numbers."""
