@@ -186,7 +186,11 @@ class CountScorer:
     def raw_scores_divided(self, responses):
         return self.raw_scores(responses.trajectories)
 
-    score, shape_scores = raw_scores_divided, staticmethod(lambda scores, rows: scores)
+    def finish_scores(self, scores, responses):
+        return scores
+
+    def score(self, responses):
+        return self.raw_scores_divided(responses)
 
 
 def trl_settings() -> dict:
