@@ -133,8 +133,10 @@ class PromptLoader:
         return [index for _, index in placed]
 
     def _draw(self, source: int, count: int, first: int, end: int) -> Iterator[int]:
-        """Yield the prompts of draws ``first`` to ``end`` from one source of ``count`` prompts; each
-        pass over the source has an order of its own."""
+        """Yield the prompts of draws ``first`` to ``end`` from a source of ``count`` prompts.
+
+        Each pass over the source has an order of its own.
+        """
         while first < end:
             number, start = divmod(first, count)
             order = list(range(count))

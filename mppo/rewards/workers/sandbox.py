@@ -260,5 +260,6 @@ def parse_tests(ground_truth: str) -> list[Any]:
             return tests
     raise ValueError(
         "the ground truth of a program must be a JSON list of test statements, or of objects "
-        f"with 'input' and 'output', or an object with 'inputs' and 'outputs'; it is {ground_truth[:80]!r}"
+        "with 'input' and 'output', or an object of lists 'inputs' and 'outputs'; it is "
+        f"{ground_truth[:80]!r}"
     )
