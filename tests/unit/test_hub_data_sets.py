@@ -145,6 +145,7 @@ def test_a_data_set_is_downloaded_once_and_then_read_from_the_cache(tmp_path):
         found = fetch(tmp_path, *names, HF_ENDPOINT=url, HF_HUB_OFFLINE="0")
     finally:
         server.shutdown()
+        server.server_close()
     assert found[:2] == ["data/train-0.jsonl", "default/train/0000.parquet"]
     assert found[2].startswith("has no .parquet or .jsonl or .json files of the split 'test'")
     again = fetch(tmp_path, names[0], HF_ENDPOINT=url, HF_HUB_OFFLINE="0")

@@ -14,6 +14,7 @@ from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.hub.builtin import read_model_config, resolve_model
 from mppo.hub.download import LEFT_OUT, file_patterns
+from mppo.train import main
 
 ROOT = Path(__file__).parents[2]
 NAME = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -124,3 +125,26 @@ def test_an_unreachable_hub_is_one_clear_issue(environment, tmp_path):
     assert "cannot be downloaded from the Hugging Face Hub" in result.stderr
     assert "download the model elsewhere and name its folder" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_modelscope_needs_its_package(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    settings = [f"model.path={NAME}", "model.hub=modelscope", *TASK]
+    assert main(["--dry-run", *settings]) == 2
+    message = capsys.readouterr().err
+    assert ": 1 issue\n" in message
+    assert "model.hub = 'modelscope'" in message
+    assert "the package modelscope is not installed" in message
+    assert 'pip install "mppo[modelscope]", or set model.hub: true' in message
+
+
+def test_the_hub_is_part_of_the_request(hub):
+    asked = []
+
+    def fetch(name: str, chosen: bool | str, weights: bool, trust_remote_code: bool) -> Path:
+        asked.append((name, chosen))
+        return hub.folder
+
+    settings = [*TASK, f"model.path={NAME}", "model.hub=modelscope"]
+    assert load_checked(None, settings, 1, fetch_model=fetch).model.path == str(hub.folder)
+    assert asked == [(NAME, "modelscope")]

@@ -1,4 +1,7 @@
-"""verl's keys that mppo has under another name. ``role_rows`` and ``run_rows`` have all others."""
+"""Keys of verl and OpenRLHF that mppo has under another name.
+
+``role_rows`` and ``run_rows`` have all other keys of verl.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ RENAMED: dict[str, str] = {
     "critic.model.trust_remote_code": "model.trust_remote_code",
     "data.trust_remote_code": "model.trust_remote_code",
     "data.tokenizer": "model.tokenizer_path",
+    "data.input_key": "data.prompt_key",
+    "data.label_key": "data.answer_key",
     "model.enable_activation_offload": "actor.megatron.offload_activations",
     "critic.model.enable_activation_offload": "critic.megatron.offload_activations",
     "model.override_config.moe_config.freeze_moe_router": "actor.megatron.freeze_moe_router",
@@ -89,7 +94,7 @@ RENAMED: dict[str, str] = {
         )
     },
 }
-"""verl's dotted name of a section or key to mppo's; applied in this order."""
+"""The dotted name of a section or key to mppo's; applied in this order."""
 
 
 def canonical_key(key: str) -> str:
