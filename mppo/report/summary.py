@@ -116,8 +116,11 @@ def _cell(text: str) -> str:
 
 def _setting(recipe: Mapping[str, Any]) -> list[str]:
     model, data = recipe.get("model", {}), recipe.get("data", {})
-    source = data.get("task") or ", ".join(data.get("train_files", ()))
-    lines = [f"- model: {model.get('path', '?')} ({model.get('dtype', '?')})", f"- data: {source}"]
+    sources = "; ".join(
+        source.get("task") or ", ".join(source.get("train_files", ()))
+        for source in data.get("sources") or [data]
+    )
+    lines = [f"- model: {model.get('path', '?')} ({model.get('dtype', '?')})", f"- data: {sources}"]
     lines.append(f"- ranks: {os.environ.get('WORLD_SIZE', '1')}, cores: {os.cpu_count()}")
     found = {name: _version(name) for name in PACKAGES}
     installed = [f"{name} {version}" for name, version in found.items() if version]

@@ -281,6 +281,7 @@ TEXTS = (
     _rows_file("a FIFO as data", "rows.jsonl", fifo, "is not a file"),
     _rows_file("data that are a link to /dev/zero", "rows.jsonl", zeros, "is not a file"),
     _rows_file("a terabyte without a line break", "rows.jsonl", sparse, "line 1 has"),
+    _rows_file("a terabyte of a JSON list", "rows.json", sparse, "bytes, more than"),
     _rows_file("a parquet file with its table erased", "rows.parquet", _cut_parquet,
                "not a readable parquet file"),
 )  # fmt: skip
