@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.data.prepare import DATA_SETS, prepare
+from mppo.data.prepare import DATA_SETS, prepare_rows
 from mppo.safety.temporary import unfinished_folder
 
 FORMATS = ("parquet", "jsonl")
@@ -46,7 +46,7 @@ def _prepare(options: argparse.Namespace) -> list[str]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise _error("--out", options.out, "is not an empty folder", "name a new folder")
     write = _write_parquet() if options.format == "parquet" else _write_jsonl
-    rows, remarks = prepare(options.name, Path(options.source).expanduser())
+    rows, remarks = prepare_rows(options.name, Path(options.source).expanduser())
     out.parent.mkdir(parents=True, exist_ok=True)
     with unfinished_folder(out.parent) as unfinished:
         for split, content in rows.items():

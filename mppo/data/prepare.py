@@ -44,7 +44,7 @@ class PreparedRow:
 
 @dataclass(frozen=True)
 class PublishedDataSet:
-    """A data set that ``prepare`` reads.
+    """A data set that ``prepare_rows`` reads.
 
     Args:
         keys: ``data_source``, ``ability`` and ``style`` of all rows.
@@ -61,7 +61,7 @@ class PublishedDataSet:
     why_left_out: str = ""
 
 
-def prepare(name: str, source: Path) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+def prepare_rows(name: str, source: Path) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
     """Read the files of a data set.
 
     Args:
