@@ -127,13 +127,14 @@ class RuleReward:
 
     def _score(self, response: Response) -> float | Unscored:
         prompt = response.prompt
-        verify = self._find(self._name(prompt))
+        key = "data.sources.*.verifier" if prompt.verifier else "reward.verifier"
+        verify = self._find(self._name(prompt), key)
         with _naming(prompt):
             score = verify(response.text, prompt.ground_truth, prompt.extra)
         tick()
         return score
 
-    def _find(self, name: str) -> verifiers.Verifier | CodeVerifier:
+    def _find(self, name: str, key: str = "reward.verifier") -> verifiers.Verifier | CodeVerifier:
         if name == verifiers.CODE:
             return self._code
         plain = verifiers.PARTIAL if self.partial_credit else verifiers.VERIFIERS
@@ -142,13 +143,13 @@ class RuleReward:
         known = [*plain, verifiers.CODE]
         if name in verifiers.VERIFIERS:
             why = f"the verifier {name} gives no partial credit"
-            fix = f"remove it, or set reward.verifier to one of {', '.join(known)}"
+            fix = f"remove it, or set {key} to one of {', '.join(known)}"
             raise ConfigError([ConfigIssue("reward.kwargs.partial_credit", True, why, fix)])
         guess = nearest(name, known)
         fix = (
             f"did you mean {guess!r}? " if guess else ""
         ) + f"the verifiers are {', '.join(known)}"
-        raise ConfigError([ConfigIssue("reward.verifier", name, "no such verifier", fix)])
+        raise ConfigError([ConfigIssue(key, name, "no such verifier", fix)])
 
 
 def _worker_score(result: Result) -> float | Unscored:

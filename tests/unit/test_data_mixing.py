@@ -6,11 +6,14 @@ from collections import Counter
 import pytest
 
 from mppo.batch import Prompt
+from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.config.sections.data import DataConfig
 from mppo.data.loader import PromptLoader, draws_per_epoch
 from mppo.data.source import PromptSet, SourceShare, load_prompts
 from mppo.hub.builtin import byte_tokenizer
+from mppo.parallel.launch import LaunchInfo
+from mppo.report.opening import opening_lines
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleReward
 
@@ -136,3 +139,17 @@ def test_one_source_is_the_data_section_itself():
         load_prompts(plain, byte_tokenizer(), "train").prompts
         == load_prompts(mixed, byte_tokenizer(), "train").prompts
     )
+
+
+def test_an_unknown_verifier_of_a_source_is_named():
+    prompt = Prompt(0, (1,), "arithmetic", "3", "", verifier="exct")
+    with pytest.raises(ConfigError, match=r"data.sources.\*.verifier = 'exct'\n.*\n.*'exact'"):
+        RuleReward().check([prompt])
+
+
+def test_the_start_of_a_run_names_the_shares():
+    sources = "data.sources=[{task: reverse, weight: 3}, {train_files: [a.json], weight: 1}]"
+    lines = opening_lines(
+        load_recipe(None, [sources]), LaunchInfo(0, 1, 0, 1, "127.0.0.1", 1, "torchrun")
+    )
+    assert "data: 75.0% task reverse; 25.0% a.json; validation: none" in lines
