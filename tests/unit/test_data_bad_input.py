@@ -74,6 +74,8 @@ SOURCES = [
      "data.sources.1.task_kwargs", "has no effect without data.sources.1.task"),
     ("a task beside the sources", f"data.task=reverse data.sources=[{TASK}]", "data.task",
      "move it into one of data.sources"),
+    ("a task beside files", "data.task=reverse data.sources=[{train_files: [{file}]}]",
+     "data.task", "move it into one of data.sources"),
     ("files beside the sources", f"data.train_files={{file}} data.sources=[{TASK}]",
      "data.train_files", "data.sources is given too"),
     ("validation beside the sources", f"data.val_files=[{{file}}] data.sources=[{TASK}]",

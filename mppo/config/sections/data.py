@@ -114,7 +114,7 @@ class DataConfig(Section):
         Without ``sources``, this section is the only one.
         """
         if not self.sources:
-            own = {name: getattr(self, name, None) for name in _SHARED}
+            own = {name: getattr(self, name) for name in _SHARED}
             return {"data": SourceConfig(**own)}
         return {
             f"data.sources.{index}": self._filled(source)
@@ -122,7 +122,8 @@ class DataConfig(Section):
         }
 
     def _filled(self, source: SourceConfig) -> SourceConfig:
-        missing = {name: getattr(self, name) for name in _SHARED if getattr(source, name) is None}
+        names = _SHARED - {"task"}  # a source without a task has files
+        missing = {name: getattr(self, name) for name in names if getattr(source, name) is None}
         return source.model_copy(update=missing)
 
 
