@@ -23,6 +23,8 @@ from mppo.simulation.rank import PhaseResult, RankCase, RankResult
 from mppo.weights.shape import model_shape
 
 K = TypeVar("K")
+_BUCKETS = "weight sync"
+"""Purpose of the buckets of a weight sync: a deeper model has more, but no larger ones."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
         moments += [(one.by_line[source], two.by_line[source], source) for source in both]
         moments = moments or [(one.composition, two.composition, two.line)]
         peaks = [
-            (line(a, b, lambda text, at=at: names.get(text.split()[0], at)), source)
+            (line(a, b, lambda text, at=at: _growth(text, names, at)), source)
             for a, b, source in moments
         ]
         for found, _ in peaks:
@@ -220,6 +222,19 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
         )
     seconds = shallow.seconds + deep.seconds
     return replace(deep, phases=phases, resident=resident, seconds=seconds)
+
+
+def _growth(purpose: str, names: Mapping[str, float], of_phase: float) -> float:
+    """Position on the line for a purpose's bytes.
+
+    Args:
+        purpose: the purpose.
+        names: the position for what each role keeps.
+        of_phase: the position for what the phase allocates itself.
+    """
+    if purpose == _BUCKETS:
+        return 1.0
+    return names.get(purpose.split()[0], of_phase)
 
 
 def scale_micro_batches(result: RankResult, recipe: Recipe, reduced: Recipe) -> RankResult:
