@@ -23,8 +23,6 @@ from mppo.simulation.rank import PhaseResult, RankCase, RankResult
 from mppo.weights.shape import model_shape
 
 K = TypeVar("K")
-_BUCKETS = "weight sync"
-"""Purpose of the buckets of a weight sync: a deeper model has more, but no larger ones."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,8 @@ def quick_result(
     if depths is None:
         return scale_micro_batches(run(fewer), case.recipe, recipe)
     shallow, deep = (run(with_layers(fewer, n)) for n in (depths.first, depths.second))
-    return scale_micro_batches(extrapolated(shallow, deep, depths), case.recipe, recipe)
+    bucket = recipe.rollout.sync_bucket_mb << 20
+    return scale_micro_batches(extrapolated(shallow, deep, depths, bucket), case.recipe, recipe)
 
 
 def chunk_depths(case: RankCase) -> Depths | None:
@@ -162,8 +161,13 @@ def _micro_batch_sizes(role: RoleCase, cp: int, longest: int) -> set[int]:
     return {size for size in sizes if size}
 
 
-def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankResult:
-    """Extrapolate two results linearly to the recipe's depth."""
+def extrapolated(
+    shallow: RankResult, deep: RankResult, depths: Depths, bucket_bytes: int = 0
+) -> RankResult:
+    """Extrapolate two results linearly to the recipe's depth.
+
+    The bytes of a weight sync's buckets do not grow, unless the weights fit one bucket.
+    """
     names = {
         name: (full - depths.first) / (depths.second - depths.first)
         for name, full in depths.full.items()
@@ -183,6 +187,7 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
     resident = line(
         shallow.resident, deep.resident, lambda text: names.get(text.split()[0], factor(text))
     )
+    sizes = names | ({"weight": 1.0} if resident["actor weights"] > bucket_bytes else {})
     # permanent purposes: their bytes never exceed those between steps
     lasting = resident.keys() - {phase.name for phase in deep.phases}
     phases = []
@@ -199,7 +204,7 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
         moments += [(one.by_line[source], two.by_line[source], source) for source in both]
         moments = moments or [(one.composition, two.composition, two.line)]
         peaks = [
-            (line(a, b, lambda text, at=at: _growth(text, names, at)), source)
+            (line(a, b, lambda text, at=at: sizes.get(text.split()[0], at)), source)
             for a, b, source in moments
         ]
         for found, _ in peaks:
@@ -222,19 +227,6 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
         )
     seconds = shallow.seconds + deep.seconds
     return replace(deep, phases=phases, resident=resident, seconds=seconds)
-
-
-def _growth(purpose: str, names: Mapping[str, float], of_phase: float) -> float:
-    """Position on the line for a purpose's bytes.
-
-    Args:
-        purpose: the purpose.
-        names: the position for what each role keeps.
-        of_phase: the position for what the phase allocates itself.
-    """
-    if purpose == _BUCKETS:
-        return 1.0
-    return names.get(purpose.split()[0], of_phase)
 
 
 def scale_micro_batches(result: RankResult, recipe: Recipe, reduced: Recipe) -> RankResult:
