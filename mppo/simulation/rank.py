@@ -370,9 +370,9 @@ def longest_batch(recipe: Recipe) -> Batch:
     prompt, response = recipe.data.max_prompt_length, recipe.data.max_response_length
     trajectories = [
         Trajectory(
-            Prompt(i // recipe.rollout.n, torch.full((prompt,), 1), "", "", ""),
-            torch.full((response,), 2),
-            torch.full((response,), -0.5),
+            Prompt(i // recipe.rollout.n, (1,) * prompt, "", "", ""),
+            (2,) * response,
+            (-0.5,) * response,
             "length",
             0,
         )
