@@ -13,6 +13,15 @@ from mppo.config.verl.role_rows import ROLE_ROWS
 from mppo.config.verl.row import Converted, Ignored, Refused, VerlRow
 from mppo.config.verl.run_rows import RUN_ROWS
 
+OVER_ALL_RANKS = {
+    "actor.ppo_micro_batch_size": "actor.ppo_micro_batch_size_per_gpu",
+    "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
+    "rollout.log_prob_micro_batch_size": "actor.log_prob_micro_batch_size_per_gpu",
+    "ref.log_prob_micro_batch_size": "ref.log_prob_micro_batch_size_per_gpu",
+    "critic.forward_micro_batch_size": "critic.log_prob_micro_batch_size_per_gpu",
+}
+"""verl's micro-batch sizes over all ranks, and mppo's keys of the size on one rank."""
+
 
 class VerlTranslation:
     """A document with verl's remaining keys converted, removed or refused.
@@ -28,6 +37,7 @@ class VerlTranslation:
         self.remarks: list[str] = []
         """A line for the log per reason to ignore keys, and per key that is converted."""
         self._join_reward_function()
+        self._divide_micro_batches()
         keys_by_action: dict[Ignored | Refused, list[tuple[str, Any]]] = {}
         for parts, value in list(_leaves(self.document)):
             row = row_of(parts, value)
@@ -89,6 +99,22 @@ class VerlTranslation:
         self._set("reward.name", "function", name, path)
         self._set("reward.function", function, name, path)
 
+    def _divide_micro_batches(self) -> None:
+        """Convert micro-batch sizes over all ranks, where the document says how many ranks."""
+        trainer = self.document.get("trainer")
+        trainer = trainer if isinstance(trainer, dict) else {}
+        sizes = trainer.get("nnodes") or 1, trainer.get("n_gpus_per_node")
+        if not all(_is_count(size) for size in sizes):
+            return
+        ranks = sizes[0] * sizes[1]
+        for name, target in OVER_ALL_RANKS.items():
+            section, last = name.split(".")
+            part = self.document.get(section)
+            value = part.get(last) if isinstance(part, dict) else None
+            if _is_count(value):
+                _pop(self.document, (section, last))
+                self._set(target, max(1, value // ranks), name, value)
+
 
 def row_of(parts: Sequence[str], value: Any) -> VerlRow | None:
     """The first row that matches a key and its value, or None."""
@@ -129,6 +155,10 @@ def _leaves(document: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterato
 def _copied(document: Mapping[str, Any]) -> dict[str, Any]:
     """A copy with separate sections: through YAML's aliases two keys can share one object."""
     return {k: _copied(v) if isinstance(v, Mapping) else v for k, v in document.items()}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _pop(document: dict[str, Any], parts: Sequence[str]) -> None:

@@ -31,7 +31,10 @@ _CPU_ADAM = Refused(
     "the optimizer runs on the device, in float32",
     "remove it; use_distributed_optimizer divides its states over the data-parallel ranks",
 )
-_MICRO_BATCH = "is a size over all ranks; mppo's key is the size on one rank"
+_MICRO_BATCH = (
+    "is a size over all ranks, which is divided by trainer.nnodes x trainer.n_gpus_per_node; "
+    "n_gpus_per_node is not set"
+)
 
 ROLE_ROWS: tuple[VerlRow, ...] = (
     # model
