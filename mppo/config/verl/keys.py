@@ -36,9 +36,12 @@ class VerlTranslation:
         """One per reason to refuse keys, and one per key given twice with different values."""
         self.remarks: list[str] = []
         """A line for the log per reason to ignore keys, and per key that is converted."""
+        self.origins: dict[str, str] = {}
+        """verl's key of every key of mppo's that took its place."""
+        self.removed: dict[Ignored | Refused, list[tuple[str, Any]]] = {}
+        """Keys and their values that are ignored or refused, by reason."""
         self._join_reward_function()
         self._divide_micro_batches()
-        keys_by_action: dict[Ignored | Refused, list[tuple[str, Any]]] = {}
         for parts, value in list(_leaves(self.document)):
             row = row_of(parts, value)
             if row is None:
@@ -49,8 +52,8 @@ class VerlTranslation:
                 target, converted = row.action.target(parts), row.action.convert(value)
                 self._set(target, converted, key, value)
             else:
-                keys_by_action.setdefault(row.action, []).append((key, value))
-        for action, keys in keys_by_action.items():
+                self.removed.setdefault(row.action, []).append((key, value))
+        for action, keys in self.removed.items():
             self._report(action, keys)
 
     def _report(self, action: Ignored | Refused, keys: list[tuple[str, Any]]) -> None:
@@ -86,6 +89,7 @@ class VerlTranslation:
             self.issues.append(ConfigIssue(name, value, why, f"keep {key} only"))
             return
         section[last] = converted
+        self.origins[key] = name
         self.remarks.append(f"{name}={value} is taken as {key}={converted}")
 
     def _join_reward_function(self) -> None:
