@@ -2,8 +2,8 @@
 
     mppo-migrate verl|trl|openrlhf|deepspeed-chat [ARGUMENT ...] < command.sh > recipe.yaml
 
-The command is read, never run. ARGUMENTs are the script's own: $1, $2 and $@ in it. The recipe says in
-comments which flags have no counterpart, and why.
+The command is read, never run. ARGUMENTs are the script's own: $1, $2 and $@ in it. The recipe says
+in comments which flags have no counterpart, and why.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from mppo.config.errors import printable
 from mppo.config.migration import deepspeed_chat, openrlhf, trl
-from mppo.config.migration.migration import Migration, complete, migrate_flags
-from mppo.config.migration.shell import Command, read_commands
+from mppo.config.migration.migration import complete, migrate_flags
+from mppo.config.migration.shell import read_commands
 from mppo.config.migration.verl import migrate_settings
 from mppo.config.migration.writer import recipe_text
 from mppo.safety.input_files import read_text
@@ -29,16 +29,11 @@ SYSTEMS = {
     "deepspeed-chat": deepspeed_chat.SYSTEM,
 }
 """Systems whose commands have ``--flags``."""
-REWARD_MODELS = {
-    "trl": "reward_model_path",
-    "openrlhf": "reward_pretrain",
-    "deepspeed-chat": "critic_model_name_or_path",
-}
 
 
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read a command from stdin and print a recipe; exit code 2 if it is not one of the system's."""
+    """Read a command from stdin, print a recipe; exit code 2 if there is no command of the system."""
     arguments = _parser().parse_args(argv)
     try:
         text = _read_input()
@@ -71,21 +66,14 @@ def migrate(
     """
     remarks: list[str] = []
     commands = read_commands(text, arguments, _read_script, remarks)
-    result = _migrated(system, commands, ranks)
+    if system == "verl":
+        result = migrate_settings(commands)
+    else:
+        result = migrate_flags(SYSTEMS[system], commands, ranks)
+    complete(result)
     result.checks = [*remarks, *result.checks]
     title = "verl" if system == "verl" else SYSTEMS[system].title
     return recipe_text(result, title), [*result.checks, *result.unknown]
-
-
-def _migrated(system: str, commands: Sequence[Command], ranks: int | None) -> Migration:
-    if system == "verl":
-        result = migrate_settings(commands)
-        refused = any(line.startswith("reward_model.enable=True") for line in result.without)
-        complete(result, "the reward model" if refused else None)
-        return result
-    result = migrate_flags(SYSTEMS[system], commands, ranks)
-    complete(result, "the reward model")
-    return result
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -129,7 +129,9 @@ def derive(flags: Flags) -> Iterator[Setting]:
         origin = "--unsupervised_dataset_name"
         yield from data_files("data.ptx_files", flags.get("unsupervised_dataset_name"), origin)
     if "enable_test_mode" in flags and flags.get("test_stop_step"):
-        yield Setting("trainer.total_training_steps", flags.get("test_stop_step"), "--test_stop_step")
+        yield Setting(
+            "trainer.total_training_steps", flags.get("test_stop_step"), "--test_stop_step"
+        )
 
 
 SYSTEM = System(
@@ -138,4 +140,5 @@ SYSTEM = System(
     programs=(r"(.*/)?main\.py",),
     rows=ROWS,
     derive=derive,
+    reward_model="critic_model_name_or_path",
 )

@@ -1,7 +1,7 @@
 """Variables of a shell script that is read, not run, and what words expand to.
 
-What has no value in the script stays as it is written, between two ``MARK``s: ``$HOME`` in a path is
-expanded when the recipe is loaded.
+What has no value in the script stays as it is written, between two ``MARK``s: ``$HOME`` in a path
+is expanded when the recipe is loaded.
 """
 
 from __future__ import annotations

@@ -9,11 +9,13 @@ from typing import Any
 
 import yaml
 
+from mppo.config.checks import check_recipe
 from mppo.config.document import parse_yaml
 from mppo.config.load import PATH_KEYS, read_recipe
 from mppo.config.migration.row import Flags, Key, Part, Setting, System, Without
 from mppo.config.migration.shell import Command
 from mppo.config.rules.files import is_hub_name
+from mppo.config.rules.rule import world_size_of
 
 RANKS_PER_NODE = 8
 """GPUs per node where a command does not say how many it uses."""
@@ -40,6 +42,8 @@ class Migration:
     """A line per flag without a counterpart."""
     unknown: list[str] = field(default_factory=list)
     """A line per flag that no table has, or whose value is refused."""
+    reward_model: str | None = None
+    """The reward model of the command; None: it has none."""
     checks: list[str] = field(default_factory=list)
     """A line per thing that the user should check."""
 
@@ -51,8 +55,7 @@ class Migration:
                  for v in values if isinstance(v, str)]  # fmt: skip
         if any("$" in text or "`" in text for text in texts):
             self.unknown.append(
-                f"{setting.origin or setting.key} {setting.value}: the script does not give its "
-                f"value; set {setting.key}"
+                f"{setting.named}: the script does not give its value; set {setting.key}"
             )
         else:
             self.settings[setting.key] = setting
@@ -96,18 +99,20 @@ def migrate_flags(system: System, commands: Sequence[Command], ranks: int | None
         result.add(setting)
     result.unknown += [f"--{name} {values[name]}: {why}" for name, why in _unique(flags.problems)]
     result.add_missing(system.extra)
+    result.reward_model = str(values.get(system.reward_model, "the reward model"))
     return result
 
 
-def complete(result: Migration, reward_model: str | None) -> None:
+def complete(result: Migration) -> None:
     """Add what every recipe needs, and remove settings that a recipe cannot have.
 
     Args:
         result: the migration so far; changed.
-        reward_model: the reward model of the command; None: it has none.
     """
-    if reward_model and "reward.name" not in result.settings:
-        why = f"serve {reward_model} at reward.url (docs/data_and_rewards.md has the request)"
+    if result.reward_model and "reward.name" not in result.settings:
+        why = (
+            f"serve {result.reward_model} at reward.url (docs/data_and_rewards.md has the request)"
+        )
         result.add(Setting("reward.name", "remote", why))
         result.add(Setting("reward.url", "http://127.0.0.1:8000/score"))
     if "data.train_files" not in result.settings and "data.task" not in result.settings:
@@ -115,20 +120,35 @@ def complete(result: Migration, reward_model: str | None) -> None:
         result.add(Setting("data.train_files", ["train.jsonl"], why))
     models = [result.settings.get(f"{role}.path") for role in ("model", "critic", "ref")]
     if any(model is not None and is_hub_name(str(model.value)) for model in models):
-        result.add_missing([Setting("model.hub", True, "paths that are not folders here")])
-    for _ in range(len(result.settings)):
+        result.add_missing(
+            [
+                Setting(
+                    "model.hub", True, "downloads models that are named as on the Hugging Face Hub"
+                )
+            ]
+        )
+    _remove_refused(result)
+
+
+def _remove_refused(result: Migration) -> None:
+    """Make comments of the settings that mppo refuses."""
+    while True:
         overrides = [f"{s.key}={flow(s.value)}" for s in result.settings.values()]
-        _, issues = read_recipe(None, overrides)
-        removed = False
-        for issue in issues:
-            for key in [k for k in result.settings if f"{k}.".startswith(f"{issue.key}.")]:
-                setting = result.settings.pop(key)
-                named = setting.origin or key
-                result.unknown.append(f"{named} {setting.value}: {issue.why}; {issue.fix}")
-                removed = True
-        if not removed:
-            result.checks += [f"{issue.key}: {issue.why}; {issue.fix}" for issue in issues]
-            return
+        recipe, issues = read_recipe(None, overrides)
+        refused = [
+            (key, issue)
+            for issue in issues
+            for key in result.settings
+            if f"{key}.".startswith(f"{issue.key}.") or f"{issue.key}.".startswith(f"{key}.")
+        ]
+        for key, issue in refused:
+            if setting := result.settings.pop(key, None):
+                result.unknown.append(f"{setting.named}: {issue.why}; {issue.fix}")
+        if not refused:
+            break
+    if recipe is not None:
+        issues = [*issues, *check_recipe(recipe, world_size_of(recipe), {})]
+    result.checks += [f"mppo refuses {i.key} = {i.value}: {i.why}; {i.fix}" for i in issues]
 
 
 def flow(value: Any) -> str:
@@ -229,7 +249,7 @@ def _add_flag(result: Migration, system: System, name: str, value: Any) -> None:
         result.without.append(f"{shown}: {row.why}")
     elif isinstance(row, Key):
         for key in row.names:
-            result.add(Setting(key, row.convert(value), f"--{name}"))
+            result.add(Setting(key, row.convert(value), f"--{name}", shown))
     else:
         assert isinstance(row, Part), row
 

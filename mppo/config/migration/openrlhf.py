@@ -139,7 +139,7 @@ ROWS = {
     "colocate_all_models": Part(False),
     "colocate_actor_ref": Part(False),
     "colocate_critic_reward": Part(False),
-    **{name: _GPUS for name in ("ref_reward_offload", "packing_samples", "async_train")},
+    **{name: _GPUS for name in ("ref_reward_offload", "async_train")},
     "packing_samples": Without("sequences are always packed; no padding is computed"),
     **{
         name: _VLLM
@@ -202,10 +202,13 @@ def _reward(url: str) -> Iterator[Setting]:
 
 
 def ranks(flags: Flags) -> int:
-    """GPUs of a Ray command: those of all roles that do not share any."""
+    """GPUs of a Ray command: those of all roles that do not share any; 0 for another command."""
+
     def gpus(role: str) -> int:
         return flags.get(f"{role}_num_nodes") * flags.get(f"{role}_num_gpus_per_node")
 
+    if "actor_num_gpus_per_node" not in flags:
+        return 0
     total = gpus("actor")
     if "colocate_all_models" in flags:
         return total
@@ -224,6 +227,7 @@ SYSTEM = System(
     programs=(r"openrlhf\.cli\.train_ppo(_ray)?", r"(.*/)?train_ppo(_ray)?\.py"),
     rows=ROWS,
     derive=derive,
+    reward_model="reward_pretrain",
     ranks=ranks,
     extra=(Setting("rollout.name", "sglang", "vLLM is not supported"),),
 )

@@ -66,11 +66,18 @@ class Setting:
         key: mppo's key.
         value: its value.
         origin: what it comes from, for the comment beside it.
+        written: the flag as it is written, for messages.
     """
 
     key: str
     value: Any
     origin: str = ""
+    written: str = ""
+
+    @property
+    def named(self) -> str:
+        """The setting in a message."""
+        return self.written or f"{self.key}={self.value}"
 
 
 @dataclass
@@ -99,7 +106,7 @@ class Flags:
         if name not in self.values:
             return row.default
         value = self.values[name]
-        if isinstance(row.default, int) and not (type(value) is int and value > 0):
+        if type(row.default) is int and not (type(value) is int and value > 0):
             self.problems.append((name, "is not a whole number above 0; the default is used"))
             return row.default
         return value
@@ -120,6 +127,7 @@ class System:
         rows: its flags.
         derive: what follows from several flags.
         extra: settings that the preset does not have, where no flag sets them.
+        reward_model: the flag with the reward model.
         ranks: the processes of a command whose launcher does not give their number.
     """
 
@@ -128,5 +136,6 @@ class System:
     programs: Sequence[str]
     rows: Mapping[str, Row]
     derive: Derive
+    reward_model: str
     extra: Sequence[Setting] = ()
     ranks: Callable[[Flags], int] | None = None

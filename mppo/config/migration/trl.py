@@ -118,7 +118,10 @@ def derive(flags: Flags) -> Iterator[Setting]:
     reward = flags.values.get("reward_model_path")
     if reward and "value_model" not in flags:
         yield Setting("critic.path", reward, "--reward_model_path: TRL's critic starts from it")
-    micro, steps = flags.get("per_device_train_batch_size"), flags.get("gradient_accumulation_steps")
+    micro, steps = (
+        flags.get("per_device_train_batch_size"),
+        flags.get("gradient_accumulation_steps"),
+    )
     parts = flags.get("num_mini_batches")
     terms = f"{micro} a device x {steps} accumulated x {parts} mini-batches x {flags.ranks} ranks"
     yield Setting("data.train_batch_size", micro * steps * parts * flags.ranks, terms)
@@ -143,4 +146,5 @@ SYSTEM = System(
     programs=(r"(.*/)?ppo(v2)?(_tldr)?\.py", r"(.*/)?ppo_\w+\.py", r"trl\..*ppo\w*"),
     rows=ROWS,
     derive=derive,
+    reward_model="reward_model_path",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mppo.config.migration.row import Flags, Setting
+from mppo.config.migration.row import Setting
 
 DATA_ENDINGS = (".jsonl", ".ndjson", ".parquet", ".json")
 

@@ -18,7 +18,7 @@ from mppo.config.verl.row import Refused
 _SETTING = re.compile(r"[+~]*([A-Za-z_]\w*(?:\.[\w@/]+)*)=(.*)", re.DOTALL)
 _PROGRAM = re.compile(r"verl\.trainer\.main_ppo|(.*/)?main_ppo\.py|(.*/)?run_\S*\.sh")
 _EXTRA = (
-    Setting("rollout.name", "sglang", "vLLM is not supported"),
+    Setting("rollout.name", "sglang", "verl's default, vLLM, is not supported"),
     Setting("data.answer_key", "reward_model.ground_truth", "the column of verl's parquet files"),
 )
 
@@ -81,17 +81,22 @@ def _translate(overrides: Sequence[str], result: Migration) -> None:
     """Add what the settings become."""
     document, issues = apply_overrides({}, overrides)
     translation = VerlTranslation(document)
-    written = {canonical_key(name): name for name in (o.lstrip("+").split("=")[0] for o in overrides)}
+    written = {
+        canonical_key(name): name for name in (o.lstrip("+").split("=")[0] for o in overrides)
+    }
     for issue in issues:
         result.unknown.append(f"{issue.key}={issue.value}: {issue.why}; {issue.fix}")
     for action, keys in translation.removed.items():
         for key, value in keys:
             why = f"{action.why}; {action.fix}" if isinstance(action, Refused) else action.why
             result.without.append(f"{written.get(key, key)}={value}: {why}")
+            if key == "reward_model.enable" and isinstance(action, Refused):
+                result.reward_model = "the reward model"
     for key, value in _leaves(translation.document):
         origin = translation.origins.get(key) or written.get(key, "")
         same = origin.removeprefix("actor_rollout_ref.") == key
-        result.add(Setting(key, value, "" if same else written.get(origin, origin)))
+        name = written.get(origin, origin) or key
+        result.add(Setting(key, value, "" if same else name, f"{name}={value}"))
 
 
 def _leaves(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
