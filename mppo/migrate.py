@@ -33,7 +33,7 @@ SYSTEMS = {
 
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read a command from stdin, print a recipe; exit code 2 if there is no command of the system."""
+    """Read a command from stdin and print a recipe; exit code 2 if there is no such command."""
     arguments = _parser().parse_args(argv)
     try:
         text = _read_input()

@@ -120,12 +120,13 @@ def complete(result: Migration) -> None:
         result.add(Setting("data.train_files", ["train.jsonl"], why))
     models = [result.settings.get(f"{role}.path") for role in ("model", "critic", "ref")]
     if any(model is not None and is_hub_name(str(model.value)) for model in models):
-        result.add_missing(
-            [
-                Setting(
-                    "model.hub", True, "downloads models that are named as on the Hugging Face Hub"
-                )
-            ]
+        why = "downloads models that are named as on the Hugging Face Hub"
+        result.add_missing([Setting("model.hub", True, why)])
+    if not any(re.match(r"actor\.megatron\.(tensor|pipeline)_model", k) for k in result.settings):
+        result.checks.append(
+            "actor.megatron, critic.megatron: FSDP and DeepSpeed divide the weights over all ranks; "
+            "here tensor_model_parallel_size and pipeline_model_parallel_size do. They are not set, "
+            "so each rank holds all weights: --dry-run shows whether they fit"
         )
     _remove_refused(result)
 
