@@ -153,7 +153,7 @@ def test_what_a_script_does_not_give_is_named(tmp_path):
     recipe, written, remarks = recipe_of(tmp_path, "trl", text)
     assert any("$1: the script does not give its value" in remark for remark in remarks)
     assert any("--learning_rate $LR: " in remark for remark in remarks)
-    assert recipe.trainer.default_local_dir and "$" not in recipe.trainer.default_local_dir
+    assert "$" not in str(recipe.trainer.run_dir)
     assert "default_local_dir: $HOME/out" in written
 
 

@@ -124,9 +124,9 @@ def complete(result: Migration) -> None:
         result.add_missing([Setting("model.hub", True, why)])
     if not any(re.match(r"actor\.megatron\.(tensor|pipeline)_model", k) for k in result.settings):
         result.checks.append(
-            "actor.megatron, critic.megatron: FSDP and DeepSpeed divide the weights over all ranks; "
-            "here tensor_model_parallel_size and pipeline_model_parallel_size do. They are not set, "
-            "so each rank holds all weights: --dry-run shows whether they fit"
+            "actor.megatron, critic.megatron: tensor and pipeline parallelism divide the weights "
+            "over ranks, not FSDP or DeepSpeed. Without them each rank holds all weights; "
+            "--dry-run shows whether they fit"
         )
     _remove_refused(result)
 
