@@ -215,3 +215,9 @@ def test_what_is_not_a_command_of_the_system_is_refused(system, data, words, mon
     assert not shown.out
     assert words in shown.err
     assert len(shown.err.splitlines()) == 1
+
+
+def test_the_example_in_the_documentation_is_what_the_program_prints():
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+    command = page.partition("TRL's command\n\n")[2].partition("\n\nbecomes")[0]
+    assert f"```yaml\n{migrate('trl', command)[0]}```\n" in page

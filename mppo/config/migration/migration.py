@@ -122,7 +122,11 @@ def complete(result: Migration) -> None:
     if any(model is not None and is_hub_name(str(model.value)) for model in models):
         why = "downloads models that are named as on the Hugging Face Hub"
         result.add_missing([Setting("model.hub", True, why)])
-    if not any(re.match(r"actor\.megatron\.(tensor|pipeline)_model", k) for k in result.settings):
+    sizes = [result.settings.get(f"trainer.{key}") for key in ("nnodes", "n_gpus_per_node")]
+    divides = re.compile(r"actor\.megatron\.(tensor|pipeline)_model")
+    if any(size and size.value != 1 for size in sizes) and not any(
+        divides.match(key) for key in result.settings
+    ):
         result.checks.append(
             "actor.megatron, critic.megatron: tensor and pipeline parallelism divide the weights "
             "over ranks, not FSDP or DeepSpeed. Without them each rank holds all weights; "
