@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mppo.config.migration.row import Flags, Part, Setting, System, Without, to, when
+from mppo.config.migration.row import Flags, Operand, Setting, System, Without, to, when
 from mppo.config.migration.values import data_files, decay, dtype
 
 _DEEPSPEED = Without("<role>.megatron.* is the layout; there is no DeepSpeed")
@@ -22,20 +22,20 @@ def _both(key: str) -> tuple[str, str]:
 ROWS = {
     "actor_model_name_or_path": to("model.path"),
     "critic_model_name_or_path": to("critic.path"),
-    "data_path": Part(),
+    "data_path": Operand(),
     "data_split": Without("choose the rows of step 3 when the file is written"),
     "data_output_path": Without("prompts are read from data.train_files directly"),
-    "unsupervised_dataset_name": Part(),
+    "unsupervised_dataset_name": Operand(),
     "unsupervised_dataset_config_name": Without("choose the part when the file is written"),
     "unsup_coef": to("actor.ptx_coef"),
     "num_padding_at_beginning": Without("sequences are always packed; no padding is computed"),
-    "per_device_generation_batch_size": Part(16),
-    "per_device_training_batch_size": Part(16),
+    "per_device_generation_batch_size": Operand(16),
+    "per_device_training_batch_size": Operand(16),
     "per_device_train_batch_size": Without("an old name; it is not used"),
-    "per_device_mini_train_batch_size": Part(16),
-    "generation_batches": Part(1),
-    "generation_batch_numbers": Part(1),
-    "gradient_accumulation_steps": Part(1),
+    "per_device_mini_train_batch_size": Operand(16),
+    "generation_batches": Operand(1),
+    "generation_batch_numbers": Operand(1),
+    "gradient_accumulation_steps": Operand(1),
     "ppo_epochs": to(*_both("ppo_epochs")),
     "max_prompt_seq_len": to("data.max_prompt_length"),
     "max_answer_seq_len": to("data.max_response_length"),
@@ -65,16 +65,16 @@ ROWS = {
     "critic_gradient_checkpointing": when(
         "critic.megatron.recompute_granularity", true="full", false="none"
     ),
-    "actor_zero_stage": Part(),
-    "critic_zero_stage": Part(),
+    "actor_zero_stage": Operand(),
+    "critic_zero_stage": Operand(),
     "inference_tp_size": to("rollout.tensor_model_parallel_size"),
     "enable_hybrid_engine": Without("rollout.mode: colocated is the default"),
     "enable_tensorboard": when(
         "trainer.logger", true=["console", "jsonl", "tensorboard"], false=["console", "jsonl"]
     ),
     "tensorboard_path": Without("TensorBoard's files are in the run folder"),
-    "enable_test_mode": Part(False),
-    "test_stop_step": Part(),
+    "enable_test_mode": Operand(False),
+    "test_stop_step": Operand(),
     "add_eot_token": Without("the tokenizer's own special tokens are used"),
     "end_of_conversation_token": Without("set rollout.stop_token_ids"),
     "local_rank": Without("chosen automatically"),
@@ -101,7 +101,7 @@ ROWS = {
 }  # fmt: skip
 
 
-def derive(flags: Flags) -> Iterator[Setting]:
+def _derive(flags: Flags) -> Iterator[Setting]:
     """Batch, mini-batch, ZeRO stage, data, and the end of a test."""
     generated = flags.get("per_device_generation_batch_size")
     name = "generation_batch_numbers"
@@ -139,6 +139,6 @@ SYSTEM = System(
     preset="deepspeed_chat",
     programs=(r"(.*/)?main\.py",),
     rows=ROWS,
-    derive=derive,
+    derive=_derive,
     reward_model="critic_model_name_or_path",
 )

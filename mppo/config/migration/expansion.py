@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Sequence
 
-from mppo.config.migration.words import Piece, RawWord, read_raw_commands
+from mppo.config.migration.words import RawWord, WordPiece, read_raw_commands
 
 MARK = "\0"
 _MAX_TEXT, _MAX_NESTING, _MAX_NUMBER = 1 << 24, 20, 1 << 62
@@ -78,7 +78,7 @@ class Variables:
         """As ``expand``, with nothing for a variable that has no value."""
         return [_MARKED.sub("", text) for text in self.expand(word)]
 
-    def _values(self, piece: Piece, depth: int = 0) -> list[str]:
+    def _values(self, piece: WordPiece, depth: int = 0) -> list[str]:
         source = piece.text
         if source in ("$@", "$*"):
             return self._spend(*self.arguments)
@@ -112,7 +112,7 @@ class Variables:
         if depth == _MAX_NESTING:
             raise ValueError(f"variables are nested more than {_MAX_NESTING} levels deep")
         inner = [piece for raw in read_raw_commands(source) for word in raw.words
-                 for piece in (*word.pieces, Piece(" "))]  # fmt: skip
+                 for piece in (*word.pieces, WordPiece(" "))]  # fmt: skip
         parts = [
             " ".join(self._values(piece, depth + 1)) if piece.expands else piece.text
             for piece in inner

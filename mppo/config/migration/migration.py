@@ -12,7 +12,7 @@ import yaml
 from mppo.config.checks import check_recipe
 from mppo.config.document import parse_yaml
 from mppo.config.load import PATH_KEYS, read_recipe
-from mppo.config.migration.row import Flags, Key, Part, Setting, System, Without
+from mppo.config.migration.row import Flags, Key, Operand, Setting, System, Without
 from mppo.config.migration.shell import Command
 from mppo.config.rules.files import is_hub_name
 from mppo.config.rules.rule import world_size_of
@@ -256,7 +256,7 @@ def _add_flag(result: Migration, system: System, name: str, value: Any) -> None:
         for key in row.names:
             result.add(Setting(key, row.convert(value), f"--{name}", shown))
     else:
-        assert isinstance(row, Part), row
+        assert isinstance(row, Operand), row
 
 
 def _shown(value: Any) -> str:

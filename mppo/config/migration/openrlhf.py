@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mppo.config.migration.row import Flags, Part, Setting, System, Without, to, when
+from mppo.config.migration.row import Flags, Operand, Setting, System, Without, to, when
 from mppo.config.migration.values import data_files, dtype, pair
 
 _DEEPSPEED = Without("<role>.megatron.* is the layout; there is no DeepSpeed")
@@ -35,29 +35,29 @@ ROWS = {
         "score with a rule or a function (reward.name), or serve this model and set reward.url; "
         "the critic starts from it unless critic_pretrain is given, as in OpenRLHF"
     ),
-    "remote_rm_url": Part(),
+    "remote_rm_url": Operand(),
     "reward_model_path": Without("an old form of reward_pretrain; set reward.name"),
     "sft_model_path": Without("weights in OpenRLHF's old .pt form; name a Hugging Face folder"),
-    "prompt_data": Part(),
+    "prompt_data": Operand(),
     "prompt_split": Without("choose the part of the data set when its file is written"),
     "prompt_data_probs": Without("files are mixed by their numbers of rows"),
-    "dataset": Part(),
+    "dataset": Operand(),
     "dataset_probs": Without("files are mixed by their numbers of rows"),
-    "eval_dataset": Part(),
+    "eval_dataset": Operand(),
     "eval_steps": to("trainer.test_freq"),
     "eval_n_samples_per_prompt": to("rollout.val_kwargs.n"),
     "eval_temperature": to("rollout.val_kwargs.temperature"),
     "input_key": to("data.prompt_key"),
     "label_key": to("data.answer_key"),
     "input_template": Without("write the prompts with the template, or use apply_chat_template"),
-    "apply_chat_template": Part(False),
+    "apply_chat_template": Operand(False),
     "pretrain_data": to("data.ptx_files", convert=lambda v: str(v).split(",")),
     "pretrain_split": Without("choose the part of the data set when its file is written"),
     "ptx_coef": to("actor.ptx_coef"),
     "num_episodes": to("trainer.total_epochs"),
     "rollout_batch_size": to("data.train_batch_size"),
-    "train_batch_size": Part(128),
-    "n_samples_per_prompt": Part(1),
+    "train_batch_size": Operand(128),
+    "n_samples_per_prompt": Operand(1),
     "micro_train_batch_size": to(*_both("ppo_micro_batch_size_per_gpu")),
     "micro_rollout_batch_size": to("actor.log_prob_micro_batch_size_per_gpu"),
     "use_dynamic_batch": to(*_both("use_dynamic_bsz")),
@@ -80,7 +80,7 @@ ROWS = {
     "lambd": to("algorithm.lam"),
     "gamma": to("algorithm.gamma"),
     "init_kl_coef": to("algorithm.kl_ctrl.kl_coef"),
-    "kl_target": Part(),
+    "kl_target": Operand(),
     "kl_horizon": to("algorithm.kl_ctrl.horizon"),
     "kl_estimator": to("algorithm.kl_penalty"),
     "use_kl_estimator_k3": when("algorithm.kl_penalty", true="k3", false="k1"),
@@ -97,7 +97,7 @@ ROWS = {
     "freezing_actor_steps": to("trainer.critic_warmup"),
     "enable_ema": when("actor.ema_decay", true=0.992),
     "ema_beta": to("actor.ema_decay"),
-    "aux_loss_coef": Part(),
+    "aux_loss_coef": Operand(),
     "top_p": to("rollout.top_p"),
     "temperature": to("rollout.temperature"),
     "bf16": when("model.dtype", true="bfloat16", false="float32"),
@@ -128,17 +128,17 @@ ROWS = {
     "wandb_run_name": to("trainer.experiment_name"),
     "wandb_org": _TRACKER,
     "wandb_group": _TRACKER,
-    "actor_num_nodes": Part(1),
-    "actor_num_gpus_per_node": Part(8),
-    "critic_num_nodes": Part(1),
-    "critic_num_gpus_per_node": Part(8),
-    "ref_num_nodes": Part(1),
-    "ref_num_gpus_per_node": Part(8),
-    "reward_num_nodes": Part(1),
-    "reward_num_gpus_per_node": Part(8),
-    "colocate_all_models": Part(False),
-    "colocate_actor_ref": Part(False),
-    "colocate_critic_reward": Part(False),
+    "actor_num_nodes": Operand(1),
+    "actor_num_gpus_per_node": Operand(8),
+    "critic_num_nodes": Operand(1),
+    "critic_num_gpus_per_node": Operand(8),
+    "ref_num_nodes": Operand(1),
+    "ref_num_gpus_per_node": Operand(8),
+    "reward_num_nodes": Operand(1),
+    "reward_num_gpus_per_node": Operand(8),
+    "colocate_all_models": Operand(False),
+    "colocate_actor_ref": Operand(False),
+    "colocate_critic_reward": Operand(False),
     **{name: _GPUS for name in ("ref_reward_offload", "async_train")},
     "packing_samples": Without("sequences are always packed; no padding is computed"),
     **{
@@ -163,7 +163,7 @@ ROWS = {
 }  # fmt: skip
 
 
-def derive(flags: Flags) -> Iterator[Setting]:
+def _derive(flags: Flags) -> Iterator[Setting]:
     """Ranks, mini-batch, data, reward and KL."""
     samples, size = flags.get("n_samples_per_prompt"), flags.get("train_batch_size")
     yield Setting("rollout.n", samples, "--n_samples_per_prompt")
@@ -226,7 +226,7 @@ SYSTEM = System(
     preset="openrlhf",
     programs=(r"openrlhf\.cli\.train_ppo(_ray)?", r"(.*/)?train_ppo(_ray)?\.py"),
     rows=ROWS,
-    derive=derive,
+    derive=_derive,
     reward_model="reward_pretrain",
     ranks=ranks,
     extra=(Setting("rollout.name", "sglang", "vLLM is not supported"),),

@@ -24,7 +24,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Part:
+class Operand:
     """The flag is used by the system's ``derive``, together with others.
 
     Args:
@@ -45,7 +45,7 @@ class Without:
     why: str
 
 
-Row = Key | Part | Without
+Row = Key | Operand | Without
 
 
 def to(*names: str, convert: Callable[[Any], Any] | None = None) -> Key:
@@ -102,7 +102,7 @@ class Flags:
     def get(self, name: str) -> Any:
         """The flag's value, or the system's default where it is absent."""
         row = self.rows[name]
-        assert isinstance(row, Part), name
+        assert isinstance(row, Operand), name
         if name not in self.values:
             return row.default
         value = self.values[name]

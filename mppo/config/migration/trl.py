@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mppo.config.migration.row import Flags, Part, Setting, System, Without, to, when
+from mppo.config.migration.row import Flags, Operand, Setting, System, Without, to, when
 from mppo.config.migration.values import data_files, decay, trackers
 
 _LORA = Without("LoRA is not supported: all weights are trained")
@@ -24,13 +24,13 @@ def _both(key: str) -> tuple[str, str]:
 
 
 ROWS = {
-    "model_name_or_path": Part(),
-    "sft_model_path": Part(),
+    "model_name_or_path": Operand(),
+    "sft_model_path": Operand(),
     "reward_model_path": _REWARD_MODEL,
     "value_model": to("critic.path"),
-    "per_device_train_batch_size": Part(8),
-    "gradient_accumulation_steps": Part(1),
-    "num_mini_batches": Part(1),
+    "per_device_train_batch_size": Operand(8),
+    "gradient_accumulation_steps": Operand(1),
+    "num_mini_batches": Operand(1),
     "total_episodes": to("total_episodes"),
     "num_sample_generations": to("num_sample_generations"),
     "num_train_epochs": to("trainer.total_epochs"),
@@ -41,8 +41,8 @@ ROWS = {
     "warmup_steps": to(*_both("optim.lr_warmup_steps")),
     "weight_decay": to(*_both("optim.weight_decay")),
     "adam_epsilon": to(*_both("optim.eps")),
-    "adam_beta1": Part(0.9),
-    "adam_beta2": Part(0.999),
+    "adam_beta1": Operand(0.9),
+    "adam_beta2": Operand(0.999),
     "max_grad_norm": Without("TRL's PPO does not clip gradients, nor does the preset"),
     "local_rollout_forward_batch_size": to(
         "rollout.batch_size", "actor.log_prob_micro_batch_size_per_gpu"
@@ -52,8 +52,8 @@ ROWS = {
     "temperature": to("rollout.temperature"),
     "stop_token": Without("the model's eos token always ends a response"),
     "stop_token_id": to("rollout.stop_token_ids", convert=lambda value: [value]),
-    "non_eos_penalty": Part(False),
-    "penalty_reward_value": Part(-1.0),
+    "non_eos_penalty": Operand(False),
+    "penalty_reward_value": Operand(-1.0),
     "missing_eos_penalty": to("reward.missing_eos_penalty"),
     "whiten_rewards": to("algorithm.whiten_rewards"),
     "kl_coef": to("algorithm.kl_ctrl.kl_coef"),
@@ -84,7 +84,7 @@ ROWS = {
     "gradient_checkpointing": when(
         *_both("megatron.recompute_granularity"), true="full", false="none"
     ),
-    "dataset_name": Part(),
+    "dataset_name": Operand(),
     "dataset_config": Without("choose the part of the data set when its file is written"),
     "dataset_train_split": Without("choose the part of the data set when its file is written"),
     "dataset_test_split": Without("name a file of validation prompts in data.val_files"),
@@ -107,7 +107,7 @@ ROWS = {
 }  # fmt: skip
 
 
-def derive(flags: Flags) -> Iterator[Setting]:
+def _derive(flags: Flags) -> Iterator[Setting]:
     """Models, batch, penalty and data."""
     model, start = flags.get("model_name_or_path"), flags.get("sft_model_path")
     if start or model:
@@ -145,6 +145,6 @@ SYSTEM = System(
     preset="trl",
     programs=(r"(.*/)?ppo(v2)?(_tldr)?\.py", r"(.*/)?ppo_\w+\.py", r"trl\..*ppo\w*"),
     rows=ROWS,
-    derive=derive,
+    derive=_derive,
     reward_model="reward_model_path",
 )

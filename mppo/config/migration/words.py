@@ -14,7 +14,7 @@ _MAX_NESTING = 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class WordPiece:
     """A part of a word.
 
     Args:
@@ -37,7 +37,7 @@ class RawWord:
         items: the words of an array that is assigned, ``NAME=(a b)``; None for other words.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WordPiece, ...]
     items: tuple[RawWord, ...] | None = None
 
     @property
@@ -65,7 +65,7 @@ class RawWord:
         """The word without its first ``length`` characters, all of them literal."""
         first, *rest = self.pieces
         assert len(first.text) >= length, "the beginning of a word is in its first piece"
-        return RawWord((Piece(first.text[length:], False, first.quoted), *rest))
+        return RawWord((WordPiece(first.text[length:], False, first.quoted), *rest))
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class _Scanner:
             self._word()
 
     def _word(self, may_assign: bool = True) -> RawWord:
-        pieces: list[Piece] = []
+        pieces: list[WordPiece] = []
         while self.at < len(self.text):
             here = self.peek()
             if here in BLANKS + "\n;&|<>)":
@@ -185,16 +185,16 @@ class _Scanner:
                 if self.peek(2) == "\\\n":
                     self.at += 2
                     continue
-                pieces.append(Piece(self.peek(2)[1:], False, True))
+                pieces.append(WordPiece(self.peek(2)[1:], False, True))
                 self.at += 2
             elif here == "'":
-                pieces.append(Piece(self._until("'"), False, True))
+                pieces.append(WordPiece(self._until("'"), False, True))
             elif here == '"':
                 self._double_quoted(pieces)
             elif here == "$" or here == "`":
                 self._expansion(pieces, quoted=False)
             else:
-                pieces.append(Piece(self._run(_PLAIN)))
+                pieces.append(WordPiece(self._run(_PLAIN)))
         return RawWord(_merged(pieces))
 
     def _array(self) -> tuple[RawWord, ...]:
@@ -230,10 +230,10 @@ class _Scanner:
         self.at = end + 1
         return found
 
-    def _double_quoted(self, pieces: list[Piece]) -> None:
+    def _double_quoted(self, pieces: list[WordPiece]) -> None:
         line = self.line()
         self.at += 1
-        pieces.append(Piece("", False, True))
+        pieces.append(WordPiece("", False, True))
         while self.peek() != '"':
             here = self.peek()
             if not here:
@@ -242,21 +242,21 @@ class _Scanner:
                 after = self.peek(2)[1:]
                 if after != "\n":
                     kept = after if after in '"\\$`' else here + after
-                    pieces.append(Piece(kept, False, True))
+                    pieces.append(WordPiece(kept, False, True))
                 self.at += 2
             elif here == "$" or here == "`":
                 self._expansion(pieces, quoted=True)
             else:
-                pieces.append(Piece(self._run(_IN_QUOTES), False, True))
+                pieces.append(WordPiece(self._run(_IN_QUOTES), False, True))
         self.at += 1
 
-    def _expansion(self, pieces: list[Piece], quoted: bool) -> None:
+    def _expansion(self, pieces: list[WordPiece], quoted: bool) -> None:
         """Add the expansion that starts here; a dollar sign alone is literal."""
         source = _expansion_at(self.text, self.at)
         if len(source) == 1:
-            pieces.append(Piece(source, False, quoted))
+            pieces.append(WordPiece(source, False, quoted))
         else:
-            pieces.append(Piece(source, True, quoted))
+            pieces.append(WordPiece(source, True, quoted))
         self.at += len(source)
 
 
@@ -291,11 +291,11 @@ def _expansion_at(text: str, at: int) -> str:
     raise ValueError(f"a bracket {opening} is not closed")
 
 
-def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
+def _merged(pieces: list[WordPiece]) -> tuple[WordPiece, ...]:
     """The pieces with neighbours joined that are literal and alike."""
     alike = groupby(pieces, lambda piece: (id(piece) if piece.expands else 0, piece.quoted))
     joined = []
     for _, group in alike:
         parts = list(group)
-        joined.append(Piece("".join(p.text for p in parts), parts[0].expands, parts[0].quoted))
+        joined.append(WordPiece("".join(p.text for p in parts), parts[0].expands, parts[0].quoted))
     return tuple(joined)
