@@ -148,6 +148,13 @@ def test_deepspeed_chat_with_arguments_and_defaults_of_its_script(tmp_path):
     assert "#   --actor_lora_dim 128: LoRA" in written
 
 
+def test_uneven_stages_of_the_actor_are_those_of_the_other_roles_as_in_verl(tmp_path):
+    text = SCRIPTS["run_moonlight16b_a3b_gsm8k_megatron.sh"]
+    recipe, _, _ = recipe_of(tmp_path, "verl", text)
+    for role in (recipe.actor, recipe.critic, recipe.ref):
+        assert role.megatron.num_layers_in_last_pipeline_stage == 13
+
+
 def test_what_a_script_does_not_give_is_named(tmp_path):
     text = "python ppo.py --model_name_or_path $1 --learning_rate $LR --output_dir $HOME/out"
     recipe, written, remarks = recipe_of(tmp_path, "trl", text)

@@ -45,7 +45,7 @@ def migrate_settings(commands: Sequence[Command]) -> Migration:
         if command is chosen or (settings and _starts_script(command)):
             overrides += list(_settings(command, result))
     _translate(overrides, result)
-    result.add_missing(_EXTRA)
+    result.add_missing([*_EXTRA, *_stages_of_actor(result)])
     return result
 
 
@@ -97,6 +97,19 @@ def _translate(overrides: Sequence[str], result: Migration) -> None:
         same = origin.removeprefix("actor_rollout_ref.") == key
         name = written.get(origin, origin) or key
         result.add(Setting(key, value, "" if same else name, f"{name}={value}"))
+
+
+def _stages_of_actor(result: Migration) -> Iterator[Setting]:
+    """The actor's uneven pipeline stages for the critic and the reference: verl builds them with
+    the actor's layout, so its scripts do not repeat them."""
+    stages = {role: f"{role}.megatron" for role in ("actor", "critic", "ref")}
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        own = result.settings.get(f"{stages['actor']}.{name}")
+        for role in ("critic", "ref"):
+            size = result.settings.get(f"{stages[role]}.pipeline_model_parallel_size")
+            actors = result.settings.get(f"{stages['actor']}.pipeline_model_parallel_size")
+            if own and size and actors and size.value == actors.value:
+                yield Setting(f"{stages[role]}.{name}", own.value, "the actor's, as in verl")
 
 
 def _leaves(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
