@@ -8,15 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mppo.config.migration.row import Flags, Operand, Setting, System, Without, to, when
-from mppo.config.migration.values import data_files, decay, dtype
+from mppo.config.migration.values import both, data_files, decay, dtype
 
 _DEEPSPEED = Without("<role>.megatron.* is the layout; there is no DeepSpeed")
 _LORA = Without("LoRA is not supported: all weights are trained")
 _DROPOUT = Without("there is no dropout")
-
-
-def _both(key: str) -> tuple[str, str]:
-    return f"actor.{key}", f"critic.{key}"
 
 
 ROWS = {
@@ -36,15 +32,15 @@ ROWS = {
     "generation_batches": Operand(1),
     "generation_batch_numbers": Operand(1),
     "gradient_accumulation_steps": Operand(1),
-    "ppo_epochs": to(*_both("ppo_epochs")),
+    "ppo_epochs": to(*both("ppo_epochs")),
     "max_prompt_seq_len": to("data.max_prompt_length"),
     "max_answer_seq_len": to("data.max_response_length"),
     "actor_learning_rate": to("actor.optim.lr"),
     "critic_learning_rate": to("critic.optim.lr"),
     "actor_weight_decay": to("actor.optim.weight_decay"),
     "critic_weight_decay": to("critic.optim.weight_decay"),
-    "lr_scheduler_type": to(*_both("optim.lr_decay_style"), convert=decay),
-    "num_warmup_steps": to(*_both("optim.lr_warmup_steps")),
+    "lr_scheduler_type": to(*both("optim.lr_decay_style"), convert=decay),
+    "num_warmup_steps": to(*both("optim.lr_warmup_steps")),
     "num_train_epochs": to("trainer.total_epochs"),
     "output_dir": to("trainer.default_local_dir"),
     "seed": to("trainer.seed"),
@@ -115,7 +111,7 @@ def _derive(flags: Flags) -> Iterator[Setting]:
     yield Setting("data.train_batch_size", prompts, origin)
     origin = f"{micro} a device x {steps} accumulated x {flags.ranks} ranks"
     yield Setting("actor.ppo_mini_batch_size", min(prompts, micro * steps * flags.ranks), origin)
-    for key in _both("ppo_micro_batch_size_per_gpu"):
+    for key in both("ppo_micro_batch_size_per_gpu"):
         yield Setting(key, micro, "--per_device_training_batch_size")
     yield Setting("rollout.batch_size", generated, "--per_device_generation_batch_size")
     for role in ("actor", "critic"):

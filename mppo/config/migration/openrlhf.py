@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mppo.config.migration.row import Flags, Operand, Setting, System, Without, to, when
-from mppo.config.migration.values import data_files, dtype, pair
+from mppo.config.migration.values import both, data_files, dtype, pair
 
 _DEEPSPEED = Without("<role>.megatron.* is the layout; there is no DeepSpeed")
 _GPUS = Without("every role runs on all ranks; <role>.megatron.* is its layout")
@@ -17,10 +17,6 @@ _LORA = Without("LoRA is not supported: all weights are trained")
 _RAY = Without("mppo does not use Ray: torchrun, srun or mpirun starts the ranks")
 _AUTOMATIC = Without("chosen automatically")
 _TRACKER = Without("trainer.project_name and trainer.experiment_name are the names in trackers")
-
-
-def _both(key: str) -> tuple[str, str]:
-    return f"actor.{key}", f"critic.{key}"
 
 
 _ESTIMATORS = {
@@ -58,20 +54,20 @@ ROWS = {
     "rollout_batch_size": to("data.train_batch_size"),
     "train_batch_size": Operand(128),
     "n_samples_per_prompt": Operand(1),
-    "micro_train_batch_size": to(*_both("ppo_micro_batch_size_per_gpu")),
+    "micro_train_batch_size": to(*both("ppo_micro_batch_size_per_gpu")),
     "micro_rollout_batch_size": to("actor.log_prob_micro_batch_size_per_gpu"),
-    "use_dynamic_batch": to(*_both("use_dynamic_bsz")),
-    "train_max_tokens_per_gpu": to(*_both("ppo_max_token_len_per_gpu")),
-    "rollout_max_tokens_per_gpu": to(*_both("log_prob_max_token_len_per_gpu")),
-    "max_epochs": to(*_both("ppo_epochs")),
+    "use_dynamic_batch": to(*both("use_dynamic_bsz")),
+    "train_max_tokens_per_gpu": to(*both("ppo_max_token_len_per_gpu")),
+    "rollout_max_tokens_per_gpu": to(*both("log_prob_max_token_len_per_gpu")),
+    "max_epochs": to(*both("ppo_epochs")),
     "max_samples": to("data.train_size"),
     "prompt_max_len": to("data.max_prompt_length"),
     "generate_max_len": to("data.max_response_length"),
     "max_len": Without("the sum of data.max_prompt_length and data.max_response_length"),
-    "max_norm": to(*_both("optim.clip_grad")),
-    "l2": to(*_both("optim.weight_decay")),
-    "adam_betas": to(*_both("optim.betas"), convert=pair),
-    "lr_warmup_ratio": to(*_both("optim.lr_warmup_steps_ratio")),
+    "max_norm": to(*both("optim.clip_grad")),
+    "l2": to(*both("optim.weight_decay")),
+    "adam_betas": to(*both("optim.betas"), convert=pair),
+    "lr_warmup_ratio": to(*both("optim.lr_warmup_steps_ratio")),
     "lr_scheduler": Without("the preset has OpenRLHF's: cosine decay to a tenth"),
     "actor_learning_rate": to("actor.optim.lr"),
     "critic_learning_rate": to("critic.optim.lr"),
@@ -103,11 +99,11 @@ ROWS = {
     "bf16": when("model.dtype", true="bfloat16", false="float32"),
     "param_dtype": to("model.dtype", convert=dtype),
     "gradient_checkpointing": when(
-        *_both("megatron.recompute_granularity"), true="full", false="none"
+        *both("megatron.recompute_granularity"), true="full", false="none"
     ),
     "gradient_checkpointing_use_reentrant": _AUTOMATIC,
-    "ring_attn_size": to(*_both("megatron.context_parallel_size")),
-    "ds_tensor_parallel_size": to(*_both("megatron.tensor_model_parallel_size")),
+    "ring_attn_size": to(*both("megatron.context_parallel_size")),
+    "ds_tensor_parallel_size": to(*both("megatron.tensor_model_parallel_size")),
     "vllm_num_engines": to("rollout.servers"),
     "vllm_tensor_parallel_size": to("rollout.tensor_model_parallel_size"),
     "vllm_gpu_memory_utilization": to("rollout.server_args.mem_fraction_static"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mppo.config.migration.row import Flags, Operand, Setting, System, Without, to, when
-from mppo.config.migration.values import data_files, decay, trackers
+from mppo.config.migration.values import both, data_files, decay, trackers
 
 _LORA = Without("LoRA is not supported: all weights are trained")
 _HUB = Without("nothing is uploaded; trainer.export_hf writes a Hugging Face folder")
@@ -17,10 +17,6 @@ _REWARD_MODEL = Without(
     "score with a rule or a function (reward.name), or serve this model and set reward.url; "
     "the critic starts from it, as in TRL"
 )
-
-
-def _both(key: str) -> tuple[str, str]:
-    return f"actor.{key}", f"critic.{key}"
 
 
 ROWS = {
@@ -34,13 +30,13 @@ ROWS = {
     "total_episodes": to("total_episodes"),
     "num_sample_generations": to("num_sample_generations"),
     "num_train_epochs": to("trainer.total_epochs"),
-    "num_ppo_epochs": to(*_both("ppo_epochs")),
-    "learning_rate": to(*_both("optim.lr")),
-    "lr_scheduler_type": to(*_both("optim.lr_decay_style"), convert=decay),
-    "warmup_ratio": to(*_both("optim.lr_warmup_steps_ratio")),
-    "warmup_steps": to(*_both("optim.lr_warmup_steps")),
-    "weight_decay": to(*_both("optim.weight_decay")),
-    "adam_epsilon": to(*_both("optim.eps")),
+    "num_ppo_epochs": to(*both("ppo_epochs")),
+    "learning_rate": to(*both("optim.lr")),
+    "lr_scheduler_type": to(*both("optim.lr_decay_style"), convert=decay),
+    "warmup_ratio": to(*both("optim.lr_warmup_steps_ratio")),
+    "warmup_steps": to(*both("optim.lr_warmup_steps")),
+    "weight_decay": to(*both("optim.weight_decay")),
+    "adam_epsilon": to(*both("optim.eps")),
     "adam_beta1": Operand(0.9),
     "adam_beta2": Operand(0.999),
     "max_grad_norm": Without("TRL's PPO does not clip gradients, nor does the preset"),
@@ -82,7 +78,7 @@ ROWS = {
     "dtype": to("model.dtype", convert=lambda v: "bfloat16" if v == "auto" else v),
     "trust_remote_code": to("model.trust_remote_code"),
     "gradient_checkpointing": when(
-        *_both("megatron.recompute_granularity"), true="full", false="none"
+        *both("megatron.recompute_granularity"), true="full", false="none"
     ),
     "dataset_name": Operand(),
     "dataset_config": Without("choose the part of the data set when its file is written"),
@@ -131,7 +127,7 @@ def _derive(flags: Flags) -> Iterator[Setting]:
         yield Setting(key, micro, "--per_device_train_batch_size")
     if "adam_beta1" in flags or "adam_beta2" in flags:
         betas = [flags.get("adam_beta1"), flags.get("adam_beta2")]
-        for key in _both("optim.betas"):
+        for key in both("optim.betas"):
             yield Setting(key, betas, "--adam_beta1, --adam_beta2")
     if "non_eos_penalty" in flags:
         value = flags.get("penalty_reward_value")

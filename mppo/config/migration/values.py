@@ -10,6 +10,11 @@ from mppo.config.migration.row import Setting
 DATA_ENDINGS = (".jsonl", ".ndjson", ".parquet", ".json")
 
 
+def both(key: str) -> tuple[str, str]:
+    """The key of the actor and that of the critic."""
+    return f"actor.{key}", f"critic.{key}"
+
+
 def dtype(value: Any) -> Any:
     """``model.dtype`` for a name of a precision."""
     return {"bf16": "bfloat16", "fp16": "bfloat16", "fp32": "float32"}.get(str(value), value)
