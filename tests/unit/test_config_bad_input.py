@@ -45,6 +45,7 @@ SETTINGS = [
     ("an open bracket", "data.train_files=[a.jsonl", "data.train_files", "not valid YAML"),
     ("verl's global micro-batch", "actor.ppo_micro_batch_size=4", "actor.ppo_micro_batch_size",
      "ppo_micro_batch_size_per_gpu"),
+    ("verl's misspelt gamma", "algorithm.gemma=1", "algorithm.gemma", "algorithm.gamma"),
     ("verl's reward model section", "reward_model.enable=true", "reward_model.enable",
      "set reward.name: remote"),
     ("a word for a number", "actor.optim.lr=fast", "actor.optim.lr", "valid number"),
