@@ -227,11 +227,9 @@ def extrapolated(
                 nbytes=line(one.nbytes, two.nbytes, lambda key, at=at: at),
             )
         )
-    seconds = shallow.seconds + deep.seconds
+    found = replace(deep, phases=phases, seconds=shallow.seconds + deep.seconds)
     pinned = line(shallow.pinned, deep.pinned, lambda name: names[name])
-    return replace(
-        deep, phases=phases, resident=resident, complete=complete, pinned=pinned, seconds=seconds
-    )
+    return replace(found, resident=resident, complete=complete, pinned=pinned)
 
 
 def scale_micro_batches(result: RankResult, recipe: Recipe, reduced: Recipe) -> RankResult:

@@ -179,8 +179,11 @@ def test_a_migrated_recipe_is_planned(model, tmp_path, capsys):
     path = tmp_path / "recipe.yaml"
     path.write_text(migrate("verl", SCRIPTS["run_deepseek7b_llm.sh"])[0])
     own = [f"{role}.path={CONFIGS / model}" for role in ("model", "critic")]
-    assert train(["--config", str(path), "--dry-run", *own]) == 0
+    # FSDP's script names no layout: the dry run says that one GPU is too small
+    assert train(["--config", str(path), "--dry-run", *own]) == 3
     assert "# parameters and estimated memory" in capsys.readouterr().out
+    layout = [f"{role}.megatron.tensor_model_parallel_size=4" for role in ("actor", "critic")]
+    assert train(["--config", str(path), "--dry-run", *own, *layout]) == 0
 
 
 class Stdin(io.TextIOWrapper):

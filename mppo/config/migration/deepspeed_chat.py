@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mppo.config.migration.row import Flags, Operand, Setting, System, Without, to, when
-from mppo.config.migration.values import both, data_files, decay, dtype
+from mppo.config.migration.values import both, data_set_files, decay, dtype
 
 _DEEPSPEED = Without("<role>.megatron.* is the layout; there is no DeepSpeed")
 _LORA = Without("LoRA is not supported: all weights are trained")
@@ -120,10 +120,10 @@ def _derive(flags: Flags) -> Iterator[Setting]:
             origin = f"--{role}_zero_stage {stage}; weights are divided by TP and PP instead"
             yield Setting(f"{role}.megatron.use_distributed_optimizer", stage != 0, origin)
     if flags.get("data_path"):
-        yield from data_files("data.train_files", flags.get("data_path"), "--data_path")
+        yield from data_set_files("data.train_files", flags.get("data_path"), "--data_path")
     if flags.get("unsupervised_dataset_name"):
         origin = "--unsupervised_dataset_name"
-        yield from data_files("data.ptx_files", flags.get("unsupervised_dataset_name"), origin)
+        yield from data_set_files("data.ptx_files", flags.get("unsupervised_dataset_name"), origin)
     if "enable_test_mode" in flags and flags.get("test_stop_step"):
         yield Setting(
             "trainer.total_training_steps", flags.get("test_stop_step"), "--test_stop_step"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mppo.config.migration.row import Flags, Operand, Setting, System, Without, to, when
-from mppo.config.migration.values import both, data_files, dtype, pair
+from mppo.config.migration.values import both, data_set_files, dtype, pair
 
 _DEEPSPEED = Without("<role>.megatron.* is the layout; there is no DeepSpeed")
 _GPUS = Without("every role runs on all ranks; <role>.megatron.* is its layout")
@@ -167,9 +167,9 @@ def _derive(flags: Flags) -> Iterator[Setting]:
     yield Setting("actor.ppo_mini_batch_size", max(1, size // samples), origin)
     if flags.get("prompt_data") or flags.get("dataset"):
         name = "prompt_data" if flags.get("prompt_data") else "dataset"
-        yield from data_files("data.train_files", flags.get(name), f"--{name}")
+        yield from data_set_files("data.train_files", flags.get(name), f"--{name}")
     if flags.get("eval_dataset"):
-        yield from data_files("data.val_files", flags.get("eval_dataset"), "--eval_dataset")
+        yield from data_set_files("data.val_files", flags.get("eval_dataset"), "--eval_dataset")
     template = flags.get("apply_chat_template") is True
     yield Setting("data.apply_chat_template", template, "--apply_chat_template")
     if "reward_pretrain" in flags and "critic_pretrain" not in flags:

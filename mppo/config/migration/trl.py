@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mppo.config.migration.row import Flags, Operand, Setting, System, Without, to, when
-from mppo.config.migration.values import both, data_files, decay, trackers
+from mppo.config.migration.values import both, data_set_files, decay, trackers
 
 _LORA = Without("LoRA is not supported: all weights are trained")
 _HUB = Without("nothing is uploaded; trainer.export_hf writes a Hugging Face folder")
@@ -133,7 +133,7 @@ def _derive(flags: Flags) -> Iterator[Setting]:
         value = flags.get("penalty_reward_value")
         yield Setting("reward.missing_eos_score", value, "--non_eos_penalty")
     if flags.get("dataset_name"):
-        yield from data_files("data.train_files", flags.get("dataset_name"), "--dataset_name")
+        yield from data_set_files("data.train_files", flags.get("dataset_name"), "--dataset_name")
 
 
 SYSTEM = System(

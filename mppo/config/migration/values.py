@@ -39,7 +39,7 @@ def pair(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def data_files(key: str, names: Any, origin: str) -> Iterator[Setting]:
+def data_set_files(key: str, names: Any, origin: str) -> Iterator[Setting]:
     """A setting of files of prompts; a data set of the hub becomes a file to be written.
 
     Args:
