@@ -282,6 +282,7 @@ def _explain(entry: Mapping[str, Any], parts: Sequence[str | int]) -> tuple[str,
         return "no such key", _fix_unknown(parts)
     if kind == "literal_error":
         options = context["expected"].replace("'", "").replace(" or ", ", ")
+        options = options.replace("True", "true").replace("False", "false")
         close = nearest(str(entry["input"]), options.split(", "))
         hint = f"did you mean {close}? " if close else ""
         return "is not one of the choices", f"{hint}choose one of: {options}"

@@ -118,7 +118,7 @@ SETTINGS = [
     ("no such model", "model.path=nowhere/model", "model.path", "no such folder"),
     ("a name of the Hub", "model.path=Qwen/Qwen2.5-0.5B-Instruct", "model.path",
      "not downloaded by default fix: set model.hub: true, or run `hf download Qwen/"),
-    ("a switch that is none", "model.hub=always", "model.hub", "valid boolean"),
+    ("a switch that is none", "model.hub=always", "model.hub", "false, true, modelscope"),
     ("a file for a model", "model.path={file}", "model.path", "is a file, not a folder"),
     ("a folder without config.json", "model.path={folder}", "model.path", "no config.json"),
     ("a model without weights", "model.path={bare}", "model.path", "has no *.safetensors"),
