@@ -94,5 +94,6 @@ def _number(document: Mapping[str, Any], section: str, key: str, default: int) -
     """A positive number of the document; the default where it has none (validation reports it)."""
     part = document.get(section)
     value = part.get(key) if isinstance(part, Mapping) else None
-    valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    return value if valid else default
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        return default
+    return value

@@ -107,10 +107,10 @@ class VerlTranslation:
         """Convert micro-batch sizes over all ranks, where the document says how many ranks."""
         trainer = self.document.get("trainer")
         trainer = trainer if isinstance(trainer, dict) else {}
-        sizes = trainer.get("nnodes") or 1, trainer.get("n_gpus_per_node")
-        if not all(_is_count(size) for size in sizes):
+        nodes, gpus = trainer.get("nnodes") or 1, trainer.get("n_gpus_per_node")
+        if gpus is None or not _is_count(nodes) or not _is_count(gpus):
             return
-        ranks = sizes[0] * sizes[1]
+        ranks = nodes * gpus
         for name, target in OVER_ALL_RANKS.items():
             section, last = name.split(".")
             part = self.document.get(section)
