@@ -25,6 +25,7 @@ from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
 from mppo.config.sections.megatron import Offload
+from mppo.config.trl import TRL_KEYS, compute_trl_keys
 from mppo.config.verl.keys import VerlTranslation
 from mppo.config.verl.names import canonical_key
 from mppo.safety.redact import redact
@@ -88,9 +89,10 @@ def read_recipe(
     issues += override_issues
     translation = VerlTranslation(document)
     issues += translation.issues
+    document = compute_trl_keys(translation.document, issues, translation.remarks)
     if remarks is not None:
         remarks += [*repeated_overrides(overrides), *translation.remarks]
-    document = _normalise(apply_preset(translation.document), Recipe, "", issues)
+    document = _normalise(apply_preset(document), Recipe, "", issues)
     try:
         return Recipe.model_validate(document), issues
     except ValidationError as error:
@@ -159,6 +161,8 @@ def json_schema() -> dict[str, Any]:
         "description": "Recipe file or files to start from, relative to this file.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
+    for key, description in TRL_KEYS.items():
+        schema["properties"][key] = {"description": description, "type": "integer"}
     return schema
 
 
@@ -279,6 +283,7 @@ def _explain(entry: Mapping[str, Any], parts: Sequence[str | int]) -> tuple[str,
         return "no such key", _fix_unknown(parts)
     if kind == "literal_error":
         options = context["expected"].replace("'", "").replace(" or ", ", ")
+        options = options.replace("True", "true").replace("False", "false")
         close = nearest(str(entry["input"]), options.split(", "))
         hint = f"did you mean {close}? " if close else ""
         return "is not one of the choices", f"{hint}choose one of: {options}"

@@ -174,10 +174,10 @@ def boxed_answer(solution: str) -> str | None:
     """
     if "\\boxed " in solution:
         return solution.rpartition("\\boxed ")[2].split("$")[0]
-    start = max(solution.rfind("\\boxed"), -1)
+    start = solution.rfind("\\boxed")
     start = start if start >= 0 else solution.rfind("\\fbox")
-    opening = solution.find("{", start)
-    if start < 0 or opening < 0:
+    opening = solution.find("{", start) if start >= 0 else -1
+    if opening < 0:
         return None
     depth = 0
     for match in re.compile(r"[{}]").finditer(solution, opening):

@@ -33,10 +33,10 @@ def residency(recipe: Recipe, offload: Mapping[str, Offload]) -> Residency:
     phases that use it; in the others, gradients are freed, and everything else is in host memory.
 
     The phases of an iteration are "generation" (also validation; a role that has been built waits
-    as in it), "reward" (the reward model scores responses, those of a validation too), "forward", "update", "weight sync" (also an export), and "save" (a checkpoint is
-    loaded; it is written from where the parts are). Where roles run one after another, each has a
-    phase of its own, such as "forward ref" and "update actor" (``forward_groups``,
-    ``update_groups``).
+    as in it), "reward" (the reward model scores responses), "forward", "update", "weight sync"
+    (also an export), and "save" (a checkpoint is loaded; it is written from where the parts are).
+    Where roles run one after another, each has a phase of its own, such as "forward ref" and
+    "update actor" (``forward_groups``, ``update_groups``).
 
     Args:
         recipe: the recipe.

@@ -31,12 +31,14 @@ def kept_bytes(
         itemsize: bytes of an element of the weights.
     """
     workspaces = 1 + (_GROUPED_WORKSPACES if any(sparse) else 0)
-    matrices: set[Matrix] = set(_attention(shape, layout.tp)) if trained else set()
+    matrices: set[Matrix] = set()
+    if trained:
+        matrices.update(_attention(shape, layout.tp))
     if trained and not all(sparse):
-        matrices |= set(_feed_forward(shape, shape.ffn, layout.tp))
+        matrices.update(_feed_forward(shape, shape.ffn, layout.tp))
     if trained and any(sparse):
-        matrices |= set(_feed_forward(shape, shape.expert_ffn, layout.etp))
-        matrices |= set(_feed_forward(shape, shape.shared_ffn, layout.tp))
+        matrices.update(_feed_forward(shape, shape.expert_ffn, layout.etp))
+        matrices.update(_feed_forward(shape, shape.shared_ffn, layout.tp))
     return workspaces * _WORKSPACE + itemsize * sum(rows * columns for rows, columns in matrices)
 
 

@@ -56,7 +56,8 @@ def quick_result(
     if depths is None:
         return scale_micro_batches(run(fewer), case.recipe, recipe)
     shallow, deep = (run(with_layers(fewer, n)) for n in (depths.first, depths.second))
-    return scale_micro_batches(extrapolated(shallow, deep, depths), case.recipe, recipe)
+    bucket = recipe.rollout.sync_bucket_mb << 20
+    return scale_micro_batches(extrapolated(shallow, deep, depths, bucket), case.recipe, recipe)
 
 
 def chunk_depths(case: RankCase) -> Depths | None:
@@ -160,8 +161,13 @@ def _micro_batch_sizes(role: RoleCase, cp: int, longest: int) -> set[int]:
     return {size for size in sizes if size}
 
 
-def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankResult:
-    """Extrapolate two results linearly to the recipe's depth."""
+def extrapolated(
+    shallow: RankResult, deep: RankResult, depths: Depths, bucket_bytes: int = 0
+) -> RankResult:
+    """Extrapolate two results linearly to the recipe's depth.
+
+    The bytes of a weight sync's buckets do not grow, unless the weights fit one bucket.
+    """
     names = {
         name: (full - depths.first) / (depths.second - depths.first)
         for name, full in depths.full.items()
@@ -185,6 +191,7 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
     # permanent purposes: their bytes never exceed those between passes
     complete = between_passes(shallow.complete, deep.complete)
     lasting = complete.keys() - {phase.name for phase in deep.phases}
+    sizes = names | ({"weight": 1.0} if complete["actor weights"] > bucket_bytes else {})
     phases = []
     # the schedule, and with it the order of the roles' first passes, may depend on the depth
     order = {phase.name: number for number, phase in reversed(list(enumerate(deep.phases)))}
@@ -199,7 +206,7 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
         moments += [(one.by_line[source], two.by_line[source], source) for source in both]
         moments = moments or [(one.composition, two.composition, two.line)]
         peaks = [
-            (line(a, b, lambda text, at=at: names.get(text.split()[0], at)), source)
+            (line(a, b, lambda text, at=at: sizes.get(text.split()[0], at)), source)
             for a, b, source in moments
         ]
         for found, _ in peaks:
@@ -220,11 +227,9 @@ def extrapolated(shallow: RankResult, deep: RankResult, depths: Depths) -> RankR
                 nbytes=line(one.nbytes, two.nbytes, lambda key, at=at: at),
             )
         )
-    seconds = shallow.seconds + deep.seconds
+    found = replace(deep, phases=phases, seconds=shallow.seconds + deep.seconds)
     pinned = line(shallow.pinned, deep.pinned, lambda name: names[name])
-    return replace(
-        deep, phases=phases, resident=resident, complete=complete, pinned=pinned, seconds=seconds
-    )
+    return replace(found, resident=resident, complete=complete, pinned=pinned)
 
 
 def scale_micro_batches(result: RankResult, recipe: Recipe, reduced: Recipe) -> RankResult:

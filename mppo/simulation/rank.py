@@ -376,14 +376,13 @@ def by_role(recipe: Recipe) -> Recipe:
 
 def longest_batch(recipe: Recipe) -> Batch:
     """Make a batch of the recipe's size with prompts and responses of the greatest length."""
-    prompt, response = recipe.data.max_prompt_length, recipe.data.max_response_length
+    # one tensor for all, since every operation is simulated
+    prompt = torch.tensor([1] * recipe.data.max_prompt_length, dtype=torch.int32)
+    response = torch.tensor([2] * recipe.data.max_response_length, dtype=torch.int32)
+    logprobs = torch.tensor([-0.5] * len(response))
     trajectories = [
         Trajectory(
-            Prompt(i // recipe.rollout.n, torch.full((prompt,), 1), "", "", ""),
-            torch.full((response,), 2),
-            torch.full((response,), -0.5),
-            "length",
-            0,
+            Prompt(i // recipe.rollout.n, prompt, "", "", ""), response, logprobs, "length", 0
         )
         for i in range(recipe.data.train_batch_size * recipe.rollout.n)
     ]

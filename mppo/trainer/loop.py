@@ -220,9 +220,23 @@ def validate(run: Run, step: int) -> dict[str, float]:
     return timing | validation_metrics(rows, judged)
 
 
+def is_sample_step(step: int, total: int, tables: int | None) -> bool:
+    """Whether a table of responses is shown in a step.
+
+    Args:
+        step: from 1 to ``total``.
+        total: steps of the run.
+        tables: tables of the run, the first one in step 1, with TRL's distance between them. None:
+            in the first, the middle and the last step.
+    """
+    if tables is None:
+        return step in (1, (total + 1) // 2, total)
+    return tables > 0 and (step - 1) % max(1, total // tables) == 0
+
+
 def show_samples(run: Run, step: int, scored: ScoredRollout) -> None:
-    """Report a table of responses in the first, the middle and the last step. Collective."""
-    if step not in (1, (run.total_steps + 1) // 2, run.total_steps):
+    """Report a table of responses in the steps of ``is_sample_step``. Collective."""
+    if not is_sample_step(step, run.total_steps, run.recipe.trainer.num_sample_generations):
         return
     count = min(run.recipe.trainer.sample_table_rows, len(scored.responses))
     shown = replicate(scored.responses.select(range(count)), group_size())

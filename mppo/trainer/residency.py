@@ -90,7 +90,7 @@ class RolePlacement:
         self._place({name: self._table[phase][name] for name in self._roles})
 
     def prepare(self, *kinds: Literal["reward", "forward", "update"]) -> None:
-        """Enter the first phase of some kinds, if there is one, while its batch is being prepared."""
+        """Enter the first phase of these kinds, if there is one, before its batch is there."""
         first = next((phase for phase in self._table if phase.split()[0] in kinds), None)
         if first is not None:
             self.enter(first)
@@ -118,9 +118,7 @@ class RolePlacement:
             self.enter(GENERATION)
 
     def _place(self, places: Mapping[str, Mapping[Part, Place]]) -> None:
-        reads_only = self.phase in (GENERATION, REWARD, WEIGHT_SYNC) or self.phase.startswith(
-            "forward"
-        )
+        reads_only = self.phase.startswith((GENERATION, REWARD, "forward", WEIGHT_SYNC))
         coming: list[MovablePart] = []
         for name, by_part in places.items():
             for part, place in by_part.items():

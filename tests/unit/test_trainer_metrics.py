@@ -10,6 +10,7 @@ from mppo.batch import ModelOutputs, Prompt, Trajectory
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.packed_batch import pack_trajectories
 from mppo.trainer.advantages import estimate
+from mppo.trainer.loop import is_sample_step
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
 from mppo.trainer.selection import resample_experience
 
@@ -46,3 +47,8 @@ def test_bypass_mode_takes_the_engines_log_probabilities():
     correction = {"rollout_correction": {"bypass_mode": True}}
     algorithm = AlgorithmConfig.model_validate(correction)
     assert not estimate(outputs_of(True), algorithm, 0.0).old.has_actor_logprobs
+
+
+def test_tables_of_responses_are_shown_at_trls_steps():
+    shown = {n: [s for s in range(1, 11) if is_sample_step(s, 10, n)] for n in (None, 0, 3, 99)}
+    assert shown == {None: [1, 5, 10], 0: [], 3: [1, 4, 7, 10], 99: list(range(1, 11))}

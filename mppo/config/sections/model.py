@@ -6,7 +6,7 @@ from typing import Literal
 
 from mppo.config.sections.section import Section
 
-Hub = Literal["modelscope"] | bool
+Hub = Literal[False, True, "modelscope"]
 """Where models are downloaded from: false nowhere, true the Hugging Face Hub."""
 
 

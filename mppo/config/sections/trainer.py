@@ -77,7 +77,10 @@ class TrainerConfig(Section):
     logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = ("console", "jsonl")
     """Where metrics go."""
     sample_table_rows: int = Field(default=4, ge=0)
-    """Responses shown and written to samples.jsonl at the first, middle and last step."""
+    """Responses of a table, which is shown and written to samples.jsonl."""
+    num_sample_generations: int | None = Field(default=None, ge=0)
+    """Tables of responses during the run, at equal distances from the first step on (TRL's key);
+    0: none. null: at the first, middle and last step."""
     nnodes: int | None = Field(default=None, gt=0)
     """Nodes of the job. If ``n_gpus_per_node`` is set too, their product must be the number of
     ranks that were started. null: not checked; --dry-run plans for one node."""

@@ -13,6 +13,15 @@ from mppo.config.verl.role_rows import ROLE_ROWS
 from mppo.config.verl.row import Converted, Ignored, Refused, VerlRow
 from mppo.config.verl.run_rows import RUN_ROWS
 
+OVER_ALL_RANKS = {
+    "actor.ppo_micro_batch_size": "actor.ppo_micro_batch_size_per_gpu",
+    "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
+    "rollout.log_prob_micro_batch_size": "actor.log_prob_micro_batch_size_per_gpu",
+    "ref.log_prob_micro_batch_size": "ref.log_prob_micro_batch_size_per_gpu",
+    "critic.forward_micro_batch_size": "critic.log_prob_micro_batch_size_per_gpu",
+}
+"""verl's micro-batch sizes over all ranks, and mppo's keys of the size on one rank."""
+
 
 class VerlTranslation:
     """A document with verl's remaining keys converted, removed or refused.
@@ -27,8 +36,12 @@ class VerlTranslation:
         """One per reason to refuse keys, and one per key given twice with different values."""
         self.remarks: list[str] = []
         """A line for the log per reason to ignore keys, and per key that is converted."""
+        self.origins: dict[str, str] = {}
+        """verl's key of every key of mppo's that took its place."""
+        self.removed: dict[Ignored | Refused, list[tuple[str, Any]]] = {}
+        """Keys and their values that are ignored or refused, by reason."""
         self._join_reward_function()
-        keys_by_action: dict[Ignored | Refused, list[tuple[str, Any]]] = {}
+        self._divide_micro_batches()
         for parts, value in list(_leaves(self.document)):
             row = row_of(parts, value)
             if row is None:
@@ -39,8 +52,8 @@ class VerlTranslation:
                 target, converted = row.action.target(parts), row.action.convert(value)
                 self._set(target, converted, key, value)
             else:
-                keys_by_action.setdefault(row.action, []).append((key, value))
-        for action, keys in keys_by_action.items():
+                self.removed.setdefault(row.action, []).append((key, value))
+        for action, keys in self.removed.items():
             self._report(action, keys)
 
     def _report(self, action: Ignored | Refused, keys: list[tuple[str, Any]]) -> None:
@@ -76,6 +89,7 @@ class VerlTranslation:
             self.issues.append(ConfigIssue(name, value, why, f"keep {key} only"))
             return
         section[last] = converted
+        self.origins[key] = name
         self.remarks.append(f"{name}={value} is taken as {key}={converted}")
 
     def _join_reward_function(self) -> None:
@@ -88,6 +102,22 @@ class VerlTranslation:
         function = f"{path}:{given.get('name') or 'compute_score'}"
         self._set("reward.name", "function", name, path)
         self._set("reward.function", function, name, path)
+
+    def _divide_micro_batches(self) -> None:
+        """Convert micro-batch sizes over all ranks, where the document says how many ranks."""
+        trainer = self.document.get("trainer")
+        trainer = trainer if isinstance(trainer, dict) else {}
+        nodes, gpus = trainer.get("nnodes") or 1, trainer.get("n_gpus_per_node")
+        if gpus is None or not _is_count(nodes) or not _is_count(gpus):
+            return
+        ranks = nodes * gpus
+        for name, target in OVER_ALL_RANKS.items():
+            section, last = name.split(".")
+            part = self.document.get(section)
+            value = part.get(last) if isinstance(part, dict) else None
+            if _is_count(value):
+                _pop(self.document, (section, last))
+                self._set(target, max(1, value // ranks), name, value)
 
 
 def row_of(parts: Sequence[str], value: Any) -> VerlRow | None:
@@ -129,6 +159,10 @@ def _leaves(document: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterato
 def _copied(document: Mapping[str, Any]) -> dict[str, Any]:
     """A copy with separate sections: through YAML's aliases two keys can share one object."""
     return {k: _copied(v) if isinstance(v, Mapping) else v for k, v in document.items()}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _pop(document: dict[str, Any], parts: Sequence[str]) -> None:

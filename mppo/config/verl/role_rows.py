@@ -32,7 +32,10 @@ _OFFLOADS = {
     "grad_offload": Converted("*.megatron.offload.gradients", {None: False}),
     "optimizer_offload": Converted("*.megatron.offload.optimizer", {None: False}),
 }
-_MICRO_BATCH = "is a size over all ranks; mppo's key is the size on one rank"
+_MICRO_BATCH = (
+    "is a size over all ranks, which is divided by trainer.nnodes x trainer.n_gpus_per_node; "
+    "n_gpus_per_node is not set"
+)
 
 ROLE_ROWS: tuple[VerlRow, ...] = (
     # model
