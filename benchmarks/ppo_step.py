@@ -186,11 +186,7 @@ class CountScorer:
     def raw_scores_divided(self, responses):
         return self.raw_scores(responses.trajectories)
 
-    def finish_scores(self, scores, responses):
-        return scores
-
-    def score(self, responses):
-        return self.raw_scores_divided(responses)
+    score, finish_scores = raw_scores_divided, staticmethod(lambda scores, responses: scores)
 
 
 def trl_settings() -> dict:

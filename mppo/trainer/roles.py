@@ -146,11 +146,7 @@ class Roles:
         self.reward_model: Role | None = None
         self.reward_scale: RewardModelScale | None = None
         if recipe.reward_model.in_use:
-            self.reward_model = build_reward_model(recipe, configs["reward_model"], registry)
-            self.placement.add(self.reward_model)
-            self.reward_scale = RewardModelScale(
-                recipe.reward_model.normalize, configs["reward_model"]
-            )
+            self._add_reward_model(configs["reward_model"], registry)
         self.flops = {
             name: model_flops(role.hf_config, role.spec.head) for name, role in self.trained.items()
         }
@@ -161,6 +157,11 @@ class Roles:
         self.seconds: dict[str, float] = {}
         self.skipped_steps = 0
         self.skipped_in_a_row: dict[str, int] = {}
+
+    def _add_reward_model(self, hf_config: Any, registry: GroupRegistry) -> None:
+        self.reward_model = build_reward_model(self.recipe, hf_config, registry)
+        self.placement.add(self.reward_model)
+        self.reward_scale = RewardModelScale(self.recipe.reward_model.normalize, hf_config)
 
     @property
     def trained(self) -> dict[str, Role]:

@@ -77,9 +77,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         check_model_folders(recipe)
     configs = {role.name: read_config(role.path) for role in roles_in_use(recipe)}
     texts = reward_model_texts(recipe, tokenizer, configs.get("reward_model"))
-    plans = plan_roles(recipe, info.world_size, configs)
-    reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
-    _report_memory(reporter, recipe, plans)
+    _report_plans(reporter, recipe, plan_roles(recipe, info.world_size, configs), total_steps)
     reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
     registry = GroupRegistry(trainer.seed)
     with_budgets = with_token_budgets(recipe, info.world_size, configs)
@@ -91,9 +89,8 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     roles = Roles(recipe, folder, read_config, registry, total_steps, text)
     if roles.critic is not None and roles.critic.weights.fresh:
         reporter.line(f"the critic starts with a new value head ({roles.critic.spec.folder})")
-    scorer = with_reward_model(
-        scorer, recipe, texts, roles.reward_model, roles.reward_scale, roles.placement.scoring
-    )
+    model, scale, placed = roles.reward_model, roles.reward_scale, roles.placement.scoring
+    scorer = with_reward_model(scorer, recipe, texts, model, scale, placed)
     stop_request.sync()
     with phase("starting the rollout engine"):
         engine = build_engine(recipe, companion_folder(folder), read_config(folder), run_dir)
@@ -132,12 +129,16 @@ def _build_scorer(
     return scorer
 
 
-def _report_memory(reporter: Reporter, recipe: Recipe, plans: list[RolePlan]) -> None:
-    """Warn if the run does not fit its GPUs or the host's memory. Collective.
+def _report_plans(
+    reporter: Reporter, recipe: Recipe, plans: list[RolePlan], total_steps: int
+) -> None:
+    """Print the disk space of checkpoints; warn if the run does not fit the GPUs or the host's
+    memory. Collective.
 
     Raises:
         ConfigError: what leaves the GPUs does not fit into the memory of a node.
     """
+    reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
     memory, source = host_memory()
     if recipe.trainer.host_memory_gib is not None:
         memory, source = int(recipe.trainer.host_memory_gib * GIB), GIVEN

@@ -64,7 +64,8 @@ def trajectory(tokenizer, text: str, finish: str = "stop", chat: bool = True) ->
         rendered = "1+2="
     ids = tokenizer(rendered)["input_ids"]
     response = tokenizer(text)["input_ids"] + [EOS] * (finish == "stop")
-    prompt = Prompt(0, tuple(ids), "sums", "3", rendered, {}, tuple(messages) if chat else ())
+    shown = tuple(messages) if chat else ()
+    prompt = Prompt(0, tuple(ids), "sums", "3", rendered, messages=shown)
     return Trajectory(prompt, tuple(response), (0.0,) * len(response), finish, 0)
 
 
