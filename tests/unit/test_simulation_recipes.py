@@ -57,7 +57,7 @@ MOVED = "with:" + " ".join(
 HYBRID = "with:actor.optim.cpu_offload_fraction=1.0 critic.optim.cpu_offload_fraction=0.5"
 REWARDED = (
     "with:reward_model.path=builtin:tiny-reward reward_model.micro_batch_size_per_gpu=4 "
-    "reward_model.megatron.tensor_model_parallel_size=2"
+    "reward_model.megatron.tensor_model_parallel_size=2 reward.weight=0"
 )
 SEQUENTIAL = (
     "with:trainer.schedule=sequential actor.megatron.pipeline_model_parallel_size=2 "
