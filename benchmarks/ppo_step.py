@@ -186,7 +186,7 @@ class CountScorer:
     def raw_scores_divided(self, responses):
         return self.raw_scores(responses.trajectories)
 
-    score, shape_scores = raw_scores_divided, staticmethod(lambda scores, rows: scores)
+    score, finish_scores = raw_scores_divided, staticmethod(lambda scores, responses: scores)
 
 
 def trl_settings() -> dict:

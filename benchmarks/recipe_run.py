@@ -2,8 +2,9 @@
 
     python benchmarks/recipe_run.py RECIPE [section.key=value ...] [--processes 2] [--out FILE]
 
-Records, by step, held-out and training reward, the mismatch between the engine's and the actor's
-probabilities, and the seconds of each stage; also the duration of the complete run with its start.
+Records, by step, held-out and training reward, the scores of reward model and rule, the mismatch
+between the engine's and the actor's probabilities, and the seconds of each stage; also the duration
+of the complete run with its start.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ def main() -> None:
     arguments.add_argument("--processes", type=int, default=2)
     given = arguments.parse_intermixed_args()
     lines, seconds = train(given.recipe, given.overrides, given.processes)
+    scores = [name for name in lines[-1] if name.endswith(("/rm_score/mean", "/rule_score/mean"))]
     curves = {
         name: [[int(line["step"]), round(line[name], 6)] for line in lines if name in line]
-        for name in KEPT
+        for name in (*KEPT, *scores)
     }
     kept = {name: curve for name, curve in curves.items() if curve}
     record({"seconds": seconds, "curves": kept}, given.out)

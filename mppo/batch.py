@@ -16,8 +16,9 @@ rank holds, in ascending order of their indices in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,8 @@ class Prompt(_ComparedByValue):
         text: the prompt as text, for tables.
         extra: other columns of the data row.
         verifier: the verifier of the prompt's source; None: that of the recipe or data source.
+        messages: the conversation, with ``role`` and ``content`` in each message; empty if the
+            prompt is rendered without a chat template.
     """
 
     uid: int
@@ -68,6 +71,7 @@ class Prompt(_ComparedByValue):
     text: str
     extra: dict = field(default_factory=dict)
     verifier: str | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         self._convert("token_ids", torch.int32)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -32,7 +33,7 @@ from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo, discover
 from mppo.parallel.process_group import process_group
 from mppo.rewards.division import ScoringError
-from mppo.rewards.scorer import build_scorer
+from mppo.rewards.scorer import Scorer, build_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.sglang.model_support import engine_issues
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             fetch_model=fetch_model,
             fetch_data_set=fetch_data_set,
         )
-        _check_model(recipe)
+        _check_models(recipe)
         for remark in remarks if info.rank == 0 else ():
             print(f"mppo: {remark}", file=sys.stderr)
         result = evaluate(recipe, info)
@@ -91,17 +92,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_model(recipe: Recipe) -> None:
-    """Raise ConfigError if the model cannot be loaded."""
-    actor = roles_in_use(recipe)[0]
-    try:
-        folder = resolve_model(actor.path)
-        check_weights(actor, read_model_config(folder, recipe.model.trust_remote_code))
-    except ConfigError:
-        raise
-    except (ValueError, OSError) as error:
-        why, fix = str(error), "give a model folder of a known family"
-        raise ConfigError([ConfigIssue(actor.path_key, actor.path, why, fix)]) from error
+def _check_models(recipe: Recipe) -> None:
+    """Raise ConfigError if the evaluated model or the reward model cannot be loaded."""
+    for role in roles_in_use(recipe):
+        if role.name not in ("actor", "reward_model"):
+            continue
+        try:
+            folder = resolve_model(role.path)
+            check_weights(role, read_model_config(folder, recipe.model.trust_remote_code))
+        except ConfigError:
+            raise
+        except (ValueError, OSError) as error:
+            why, fix = str(error), "give a model folder of a known family"
+            raise ConfigError([ConfigIssue(role.path_key, role.path, why, fix)]) from error
 
 
 def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
@@ -134,7 +137,9 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
         raise ConfigError(
             [ConfigIssue("data.val_files", [], "there are no validation prompts", fix)]
         )
-    scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
+    scorer = build_scorer(
+        recipe.reward, tokenizer, recipe.data.max_response_length, recipe.reward_model.in_use
+    )
     scorer.check(prompts)
     set_for_training(os.environ, recipe.rollout.sync == "distributed")
     with process_group(info, recipe.trainer.collective_timeout_s):
@@ -148,6 +153,8 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
             )
         finally:
             engine.stop()
+        if recipe.reward_model.in_use:
+            scorer = _with_reward_model(scorer, recipe, tokenizer)
         judgements = scorer.score(responses)
     rows = responses.table
     lengths = [row.length for row in rows]
@@ -165,6 +172,31 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
         "response_length/clip_ratio": truncated / len(lengths),
         "prompts": float(len(prompts)),
     }
+
+
+def _with_reward_model(
+    scorer: Scorer, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> Scorer:
+    """The scorer with the recipe's reward model, which is built here. Collective.
+
+    Args:
+        scorer: the scorer of ``reward.*``.
+        recipe: a recipe with a reward model.
+        tokenizer: the evaluated model's.
+    """
+    device.prepare_megatron()
+    from mppo.parallel.groups import GroupRegistry
+    from mppo.rewards.reward_model.scale import RewardModelScale
+    from mppo.rewards.reward_model.scorer import with_reward_model
+    from mppo.rewards.reward_model.texts import reward_model_texts
+    from mppo.trainer.roles import build_reward_model
+
+    path = resolve_model(str(recipe.reward_model.path))
+    config = read_model_config(path, recipe.model.trust_remote_code)
+    texts = reward_model_texts(recipe, tokenizer, config)
+    role = build_reward_model(recipe, config, GroupRegistry(recipe.trainer.seed))
+    scale = RewardModelScale(recipe.reward_model.normalize, config)
+    return with_reward_model(scorer, recipe, texts, role, scale)
 
 
 def model_buckets(folder: Path, config, bucket_bytes: int) -> Iterator[WeightBucket]:

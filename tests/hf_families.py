@@ -117,3 +117,14 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype, name
         assert torch.equal(ours[name], tensor), name
+
+
+def save_reward_model(name: str, folder: Path, **config: Any) -> Path:
+    """Save a reward model of the family ``name``: one label, without padding token."""
+    settings = CONFIGS[name]()
+    for key, value in {"num_labels": 1, "pad_token_id": None, **config}.items():
+        setattr(settings, key, value)
+    model = hf.AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
+    randomise(model, name.startswith("gemma"))
+    model.save_pretrained(folder)
+    return folder

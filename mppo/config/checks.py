@@ -10,14 +10,14 @@ from typing import Any
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.hub_data import FetchDataSet, with_local_files
 from mppo.config.load import read_recipe, source_name
-from mppo.config.rules import algorithm, data, engine, layout, offload, training
+from mppo.config.rules import algorithm, data, engine, layout, offload, reward_model, training
 from mppo.config.rules.files import check_files, check_run_folder, is_hub_name
 from mppo.config.rules.rule import RULES, RoleCase, RuleContext, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.sections.model import Hub
-from mppo.weights.shape import model_shape, rope_parameters
+from mppo.weights.shape import max_positions, model_shape
 
-RULE_MODULES = (layout, offload, data, training, algorithm, engine)
+RULE_MODULES = (layout, offload, data, training, algorithm, engine, reward_model)
 """Importing them fills ``RULES``."""
 
 ReadConfig = Callable[[str], Any]
@@ -64,9 +64,10 @@ def check_recipe(
                 shapes[role.name] = model_shape(hf_configs[role.name])
             except ValueError as error:
                 issues.append(_model_issue(role.path_key, role.path, error))
-    positions = _positions(hf_configs["actor"]) if "actor" in shapes else None
+    limits = {name: max_positions(hf_configs[name]) for name in shapes}
+    positions = {name: limit for name, limit in limits.items() if limit is not None}
     per_node = ranks_per_node or recipe.trainer.n_gpus_per_node
-    context = RuleContext(recipe, world_size, shapes, positions, per_node)
+    context = RuleContext(recipe, world_size, shapes, positions, hf_configs, per_node)
     for keys, function in RULES:
         if not _touches(keys, keys_with_issues):
             issues += function(context)
@@ -159,6 +160,7 @@ def _download_models(
         ("model", True),
         ("critic", recipe.algorithm.uses_critic),
         ("ref", recipe.uses_reference),
+        ("reward_model", recipe.reward_model.in_use),
     ):
         part = getattr(recipe, section)
         if not used or not part.path or not is_hub_name(part.path):
@@ -220,12 +222,6 @@ def _model_issue(key: str, name: str, error: Exception) -> ConfigIssue:
 def _without_duplicates(issues: Iterable[ConfigIssue]) -> list[ConfigIssue]:
     """One issue per key and reason: roles that share a model find the same ones."""
     return list({(issue.key, issue.why): issue for issue in issues}.values())
-
-
-def _positions(hf_config: Any) -> int | None:
-    """Longest sequence of the position encoding; None if the config has no limit or rescales it."""
-    limit = getattr(hf_config, "max_position_embeddings", None)
-    return limit if rope_parameters(hf_config)["rope_type"] == "default" else None
 
 
 def _touches(keys: Collection[str], keys_with_issues: Collection[str]) -> bool:

@@ -33,6 +33,7 @@ from mppo.safety.redact import redact
 PATH_KEYS = frozenset(
     {
         "model.path", "model.tokenizer_path", "critic.path", "ref.path",
+        "reward_model.path", "reward_model.tokenizer_path",
         "data.train_files", "data.val_files", "data.ptx_files", "data.sources.*.train_files",
         "data.sources.*.val_files", "trainer.default_local_dir",
     }

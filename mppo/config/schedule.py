@@ -46,8 +46,9 @@ def lists_obstacle(recipe: Recipe) -> str | None:
 
 
 def streams_forward(recipe: Recipe) -> bool:
-    """Whether the forward-only passes of all roles run through one pipeline."""
-    megatrons = [role.megatron for role in roles_in_use(recipe)]
+    """Whether the forward-only passes of actor, critic and reference run through one pipeline."""
+    roles = [role for role in roles_in_use(recipe) if role.name != "reward_model"]
+    megatrons = [role.megatron for role in roles]
     stages = {megatron.pipeline_model_parallel_size for megatron in megatrons}
     # the actor's pass reads the hidden states of the reference's pass
     one_by_one = recipe.trainer.schedule == "sequential" or recipe.needs_full_kl

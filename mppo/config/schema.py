@@ -15,6 +15,7 @@ from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.data import DataConfig
 from mppo.config.sections.model import ModelConfig
 from mppo.config.sections.reward import RewardConfig
+from mppo.config.sections.reward_model import RewardModelConfig
 from mppo.config.sections.roles import ActorConfig, CriticConfig, RefConfig
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.config.sections.section import Section
@@ -40,6 +41,8 @@ class Recipe(Section):
     """From scores to advantages."""
     reward: RewardConfig = RewardConfig()
     """The source of scores."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """A reward model on Megatron-Core, beside the other roles."""
     trainer: TrainerConfig = TrainerConfig()
     """Length, checkpoints, reports and supervision of the run."""
 

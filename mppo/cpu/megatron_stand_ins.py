@@ -96,6 +96,7 @@ def _on_cpu(factory):
     def wrapped(*args, **kwargs):
         if kwargs.get("device") is not None:
             kwargs["device"] = _cpu_for_cuda(kwargs["device"])
+        kwargs.pop("pin_memory", None)  # there is no device to copy to
         return factory(*args, **kwargs)
 
     return wrapped

@@ -14,7 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.hub.builtin import CHAT_TEMPLATE
 from mppo.safety.input_files import parse_json
 
 CPU_S, CPU_S_PER_PROMPT, WALL_S = 3.0, 0.01, 60.0
@@ -26,15 +29,55 @@ rendered prompt."""
 _CHILD = Path(__file__).with_name("chat_template_child.py")
 
 
-def render(
-    template: str, variables: Mapping[str, Any], conversations: Sequence[Sequence[Mapping]]
+def render_with(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Sequence[Mapping]],
+    key: str,
+    add_generation_prompt: bool = True,
 ) -> list[str]:
-    """Render every conversation, with the generation prompt at its end.
+    """Render every conversation with the chat template of a tokenizer.
+
+    Args:
+        tokenizer: the tokenizer.
+        conversations: lists of messages with ``role`` and ``content``.
+        key: the recipe key that asks for a chat template, for messages.
+        add_generation_prompt: end with what comes before a response.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or see :func:`render`.
+    """
+    if not tokenizer.chat_template:
+        fix = f"set {key}=false, or use a tokenizer with one"
+        raise ConfigError([ConfigIssue(key, True, "the tokenizer has no chat template", fix)])
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:
+        fix = "name one of them default in its tokenizer_config.json"
+        raise ConfigError([ConfigIssue(key, True, str(error), fix)]) from error
+    if template == CHAT_TEMPLATE:  # the embedded models' template needs no limits
+        return tokenizer.apply_chat_template(  # type: ignore[return-value]
+            [[dict(message) for message in messages] for messages in conversations],
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+    return render(template, tokenizer.special_tokens_map, conversations, key, add_generation_prompt)
+
+
+def render(
+    template: str,
+    variables: Mapping[str, Any],
+    conversations: Sequence[Sequence[Mapping]],
+    key: str = "data.apply_chat_template",
+    add_generation_prompt: bool = True,
+) -> list[str]:
+    """Render every conversation in a process with limits.
 
     Args:
         template: a tokenizer's ``chat_template`` (Jinja).
         variables: variables of the template besides the messages: the tokenizer's special tokens.
         conversations: lists of messages with ``role`` and ``content``.
+        key: the recipe key that asks for a chat template, for messages.
+        add_generation_prompt: end with what comes before a response.
 
     Returns:
         One text per conversation.
@@ -49,6 +92,7 @@ def render(
         "template": template,
         "variables": dict(variables),
         "conversations": conversations,
+        "add_generation_prompt": add_generation_prompt,
         "cpu_s": cpu_s,
         "max_characters": MAX_CHARACTERS,
     }
@@ -66,18 +110,18 @@ def render(
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise _template_error(f"is not done after {error.timeout:.0f} s") from error
+            raise _template_error(key, f"is not done after {error.timeout:.0f} s") from error
         output.seek(0)
         errors.seek(0)
-        texts = _texts(output)
+        texts = _texts(output, key)
         last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
     if len(texts) < len(conversations):
         why = f"exit code {ended.returncode}, {last}" if last else f"killed by {-ended.returncode}"
-        raise _template_error(f"takes more than {cpu_s:.0f} s or {memory_mb} MB ({why})")
+        raise _template_error(key, f"takes more than {cpu_s:.0f} s or {memory_mb} MB ({why})")
     return texts
 
 
-def _texts(lines: Iterable[bytes]) -> list[str]:
+def _texts(lines: Iterable[bytes], key: str) -> list[str]:
     texts = []
     for line in lines:
         if not line.endswith(b"\n"):
@@ -85,16 +129,14 @@ def _texts(lines: Iterable[bytes]) -> list[str]:
         try:
             text = parse_json(line)
         except ValueError as error:
-            raise _template_error(f"renders an invalid text: {error}") from error
+            raise _template_error(key, f"renders an invalid text: {error}") from error
         if not isinstance(text, str):
-            raise _template_error(f"fails: {text['error']}")
+            raise _template_error(key, f"fails: {text['error']}")
         texts.append(text)
     return texts
 
 
-def _template_error(why: str) -> ConfigError:
-    fix = "set data.apply_chat_template=false, or use a tokenizer with another template"
-    issue = ConfigIssue(
-        "data.apply_chat_template", True, f"the tokenizer's chat template {why}", fix
-    )
+def _template_error(key: str, why: str) -> ConfigError:
+    fix = f"set {key}=false, or use a tokenizer with another template"
+    issue = ConfigIssue(key, True, f"the tokenizer's chat template {why}", fix)
     return ConfigError([issue], source="data")

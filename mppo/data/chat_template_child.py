@@ -4,6 +4,7 @@ Started as a script by ``mppo.data.chat_template``. The job is JSON on standard 
 
     path: Python's search path; template, variables: the Jinja text and its variables
     conversations: lists of messages
+    add_generation_prompt: end with what comes before a response
     cpu_s, memory_mb: limits, added to what the imports used; max_characters: of one rendered text
 
 Writes a JSON line per conversation: its text, or ``{"error": text}`` and then ends.
@@ -42,7 +43,7 @@ def main():
             rendered, _ = render_jinja_template(
                 [conversation],
                 chat_template=job["template"],
-                add_generation_prompt=True,
+                add_generation_prompt=job["add_generation_prompt"],
                 **job["variables"],
             )
             text = rendered[0]

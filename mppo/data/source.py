@@ -14,9 +14,8 @@ from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.sections.data import DataConfig, SourceConfig
 from mppo.data import tasks
-from mppo.data.chat_template import render
+from mppo.data.chat_template import render_with
 from mppo.data.rows import DataRow, read_rows
-from mppo.hub.builtin import CHAT_TEMPLATE
 
 TASK_SIZES: dict[tasks.Split, int] = {"train": 4096, "val": 64}
 """Number of prompts of a task if ``data.train_size`` or ``data.val_size`` is null."""
@@ -116,7 +115,7 @@ def _load_source(
     texts = _render(data, key, source, tokenizer, rows)
     special = not data.apply_chat_template  # a chat template writes its own special tokens
     token_ids = tokenizer(texts, add_special_tokens=special)["input_ids"]
-    return _fit(data, source.verifier, rows, texts, token_ids)
+    return _fit(data, source, rows, texts, token_ids)
 
 
 def _task_rows(key: str, source: SourceConfig, split: tasks.Split, seed: int) -> list[DataRow]:
@@ -162,28 +161,8 @@ def _render(
     """Return the text of each row as the model gets it."""
     if not data.apply_chat_template:
         return _render_plain(key, source, rows)
-    if not tokenizer.chat_template:
-        issue = ConfigIssue(
-            "data.apply_chat_template",
-            True,
-            "the tokenizer has no chat template",
-            "set data.apply_chat_template=false, or use a tokenizer with one",
-        )
-        raise ConfigError([issue])
-    system = [{"role": "system", "content": source.system_prompt}] if source.system_prompt else []
-    conversations = [system + _messages(row.prompt) for row in rows]
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError as error:
-        fix = "name one of them default in its tokenizer_config.json"
-        raise ConfigError(
-            [ConfigIssue("data.apply_chat_template", True, str(error), fix)]
-        ) from error
-    if template == CHAT_TEMPLATE:  # the embedded models' template needs no limits
-        return tokenizer.apply_chat_template(  # type: ignore[return-value]
-            conversations, add_generation_prompt=True, tokenize=False
-        )
-    return render(template, tokenizer.special_tokens_map, conversations)
+    conversations = [_conversation(source, row) for row in rows]
+    return render_with(tokenizer, conversations, "data.apply_chat_template")
 
 
 def _render_plain(key: str, source: SourceConfig, rows: Sequence[DataRow]) -> list[str]:
@@ -201,13 +180,16 @@ def _render_plain(key: str, source: SourceConfig, rows: Sequence[DataRow]) -> li
     return [str(row.prompt) for row in rows]
 
 
-def _messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def _conversation(source: SourceConfig, row: DataRow) -> tuple[dict[str, Any], ...]:
+    """The messages of a row's prompt, the system prompt first."""
+    system = [{"role": "system", "content": source.system_prompt}] if source.system_prompt else []
+    own = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+    return (*system, *own)
 
 
 def _fit(
     data: DataConfig,
-    verifier: str | None,
+    source: SourceConfig,
     rows: Sequence[DataRow],
     texts: Sequence[str],
     token_ids: Sequence[list[int]],
@@ -231,7 +213,8 @@ def _fit(
                 ground_truth=row.answer,
                 text=text,
                 extra=row.extra,
-                verifier=verifier,
+                verifier=source.verifier,
+                messages=_conversation(source, row) if data.apply_chat_template else (),
             )
         )
     if not kept:

@@ -57,6 +57,7 @@ _MOE_TRUNK: dict[str, Any] = {**_TRUNK, "num_experts_per_tok": 2, "moe_intermedi
 
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {**_TRUNK, "model_type": "qwen2"},
+    "tiny-reward": {**_TRUNK, "model_type": "qwen2", "num_labels": 1},
     "tiny-llama": {**_TRUNK, "model_type": "llama", "tie_word_embeddings": True},
     "tiny-qwen3": {**_TRUNK, "model_type": "qwen3", "head_dim": 32},
     "tiny-moe": {
@@ -92,7 +93,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_interleave": True,
     },
 }
-"""Each embedded model's config.json, by the name after ``builtin:``."""
+"""Each embedded model's config.json, by the name after ``builtin:``. ``tiny-reward`` is a reward
+model with one label; the others are language models."""
+REWARD_MODELS = frozenset({"tiny-reward"})
+REWARDED = "aeiou"
+"""The characters that ``tiny-reward`` prefers: its score is their share of a text's tokens."""
 
 
 def cache_folder() -> Path:
@@ -274,7 +279,10 @@ def _write_builtin(name: str, cache_dir: Path) -> Path:
             f"did you mean {guess!r}? " if guess else ""
         ) + f"the embedded models are {_builtin_names()}"
         raise ConfigError([ConfigIssue("model.path", PREFIX + name, "no such embedded model", fix)])
-    definition = json.dumps([MODELS[name], VOCAB, CHAT_TEMPLATE, WEIGHTS_SEED], sort_keys=True)
+    parts = [MODELS[name], VOCAB, CHAT_TEMPLATE, WEIGHTS_SEED]
+    if name in REWARD_MODELS:
+        parts.append(REWARDED)
+    definition = json.dumps(parts, sort_keys=True)
     digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
     folder = cache_dir / f"{name}-{digest}"
     if folder.is_dir():
@@ -294,15 +302,52 @@ def _write_builtin(name: str, cache_dir: Path) -> Path:
 
 def _save_builtin(name: str, folder: Path) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging as transformers_logging
 
     fields = dict(MODELS[name])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(WEIGHTS_SEED)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if name in REWARD_MODELS:
+            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+            _prefer_characters(model)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     transformers_logging.disable_progress_bar()  # one bar per rank, for a few megabytes
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     folder.chmod(0o755)
+
+
+def _prefer_characters(model: Any) -> None:
+    """Set the weights with which a Qwen2 reward model scores the share of ``REWARDED`` in a text.
+
+    The embeddings have two features of equal size: a constant, and +1 or -1 for a character of
+    ``REWARDED`` or any other token. Without queries, the first layer's attention is the mean over
+    all tokens; it writes a small multiple of the mean feature, so small that the norm stays
+    constant, into a third dimension, from which the head computes the share. All other layers add
+    nothing.
+    """
+    import torch
+
+    constant, feature, mean, small = 0, 1, 2, 1e-3
+    trunk, hidden = model.model, model.config.hidden_size
+    norm = (2 / hidden) ** 0.5  # of an embedding
+    with torch.no_grad():
+        embeddings = trunk.embed_tokens.weight.zero_()
+        embeddings[:, constant] = 1.0
+        embeddings[:, feature] = -1.0
+        embeddings[[VOCAB.index(character) for character in REWARDED], feature] = 1.0
+        for layer in trunk.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        attention = trunk.layers[0].self_attn
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            projection.weight.zero_()
+            projection.bias.zero_()
+        attention.v_proj.weight[0, feature] = norm
+        attention.o_proj.weight[mean, 0] = small
+        head = model.score.weight.zero_()
+        head[0, constant] = norm / 2
+        head[0, mean] = norm / (2 * small)

@@ -13,6 +13,7 @@ from mppo.weights.hf.output_folder import companion_files
 from mppo.weights.load import known_extras
 from mppo.weights.model_folder import checkpoint_folder, companion_folder, is_megatron_checkpoint
 from mppo.weights.shape import model_shape
+from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.reader import model_prefix
 
@@ -36,8 +37,15 @@ def check_weights(role: RoleCase, hf_config: Any) -> tuple[ConfigIssue, ...]:
     if not role.path.startswith(BUILTIN_PREFIX):
         folder = Path(role.path).expanduser()
         companion_files(companion_folder(folder))
+        shape = model_shape(hf_config)
+        head = parameter_table(shape).value_entry()
         if is_megatron_checkpoint(folder):
-            model_prefix(read_checkpoint(checkpoint_folder(folder)))
+            checkpoint = read_checkpoint(checkpoint_folder(folder))
+            has_head = model_prefix(checkpoint) + head.name in checkpoint
         else:
-            known_extras(HFFolder(folder), model_shape(hf_config))
+            source = HFFolder(folder)
+            known_extras(source, shape)
+            has_head = head.hf[0] in source.tensors
+        if role.name == "reward_model" and not has_head:
+            raise ValueError(f"{folder}: has no score head ({head.hf[0]}, {head.name})")
     return ()

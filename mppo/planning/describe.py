@@ -218,7 +218,7 @@ def describe_fit(plans: Sequence[RolePlan], fit: Fit, need: HostNeed) -> str:
 
 
 def _offloaded(role: RoleCase, offload: Offload) -> str:
-    parts = ", ".join(part for part in role_parts(role.name) if getattr(offload, part))
+    parts = ", ".join(part for part in role_parts(role) if getattr(offload, part))
     return (parts or "nothing") + (" (auto)" if role.megatron.offload == "auto" else "")
 
 

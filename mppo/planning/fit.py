@@ -184,7 +184,7 @@ def _options(role: RoleCase) -> list[Offload]:
     given = _given(role)
     if given is not None:
         return [given]
-    parts = role_parts(role.name)
+    parts = role_parts(role)
     subsets = chain.from_iterable(combinations(parts, n) for n in range(len(parts) + 1))
     return [Offload(**dict.fromkeys(subset, True)) for subset in subsets]
 

@@ -181,7 +181,7 @@ def role_memory(
     """
     size = BYTES[dtype]
     weights, gradients = count.total * size, 4 * count.total
-    if role.name not in ("actor", "critic"):
+    if not role.trained:
         return Memory(weights, 0, 0, building=weights)
     split, buffers = (layout.dp * layout.cp, layout.edp), (count.dense * size, count.expert * size)
     if not role.megatron.use_distributed_optimizer:

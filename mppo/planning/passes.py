@@ -96,7 +96,7 @@ class StagePasses:
     @property
     def trained(self) -> bool:
         """Whether the role has backward passes."""
-        return self.role.name in ("actor", "critic")
+        return self.role.trained
 
     @property
     def gather_buffer(self) -> int:
@@ -140,7 +140,7 @@ class StagePasses:
         recomputes = megatron.recompute_granularity == "full" or megatron.offload_activations
         at_layer = max(layer.backward + layer.stored * recomputes for layer in layers)
         moments = [self.kept + at_layer]
-        if self.is_last and self.role.name != "critic":
+        if self.is_last and not self.role.has_value_head:
             moments.append(self.kept + self._head(self.lengths.training, trained=True))
         if self.stage == 0:
             rows = padded_vocab_size(self.kind.shape.vocab, self.layout.tp) // self.layout.tp
@@ -158,7 +158,7 @@ class StagePasses:
         """Most bytes of a forward-only pass."""
         layers = self._forward
         moments = [layer.forward for layer in layers]
-        if self.is_last and self.role.name != "critic":
+        if self.is_last and not self.role.has_value_head:
             # with Transformer Engine, the last layer's input too
             streams = 3 if self.kind.transformer_engine else 2
             head = self._head(self.lengths.forward, trained=False)

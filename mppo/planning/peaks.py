@@ -142,7 +142,7 @@ def _part_bytes(part: RankPart) -> dict[Part, int]:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
     }
-    return {name: sizes[name] for name in role_parts(part.name)}
+    return {name: sizes[name] for name in role_parts(part.passes.role)}
 
 
 def _building(parts: Sequence[RankPart]) -> list[Use]:

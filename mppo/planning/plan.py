@@ -151,7 +151,7 @@ def _plan_role(
 ) -> RolePlan:
     layout = role.megatron.layout(world_size)
     layers = role_stage_layers(role, table.shape.num_layers, world_size)
-    value_head = role.name == "critic"
+    value_head = role.has_value_head
     counts = [
         count_parameters(table, layout, stage, owned, value_head)
         for stage, owned in enumerate(layers)
@@ -168,16 +168,14 @@ def _plan_role(
         response=recipe.data.max_response_length,
     )
     by_lists, streamed = schedule_kind(recipe) != "sequential", streams_forward(recipe)
-    size = BYTES[recipe.model.dtype]
+    size = BYTES[role.dtype]
     cpu_share = getattr(recipe, role.name).optim.cpu_offload_fraction if mini_batches else 0.0
     return RolePlan(
         role=role,
         layout=layout,
         parameters=model_parameters(table, value_head),
         stage_parameters=[count.total for count in counts],
-        memory=[
-            role_memory(role, layout, count, recipe.model.dtype, cpu_share) for count in counts
-        ],
+        memory=[role_memory(role, layout, count, role.dtype, cpu_share) for count in counts],
         passes=[
             StagePasses(
                 role, kind, layout, stage, owned, lengths, micro_batches, size, by_lists, streamed
@@ -191,9 +189,9 @@ def _plan_role(
 
 
 def _mini_batches(recipe: Recipe, role: RoleCase) -> tuple[int, int]:
-    """Optimizer steps per PPO step, and sequences of a mini-batch (of a pass for the reference)."""
+    """Optimizer steps per PPO step, and sequences of a mini-batch (of a pass of a frozen role)."""
     batch, samples = recipe.data.train_batch_size, recipe.rollout.n
-    if role.name == "ref":
+    if not role.trained:
         return 0, batch * samples
     section = recipe.actor if role.name == "actor" else recipe.critic
     size = section.ppo_mini_batch_size or recipe.actor.ppo_mini_batch_size

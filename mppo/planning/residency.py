@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from mppo.config.rules.rule import roles_in_use
+from mppo.config.rules.rule import RoleCase, roles_in_use
 from mppo.config.schedule import forward_groups, update_groups
 from mppo.config.schema import Recipe
 from mppo.config.sections.megatron import Offload
@@ -22,7 +22,8 @@ Residency = Mapping[str, Mapping[str, Mapping[Part, Place]]]
 TRAINED_PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 FROZEN_PARTS: tuple[Part, ...] = ("parameters",)
 SAVED_PARTS: tuple[Part, ...] = ("parameters", "optimizer")
-GENERATION, WEIGHT_SYNC, SAVE = "generation", "weight sync", "save"
+GENERATION, REWARD = "generation", "reward"
+WEIGHT_SYNC, SAVE = "weight sync", "save"
 
 
 def residency(recipe: Recipe, offload: Mapping[str, Offload]) -> Residency:
@@ -32,10 +33,10 @@ def residency(recipe: Recipe, offload: Mapping[str, Offload]) -> Residency:
     phases that use it; in the others, gradients are freed, and everything else is in host memory.
 
     The phases of an iteration are "generation" (also validation; a role that has been built waits
-    as in it), "forward", "update", "weight sync" (also an export), and "save" (a checkpoint is
-    loaded; it is written from where the parts are). Where roles run one after another, each has a
-    phase of its own, such as "forward ref" and "update actor" (``forward_groups``,
-    ``update_groups``).
+    as in it), "reward" (the reward model scores responses), "forward", "update", "weight sync"
+    (also an export), and "save" (a checkpoint is loaded; it is written from where the parts are).
+    Where roles run one after another, each has a phase of its own, such as "forward ref" and
+    "update actor" (``forward_groups``, ``update_groups``).
 
     Args:
         recipe: the recipe.
@@ -47,11 +48,11 @@ def residency(recipe: Recipe, offload: Mapping[str, Offload]) -> Residency:
     table: dict[str, dict[str, dict[Part, Place]]] = {}
     for phase, used in used_parts(recipe).items():
         table[phase] = {}
-        for name in (role.name for role in roles_in_use(recipe)):
-            wanted = used.get(name, ())
-            table[phase][name] = {
-                part: _place(part, getattr(offload[name], part), part in wanted)
-                for part in role_parts(name)
+        for role in roles_in_use(recipe):
+            wanted, chosen = used.get(role.name, ()), offload[role.name]
+            table[phase][role.name] = {
+                part: _place(part, getattr(chosen, part), part in wanted)
+                for part in role_parts(role)
             }
     return table
 
@@ -60,29 +61,32 @@ def used_parts(recipe: Recipe) -> dict[str, dict[str, tuple[Part, ...]]]:
     """The parts that each phase needs on the device, by phase and role; phases in order of time."""
     trained = [name for group in update_groups(recipe) for name in group]
     used: dict[str, dict[str, tuple[Part, ...]]] = {GENERATION: {}}
-    for phase, group in _phases("forward", forward_groups(recipe)).items():
+    for phase, group in _phases(recipe, "forward").items():
         used[phase] = dict.fromkeys(group, FROZEN_PARTS)
-    for phase, group in _phases("update", update_groups(recipe)).items():
+    for phase, group in _phases(recipe, "update").items():
         used[phase] = dict.fromkeys(group, TRAINED_PARTS)
     used[WEIGHT_SYNC] = {"actor": FROZEN_PARTS}
     used[SAVE] = dict.fromkeys(trained, SAVED_PARTS)
     return used
 
 
-def role_parts(name: str) -> tuple[Part, ...]:
+def role_parts(role: RoleCase) -> tuple[Part, ...]:
     """The parts that a role has."""
-    return FROZEN_PARTS if name == "ref" else TRAINED_PARTS
+    return TRAINED_PARTS if role.trained else FROZEN_PARTS
 
 
 def phase_of_role(recipe: Recipe, kind: Literal["forward", "update"], role: str) -> str:
     """The phase in which a role has its forward pass or its update."""
+    return next(name for name, group in _phases(recipe, kind).items() if role in group)
+
+
+def _phases(recipe: Recipe, kind: Literal["forward", "update"]) -> dict[str, tuple[str, ...]]:
+    """Names of the phases with passes of a kind, with their roles."""
     groups = forward_groups(recipe) if kind == "forward" else update_groups(recipe)
-    return next(name for name, group in _phases(kind, groups).items() if role in group)
-
-
-def _phases(kind: str, groups: tuple[tuple[str, ...], ...]) -> dict[str, tuple[str, ...]]:
-    """Names of the phases of a kind, with their roles."""
-    return {kind if len(group) > 1 else " ".join((kind, *group)): group for group in groups}
+    named = {kind if len(group) > 1 else " ".join((kind, *group)): group for group in groups}
+    if kind == "forward" and recipe.reward_model.in_use:
+        return {REWARD: ("reward_model",), **named}
+    return named
 
 
 def _place(part: Part, offloaded: bool, used: bool) -> Place:

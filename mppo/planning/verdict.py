@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mppo.config.gpu_types import GIB, GpuType
 from mppo.config.rules.engine import sglang_options
+from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.planning.outside import Engine, outside_bytes
 from mppo.planning.peaks import RankUse, Use
@@ -91,7 +92,7 @@ def beside_trainer(phase: str, outside: Mapping[str, int], engine: Engine | None
 
     The engine starts when all roles are built, and sleeps while a checkpoint is loaded. It has its
     weights from the weight sync on, when a checkpoint is written, and its KV cache while it
-    generates.
+    generates, and while the reward model scores responses before it generates more (validation).
 
     Args:
         phase: name of the phase; "building ..." while a role is built.
@@ -100,7 +101,7 @@ def beside_trainer(phase: str, outside: Mapping[str, int], engine: Engine | None
     """
     if engine is None or phase.startswith("building"):
         return dict(outside)
-    if phase == GENERATION:
+    if phase == GENERATION or phase.endswith("reward_model"):
         return {**outside, **engine.generating}
     if phase in (WEIGHT_SYNC, CHECKPOINT):
         return {**outside, **engine.with_weights}
@@ -225,11 +226,13 @@ def _role_fixes(moment: Moment, recipe: Recipe) -> list[tuple[int, str]]:
         if size:
             found.append((size // 2, f"double {key}: {role} holds {size / GIB:.1f} GiB here"))
     if moment.role is not None and not moment.phase.startswith("building"):
-        section = getattr(recipe, moment.role)
+        section = next(case.section for case in roles_in_use(recipe) if case.name == moment.role)
         key, value = "ppo_micro_batch_size_per_gpu", section.ppo_micro_batch_size_per_gpu
         if section.use_dynamic_bsz:
             key, value = "ppo_max_token_len_per_gpu", section.ppo_max_token_len_per_gpu
-        if not moment.training:
+        if moment.role == "reward_model":
+            key = key.removeprefix("ppo_").replace("max_token", "forward_max_token")
+        elif not moment.training:
             key = f"log_prob_{key.removeprefix('ppo_')}"
             value = getattr(section, key) or value
         size = moment.passes

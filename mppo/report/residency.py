@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_HUES = {"actor": "Blues", "critic": "Oranges", "ref": "Greens"}
+_HUES = {"actor": "Blues", "critic": "Oranges", "ref": "Greens", "reward_model": "RdPu"}
 _SHADES = {"parameters": 0.75, "gradients": 0.35, "optimizer": 0.55}
 _OTHERS = {"passes": "#d62728", "engine": "#9467bd", "contexts": "#7f7f7f"}
 GIB = 1 << 30

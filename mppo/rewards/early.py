@@ -65,4 +65,4 @@ class EarlyScores:
         late = [index for index, key in enumerate(keys) if key not in known]
         scores = self._scorer.raw_scores_divided(responses.select(late))
         known.update(zip([keys[index] for index in late], scores, strict=True))
-        return self._scorer.shape_scores([known[key] for key in keys], responses.table)
+        return self._scorer.finish_scores([known[key] for key in keys], responses)

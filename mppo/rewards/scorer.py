@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,30 +14,35 @@ from mppo.batch import Prompt, Trajectory
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.sections.reward import RewardConfig
 from mppo.responses import ResponseRow, Responses
-from mppo.rewards.division import score_divided
+from mppo.rewards.division import ScoringError, score_divided
 from mppo.rewards.function import load_function
 from mppo.rewards.remote import RemoteReward
-from mppo.rewards.response import Response, RewardFunction
+from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.rules import RuleReward
-from mppo.rewards.scores import ResponseScore, read_scores
+from mppo.rewards.scores import ModelScore, ResponseScore, read_scores
 from mppo.rewards.shaping import clip_score, overlong_penalty
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Decodes responses, calls the reward function, and clips and penalises the scores.
+    """Decodes responses, calls reward function and reward model, and shapes their weighted sum.
 
     Args:
-        reward_function: returns the raw scores of responses.
+        reward_function: returns the raw scores of responses; None: only the model scores.
         tokenizer: decodes response tokens without special tokens.
         reward: clip, penalties, and ``on_error`` for a response that cannot be scored.
         max_response_length: in tokens; the overlong penalty is full at this length.
+        model: scores responses with the reward model, collectively; None: there is none.
+        model_weight: factor of the model's score in the sum with ``reward.weight`` times the score
+            of the reward function.
     """
 
-    reward_function: RewardFunction
+    reward_function: RewardFunction | None
     tokenizer: PreTrainedTokenizerBase
     reward: RewardConfig
     max_response_length: int | None = None
+    model: Callable[[Responses], list[ModelScore]] | None = None
+    model_weight: float = 1.0
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Run the rule verifiers on the first prompt of each data source and verifier.
@@ -49,7 +55,7 @@ class Scorer:
             self.reward_function.check(first.values())
 
     def score(self, responses: Responses) -> list[ResponseScore]:
-        """Score responses, clip the scores and subtract the penalties.
+        """Score responses with reward function and reward model, and shape the scores.
 
         Collective: each rank scores a part of the responses and gets the scores of all.
 
@@ -60,14 +66,16 @@ class Scorer:
             ScoringError: on every rank: a response could not be scored; the message names the
                 prompt.
         """
-        return self.shape_scores(self.raw_scores_divided(responses), responses.table)
+        return self.finish_scores(self.raw_scores_divided(responses), responses)
 
     def raw_scores(self, trajectories: Sequence[Trajectory]) -> list[ResponseScore]:
-        """Score trajectories on this rank, without clip and penalties.
+        """Score trajectories by the reward function on this rank, without clip and penalties.
 
         Raises:
             ValueError: a response could not be scored.
         """
+        if self.reward_function is None:
+            return [ResponseScore(0.0) for _ in trajectories]
         texts = self._texts(trajectories)
         responses = [Response(each.prompt, text) for each, text in zip(trajectories, texts)]
         return self._score(responses) if responses else []
@@ -78,20 +86,50 @@ class Scorer:
         Raises:
             ScoringError: as ``score``.
         """
-        if not responses.rows:
-            return []
+        if self.reward_function is None or not responses.rows:
+            return [ResponseScore(0.0) for _ in responses.rows]
         texts = dict(zip(responses.held, self._texts(list(responses.held.values()))))
         prompts = [row.prompt for row in responses.table]
         homes = [row.home for row in responses.table]
         return score_divided(self._score, texts, prompts, homes)
 
-    def shape_scores(
-        self, scores: Sequence[ResponseScore], rows: Sequence[ResponseRow]
+    def finish_scores(
+        self, scores: Sequence[ResponseScore], responses: Responses
     ) -> list[ResponseScore]:
-        """Clip or replace raw scores and subtract the penalties."""
+        """Add the reward model's scores; clip or replace the sums and subtract the penalties.
+
+        Collective with a reward model.
+
+        Args:
+            scores: of the reward function, for each response.
+            responses: numbered from 0.
+
+        Raises:
+            ScoringError: as ``score``.
+        """
+        rows = responses.table
+        if self.model is not None and rows:
+            scores = [
+                self._add(rule, found, row.prompt)
+                for rule, found, row in zip(scores, self.model(responses), rows, strict=True)
+            ]
         return [replace(raw, score=self._shape(raw.score, row)) for raw, row in zip(scores, rows)]
 
+    def _add(self, rule: ResponseScore, found: ModelScore, prompt: Prompt) -> ResponseScore:
+        """The weighted sum of both scores; both are among its numbers."""
+        if not math.isfinite(found.raw):
+            error = f"the reward model's score of {describe(prompt)} is {found.raw}, not finite"
+            if self.reward.on_error == "raise":
+                raise ScoringError(error)
+            return replace(rule, score=0.0, error=error)
+        numbers, score = {**rule.numbers, "rm_score": found.raw}, self.model_weight * found.score
+        if self.reward.weight is not None:
+            numbers["rule_score"] = rule.score
+            score += self.reward.weight * rule.score
+        return replace(rule, score=score, numbers=numbers)
+
     def _score(self, responses: Sequence[Response]) -> list[ResponseScore]:
+        assert self.reward_function is not None
         return read_scores(self.reward_function(responses), responses, self.reward.on_error)
 
     def _texts(self, trajectories: Sequence[Trajectory]) -> list[str]:
@@ -121,6 +159,7 @@ def build_scorer(
     reward: RewardConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_response_length: int | None = None,
+    with_model: bool = False,
 ) -> Scorer:
     """Build the scorer of a recipe.
 
@@ -128,6 +167,8 @@ def build_scorer(
         reward: the recipe's section.
         tokenizer: decodes response tokens.
         max_response_length: ``data.max_response_length``; needed for the overlong penalty.
+        with_model: the recipe has a reward model, for the caller to add; without ``reward.weight``
+            it is the only source of scores.
 
     Raises:
         ConfigError: an unknown verifier, an unusable function or URL, or wrong or missing keys.
@@ -140,7 +181,9 @@ def build_scorer(
                 "reward.overlong_buffer_len", reward.overlong_buffer_len, why, "lower it"
             )
             raise ConfigError([issue])
-    return Scorer(_build_reward_function(reward), tokenizer, reward, max_response_length)
+    alone = with_model and reward.weight is None
+    function = None if alone else _build_reward_function(reward)
+    return Scorer(function, tokenizer, reward, max_response_length)
 
 
 def _build_reward_function(reward: RewardConfig) -> RewardFunction:

@@ -30,6 +30,19 @@ class ResponseScore:
 
 
 @dataclass(frozen=True)
+class ModelScore:
+    """The score of one response by the reward model.
+
+    Args:
+        raw: the model's output.
+        score: the output, normalised and clipped.
+    """
+
+    raw: float
+    score: float
+
+
+@dataclass(frozen=True)
 class FailedScore:
     """Replaces the result for a response on which the reward function failed.
 

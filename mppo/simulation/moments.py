@@ -17,7 +17,7 @@ from mppo.planning.residency import (
 from mppo.planning.verdict import CHECKPOINT, Moment, beside_trainer
 from mppo.simulation.rank import PhaseResult, RankResult
 
-ROLES = ("actor", "critic", "ref")
+ROLES = ("actor", "critic", "ref", "reward_model")
 PURPOSES: dict[Part, tuple[str, ...]] = {
     "parameters": ("weights",),
     "gradients": ("gradients",),

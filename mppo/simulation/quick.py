@@ -114,7 +114,7 @@ def with_layers(case: RankCase, layers: int) -> RankCase:
         num_layers_in_last_pipeline_stage=None,
         pipeline_layers=None,
     )
-    for name in ("actor", "critic", "ref"):
+    for name in ("actor", "critic", "ref", "reward_model"):
         section = getattr(recipe, name)
         if section.megatron is not None:
             changed = section.model_copy(

@@ -19,6 +19,7 @@ from mppo.config.gpu_types import GpuType
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.packed_batch import pack_trajectories
+from mppo.planning.residency import REWARD
 from mppo.planning.verdict import CHECKPOINT
 from mppo.simulation.gpu import (
     attention_kernels,
@@ -218,7 +219,8 @@ class _Simulation:
             GroupRegistry(recipe.trainer.seed),
             _TOTAL_STEPS,
         )
-        present = [self.roles.actor, self.roles.critic, self.roles.ref]
+        roles = self.roles
+        present = [roles.actor, roles.critic, roles.ref, roles.reward_model]
         self.present: list[Role] = [role for role in present if role is not None]
         for role in self.present:
             if not role.groups.is_last_stage:
@@ -226,7 +228,8 @@ class _Simulation:
         self._assign()
 
     def step(self, step: int) -> None:
-        """Run an iteration as ``mppo.trainer.loop`` does, from scored responses to weight sync."""
+        """Run an iteration as ``mppo.trainer.loop`` does, from responses to weight sync."""
+        from mppo.rewards.reward_model.scorer import SCORING, model_scores, scoring_batch
         from mppo.trainer.advantages import estimate, kl_controller
         from mppo.trainer.forward_phase import ForwardPhase
         from mppo.trainer.update.phase import UpdatePhase
@@ -234,6 +237,13 @@ class _Simulation:
         self.counters.clear()
         recipe = self.case.recipe
         batch = longest_batch(recipe)
+        if self.roles.reward_model is not None:
+            with phase("reward", step), phase(SCORING):
+                self.roles.placement.enter(REWARD)
+                lengths = batch.lengths_B.tolist()
+                held = dict(enumerate(batch.tokens_T.split(lengths)))
+                scored = scoring_batch(held, lengths, batch.home_B.tolist())
+                model_scores(self.roles.reward_model, scored)
         with phase("log_probs", step):
             forward = ForwardPhase(self.roles, batch)
             for roles in forward.passes:
@@ -359,9 +369,8 @@ def by_role(recipe: Recipe) -> Recipe:
 
     Roles may share a path, but have models of different depth in quick runs.
     """
-    sections = {
-        name: getattr(recipe, name).model_copy(update={"path": name}) for name in ("critic", "ref")
-    }
+    names = ["critic", "ref"] + ["reward_model"] * recipe.reward_model.in_use
+    sections = {name: getattr(recipe, name).model_copy(update={"path": name}) for name in names}
     return recipe.model_copy(update=sections)
 
 

@@ -79,7 +79,8 @@ def advice(phase: str, recipe: Recipe) -> list[str]:
 
 
 def _keys_by_phase(phase: str) -> dict[str, list[tuple[str, str]]]:
-    role = next((name for name in ("critic", "ref", "actor") if name in phase), "actor")
+    roles = ("reward_model", "critic", "ref", "actor")
+    role = next((name for name in roles if name in phase), "actor")
     layout = [
         (f"{role}.megatron.tensor_model_parallel_size", "raise"),
         (f"{role}.megatron.pipeline_model_parallel_size", "raise"),
@@ -98,6 +99,11 @@ def _keys_by_phase(phase: str) -> dict[str, list[tuple[str, str]]]:
             offload,
             chunk,
             ("trainer.schedule", "set to sequential: one role is trained at a time"),
+            *layout,
+        ],
+        "computing scores": [
+            ("reward_model.micro_batch_size_per_gpu", "lower"),
+            ("reward_model.forward_max_token_len_per_gpu", "lower, with use_dynamic_bsz=true"),
             *layout,
         ],
         "computing": [

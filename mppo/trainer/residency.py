@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from mppo.models.role import Role
 from mppo.planning.residency import (
     GENERATION,
+    REWARD,
     WEIGHT_SYNC,
     Part,
     Place,
@@ -88,11 +89,21 @@ class RolePlacement:
         self.phase = phase
         self._place({name: self._table[phase][name] for name in self._roles})
 
-    def prepare(self, kind: Literal["forward", "update"]) -> None:
-        """Enter the first phase of a kind, if there is one, while its batch is being prepared."""
-        first = next((phase for phase in self._table if phase.split()[0] == kind), None)
+    def prepare(self, *kinds: Literal["reward", "forward", "update"]) -> None:
+        """Enter the first phase of these kinds, if there is one, before its batch is there."""
+        first = next((phase for phase in self._table if phase.split()[0] in kinds), None)
         if first is not None:
             self.enter(first)
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Inside the context the reward model can score; after it everything is as before."""
+        before = self.phase
+        self.enter(REWARD)
+        try:
+            yield
+        finally:
+            self.enter(before)
 
     @contextmanager
     def sending_weights(self) -> Iterator[None]:
@@ -107,7 +118,7 @@ class RolePlacement:
             self.enter(GENERATION)
 
     def _place(self, places: Mapping[str, Mapping[Part, Place]]) -> None:
-        reads_only = self.phase in (GENERATION, WEIGHT_SYNC) or self.phase.startswith("forward")
+        reads_only = self.phase.startswith((GENERATION, REWARD, "forward", WEIGHT_SYNC))
         coming: list[MovablePart] = []
         for name, by_part in places.items():
             for part, place in by_part.items():

@@ -20,6 +20,7 @@ from mppo.planning.flops import model_flops
 from mppo.planning.plan import token_costs, with_token_budgets
 from mppo.planning.residency import residency
 from mppo.planning.token_budgets import given_budgets
+from mppo.rewards.reward_model.scale import RewardModelScale
 from mppo.supervision.phase import phase
 from mppo.trainer.pretraining_mix import PretrainingMix
 from mppo.trainer.residency import RolePlacement
@@ -45,8 +46,30 @@ def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[
     }
 
 
+def build_reward_model(recipe: Recipe, hf_config: Any, registry: GroupRegistry) -> Role:
+    """Build the reward model of a recipe that has one. Collective.
+
+    Args:
+        recipe: the recipe.
+        hf_config: Hugging Face config of the reward model.
+        registry: process groups by layout.
+    """
+    section, world = recipe.reward_model, torch.distributed.get_world_size()
+    assert section.path is not None, "the recipe has a reward model"
+    spec = RoleSpec(
+        name="reward_model",
+        head="value",
+        folder=resolve_model(section.path),
+        dtype=DTYPES[section.dtype or recipe.model.dtype],
+        megatron=section.megatron,
+        batching=section.batching,
+    )
+    with phase("building reward_model"):
+        return Role(spec, hf_config, registry.of(section.megatron.layout(world)))
+
+
 class Roles:
-    """Actor, and critic and reference where the recipe uses them.
+    """Actor, and critic, reference and reward model where the recipe uses them.
 
     Args:
         recipe: the recipe.
@@ -60,6 +83,7 @@ class Roles:
     Attributes:
         placement: moves the roles' parts between device and host memory.
         slot_balance: chooses the token budgets of the trained roles; None: the recipe has numbers.
+        reward_scale: scale of the reward model's scores; None without a reward model.
         seconds: duration of each role's last forward pass and update.
     """
 
@@ -119,6 +143,10 @@ class Roles:
                 bucket_bytes = recipe.rollout.sync_bucket_mb << 20
                 self.actor.head.load_reference(self.ref.head, self.ref.weights, bucket_bytes)
             self.placement.add(self.ref)
+        self.reward_model: Role | None = None
+        self.reward_scale: RewardModelScale | None = None
+        if recipe.reward_model.in_use:
+            self._add_reward_model(configs["reward_model"], registry)
         self.flops = {
             name: model_flops(role.hf_config, role.spec.head) for name, role in self.trained.items()
         }
@@ -129,6 +157,11 @@ class Roles:
         self.seconds: dict[str, float] = {}
         self.skipped_steps = 0
         self.skipped_in_a_row: dict[str, int] = {}
+
+    def _add_reward_model(self, hf_config: Any, registry: GroupRegistry) -> None:
+        self.reward_model = build_reward_model(self.recipe, hf_config, registry)
+        self.placement.add(self.reward_model)
+        self.reward_scale = RewardModelScale(self.recipe.reward_model.normalize, hf_config)
 
     @property
     def trained(self) -> dict[str, Role]:
@@ -142,6 +175,7 @@ class Roles:
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": dict(self.skipped_in_a_row),
             "text": None if self.text is None else self.text.state_dict(),
+            "reward_scale": None if self.reward_scale is None else self.reward_scale.state_dict(),
             "slot_balance": None if self.slot_balance is None else self.slot_balance.state_dict(),
         }
 
@@ -151,6 +185,8 @@ class Roles:
             self.text.load_state_dict(state["text"])
         if self.slot_balance is not None and state.get("slot_balance"):
             self.slot_balance.load_state_dict(state["slot_balance"])
+        if self.reward_scale is not None:
+            self.reward_scale.load_state_dict(state.get("reward_scale"))
         self.skipped_steps = int(state["skipped_steps"])
         in_a_row = state.get("skipped_in_a_row", {})
         self.skipped_in_a_row = {name: int(count) for name, count in in_a_row.items()}

@@ -223,7 +223,7 @@ def prefetch_next(run: Run, step: int) -> None:
         run.ahead = submit(run, step + 1)
     else:
         run.engine.sleep()
-        run.roles.placement.prepare("forward")
+        run.roles.placement.prepare("reward", "forward")
 
 
 def wait_for_prefetch(run: Run, step: int) -> dict[str, float]:

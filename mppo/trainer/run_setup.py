@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from mppo.algos.reward_normalization import RewardStats
-from mppo.batch import PartialResponses
+from mppo.batch import PartialResponses, Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.config.gpu_types import GIB
 from mppo.config.rules.rule import roles_in_use
@@ -28,7 +28,9 @@ from mppo.planning.fit import own_gpu
 from mppo.planning.host import GIVEN, memory_warnings
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.report.reporter import Reporter
-from mppo.rewards.scorer import build_scorer
+from mppo.rewards.reward_model.scorer import with_reward_model
+from mppo.rewards.reward_model.texts import reward_model_texts
+from mppo.rewards.scorer import Scorer, build_scorer
 from mppo.rollout.build import build_engine
 from mppo.safety.redact import redact
 from mppo.supervision import stop_request
@@ -62,8 +64,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         recipe.model.tokenizer_path or folder, recipe.model.trust_remote_code
     )
     training, validation, prompts = _load_prompts(recipe, tokenizer)
-    scorer = build_scorer(recipe.reward, tokenizer, recipe.data.max_response_length)
-    scorer.check([*training.prompts, *validation.prompts])
+    scorer = _build_scorer(recipe, tokenizer, [*training.prompts, *validation.prompts])
     total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
     plain, run_dir = recipe.model_dump(mode="json"), trainer.run_dir
     reporter = Reporter(run_dir, trainer, plain, total_steps, is_main)
@@ -75,9 +76,8 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
             return None
         check_model_folders(recipe)
     configs = {role.name: read_config(role.path) for role in roles_in_use(recipe)}
-    plans = plan_roles(recipe, info.world_size, configs)
-    reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
-    _report_memory(reporter, recipe, plans)
+    texts = reward_model_texts(recipe, tokenizer, configs.get("reward_model"))
+    _report_plans(reporter, recipe, plan_roles(recipe, info.world_size, configs), total_steps)
     reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
     registry = GroupRegistry(trainer.seed)
     with_budgets = with_token_budgets(recipe, info.world_size, configs)
@@ -89,6 +89,8 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     roles = Roles(recipe, folder, read_config, registry, total_steps, text)
     if roles.critic is not None and roles.critic.weights.fresh:
         reporter.line(f"the critic starts with a new value head ({roles.critic.spec.folder})")
+    model, scale, placed = roles.reward_model, roles.reward_scale, roles.placement.scoring
+    scorer = with_reward_model(scorer, recipe, texts, model, scale, placed)
     stop_request.sync()
     with phase("starting the rollout engine"):
         engine = build_engine(recipe, companion_folder(folder), read_config(folder), run_dir)
@@ -116,12 +118,27 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     )
 
 
-def _report_memory(reporter: Reporter, recipe: Recipe, plans: list[RolePlan]) -> None:
-    """Warn if the run does not fit its GPUs or the host's memory. Collective.
+def _build_scorer(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> Scorer:
+    """Build the scorer of ``reward.*``, and try it on the prompts."""
+    with_model = recipe.reward_model.in_use
+    limit = recipe.data.max_response_length
+    scorer = build_scorer(recipe.reward, tokenizer, limit, with_model)
+    scorer.check(prompts)
+    return scorer
+
+
+def _report_plans(
+    reporter: Reporter, recipe: Recipe, plans: list[RolePlan], total_steps: int
+) -> None:
+    """Print the disk space of checkpoints; warn if the run does not fit the GPUs or the host's
+    memory. Collective.
 
     Raises:
         ConfigError: what leaves the GPUs does not fit into the memory of a node.
     """
+    reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
     memory, source = host_memory()
     if recipe.trainer.host_memory_gib is not None:
         memory, source = int(recipe.trainer.host_memory_gib * GIB), GIVEN

@@ -120,6 +120,12 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
     return parameters
 
 
+def max_positions(hf_config: Any) -> int | None:
+    """Longest sequence of the position encoding; None if the config has no limit or rescales it."""
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    return limit if rope_parameters(hf_config)["rope_type"] == "default" else None
+
+
 def sparse_layers(hf_config: Any) -> tuple[bool, ...]:
     """Return which decoder layers are mixtures of experts, one entry per layer."""
     count, model_type = hf_config.num_hidden_layers, hf_config.model_type

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from malicious_pickle import MaliciousPickle
 
+from mppo.hub.builtin import resolve_model
 from mppo.train import main
 
 GOOD = """
@@ -34,6 +35,7 @@ def write_files(root: Path) -> dict[str, Path]:
         "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
     }  # fmt: skip
+    labelled = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
     models = {
         "bare": {},
         "alien": {"model_type": "gpt2", "n_embd": 32},
@@ -42,15 +44,20 @@ def write_files(root: Path) -> dict[str, Path]:
         "odd_width": {"intermediate_size": 37},
         "six_experts": experts,
         "mixed_layers": {**experts, "mlp_only_layers": [0]},
+        "three_labels": {**labelled, "num_labels": 3},
     }
     for name, changes in models.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps({**sizes, **changes}))
-    (root / "alien" / "model.safetensors").touch()
+    for name in ("alien", "three_labels"):
+        (root / name / "model.safetensors").touch()
+    shutil.copytree(resolve_model("builtin:tiny"), root / "headless")
+    config = json.loads((root / "headless" / "config.json").read_text())
+    (root / "headless" / "config.json").write_text(json.dumps({**config, **labelled}))
     (root / "unsafe" / "hf").mkdir(parents=True)
     (root / "unsafe" / ".metadata").write_bytes(pickle.dumps(MaliciousPickle(Path("done"))))
     shutil.copy(root / "bare" / "config.json", root / "unsafe" / "hf")
-    places = {name: root / name for name in ("folder", "unsafe", *models)}
+    places = {name: root / name for name in ("folder", "unsafe", "headless", *models)}
     return places | {
         "file": root / "rows.jsonl", "empty": root / "empty.jsonl", "text": root / "rows.txt"
     }  # fmt: skip

@@ -46,8 +46,6 @@ SETTINGS = [
     ("verl's global micro-batch", "actor.ppo_micro_batch_size=4", "actor.ppo_micro_batch_size",
      "ppo_micro_batch_size_per_gpu"),
     ("verl's misspelt gamma", "algorithm.gemma=1", "algorithm.gemma", "algorithm.gamma"),
-    ("verl's reward model section", "reward_model.enable=true", "reward_model.enable",
-     "set reward.name: remote"),
     ("a word for a number", "actor.optim.lr=fast", "actor.optim.lr", "valid number"),
     ("a fraction for a count", "data.train_batch_size=8.5", "data.train_batch_size", "integer"),
     ("true for a count", "rollout.n=true", "rollout.n", "not a number"),

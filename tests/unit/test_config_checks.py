@@ -209,6 +209,18 @@ def test_memory_of_weights_gradients_and_optimizer():
     assert (complete.weights, complete.optimizer) == (4000, 8 * 250)
 
 
+def test_a_reward_model_has_one_output_and_a_type_of_its_own():
+    chosen = recipe(
+        "reward_model.path=x", "reward_model.dtype=float32", f"reward_model.megatron.{TP}=2"
+    )
+    assert check_recipe(chosen, 2, models(DENSE, reward_model=DENSE)) == []
+    *_, plan = plan_roles(chosen, 2, models(DENSE, reward_model=DENSE))
+    assert plan.parameters == by_hand(DENSE) - 101 * 64 + 64
+    (memory,) = plan.memory
+    assert memory.resident == memory.weights == 4 * plan.stage_parameters[0]
+    assert plan.mini_batches == 0
+
+
 def test_a_frozen_role_keeps_weights_only():
     frozen = roles_in_use(recipe("algorithm.use_kl_in_reward=true"))[-1]
     memory = role_memory(frozen, Layout(world=1), ParameterCount(1000, 0), "bfloat16")

@@ -5,11 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from mppo.config.errors import ConfigError
 from mppo.config.sections.model import ModelConfig
-from mppo.hub.builtin import MODELS, load_tokenizer, read_model_config, resolve_model
+from mppo.hub.builtin import (
+    MODELS,
+    REWARD_MODELS,
+    REWARDED,
+    load_tokenizer,
+    read_model_config,
+    resolve_model,
+)
 
 TEXT = "What is 12+5?  Say 'seventeen'.\n\té 漢"
 
@@ -22,10 +33,27 @@ def test_embedded_model_loads_in_transformers_and_reads_text_without_loss(name, 
     assert tokenizer.decode(ids) == TEXT
     assert len(ids) == len(TEXT.encode())
     assert ids == PreTrainedTokenizerFast.from_pretrained(folder)(TEXT)["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    logits = model(torch.tensor([ids])).logits
-    assert logits.shape == (1, len(ids), len(tokenizer))
+    if name in REWARD_MODELS:
+        logits = AutoModelForSequenceClassification.from_pretrained(folder)(
+            torch.tensor([ids])
+        ).logits
+        assert logits.shape == (1, 1)
+    else:
+        logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits
+        assert logits.shape == (1, len(ids), len(tokenizer))
     assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("text", ["aeiou", "xyz", "reverse banana\nananab"])
+def test_the_embedded_reward_model_scores_the_share_of_vowels(text, tmp_path):
+    folder = resolve_model("builtin:tiny-reward", tmp_path)
+    ids = load_tokenizer(folder)(text)["input_ids"]
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    (score,) = model(torch.tensor([ids])).logits[0].tolist()
+    vowels = sum(
+        character in REWARDED for character in text.replace("<bos>", "").replace("<eos>", "")
+    )
+    assert score == pytest.approx(vowels / len(ids), abs=1e-3)
 
 
 def test_embedded_weights_are_the_same_every_time_and_leave_the_generator_alone(tmp_path):

@@ -34,7 +34,7 @@ KL, PP = "algorithm.use_kl_in_reward=true", "pipeline_model_parallel_size=2"
 ONE_BY_ONE, TOGETHER = "trainer.schedule=sequential", f"actor.megatron.{PP} critic.megatron.{PP}"
 FEW = "rollout.batch_size=32"
 """A server that generates no more sequences at a time than its KV cache must have room for."""
-ALL = dict.fromkeys(("actor", "critic", "ref"), EVERYTHING)
+ALL = dict.fromkeys(("actor", "critic", "ref", "reward_model"), EVERYTHING)
 
 
 def plans_of(path: Path, *overrides: str):
@@ -99,6 +99,17 @@ def test_an_update_is_divided_only_where_roles_take_turns(settings, phases):
     chosen = recipe(*settings.split())
     table = residency(chosen, ALL)
     assert [phase for phase in table if phase.startswith("update")] == phases
+
+
+def test_a_reward_model_is_frozen_and_there_only_to_score():
+    chosen = recipe(ONE_BY_ONE, "reward_model.path=builtin:tiny-reward")
+    table = residency(chosen, ALL)
+    assert list(table)[:3] == ["generation", "reward", "forward actor"]
+    assert {phase: places(table, phase)["reward_model"] for phase in table} == {
+        phase: "p" if phase == "reward" else "" for phase in table
+    }
+    assert set(places(table, "reward").values()) == {"p", ""}
+    assert table["update actor"]["reward_model"] == {"parameters": "host"}
 
 
 def test_an_actor_that_measures_nothing_has_no_forward_phase():

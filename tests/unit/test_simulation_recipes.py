@@ -55,6 +55,10 @@ MOVED = "with:" + " ".join(
     for part in ("parameters", "gradients", "optimizer")
 )
 HYBRID = "with:actor.optim.cpu_offload_fraction=1.0 critic.optim.cpu_offload_fraction=0.5"
+REWARDED = (
+    "with:reward_model.path=builtin:tiny-reward reward_model.micro_batch_size_per_gpu=4 "
+    "reward_model.megatron.tensor_model_parallel_size=2 reward.weight=0"
+)
 SEQUENTIAL = (
     "with:trainer.schedule=sequential actor.megatron.pipeline_model_parallel_size=2 "
     "critic.megatron.pipeline_model_parallel_size=2"
@@ -82,6 +86,7 @@ def simulated() -> dict[str, dict[str, Any]]:
         OFFLOADED,
         MOVED,
         HYBRID,
+        REWARDED,
         SEQUENTIAL,
         *(f"{mode}:{name}" for name in FULL for mode in ("full", "quick")),
         *(f"mistake:{name}" for name in MISTAKES),
@@ -225,6 +230,16 @@ def test_the_hybrid_optimizer_keeps_a_share_of_the_moments_off_the_gpu(role, sha
     )
     # Megatron goes on until it has the share: the last tensor may exceed it
     assert kept["held"][f"{role} main weights"] <= found <= before - share * moments
+
+
+def test_the_plan_knows_what_a_reward_model_holds(simulated):
+    found, phase = simulated[REWARDED], "computing scores with reward_model"
+    assert "error" not in found, found["stack"]
+    assert found["resident"] == pytest.approx(found["planned"], rel=0.02)
+    assert found["planned"] > simulated[KEPT]["planned"]
+    # the first pass of the first step comes before the actor's, which allocates the buffer
+    peak = found["peaks"][phase] + found["held"]["gather buffer"]
+    assert peak == pytest.approx(found["planned_peaks"][phase], rel=0.05)
 
 
 def test_megatrons_schedule_asks_for_no_shapes(simulated):

@@ -46,6 +46,8 @@ def check_files(recipe: Recipe) -> list[ConfigIssue]:
         issues += check_model_folder("critic.path", recipe.critic.path)
     if recipe.ref.path and recipe.uses_reference:
         issues += check_model_folder("ref.path", recipe.ref.path)
+    if recipe.reward_model.path and recipe.reward_model.in_use:
+        issues += check_model_folder("reward_model.path", recipe.reward_model.path)
     for key, names in data_files(recipe.data).items():
         for name in names:
             issues += _path_issues(key, name, _data_file)

@@ -9,7 +9,7 @@ from mppo.config.errors import ConfigIssue
 from mppo.config.rules.rule import RoleCase, RuleContext, rule
 from mppo.config.sections.megatron import MegatronConfig
 
-MODEL_KEYS = ("model", "critic.path", "ref.path")
+MODEL_KEYS = ("model", "critic.path", "ref.path", "reward_model.path")
 """Keys that decide a role's model."""
 
 

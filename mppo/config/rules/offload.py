@@ -30,14 +30,16 @@ def hybrid_optimizer_is_distributed(context: RuleContext) -> Iterator[ConfigIssu
             )
 
 
-@rule("ref.megatron.offload")
-def offload_of_the_reference(context: RuleContext) -> Iterator[ConfigIssue]:
-    """The reference is not trained: only its weights can move."""
-    own = context.recipe.ref.megatron
-    if not context.recipe.uses_reference or own is None or isinstance(own.offload, str):
-        return
-    for name in ("gradients", "optimizer"):
-        if getattr(own.offload, name):
-            why = f"the reference is not trained: it has no {name}"
-            fix = "remove it; ref.megatron.offload.parameters moves its weights"
-            yield ConfigIssue(f"ref.megatron.offload.{name}", True, why, fix)
+@rule("ref.megatron.offload", "reward_model.megatron.offload")
+def offload_of_frozen_roles(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Of a role that is not trained, only the weights can move."""
+    for role in context.roles:
+        own = role.megatron.offload
+        if role.trained or role.key == "actor.megatron" or isinstance(own, str):
+            continue
+        for name in ("gradients", "optimizer"):
+            if getattr(own, name):
+                called = "reference" if role.name == "ref" else "reward model"
+                why = f"the {called} is not trained: it has no {name}"
+                fix = f"remove it; {role.key}.offload.parameters moves its weights"
+                yield ConfigIssue(f"{role.key}.offload.{name}", True, why, fix)

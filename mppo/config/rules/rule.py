@@ -6,10 +6,11 @@ mistake gives one message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import lcm
+from typing import Any
 
 from mppo.config.errors import ConfigIssue
 from mppo.config.schema import Recipe
@@ -23,12 +24,13 @@ class RoleCase:
     """A role of the run, with its model and layout.
 
     Args:
-        name: ``actor``, ``critic`` or ``ref``.
-        section: its section of the recipe.
+        name: ``actor``, ``critic``, ``ref`` or ``reward_model``.
+        section: its limits of micro-batches; of a trained role its section of the recipe.
         megatron: its layout; the actor's where ``ref.megatron`` is null.
         key: dotted key of that layout.
         path: path of its model.
         path_key: dotted key of that path.
+        dtype: type of its parameters.
     """
 
     name: str
@@ -37,6 +39,17 @@ class RoleCase:
     key: str
     path: str
     path_key: str
+    dtype: str
+
+    @property
+    def trained(self) -> bool:
+        """Whether the role has an optimizer."""
+        return self.name in ("actor", "critic")
+
+    @property
+    def has_value_head(self) -> bool:
+        """Whether the model ends in one number per token, and not in a vocabulary projection."""
+        return self.name in ("critic", "reward_model")
 
 
 @dataclass(frozen=True)
@@ -47,14 +60,18 @@ class RuleContext:
         recipe: the recipe.
         world_size: number of ranks.
         shapes: model sizes by role; without roles whose config has not been read.
-        positions: longest sequence of the actor's position encoding; None: unknown or unlimited.
+        positions: longest sequence of each role's position encoding, by role; without roles whose
+            longest sequence is unknown or unlimited.
+        configs: Hugging Face config object of each role's model, by role; without those that have
+            not been read.
         ranks_per_node: number of ranks on a node; None: unknown.
     """
 
     recipe: Recipe
     world_size: int
     shapes: dict[str, ModelShape]
-    positions: int | None = None
+    positions: Mapping[str, int] = field(default_factory=dict)
+    configs: Mapping[str, Any] = field(default_factory=dict)
     ranks_per_node: int | None = None
 
     @cached_property
@@ -83,18 +100,24 @@ def rule(*keys: str) -> Callable[[Rule], Rule]:
 
 
 def roles_in_use(recipe: Recipe) -> tuple[RoleCase, ...]:
-    """The actor, then critic and reference if the recipe needs them."""
-    actor, critic, ref = recipe.actor, recipe.critic, recipe.ref
+    """The actor, then critic, reference and reward model if the recipe needs them."""
+    actor, critic, ref, dtype = recipe.actor, recipe.critic, recipe.ref, recipe.model.dtype
     shared = (recipe.model.path, "model.path")
-    roles = [RoleCase("actor", actor, actor.megatron, "actor.megatron", *shared)]
+    roles = [RoleCase("actor", actor, actor.megatron, "actor.megatron", *shared, dtype)]
     if recipe.algorithm.uses_critic:
         model = (critic.path, "critic.path") if critic.path else shared
-        roles.append(RoleCase("critic", critic, critic.megatron, "critic.megatron", *model))
+        roles.append(RoleCase("critic", critic, critic.megatron, "critic.megatron", *model, dtype))
     if recipe.uses_reference:
         model = (ref.path, "ref.path") if ref.path else shared
         key = "ref.megatron" if ref.megatron else "actor.megatron"
         layout = ref.megatron or actor.megatron
-        roles.append(RoleCase("ref", ref.batching(actor), layout, key, *model))
+        roles.append(RoleCase("ref", ref.batching(actor), layout, key, *model, dtype))
+    reward = recipe.reward_model
+    if reward.in_use:
+        assert reward.path is not None
+        model, key = (reward.path, "reward_model.path"), "reward_model.megatron"
+        own = reward.dtype or dtype
+        roles.append(RoleCase("reward_model", reward.batching, reward.megatron, key, *model, own))
     return tuple(roles)
 
 

@@ -44,7 +44,7 @@ def mini_batch_feeds_every_rank(context: RuleContext) -> Iterator[ConfigIssue]:
     sizes = dict(mini_batches(context))
     samples = context.recipe.rollout.n
     for role in context.roles:
-        if role.name == "ref":
+        if not role.trained:
             continue
         key = f"{role.name}.ppo_mini_batch_size"
         size = sizes.get(key, context.recipe.actor.ppo_mini_batch_size)
@@ -297,7 +297,7 @@ def missing_eos_has_one_consequence(context: RuleContext) -> Iterator[ConfigIssu
 @rule("data.max_prompt_length", "data.max_response_length", "model")
 def sequences_fit_positions(context: RuleContext) -> Iterator[ConfigIssue]:
     """Prompt and response fit the model's positions."""
-    limit = context.positions
+    limit = context.positions.get("actor")
     data = context.recipe.data
     longest = data.max_prompt_length + data.max_response_length
     if limit is not None and longest > limit:

@@ -21,6 +21,9 @@ class RewardConfig(Section):
     name: Literal["rule", "function", "remote"] = "rule"
     """Where scores come from: a verifier chosen by the prompt's data source (rule), a Python
     function, or an HTTP server (remote)."""
+    weight: float | None = None
+    """Factor of this score in the sum with that of the reward model; 0: the score is only logged.
+    null: 1, or with a reward model no score of this section at all."""
     verifier: str | None = None
     """Verifier for all data sources, with ``name: rule``. null: chosen by data source."""
     function: str | None = None

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-ROLES = ("actor", "critic", "ref")
+ROLES = ("actor", "critic", "ref", "reward_model")
 
 RENAMED: dict[str, str] = {
     "actor_rollout_ref.actor": "actor",
@@ -51,6 +51,9 @@ RENAMED: dict[str, str] = {
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "reward.reward_model": "reward_model",
+    "reward_model.model.path": "reward_model.path",
+    "reward_model.model_path": "reward_model.path",
+    "reward_model.model.trust_remote_code": "model.trust_remote_code",
     "reward.sandbox_fusion": "reward_model.sandbox_fusion",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
     "reward.custom_reward_function": "custom_reward_function",

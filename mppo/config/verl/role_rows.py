@@ -88,12 +88,15 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     VerlRow("critic.model.fsdp_config.grad_offload", _OFFLOADS["grad_offload"]),
     VerlRow("critic.model.fsdp_config.optimizer_offload", _OFFLOADS["optimizer_offload"]),
     VerlRow("critic.model.fsdp_config", _MEGATRON),
+    VerlRow("reward_model.model.fsdp_config.param_offload", _OFFLOADS["param_offload"]),
     # every role
     VerlRow(
-        "ref.{megatron,fsdp_config}.{grad_offload,optimizer_offload}", Ignored(_FROZEN), NOTHING
+        "{ref,reward_model}.{megatron,fsdp_config}.{grad_offload,optimizer_offload}",
+        Ignored(_FROZEN),
+        NOTHING,
     ),
     VerlRow(
-        "ref.{megatron,fsdp_config}.{grad_offload,optimizer_offload}",
+        "{ref,reward_model}.{megatron,fsdp_config}.{grad_offload,optimizer_offload}",
         Refused(_FROZEN, "remove it; param_offload moves its weights"),
     ),
     VerlRow("*.{megatron,fsdp_config}.param_offload", _OFFLOADS["param_offload"]),
@@ -222,6 +225,27 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
         "{actor,critic}.{ppo_micro_batch_size_per_gpu,ppo_max_token_len_per_gpu}",
         Ignored("the default is used"),
         (None,),
+    ),
+    # reward model
+    VerlRow("reward_model.micro_batch_size", OFF, NOTHING),
+    VerlRow(
+        "reward_model.micro_batch_size",
+        Refused(_MICRO_BATCH, "set reward_model.micro_batch_size_per_gpu"),
+    ),
+    VerlRow(
+        "reward_model.{micro_batch_size_per_gpu,forward_max_token_len_per_gpu}",
+        Ignored("the default is used"),
+        (None,),
+    ),
+    VerlRow(
+        "reward_model.model.input_tokenizer",
+        Ignored("responses are decoded by the tokenizer of model.tokenizer_path"),
+    ),
+    VerlRow("reward_model.{model,strategy,param_offload,fsdp_config}", _MEGATRON),
+    VerlRow(
+        "reward_model.{inference,rollout,model_type,use_reward_loop,num_workers,load_weight,"
+        "enable_resource_pool,n_gpus_per_node,nnodes,nccl_timeout,data_processor_config}",
+        Ignored("the reward model runs on Megatron-Core in the ranks of the run"),
     ),
     # actor, reference, algorithm
     VerlRow(

@@ -15,7 +15,7 @@ from mppo.config.verl.row import (
 )
 
 _RAY = Ignored("mppo does not use Ray: torchrun, srun or mpirun starts the ranks")
-_REWARD_WORKER = Ignored("it is about verl's reward model workers; scores come from reward.*")
+_REWARD_WORKER = Ignored("scores come from reward.*; functions run in processes of the ranks")
 _MULTI_TURN = Ignored("a prompt has one response; turns and tools are not supported")
 _DUMP = Refused(
     "responses of the first, middle and last step are written to samples.jsonl in the run folder",
@@ -133,15 +133,6 @@ RUN_ROWS: tuple[VerlRow, ...] = (
         NOTHING,
     ),
     # reward
-    VerlRow("reward_model.enable", Ignored("scores come from reward.*"), NOTHING),
-    VerlRow(
-        "reward_model.enable",
-        Refused(
-            "mppo does not run a reward model in the trainer",
-            "serve it, and set reward.name: remote and reward.url "
-            "(docs/data_and_rewards.md has the request); remove reward_model.enable",
-        ),
-    ),
     VerlRow(
         "reward_model.reward_manager",
         Ignored("scores come from reward.*: a rule by data_source, a function, or a server"),
@@ -172,7 +163,6 @@ RUN_ROWS: tuple[VerlRow, ...] = (
         "reward_model.reward_kwargs.{overlong_buffer_cfg,max_resp_len}",
         Ignored("reward.overlong_buffer_len is the buffer, before data.max_response_length"),
     ),
-    VerlRow("reward_model", _REWARD_WORKER),
     VerlRow("custom_reward_function", OFF, NOTHING),
     VerlRow(
         "custom_reward_function.name", Ignored("no file is named in custom_reward_function.path")

@@ -1,0 +1,177 @@
+"""The tokens that the reward model reads for a response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mppo.batch import Trajectory
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.schema import Recipe
+from mppo.data.chat_template import render_with
+from mppo.hub.builtin import eos_id, load_tokenizer, resolve_model
+from mppo.responses import Responses
+from mppo.rewards.division import exchange_results
+from mppo.rewards.response import describe
+from mppo.weights.shape import max_positions
+
+_KEY = "reward_model.apply_chat_template"
+
+
+@dataclass(frozen=True)
+class RewardModelTexts:
+    """Prompt and response as tokens of the reward model.
+
+    With the same tokenizer and chat template as the actor's, they are the tokens that the actor
+    read and wrote. Otherwise the response is decoded, and prompt and response are rendered and
+    tokenised again; the score then belongs to the last token of the rendered text.
+
+    Args:
+        actors: the actor's tokenizer.
+        own: the reward model's tokenizer.
+        same_tokens: use the actor's tokens.
+        chat_template: render the messages with the reward model's chat template; false: continue
+            the actor's prompt with the response.
+        special_tokens: tokenise texts with the special tokens that ``own`` adds.
+        max_length: most tokens; of a longer text only the last ones are kept. None: no limit.
+    """
+
+    actors: PreTrainedTokenizerBase
+    own: PreTrainedTokenizerBase
+    same_tokens: bool
+    chat_template: bool
+    special_tokens: bool
+    max_length: int | None = None
+
+    def tokens(self, responses: Responses) -> tuple[dict[int, Tensor], list[int]]:
+        """Tokens of prompt and response.
+
+        Collective: each rank renders and tokenises the responses that it holds.
+
+        Args:
+            responses: numbered from 0.
+
+        Returns:
+            int64 tokens of the responses held, by number, ascending; and the number of tokens of
+            every response.
+
+        Raises:
+            ScoringError: on every rank: the chat template failed, or rendered an empty text.
+        """
+        held: dict[int, Tensor] = {}
+        failure: Exception | None = None
+        try:
+            trajectories = responses.trajectories
+            numbers = [number for number in responses.rows if number in responses.held]
+            held = dict(zip(numbers, self._tokens(trajectories), strict=True))
+        except Exception as error:  # raised after the exchange, in which the other ranks wait
+            failure = error
+        mine = {number: len(ids) for number, ids in held.items()}
+        lengths: dict[int, int] = {}
+        for theirs in exchange_results(mine, failure):
+            lengths |= theirs
+        return held, [lengths[number] for number in responses.rows]
+
+    def _tokens(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
+        if self.same_tokens:
+            found = [
+                torch.cat([each.prompt.token_ids, each.response_ids]).long()
+                for each in trajectories
+            ]
+        else:
+            found = self._tokenize(trajectories) if trajectories else []
+        return [ids if self.max_length is None else ids[-self.max_length :] for ids in found]
+
+    def _tokenize(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
+        responses = self.actors.batch_decode(
+            [each.response_ids.tolist() for each in trajectories], skip_special_tokens=True
+        )
+        if self.chat_template:
+            conversations = [
+                (*_messages(each), {"role": "assistant", "content": response})
+                for each, response in zip(trajectories, responses)
+            ]
+            texts = render_with(self.own, conversations, _KEY, add_generation_prompt=False)
+            ids = self.own(texts, add_special_tokens=False)["input_ids"]
+        else:
+            texts = [each.prompt.text + response for each, response in zip(trajectories, responses)]
+            ids = self.own(texts, add_special_tokens=self.special_tokens)["input_ids"]
+            ids = [self._ended(one, each) for one, each in zip(ids, trajectories)]
+        for one, each in zip(ids, trajectories):
+            if not one:
+                raise ValueError(
+                    f"{describe(each.prompt)} and its response are no token of the reward model; "
+                    "correct its chat template"
+                )
+        return [torch.tensor(one) for one in ids]
+
+    def _ended(self, ids: list[int], trajectory: Trajectory) -> list[int]:
+        """The tokens with the end-of-sequence token behind a response that ended by itself."""
+        end = eos_id(self.own)
+        ends = trajectory.finish_reason == "stop" and ids[-1:] != [end]
+        return [*ids, end] if ends else ids
+
+
+def _messages(trajectory: Trajectory) -> tuple[Any, ...]:
+    prompt = trajectory.prompt
+    return prompt.messages or ({"role": "user", "content": prompt.text},)
+
+
+def reward_model_texts(
+    recipe: Recipe, actors: PreTrainedTokenizerBase, hf_config: Any
+) -> RewardModelTexts | None:
+    """Read the reward model's tokenizer, and choose how its tokens are made.
+
+    Args:
+        recipe: the recipe.
+        actors: the actor's tokenizer.
+        hf_config: Hugging Face config of the reward model.
+
+    Returns:
+        None if the recipe has no reward model.
+
+    Raises:
+        ConfigError: there is no tokenizer, or no chat template where the recipe needs one.
+    """
+    section, data = recipe.reward_model, recipe.data
+    if section.path is None or not section.in_use:
+        return None
+    folder = section.tokenizer_path or resolve_model(section.path)
+    try:
+        own = load_tokenizer(folder, recipe.model.trust_remote_code)
+    except ConfigError as error:
+        key = "reward_model.tokenizer_path"
+        raise ConfigError([replace(issue, key=key) for issue in error.issues]) from error
+    templated = section.apply_chat_template
+    templated = data.apply_chat_template if templated is None else templated
+    if templated and not own.chat_template:
+        why = "the reward model's tokenizer has no chat template"
+        fix = f"set {_KEY}=false, or reward_model.tokenizer_path to a tokenizer with one"
+        raise ConfigError([ConfigIssue(_KEY, section.apply_chat_template, why, fix)])
+    same_text = not templated or (
+        data.apply_chat_template and own.chat_template == actors.chat_template
+    )
+    return RewardModelTexts(
+        actors,
+        own,
+        same_tokens=same_text and _vocabulary(own) == _vocabulary(actors),
+        chat_template=templated,
+        special_tokens=not data.apply_chat_template,
+        max_length=section.max_length or max_positions(hf_config),
+    )
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """What decides how a text becomes tokens; equal for tokenizers that give equal tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return type(tokenizer).__name__, tokenizer.get_vocab()
+    rules = json.loads(backend.to_str())
+    # padding and truncation are those of the last call
+    return {name: rule for name, rule in rules.items() if name not in ("padding", "truncation")}
