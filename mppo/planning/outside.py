@@ -34,7 +34,7 @@ not set ``rollout.server_args.mem_fraction_static``; SGLang chooses about this m
 def communicators(roles: Iterable[tuple[Layout, bool]], rank: int, by_lists: bool) -> int:
     """Number of NCCL communicators that a rank uses.
 
-    One for the default group, one for all groups with the same ranks
+    One for all groups with the same ranks
     (``mppo.parallel.shared_groups``), and for messages between pipeline stages one, or one in each
     direction.
 
@@ -53,7 +53,7 @@ def communicators(roles: Iterable[tuple[Layout, bool]], rank: int, by_lists: boo
             found.add(tuple(other for other, at in everyone if same(at) == same(here)))
         if layout.pp > 1:
             found |= {("forward", layout.pp), *({("back", layout.pp)} if by_lists else ())}
-    return 1 + sum(len(ranks) > 1 for ranks in found)
+    return sum(len(ranks) > 1 for ranks in found)
 
 
 _AXES: tuple[Callable[[Coordinates], Any], ...] = (
