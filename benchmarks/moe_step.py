@@ -123,8 +123,9 @@ def make_update(role, batch) -> Callable[[], object]:
 
 def as_chosen(role, batch):
     """The batch with a role's recorded routing, as if from the rollout engine."""
-    chosen = role.routing._taken(batch, range(len(batch.lengths_B)))
-    return replace(batch, routed_experts_T=chosen.transpose(0, 1).to(torch.int16))
+    with role.groups.active():
+        chosen, _ = role.routing._taken(batch, role.plan(batch, training=False))
+    return replace(batch, routed_experts_T=chosen.to(torch.int16))
 
 
 def make_hf_update(folder: Path, batch, micro_batch: int, by_length: bool) -> Callable[[], object]:

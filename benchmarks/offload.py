@@ -129,7 +129,8 @@ def _roles(folder: Path, offloaded: bool):
 
 
 def _batch(sequences: int):
-    from mppo.batch import Prompt, Trajectory, pack_trajectories
+    from mppo.batch import Prompt, Trajectory
+    from mppo.packed_batch import pack_trajectories
 
     prompt = Prompt(0, torch.ones(32, dtype=torch.int32), "", "", "")
     ids, logprobs = torch.full((96,), 2, dtype=torch.int32), torch.full((96,), -0.5)

@@ -178,13 +178,13 @@ def mppo_worker(folder: str, dtype: str) -> None:
 class CountScorer:
     """The part of ``mppo.rewards.scorer.Scorer`` that a step uses."""
 
-    def raw_scores(self, trajectories):
+    def raw_scores(self, known):
         from mppo.rewards.scores import ResponseScore
 
-        return [ResponseScore(int(t.response_ids.sum()) % 7 / 7) for t in trajectories]
+        return [ResponseScore((each.prompt.uid + each.length) % 7 / 7) for each in known]
 
     def raw_scores_divided(self, responses):
-        return self.raw_scores(responses.trajectories)
+        return self.raw_scores(responses.table)
 
     score, finish_scores = raw_scores_divided, staticmethod(lambda scores, responses: scores)
 
