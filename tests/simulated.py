@@ -114,9 +114,9 @@ def loaded(path: str, *overrides: str) -> RankCase:
 
 
 def targets_left_on_the_host() -> None:
-    from mppo.trainer.update import phase
+    from mppo.trainer import losses
 
-    phase.to_device = lambda targets, device: targets
+    losses.to_device = lambda targets, device: targets
 
 
 def tokens_not_moved() -> None:

@@ -163,6 +163,10 @@ RUN_ROWS: tuple[VerlRow, ...] = (
         "reward_model.reward_kwargs.{overlong_buffer_cfg,max_resp_len}",
         Ignored("reward.overlong_buffer_len is the buffer, before data.max_response_length"),
     ),
+    VerlRow(
+        "reward_model.reward_kwargs",
+        Ignored("it is an argument of verl's reward managers; scores come from reward.*"),
+    ),
     VerlRow("custom_reward_function", OFF, NOTHING),
     VerlRow(
         "custom_reward_function.name", Ignored("no file is named in custom_reward_function.path")
