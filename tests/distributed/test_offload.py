@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import begin_ranks, start_ranks
-
-from mppo.parallel.moved_storages import MovedStorages
+from ranks import start_ranks
 
 ALL = "{parameters: true, gradients: true, optimizer: true}"
 COMMON = [
@@ -183,26 +181,3 @@ def test_host_memory_holds_what_leaves_and_no_more(runs):
         parts.get("parameters", 0) + parts.get("optimizer", 0) for parts in seen["all"].values()
     )
     assert moved <= seen["host"] < 1.1 * moved + (1 << 20)
-
-
-def _copying(rank: int, ready: Path) -> None:
-    moved = [torch.ones(1 << 22) for _ in range(4)]
-    storages = MovedStorages(lambda: moved, torch.device("cpu"))
-    while True:
-        storages.leave()
-        storages.arrive()
-        storages.changed = True
-        ready.touch()
-
-
-def test_a_rank_that_dies_in_a_copy_leaves_nothing_in_shared_memory(tmp_path):
-    before = set(os.listdir("/dev/shm"))
-    context = begin_ranks(_copying, (tmp_path / "ready",), 1)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(context.pids()[0], signal.SIGKILL)
-    with pytest.raises(Exception, match="SIGKILL"):
-        context.join()
-    mine = {name for name in set(os.listdir("/dev/shm")) - before if "mppo" in name.lower()}
-    assert not mine

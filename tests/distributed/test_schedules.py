@@ -33,6 +33,7 @@ COMMON = [
     "trainer.on_nonfinite=skip",
     "trainer.max_nonfinite_in_a_row=9",
 ]
+ITERATIONS = 3
 TP, PP = "megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size"
 CP, EP = "megatron.context_parallel_size", "megatron.expert_model_parallel_size"
 VPP = "megatron.virtual_pipeline_model_parallel_size"
@@ -59,8 +60,7 @@ class Update:
         model: key of ``tiny_models.CONFIGS``.
         overrides: recipe keys besides ``COMMON``.
         kind: compared with "sequential".
-        spoiled: a return is not finite in the second iteration, so that the critic skips a step;
-            a third iteration shows that both kinds go on alike.
+        spoiled: a return is not finite in the second iteration, so that the critic skips a step.
         recorded: run folder in which all updates of that kind are recorded; None: not recorded.
         beside: the critic's model, where it has another one.
         offloaded: all parts of the roles leave the device in the phases that do not use them.
@@ -73,11 +73,6 @@ class Update:
     recorded: str | None = None
     beside: Update | None = None
     offloaded: bool = False
-
-    @property
-    def iterations(self) -> int:
-        """The second one starts from what the first has left: weights, moments, averages."""
-        return 3 if self.spoiled else 2
 
 
 PP2 = both(f"{PP}=2")
@@ -151,13 +146,13 @@ _sequential: dict[Update, dict] = {}
 
 
 def updated(case: Update, folder: Path, registry) -> dict:
-    """Results of two or three updates on this rank, by the case's schedule and sequentially."""
+    """Results of three updates on this rank, by the case's schedule and sequentially."""
     same = replace(case, kind="sequential", recorded=None, offloaded=False)
     if same not in _sequential:
         _sequential[same] = _updates(same, "sequential", folder, registry)
     expected = _sequential[same]
     if case.recorded is not None:
-        recorded = f"trainer.timeline={{steps: {list(range(1, case.iterations + 1))}}}"
+        recorded = f"trainer.timeline={{steps: {list(range(1, ITERATIONS + 1))}}}"
         where = f"trainer.default_local_dir={folder / case.recorded}"
         case = replace(case, overrides=(*case.overrides, recorded, where))
     if case.offloaded:
@@ -170,7 +165,7 @@ def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
 
     roles, experience_of = _begin(case, kind, folder, registry)
     metrics = []
-    for step in range(1, case.iterations + 1):
+    for step in range(1, ITERATIONS + 1):
         update = _update_phase(roles, experience_of(), step)
         if case.spoiled and step == 2:
             returns_T = update.experience.returns_T
@@ -197,7 +192,7 @@ def _begin(case: Update, kind: str, folder: Path, registry):
         overrides.append(f"critic.path={folder / case.beside.model}")
     recipe = load_recipe(None, [*overrides, f"trainer.schedule={kind}"])
     torch.manual_seed(0)
-    roles = Roles(recipe, folder / case.model, read_model_config, registry, case.iterations)
+    roles = Roles(recipe, folder / case.model, read_model_config, registry, ITERATIONS)
     batch = share_out(replace(batch_of(8), scores_B=torch.sin(torch.arange(8.0))))
 
     def experience_of():
