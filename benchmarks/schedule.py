@@ -2,7 +2,7 @@
 
     python benchmarks/schedule.py simulated [--out FILE.md]
     python benchmarks/schedule.py waits [--stages 4 8] [--milliseconds 20] [--repeat 3] [--out ...]
-    python benchmarks/schedule.py real [--repeat 3] [--out FILE.md]
+    python benchmarks/schedule.py real [--layers 8] [--tokens 384] [--repeat 3] [--out ...]
 
 ``simulated``: sequential's time over flush_free's, and the idle share of flush_free, for numbers of
 stages, micro-batches and mini-batches and costs of the critic; and the gain of micro-batches that
@@ -209,14 +209,14 @@ def waits(stages: Sequence[int], milliseconds: float, repeat: int) -> str:
 
 
 MODEL = {
-    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8,
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 COMPARED = ("sequential", "flush_free")
-TOKENS, UPDATES, COUNTS = 384, 4, (2, 4)
+UPDATES, COUNTS = 4, (2, 4)
 
 
-def make_updates(folder: Path, registry, count: int) -> Callable[[str], None]:
+def make_update(folder: Path, tokens: int, registry, count: int, kind: str) -> Callable[[], None]:
     """What runs an update by a kind of schedule: four mini-batches of equal sequences."""
     from mppo.batch import Prompt, Trajectory
     from mppo.config.load import load_recipe
@@ -233,12 +233,11 @@ def make_updates(folder: Path, registry, count: int) -> Callable[[str], None]:
         *(f"{role}.megatron.pipeline_model_parallel_size=2" for role in ("actor", "critic")),
         *(f"{role}.ppo_micro_batch_size_per_gpu=1" for role in ("actor", "critic")),
         f"actor.ppo_mini_batch_size={count}", f"data.train_batch_size={size}", "rollout.n=1",
-        "model.dtype=float32", f"model.path={folder / 'model'}",
+        "model.dtype=float32", f"model.path={folder / 'model'}", f"trainer.schedule={kind}",
     ]  # fmt: skip
-    recipes = {kind: load_recipe(None, [*keys, f"trainer.schedule={kind}"]) for kind in KINDS}
-    roles = Roles(recipes["sequential"], folder / "model", read_model_config, registry, 100)
-    ids = torch.randint(0, MODEL["vocab_size"], (size, TOKENS)).tolist()
-    half = TOKENS // 2
+    roles = Roles(load_recipe(None, keys), folder / "model", read_model_config, registry, 100)
+    ids = torch.randint(0, MODEL["vocab_size"], (size, tokens)).tolist()
+    half = tokens // 2
     trajectories = [
         Trajectory(Prompt(i, tuple(row[:half]), "", "", ""), tuple(row[half:]),
                    (0.0,) * half, "stop", 0)
@@ -250,8 +249,7 @@ def make_updates(folder: Path, registry, count: int) -> Callable[[str], None]:
         forward.compute(together)
     experience = estimate(forward.outputs(), roles.recipe.algorithm, 0.1)
 
-    def run(kind: str) -> None:
-        roles.recipe = recipes[kind]
+    def run() -> None:
         update = UpdatePhase(roles, experience, 1, actor_frozen=False)
         assert update.kind == kind
         update.run()
@@ -260,15 +258,15 @@ def make_updates(folder: Path, registry, count: int) -> Callable[[str], None]:
     return run
 
 
-def real_rank(rank: int, folder: Path, repeat: int) -> None:
+def real_rank(rank: int, folder: Path, tokens: int, repeat: int) -> None:
     """Times of the kinds by turns, on one core; the first rank writes the table's rows."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.manual_seed(0)
     registry, rows = start(rank, 2, folder / "store"), []
     for count in COUNTS:
-        run = make_updates(folder, registry, count)
-        times = alternate({kind: partial(run, kind) for kind in COMPARED}, repeat)
+        runs = {kind: make_update(folder, tokens, registry, count, kind) for kind in COMPARED}
+        times = alternate(runs, repeat)
         measured = times["sequential"].over(times["flush_free"])
         plan = sequential_over_flush_free(make_schedules(2, count, UPDATES, 1.0))
         seconds = [f"{median(times[kind].walls):.2f}" for kind in COMPARED]
@@ -279,39 +277,39 @@ def real_rank(rank: int, folder: Path, repeat: int) -> None:
     dist.destroy_process_group()
 
 
-def memory_rank(rank: int, folder: Path, kind: str) -> None:
+def memory_rank(rank: int, folder: Path, tokens: int, kind: str) -> None:
     """MiB of this rank before its updates and at their peak, with one kind only."""
     torch.manual_seed(0)
     registry = start(rank, 2, folder / f"store_{kind}")
     return_freed_memory()
-    run = make_updates(folder, registry, max(COUNTS))
+    run = make_update(folder, tokens, registry, max(COUNTS), kind)
     before = peak_bytes()
     for _ in range(2):
-        run(kind)
+        run()
     torch.save([kind, rank, before >> 20, peak_bytes() >> 20], folder / f"{kind}_{rank}.pt")
     dist.destroy_process_group()
 
 
-def real(repeat: int) -> str:
+def real(layers: int, tokens: int, repeat: int) -> str:
     """Tables of update times of real models, and of their peak memory."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(folder / "model")
-        start_ranks(real_rank, (folder, repeat), 2)
+        config = LlamaConfig(**MODEL, num_hidden_layers=layers)
+        LlamaForCausalLM(config).save_pretrained(folder / "model")
+        start_ranks(real_rank, (folder, tokens, repeat), 2)
         times = torch.load(folder / "rows.pt", weights_only=False)
         memory = []
         for kind in COMPARED:
-            start_ranks(memory_rank, (folder, kind), 2)
+            start_ranks(memory_rank, (folder, tokens, kind), 2)
             memory += [torch.load(folder / f"{kind}_{rank}.pt") for rank in (0, 1)]
     columns = ["micro-batches", "mini-batches", "sequential s", "flush_free s"]
     columns += ["sequential over flush_free", "simulated", "measured over simulated"]
     text = (
-        f"Actor and critic of {MODEL['num_hidden_layers']} layers of width "
-        f"{MODEL['hidden_size']}, micro-batches of {TOKENS} tokens, float32; {repeat} updates of "
-        "each kind by turns, median."
+        f"Actor and critic of {layers} layers of width {MODEL['hidden_size']}, micro-batches of "
+        f"{tokens} tokens, float32; {repeat} updates of each kind by turns, median."
     )
     columns_of_memory = ["kind", "rank", "MiB before the updates", "MiB at the peak"]
     return "\n\n".join([text, table(columns, times), table(columns_of_memory, memory)])
@@ -348,6 +346,8 @@ def main() -> None:
     arguments.add_argument("what", choices=["simulated", "waits", "real"])
     arguments.add_argument("--stages", type=int, nargs="+", default=[*WAITS], choices=[*WAITS])
     arguments.add_argument("--milliseconds", type=float, default=20.0)
+    arguments.add_argument("--layers", type=int, default=8)
+    arguments.add_argument("--tokens", type=int, default=384)
     arguments.add_argument("--repeat", type=int, default=3)
     chosen = arguments.parse_args()
     if chosen.what == "simulated":
@@ -355,7 +355,7 @@ def main() -> None:
     elif chosen.what == "waits":
         text = waits(chosen.stages, chosen.milliseconds, chosen.repeat)
     else:
-        text = real(chosen.repeat)
+        text = real(chosen.layers, chosen.tokens, chosen.repeat)
     write_section(chosen.what, text, chosen.out)
 
 

@@ -257,7 +257,7 @@ def test_same_gradients_metrics_and_weights(name, outcomes):
 )
 def test_a_recorded_update_is_a_trace_and_a_picture(run, chunks, outcomes):
     found = outcomes["folder"] / run / "timeline"
-    names = [f"step_{step}.{ending}" for step in (1, 2) for ending in ("json", "png")]
+    names = [f"step_{step}.{ending}" for step in (1, 2, 3) for ending in ("json", "png")]
     assert sorted(path.name for path in found.iterdir()) == sorted(names)
     events = json.loads((found / "step_2.json").read_text())["traceEvents"]
     done = [e["name"] for e in events if e["ph"] == "X" and e["pid"] == 3]

@@ -25,7 +25,8 @@ SMALLEST = {
     "simulate.py": ["deepseek_llm_7b_gsm8k_math", "--stages", "first", "--table", "table.md"],
     "offload.py": ["--megabytes", "8", "--hidden", "64", "--layers", "1", "--sequences", "2",
                     "--repeat", "2"],
-    "schedule.py": ["waits", "--stages", "4", "--milliseconds", "2", "--repeat", "1"],
+    "schedule.py": ["--stages", "4", "--milliseconds", "2", "--layers", "2", "--tokens", "16",
+                    "--repeat", "1"],
 }  # fmt: skip
 LOOKED_AT = {
     "checkpoint.py", "rollout.py", "schedule.py", "simulate.py", "soak.py", "weight_sync.py",
@@ -89,10 +90,18 @@ def test_saves_and_loads_are_timed(tmp_path):
 
 
 def test_schedules_with_waits_are_put_into_a_table(tmp_path):
-    text = run_smallest("schedule.py", tmp_path / "result.md")
+    text = run_smallest("schedule.py", tmp_path / "result.md", "waits")
     rows = [line for line in text.splitlines() if line.startswith("| 4 |")]
     assert {row.split("|")[5].strip() for row in rows} == {"sequential", "fused", "flush_free"}
     assert len(rows) == 12
+
+
+def test_schedules_with_real_models_are_put_into_a_table(tmp_path):
+    text = run_smallest("schedule.py", tmp_path / "result.md", "real")
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
+    assert [row[1:3] for row in rows if len(row) == 9][2:] == [["2", "4"], ["4", "4"]]
+    memory = [row[1:3] for row in rows if len(row) == 6][2:]
+    assert memory == [[kind, rank] for kind in ("sequential", "flush_free") for rank in "01"]
 
 
 def test_simulated_ranks_are_put_into_a_table(tmp_path):
