@@ -23,6 +23,8 @@ _NAME = re.compile(
 )
 _VARIABLE = re.compile(r"(?:^|_)KEY(?:S|_ID)?$", re.IGNORECASE)
 """Names of environment variables that hold secrets, besides those of ``_NAME``."""
+_SHELL_VARIABLES = ("PWD", "OLDPWD")
+"""Environment variables in which shells keep folders, though ``pwd`` often names a password."""
 _ORDINARY = re.compile(
     r"(?:^|[_\-.])(?:bos|eos|pad|unk|sep|cls|mask|stop|image|video|audio|special|start|end|turn|per"
     r"|first|last|next|each|every|new)[_-]token$",
@@ -244,6 +246,8 @@ def _environment_secrets() -> set[str]:
     return {
         form
         for name, value in os.environ.items()
-        if len(value) >= MIN_SECRET_LENGTH and (is_secret_name(name) or _VARIABLE.search(name))
+        if len(value) >= MIN_SECRET_LENGTH
+        and name not in _SHELL_VARIABLES
+        and (is_secret_name(name) or _VARIABLE.search(name))
         for form in _forms(value)
     }

@@ -77,6 +77,13 @@ def test_secrets_of_the_environment_are_found_anywhere(monkeypatch, name):
     assert redact("http://h/?q=0123%2F56789%20abcdef") == "http://h/?q=***"
 
 
+@pytest.mark.parametrize("name", ["PWD", "OLDPWD"])
+def test_the_folders_of_a_shell_are_no_secrets(monkeypatch, name):
+    monkeypatch.setenv(name, "/home/me/project")
+    text = "cannot read /home/me/project/recipe.yaml"
+    assert redact(text) == text
+
+
 @pytest.mark.parametrize(
     "piece", ["a", "a-", "=a", "://a@", "'a':", "token:", "api_key:", "?a=", "."]
 )
