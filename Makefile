@@ -13,14 +13,15 @@ SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 TE_PYTHON := transformer-engine==2.11.0 onnxscript==0.5.6 onnx==1.23.2 onnx_ir==1.1.0 ml_dtypes==0.6.0
 SGLANG_COMPAT := extras/sglang_cpu
 
-.PHONY: help demo test lint format schema attacks verl-flags sglang-cpu slurm soak trl clean
+.PHONY: help demo test lint format docs schema attacks verl-flags sglang-cpu slurm soak trl clean
 
 help:
 	@echo "make demo        train a small model by PPO on two processes (about five minutes)"
 	@echo "make test        run lint and all tests"
 	@echo "make lint        run ruff (rules and format) and pyright (types)"
 	@echo "make format      reformat the code with ruff"
-	@echo "make schema      write docs/recipe.schema.json from mppo/config/sections"
+	@echo "make docs        build the documentation as a site in build/docs"
+	@echo "make schema      write docs/recipe.schema.json and docs/recipe_reference.md from mppo/config/sections"
 	@echo "make attacks     print docs/attacks.md from the rows of tests/attacks"
 	@echo "make verl-flags  write verl's flags into docs/migrating.md from tests/verl_flags"
 	@echo "make soak        kill and resume a run at random for ten minutes"
@@ -48,6 +49,12 @@ format: $(VENV)/.lint
 
 schema: $(VENV)/.mppo
 	$(BIN)/python -m mppo.config.load --json-schema > docs/recipe.schema.json
+	$(BIN)/python -m mppo.config.reference > docs/recipe_reference.md
+
+# Warnings are errors: a broken link between pages ends the build.
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 attacks: $(VENV)/.test
 	@PYTHONPATH=tests $(BIN)/python -m attacks.document
@@ -97,8 +104,12 @@ $(VENV)/.te: | $(VENV)/bin/python
 	$(PIP) --no-deps --upgrade --target $(VENV)/te $(TE_PYTHON)
 	@touch $@
 
-$(VENV)/.test: pyproject.toml $(VENV)/.mppo $(VENV)/.sglang $(VENV)/.te $(VENV)/.lint
+$(VENV)/.test: pyproject.toml $(VENV)/.mppo $(VENV)/.sglang $(VENV)/.te $(VENV)/.lint $(VENV)/.docs
 	$(PIP) -e ".[cpu,mpi,rewards,parquet,tensorboard,dev]"
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml $(VENV)/.mppo
+	$(PIP) -e ".[cpu,docs]"
 	@touch $@
 
 # TRL 1.12 is the last with a PPOTrainer.
