@@ -176,6 +176,8 @@ def extrapolated(
     def factor(text: str) -> float:
         """Position on the line for the role in the text: 0 is ``shallow``, 1 is ``deep``."""
         words = text.replace(",", "").split()
+        if words[0] == "weight":  # a weight sync sends the actor
+            return names["actor"]
         return next((by for name, by in names.items() if name in words), max(names.values()))
 
     def line(a: Counter[K], b: Counter[K], by: Callable[[K], float]) -> Counter[K]:
@@ -203,6 +205,8 @@ def extrapolated(
         # another source line may reach the peak at full depth: extrapolate each one
         moments = [(one.composition, two.composition, two.line)] if one.line == two.line else []
         both = one.by_line.keys() & two.by_line.keys()
+        if moments and one.name.startswith("building"):
+            both = set()  # memory only grows: the last line has the peak at any depth
         moments += [(one.by_line[source], two.by_line[source], source) for source in both]
         moments = moments or [(one.composition, two.composition, two.line)]
         peaks = [

@@ -117,6 +117,25 @@ def test_another_line_may_reach_the_peak_at_another_depth():
     assert (found.peak, found.line) == (24 * GIB, "steep.py:2")
 
 
+def test_memory_only_grows_while_a_role_is_built():
+    shallow, deep = result_of(10 * GIB, 3 * GIB), result_of(11 * GIB, 3 * GIB)
+    for result, last_but_one in ((shallow, 8 * GIB), (deep, 10 * GIB)):
+        phase = result.phases[0] = replace(result.phases[0], name="building actor")
+        phase.line = "last.py:2"
+        earlier = Counter({"actor x": last_but_one})
+        phase.by_line = {"last.py:2": phase.composition, "earlier.py:1": earlier}
+    found = extrapolated(shallow, deep, Depths(2, 3, {"actor": 10.0})).phases[0]
+    assert (found.peak, found.line) == (18 * GIB, "last.py:2")
+
+
+def test_a_weight_sync_grows_with_the_layers_of_the_actor():
+    shallow, deep = result_of(10 * GIB, 3 * GIB, 1), result_of(10 * GIB, 3 * GIB, 2)
+    for result in (shallow, deep):
+        result.phases[0] = replace(result.phases[0], name="weight sync", micro_batches=0)
+    found = extrapolated(shallow, deep, Depths(2, 3, {"actor": 10.0, "critic": 20.0}))
+    assert found.phases[0].operations == 10 * 9
+
+
 def test_no_more_of_a_purpose_than_lives_between_steps():
     shallow, deep = result_of(5 * GIB, 3 * GIB), result_of(8 * GIB, 4 * GIB)
     deep.phases[0].composition = Counter({"actor weights": 6 * GIB, "updating actor": 2 * GIB})
