@@ -202,16 +202,9 @@ def extrapolated(
     )
     for one, two in zip(*pairs, strict=True):
         at = factor(one.name)
-        # another source line may reach the peak at full depth: extrapolate each one
-        moments = [(one.composition, two.composition, two.line)] if one.line == two.line else []
-        both = one.by_line.keys() & two.by_line.keys()
-        if moments and one.name.startswith("building"):
-            both = set()  # memory only grows: the last line has the peak at any depth
-        moments += [(one.by_line[source], two.by_line[source], source) for source in both]
-        moments = moments or [(one.composition, two.composition, two.line)]
         peaks = [
             (line(a, b, lambda text, at=at: sizes.get(text.split()[0], at)), source)
-            for a, b, source in moments
+            for a, b, source in _moments(one, two)
         ]
         for found, _ in peaks:
             for purpose in found.keys() & lasting:
@@ -234,6 +227,17 @@ def extrapolated(
     found = replace(deep, phases=phases, seconds=shallow.seconds + deep.seconds)
     pinned = line(shallow.pinned, deep.pinned, lambda name: names[name])
     return replace(found, resident=resident, complete=complete, pinned=pinned)
+
+
+def _moments(one: PhaseResult, two: PhaseResult) -> list[tuple[Counter[str], Counter[str], str]]:
+    """Compositions in both results, and the source line, of moments that may be the peak at
+    another depth."""
+    found = [(one.composition, two.composition, two.line)]
+    if one.name.startswith("building") and one.line == two.line:
+        return found  # memory only grows: the last line has the peak at any depth
+    both = one.by_line.keys() & two.by_line.keys()
+    others = [(one.by_line[source], two.by_line[source], source) for source in both]
+    return found + others if one.line == two.line else others or found
 
 
 def scale_micro_batches(result: RankResult, recipe: Recipe, reduced: Recipe) -> RankResult:
