@@ -103,8 +103,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu", help="GPU for --dry-run: its name, or its memory in GiB")
     picture = "for --dry-run: draw who is where in which phase (an image file, such as a.svg)"
     parser.add_argument("--picture", type=Path, help=picture)
+    quiet = "print no line per step: trainer.console=quiet"
+    parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.quiet:
+        arguments.overrides.append("trainer.console=quiet")
     if arguments.simulate and not arguments.dry_run:
         parser.error("--simulate needs --dry-run: it simulates the run that is planned")
     if arguments.gpu and not arguments.dry_run:

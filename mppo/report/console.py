@@ -1,19 +1,29 @@
-"""Console output of a run: progress bar, a line per step, sample tables."""
+"""Console output of a run: live display, a line per step, sample tables."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from mppo.report import history
 from mppo.report.history import Metrics
+from mppo.supervision.phase import current
 
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("reward", history.REWARD, "{:.3f}"),
@@ -46,46 +56,48 @@ SAMPLE_COLUMNS = tuple(name.replace("_", " ") for name in SampleRow._fields)
 
 
 class StepConsole:
-    """One line per step, and a progress bar if the output is a terminal.
+    """A line per step; on a terminal, below the lines, a bar with the current phase and the numbers
+    of the last step.
 
     Args:
         total_steps: length of the run.
         console: where to print; None: standard output.
+        style: ``live``; ``lines``: no display on a terminal either; ``quiet``: no line per step.
     """
 
-    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        console: Console | None = None,
+        style: Literal["live", "lines", "quiet"] = "live",
+    ) -> None:
         self.total_steps = total_steps
         self.console = console or Console(highlight=False)
+        self._style = style
         self._finished_at: deque[tuple[int, float]] = deque(maxlen=20)
-        self._progress: Progress | None = None
+        self._display: _Display | None = None
 
     def start(self, step: int) -> None:
         """Start timing, with ``step`` steps done."""
         self._finished_at.append((step, time.monotonic()))
-        if self.console.is_terminal:
-            self._progress = Progress(
-                TextColumn("[bold]PPO"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("eta {task.fields[eta]}"),
-                TimeElapsedColumn(),
-                console=self.console,
-            )
-            self._progress.add_task("steps", total=self.total_steps, completed=step, eta="?")
-            self._progress.start()
+        if self.console.is_terminal and self._style == "live":
+            self._display = _Display(self.console, self.total_steps, step)
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Print a step's line and move the progress bar, after ``start``."""
+        """Print a step's line and update the display, after ``start``."""
         if step == self._finished_at[-1][0]:  # validation before the first step: not a step's time
             self._finished_at.pop()
         self._finished_at.append((step, time.monotonic()))
         eta = format_duration(self.seconds_left())
-        self.print_line(step_line(step, self.total_steps, eta, metrics))
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=step, eta=eta)
+        if self._style != "quiet":
+            self.print_line(step_line(step, self.total_steps, eta, metrics))
+        if self._display is not None:
+            self._display.update(step, eta, metrics)
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Print a table of completions."""
+        if self._style == "quiet":
+            return
         table = Table(title=f"step {step}: samples", title_justify="left")
         for name in SAMPLE_COLUMNS:
             table.add_column(name, overflow="fold", justify="right" if name == "score" else "left")
@@ -105,10 +117,48 @@ class StepConsole:
         return (ended - began) / (last - first) * (self.total_steps - last)
 
     def stop(self) -> None:
-        """Remove the progress bar."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        """Remove the display."""
+        if self._display is not None:
+            self._display.stop()
+            self._display = None
+
+
+class _PhaseColumn(ProgressColumn):
+    """The phase that this rank is in, without its step."""
+
+    def render(self, task: Task) -> Text:
+        return Text(current().split(" > ")[-1].split(", step ")[0])
+
+
+class _Display:
+    """What stands below the lines of a terminal: bar, phase, ETA, and the last step's numbers."""
+
+    def __init__(self, console: Console, total_steps: int, step: int) -> None:
+        self._bar = Progress(
+            TextColumn("[bold]PPO"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("eta {task.fields[eta]}"),
+            TimeElapsedColumn(),
+            _PhaseColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("steps", total=total_steps, completed=step, eta="?")
+        self._live = Live(self._bar, console=console, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def update(self, step: int, eta: str, metrics: Metrics) -> None:
+        """Show a step that is done."""
+        self._bar.update(self._task, completed=step, eta=eta)
+        numbers = Table.grid(padding=(0, 2))
+        shown = [(label, form.format(metrics[key])) for label, key, form in SHOWN if key in metrics]
+        numbers.add_row(*(Text(label, style="dim") for label, _ in shown))
+        numbers.add_row(*(value for _, value in shown))
+        self._live.update(Group(self._bar, numbers))
+
+    def stop(self) -> None:
+        """Remove the display."""
+        self._live.stop()
 
 
 def step_line(step: int, total_steps: int, eta: str, metrics: Metrics) -> str:

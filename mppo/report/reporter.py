@@ -67,7 +67,9 @@ class Reporter:
         self._trainer = trainer
         self._recipe = redact(recipe_dump)
         self._trackers: Sequence[Tracker] = ()
-        self._console = StepConsole(total_steps) if "console" in trainer.logger else None
+        self._console = (
+            StepConsole(total_steps, style=trainer.console) if "console" in trainer.logger else None
+        )
         self._history = History(self.run_dir / METRICS if "jsonl" in trainer.logger else None)
 
     def start(self, step: int) -> None:
@@ -115,7 +117,7 @@ class Reporter:
             self._console.step(step, metrics)
 
     def line(self, text: str) -> None:
-        """Print one line on the console, above the progress bar."""
+        """Print one line on the console, above the live display."""
         if self.is_main and self._console:
             self._console.print_line(text)
 

@@ -15,6 +15,7 @@ from mppo.config.sections.trainer import TrainerConfig
 from mppo.report.console import SampleRow, StepConsole, format_duration, step_line, visible
 from mppo.report.history import History
 from mppo.report.reporter import Reporter
+from mppo.supervision.phase import phase
 
 METRICS = {
     "critic/score/mean": 0.5,
@@ -151,14 +152,31 @@ def test_output_to_a_file_has_plain_complete_lines():
     assert "\x1b" not in out.getvalue()
 
 
-def test_a_terminal_gets_a_bar():
+def test_a_terminal_shows_phase_bar_and_numbers_below_the_lines():
     out = io.StringIO()
-    console = StepConsole(10, Console(file=out, force_terminal=True, width=80))
+    console = StepConsole(10, Console(file=out, force_terminal=True, width=100))
+    console.start(0)
+    with phase("update", 1), phase("updating critic", 1):
+        console.step(1, METRICS)
+        console.stop()
+    last = out.getvalue().rpartition("reward 0.500")[2]
+    assert "1/10" in last
+    assert "updating critic" in last
+    assert "0.0123" in last
+
+
+@pytest.mark.parametrize(("style", "lines"), [("lines", 1), ("quiet", 0)])
+def test_a_terminal_without_a_display(style, lines):
+    out = io.StringIO()
+    console = StepConsole(10, Console(file=out, force_terminal=True, width=100), style)
     console.start(0)
     console.step(1, METRICS)
+    console.samples(1, [SampleRow("2+2", "4", "4", 1.0)] if style == "quiet" else [])
+    console.print_line("a warning")
     console.stop()
-    assert "1/10" in out.getvalue()
-    assert "reward 0.500" in out.getvalue()
+    printed = out.getvalue().splitlines()
+    assert sum("reward" in line for line in printed) == lines
+    assert "a warning" in printed[-1]
 
 
 def test_eta_follows_the_steps(monkeypatch):

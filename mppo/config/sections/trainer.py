@@ -76,6 +76,9 @@ class TrainerConfig(Section):
     that are one update older (one-step off-policy)."""
     logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = ("console", "jsonl")
     """Where metrics go."""
+    console: Literal["live", "lines", "quiet"] = "live"
+    """What ``console`` prints: lines, and on a terminal a live display below them (live); only
+    lines (lines); neither lines nor samples of steps (quiet, or ``-q``)."""
     sample_table_rows: int = Field(default=4, ge=0)
     """Responses of a table, which is shown and written to samples.jsonl."""
     num_sample_generations: int | None = Field(default=None, ge=0)
