@@ -20,9 +20,9 @@ import record
 from mppo.config.checks import load_checked
 from mppo.config.gpu_types import GIB, find_gpu
 from mppo.config.rules.rule import roles_in_use, world_size_of
-from mppo.planning.fit import plan_fit, planned_offload, with_offload
+from mppo.planning.fit import plan_fit
 from mppo.planning.plan import plan_roles, plan_use
-from mppo.planning.residency import GENERATION, residency
+from mppo.planning.residency import GENERATION
 from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.isolated import isolated
 from mppo.simulation.model_config import ModelConfigs
@@ -41,14 +41,14 @@ def cases(path: Path, stages: list[str], gpu: str) -> dict[str, RankCase]:
     world = world_size_of(recipe)
     hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
     plans = plan_roles(recipe, world, hf_configs)
-    recipe = with_offload(recipe, plan_fit(recipe, plans, find_gpu(gpu)).offload)
+    fit = plan_fit(recipe, plans, find_gpu(gpu))
     layouts = [role.megatron.layout(world) for role in roles_in_use(recipe)]
     layout = max(layouts, key=lambda layout: layout.pp)
     wanted = {"first": 0, "last": layout.pp - 1}
     found = {}
     for stage in stages if layout.pp > 1 else ("first",):
         rank = next(r for r in range(world) if layout.coordinates(r).pp == wanted[stage])
-        found[stage] = RankCase(recipe, hf_configs, world, rank, 1, find_gpu(gpu))
+        found[stage] = RankCase(recipe, hf_configs, world, rank, 1, fit.gpu, table=fit.table)
     return found
 
 
@@ -60,17 +60,16 @@ def measured(case: RankCase, full: bool) -> dict[str, Any]:
     seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     plans = plan_roles(case.recipe, case.world_size, case.hf_configs)
     use = plan_use(case.recipe, plans, case.rank)
-    offload = planned_offload(case.recipe, case.world_size, case.hf_configs, None)
-    table = residency(case.recipe, offload)
+    assert case.table is not None
     waiting = next(one for one in use.uses if one.name == GENERATION)
     return {
         "rank": case.rank,
         "world": case.world_size,
         "processor_seconds": round(seconds, 1),
         "resident_gib": round(result.resident.total() / GIB, 2),
-        "planned_resident_gib": round(use.peak(waiting, table) / GIB, 2),
+        "planned_resident_gib": round(use.peak(waiting, case.table) / GIB, 2),
         "host_gib": round(result.pinned.total() / GIB, 2),
-        "planned_host_gib": round(use.host(table) / GIB, 2),
+        "planned_host_gib": round(use.host(case.table) / GIB, 2),
         "phases": {
             phase.name: {
                 "peak_gib": round(phase.peak / GIB, 2),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from simulated_resume import saved_and_loaded
 
 from mppo.config.checks import load_checked
 from mppo.config.gpu_types import find_gpu
 from mppo.config.rules.rule import roles_in_use, world_size_of
-from mppo.planning.fit import NOTHING, plan_fit, planned_offload, with_offload
+from mppo.planning.fit import NOTHING, plan_fit
 from mppo.planning.peaks import RankUse
 from mppo.planning.plan import plan_roles, plan_use
-from mppo.planning.residency import Residency, residency
+from mppo.planning.residency import ON_DEVICE, Residency, residency
 from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
@@ -47,8 +49,8 @@ from mppo.simulation.rank import (
 ROOT = Path(__file__).parents[1]
 TE_FOLDER = os.environ.get("MPPO_TEST_TE_FOLDER", "")
 """Folder with Transformer Engine's Python, for a process in which it is installed."""
-UNPLANNED = (GATHER_BUFFER, TE_BUFFERS)
-"""What lives between steps, but is no part of the plan of resident memory."""
+BUFFERS = (GATHER_BUFFER, TE_BUFFERS)
+"""What the layers keep between steps besides the parts of roles."""
 SMALL_SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -57,6 +59,10 @@ SMALL_SIZES = {
     "num_hidden_layers": 5,
     "vocab_size": 4096,
 }
+ALONE = ("trainer.n_gpus_per_node=1", "data.train_batch_size=32", "actor.ppo_mini_batch_size=32",
+         "actor.megatron.tensor_model_parallel_size=1",
+         "critic.megatron.tensor_model_parallel_size=1")  # fmt: skip
+"""One rank, which has all tensors of a checkpoint."""
 DEPTH = 8
 """Layers of the small model with other settings."""
 SMALL = ("recipes/qwen2_7b_rm.yaml", "data.train_batch_size=128", "actor.ppo_mini_batch_size=128",
@@ -95,10 +101,9 @@ def small_case(*overrides: str) -> RankCase:
 
 
 def placed(case: RankCase) -> RankCase:
-    """The case with the offload that the plan chooses for the recipe at its full depth."""
+    """The case with the table that the plan chooses for the recipe at its full depth."""
     plans = plan_roles(case.recipe, case.world_size, case.hf_configs)
-    offload = plan_fit(case.recipe, plans, case.gpu).offload
-    return replace(case, recipe=with_offload(case.recipe, offload))
+    return replace(case, table=plan_fit(case.recipe, plans, case.gpu).table)
 
 
 def loaded(path: str, *overrides: str) -> RankCase:
@@ -180,12 +185,12 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
     plans = plan_roles(case.recipe, case.world_size, case.hf_configs)
     stages = [plan.memory[plan.layout.coordinates(case.rank).pp] for plan in plans]
     use = plan_use(case.recipe, plans, case.rank)
-    offload = planned_offload(case.recipe, case.world_size, case.hf_configs, None)
-    table = residency(case.recipe, offload)
+    table = case.table or plan_fit(case.recipe, plans, case.gpu).table
     staying = residency(case.recipe, dict.fromkeys(use.parts, NOTHING))
     return {
         "communicators": (result.groups, use.communicators),
-        "resident": result.resident.total() - sum(result.resident[x] for x in UNPLANNED),
+        "resident": result.resident.total() - sum(result.resident[x] for x in BUFFERS),
+        "buffers": (sum(result.resident[x] for x in BUFFERS), use.buffers),
         "held": dict(result.resident),
         "peaks": {phase.name: lasting_peak(phase, result) for phase in result.phases},
         "composition": {phase.name: dict(phase.composition) for phase in result.phases},
@@ -199,7 +204,7 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
             if p.micro_batches
         },
         "waiting": {p.name: {w.line: count for w, count in p.waits.items()} for p in result.phases},
-        "planned": sum(use.role_bytes(name, table["generation"], "device") for name in use.parts),
+        "planned": sum(use.role_bytes(name, table["generation"], ON_DEVICE) for name in use.parts),
         "whole": sum(m.resident for m in stages),
         "planned_host": use.host(table),
         "roles": {
@@ -209,11 +214,11 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
 
 
 def lasting_peak(phase: PhaseResult, result: RankResult) -> int:
-    """A phase's peak in all steps: in the first one, Transformer Engine allocates its buffers only
-    when it needs them first."""
+    """A phase's peak in all steps: in the first one, layers allocate their buffers only when they
+    need them first."""
     if phase.name.startswith("building"):
         return phase.peak
-    return phase.peak + result.resident[TE_BUFFERS] - phase.composition[TE_BUFFERS]
+    return phase.peak + sum(result.resident[x] - phase.composition[x] for x in BUFFERS)
 
 
 def planned_peaks(use: RankUse, table: Residency, result: RankResult) -> dict[str, int]:
@@ -247,6 +252,10 @@ def run(name: str) -> dict[str, Any]:
         if kind == "with":
             case = with_layers(small_case(*what.split()), DEPTH)
             return summary(case, isolated(simulate_rank, case))
+        if kind == "resumed":
+            case = with_layers(small_case(*ALONE, *what.split()), 2)
+            with tempfile.TemporaryDirectory() as folder:
+                return isolated(saved_and_loaded, case, Path(folder) / "saved")
         if kind in ("full", "quick"):
             case = small_case() if what == "small" else placed(loaded(f"recipes/{what}.yaml"))
             once = partial(isolated, simulate_rank)

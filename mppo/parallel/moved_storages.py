@@ -165,9 +165,10 @@ class MovedStorages:
     def readable(self, tensor: Tensor) -> Tensor:
         """The tensor where its content is: itself, or a view of the host memory.
 
-        The view is valid until the storages leave the device again. The host waits for a copy that
-        is under way.
+        The view is valid until the storages leave the device again. The host waits for a copy to
+        the host that is under way, the current stream for one to the device.
         """
+        self.wait()
         place = self._moved.get(tensor.untyped_storage()._cdata)
         if place is None:
             return tensor

@@ -18,7 +18,7 @@ from mppo.planning.host import HostNeed, host_need, planned_host_issue
 from mppo.planning.memory import transformer_engine_is_installed
 from mppo.planning.peaks import RankUse
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
-from mppo.planning.residency import Part, Place, role_parts
+from mppo.planning.residency import ON_DEVICE, Part, Place, role_parts
 from mppo.planning.schedule import TrainedRole, describe_schedule
 from mppo.planning.token_budgets import given_budgets
 from mppo.planning.verdict import EXIT_TOO_LARGE, Moment, describe_verdict
@@ -244,12 +244,12 @@ def _places(fit: Fit) -> str:
         moment = fit.moment(fit.tightest, largest.name)
         cells = [_role_cell(use, name, places[name]) for name in use.parts]
         extra = largest.extra + use.buffers
-        host = sum(_parts_at(use, places, "host").values())
+        host = sum(_parts_at(use, places, ("host",)).values())
         sizes = (extra, _engine_bytes(moment), use.outside, moment.total, host)
         rows.append((phase, *cells, *(f"{size / GIB:.2f}" for size in sizes)))
     legend = (
-        "P parameters, G gradients, O optimizer: on the GPU. The others are in host memory; "
-        "gradients are freed."
+        "P parameters, G gradients, O optimizer: on the GPU; p, o: they come back for the next "
+        "phase.\nThe others are in host memory; gradients are freed."
     )
     return f"{_columns(rows)}\n{legend}"
 
@@ -262,24 +262,24 @@ def residency_bars(fit: Fit) -> list[PhaseBars]:
         largest = use.largest(phase)
         moment = fit.moment(fit.tightest, largest.name)
         device = {
-            **_parts_at(use, places, "device"),
+            **_parts_at(use, places, ON_DEVICE),
             "passes": largest.extra + use.buffers,
             "engine": _engine_bytes(moment),
             "contexts": use.outside,
         }
-        bars.append(PhaseBars(phase, device, _parts_at(use, places, "host")))
+        bars.append(PhaseBars(phase, device, _parts_at(use, places, ("host",))))
     return bars
 
 
 def _parts_at(
-    use: RankUse, places: Mapping[str, Mapping[Part, Place]], place: Place
+    use: RankUse, places: Mapping[str, Mapping[Part, Place]], where: Sequence[Place]
 ) -> dict[str, int]:
-    """Bytes of the parts in a place, by role and part."""
+    """Bytes of the parts in some places, by role and part."""
     return {
         f"{name} {part}": size
         for name, parts in use.parts.items()
         for part, size in parts.items()
-        if places[name][part] == place
+        if places[name][part] in where
     }
 
 
@@ -291,9 +291,9 @@ def _engine_bytes(moment: Moment) -> int:
 def _role_cell(use: RankUse, name: str, places: Mapping[Any, str]) -> str:
     """A role's parts on the GPU with their GiB."""
     here = [
-        f"{part[0].upper()} {size / GIB:.2f}"
+        f"{part[0].upper() if places[part] == 'device' else part[0]} {size / GIB:.2f}"
         for part, size in use.parts[name].items()
-        if places[part] == "device"
+        if places[part] in ON_DEVICE
     ]
     return " ".join(here) or "-"
 

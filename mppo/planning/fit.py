@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, product
 from typing import Any
@@ -16,11 +16,21 @@ from mppo.parallel.collectives import largest_of_ranks
 from mppo.planning.outside import Engine, colocated_engine
 from mppo.planning.peaks import RankUse
 from mppo.planning.plan import RolePlan, plan_roles, plan_use
-from mppo.planning.residency import SAVE, TRAINED_PARTS, Residency, residency, role_parts
+from mppo.planning.residency import (
+    SAVE,
+    TRAINED_PARTS,
+    Residency,
+    residency,
+    role_parts,
+    with_early_returns,
+)
 from mppo.planning.verdict import Moment, Verdict, judge, planned_moments
 
 NOTHING = Offload()
 EVERYTHING = Offload(parameters=True, gradients=True, optimizer=True)
+SPARE = 0.05
+"""Share of the GPU's memory that parts which come back early leave free: they only save time, and
+the plan of a phase is exact within about this much."""
 
 
 @dataclass(frozen=True)
@@ -99,35 +109,31 @@ def plan_fit(recipe: Recipe, plans: Sequence[RolePlan], gpu: GpuType) -> Fit:
     shape = plans[0].passes[0].kind.shape
     engine = colocated_engine(recipe, plans[0].layout.world, shape, plans[0].parameters)
     offload, engine = choose_offload(recipe, list(uses.values()), engine, gpu)
-    table = residency(recipe, offload)
+    most = int(gpu.nbytes * (1 - SPARE))
+    table = with_early_returns(
+        residency(recipe, offload),
+        lambda table, phase: _largest(phase, uses.values(), table, engine) <= most,
+    )
     verdicts = {rank: _judged(recipe, use, table, engine, gpu) for rank, use in uses.items()}
     return Fit(gpu, engine, offload, table, uses, verdicts)
 
 
-def planned_offload(
+def planned_residency(
     recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any], gpu: GpuType | None
-) -> dict[str, Offload]:
-    """The parts that each role of a run offloads, with the choice of ``auto``.
+) -> Residency:
+    """Who is where in each phase of a run, with the choice of ``auto``.
 
     Args:
         recipe: a recipe that is valid for this world size.
         world_size: number of ranks.
         hf_configs: Hugging Face config object of each role's model, by role.
-        gpu: the GPU; None: the run is on the CPU, where ``auto`` offloads nothing.
+        gpu: the GPU; None: the run is on the CPU, where ``auto`` offloads nothing, and everything
+            comes back early.
     """
     if gpu is None:
-        return {role.name: _given(role) or NOTHING for role in roles_in_use(recipe)}
-    return dict(plan_fit(recipe, plan_roles(recipe, world_size, hf_configs), gpu).offload)
-
-
-def with_offload(recipe: Recipe, offload: Mapping[str, Offload]) -> Recipe:
-    """The recipe with the chosen parts in place of ``auto``."""
-    sections: dict[str, Any] = {}
-    for role in roles_in_use(recipe):
-        megatron = role.megatron.model_copy(update={"offload": offload[role.name]})
-        section = getattr(recipe, role.name)
-        sections[role.name] = section.model_copy(update={"megatron": megatron})
-    return recipe.model_copy(update=sections)
+        offload = {role.name: _given(role) or NOTHING for role in roles_in_use(recipe)}
+        return with_early_returns(residency(recipe, offload), lambda table, phase: True)
+    return plan_fit(recipe, plan_roles(recipe, world_size, hf_configs), gpu).table
 
 
 def ranks_by_stages(plans: Sequence[RolePlan]) -> list[int]:
@@ -210,6 +216,16 @@ def _judged(
 ) -> Verdict:
     everything = residency(recipe, dict.fromkeys(use.parts, EVERYTHING))
     return judge(planned_moments(use, table, engine, everything), recipe, gpu, engine)
+
+
+def _largest(phase: str, uses: Iterable[RankUse], table: Residency, engine: Engine | None) -> int:
+    """Most bytes that a rank needs in a phase of the table."""
+    return max(
+        moment.total
+        for use in uses
+        for one, moment in zip(use.uses, planned_moments(use, table, engine, table))
+        if one.phase == phase
+    )
 
 
 def _shortage(verdict: Verdict) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from mppo.config.rules.rule import RoleCase
 from mppo.parallel.layout import Layout
 from mppo.planning.activations import Layer, ModelKind
-from mppo.planning.transformer_engine import kept_bytes
+from mppo.planning.transformer_engine import kept_tensors
 from mppo.weights.blocks import padded_vocab_size
 
 _FLOAT = 4
@@ -99,14 +99,18 @@ class StagePasses:
         return self.role.trained
 
     @property
-    def gather_buffer(self) -> int:
+    def buffers(self) -> dict[Hashable, int]:
         """Bytes of the layers' permanent buffers: those of Transformer Engine, or else the one in
-        which Megatron's sequence parallelism gathers a matrix's input."""
+        which Megatron's sequence parallelism gathers a matrix's input.
+
+        Roles on a rank share a buffer that they have in common; it is as large as the largest.
+        """
         if self.kind.transformer_engine:
             sparse = [layer.sparse for layer in self._training]
-            return kept_bytes(self.kind.shape, self.layout, sparse, self.trained, self.itemsize)
+            return kept_tensors(self.kind.shape, self.layout, sparse, self.trained, self.itemsize)
         widest = max(self._forward[0], self._training[0], key=lambda layer: layer.tokens)
-        return int(widest.gathered) if widest.sequence_parallel else 0
+        # Megatron keeps one for each layout
+        return {self.layout: int(widest.gathered)} if widest.sequence_parallel else {}
 
     @property
     def in_flight(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mppo.config.schema import Recipe
@@ -11,6 +11,7 @@ from mppo.planning.outside import CUDA_CONTEXT, NCCL_COMMUNICATOR, communicators
 from mppo.planning.passes import StagePasses
 from mppo.planning.residency import (
     GENERATION,
+    ON_DEVICE,
     SAVE,
     WEIGHT_SYNC,
     Part,
@@ -87,13 +88,13 @@ class RankUse:
     def held(self, use: Use, table: Residency) -> dict[str, int]:
         """Bytes of each role's parts that are on the device during a phase."""
         chosen = self.parts if use.roles is None else use.roles
-        return {name: self.role_bytes(name, table[use.phase], "device") for name in chosen}
+        return {name: self.role_bytes(name, table[use.phase], ON_DEVICE) for name in chosen}
 
     def role_bytes(
-        self, name: str, places: Mapping[str, Mapping[Part, Place]], place: Place
+        self, name: str, places: Mapping[str, Mapping[Part, Place]], where: Sequence[Place]
     ) -> int:
-        """Bytes of a role's parts that are in a place."""
-        return sum(n for part, n in self.parts[name].items() if places[name][part] == place)
+        """Bytes of a role's parts that are in some places."""
+        return sum(n for part, n in self.parts[name].items() if places[name][part] in where)
 
     def peak(self, use: Use, table: Residency) -> int:
         """Most bytes that torch's allocator hands out in a phase."""
@@ -103,7 +104,7 @@ class RankUse:
     def host(self, table: Residency) -> int:
         """Most bytes of parts in host memory at once."""
         return max(
-            sum(self.role_bytes(name, places, "host") for name in self.parts)
+            sum(self.role_bytes(name, places, ("host",)) for name in self.parts)
             for places in table.values()
         )
 
@@ -117,11 +118,10 @@ def rank_use(recipe: Recipe, parts: Sequence[RankPart], streamed: int, rank: int
         streamed: bytes that a weight sync allocates.
         rank: the rank.
     """
-    # roles with the same layout share Megatron's buffer
-    buffers = {part.passes.layout: 0 for part in parts}
+    buffers: dict[Hashable, int] = {}
     for part in parts:
-        layout = part.passes.layout
-        buffers[layout] = max(buffers[layout], part.passes.gather_buffer)
+        for buffer, size in part.passes.buffers.items():
+            buffers[buffer] = max(size, buffers.get(buffer, 0))
     return RankUse(
         {part.name: _part_bytes(part) for part in parts},
         sum(buffers.values()),

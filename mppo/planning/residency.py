@@ -6,7 +6,8 @@ the plan counts memory by it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Literal
 
 from mppo.config.rules.rule import RoleCase, roles_in_use
@@ -15,9 +16,11 @@ from mppo.config.schema import Recipe
 from mppo.config.sections.megatron import Offload
 
 Part = Literal["parameters", "gradients", "optimizer"]
-Place = Literal["device", "host", "freed"]
+Place = Literal["device", "returning", "host", "freed"]
+"""A part that is returning is on the device, or on its way there, for the next phase."""
 Residency = Mapping[str, Mapping[str, Mapping[Part, Place]]]
 """Place of each part that a role has, by phase and role."""
+ON_DEVICE: tuple[Place, ...] = ("device", "returning")
 
 TRAINED_PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 FROZEN_PARTS: tuple[Part, ...] = ("parameters",)
@@ -55,6 +58,35 @@ def residency(recipe: Recipe, offload: Mapping[str, Offload]) -> Residency:
                 for part in role_parts(role)
             }
     return table
+
+
+def with_early_returns(table: Residency, fits: Callable[[Residency, str], bool]) -> Residency:
+    """The table in which parts come back a phase before they are used, where memory allows it.
+
+    Their copies then run beside the passes of that phase. The engine has the memory that generation
+    leaves, and gradients are not copied: nothing comes back in generation, and no gradients do.
+
+    Args:
+        table: of ``residency``.
+        fits: whether all ranks have the memory for a phase of a table.
+    """
+    for phase, role, part in _early_returns(table):
+        places = {**table[phase][role], part: "returning"}
+        candidate = {**table, phase: {**table[phase], role: places}}
+        if fits(candidate, phase):
+            table = candidate
+    return table
+
+
+def _early_returns(table: Residency) -> Iterator[tuple[str, str, Part]]:
+    """Phase, role and part of everything that could come back early; the weights first, since the
+    passes need them at once, and the optimizer's state only after the passes."""
+    phases = [phase for phase in table if phase not in (GENERATION, SAVE)]
+    for phase, following in pairwise(phases):
+        for part in SAVED_PARTS:
+            for role, places in table[phase].items():
+                if places.get(part) == "host" and table[following][role][part] == "device":
+                    yield phase, role, part
 
 
 def used_parts(recipe: Recipe) -> dict[str, dict[str, tuple[Part, ...]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from mppo.parallel.layout import Layout
 from mppo.weights.shape import ModelShape
@@ -15,10 +15,10 @@ _GROUPED_WORKSPACES = 4
 Matrix = tuple[int, int]
 
 
-def kept_bytes(
+def kept_tensors(
     shape: ModelShape, layout: Layout, sparse: Sequence[bool], trained: bool, itemsize: int
-) -> int:
-    """Bytes that Transformer Engine keeps for a role's layers on one rank.
+) -> dict[Hashable, int]:
+    """What Transformer Engine keeps for a role's layers on one rank.
 
     A layer adds its weights' gradient to Megatron's buffer itself. Autograd gets a tensor that
     nothing reads, which all layers with weights of the same shape share (``get_dummy_wgrad``).
@@ -29,6 +29,9 @@ def kept_bytes(
         sparse: for each layer of the rank, whether its feed-forward is a mixture of experts.
         trained: whether the role has backward passes.
         itemsize: bytes of an element of the weights.
+
+    Returns:
+        Bytes by tensor. Roles share a tensor that they have in common, whatever their layouts.
     """
     workspaces = 1 + (_GROUPED_WORKSPACES if any(sparse) else 0)
     matrices: set[Matrix] = set()
@@ -39,7 +42,11 @@ def kept_bytes(
     if trained and any(sparse):
         matrices.update(_feed_forward(shape, shape.expert_ffn, layout.etp))
         matrices.update(_feed_forward(shape, shape.shared_ffn, layout.tp))
-    return workspaces * _WORKSPACE + itemsize * sum(rows * columns for rows, columns in matrices)
+    gradients = {
+        ("gradient", rows, columns, itemsize): itemsize * rows * columns
+        for rows, columns in matrices
+    }
+    return {("workspace", n): _WORKSPACE for n in range(workspaces)} | gradients
 
 
 def _attention(shape: ModelShape, tp: int) -> Iterator[Matrix]:

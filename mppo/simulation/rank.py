@@ -19,7 +19,7 @@ from mppo.config.gpu_types import GpuType
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.packed_batch import pack_trajectories
-from mppo.planning.residency import REWARD
+from mppo.planning.residency import REWARD, Residency
 from mppo.planning.verdict import CHECKPOINT
 from mppo.simulation.gpu import (
     attention_kernels,
@@ -66,6 +66,7 @@ class RankCase:
         gpus_per_node: number of GPUs per node.
         transformer_engine: whether the stand-in of Transformer Engine (``te_stand_in``) is
             installed in this process.
+        table: who is where in which phase; None: as planned for the GPU and these models.
     """
 
     recipe: Recipe
@@ -76,6 +77,7 @@ class RankCase:
     gpu: GpuType
     gpus_per_node: int = 8
     transformer_engine: bool = False
+    table: Residency | None = None
 
 
 @dataclass
@@ -218,6 +220,7 @@ class _Simulation:
             lambda path, *rest: self.case.hf_configs[str(path)],
             GroupRegistry(recipe.trainer.seed),
             _TOTAL_STEPS,
+            table=self.case.table,
         )
         roles = self.roles
         present = [roles.actor, roles.critic, roles.ref, roles.reward_model]

@@ -8,7 +8,7 @@ from functools import partial
 from mppo.config.gpu_types import GpuType
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
-from mppo.planning.fit import plan_fit, with_offload
+from mppo.planning.fit import plan_fit
 from mppo.planning.plan import plan_roles, with_token_budgets
 from mppo.planning.verdict import describe_verdict, judge
 from mppo.simulation.isolated import SimulationError, isolated
@@ -39,12 +39,13 @@ def simulate_run(
     hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
     recipe = with_token_budgets(recipe, world_size, hf_configs)
     fit, all_fit = plan_fit(recipe, plan_roles(recipe, world_size, hf_configs), gpu), True
-    recipe = with_offload(recipe, fit.offload)  # the models of a quick run would need none
     import_simulated_code()
     per_node = recipe.trainer.n_gpus_per_node or 8
     for rank in ranks_to_simulate(recipe, world_size, options):
         with_te = options.transformer_engine is not None
-        case = RankCase(recipe, hf_configs, world_size, rank, options.steps, gpu, per_node, with_te)
+        case = RankCase(
+            recipe, hf_configs, world_size, rank, options.steps, gpu, per_node, with_te, fit.table
+        )  # with the table: the smaller models of a quick run would need no offload
         result = _result(case, options.quick)
         print(describe_rank(result, recipe, world_size), end="\n\n", flush=True)
         moments = simulated_moments(result, recipe, fit.engine)

@@ -33,10 +33,11 @@ class MovablePart(Protocol):
 class RolePlacement:
     """Moves the parts of roles between device and host memory at the changes of phase.
 
-    Copies run beside the computation. Weights that come back are awaited on the device by the
-    computation that is queued next; the optimizer's state by the optimizer step, so that it arrives
-    during the passes before it. Memory that is on its way to the host is free for others once the
-    copy is complete: ``device.give_back_memory`` waits for that.
+    Copies run beside the computation. What the table calls returning comes back during the phase
+    before its use, and that phase does not wait for it. In the phase that uses them, weights are
+    awaited on the device by the computation that is queued first, the optimizer's state by the
+    optimizer step, so that it can arrive during the passes. Memory that is on its way to the host
+    is free for others once the copy is complete: ``device.give_back_memory`` waits for that.
 
     Args:
         table: the place of each part, by phase and role.
@@ -81,13 +82,21 @@ class RolePlacement:
         with phase(f"building {role.name}"):
             self._place({role.name: self._table[self.phase][role.name]})
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, early: bool = True) -> None:
         """Place all parts for a phase of the table.
 
         Parts leave before others come, whose memory may be theirs.
+
+        Args:
+            phase: the phase.
+            early: whether the parts of the next phase come back where the table says so.
         """
         self.phase = phase
         self._place({name: self._table[phase][name] for name in self._roles})
+        for name, role in self._roles.items() if early else ():
+            for part, place in self._table[phase][name].items():
+                if place == "returning":
+                    _movable(role, part).arrive()
 
     def prepare(self, *kinds: Literal["reward", "forward", "update"]) -> None:
         """Enter the first phase of these kinds, if there is one, before its batch is there."""
@@ -99,11 +108,11 @@ class RolePlacement:
     def scoring(self) -> Iterator[None]:
         """Inside the context the reward model can score; after it everything is as before."""
         before = self.phase
-        self.enter(REWARD)
+        self.enter(REWARD, early=False)  # in validation no forward pass comes next
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter(before, early=False)
 
     @contextmanager
     def sending_weights(self) -> Iterator[None]:
@@ -125,7 +134,7 @@ class RolePlacement:
                 movable = _movable(self._roles[name], part)
                 if place == "device":
                     coming.append(movable)
-                else:
+                elif place != "returning":
                     movable.leave()
         for movable in coming:
             movable.arrive()

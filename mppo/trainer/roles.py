@@ -15,10 +15,10 @@ from mppo.models.configuration import DTYPES
 from mppo.models.role import Role
 from mppo.models.role_spec import RoleSpec
 from mppo.parallel.groups import GroupRegistry
-from mppo.planning.fit import own_gpu, planned_offload
+from mppo.planning.fit import own_gpu, planned_residency
 from mppo.planning.flops import model_flops
 from mppo.planning.plan import token_costs, with_token_budgets
-from mppo.planning.residency import residency
+from mppo.planning.residency import Residency
 from mppo.planning.token_budgets import given_budgets
 from mppo.rewards.reward_model.scale import RewardModelScale
 from mppo.supervision.phase import phase
@@ -79,6 +79,7 @@ class Roles:
         registry: process groups by layout.
         total_steps: PPO steps of the run, for the learning-rate schedules.
         text: documents for the pretraining mix; None without one.
+        table: who is where in which phase; None: as planned for this machine.
 
     Attributes:
         placement: moves the roles' parts between device and host memory.
@@ -95,6 +96,7 @@ class Roles:
         registry: GroupRegistry,
         total_steps: int,
         text: PretrainingMix | None = None,
+        table: Residency | None = None,
     ) -> None:
         self.recipe = recipe
         self.text = text
@@ -127,8 +129,8 @@ class Roles:
 
         numbers = with_token_budgets(recipe, world, configs)
         actor, critic, ref = numbers.actor, numbers.critic, numbers.ref
-        offload = planned_offload(recipe, world, configs, own_gpu(recipe))
-        self.placement = RolePlacement(residency(recipe, offload))
+        table = table or planned_residency(recipe, world, configs, own_gpu(recipe))
+        self.placement = RolePlacement(table)
         self.actor = build("actor", "policy", actor, actor.megatron, actor.optim)
         self.placement.add(self.actor)
         self.critic: Role | None = None

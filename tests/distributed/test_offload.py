@@ -1,7 +1,8 @@
-"""Runs with offloaded roles: what lies where in each phase, and stop requests in every phase."""
+"""Runs with offloaded roles: what lies where in each phase; saves, stop requests and resumes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -33,6 +34,8 @@ COMMON = [
     "actor.use_kl_loss=true",
     "actor.kl_loss_type=full",
     "actor.megatron.tensor_model_parallel_size=2",
+    "reward_model.path=builtin:tiny-reward",
+    "reward_model.weight=0.5",
     "trainer.total_training_steps=2",
     "trainer.test_freq=2",
     "trainer.val_before_train=false",
@@ -42,8 +45,13 @@ OFFLOADED = [
     f"actor.megatron.offload={ALL}",
     f"critic.megatron.offload={ALL}",
     "ref.megatron.offload.parameters=true",
+    "reward_model.megatron.offload.parameters=true",
 ]
-STOPS = ("gen", "reward", "log_probs", "update", "update_weights", "testing", "save_checkpoint")
+BEFORE_UPDATE = ("gen", "reward", "forward ref", "forward actor", "forward critic", "adv")
+STOPS = (*BEFORE_UPDATE, "update", "weight sync", "testing", "save_checkpoint")
+"""Stages of an iteration and phases of the table."""
+RESUMES = {"gen": OFFLOADED, "forward actor": []}
+"""Stopped runs that are started again, with these settings."""
 PARTS = ("parameters", "gradients", "optimizer")
 
 
@@ -64,8 +72,31 @@ def bytes_on_device(roles: dict) -> dict[str, dict[str, int]]:
     return found
 
 
+def contents(roles: dict) -> dict[str, str]:
+    """A checksum of what a checkpoint of each trained role would hold of this rank."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+    from mppo.checkpoint.role_state import sharded_state
+    from mppo.weights.hf.safetensors_file import byte_view
+
+    found = {}
+    for name, role in roles.items():
+        if role.optimizer is None:
+            continue
+        digest = hashlib.sha256()
+        with role.groups.active(), torch.no_grad():
+            tensors, _ = extract_sharded_tensors_and_factories(sharded_state(role))
+            for entry in nested_values(tensors):
+                data = entry.data.detach().contiguous().view(-1).view(torch.uint8)
+                digest.update(f"{entry.key} {entry.global_offset}".encode())
+                digest.update(byte_view(data))
+        found[name] = digest.hexdigest()
+    return found
+
+
 def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> Any:
-    """A run of two steps; a rank is asked to stop when a stage of the second begins."""
+    """A run of two steps; a rank is asked to stop when a stage or phase of the second begins."""
     from mppo.config.load import load_recipe
     from mppo.supervision import stop_request
     from mppo.supervision.signals import listening
@@ -74,26 +105,43 @@ def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> A
     from mppo.trainer.run import Run
     from mppo.trainer.run_setup import build_run
 
+    steps = [0]
+
+    def begins(name: str) -> None:
+        """Ask this rank to stop in a stage or phase of the second step."""
+        if (name, steps[0]) == (stop_at, 2) and info.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not stop_request.is_requested():
+                time.sleep(0.001)
+
     class Watched(RolePlacement):
-        """Records the bytes on the device after every move."""
+        """Records after every move what is on the device, and what a checkpoint would hold."""
 
         def __init__(self, placement: RolePlacement) -> None:
             vars(self).update(vars(placement))
-            self.seen: list[tuple[str, dict]] = [(self.phase, bytes_on_device(self._roles))]
+            self.seen: list[dict] = []
+            self._see(self.phase, True)
 
-        def enter(self, phase: str) -> None:
-            super().enter(phase)
-            self.seen.append((phase, bytes_on_device(self._roles)))
+        def enter(self, phase: str, early: bool = True) -> None:
+            before = self.phase
+            super().enter(phase, early)
+            self._see(before, early)
+            begins(phase)
+
+        def _see(self, before: str, early: bool) -> None:
+            seen = {"before": before, "phase": self.phase, "early": early}
+            seen["bytes"] = bytes_on_device(self._roles)
+            if not stop_at:
+                seen["contents"] = contents(self._roles)
+            self.seen.append(seen)
 
     class Stopped(Run):
         """Receives a stop signal at the beginning of a stage."""
 
         @contextmanager
         def stage(self, name: str, step: int):
-            if (name, step) == (stop_at, 2) and info.rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-                while not stop_request.is_requested():
-                    time.sleep(0.001)
+            steps[0] = step
+            begins(name)
             with super().stage(name, step):
                 yield
 
@@ -119,14 +167,16 @@ def _worker(rank: int, out: Path) -> None:
     info = LaunchInfo(rank, 2, rank, 2, "127.0.0.1", 1, "python")
     kept = _run(info, out / "plain", ["trainer.save_freq=1"])
     moved = _run(info, out / "offloaded", ["trainer.save_freq=1", *OFFLOADED])
-    if rank == 0:
-        everything = bytes_on_device(kept.roles.placement._roles)
-        seen = {"all": everything, "host": moved.roles.placement.host_nbytes}
-        seen["phases"] = moved.roles.placement.seen
-        seen["table"] = moved.roles.placement._table
-        (out / "seen.json").write_text(json.dumps(seen))
+    everything = bytes_on_device(kept.roles.placement._roles)
+    seen = {"all": everything, "host": moved.roles.placement.host_nbytes}
+    seen["phases"] = moved.roles.placement.seen
+    seen["table"] = moved.roles.placement._table
+    seen["kept"] = kept.roles.placement.seen
+    (out / f"seen_{rank}.json").write_text(json.dumps(seen))
     for stage in STOPS:
         _run(info, out / stage, OFFLOADED, stage)
+    for stage, overrides in RESUMES.items():
+        _run(info, out / stage, [*overrides, "trainer.save_freq=1"])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -158,25 +208,49 @@ def test_a_run_with_offload_saves_and_exports_the_same_bits(runs):
 
 @pytest.mark.parametrize("stage", STOPS)
 def test_a_stop_request_leaves_the_checkpoint_of_a_run_without_offload(runs, stage):
-    done = 1 if stage in ("gen", "reward", "log_probs") else 2
+    done = 1 if stage in BEFORE_UPDATE else 2
     assert (runs / stage / "checkpoints" / f"global_step_{done}").is_dir(), os.listdir(runs / stage)
     assert checksums(runs / stage, done) == checksums(runs / "plain", done)
 
 
+@pytest.mark.parametrize("stage", RESUMES)
+def test_a_stopped_run_continues_with_and_without_offload(runs, stage):
+    assert checksums(runs / stage, 2) == checksums(runs / "plain", 2)
+
+
+def seen_by(runs: Path, rank: int) -> dict:
+    return json.loads((runs / f"seen_{rank}.json").read_text())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_in_any_phase_would_hold_what_a_run_without_offload_holds_then(runs, rank):
+    found = seen_by(runs, rank)
+    assert [seen["phase"] for seen in found["kept"]] == [seen["phase"] for seen in found["phases"]]
+    states = [[seen["contents"][role] for seen in found["phases"]] for role in ("actor", "critic")]
+    assert states == [[seen["contents"][r] for seen in found["kept"]] for r in ("actor", "critic")]
+    assert [len(set(one)) for one in states] == [3, 3], "at the start, and after each update"
+
+
 def test_parts_lie_where_the_table_says(runs):
-    seen = json.loads((runs / "seen.json").read_text())
-    phases = [phase for phase, _ in seen["phases"]]
-    assert set(phases) == set(seen["table"]) - {"save"}, "a save reads the parts where they are"
-    for phase, found in seen["phases"]:
-        for role, parts in seen["table"][phase].items():
+    seen = seen_by(runs, 0)
+    phases = {entry["phase"] for entry in seen["phases"]}
+    assert phases == set(seen["table"]) - {"save"}, "a save reads the parts where they are"
+    places = set()
+    for entry in seen["phases"]:
+        # the reward model scores between generations, and before the forward passes
+        early = entry["early"] or entry["before"] == "reward"
+        here = ("device", "returning") if early else ("device",)
+        for role, parts in seen["table"][entry["phase"]].items():
             for part, place in parts.items():
-                wanted = seen["all"][role][part] if place == "device" else 0
-                assert found[role][part] == wanted, (phase, role, part)
+                wanted = seen["all"][role][part] if place in here else 0
+                assert entry["bytes"][role][part] == wanted, (entry, role, part)
                 assert seen["all"][role][part] > 0
+                places.add((entry["phase"], place, early))
+    assert {("reward", "returning", True), ("reward", "returning", False)} <= places
 
 
 def test_host_memory_holds_what_leaves_and_no_more(runs):
-    seen = json.loads((runs / "seen.json").read_text())
+    seen = seen_by(runs, 0)
     moved = sum(
         parts.get("parameters", 0) + parts.get("optimizer", 0) for parts in seen["all"].values()
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,7 @@ from launched_run import (
     ONE_STREAM,
     STEPS,
     LaunchedRun,
+    keys,
     mpirun,
     same_weights,
     start_under,
@@ -109,6 +112,34 @@ def test_a_killed_rank_ends_the_job_and_the_next_start_continues(tmp_path, undis
     assert re.search(r"mppo: no heartbeat for \d+ s from rank 1 of 2 \(pid \d+ on", text)
     assert re.search(r"which was in: .*; last completed step: [1-5]", text)
     finishes_like(undisturbed, tmp_path)
+
+
+def test_a_rank_killed_in_the_middle_of_a_copy_to_host_memory_ends_the_job(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    offload = "{parameters: true, gradients: true, optimizer: true}"
+    both = [f"{role}.megatron.offload={offload}" for role in ("actor", "critic")]
+    run = LaunchedRun(tmp_path, program="dying_copy", argv=keys(tmp_path, both))
+    assert run.codes(patience_s=120) == [1, -signal.SIGKILL]
+    copied = re.search(r"^killed after (\d+) of (\d+) copies$", run.text(1), re.M)
+    assert 0 < int(copied[1]) < int(copied[2])
+    verdict = re.search(r"mppo: no heartbeat .* from rank 1 of 2 .*", run.text(0))[0]
+    assert "which was in: update_weights, step 2" in verdict
+    assert "last completed step: 1" in verdict
+    assert (tmp_path / "checkpoints/global_step_1/manifest.json").is_file()
+    deadline = time.monotonic() + 30  # other programs may be creating theirs
+    while left := without_owner(set(os.listdir("/dev/shm")) - before):
+        assert time.monotonic() < deadline, f"left in shared memory: {left}"
+        time.sleep(0.5)
+
+
+def without_owner(names: set[str]) -> set[str]:
+    """Those files in shared memory that no process has mapped or opened."""
+    used = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            used |= {Path(one.path).name for one in process.memory_maps()}
+            used |= {Path(one.path).name for one in process.open_files()}
+    return names - used
 
 
 def test_a_rank_killed_while_actor_and_critic_share_a_pipeline_ends_the_job(tmp_path):

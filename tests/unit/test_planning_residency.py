@@ -15,11 +15,11 @@ from mppo.config.rules.rule import roles_in_use, world_size_of
 from mppo.config.sections.megatron import Offload
 from mppo.hub.builtin import read_model_config
 from mppo.parallel.host_memory import cgroup_limit
-from mppo.planning.fit import EVERYTHING, NOTHING, Fit, plan_fit, planned_offload
+from mppo.planning.fit import EVERYTHING, NOTHING, Fit, plan_fit, planned_residency
 from mppo.planning.host import ENGINE_PROCESS, PROCESS, host_issue, host_need, memory_warnings
 from mppo.planning.outside import LEAST_SEQUENCES
 from mppo.planning.plan import plan_roles
-from mppo.planning.residency import TRAINED_PARTS, residency
+from mppo.planning.residency import GENERATION, TRAINED_PARTS, residency
 from mppo.planning.verdict import EXIT_TOO_LARGE, judge, planned_moments
 from mppo.train import main
 
@@ -51,10 +51,10 @@ def fit_of(gpu: str | float, name: str, *overrides: str) -> Fit:
     return plan_fit(*plans_of(ROOT / "recipes" / f"{name}.yaml", *overrides), chosen)
 
 
-def places(table, phase: str) -> dict[str, str]:
-    """Initials of the parts on the device, by role."""
+def places(table, phase: str, where: str = "device") -> dict[str, str]:
+    """Initials of the parts in a place, by role."""
     return {
-        role: "".join(part[0] for part, place in parts.items() if place == "device")
+        role: "".join(part[0] for part, place in parts.items() if place == where)
         for role, parts in table[phase].items()
     }
 
@@ -139,8 +139,10 @@ def test_the_gib_of_the_32b_recipe_by_phase():
     held = {one.name: sum(use.held(one, fit.table).values()) for one in use.uses}
     assert held["generation"] == 0
     assert held["building critic"] == 0, "the actor waits in host memory"
-    assert held["weight sync"] == held["forward passes of actor"] == 2 * actor
-    assert held["updating critic"] == (2 + 4) * critic + 12 * critic // 4
+    assert held["weight sync"] == 2 * actor
+    assert held["forward passes of actor"] == 2 * actor + 2 * critic, "the critic's come back"
+    returning = 2 * actor + 12 * actor // 2
+    assert held["updating critic"] == (2 + 4) * critic + 12 * critic // 4 + returning
 
 
 def test_auto_offloads_the_least_that_fits():
@@ -204,8 +206,9 @@ def test_what_a_recipe_sets_is_not_chosen_anew():
 
 def test_on_the_cpu_auto_offloads_nothing():
     given = recipe("actor.megatron.offload={optimizer: true}")
-    found = planned_offload(given, 1, models(DENSE), None)
-    assert found == {"actor": Offload(optimizer=True), "critic": NOTHING}
+    table = planned_residency(given, 1, models(DENSE), None)
+    found = places(table, GENERATION, "host")
+    assert found == {"actor": "o", "critic": ""}
 
 
 def test_a_kv_cache_that_is_too_small_does_not_fit():
