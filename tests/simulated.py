@@ -23,15 +23,18 @@ from simulated_resume import saved_and_loaded
 from mppo.config.checks import load_checked
 from mppo.config.gpu_types import find_gpu
 from mppo.config.rules.rule import roles_in_use, world_size_of
-from mppo.planning.fit import NOTHING, plan_fit
+from mppo.planning.fit import NOTHING, plan_fit, planned_gpu
 from mppo.planning.peaks import RankUse
 from mppo.planning.plan import plan_roles, plan_use
 from mppo.planning.residency import ON_DEVICE, Residency, residency
+from mppo.planning.verdict import describe_verdict, judge
 from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
+from mppo.simulation.moments import simulated_moments
 from mppo.simulation.quick import (
     chunk_depths,
+    extrapolated,
     fewest_layers,
     quick_result,
     reduced_batch,
@@ -51,6 +54,8 @@ TE_FOLDER = os.environ.get("MPPO_TEST_TE_FOLDER", "")
 """Folder with Transformer Engine's Python, for a process in which it is installed."""
 BUFFERS = (GATHER_BUFFER, TE_BUFFERS)
 """What the layers keep between steps besides the parts of roles."""
+NAMED_GPUS = ("a100-80gb", "h100-80gb")
+"""The GPUs that the shipped recipes fit (``docs/memory.md``)."""
 SMALL_SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -74,11 +79,51 @@ STORED = ("actor.megatron.recompute_granularity=none",
 
 
 def recipe_case(recipe: str, last: bool = False, overrides: tuple[str, ...] = ()) -> RankCase:
-    """A shipped recipe with few micro-batches, and the fewest layers in every pipeline chunk among
-    which is every kind of layer; a recipe with hardly more layers keeps its own."""
-    case = stage_case(placed(loaded(f"recipes/{recipe}.yaml", *overrides)), last)
-    fewer = replace(case, recipe=reduced_batch(case.recipe, case.world_size))
-    return fewer if chunk_depths(case) is None else with_layers(fewer, fewest_layers(case))
+    """A shipped recipe on its first or last stage, placed."""
+    return stage_case(placed(loaded(f"recipes/{recipe}.yaml", *overrides)), last)
+
+
+def shallow(case: RankCase, periods: int = 0) -> RankCase:
+    """The case with few micro-batches, and the fewest layers in every pipeline chunk among which is
+    every kind of layer, or some periods of layers more; a recipe with hardly more keeps its own."""
+    fewer, depths = replace(case, recipe=reduced_batch(case.recipe, case.world_size)), None
+    if (depths := chunk_depths(case)) is None:
+        return fewer
+    return with_layers(fewer, fewest_layers(case) + periods * (depths.second - depths.first))
+
+
+def at_full_depth(case: RankCase, result: RankResult) -> RankResult:
+    """The result of ``shallow(case)``, scaled to the case's depth by one deeper run."""
+    depths = chunk_depths(case)
+    if depths is None:
+        return result
+    first = fewest_layers(case)
+    depths = replace(depths, first=first, second=first + depths.second - depths.first)
+    deeper = isolated(simulate_rank, shallow(case, periods=1))
+    return extrapolated(result, deeper, depths, case.recipe.rollout.sync_bucket_mb << 20)
+
+
+def verdicts(case: RankCase, result: RankResult) -> dict[str, dict[str, Any]]:
+    """Whether the simulated rank fits in every phase, by type of GPU.
+
+    Args:
+        case: a recipe at its full depth, placed.
+        result: of the same depth.
+    """
+    plans = plan_roles(case.recipe, case.world_size, case.hf_configs)
+    lasting = [replace(phase, peak=lasting_peak(phase, result)) for phase in result.phases]
+    found = {}
+    for gpu in (case.gpu, *map(find_gpu, NAMED_GPUS)):
+        fit = plan_fit(case.recipe, plans, gpu)
+        moments = simulated_moments(replace(result, phases=lasting), case.recipe, fit.engine)
+        verdict = judge(moments, case.recipe, gpu, fit.engine)
+        found[gpu.name] = {
+            "fits": verdict.fits,
+            "phases": [moment.phase for moment in moments],
+            "same table": fit.table == case.table,
+            "text": describe_verdict(verdict),
+        }
+    return found
 
 
 def stage_case(case: RankCase, last: bool) -> RankCase:
@@ -111,7 +156,7 @@ def loaded(path: str, *overrides: str) -> RankCase:
     configs = ModelConfigs(ROOT / path)
     recipe = load_checked(ROOT / path, overrides, None, configs.read, files=False)
     hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
-    gpu, world = find_gpu("h100-80gb"), world_size_of(recipe)
+    gpu, world = planned_gpu(recipe), world_size_of(recipe)
     return RankCase(recipe, hf_configs, world, 0, 1, gpu, transformer_engine=bool(TE_FOLDER))
 
 
@@ -259,9 +304,14 @@ def run(name: str) -> dict[str, Any]:
         if kind in ("full", "quick"):
             case = small_case() if what == "small" else placed(loaded(f"recipes/{what}.yaml"))
             once = partial(isolated, simulate_rank)
-            return summary(case, once(case) if kind == "full" else quick_result(case, once))
+            result = once(case) if kind == "full" else quick_result(case, once)
+            return summary(case, result) | {"verdicts": verdicts(placed(case), result)}
         case = recipe_case(what, kind == "last", STORED if kind == "stored" else ())
-        return summary(case, isolated(simulate_rank, case))
+        result = isolated(simulate_rank, shallow(case))
+        found = summary(shallow(case), result)
+        if not TE_FOLDER and kind != "stored" and f"full:{what}" not in sys.argv:
+            found["verdicts"] = verdicts(case, at_full_depth(case, result))
+        return found
     except SimulationError as error:
         return {"error": str(error), "stack": error.stack}
 

@@ -165,6 +165,21 @@ def check_peaks(found: dict[str, Any]) -> None:
     assert allocated == pytest.approx(planned, rel=0.01)
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [*FIRST, *LAST])
+def test_a_recipe_fits_its_gpus_in_every_phase(name, simulated):
+    """With the parts on the GPU that the plan leaves there, at the recipe's full depth."""
+    recipe = name.partition(":")[2]
+    found = simulated.get(f"full:{recipe}", simulated[name])
+    assert "error" not in found, found["stack"]
+    assert len(found["verdicts"]) >= 2, "A100 and H100"
+    for gpu, verdict in found["verdicts"].items():
+        assert verdict["same table"], f"{gpu}: the plan chooses another table than it simulates"
+        assert verdict["fits"], f"{gpu}: {verdict['text']}"
+        covered = {*found["planned_peaks"], "generation"}
+        assert covered <= set(verdict["phases"])
+
+
 @pytest.mark.parametrize("name", MOST_OPERATIONS)
 def test_a_weight_sync_starts_no_more_operations_than_the_table_says(name, simulated):
     most = MOST_OPERATIONS[name]
