@@ -47,7 +47,7 @@ OFFLOADED = [
     "ref.megatron.offload.parameters=true",
     "reward_model.megatron.offload.parameters=true",
 ]
-BEFORE_UPDATE = ("gen", "reward", "forward ref", "forward actor", "forward critic", "adv")
+BEFORE_UPDATE = ("gen", "reward", "forward ref", "forward actor", "forward critic")
 STOPS = (*BEFORE_UPDATE, "update", "weight sync", "testing", "save_checkpoint")
 """Stages of an iteration and phases of the table."""
 RESUMES = {"gen": OFFLOADED, "forward actor": []}
@@ -89,7 +89,7 @@ def contents(roles: dict) -> dict[str, str]:
             tensors, _ = extract_sharded_tensors_and_factories(sharded_state(role))
             for entry in nested_values(tensors):
                 data = entry.data.detach().contiguous().view(-1).view(torch.uint8)
-                digest.update(f"{entry.key} {entry.global_offset}".encode())
+                digest.update(entry.key.encode())
                 digest.update(byte_view(data))
         found[name] = digest.hexdigest()
     return found
@@ -117,8 +117,7 @@ def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> A
     class Watched(RolePlacement):
         """Records after every move what is on the device, and what a checkpoint would hold."""
 
-        def __init__(self, placement: RolePlacement) -> None:
-            vars(self).update(vars(placement))
+        def watch(self) -> None:
             self.seen: list[dict] = []
             self._see(self.phase, True)
 
@@ -148,7 +147,8 @@ def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> A
     overrides = [*COMMON, *overrides, f"trainer.default_local_dir={out}"]
     with listening(within_s=0.0) as stop:
         run = build_run(load_recipe(None, overrides), info, stop)
-        run.roles.placement = Watched(run.roles.placement)
+        run.roles.placement.__class__ = Watched  # the scorer of responses has this object too
+        run.roles.placement.watch()
         run = Stopped(**vars(run))
         train(run)
     run.reporter.close()
