@@ -13,7 +13,7 @@ from mppo.config.errors import ConfigError
 from mppo.config.gpu_types import GIB, GPU_TYPES, GpuType
 from mppo.config.rules.rule import roles_in_use, world_size_of
 from mppo.config.sections.megatron import Offload
-from mppo.hub.builtin import read_model_config
+from mppo.hub.builtin import read_model_config, resolve_model
 from mppo.parallel.host_memory import cgroup_limit
 from mppo.planning.fit import EVERYTHING, NOTHING, Fit, plan_fit, planned_residency
 from mppo.planning.host import ENGINE_PROCESS, PROCESS, host_issue, host_need, memory_warnings
@@ -39,7 +39,11 @@ ALL = dict.fromkeys(("actor", "critic", "ref", "reward_model"), EVERYTHING)
 
 def plans_of(path: Path, *overrides: str):
     """A shipped recipe with its roles, without weights."""
-    read = lambda path: read_model_config(CONFIGS / Path(path).name)  # noqa: E731
+
+    def read(path):
+        builtin = str(path).startswith("builtin:")
+        return read_model_config(resolve_model(path) if builtin else CONFIGS / Path(path).name)
+
     found = load_checked(path, list(overrides), None, read, files=False)
     configs = {role.name: read(role.path) for role in roles_in_use(found)}
     return found, plan_roles(found, world_size_of(found), configs)
