@@ -98,8 +98,7 @@ class Roles:
         text: PretrainingMix | None = None,
         table: Residency | None = None,
     ) -> None:
-        self.recipe = recipe
-        self.text = text
+        self.recipe, self.text = recipe, text
         world = torch.distributed.get_world_size()
         folders = {
             role.name: folder if role.path_key == "model.path" else resolve_model(role.path)
