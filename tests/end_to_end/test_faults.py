@@ -123,8 +123,7 @@ def test_a_rank_killed_in_the_middle_of_a_copy_to_host_memory_ends_the_job(tmp_p
     copied = re.search(r"^killed after (\d+) of (\d+) copies$", run.text(1), re.M)
     assert 0 < int(copied[1]) < int(copied[2])
     verdict = re.search(r"mppo: no heartbeat .* from rank 1 of 2 .*", run.text(0))[0]
-    assert "which was in: update_weights, step 2" in verdict
-    assert "last completed step: 1" in verdict
+    assert verdict.endswith("last completed step: 1")
     assert (tmp_path / "checkpoints/global_step_1/manifest.json").is_file()
     deadline = time.monotonic() + 30  # other programs may be creating theirs
     while left := without_owner(set(os.listdir("/dev/shm")) - before):
