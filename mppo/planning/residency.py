@@ -71,8 +71,8 @@ def with_early_returns(table: Residency, fits: Callable[[Residency, str], bool])
         fits: whether all ranks have the memory for a phase of a table.
     """
     for phase, role, part in _early_returns(table):
-        places = {**table[phase][role], part: "returning"}
-        candidate = {**table, phase: {**table[phase], role: places}}
+        places: dict[Part, Place] = {**table[phase][role], part: "returning"}
+        candidate: Residency = {**table, phase: {**table[phase], role: places}}
         if fits(candidate, phase):
             table = candidate
     return table

@@ -42,11 +42,11 @@ def kept_tensors(
     if trained and any(sparse):
         matrices.update(_feed_forward(shape, shape.expert_ffn, layout.etp))
         matrices.update(_feed_forward(shape, shape.shared_ffn, layout.tp))
-    gradients = {
+    gradients: dict[Hashable, int] = {
         ("gradient", rows, columns, itemsize): itemsize * rows * columns
         for rows, columns in matrices
     }
-    return {("workspace", n): _WORKSPACE for n in range(workspaces)} | gradients
+    return {**{("workspace", n): _WORKSPACE for n in range(workspaces)}, **gradients}
 
 
 def _attention(shape: ModelShape, tp: int) -> Iterator[Matrix]:
