@@ -98,6 +98,7 @@ def contents(roles: dict) -> dict[str, str]:
 def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> Any:
     """A run of two steps; a rank is asked to stop when a stage or phase of the second begins."""
     from mppo.config.load import load_recipe
+    from mppo.parallel.moved_storages import MovedStorages
     from mppo.supervision import stop_request
     from mppo.supervision.signals import listening
     from mppo.trainer.loop import train
@@ -114,15 +115,28 @@ def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> A
             while not stop_request.is_requested():
                 time.sleep(0.001)
 
+    class Counted(MovedStorages):
+        """Counts how often the computation is made to wait for the copies back to the device."""
+
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+            super().wait()
+
     class Watched(RolePlacement):
         """Records after every move what is on the device, and what a checkpoint would hold."""
 
         def watch(self) -> None:
             self.seen: list[dict] = []
+            for role in self._roles.values():
+                role.weights.storages.__class__ = Counted
             self._see(self.phase, True)
 
         def enter(self, phase: str, early: bool = True) -> None:
             before = self.phase
+            for role in self._roles.values():
+                role.weights.storages.waits = 0
             super().enter(phase, early)
             self._see(before, early)
             begins(phase)
@@ -130,6 +144,7 @@ def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> A
         def _see(self, before: str, early: bool) -> None:
             seen = {"before": before, "phase": self.phase, "early": early}
             seen["bytes"] = bytes_on_device(self._roles)
+            seen["waits"] = {n: role.weights.storages.waits for n, role in self._roles.items()}
             if not stop_at:
                 seen["contents"] = contents(self._roles)
             self.seen.append(seen)
@@ -247,6 +262,17 @@ def test_parts_lie_where_the_table_says(runs):
                 assert seen["all"][role][part] > 0
                 places.add((entry["phase"], place, early))
     assert {("reward", "returning", True), ("reward", "returning", False)} <= places
+
+
+def test_only_the_phase_that_uses_weights_waits_for_them(runs):
+    seen, found = seen_by(runs, 0), set()
+    for entry in seen["phases"][1:]:
+        for role, parts in seen["table"][entry["phase"]].items():
+            place = parts["parameters"]
+            if place != "host":  # what leaves waits too: its copy back must not be under way
+                assert (entry["waits"][role] > 0) == (place == "device"), (entry, role)
+                found.add(place)
+    assert found == {"device", "returning"}
 
 
 def test_host_memory_holds_what_leaves_and_no_more(runs):
