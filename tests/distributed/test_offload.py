@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from ranks import start_ranks
 
+from mppo.parallel.moved_storages import MovedStorages
+
 ALL = "{parameters: true, gradients: true, optimizer: true}"
 COMMON = [
     "model.path=builtin:tiny",
@@ -72,6 +74,16 @@ def bytes_on_device(roles: dict) -> dict[str, dict[str, int]]:
     return found
 
 
+class Counted(MovedStorages):
+    """Counts how often the computation is made to wait for the copies back to the device."""
+
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        super().wait()
+
+
 def contents(roles: dict) -> dict[str, str]:
     """A checksum of what a checkpoint of each trained role would hold of this rank."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -98,7 +110,6 @@ def contents(roles: dict) -> dict[str, str]:
 def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> Any:
     """A run of two steps; a rank is asked to stop when a stage or phase of the second begins."""
     from mppo.config.load import load_recipe
-    from mppo.parallel.moved_storages import MovedStorages
     from mppo.supervision import stop_request
     from mppo.supervision.signals import listening
     from mppo.trainer.loop import train
@@ -114,15 +125,6 @@ def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> A
             os.kill(os.getpid(), signal.SIGTERM)
             while not stop_request.is_requested():
                 time.sleep(0.001)
-
-    class Counted(MovedStorages):
-        """Counts how often the computation is made to wait for the copies back to the device."""
-
-        waits = 0
-
-        def wait(self) -> None:
-            self.waits += 1
-            super().wait()
 
     class Watched(RolePlacement):
         """Records after every move what is on the device, and what a checkpoint would hold."""
