@@ -36,9 +36,7 @@ from mppo.simulation.quick import (
     with_layers,
 )
 from mppo.simulation.rank import (
-    GATHER_BUFFER,
-    TE_BUFFERS,
-    PhaseResult,
+    LASTING_BUFFERS,
     RankCase,
     RankResult,
     simulate_rank,
@@ -47,8 +45,6 @@ from mppo.simulation.rank import (
 ROOT = Path(__file__).parents[1]
 TE_FOLDER = os.environ.get("MPPO_TEST_TE_FOLDER", "")
 """Folder with Transformer Engine's Python, for a process in which it is installed."""
-UNPLANNED = (GATHER_BUFFER, TE_BUFFERS)
-"""What lives between steps, but is no part of the plan of resident memory."""
 SMALL_SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -185,9 +181,9 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
     staying = residency(case.recipe, dict.fromkeys(use.parts, NOTHING))
     return {
         "communicators": (result.groups, use.communicators),
-        "resident": result.resident.total() - sum(result.resident[x] for x in UNPLANNED),
+        "resident": result.resident.total() - sum(result.resident[x] for x in LASTING_BUFFERS),
         "held": dict(result.resident),
-        "peaks": {phase.name: lasting_peak(phase, result) for phase in result.phases},
+        "peaks": {phase.name: result.lasting_peak(phase) for phase in result.phases},
         "composition": {phase.name: dict(phase.composition) for phase in result.phases},
         "pinned": result.pinned.total(),
         "planned_peaks": planned_peaks(use, table, result),
@@ -206,14 +202,6 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
             plan.role.name: (m.weights, m.gradients, m.optimizer) for plan, m in zip(plans, stages)
         },
     }
-
-
-def lasting_peak(phase: PhaseResult, result: RankResult) -> int:
-    """A phase's peak in all steps: in the first one, Transformer Engine allocates its buffers only
-    when it needs them first."""
-    if phase.name.startswith("building"):
-        return phase.peak
-    return phase.peak + result.resident[TE_BUFFERS] - phase.composition[TE_BUFFERS]
 
 
 def planned_peaks(use: RankUse, table: Residency, result: RankResult) -> dict[str, int]:

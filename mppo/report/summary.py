@@ -103,8 +103,7 @@ def _phase_line(name: str, seconds: float, total: float) -> str:
 
 
 def _sample_line(row: SampleRow) -> str:
-    *texts, score = row
-    return f"| {' | '.join([*map(_cell, texts), f'{score:.3f}'])} |"
+    return f"| {' | '.join(map(_cell, row.cells()))} |"
 
 
 def _cell(text: str) -> str:

@@ -47,6 +47,8 @@ GATHER_BUFFER = "gather buffer"
 """Purpose of Megatron's permanent buffer for gathered sequence-parallel activations."""
 TE_BUFFERS = "Transformer Engine's buffers"
 """Purpose of the tensors that Transformer Engine keeps (``te_stand_in.permanent_buffers``)."""
+LASTING_BUFFERS = (GATHER_BUFFER, TE_BUFFERS)
+"""Purposes of what a pass allocates when it first needs it and never frees."""
 _PLACING = "placing every part"
 _TOTAL_STEPS = 100
 """Length of the learning-rate schedule in PPO steps; it affects no tensor's size."""
@@ -143,6 +145,17 @@ class RankResult:
     def peak(self) -> PhaseResult:
         """The phase with the largest peak."""
         return max(self.phases, key=lambda found: found.peak)
+
+    def lasting_peak(self, phase: PhaseResult) -> int:
+        """A phase's peak from the second step on.
+
+        In the first step, the phases before the first use of a lasting buffer are without it.
+        Roles are built before any step.
+        """
+        if phase.name.startswith("building"):
+            return phase.peak
+        later = (self.resident[name] - phase.composition[name] for name in LASTING_BUFFERS)
+        return phase.peak + sum(later)
 
 
 @cache

@@ -175,7 +175,7 @@ SETTINGS = [
      "needs it"),
     ("no such way with an earlier run", "trainer.on_existing_run=overwrite",
      "trainer.on_existing_run", "choose one of: refuse, set_aside"),
-    ("a best of nothing", "trainer.best_metric=val/reward", "trainer.best_metric", "save_freq"),
+    ("a best of nothing", "trainer.best_metric=lr", "trainer.best_metric", "save_freq"),
     ("a deadline that is no time", "trainer.checkpoint_must_save_by=soon",
      "trainer.checkpoint_must_save_by", "should match pattern"),
     ("a local engine ahead", "trainer.rollout_ahead=1 "

@@ -33,7 +33,10 @@ METRICS = {
     "timing_s/old_log_prob": 0.1,
     "timing_s/testing": 0.2,
 }
-ROWS = [SampleRow("<bos>1+2=\n", "3", "4", 1.0), SampleRow("a|b", "\x1b[31m*", "<b>", 0.0)]
+ROWS = [
+    SampleRow("<bos>1+2=\n", "3", "4", "3", 1.0, "best"),
+    SampleRow("a|b", "\x1b[31m*", "<b>", None, 0.0),
+]
 
 
 def reporter(run_dir, total_steps=4, is_main=True, **trainer):
@@ -69,7 +72,7 @@ def test_a_run_leaves_recipe_numbers_samples_picture_and_report(tmp_path, capsys
     assert "Finished after 4 steps" in report
     assert "| mean reward | 0.1 | 0.4 | 0.4 |" in report
     assert "log-probability difference of rollout and actor | 2e-06 | 2e-06 |  |" in report
-    assert "| a\\|b | \\\\x1b[31m\\* | \\<b\\> | 0.000 |" in report
+    assert "| a\\|b | \\\\x1b[31m\\* | \\<b\\> |  | 0.000 |  |" in report
     assert "step 4/4 | eta 0s | reward 0.400 | kl 0.0123" in capsys.readouterr().out
 
 

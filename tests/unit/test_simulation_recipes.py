@@ -237,9 +237,7 @@ def test_the_plan_knows_what_a_reward_model_holds(simulated):
     assert "error" not in found, found["stack"]
     assert found["resident"] == pytest.approx(found["planned"], rel=0.02)
     assert found["planned"] > simulated[KEPT]["planned"]
-    # the first pass of the first step comes before the actor's, which allocates the buffer
-    peak = found["peaks"][phase] + found["held"]["gather buffer"]
-    assert peak == pytest.approx(found["planned_peaks"][phase], rel=0.05)
+    assert found["peaks"][phase] == pytest.approx(found["planned_peaks"][phase], rel=0.05)
 
 
 def test_megatrons_schedule_asks_for_no_shapes(simulated):
