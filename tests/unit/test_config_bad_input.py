@@ -80,7 +80,7 @@ SETTINGS = [
     ("no such aggregation", "actor.loss_agg_mode=token_mean", "actor.loss_agg_mode",
      "did you mean token-mean?"),
     ("no such KL", "algorithm.kl_penalty=k4", "algorithm.kl_penalty", "choose one of"),
-    ("no such logger", "trainer.logger=[console, mlflow]", "trainer.logger.1", "tensorboard"),
+    ("no such logger", "trainer.logger=[console, comet]", "trainer.logger.1", "tensorboard"),
     ("no such recompute", "actor.megatron.recompute_granularity=all",
      "actor.megatron.recompute_granularity", "selective"),
     ("no such truncation", "data.truncation=cut", "data.truncation", "error, left, right, middle"),

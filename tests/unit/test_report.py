@@ -224,7 +224,12 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
 
 @pytest.mark.parametrize(
     ("logger", "module"),
-    [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")],
+    [
+        ("tensorboard", "torch.utils.tensorboard"),
+        ("wandb", "wandb"),
+        ("mlflow", "mlflow"),
+        ("swanlab", "swanlab"),
+    ],
 )
 def test_a_missing_tracker_says_how_to_install_it(logger, module, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, module, None)
