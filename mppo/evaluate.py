@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_report.refuse_recipe(error)
     try:
         recipe = _load(arguments, info)
-        evaluation = prepare(recipe, info)
+        evaluation = prepare_evaluation(recipe, info)
         _make_folders(arguments)
     except ConfigError as error:
         return exit_report.refuse_recipe(error, info.rank)
@@ -174,7 +174,7 @@ def _check_models(recipe: Recipe) -> None:
             raise ConfigError([ConfigIssue(role.path_key, role.path, why, fix)]) from error
 
 
-def prepare(recipe: Recipe, info: LaunchInfo) -> Evaluation:
+def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
     """Read everything except weights.
 
     Args:

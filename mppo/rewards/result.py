@@ -34,7 +34,14 @@ def read_result(result: Any) -> tuple[float, dict[str, float], str | None]:
         raise ValueError(f"is missing: the dict that the function returned holds {keys}")
     numbers = {str(name): number(value) for name, value in result.items() if name != "score"}
     found = {name: value for name, value in numbers.items() if value is not None}
-    return _score(result["score"]), found
+    return _score(result["score"]), found, _answer(result.get(ANSWER))
+
+
+def _answer(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value.strip()[:ANSWER_CHARACTERS]
+    given = number(value)
+    return None if given is None else f"{given:.15g}"
 
 
 def _score(value: Any) -> float:

@@ -147,15 +147,10 @@ class RankResult:
         return max(self.phases, key=lambda found: found.peak)
 
     def lasting_peak(self, phase: PhaseResult) -> int:
-        """A phase's peak from the second step on.
-
-        In the first step, the phases before the first use of a lasting buffer are without it.
-        Roles are built before any step.
-        """
+        """A phase's peak from the second step on, when every lasting buffer exists."""
         if phase.name.startswith("building"):
             return phase.peak
-        later = (self.resident[name] - phase.composition[name] for name in LASTING_BUFFERS)
-        return phase.peak + sum(later)
+        return phase.peak + sum(self.resident[b] - phase.composition[b] for b in LASTING_BUFFERS)
 
 
 @cache

@@ -35,11 +35,11 @@ def test_a_model_folder_is_scored_on_two_ranks(tmp_path):
     assert result.returncode == 0, result.stderr
     scores = json.loads(out.read_text())
     assert scores["prompts"] == 5
-    assert scores["reward/mean"] == scores["reward/reverse"]
-    assert 0 <= scores["reward/mean"] <= 1
+    assert scores["val/reward"] == scores["val-core/reverse/reward/mean"]
+    assert 0 <= scores["val/reward"] <= 1
     # every token ends a response
-    assert scores["response_length/mean"] == 1
-    assert scores["response_length/clip_ratio"] == 0
+    assert scores["val/response_length/mean"] == 1
+    assert scores["val/response_length/clip_ratio"] == 0
     assert json.dumps(scores) in result.stdout
 
 
@@ -67,7 +67,7 @@ def test_unscored_responses_are_counted_or_reported_in_one_message(settings, cod
         assert "Traceback" not in result.stderr
     else:
         scores = json.loads(result.stdout)
-        assert (scores["reward/mean"], scores["reward/errors"]) == (0, 3)
+        assert (scores["val/reward"], scores["val/reward_errors"]) == (0, 3)
 
 
 def test_a_missing_model_is_reported_in_one_message(tmp_path):
@@ -97,11 +97,23 @@ def test_all_rows_of_validation_files_are_used_and_counted_by_source(tmp_path, c
         f"max_response_length: 2, val_files: [{tmp_path}/gsm8k.jsonl, {tmp_path}/math.jsonl]}}\n"
         "reward: {verifier: exact}\n"
     )
-    assert main(["--config", str(recipe), "rollout.val_kwargs.n=2", TEMPERATURE]) == 0
+    samples, sampling = tmp_path / "new" / "samples.jsonl", ["rollout.val_kwargs.n=2", TEMPERATURE]
+    options = ["--samples", str(samples), "data.val_batch_size=40"]
+    assert main(["--config", str(recipe), *options, *sampling]) == 0
     shown = capfd.readouterr()
     assert "mppo: validation: 73 (gsm8k 70, math 3)\n" in shown.err
+    assert "mppo: 40 of 73 prompts answered\nmppo: 73 of 73 prompts answered\n" in shown.err
+    heads, *table = [line for line in shown.err.splitlines() if "  " in line][-3:]
+    assert heads.split()[:5] == ["mppo:", "data", "source", "acc/maj@2", "acc/pass@1"]
+    assert [line.split()[1] for line in table] == ["gsm8k", "math"]
+    lines = [json.loads(line) for line in samples.open()]
+    found = [(line["data_source"], line["index"], line["sample"]) for line in lines]
+    assert found[:2] + found[-1:] == [("gsm8k", 0, 0), ("gsm8k", 0, 1), ("math", 72, 1)]
     scores = json.loads(shown.out.splitlines()[-1])
+    assert scores["val-aux/math/acc/pass@1"] == sum(line["right"] for line in lines[-6:]) / 6
     counted = {name: scores[name] for name in ("prompts", "prompts/gsm8k", "prompts/math")}
     assert counted == {"prompts": 73, "prompts/gsm8k": 70, "prompts/math": 3}
     assert main(["--config", str(recipe), "data.val_size=0"]) == 2
     assert "there are no validation prompts" in capfd.readouterr().err
+    assert main(["--config", str(recipe), "--out", str(recipe / "scores.json")]) == 2
+    assert "its folder cannot be made (Not a directory)" in capfd.readouterr().err
