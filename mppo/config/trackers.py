@@ -51,10 +51,12 @@ def _without_key(name: str, title: str, prefix: str) -> ConfigIssue:
 
 def _has_swanlab_key(environ: Mapping[str, str]) -> bool:
     """Whether SwanLab finds an API key in the places it documents, or its mode needs none."""
-    if environ.get("SWANLAB_API_KEY") or environ.get("SWANLAB_MODE", "cloud") != "cloud":
+    mode = environ.get("SWANLAB_MODE")
+    if environ.get("SWANLAB_API_KEY") or mode in ("offline", "local", "disabled"):
         return True
-    home = Path(environ.get("HOME", "~")).expanduser()
-    return (Path(environ.get("SWANLAB_SAVE_DIR") or home / ".swanlab") / ".netrc").is_file()
+    home = Path(environ.get("HOME", "~")).expanduser() / ".swanlab"
+    own = environ.get("SWANLAB_ROOT") or environ.get("SWANLAB_SAVE_DIR") or home
+    return any((Path(folder) / ".netrc").is_file() for folder in (own, ".swanlab"))
 
 
 def _has_key(environ: Mapping[str, str]) -> bool:

@@ -35,15 +35,18 @@ class MLflow:
     def __init__(self, run: TrackedRun) -> None:
         mlflow = import_tracker("mlflow")
         self._metric = mlflow.entities.Metric
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "mlflow").resolve().as_uri()
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            # its databases need packages beyond mlflow-skinny, and files an explicit permission
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            uri = (run.folder / "mlflow").resolve().as_uri()
         try:
             self._client = mlflow.MlflowClient(tracking_uri=uri)
             self._id = run.known_id("mlflow") or self._new(run)
             self._client.update_run(self._id, status="RUNNING")
             self._client.log_dict(self._id, run.recipe, "recipe.json")
         except mlflow.exceptions.MlflowException as error:
-            offline = "MLFLOW_TRACKING_URI to a folder, or leave it out"
-            raise refused("mlflow", error, offline) from error
+            raise refused("mlflow", error, "no MLFLOW_TRACKING_URI") from error
         run.keep_id("mlflow", self._id)
 
     def _new(self, run: TrackedRun) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import string
 from collections.abc import Sequence
@@ -24,7 +23,8 @@ _ID_CHARACTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 21
 class SwanLab:
     """A SwanLab experiment; its API key comes from the environment, never from the recipe.
 
-    With ``SWANLAB_MODE=offline`` it is kept under ``<run>/swanlab``.
+    With ``SWANLAB_MODE=offline`` it is kept under ``<run>/swanlab``. The package would also send
+    the command line, the Git remote and everything printed, which may hold secrets; that is off.
 
     Raises:
         ConfigError: the run cannot start.
@@ -36,14 +36,18 @@ class SwanLab:
         try:
             self._run = swanlab.init(
                 project=run.project,
-                experiment_name=run.name,
+                name=run.name,
                 config=run.recipe,
-                logdir=str(run.folder / "swanlab"),
-                mode=os.environ.get("SWANLAB_MODE", "cloud"),
+                log_dir=str(run.folder / "swanlab"),
                 id=identity,
                 resume="allow",
+                settings=swanlab.Settings(
+                    interactive=False,
+                    probe={"runtime": False, "git": False},
+                    terminal={"proxy_type": "none"},
+                ),
             )
-        except (ValueError, OSError, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError, swanlab.exceptions.AuthenticationError) as error:
             raise refused("swanlab", error, "SWANLAB_MODE=offline") from error
         run.keep_id("swanlab", identity)
 

@@ -62,8 +62,7 @@ class TrackedRun:
 
     def keep_id(self, tracker: str, identity: str) -> None:
         """Keep the run's identity for a resume."""
-        ids = {**(self._ids() if self.done else {}), tracker: identity}
-        replace_text(self.folder / IDS, f"{json.dumps(ids)}\n")
+        replace_text(self.folder / IDS, f"{json.dumps({**self._ids(), tracker: identity})}\n")
 
     def _ids(self) -> dict[str, str]:
         try:
