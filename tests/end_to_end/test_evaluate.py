@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launched_run import LaunchedRun
 
 from mppo.evaluate import main
 
@@ -51,38 +52,27 @@ def divide(data_source, solution_str, ground_truth, extra_info, by):
 def test_unscored_responses_are_counted_or_reported_in_one_message(settings, code, tmp_path):
     empty = tmp_path / "empty.yaml"
     empty.write_text("")
-    result = subprocess.run(
-        [
-            sys.executable, str(ROOT / "mppo" / "evaluate.py"), "--config", str(empty),
-            "data.task=reverse", "data.val_size=3", "data.max_response_length=4",
-            "reward.name=function", f"reward.function={__file__}:divide", "reward.kwargs.by=0",
-            *settings,
-        ],
-        capture_output=True, text=True, timeout=300, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert result.returncode == code, result.stderr
+    arguments = [
+        "--config", str(empty), "data.task=reverse", "data.val_size=3",
+        "data.max_response_length=4", "reward.name=function",
+        f"reward.function={__file__}:divide", "reward.kwargs.by=0", *settings,
+    ]  # fmt: skip
+    run = LaunchedRun(tmp_path, program="mppo.evaluate", argv=arguments, world=1)
+    assert run.codes() == [code], run.texts()
     if code:
-        assert "ZeroDivisionError: division by zero" in result.stderr
-        assert "Traceback" not in result.stderr
+        assert "ZeroDivisionError: division by zero" in run.text(0)
+        assert "Traceback" not in run.text(0)
     else:
-        scores = json.loads(result.stdout)
+        scores = json.loads(run.text(0).splitlines()[-1])
         assert (scores["val/reward"], scores["val/reward_errors"]) == (0, 3)
 
 
-def test_a_missing_model_is_reported_in_one_message(tmp_path):
-    result = subprocess.run(
-        [
-            sys.executable, str(ROOT / "mppo" / "evaluate.py"),
-            "--config", str(ROOT / "recipes" / "smollm2_135m_cpu.yaml"),
-            "model.path=nowhere/model",
-        ],
-        capture_output=True, text=True, timeout=300, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert result.returncode == 2
-    assert "no such folder" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_a_missing_model_is_reported_in_one_message(capfd):
+    recipe = ROOT / "recipes" / "smollm2_135m_cpu.yaml"
+    assert main(["--config", str(recipe), "model.path=nowhere/model"]) == 2
+    message = capfd.readouterr().err
+    assert "no such folder" in message
+    assert "Traceback" not in message
 
 
 def test_all_rows_of_validation_files_are_used_and_counted_by_source(tmp_path, capfd):
@@ -116,4 +106,4 @@ def test_all_rows_of_validation_files_are_used_and_counted_by_source(tmp_path, c
     assert main(["--config", str(recipe), "data.val_size=0"]) == 2
     assert "there are no validation prompts" in capfd.readouterr().err
     assert main(["--config", str(recipe), "--out", str(recipe / "scores.json")]) == 2
-    assert "its folder cannot be made (Not a directory)" in capfd.readouterr().err
+    assert "its folder cannot be made (File exists)" in capfd.readouterr().err
