@@ -125,3 +125,14 @@ def test_whether_a_response_is_right_does_not_depend_on_the_shaping_of_its_score
         "score": -0.25, "numbers": {}, "error": None, "length": len(ids[1]),
         "finish_reason": "length",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["9", "1,", r"\boxed{", r"\boxed{}", "#### ", " ", "A ", "-$", "x\n"]
+)
+@pytest.mark.parametrize("verifier", ["gsm8k", "gsm8k_flexible", "choice", "math", "final_answer"])
+def test_answers_of_hostile_responses_are_short_and_found_in_linear_time(verifier, text):
+    # quadratic time would be minutes
+    answer = extract_answer(verifier, text * (300_000 // len(text)))
+    assert answer is not None
+    assert len(answer) <= 256
