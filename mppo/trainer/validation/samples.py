@@ -78,6 +78,6 @@ def chosen_samples(scores: Sequence[float], rows: int) -> dict[int, str]:
     return chosen
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]]) -> list[str]:
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
     """The texts of responses, without special tokens; an empty list for none."""
-    return tokenizer.batch_decode(list(ids), skip_special_tokens=True) if ids else []
+    return tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
