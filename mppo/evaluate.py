@@ -53,9 +53,6 @@ from mppo.weights.bucket import WeightBucket
 from mppo.weights.hf.full_tensors import full_tensors
 from mppo.weights.model_folder import companion_folder
 
-RUN_DIR = Path("runs") / "evaluate"
-"""Where servers write their logs, and ranks their stacks if they hang."""
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -68,6 +65,9 @@ class Evaluation:
         tokenizer: the model's.
         prompts: the validation prompts.
         scorer: the scorer of ``reward.*``, without the reward model.
+
+    Attributes:
+        files: folder for the logs of servers, and for the stacks of ranks that hang.
     """
 
     recipe: Recipe
@@ -76,6 +76,10 @@ class Evaluation:
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
     scorer: Scorer
+
+    @property
+    def files(self) -> Path:
+        return self.recipe.trainer.run_dir / "evaluate"
 
 
 @redacted_output()
@@ -218,7 +222,7 @@ def _run(evaluation: Evaluation, info: LaunchInfo, arguments: argparse.Namespace
     hang_s = trainer.hang_timeout_s or 0.9 * trainer.collective_timeout_s
     set_for_training(os.environ, recipe.rollout.sync == "distributed")
     on_failure = partial(report_failure, info=info, recipe=recipe)
-    watch = (info, trainer.heartbeat_timeout_s, hang_s, RUN_DIR / "stacks")
+    watch = (info, trainer.heartbeat_timeout_s, hang_s, evaluation.files / "stacks")
     with (
         CleanupDeadline() as deadline,
         process_group(info, trainer.collective_timeout_s),
@@ -259,7 +263,7 @@ def evaluate(
         if info.rank == 0:
             exit_report.say(f"{answered} of {total} prompts answered")
 
-    engine = build_engine(recipe, companion_folder(folder), evaluation.config, RUN_DIR)
+    engine = build_engine(recipe, companion_folder(folder), evaluation.config, evaluation.files)
     try:
         with phase("loading weights"):
             buckets = model_buckets(folder, evaluation.config, recipe.rollout.sync_bucket_mb << 20)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,28 @@ def test_unscored_responses_are_counted_or_reported_in_one_message(settings, cod
     else:
         scores = json.loads(run.text(0).splitlines()[-1])
         assert (scores["val/reward"], scores["val/reward_errors"]) == (0, 3)
+
+
+def stuck(data_source, solution_str, ground_truth, extra_info, marker):
+    Path(marker).touch()
+    time.sleep(600)
+
+
+def test_a_rank_that_dies_ends_the_evaluation(tmp_path):
+    recipe, marker = tmp_path / "recipe.yaml", tmp_path / "marker"
+    recipe.write_text(
+        "model: {path: 'builtin:tiny', dtype: float32}\n"
+        "data: {task: reverse, val_size: 4, max_response_length: 4}\n"
+        f"reward: {{name: function, function: '{__file__}:stuck', timeout_s: 900, "
+        f"kwargs: {{marker: '{marker}'}}}}\n"
+        f"trainer: {{heartbeat_timeout_s: 4, default_local_dir: '{tmp_path}'}}\n"
+    )
+    run = LaunchedRun(tmp_path, program="mppo.evaluate", argv=["--config", str(recipe)])
+    run.until(marker.exists)
+    run.send(1, signal.SIGKILL)
+    assert run.code(0, 120) == 1, run.texts()
+    assert "rank 1 of 2" in run.text(0)
+    run.kill()
 
 
 def test_a_missing_model_is_reported_in_one_message(capfd):
