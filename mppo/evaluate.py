@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import warnings
@@ -237,7 +238,9 @@ def _run(evaluation: Evaluation, info: LaunchInfo, arguments: argparse.Namespace
         for line in metrics_table(metrics, list(counts)):
             exit_report.say(line)
         found = metrics | {f"prompts/{name}": float(count) for name, count in counts.items()}
-        text = json.dumps(found | {"prompts": float(len(evaluation.prompts))})
+        found["prompts"] = float(len(evaluation.prompts))
+        finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
+        text = json.dumps(finite)
         print(text)
         if arguments.out is not None:
             write_lines(arguments.out, [f"{text}\n"])
