@@ -81,16 +81,28 @@ class Pruner:
             self._say_once(f"{text}; did you mean {guess}?" if guess else text)
             return
         target = folders.final_path(self._root, best)
-        link, building = self._root / BEST, self._root / f".{BEST}.partial"
-        if link.exists() and not link.is_symlink():
-            self._say_once(f"{link} is not a link: the best checkpoint is {target.name}")
-            return
-        building.unlink(missing_ok=True)
-        building.symlink_to(target.name)
-        os.replace(building, link)
-        self._say_once(f"best checkpoint: {target} ({name} = {metrics[best][name]:.6g})")
+        says = f"best checkpoint: {target} ({name} = {metrics[best][name]:.6g})"
+        problem = _link(self._root / BEST, target)
+        self._say_once(f"{says}; {problem}" if problem else says)
 
     def _say_once(self, text: str) -> None:
         if text != self._shown:
             self._say(text)
         self._shown = text
+
+
+def _link(link: Path, target: Path) -> str | None:
+    """Let a link name a folder beside it; returns why that is not possible, or None.
+
+    A link is a convenience: a save must not fail without it.
+    """
+    if link.exists() and not link.is_symlink():
+        return f"{link} exists and is not a link"
+    building = link.with_name(f".{link.name}.partial")
+    try:
+        building.unlink(missing_ok=True)
+        building.symlink_to(target.name)
+        os.replace(building, link)
+    except OSError as error:
+        return f"no link {link} could be made ({error.strerror})"
+    return None

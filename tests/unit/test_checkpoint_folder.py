@@ -178,4 +178,6 @@ def test_a_metric_that_no_checkpoint_has_is_reported_once_and_no_folder_is_repla
     pruner.published(3)
     assert (tmp_path / "best").is_dir()
     assert not (tmp_path / "best").is_symlink()
-    assert said[-1].endswith("is not a link: the best checkpoint is global_step_3")
+    assert said[-1].endswith(
+        f"global_step_3 (val/reward = 1); {tmp_path / 'best'} exists and is not a link"
+    )
