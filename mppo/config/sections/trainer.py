@@ -77,9 +77,10 @@ class TrainerConfig(Section):
     rollout_ahead: int = Field(default=0, ge=0, le=1)
     """1: disaggregated servers generate the next step's batch while this step trains, with weights
     that are one update older (one-step off-policy)."""
-    logger: tuple[
-        Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"], ...
-    ] = ("console", "jsonl")
+    logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"], ...] = (
+        "console",
+        "jsonl",
+    )
     """Where metrics and tables of responses go."""
     console: Literal["live", "lines", "quiet"] = "live"
     """What ``console`` prints: lines, and on a terminal a live display below them (live); only
