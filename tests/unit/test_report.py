@@ -174,7 +174,7 @@ def test_a_terminal_without_a_display(style, lines):
     console = StepConsole(10, Console(file=out, force_terminal=True, width=100), style)
     console.start(0)
     console.step(1, METRICS)
-    console.samples(1, [SampleRow("2+2", "4", "4", 1.0)] if style == "quiet" else [])
+    console.samples(1, [SampleRow("2+2", "4", "4", "4", 1.0)] if style == "quiet" else [])
     console.print_line("a warning")
     console.stop()
     printed = out.getvalue().splitlines()
