@@ -1,23 +1,30 @@
 """Evaluate a model folder on a recipe's validation prompts.
 
 ``torchrun mppo/evaluate.py --config recipe.yaml model.path=runs/demo/actor`` generates with the
-recipe's engine and ``rollout.val_kwargs``, scores with its reward, and prints one line of JSON with
-means by data source. The prompts are divided among the ranks.
+recipe's engine and ``rollout.val_kwargs``, and scores with its reward. It prints the metrics that
+the validation of a run logs: a table by data source on standard error, and one line of JSON on
+standard output. The prompts are divided among the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mppo.batch import Prompt
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.rules.rule import roles_in_use
@@ -32,64 +39,129 @@ from mppo.parallel import device
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo, discover
 from mppo.parallel.process_group import process_group
-from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import Scorer, build_scorer
 from mppo.rollout.build import build_engine
-from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.safety.redact import redacted_output
-from mppo.supervision.exit_report import refuse_recipe
-from mppo.trainer.failures import is_bad_input
-from mppo.trainer.metrics import errors_of, mean_numbers, mean_scores, unscored
+from mppo.supervision import exit_report
+from mppo.supervision.cleanup_deadline import CleanupDeadline
+from mppo.supervision.heartbeat import AlreadyReported, Heartbeat
+from mppo.supervision.phase import phase
+from mppo.trainer.failures import is_bad_input, report_failure
+from mppo.trainer.validation.metrics import metrics_table, validation_metrics
+from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.hf.full_tensors import full_tensors
 from mppo.weights.model_folder import companion_folder
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated, on what.
+
+    Args:
+        recipe: the recipe; ``model.path`` is the evaluated model.
+        folder: the model's folder.
+        config: the model's Hugging Face configuration.
+        tokenizer: the model's.
+        prompts: the validation prompts.
+        scorer: the scorer of ``reward.*``, without the reward model.
+
+    Attributes:
+        files: folder for the logs of servers, and for the stacks of ranks that hang.
+    """
+
+    recipe: Recipe
+    folder: Path
+    config: Any
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Prompt]
+    scorer: Scorer
+
+    @property
+    def files(self) -> Path:
+        return self.recipe.trainer.run_dir / "evaluate"
+
+
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate; exit code 0, 2 for an invalid recipe or input, 1 if a response has no score."""
-    parser = argparse.ArgumentParser(prog="mppo/evaluate.py", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="recipe (YAML)")
-    parser.add_argument(
-        "--out", type=Path, help="file to write the JSON to, besides standard output"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    arguments = parser.parse_intermixed_args(argv)
+    """Evaluate; exit code 0, 2 for an invalid recipe or input, 1 for another failure."""
+    arguments = _parse(argv)
+    if not sys.warnoptions:
+        # about optional packages and deprecated calls: a user cannot act on them
+        warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
     try:
         info = discover()
         device.check()
     except ValueError as error:
-        return refuse_recipe(error)
+        return exit_report.refuse_recipe(error)
     try:
-        remarks = unknown_variables(os.environ)
-        settings = arguments.overrides
-        recipe = load_checked(
-            arguments.config,
-            settings,
-            info.world_size,
-            remarks=remarks,
-            fetch_model=fetch_model,
-            fetch_data_set=fetch_data_set,
-        )
-        _check_models(recipe)
-        for remark in remarks if info.rank == 0 else ():
-            print(f"mppo: {remark}", file=sys.stderr)
-        result = evaluate(recipe, info)
+        recipe = _load(arguments, info)
+        evaluation = prepare_evaluation(recipe, info)
+        _make_folders(arguments)
     except ConfigError as error:
-        return refuse_recipe(error, info.rank)
+        return exit_report.refuse_recipe(error, info.rank)
     except ValueError as error:
         if not is_bad_input(error):
             raise
-        return refuse_recipe(error, info.rank)
-    except ScoringError as error:
-        print(f"mppo: {error}", file=sys.stderr)
-        return 1
-    if info.rank == 0:
-        print(json.dumps(result))
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps(result) + "\n")
+        return exit_report.refuse_recipe(error, info.rank)
+    try:
+        _run(evaluation, info, arguments)
+    except ConfigError as error:
+        return exit_report.refuse_recipe(error, info.rank)
+    except AlreadyReported as reported:
+        cause = reported.__cause__
+        return 2 if cause is not None and is_bad_input(cause) else 1
+    except KeyboardInterrupt:
+        return 130
     return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mppo-evaluate", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="recipe (YAML)")
+    out = "file to write the JSON to, besides standard output"
+    parser.add_argument("--out", type=Path, help=out)
+    samples = "file (JSONL) for every response with its prompt, ground truth, answer and score"
+    parser.add_argument("--samples", type=Path, help=samples)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser.parse_intermixed_args(argv)
+
+
+def _load(arguments: argparse.Namespace, info: LaunchInfo) -> Recipe:
+    """Read and check the recipe and its models.
+
+    Raises:
+        ConfigError, ValueError: they cannot be evaluated.
+    """
+    remarks = unknown_variables(os.environ)
+    recipe = load_checked(
+        arguments.config,
+        arguments.overrides,
+        info.world_size,
+        remarks=remarks,
+        fetch_model=fetch_model,
+        fetch_data_set=fetch_data_set,
+    )
+    _check_models(recipe)
+    for remark in remarks if info.rank == 0 else ():
+        exit_report.say(remark)
+    return recipe
+
+
+def _make_folders(arguments: argparse.Namespace) -> None:
+    """Make the folders of the files to write, before the time of an evaluation is spent.
+
+    Raises:
+        ConfigError: a folder cannot be made.
+    """
+    for option, path in (("--out", arguments.out), ("--samples", arguments.samples)):
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why, fix = f"its folder cannot be made ({error.strerror})", "give another path"
+            raise ConfigError([ConfigIssue(option, str(path), why, fix)], "arguments") from error
 
 
 def _check_models(recipe: Recipe) -> None:
@@ -107,19 +179,15 @@ def _check_models(recipe: Recipe) -> None:
             raise ConfigError([ConfigIssue(role.path_key, role.path, why, fix)]) from error
 
 
-def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
-    """Mean scores and lengths. Collective.
+def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
+    """Read everything except weights.
 
     Args:
-        recipe: the recipe; ``model.path`` is the evaluated model.
-        info: rank and world size of this process.
+        recipe: the recipe.
+        info: rank of this process; the first rank prints the prompts of each data source.
 
-    Returns:
-        ``reward/<data source>``, ``reward/<data source>/<name>`` (other numbers of the reward
-        function), ``reward/mean``, ``reward/errors`` (responses without a valid score),
-        ``reward/timeouts``, ``reward/failures`` and ``reward/bad_verdicts`` (responses that scored
-        0 for that reason), ``response_length/mean`` (tokens), ``response_length/clip_ratio`` (share
-        of responses with the maximal length), ``prompts`` and ``prompts/<data source>``.
+    Raises:
+        ConfigError, ValueError: the model, the prompts or the reward cannot be used.
     """
     folder = resolve_model(recipe.model.path)
     trust = recipe.model.trust_remote_code
@@ -130,7 +198,7 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
     tokenizer = load_tokenizer(recipe.model.tokenizer_path or folder, trust)
     validation = load_prompts(recipe.data, tokenizer, "val")
     if info.rank == 0:
-        print(f"mppo: validation: {validation.summary()}", file=sys.stderr, flush=True)
+        exit_report.say(f"validation: {validation.summary()}")
     prompts = validation.prompts
     if not prompts:
         fix = "set data.val_files, or a data.task and a data.val_size above 0"
@@ -141,37 +209,79 @@ def evaluate(recipe: Recipe, info: LaunchInfo) -> dict[str, float]:
         recipe.reward, tokenizer, recipe.data.max_response_length, recipe.reward_model.in_use
     )
     scorer.check(prompts)
+    return Evaluation(recipe, folder, config, tokenizer, prompts, scorer)
+
+
+def _run(evaluation: Evaluation, info: LaunchInfo, arguments: argparse.Namespace) -> None:
+    """Evaluate under supervision, and print and write the results. Collective.
+
+    Raises:
+        AlreadyReported: it failed.
+    """
+    recipe = evaluation.recipe
+    trainer = recipe.trainer
+    hang_s = trainer.hang_timeout_s or 0.9 * trainer.collective_timeout_s
     set_for_training(os.environ, recipe.rollout.sync == "distributed")
-    with process_group(info, recipe.trainer.collective_timeout_s):
-        engine = build_engine(recipe, companion_folder(folder), config, Path("runs") / "evaluate")
-        try:
-            buckets = model_buckets(folder, config, recipe.rollout.sync_bucket_mb << 20)
+    on_failure = partial(report_failure, info=info, recipe=recipe)
+    watch = (info, trainer.heartbeat_timeout_s, hang_s, evaluation.files / "stacks")
+    with (
+        CleanupDeadline() as deadline,
+        process_group(info, trainer.collective_timeout_s),
+        Heartbeat(*watch, deadline, on_failure).running(),
+    ):
+        metrics, lines = evaluate(evaluation, info, arguments.samples is not None)
+        if info.rank:
+            return
+        if arguments.samples is not None:
+            write_lines(arguments.samples, lines)
+        counts = Counter(prompt.data_source for prompt in evaluation.prompts)
+        for line in metrics_table(metrics, list(counts)):
+            exit_report.say(line)
+        found = metrics | {f"prompts/{name}": float(count) for name, count in counts.items()}
+        found["prompts"] = float(len(evaluation.prompts))
+        finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
+        text = json.dumps(finite)
+        print(text)
+        if arguments.out is not None:
+            write_lines(arguments.out, [f"{text}\n"])
+
+
+def evaluate(
+    evaluation: Evaluation, info: LaunchInfo, with_samples: bool
+) -> tuple[dict[str, float], list[str]]:
+    """Generate and score responses. Collective.
+
+    Args:
+        evaluation: what is evaluated.
+        info: rank of this process; the first rank prints the progress.
+        with_samples: whether the lines of ``sample_lines`` are made.
+
+    Returns:
+        The metrics of ``validation_metrics``, and the lines; the same on every rank.
+    """
+    recipe, folder = evaluation.recipe, evaluation.folder
+    total = len(evaluation.prompts)
+
+    def show(answered: int) -> None:
+        if info.rank == 0:
+            exit_report.say(f"{answered} of {total} prompts answered")
+
+    engine = build_engine(recipe, companion_folder(folder), evaluation.config, evaluation.files)
+    try:
+        with phase("loading weights"):
+            buckets = model_buckets(folder, evaluation.config, recipe.rollout.sync_bucket_mb << 20)
             engine.update_weights(buckets, 0)
-            limit = recipe.data.max_response_length
-            responses = engine.generate(
-                GenerationRequest(prompts, recipe.rollout.validation, limit, seed=0)
-            )
-        finally:
-            engine.stop()
+        with phase("gen"):
+            responses = generate_validation(engine, recipe, evaluation.prompts, show)
+    finally:
+        engine.stop()
+    with phase("reward"):
+        scorer = evaluation.scorer
         if recipe.reward_model.in_use:
-            scorer = _with_reward_model(scorer, recipe, tokenizer)
-        judgements = scorer.score(responses)
-    rows = responses.table
-    lengths = [row.length for row in rows]
-    truncated = sum(row.finish_reason == "length" for row in rows)
-    numbers = mean_numbers(rows, judgements)
-    result = {f"reward/{name}": mean for name, mean in mean_scores(rows, judgements).items()}
-    result |= {f"reward/{source}/{name}": mean for (source, name), mean in numbers.items()}
-    result |= {f"reward/{reason}": count for reason, count in unscored(judgements).items()}
-    counts = Counter(prompt.data_source for prompt in prompts)
-    result |= {f"prompts/{name}": float(count) for name, count in counts.items()}
-    return result | {
-        "reward/mean": sum(judgement.score for judgement in judgements) / len(judgements),
-        "reward/errors": float(len(errors_of(judgements))),
-        "response_length/mean": sum(lengths) / len(lengths),
-        "response_length/clip_ratio": truncated / len(lengths),
-        "prompts": float(len(prompts)),
-    }
+            scorer = _with_reward_model(scorer, recipe, evaluation.tokenizer)
+        judged = scorer.score(responses)
+    lines = sample_lines(responses, judged, evaluation.tokenizer) if with_samples else []
+    return validation_metrics(responses.table, judged), lines
 
 
 def _with_reward_model(

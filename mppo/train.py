@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -88,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException as error:  # also SystemExit, which a user's function may raise
-        _report_failure(error, info, recipe)
+        from mppo.trainer.failures import report_failure
+
+        report_failure(error, info, recipe)
         return _exit_code(error)
 
 
@@ -195,6 +196,7 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     from mppo.supervision.heartbeat import Heartbeat
     from mppo.supervision.signals import listening
     from mppo.supervision.stop_request import StepInterrupted
+    from mppo.trainer.failures import report_failure
 
     device.prepare_megatron()
     from mppo.trainer.loop import train
@@ -204,7 +206,7 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     silence_s = trainer.heartbeat_timeout_s
     hang_s = trainer.hang_timeout_s or 0.9 * trainer.collective_timeout_s
     stacks = trainer.run_dir / "stacks"
-    on_failure = partial(_report_failure, info=info, recipe=recipe)
+    on_failure = partial(report_failure, info=info, recipe=recipe)
     patience = launcher_patience_s(info, os.environ, parents_command())
     if info.local_rank == 0:
         remove_leftovers()
@@ -250,24 +252,6 @@ def _export(run: Run) -> None:
         for path in kept:
             if path is not None:
                 run.reporter.line(f"kept {path}")
-
-
-def _report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> None:
-    """Print why this rank failed, and pass it to torchrun's report."""
-    from mppo.supervision.phase import current
-    from mppo.trainer import failures
-
-    if not failures.needs_no_traceback(error) or "MPPO_TRACEBACK" in os.environ:
-        traceback.print_exception(error)
-    where = f"rank {info.rank} of {info.world_size}"
-    kind = "" if failures.is_bad_input(error) else f"{type(error).__name__}: "
-    what = failures.storage_message(error) or f"{kind}{error}"
-    lines = [f"mppo: {where} failed while {current()}: {what}"]
-    if failures.is_out_of_memory(error):
-        lines.append(f"mppo: {where}: {failures.out_of_memory_message(current(), recipe)}")
-    text = "\n".join(lines)
-    print(text, file=sys.stderr, flush=True)
-    exit_report.write_reason(text)
 
 
 def _exit_code(error: BaseException | None) -> int:

@@ -1,10 +1,11 @@
-"""Run a shipped recipe through the entry point on two forked ranks (``ranks``)."""
+"""Run or evaluate a shipped recipe on two forked ranks (``ranks``)."""
 
 from __future__ import annotations
 
 import json
 import os
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -14,13 +15,20 @@ ROOT = Path(__file__).parents[1]
 WORLD = 2
 
 
-def _rank(rank: int, arguments: list[str], environment: dict[str, str]) -> None:
+def _rank(rank: int, program: str, arguments: list[str], environment: dict[str, str]) -> None:
     warnings.simplefilter("ignore")
     os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    from mppo.train import main
+    assert import_module(program).main(arguments) == 0
 
-    assert main(arguments) == 0
+
+def _start(program: str, name: str, arguments: list[str], environment: dict[str, str]) -> None:
+    from mppo.parallel.addresses import free_port
+
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place |= {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
+    arguments = ["--config", str(ROOT / "recipes" / name), *arguments]
+    start_ranks(_rank, (program, arguments, environment | place), WORLD)
 
 
 def run_recipe(name: str, run_dir: Path, *overrides: str, **environment: str) -> list[dict]:
@@ -35,15 +43,20 @@ def run_recipe(name: str, run_dir: Path, *overrides: str, **environment: str) ->
     Returns:
         The metrics of every step.
     """
-    from mppo.parallel.addresses import free_port
-
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    place |= {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
     keys = [f"trainer.default_local_dir={run_dir}", "trainer.export_hf=false", *overrides]
-    arguments = ["--config", str(ROOT / "recipes" / name), *keys]
-    start_ranks(_rank, (arguments, environment | place), WORLD)
+    _start("mppo.train", name, keys, environment)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     return [row for row in rows if "actor/grad_norm" in row]
+
+
+def evaluate_recipe(name: str, *arguments: str) -> None:
+    """Evaluate as ``torchrun mppo/evaluate.py --config recipes/<name>`` does.
+
+    Args:
+        name: file in ``recipes/``.
+        arguments: options, and keys changed.
+    """
+    _start("mppo.evaluate", name, list(arguments), {})
 
 
 def smaller(steps: int) -> list[str]:

@@ -41,9 +41,7 @@ from mppo.simulation.quick import (
     with_layers,
 )
 from mppo.simulation.rank import (
-    GATHER_BUFFER,
-    TE_BUFFERS,
-    PhaseResult,
+    LASTING_BUFFERS,
     RankCase,
     RankResult,
     simulate_rank,
@@ -52,8 +50,6 @@ from mppo.simulation.rank import (
 ROOT = Path(__file__).parents[1]
 TE_FOLDER = os.environ.get("MPPO_TEST_TE_FOLDER", "")
 """Folder with Transformer Engine's Python, for a process in which it is installed."""
-BUFFERS = (GATHER_BUFFER, TE_BUFFERS)
-"""What the layers keep between steps besides the parts of roles."""
 NAMED_GPUS = ("a100-80gb", "h100-80gb")
 """The GPUs that the shipped recipes fit (``docs/memory.md``)."""
 SMALL_SIZES = {
@@ -111,11 +107,10 @@ def verdicts(case: RankCase, result: RankResult) -> dict[str, dict[str, Any]]:
         result: of the same depth.
     """
     plans = plan_roles(case.recipe, case.world_size, case.hf_configs)
-    lasting = [replace(phase, peak=lasting_peak(phase, result)) for phase in result.phases]
     found = {}
     for gpu in (case.gpu, *map(find_gpu, NAMED_GPUS)):
         fit = plan_fit(case.recipe, plans, gpu)
-        moments = simulated_moments(replace(result, phases=lasting), case.recipe, fit.engine)
+        moments = simulated_moments(result, case.recipe, fit.engine)
         verdict = judge(moments, case.recipe, gpu, fit.engine)
         found[gpu.name] = {
             "fits": verdict.fits,
@@ -234,10 +229,10 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
     staying = residency(case.recipe, dict.fromkeys(use.parts, NOTHING))
     return {
         "communicators": (result.groups, use.communicators),
-        "resident": result.resident.total() - sum(result.resident[x] for x in BUFFERS),
-        "buffers": (sum(result.resident[x] for x in BUFFERS), use.buffers),
+        "resident": result.resident.total() - sum(result.resident[x] for x in LASTING_BUFFERS),
+        "buffers": (sum(result.resident[x] for x in LASTING_BUFFERS), use.buffers),
         "held": dict(result.resident),
-        "peaks": {phase.name: lasting_peak(phase, result) for phase in result.phases},
+        "peaks": {phase.name: result.lasting_peak(phase) for phase in result.phases},
         "composition": {phase.name: dict(phase.composition) for phase in result.phases},
         "pinned": result.pinned.total(),
         "planned_peaks": planned_peaks(use, table, result),
@@ -256,14 +251,6 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
             plan.role.name: (m.weights, m.gradients, m.optimizer) for plan, m in zip(plans, stages)
         },
     }
-
-
-def lasting_peak(phase: PhaseResult, result: RankResult) -> int:
-    """A phase's peak in all steps: in the first one, layers allocate their buffers only when they
-    need them first."""
-    if phase.name.startswith("building"):
-        return phase.peak
-    return phase.peak + sum(result.resident[x] - phase.composition[x] for x in BUFFERS)
 
 
 def planned_peaks(use: RankUse, table: Residency, result: RankResult) -> dict[str, int]:

@@ -43,13 +43,22 @@ class SampleRow(NamedTuple):
         prompt: text of the prompt.
         response: text of the response.
         ground_truth: the reference answer.
+        answer: the final answer in the response; None if nothing reads it.
         score: the score.
+        place: "best" or "worst" of the step; empty for other completions.
     """
 
     prompt: str
     response: str
     ground_truth: str
+    answer: str | None
     score: float
+    place: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """The texts of the row's columns (``SAMPLE_COLUMNS``)."""
+        texts = (self.prompt, self.response, self.ground_truth, self.answer or "")
+        return (*texts, f"{self.score:.3f}", self.place)
 
 
 SAMPLE_COLUMNS = tuple(name.replace("_", " ") for name in SampleRow._fields)
@@ -101,8 +110,8 @@ class StepConsole:
         table = Table(title=f"step {step}: samples", title_justify="left")
         for name in SAMPLE_COLUMNS:
             table.add_column(name, overflow="fold", justify="right" if name == "score" else "left")
-        for *texts, score in rows:
-            table.add_row(*(Text(visible(text)) for text in texts), f"{score:.3f}")
+        for row in rows:
+            table.add_row(*(Text(visible(text)) for text in row.cells()))
         self.console.print(table)
 
     def print_line(self, line: str) -> None:

@@ -19,7 +19,8 @@ from mppo.report.history import History, Metrics
 from mppo.report.plot import plot_run
 from mppo.report.status import REPORT, RunState, Status, write_status
 from mppo.report.summary import run_report
-from mppo.report.trackers import Tracker, check_trackers, open_trackers
+from mppo.report.trackers.start import check_trackers, open_trackers
+from mppo.report.trackers.tracker import TrackedRun, Tracker
 from mppo.safety.disk import naming, replace_bytes, replace_text
 from mppo.safety.redact import redact, redact_text
 
@@ -96,7 +97,12 @@ class Reporter:
             fix = "free disk space and make the folder writable, or give a folder on another disk"
             issue = ConfigIssue("trainer.default_local_dir", str(self.run_dir), why, fix)
             raise ConfigError([issue], "run folder") from error
-        self._trackers = open_trackers(self.run_dir, self._trainer, self._recipe)
+        project, name = (
+            redact_text(text)
+            for text in (self._trainer.project_name, self._trainer.experiment_name)
+        )
+        tracked = TrackedRun(self.run_dir, project, name, self._recipe, step)
+        self._trackers = open_trackers(self._trainer, tracked)
         self._started, self._done = True, step
         if self._console:
             self._console.start(step)
@@ -122,7 +128,7 @@ class Reporter:
             self._console.print_line(text)
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Print completions as a table, and append them to samples.jsonl."""
+        """Print completions as a table, append them to samples.jsonl, and pass them to trackers."""
         if not self.is_main or not rows:
             return
         self._samples[step] = rows
@@ -131,6 +137,8 @@ class Reporter:
         with naming(path), path.open("a") as file:
             for row in rows:
                 file.write(json.dumps({"step": step, **row._asdict()}, ensure_ascii=False) + "\n")
+        for tracker in self._trackers:
+            tracker.samples(step, rows)
         if self._console:
             self._console.samples(step, rows)
 

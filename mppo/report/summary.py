@@ -51,8 +51,8 @@ def run_report(
     if load_rows(runs):
         lines += ["", "## Load of the experts", "", "![load of the experts](expert_load.png)"]
     for step, rows in samples.items():
-        lines += ["", f"## Samples at step {step}", "", f"| {' | '.join(SAMPLE_COLUMNS)} |"]
-        lines += ["|---" * len(SAMPLE_COLUMNS) + "|", *map(_sample_line, rows)]
+        cells = [row.cells() for row in rows]
+        lines += ["", f"## Samples at step {step}", "", *markdown_table(cells)]
     lines += ["", "## Setting", "", *_setting(recipe)]
     return "\n".join(lines) + "\n"
 
@@ -102,9 +102,14 @@ def _phase_line(name: str, seconds: float, total: float) -> str:
     return f"| {name} | {seconds:.1f} | {100 * seconds / total:.0f}% |"
 
 
-def _sample_line(row: SampleRow) -> str:
-    *texts, score = row
-    return f"| {' | '.join([*map(_cell, texts), f'{score:.3f}'])} |"
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table of samples as lines of Markdown; long texts are cut.
+
+    Args:
+        rows: texts of the columns ``SAMPLE_COLUMNS``.
+    """
+    heads = [f"| {' | '.join(SAMPLE_COLUMNS)} |", "|---" * len(SAMPLE_COLUMNS) + "|"]
+    return [*heads, *(f"| {' | '.join(map(_cell, cells))} |" for cells in rows)]
 
 
 def _cell(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.rewards import verifiers
+from mppo.rewards.extraction import extract_answer
 from mppo.rewards.response import Response, describe
 from mppo.rewards.scores import Unscored
 from mppo.rewards.workers.pool import Result, WorkerPool, cores
@@ -62,6 +63,10 @@ class RuleReward:
             for index, score in zip(indices, part):
                 scores[index] = score
         return scores
+
+    def answer(self, response: Response) -> str | None:
+        """Return the answer that the verifier reads in a response (``extract_answer``)."""
+        return extract_answer(self._name(response.prompt), response.text)
 
     def _score_with(self, name: str, responses: Sequence[Response]) -> list[float | Unscored]:
         if name in verifiers.PACKAGES:

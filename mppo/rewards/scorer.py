@@ -130,7 +130,14 @@ class Scorer:
 
     def _score(self, responses: Sequence[Response]) -> list[ResponseScore]:
         assert self.reward_function is not None
-        return read_scores(self.reward_function(responses), responses, self.reward.on_error)
+        scores = read_scores(self.reward_function(responses), responses, self.reward.on_error)
+        if not isinstance(self.reward_function, RuleReward):
+            return scores
+        read = self.reward_function.answer
+        return [
+            replace(score, answer=read(each), right=score.score == 1.0)
+            for score, each in zip(scores, responses, strict=True)
+        ]
 
     def _texts(self, trajectories: Sequence[Trajectory]) -> list[str]:
         ids = [trajectory.response_ids.tolist() for trajectory in trajectories]

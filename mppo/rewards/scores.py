@@ -21,12 +21,17 @@ class ResponseScore:
         error: why the reward function failed, if ``score`` is 0 for that reason.
         unscored: why the response scores 0 without a score of the reward function: a key of
             ``UNSCORED``.
+        answer: the final answer in the response; empty if it has none, None if nothing reads it.
+        right: whether the response is right, before any shaping of the score; None if the reward
+            does not say so.
     """
 
     score: float
     numbers: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     unscored: str | None = None
+    answer: str | None = None
+    right: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,9 @@ def _read(result: Any, response: Response, on_error: OnError) -> ResponseScore:
         error = result.message
     else:
         try:
-            return ResponseScore(*read_result(result))
+            score, numbers, answer = read_result(result)
+            right = numbers["acc"] >= 1.0 if "acc" in numbers else None
+            return ResponseScore(score, numbers, answer=answer, right=right)
         except ValueError as why:
             error = no_score(str(why), response)
     if on_error == "raise":

@@ -49,7 +49,7 @@ def exact_partial(response: str, ground_truth: str, extra: Mapping[str, Any]) ->
 def final_answer(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
     """1 if the final answer (``extract_final``) equals the ground truth, apart from case, spaces
     and a closing full stop."""
-    return float(_plain(extract_final(response)) == _plain(ground_truth))
+    return float(without_spaces(extract_final(response)) == without_spaces(ground_truth))
 
 
 def gsm8k(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
@@ -257,5 +257,6 @@ def parse_number(text: str) -> tuple[bool, str, str] | None:
     return digits.startswith("-") and bool(integer or fraction), integer, fraction
 
 
-def _plain(text: str) -> str:
+def without_spaces(text: str) -> str:
+    """A text in lower case, without white space and a closing full stop."""
     return "".join(text.lower().split()).removesuffix(".")

@@ -68,6 +68,16 @@ class GenerationRequest:
         return found
 
 
+def sampling_seed(seed: int, step: int) -> int:
+    """Sampling seed of a PPO step; it differs every step.
+
+    Args:
+        seed: ``trainer.seed``.
+        step: the step; 0 for validation, which always has the same seed.
+    """
+    return seed * 1_000_003 + step
+
+
 class WeightSource:
     """A weight stream that can be repeated, unlike a generator.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from mppo.config.schema import Recipe
 from mppo.planning.outside import Engine, outside_bytes
@@ -27,7 +28,7 @@ PURPOSES: dict[Part, tuple[str, ...]] = {
 
 
 def simulated_moments(result: RankResult, recipe: Recipe, engine: Engine | None) -> list[Moment]:
-    """The peaks of all phases, and of generation.
+    """The peaks of all phases from the second step on, and of generation.
 
     Args:
         result: the simulated rank.
@@ -36,7 +37,8 @@ def simulated_moments(result: RankResult, recipe: Recipe, engine: Engine | None)
     """
     outside = outside_bytes(result.groups)
     waiting = PhaseResult(GENERATION, result.resident.total(), result.resident)
-    return [_moment(phase, recipe, outside, engine) for phase in (*result.phases, waiting)]
+    phases = [replace(phase, peak=result.lasting_peak(phase)) for phase in result.phases]
+    return [_moment(phase, recipe, outside, engine) for phase in (*phases, waiting)]
 
 
 def table_phase(name: str, recipe: Recipe) -> str | None:

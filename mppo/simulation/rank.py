@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from mppo.batch import Batch, Prompt, Trajectory
 from mppo.config.gpu_types import GpuType
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
-from mppo.packed_batch import pack_trajectories
 from mppo.planning.residency import REWARD, Residency
 from mppo.planning.verdict import CHECKPOINT
 from mppo.simulation.gpu import (
@@ -31,6 +29,7 @@ from mppo.simulation.gpu import (
 from mppo.simulation.gpu.counters import Collective, Counters, Wait
 from mppo.simulation.gpu.device_mode import SimulatedGpu
 from mppo.simulation.gpu.ledger import Allocation, Ledger, Peak
+from mppo.simulation.inputs import by_role, longest_batch
 from mppo.supervision.phase import current, phase
 
 if TYPE_CHECKING:
@@ -47,6 +46,8 @@ GATHER_BUFFER = "gather buffer"
 """Purpose of Megatron's permanent buffer for gathered sequence-parallel activations."""
 TE_BUFFERS = "Transformer Engine's buffers"
 """Purpose of the tensors that Transformer Engine keeps (``te_stand_in.permanent_buffers``)."""
+LASTING_BUFFERS = (GATHER_BUFFER, TE_BUFFERS)
+"""Purposes of what a pass allocates when it first needs it and never frees."""
 _PLACING = "placing every part"
 _TOTAL_STEPS = 100
 """Length of the learning-rate schedule in PPO steps; it affects no tensor's size."""
@@ -145,6 +146,12 @@ class RankResult:
     def peak(self) -> PhaseResult:
         """The phase with the largest peak."""
         return max(self.phases, key=lambda found: found.peak)
+
+    def lasting_peak(self, phase: PhaseResult) -> int:
+        """A phase's peak from the second step on, when every lasting buffer exists."""
+        if phase.name.startswith("building"):
+            return phase.peak
+        return phase.peak + sum(self.resident[b] - phase.composition[b] for b in LASTING_BUFFERS)
 
 
 @cache
@@ -247,10 +254,12 @@ class _Simulation:
                 held = dict(enumerate(batch.tokens_T.split(lengths)))
                 scored = scoring_batch(held, lengths, batch.home_B.tolist())
                 model_scores(self.roles.reward_model, scored)
+            self._assign_buffers()
         with phase("log_probs", step):
             forward = ForwardPhase(self.roles, batch)
             for roles in forward.passes:
                 forward.compute(roles)
+                self._assign_buffers()
             outputs = forward.outputs()
         with phase("adv", step):
             kl = kl_controller(recipe.algorithm.kl_ctrl).coef
@@ -299,15 +308,9 @@ class _Simulation:
 
     def _assign(self) -> None:
         """Assign purposes to the tensors that live as long as the roles."""
-        from megatron.core import parallel_state
-
-        if self.case.transformer_engine:
-            self.ledger.assign(te_stand_in.permanent_buffers(), TE_BUFFERS)
+        self._assign_buffers()
         for role in self.present:
             name, assign = role.name, self.ledger.assign
-            with role.groups.active():
-                buffers = parallel_state.get_global_memory_buffer().buffer
-                assign(buffers.values(), GATHER_BUFFER)
             assign((p for stage in role.stages for p in stage.parameters()), f"{name} weights")
             if role.optimizer is None:
                 continue
@@ -323,6 +326,17 @@ class _Simulation:
                     (x for state in states for x in state.values() if isinstance(x, torch.Tensor)),
                     f"{name} moments",
                 )
+
+    def _assign_buffers(self) -> None:
+        """Assign purposes to the lasting buffers; a pass that needs a larger one replaces it."""
+        from megatron.core import parallel_state
+
+        if self.case.transformer_engine:
+            self.ledger.assign(te_stand_in.permanent_buffers(), TE_BUFFERS)
+        for role in self.present:
+            with role.groups.active():
+                buffers = parallel_state.get_global_memory_buffer().buffer
+                self.ledger.assign(buffers.values(), GATHER_BUFFER)
 
     def result(self, seconds: float) -> RankResult:
         """Collect ledger and counters in a result."""
@@ -365,29 +379,3 @@ class _Simulation:
         found = self.ledger.composition(peak.moment)
         found[SMALL] = peak.size - found.total()
         return found
-
-
-def by_role(recipe: Recipe) -> Recipe:
-    """Replace each model's path by its role's name.
-
-    Roles may share a path, but have models of different depth in quick runs.
-    """
-    names = ["critic", "ref"] + ["reward_model"] * recipe.reward_model.in_use
-    sections = {name: getattr(recipe, name).model_copy(update={"path": name}) for name in names}
-    return recipe.model_copy(update=sections)
-
-
-def longest_batch(recipe: Recipe) -> Batch:
-    """Make a batch of the recipe's size with prompts and responses of the greatest length."""
-    # one tensor for all, since every operation is simulated
-    prompt = torch.tensor([1] * recipe.data.max_prompt_length, dtype=torch.int32)
-    response = torch.tensor([2] * recipe.data.max_response_length, dtype=torch.int32)
-    logprobs = torch.tensor([-0.5] * len(response))
-    trajectories = [
-        Trajectory(
-            Prompt(i // recipe.rollout.n, prompt, "", "", ""), response, logprobs, "length", 0
-        )
-        for i in range(recipe.data.train_batch_size * recipe.rollout.n)
-    ]
-    scores = [float(i % 2) for i in range(len(trajectories))]
-    return pack_trajectories(trajectories, scores, recipe.algorithm.score_after_end)

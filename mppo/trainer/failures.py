@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import sys
+import traceback
 from dis import opmap
 from pathlib import Path
 
@@ -10,6 +13,9 @@ import torch
 
 from mppo.config.schema import Recipe
 from mppo.parallel import device
+from mppo.parallel.launch import LaunchInfo
+from mppo.supervision import exit_report
+from mppo.supervision.phase import current
 
 _PACKAGE = Path(__file__).parents[1]
 _CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
@@ -142,3 +148,18 @@ def out_of_memory_message(phase: str, recipe: Recipe) -> str:
     lines = [f"out of memory in: {phase}; {device.memory_summary()}"]
     lines += [f"  {line}" for line in advice(phase, recipe)]
     return "\n".join(lines)
+
+
+def report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> None:
+    """Print why this rank failed, and pass it to torchrun's report."""
+    if not needs_no_traceback(error) or "MPPO_TRACEBACK" in os.environ:
+        traceback.print_exception(error)
+    where = f"rank {info.rank} of {info.world_size}"
+    kind = "" if is_bad_input(error) else f"{type(error).__name__}: "
+    what = storage_message(error) or f"{kind}{error}"
+    lines = [f"mppo: {where} failed while {current()}: {what}"]
+    if is_out_of_memory(error):
+        lines.append(f"mppo: {where}: {out_of_memory_message(current(), recipe)}")
+    text = "\n".join(lines)
+    print(text, file=sys.stderr, flush=True)
+    exit_report.write_reason(text)

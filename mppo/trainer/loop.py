@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 from mppo.batch import Batch, Experience
-from mppo.parallel.collectives import group_size
 from mppo.planning.residency import SAVE, WEIGHT_SYNC
-from mppo.report.console import SampleRow
 from mppo.report.history import Metrics
-from mppo.responses import ResponseRow
 from mppo.rewards.division import ScoringError
-from mppo.rewards.scores import ResponseScore
 from mppo.rollout.engine import WeightSource
-from mppo.rollout.response_gather import replicate
 from mppo.safety.redact import redact
 from mppo.supervision import stop_request
 from mppo.supervision.first_rank import on_first_rank
@@ -30,13 +26,10 @@ from mppo.trainer.metrics import (
     mismatch_metrics,
     performance_metrics,
     score_metrics,
-    validation_metrics,
 )
 from mppo.trainer.replay_case import MODELS, ReplayCase, keep_case
 from mppo.trainer.rollout_stage import (
     DynamicSampling,
-    ScoredRollout,
-    generate,
     generate_batch,
     prefetch_next,
     score,
@@ -46,6 +39,9 @@ from mppo.trainer.rollout_stage import (
 from mppo.trainer.run import Run
 from mppo.trainer.selection import resample_experience
 from mppo.trainer.update.phase import NonFiniteStep, UpdatePhase
+from mppo.trainer.validation.metrics import validation_metrics
+from mppo.trainer.validation.samples import show_samples
+from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
 
 
 def train(run: Run) -> None:
@@ -146,7 +142,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     prefetch_metrics = wait_for_prefetch(run, step)
     with run.stage("update_weights", step):
         sync_weights(run, version=step)
-    show_samples(run, step, scored)
+    show_samples(run, step, scored.responses, scored.judged)
     kl = current_kl(outputs, algorithm)
     metrics = sampling_metrics | prefetch_metrics | experience_metrics(experience) | update_metrics
     metrics |= score_metrics(scored.batch, recipe) | kl_metrics(kl, run.kl.coef, recipe.actor)
@@ -205,46 +201,13 @@ def validate(run: Run, step: int) -> dict[str, float]:
     """Score responses to the validation prompts; metrics overall and by data source."""
     if not len(run.validation):
         return {}
-    prompts = run.validation.prompts
-    size = run.recipe.data.val_batch_size or len(prompts)
-    rows: list[ResponseRow] = []
-    judged: list[ResponseScore] = []
+    folder = run.recipe.trainer.validation_data_dir
     with run.stage("testing", step):
-        for first in range(0, len(prompts), size):
-            part = prompts[first : first + size]
-            found = generate(run, part, run.recipe.rollout.validation, step=0)
-            rows += found.table
-            judged += run.scorer.score(found)
+        responses = generate_validation(run.engine, run.recipe, run.validation.prompts)
+        judged = run.scorer.score(responses)
+        if folder is not None:
+            lines = sample_lines(responses, judged, run.tokenizer)
+            on_first_rank(partial(write_lines, Path(folder) / f"{step}.jsonl", lines))
     show_errors(run.reporter, step, judged)
     timing = {"timing_s/testing": run.seconds["testing"]}
-    return timing | validation_metrics(rows, judged)
-
-
-def is_sample_step(step: int, total: int, tables: int | None) -> bool:
-    """Whether a table of responses is shown in a step.
-
-    Args:
-        step: from 1 to ``total``.
-        total: steps of the run.
-        tables: tables of the run, the first one in step 1, with TRL's distance between them. None:
-            in the first, the middle and the last step.
-    """
-    if tables is None:
-        return step in (1, (total + 1) // 2, total)
-    return tables > 0 and (step - 1) % max(1, total // tables) == 0
-
-
-def show_samples(run: Run, step: int, scored: ScoredRollout) -> None:
-    """Report a table of responses in the steps of ``is_sample_step``. Collective."""
-    if not is_sample_step(step, run.total_steps, run.recipe.trainer.num_sample_generations):
-        return
-    count = min(run.recipe.trainer.sample_table_rows, len(scored.responses))
-    shown = replicate(scored.responses.select(range(count)), group_size())
-    texts = run.tokenizer.batch_decode(
-        [t.response_ids.tolist() for t in shown], skip_special_tokens=True
-    )
-    rows = [
-        SampleRow(t.prompt.text, text, t.prompt.ground_truth, float(reward))
-        for t, text, reward in zip(shown, texts, scored.batch.scores_B)
-    ]
-    run.reporter.samples(step, rows)
+    return timing | validation_metrics(responses.table, judged)

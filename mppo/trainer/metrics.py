@@ -315,27 +315,6 @@ def reward_metrics(
     return metrics | {"reward/errors": float(len(errors_of(everything)))}
 
 
-def validation_metrics(
-    rows: Sequence[ResponseRow], judgements: Sequence[ResponseScore]
-) -> dict[str, float]:
-    """Scores and numbers of the validation responses by verl's names.
-
-    ``val-core/<source>/reward/mean`` and ``val-core/<source>/acc/mean``; every other number under
-    ``val-aux``. ``val/reward`` is the mean over all responses.
-    """
-    scores = mean_scores(rows, judgements)
-    metrics = {f"val-core/{source}/reward/mean": mean for source, mean in scores.items()}
-    for (source, name), mean in mean_numbers(rows, judgements).items():
-        kind = "val-core" if name == "acc" else "val-aux"
-        metrics[f"{kind}/{source}/{name}/mean"] = mean
-    everything = [judgement.score for judgement in judgements]
-    metrics |= {f"val/reward_{reason}": count for reason, count in unscored(judgements).items()}
-    return metrics | {
-        "val/reward": sum(everything) / len(everything),
-        "val/reward_errors": float(len(errors_of(judgements))),
-    }
-
-
 def errors_of(judgements: Sequence[ResponseScore]) -> list[str]:
     """Errors of the responses that could not be scored."""
     return [each.error for each in judgements if each.error is not None]

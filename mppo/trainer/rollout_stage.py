@@ -16,7 +16,7 @@ from mppo.report.reporter import Reporter
 from mppo.responses import Responses, concatenate_responses
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.scores import UNSCORED, ResponseScore
-from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.engine import GenerationRequest, sampling_seed
 from mppo.trainer.advantages import needs_greedy_baseline
 from mppo.trainer.metrics import errors_of, reward_metrics, unscored
 from mppo.trainer.run import PendingRollout, Run
@@ -189,7 +189,7 @@ def submit(run: Run, step: int) -> PendingRollout:
     prompts = run.prompts.peek(size + math.ceil(rollout.over_sampling * size))
     needed = size if len(prompts) > size else None
     early, limit = EarlyScores(run.scorer), run.recipe.data.max_response_length
-    seed = sampling_seed(run, step)
+    seed = sampling_seed(run.recipe.trainer.seed, step)
     request = GenerationRequest(
         prompts, rollout, limit, seed, early.take, needed, run.partial_responses.responses
     )
@@ -239,14 +239,8 @@ def wait_for_prefetch(run: Run, step: int) -> dict[str, float]:
 def generate(run: Run, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int) -> Responses:
     """Generate responses to the prompts."""
     limit = run.recipe.data.max_response_length
-    return run.engine.generate(
-        GenerationRequest(prompts, sampling, limit, sampling_seed(run, step))
-    )
-
-
-def sampling_seed(run: Run, step: int) -> int:
-    """Sampling seed of a step; it differs every step."""
-    return run.recipe.trainer.seed * 1_000_003 + step
+    seed = sampling_seed(run.recipe.trainer.seed, step)
+    return run.engine.generate(GenerationRequest(prompts, sampling, limit, seed))
 
 
 def show_errors(reporter: Reporter, step: int, judgements: Sequence[ResponseScore]) -> None:

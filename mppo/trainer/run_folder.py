@@ -39,6 +39,7 @@ from mppo.report.history import read_history
 from mppo.report.reporter import EXPERT_LOAD, METRICS, PLOT, RECIPE, SAMPLES
 from mppo.report.status import FILE as STATUS
 from mppo.report.status import REPORT, finished_steps, read_status
+from mppo.report.trackers.tracker import IDS as TRACKER_IDS
 from mppo.safety.disk import MARKER, Damaged, Files, free_name, read_marker, set_aside
 from mppo.safety.redact import redact
 from mppo.supervision.first_rank import on_first_rank
@@ -49,8 +50,8 @@ ACTOR, AVERAGE, WARM_START, HF, CHECKPOINTS = (
 _PAGES = (REPORT, PLOT, EXPERT_LOAD)
 _NUMBERS = (METRICS, SAMPLES)
 _OF_A_RUN = (
-    CHECKPOINTS, ACTOR, AVERAGE, WARM_START, HF, "nonfinite", "stacks", "tensorboard", *_PAGES,
-    STATUS, RECIPE, *_NUMBERS,
+    CHECKPOINTS, ACTOR, AVERAGE, WARM_START, HF, "nonfinite", "stacks", "tensorboard", "wandb",
+    "mlflow", "swanlab", TRACKER_IDS, *_PAGES, STATUS, RECIPE, *_NUMBERS,
 )  # fmt: skip
 """Everything a run writes, in the order of moving: a folder with numbers counts as holding results,
 so they go last."""

@@ -381,5 +381,5 @@ def test_a_trained_model_is_converted_verified_and_evaluated(cluster, undisturbe
     assert re.search(r"(\d+) of \1 ", text_of(tmp_path / "verify")), "all tensors are equal"
     result = json.loads(scores.read_text())
     assert result["prompts"] == 4
-    assert 0 <= result["reward/mean"] <= 1
-    assert 1 <= result["response_length/mean"] <= 5
+    assert 0 <= result["val/reward"] <= 1
+    assert 1 <= result["val/response_length/mean"] <= 5

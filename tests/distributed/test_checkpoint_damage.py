@@ -383,7 +383,7 @@ def test_an_asynchronous_save_is_a_snapshot_and_old_ones_are_removed(tmp_path):
     (outcome,) = run_cases([Case("qwen2", layout)], 2, tmp_path, background)
     assert outcome["meanwhile"] == [True] * 5, "a save that has not copied yet returns"
     assert outcome["same"]
-    assert outcome["left"] == ["global_step_2", "global_step_4", "global_step_5"]
+    assert outcome["left"] == ["best", "global_step_2", "global_step_4", "global_step_5"]
     assert len([line for line in outcome["said"] if line.startswith("saved ")]) == 5
     (mine, mine_again), (other, other_again) = outcome["draws"]
     assert mine == mine_again, "what comes after the save comes after the resume"

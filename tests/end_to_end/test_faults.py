@@ -60,6 +60,8 @@ def finishes_like(undisturbed: Path, run_dir: Path, launcher: Sequence[str] = ()
 def test_samples_are_shown_at_the_start_in_the_middle_and_at_the_end(undisturbed):
     rows = [json.loads(line) for line in (undisturbed / "samples.jsonl").open()]
     assert [row["step"] for row in rows] == [step for step in (1, 3, 6) for _ in range(4)]
+    assert [row["place"] for row in rows] == ["best", "worst", "", ""] * 3
+    assert all(row["answer"] == row["response"].strip() for row in rows), "as the verifier reads it"
     shown = (undisturbed / "output_0.txt").read_text()
     opening = "mppo ", "device: ", "model: ", "layout: ", "engine: ", "data: ", "run folder: "
     assert [line.startswith(word) for line, word in zip(shown.splitlines(), opening)] == [True] * 7

@@ -38,16 +38,20 @@ def dialogues(path):
 
 
 @pytest.mark.distributed
-def test_four_models_in_four_layouts_learn_the_preference(tmp_path):
-    shorter = ["trainer.total_training_steps=16", "trainer.warm_start_steps=16"]
-    off = ["trainer.val_before_train=false", "trainer.test_freq=-1"]
-    rows = run_recipe(RECIPE, tmp_path, *shorter, *off, *FUNCTION, "reward.weight=0")
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_four_models_in_four_layouts_learn_the_preference(seed, tmp_path):
+    rows = run_recipe(
+        RECIPE, tmp_path, *FUNCTION, "reward.weight=0", f"trainer.seed={seed}",
+        "data.train_batch_size=64", "actor.ppo_mini_batch_size=16", "actor.optim.lr=1.5e-3",
+        "trainer.total_training_steps=6", "trainer.warm_start_steps=0",
+        "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.sample_table_rows=0",
+    )  # fmt: skip
     true = [row["reward/reverse/rule_score/mean"] for row in rows]
-    assert sum(true[-3:]) > 1.3 * sum(true[:3])
+    assert sum(true[-2:]) > 1.5 * sum(true[:2])
     # in standard deviations of the first batch, on which the scale is measured
     model = [row["critic/score/mean"] for row in rows]
     assert abs(model[0]) < 1e-5
-    assert sum(model[-3:]) / 3 > 0.5
+    assert sum(model[-2:]) / 2 > 0.15
 
 
 @pytest.mark.distributed

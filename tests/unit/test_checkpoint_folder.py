@@ -143,3 +143,41 @@ def test_only_valid_checkpoints_count_in_max_ckpt_to_keep(tmp_path):
     pruner.published(4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_4", "global_step_5"]
     assert len([line for line in said if "neither counted nor deleted" in line]) == 1
+
+
+def test_the_best_checkpoint_is_linked_and_kept_also_by_a_later_start(tmp_path):
+    said: list[str] = []
+    trainer = TrainerConfig(max_ckpt_to_keep=1, best_metric="-val/loss")
+    for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
+        make(tmp_path, step, {"val/loss": loss})
+        # every save is by a new process, as after a resume
+        Pruner(trainer, tmp_path, said.append).published(step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best", "global_step_2", "global_step_3",
+    ]  # fmt: skip
+    assert (tmp_path / "best").readlink().name == "global_step_2"
+    assert folders.read_verified(tmp_path / "best").step == 2
+    assert said[-1] == f"best checkpoint: {tmp_path / 'global_step_2'} (val/loss = 0.25)"
+    make(tmp_path, 4, {"val/loss": 0.125})
+    Pruner(trainer, tmp_path, said.append).published(4)
+    assert (tmp_path / "best").readlink().name == "global_step_4"
+    assert [folders.step_of(path) for path in folders.list_checkpoints(tmp_path)] == [4]
+
+
+def test_a_metric_that_no_checkpoint_has_is_reported_once_and_no_folder_is_replaced(tmp_path):
+    said: list[str] = []
+    pruner = Pruner(TrainerConfig(best_metric="val/reward"), tmp_path, said.append)
+    for step in (1, 2):
+        make(tmp_path, step, {"val/rewards": 1.0})
+        pruner.published(step)
+    assert said == [
+        "trainer.best_metric = val/reward: no checkpoint has this metric; did you mean val/rewards?"
+    ]
+    (tmp_path / "best").mkdir()
+    make(tmp_path, 3, {"val/reward": 1.0})
+    pruner.published(3)
+    assert (tmp_path / "best").is_dir()
+    assert not (tmp_path / "best").is_symlink()
+    assert said[-1].endswith(
+        f"global_step_3 (val/reward = 1); {tmp_path / 'best'} exists and is not a link"
+    )

@@ -80,7 +80,7 @@ SETTINGS = [
     ("no such aggregation", "actor.loss_agg_mode=token_mean", "actor.loss_agg_mode",
      "did you mean token-mean?"),
     ("no such KL", "algorithm.kl_penalty=k4", "algorithm.kl_penalty", "choose one of"),
-    ("no such logger", "trainer.logger=[console, mlflow]", "trainer.logger.1", "tensorboard"),
+    ("no such logger", "trainer.logger=[console, comet]", "trainer.logger.1", "tensorboard"),
     ("no such recompute", "actor.megatron.recompute_granularity=all",
      "actor.megatron.recompute_granularity", "selective"),
     ("no such truncation", "data.truncation=cut", "data.truncation", "error, left, right, middle"),
@@ -175,7 +175,7 @@ SETTINGS = [
      "needs it"),
     ("no such way with an earlier run", "trainer.on_existing_run=overwrite",
      "trainer.on_existing_run", "choose one of: refuse, set_aside"),
-    ("a best of nothing", "trainer.best_metric=val/reward", "trainer.best_metric", "save_freq"),
+    ("a best of nothing", "trainer.best_metric=lr", "trainer.best_metric", "save_freq"),
     ("a deadline that is no time", "trainer.checkpoint_must_save_by=soon",
      "trainer.checkpoint_must_save_by", "should match pattern"),
     ("a local engine ahead", "trainer.rollout_ahead=1 "

@@ -33,7 +33,10 @@ METRICS = {
     "timing_s/old_log_prob": 0.1,
     "timing_s/testing": 0.2,
 }
-ROWS = [SampleRow("<bos>1+2=\n", "3", "4", 1.0), SampleRow("a|b", "\x1b[31m*", "<b>", 0.0)]
+ROWS = [
+    SampleRow("<bos>1+2=\n", "3", "4", "3", 1.0, "best"),
+    SampleRow("a|b", "\x1b[31m*", "<b>", None, 0.0),
+]
 
 
 def reporter(run_dir, total_steps=4, is_main=True, **trainer):
@@ -69,7 +72,7 @@ def test_a_run_leaves_recipe_numbers_samples_picture_and_report(tmp_path, capsys
     assert "Finished after 4 steps" in report
     assert "| mean reward | 0.1 | 0.4 | 0.4 |" in report
     assert "log-probability difference of rollout and actor | 2e-06 | 2e-06 |  |" in report
-    assert "| a\\|b | \\\\x1b[31m\\* | \\<b\\> | 0.000 |" in report
+    assert "| a\\|b | \\\\x1b[31m\\* | \\<b\\> |  | 0.000 |  |" in report
     assert "step 4/4 | eta 0s | reward 0.400 | kl 0.0123" in capsys.readouterr().out
 
 
@@ -171,7 +174,7 @@ def test_a_terminal_without_a_display(style, lines):
     console = StepConsole(10, Console(file=out, force_terminal=True, width=100), style)
     console.start(0)
     console.step(1, METRICS)
-    console.samples(1, [SampleRow("2+2", "4", "4", 1.0)] if style == "quiet" else [])
+    console.samples(1, [SampleRow("2+2", "4", "4", "4", 1.0)] if style == "quiet" else [])
     console.print_line("a warning")
     console.stop()
     printed = out.getvalue().splitlines()
@@ -221,7 +224,12 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
 
 @pytest.mark.parametrize(
     ("logger", "module"),
-    [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")],
+    [
+        ("tensorboard", "torch.utils.tensorboard"),
+        ("wandb", "wandb"),
+        ("mlflow", "mlflow"),
+        ("swanlab", "swanlab"),
+    ],
 )
 def test_a_missing_tracker_says_how_to_install_it(logger, module, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, module, None)

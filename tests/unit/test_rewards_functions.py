@@ -65,7 +65,7 @@ def test_python_numpy_and_torch_numbers_are_numbers(one):
 
 def test_further_numbers_are_kept_by_name_and_texts_are_not():
     found = scored({"score": 0.5, "acc": np.bool_(False), "format": torch.tensor(2), "pred": "x"})
-    assert found == ResponseScore(0.5, {"acc": 0.0, "format": 2.0})
+    assert found == ResponseScore(0.5, {"acc": 0.0, "format": 2.0}, answer="x", right=False)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from mppo.responses import Responses
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer
 from mppo.rewards.shaping import clip_score, overlong_penalty
-from mppo.trainer.metrics import reward_metrics, validation_metrics
+from mppo.trainer.metrics import reward_metrics
+from mppo.trainer.validation.metrics import validation_metrics
 
 EOS = 2
 

@@ -21,10 +21,11 @@ from mppo.planning.verdict import Verdict, judge
 from mppo.simulate import main
 from mppo.simulation.gpu.counters import Wait
 from mppo.simulation.gpu.ledger import Allocation, Ledger
+from mppo.simulation.inputs import longest_batch
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.moments import simulated_moments
 from mppo.simulation.quick import Depths, chunk_depths, extrapolated, reduced_batch, with_layers
-from mppo.simulation.rank import PhaseResult, RankCase, RankResult, longest_batch
+from mppo.simulation.rank import PhaseResult, RankCase, RankResult
 from mppo.simulation.timeline import write_memory_trace
 from mppo.weights.shape import model_shape
 

@@ -11,13 +11,13 @@ import torch
 from mppo.config.load import load_recipe
 from mppo.parallel.launch import LaunchInfo, tasks_on_node
 from mppo.supervision.phase import phase
-from mppo.train import _report_failure
 from mppo.trainer.failures import (
     advice,
     is_bad_input,
     is_out_of_memory,
     needs_no_traceback,
     out_of_memory_message,
+    report_failure,
 )
 
 RECIPE = load_recipe(None, ["model.path=builtin:tiny", "actor.ppo_micro_batch_size_per_gpu=8"])
@@ -56,7 +56,7 @@ def test_a_rank_without_memory_says_what_it_did_and_what_would_help(capsys, monk
     )  # the phase of an earlier test's failure
     error = torch.OutOfMemoryError("CUDA out of memory")
     with phase("weight sync"):
-        _report_failure(error, LaunchInfo(3, 8, 3, 8, "127.0.0.1", 1, "torchrun"), RECIPE)
+        report_failure(error, LaunchInfo(3, 8, 3, 8, "127.0.0.1", 1, "torchrun"), RECIPE)
     failed, advised, *keys = capsys.readouterr().err.splitlines()
     assert failed.startswith("mppo: rank 3 of 8 failed while weight sync: OutOfMemoryError: CUDA")
     assert advised.startswith("mppo: rank 3 of 8: out of memory in: weight sync; ")
@@ -76,7 +76,7 @@ def test_a_rank_without_memory_says_what_it_did_and_what_would_help(capsys, monk
 )
 def test_a_disk_that_takes_no_more_is_reported_without_a_traceback(capsys, number, why):
     error = OSError(number, os.strerror(number), "runs/x/metrics.jsonl")
-    _report_failure(error, LaunchInfo(0, 2, 0, 2, "127.0.0.1", 1, "torchrun"), RECIPE)
+    report_failure(error, LaunchInfo(0, 2, 0, 2, "127.0.0.1", 1, "torchrun"), RECIPE)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mppo: rank 0 of 2 failed while ")
     assert why in line
@@ -85,7 +85,7 @@ def test_a_disk_that_takes_no_more_is_reported_without_a_traceback(capsys, numbe
 
 def test_a_file_of_the_users_that_is_missing_is_no_fault_of_the_disk(capsys):
     error = FileNotFoundError(errno.ENOENT, "No such file", "answers.txt")
-    _report_failure(error, LaunchInfo(0, 2, 0, 2, "127.0.0.1", 1, "torchrun"), RECIPE)
+    report_failure(error, LaunchInfo(0, 2, 0, 2, "127.0.0.1", 1, "torchrun"), RECIPE)
     assert "the disk" not in capsys.readouterr().err
 
 

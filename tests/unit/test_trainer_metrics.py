@@ -10,9 +10,9 @@ from mppo.batch import ModelOutputs, Prompt, Trajectory
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.packed_batch import pack_trajectories
 from mppo.trainer.advantages import estimate
-from mppo.trainer.loop import is_sample_step
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
 from mppo.trainer.selection import resample_experience
+from mppo.trainer.validation.samples import chosen_samples, is_sample_step
 
 MISMATCH = "training/rollout_logprob_diff_mean"
 
@@ -52,3 +52,12 @@ def test_bypass_mode_takes_the_engines_log_probabilities():
 def test_tables_of_responses_are_shown_at_trls_steps():
     shown = {n: [s for s in range(1, 11) if is_sample_step(s, 10, n)] for n in (None, 0, 3, 99)}
     assert shown == {None: [1, 5, 10], 0: [], 3: [1, 4, 7, 10], 99: list(range(1, 11))}
+
+
+def test_a_table_has_the_best_and_the_worst_response_and_then_the_first_ones():
+    scores = [0.5, 0.0, 1.0, 0.0, 1.0]
+    assert chosen_samples(scores, 4) == {2: "best", 3: "worst", 0: "", 1: ""}
+    assert chosen_samples([0.5, 0.5], 4) == {0: "best", 1: "worst"}
+    assert chosen_samples(scores, 1) == {0: ""}
+    assert chosen_samples([1.0], 4) == {0: ""}
+    assert chosen_samples(scores, 0) == chosen_samples([], 4) == {}

@@ -29,7 +29,7 @@ def decay(value: Any) -> Any:
 def trackers(value: Any) -> Any:
     """``trainer.logger`` for one or several names of trackers."""
     names = value if isinstance(value, list) else [value]
-    known = [name for name in names if name in ("wandb", "tensorboard")]
+    known = [name for name in names if name in ("wandb", "tensorboard", "mlflow", "swanlab")]
     known = ["wandb", "tensorboard"] if names == ["all"] else known
     return ["console", "jsonl", *known]
 

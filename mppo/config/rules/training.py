@@ -334,6 +334,23 @@ def best_checkpoint_needs_saves(context: RuleContext) -> Iterator[ConfigIssue]:
         yield ConfigIssue("trainer.best_metric", trainer.best_metric, why, fix)
 
 
+@rule("trainer.best_metric", "trainer.test_freq")
+def best_of_validation_needs_validation(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A checkpoint has the metrics of validation only if its step was validated."""
+    trainer = context.recipe.trainer
+    name = (trainer.best_metric or "").removeprefix("-")
+    if not name.startswith(("val-core/", "val-aux/", "val/reward", "val/response_length")):
+        return
+    key, every = "trainer.best_metric", trainer.test_freq
+    if every <= 0:
+        why = "is a metric of validation, and steps are not validated"
+        yield ConfigIssue(key, trainer.best_metric, why, "set trainer.test_freq")
+    elif trainer.save_freq > 0 and trainer.save_freq % every:
+        why = f"only steps that are multiples of trainer.test_freq = {every} are validated"
+        fix = f"set trainer.save_freq (now {trainer.save_freq}) to a multiple of it"
+        yield ConfigIssue(key, trainer.best_metric, why, fix)
+
+
 @rule("trainer.gpu")
 def gpu_is_known(context: RuleContext) -> Iterator[ConfigIssue]:
     """``trainer.gpu`` is a known type of GPU, or a number of GiB."""

@@ -34,6 +34,9 @@ class TrainerConfig(Section):
     """Validate before the first step."""
     test_freq: int = Field(default=-1, ge=-1)
     """Validate every this many PPO steps; -1: never."""
+    validation_data_dir: str | None = None
+    """Folder for the validation responses with their scores, one file ``STEP.jsonl`` per
+    validation. null: they are not written."""
     save_freq: int = Field(default=-1, ge=-1)
     """Save a checkpoint every this many PPO steps and after the last; -1: not by steps."""
     save_every_minutes: float | None = Field(default=None, gt=0)
@@ -54,8 +57,8 @@ class TrainerConfig(Section):
     max_ckpt_to_keep: int | None = Field(default=None, gt=0)
     """Newest checkpoints that are kept. null: all."""
     best_metric: str | None = None
-    """Metric whose best checkpoint is kept too: the highest, or with ``-name`` the lowest. null:
-    none."""
+    """Metric whose best checkpoint is kept too, with a link ``best`` to it: the highest, or with
+    ``-name`` the lowest. null: none."""
     checkpoint_hf: bool = False
     """Also export the actor with every checkpoint, as a Hugging Face folder
     ``hf/global_step_N``."""
@@ -74,13 +77,17 @@ class TrainerConfig(Section):
     rollout_ahead: int = Field(default=0, ge=0, le=1)
     """1: disaggregated servers generate the next step's batch while this step trains, with weights
     that are one update older (one-step off-policy)."""
-    logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = ("console", "jsonl")
-    """Where metrics go."""
+    logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"], ...] = (
+        "console",
+        "jsonl",
+    )
+    """Where metrics and tables of responses go."""
     console: Literal["live", "lines", "quiet"] = "live"
     """What ``console`` prints: lines, and on a terminal a live display below them (live); only
     lines (lines); neither lines nor samples of steps (quiet, or ``-q``)."""
     sample_table_rows: int = Field(default=4, ge=0)
-    """Responses of a table, which is shown and written to samples.jsonl."""
+    """Responses of a table, which is shown and written to samples.jsonl: the best and the worst of
+    the step, then its first ones."""
     num_sample_generations: int | None = Field(default=None, ge=0)
     """Tables of responses during the run, at equal distances from the first step on (TRL's key);
     0: none. null: at the first, middle and last step."""

@@ -191,12 +191,12 @@ RUN_ROWS: tuple[VerlRow, ...] = (
         "trainer.resume_from_path", Converted("trainer.resume_from_path", {False: None}), (False,)
     ),
     VerlRow(
-        "trainer.{rollout_data_dir,validation_data_dir,val_only,default_hdfs_dir,profile_steps,"
+        "trainer.{rollout_data_dir,val_only,default_hdfs_dir,profile_steps,"
         "del_local_ckpt_after_load,esi_redundant_time,npu_profile,remove_previous_ckpt_in_save}",
         OFF,
         NOTHING,
     ),
-    VerlRow("trainer.{rollout_data_dir,validation_data_dir}", _DUMP),
+    VerlRow("trainer.rollout_data_dir", _DUMP),
     VerlRow(
         "trainer.log_val_generations",
         Ignored("trainer.sample_table_rows says how many responses are shown"),

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mppo.rewards.result import read_result
+from mppo.rewards.result import ANSWER, read_result
 from mppo.rewards.workers.confinement import (
     close_files,
     die_first,
@@ -116,10 +116,10 @@ def _answer(function: Function, item: Any) -> tuple[bytes, float, str]:
     try:
         result = function(item)
         try:
-            score, numbers = read_result(result)
+            score, numbers, answer = read_result(result)
         except ValueError as why:
             return NO_SCORE, 0.0, str(why)[:ERROR_CHARACTERS]
-        text = json.dumps(numbers)
+        text = json.dumps(numbers if answer is None else {ANSWER: answer, **numbers})
         if len(text) > TEXT_BYTES:
             return (
                 NO_SCORE,

@@ -1,0 +1,113 @@
+"""What a tracker does, and the identity of a run in it, which a resumed run keeps."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.trackers import EXTRAS, KEY
+from mppo.report.console import SAMPLE_COLUMNS, SampleRow
+from mppo.report.history import Metrics
+from mppo.safety.disk import replace_text
+from mppo.safety.redact import redact_text
+
+IDS = "trackers.json"
+"""File in the run folder with the run's identity in each tracker."""
+SAMPLES = "samples"
+"""Name of the table of samples."""
+
+
+class Tracker(Protocol):
+    """A destination for metrics and samples besides the run folder."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Log the metrics of a step."""
+        ...
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Log a table of responses, without secrets."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as trackers see it, without secrets.
+
+    Args:
+        folder: the run folder.
+        project: name of the project.
+        name: name of the run.
+        recipe: the resolved recipe.
+        done: PPO steps that are done; above 0, the run is resumed.
+    """
+
+    folder: Path
+    project: str
+    name: str
+    recipe: dict[str, Any]
+    done: int
+
+    def known_id(self, tracker: str) -> str | None:
+        """The run's identity in a tracker; None if it is new there."""
+        return self._ids().get(tracker) if self.done else None
+
+    def keep_id(self, tracker: str, identity: str) -> None:
+        """Keep the run's identity for a resume."""
+        replace_text(self.folder / IDS, f"{json.dumps({**self._ids(), tracker: identity})}\n")
+
+    def _ids(self) -> dict[str, str]:
+        try:
+            ids = json.loads((self.folder / IDS).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        found = ids if isinstance(ids, dict) else {}
+        return {name: one for name, one in found.items() if isinstance(one, str)}
+
+
+def import_tracker(package: str) -> Any:
+    """Import the module of a tracker.
+
+    Args:
+        package: name in ``trainer.logger``.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(EXTRAS[package])
+    except ModuleNotFoundError as error:
+        why = f"the package {package} is not installed"
+        fix = f'pip install "mppo[{package}]", or remove it from {KEY}'
+        raise ConfigError([ConfigIssue(KEY, package, why, fix)]) from error
+
+
+def refused(package: str, error: Exception, offline: str) -> ConfigError:
+    """The error for a tracker that did not start.
+
+    Args:
+        package: name in ``trainer.logger``.
+        error: what the tracker raised.
+        offline: how to use the tracker without its server.
+    """
+    why = redact_text(" ".join(str(error).split()))
+    fix = f"correct that, set {offline}, or remove {package} from {KEY}"
+    return ConfigError([ConfigIssue(KEY, package, why, fix)])
+
+
+def sample_cells(rows: Sequence[SampleRow]) -> list[list[str]]:
+    """The texts of a table of samples, secrets replaced, without the heads ``SAMPLE_COLUMNS``."""
+    return [[redact_text(text) for text in row.cells()] for row in rows]
+
+
+def sample_records(rows: Sequence[SampleRow]) -> list[dict[str, str]]:
+    """A table of samples as a list of rows by head."""
+    return [dict(zip(SAMPLE_COLUMNS, cells, strict=True)) for cells in sample_cells(rows)]

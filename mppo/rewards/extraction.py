@@ -1,0 +1,67 @@
+"""The final answer in a response, as the verifiers read it: for votes and for tables of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mppo.rewards.result import ANSWER_CHARACTERS
+from mppo.rewards.verifiers import (
+    CHOICE,
+    GSM8K_ANSWER,
+    NUMBER,
+    extract_final,
+    parse_number,
+    without_spaces,
+)
+
+
+def extract_answer(verifier: str, response: str) -> str | None:
+    """The answer that a verifier reads in a response, in one spelling for equal answers.
+
+    Answers of ``math`` are equal if their texts are, apart from spaces and the spelling of numbers:
+    the package that compares them as formulas compares only pairs.
+
+    Args:
+        verifier: name of the verifier.
+        response: the response.
+
+    Returns:
+        At most ``ANSWER_CHARACTERS`` characters; empty if the response has no answer; None for a
+        verifier that reads none, such as ``code``.
+    """
+    if verifier not in _EXTRACT:
+        return None
+    return _EXTRACT[verifier](response)[:ANSWER_CHARACTERS]
+
+
+def _last_number(found: list[str]) -> str:
+    return _spelled(found[-1]) if found else ""
+
+
+def _spelled(text: str) -> str:
+    """A number in one spelling; other text without white space at its ends."""
+    number = parse_number(text)
+    if number is None:
+        return text.strip()
+    negative, integer, fraction = number
+    return f"{'-' * negative}{integer or '0'}{'.' * bool(fraction)}{fraction}"
+
+
+def _final(response: str) -> str:
+    return without_spaces(extract_final(response).strip("$ "))
+
+
+def _choice(response: str) -> str:
+    found = CHOICE.findall(response)
+    return found[-1] if found else ""
+
+
+_EXTRACT: dict[str, Callable[[str], str]] = {
+    "exact": str.strip,
+    "final_answer": lambda response: without_spaces(extract_final(response)),
+    "gsm8k": lambda response: _last_number(GSM8K_ANSWER.findall(response)),
+    "gsm8k_flexible": lambda response: _last_number(NUMBER.findall(response)),
+    "choice": _choice,
+    "math": lambda response: _spelled(_final(response)),
+    "reasoning_gym": extract_final,
+}

@@ -1,0 +1,133 @@
+"""Metrics of validation, by data source; the same in a run and in ``mppo.evaluate``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from mppo.responses import ResponseRow
+from mppo.rewards.scores import ResponseScore
+from mppo.trainer.metrics import errors_of, mean_numbers, mean_scores, unscored
+from mppo.trainer.validation.estimators import (
+    attempt_sizes,
+    best_at_k,
+    majority_at_k,
+    pass_at_k,
+)
+
+Samples = Sequence[ResponseScore]
+"""Judgements of the samples of one prompt, in the order of sampling."""
+
+
+def validation_metrics(
+    rows: Sequence[ResponseRow], judgements: Sequence[ResponseScore]
+) -> dict[str, float]:
+    """Scores and numbers of the validation responses by verl's names.
+
+    ``val-core/<source>/reward/mean`` and ``val-core/<source>/acc/mean``; every other number under
+    ``val-aux``. ``val/reward`` is the mean over all responses. For several samples per prompt, see
+    ``sample_metrics``.
+    """
+    scores = mean_scores(rows, judgements)
+    metrics = {f"val-core/{source}/reward/mean": mean for source, mean in scores.items()}
+    for (source, name), mean in mean_numbers(rows, judgements).items():
+        kind = "val-core" if name == "acc" else "val-aux"
+        metrics[f"{kind}/{source}/{name}/mean"] = mean
+    metrics |= sample_metrics(rows, judgements)
+    everything = [judgement.score for judgement in judgements]
+    metrics |= {f"val/reward_{reason}": count for reason, count in unscored(judgements).items()}
+    lengths = [row.length for row in rows]
+    return metrics | {
+        "val/reward": sum(everything) / len(everything),
+        "val/reward_errors": float(len(errors_of(judgements))),
+        "val/response_length/mean": sum(lengths) / len(lengths),
+        "val/response_length/clip_ratio": _mean([row.finish_reason == "length" for row in rows]),
+    }
+
+
+def sample_metrics(
+    rows: Sequence[ResponseRow], judgements: Sequence[ResponseScore]
+) -> dict[str, float]:
+    """What several samples per prompt show, by data source; empty for one sample.
+
+    With n samples: ``reward/mean@n``; ``acc/pass@k`` if the reward says which responses are right,
+    otherwise ``reward/best@k``; and ``acc/maj@k`` if it also reads their answers. k is every power
+    of two below n, and n. The values for n are under ``val-core``, the others under ``val-aux``.
+    """
+    prompts: dict[str, dict[int, list[ResponseScore]]] = {}
+    for row, judgement in zip(rows, judgements, strict=True):
+        of_source = prompts.setdefault(row.prompt.data_source, {})
+        of_source.setdefault(row.prompt.uid, []).append(judgement)
+    metrics = {}
+    for source, by_uid in prompts.items():
+        groups = list(by_uid.values())
+        n = min(map(len, groups))
+        for name, k, value in _estimates(groups, n) if n > 1 else ():
+            metrics[f"{'val-core' if k == n else 'val-aux'}/{source}/{name}@{k}"] = value
+    return metrics
+
+
+def _estimates(groups: Sequence[Samples], n: int) -> Iterator[tuple[str, int, float]]:
+    """Name, k and value of each estimate over the prompts of one data source."""
+    everything = [judgement for group in groups for judgement in group]
+    knows_right = any(judgement.right is not None for judgement in everything)
+    has_answers = any(judgement.answer is not None for judgement in everything)
+    yield "reward/mean", n, _mean([_mean([one.score for one in group]) for group in groups])
+    for k in attempt_sizes(n):
+        if not knows_right:
+            if k > 1:
+                yield "reward/best", k, _mean([_best(group, k) for group in groups])
+            continue
+        yield "acc/pass", k, _mean([_passed(group, k) for group in groups])
+        if has_answers and k > 1:
+            yield "acc/maj", k, _mean([_majority(group, k) for group in groups])
+
+
+def _passed(group: Samples, k: int) -> float:
+    return pass_at_k(len(group), sum(one.right is True for one in group), k)
+
+
+def _best(group: Samples, k: int) -> float:
+    return best_at_k([one.score for one in group], k)
+
+
+def _majority(group: Samples, k: int) -> float:
+    answers = [one.answer or "" for one in group]
+    return majority_at_k(answers, [one.right is True for one in group], k)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def metrics_table(metrics: dict[str, float], sources: Sequence[str]) -> list[str]:
+    """The metrics by data source as lines of text: a row per source, a column per metric.
+
+    Args:
+        metrics: of ``validation_metrics``.
+        sources: names of the data sources.
+    """
+    by_source = {source: dict(_of_source(metrics, source)) for source in sources}
+    names = sorted({name for found in by_source.values() for name in found}, key=_column)
+    cells = [["data source", *names]]
+    for source, found in by_source.items():
+        values = [f"{found[name]:.4f}" if name in found else "" for name in names]
+        cells.append([source, *values])
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    align: list[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * len(names)]
+    return [
+        "  ".join(put(text, width) for put, text, width in zip(align, row, widths)).rstrip()
+        for row in cells
+    ]
+
+
+def _of_source(metrics: dict[str, float], source: str) -> Iterator[tuple[str, float]]:
+    for name, value in metrics.items():
+        for kind in ("val-core", "val-aux"):
+            if name.startswith(f"{kind}/{source}/"):
+                yield name.removeprefix(f"{kind}/{source}/"), value
+
+
+def _column(name: str) -> tuple[bool, str, int]:
+    """Order of the columns: rewards and accuracies first, then by name and k."""
+    what, _, k = name.partition("@")
+    return not what.startswith(("acc/", "reward/")), what, int(k or 0)

@@ -1,0 +1,83 @@
+"""Tables of responses: the best and the worst of a step, and its first ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from mppo.parallel.collectives import group_size
+from mppo.report.console import SampleRow
+from mppo.responses import Responses
+from mppo.rewards.scores import ResponseScore
+from mppo.rollout.response_gather import replicate
+
+if TYPE_CHECKING:
+    from mppo.trainer.run import Run
+
+
+def is_sample_step(step: int, total: int, tables: int | None) -> bool:
+    """Whether a table of responses is shown in a step.
+
+    Args:
+        step: from 1 to ``total``.
+        total: steps of the run.
+        tables: tables of the run, the first one in step 1, with TRL's distance between them. None:
+            in the first, the middle and the last step.
+    """
+    if tables is None:
+        return step in (1, (total + 1) // 2, total)
+    return tables > 0 and (step - 1) % max(1, total // tables) == 0
+
+
+def show_samples(
+    run: Run, step: int, responses: Responses, judged: Sequence[ResponseScore]
+) -> None:
+    """Report a table of responses in the steps of ``is_sample_step``. Collective."""
+    trainer = run.recipe.trainer
+    if not is_sample_step(step, run.total_steps, trainer.num_sample_generations):
+        return
+    chosen = chosen_samples([each.score for each in judged], trainer.sample_table_rows)
+    shown = replicate(responses.select(chosen), group_size())
+    texts = decoded(run.tokenizer, [each.response_ids.tolist() for each in shown])
+    rows = [
+        SampleRow(
+            each.prompt.text,
+            text,
+            each.prompt.ground_truth,
+            judged[place].answer,
+            judged[place].score,
+            which,
+        )
+        for (place, which), each, text in zip(chosen.items(), shown, texts, strict=True)
+    ]
+    run.reporter.samples(step, rows)
+
+
+def chosen_samples(scores: Sequence[float], rows: int) -> dict[int, str]:
+    """The responses of a table: the best, the worst, then the first ones.
+
+    Args:
+        scores: of the step's responses.
+        rows: responses of the table.
+
+    Returns:
+        "best", "worst" or "" by the index of the response. Of equal scores, the first response is
+        the best one and the last response the worst one.
+    """
+    count = min(rows, len(scores))
+    chosen: dict[int, str] = {}
+    if count > 1:
+        places = range(len(scores))
+        chosen[max(places, key=lambda i: (scores[i], -i))] = "best"
+        chosen[min(places, key=lambda i: (scores[i], -i))] = "worst"
+    for place in range(len(scores)):
+        if len(chosen) < count:
+            chosen.setdefault(place, "")
+    return chosen
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
+    """The texts of responses, without special tokens; an empty list for none."""
+    return tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []

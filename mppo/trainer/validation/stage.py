@@ -1,0 +1,93 @@
+"""Generating responses to the validation prompts, and writing them with their scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from mppo.batch import Prompt
+from mppo.config.schema import Recipe
+from mppo.parallel.collectives import group_size
+from mppo.responses import Responses, concatenate_responses
+from mppo.rewards.scores import ResponseScore
+from mppo.rollout.engine import GenerationRequest, RolloutEngine, sampling_seed
+from mppo.rollout.response_gather import replicate
+from mppo.safety.disk import replace_text
+from mppo.trainer.validation.samples import decoded
+
+
+def generate_validation(
+    engine: RolloutEngine,
+    recipe: Recipe,
+    prompts: Sequence[Prompt],
+    show: Callable[[int], None] = lambda answered: None,
+) -> Responses:
+    """Generate ``rollout.val_kwargs.n`` responses to each validation prompt. Collective.
+
+    The seed is the same at every validation, and in ``mppo.evaluate``.
+
+    Args:
+        engine: holds the weights to validate.
+        recipe: sampling, lengths, ``data.val_batch_size`` and the seed.
+        prompts: the prompts.
+        show: called with the number of prompts that have been answered.
+    """
+    size = recipe.data.val_batch_size or max(len(prompts), 1)
+    sampling, longest = recipe.rollout.validation, recipe.data.max_response_length
+    seed, found = sampling_seed(recipe.trainer.seed, step=0), []
+    for first in range(0, len(prompts), size):
+        part = prompts[first : first + size]
+        found.append(engine.generate(GenerationRequest(part, sampling, longest, seed)))
+        show(first + len(part))
+    return concatenate_responses(found)
+
+
+def sample_lines(
+    responses: Responses,
+    judgements: Sequence[ResponseScore],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[str]:
+    """One JSON object for each response, with prompt, answer and score. Collective.
+
+    Args:
+        responses: numbered from 0.
+        judgements: of the responses.
+        tokenizer: decodes them.
+    """
+    trajectories = replicate(responses, group_size())
+    texts = decoded(tokenizer, [each.response_ids.tolist() for each in trajectories])
+    return list(_lines(responses, judgements, texts))
+
+
+def _lines(
+    responses: Responses, judgements: Sequence[ResponseScore], texts: Sequence[str]
+) -> Iterator[str]:
+    samples: dict[int, int] = {}
+    for row, judgement, text in zip(responses.table, judgements, texts, strict=True):
+        prompt = row.prompt
+        samples[prompt.uid] = sample = samples.get(prompt.uid, -1) + 1
+        values = {
+            "data_source": prompt.data_source,
+            "index": prompt.uid,
+            "sample": sample,
+            "prompt": prompt.text,
+            "response": text,
+            "ground_truth": prompt.ground_truth,
+            "answer": judgement.answer,
+            "right": judgement.right,
+            "score": judgement.score,
+            "numbers": dict(judgement.numbers),
+            "error": judgement.error or judgement.unscored,
+            "length": row.length,
+            "finish_reason": row.finish_reason,
+        }
+        yield json.dumps(values, ensure_ascii=False) + "\n"
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> None:
+    """Write a JSONL file atomically, and its folder if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, "".join(lines))
