@@ -14,7 +14,7 @@ from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.scores import FailedScore, no_score
 from mppo.rewards.workers.pool import Result, WorkerPool
-from mppo.rewards.workers.server import DIED, NO_SCORE, SCORE
+from mppo.rewards.workers.server import DIED, NO_MEMORY, NO_SCORE, SCORE, TIMEOUT
 from mppo.rewards.workers.user_function import import_function
 from mppo.rewards.workers.worker import ScoringTask
 
@@ -31,8 +31,8 @@ class FunctionReward:
             returns a number, or a dict with ``score`` and further numbers: the signature of verl's
             ``compute_score``.
         kwargs: further arguments of the function.
-        timeout_s: time limit for one response in seconds; a response that exceeds it scores 0.
-        memory_mb: limit of the process's address space in MiB; a response that needs more scores 0.
+        timeout_s: time limit for one response in seconds.
+        memory_mb: limit of the process's address space in MiB.
     """
 
     name: str
@@ -56,13 +56,17 @@ class FunctionReward:
             return {**json.loads(result.text), "score": result.score}
         if result.outcome == NO_SCORE:
             return FailedScore(no_score(result.text, response))
-        if result.unscored is not None:
-            return result.unscored
-        how = "its process ended: " if result.outcome == DIED else ""
-        return FailedScore(
+        how = {
+            DIED: f"its process ended: {result.text}",
+            NO_MEMORY: "it needs more than reward.memory_mb",
+            TIMEOUT: f"it took longer than reward.timeout_s, {self.timeout_s:g} s, or the part of "
+            "it that is left after other time-outs",
+        }.get(result.outcome, result.text)
+        message = (
             f"the reward function {self.name} failed on {describe(response.prompt)}, "
-            f"response {shorten(response.text)!r}: {how}{result.text}"
+            f"response {shorten(response.text)!r}: {how}"
         )
+        return FailedScore(message, result.unscored.reason if result.unscored else None)
 
 
 def _item(response: Response) -> tuple[str, str, str, dict[str, Any]]:

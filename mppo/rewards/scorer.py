@@ -19,7 +19,13 @@ from mppo.rewards.function import load_function
 from mppo.rewards.remote import RemoteReward
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.rules import RuleReward
-from mppo.rewards.scores import ModelScore, ResponseScore, read_scores
+from mppo.rewards.scores import (
+    FailedScore,
+    ModelScore,
+    ResponseScore,
+    read_scores,
+    without_score,
+)
 from mppo.rewards.shaping import clip_score, overlong_penalty
 
 
@@ -119,9 +125,10 @@ class Scorer:
         """The weighted sum of both scores; both are among its numbers."""
         if not math.isfinite(found.raw):
             error = f"the reward model's score of {describe(prompt)} is {found.raw}, not finite"
-            if self.reward.on_error == "raise":
-                raise ScoringError(error)
-            return replace(rule, score=0.0, error=error)
+            try:
+                return without_score(FailedScore(error), self.reward.on_error)
+            except ValueError as stop:  # on every rank: all ranks have these scores
+                raise ScoringError(str(stop)) from None
         numbers, score = {**rule.numbers, "rm_score": found.raw}, self.model_weight * found.score
         if self.reward.weight is not None:
             numbers["rule_score"] = rule.score

@@ -252,13 +252,14 @@ def sampling_seed(run: Run, step: int) -> int:
 def show_errors(reporter: Reporter, step: int, judgements: Sequence[ResponseScore]) -> None:
     """Report how many responses could not be scored, with the first error, and how many score 0.
 
-    One line for errors, and one for each reason in ``UNSCORED``.
+    One line for errors, and one for each reason in ``UNSCORED`` for which responses score 0.
     """
-    for reason, count in unscored(judgements).items():
+    answers = [each for each in judgements if each.error is None]
+    for reason, count in unscored(answers).items():
         if count:
             text = f"{count:.0f} of {len(judgements)} responses {UNSCORED[reason]} and score 0"
             reporter.line(f"step {step}: {text}")
     errors = errors_of(judgements)
     if errors:
-        text = f"{len(errors)} of {len(judgements)} responses could not be scored and score 0"
-        reporter.line(f"step {step}: {text} (reward.on_error=zero): {errors[0]}")
+        text = f"{len(errors)} of {len(judgements)} responses have no score and get reward.on_error"
+        reporter.line(f"step {step}: {text}; the first error: {errors[0]}")
