@@ -126,7 +126,8 @@ class Scorer:
         if not math.isfinite(found.raw):
             error = f"the reward model's score of {describe(prompt)} is {found.raw}, not finite"
             try:
-                return without_score(FailedScore(error), self.reward.on_error)
+                failed = without_score(FailedScore(error), self.reward.on_error)
+                return replace(failed, numbers=rule.numbers)
             except ValueError as stop:  # on every rank: all ranks have these scores
                 raise ScoringError(str(stop)) from None
         numbers, score = {**rule.numbers, "rm_score": found.raw}, self.model_weight * found.score
