@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mppo.config.sections.reward import OnError
 from mppo.rewards.response import Response, describe, shorten
-from mppo.rewards.result import read_result
-
+from mppo.rewards.result import place_rewards, read_result
 
 @dataclass(frozen=True)
 class ResponseScore:
     """The score of one response and the further numbers of the reward function.
 
     Args:
-        score: the outcome reward.
+        score: the outcome reward plus ``token_total``.
         numbers: further numbers by name, such as ``acc`` and ``format``; they are logged.
         error: why there is no score, if ``score`` is the number of ``reward.on_error``.
         unscored: the limit that the response exceeded, or what it did to its verifier: a key of
             ``UNSCORED``. Without ``error``, it scores 0 for that reason.
+        token_total: sum of the rewards of its tokens.
+        token_rewards: reward of each token, on the rank that holds the response; empty: all 0.
     """
 
     score: float
     numbers: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     unscored: str | None = None
+    token_total: float = 0.0
+    token_rewards: Sequence[float] = ()
+
+    def scaled(self, factor: float) -> ResponseScore:
+        """The score and its token rewards, multiplied by a factor."""
+        rewards = _compact(factor * reward for reward in self.token_rewards)
+        total, score = factor * self.token_total, factor * self.score
+        return replace(self, score=score, token_total=total, token_rewards=rewards)
+
+    def with_outcome(self, outcome: float) -> ResponseScore:
+        """Replace the outcome reward; the token rewards stay."""
+        return replace(self, score=outcome + self.token_total)
+
+    def without_tokens(self) -> ResponseScore:
+        """The score without the rewards of its tokens; their total stays."""
+        return replace(self, token_rewards=()) if self.token_rewards else self
+
+    @property
+    def outcome(self) -> float:
+        """The outcome reward: the score without the token rewards."""
+        return self.score - self.token_total
+
+
+def _compact(rewards: Iterable[float]) -> Sequence[float]:
+    """Rewards in 8 bytes each."""
+    return array("d", rewards) or ()
 
 
 @dataclass(frozen=True)
@@ -84,8 +112,8 @@ def read_scores(
     """Check what a reward function returned.
 
     Args:
-        results: for each response a number, a mapping with ``score`` and further numbers, a
-            ``FailedScore`` or an ``Unscored``. If their number is wrong, no response has a score.
+        results: for each response a value that ``read_result`` reads, a ``FailedScore`` or an
+            ``Unscored``. If their number is wrong, no response has a score.
         responses: the responses that were scored.
         on_error: ``reward.on_error``.
 
@@ -103,7 +131,12 @@ def _read(result: Any, response: Response, on_error: OnError) -> ResponseScore:
         return ResponseScore(0.0, unscored=result.reason)
     if not isinstance(result, FailedScore):
         try:
-            return ResponseScore(*read_result(result))
+            found = read_result(result)
+            rewards = _compact(place_rewards(found.token_rewards, len(response.token_ids)))
+            total = sum(rewards)
+            return ResponseScore(
+                found.score + total, found.numbers, token_total=total, token_rewards=rewards
+            )
         except ValueError as why:
             result = FailedScore(no_score(str(why), response))
     return without_score(result, on_error)

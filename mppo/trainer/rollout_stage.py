@@ -170,7 +170,8 @@ def score(run: Run, rollout: UnscoredRollout, step: int) -> ScoredRollout:
     if run.recipe.algorithm.score_after_end:
         end_slots_below = run.recipe.data.max_response_length
     scores = [judgement.score for judgement in judged]
-    packed = pack_responses(responses, scores, end_slots_below)
+    token_rewards = [judgement.token_rewards for judgement in judged]
+    packed = pack_responses(responses, scores, end_slots_below, token_rewards)
     batch = share_out(packed, run.roles.actor.config.num_moe_experts)
     judged_greedy = run.scorer.score(rollout.greedy)
     show_errors(run.reporter, step, judged + judged_greedy)

@@ -12,6 +12,7 @@ from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.responses import ResponseRow, Responses
 from mppo.rewards.division import ScoringError, score_divided, scoring_ranks
 from mppo.rewards.early import EarlyScores
+from mppo.rewards.response import Response
 from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import read_scores
 
@@ -31,9 +32,9 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
 
     def divided(judge, homes=None) -> list[float]:
         homes = homes or [index % world for index in range(5)]
-        texts = {index: "x" for index, home in enumerate(homes) if home == rank}
+        held = {i: Response(PROMPTS[i], "x") for i, home in enumerate(homes) if home == rank}
         judgements = score_divided(
-            lambda part: read_scores(judge(part), part), texts, PROMPTS, homes
+            lambda part: read_scores(judge(part), part), held, PROMPTS, homes
         )
         return [judgement.score for judgement in judgements]
 

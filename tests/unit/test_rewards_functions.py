@@ -10,6 +10,7 @@ from mppo.batch import Prompt
 from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.function import extra_info, load_function
 from mppo.rewards.response import Response
+from mppo.rewards.result import RewardResult
 from mppo.rewards.scores import FailedScore, ResponseScore, read_scores
 
 VERL_ROW = {
@@ -46,7 +47,7 @@ def test_without_such_a_column_a_function_sees_the_others_and_the_prompt(tmp_pat
     )
     (tmp_path / "sees.py").write_text(body)
     judge = load_function(f"{tmp_path}/sees.py:score", {})
-    assert judge([response(row)]) == [{"score": 1.0, "seen": 1.0}]
+    assert judge([response(row)]) == [RewardResult(1.0, {"seen": 1.0}, [])]
 
 
 @pytest.mark.parametrize(
@@ -82,11 +83,12 @@ def test_further_numbers_are_kept_by_name_and_texts_are_not():
         ("1", "is '1', not a finite number"),
         (float("inf"), "is inf, not a finite number"),
         (torch.tensor(float("nan")), r"is tensor\(nan\), not a finite number"),
-        (torch.tensor([1.0, 2.0]), r"is tensor\(\[1\., 2\.\]\), not a finite number"),
-        (np.ones(2), "not a finite number"),
+        (torch.tensor([1.0, 2.0]), "it has 2 token rewards, and the response has 0 tokens"),
+        (np.ones(2), "it has 2 token rewards, and the response has 0 tokens"),
+        (1e39, r"is 1e\+39, not a finite number"),
         (10**400, r"is 10+\.\.\., not a finite number"),
         (1j, "not a finite number"),
-        ([1.0], "not a finite number"),
+        ([1.0], "it has 1 token rewards, and the response has 0 tokens"),
         ("x" * 10**6, r"is 'x{70,80}\.\.\., not a finite number"),
         (FailedScore("prompt 41 was too much"), "prompt 41 was too much"),
     ],

@@ -121,7 +121,7 @@ def test_a_worker_that_cannot_start_says_why():
 
 
 def test_the_worker_server_is_restarted_for_the_next_batch():
-    task = ScoringTask("operator:methodcaller", ("__len__",))
+    task = ScoringTask("functools:partial", (map, len))
     pool = WorkerPool(task, 1, 60.0)
     assert [result.score for result in pool.run(["ab", "abc"])] == [2, 3]
     os.kill(pool._server.pid, signal.SIGKILL)
@@ -144,7 +144,7 @@ from mppo.rewards.function import FunctionReward
 from mppo.rewards.response import Response
 judge = FunctionReward(sys.argv[1] + ":score", {})
 prompt = Prompt(5, (1,), "poems", "", "p")
-print(int(judge([Response(prompt, "pid")])[0]["score"]), flush=True)
+print(int(judge([Response(prompt, "pid")])[0].score), flush=True)
 judge([Response(prompt, "sleep")])
 """
 

@@ -44,6 +44,11 @@ class RewardConfig(Section):
     memory_mb: int | None = Field(default=None, gt=0)
     """Address space, MiB, of a process that runs a verifier or function. null: 4096 for a
     verifier, no limit for a function."""
+    num_workers: int = Field(default=1, ge=1)
+    """Processes of each rank that run a function. Each has its own copy of the function's state."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Most responses in one call of a batched function, and in flight at once in a process with an
+    async one. null: an equal part of the responses that wait, for each process."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the function, or options of the verifier or server (``partial_credit``,
     ``sandbox``, ``batch_size``...)."""
