@@ -15,6 +15,7 @@ from mppo.batch import Prompt, Trajectory
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.sections.reward import RewardConfig
 from mppo.responses import ResponseRow, Responses
+from mppo.rewards.cache import ScoreCache
 from mppo.rewards.division import ScoringError, score_divided
 from mppo.rewards.function import load_function
 from mppo.rewards.remote import RemoteReward
@@ -44,6 +45,7 @@ class Scorer:
         model: scores responses with the reward model, collectively; None: there is none.
         model_weight: factor of the model's score in the sum with ``reward.weight`` times the score
             of the reward function.
+        cache: scores of the reward function by content; None: every response is scored.
     """
 
     reward_function: RewardFunction | None
@@ -52,6 +54,7 @@ class Scorer:
     max_response_length: int | None = None
     model: Callable[[Responses], list[ModelScore]] | None = None
     model_weight: float = 1.0
+    cache: ScoreCache | None = None
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Run the rule verifiers on the first prompt of each data source and verifier.
@@ -139,8 +142,11 @@ class Scorer:
         return replace(rule.with_outcome(outcome), numbers=numbers)
 
     def _score(self, responses: Sequence[Response]) -> list[ResponseScore]:
-        assert self.reward_function is not None
-        return read_scores(self.reward_function(responses), responses, self.reward.on_error)
+        def call(some: Sequence[Response]) -> list[ResponseScore]:
+            assert self.reward_function is not None
+            return read_scores(self.reward_function(some), some, self.reward.on_error)
+
+        return call(responses) if self.cache is None else self.cache.score(call, responses)
 
     def _decoded(self, trajectories: Sequence[Trajectory]) -> list[Response]:
         ids = [trajectory.response_ids.tolist() for trajectory in trajectories]
@@ -195,7 +201,8 @@ def build_scorer(
             raise ConfigError([issue])
     alone = with_model and reward.weight is None
     function = None if alone else _build_reward_function(reward)
-    return Scorer(function, tokenizer, reward, max_response_length)
+    cache = ScoreCache() if reward.cache else None
+    return Scorer(function, tokenizer, reward, max_response_length, cache=cache)
 
 
 def _build_reward_function(reward: RewardConfig) -> RewardFunction:
@@ -216,7 +223,7 @@ def _build_reward_function(reward: RewardConfig) -> RewardFunction:
             reward.kwargs,
             timeout_s=reward.timeout_s,
             memory_mb=reward.memory_mb,
-            workers=reward.num_workers,
+            workers=reward.processes,
             batch_size=reward.batch_size,
         )
     keys = ("batch_size", "retries", "backoff_s", "api_key_env")

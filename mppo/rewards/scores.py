@@ -11,6 +11,7 @@ from mppo.config.sections.reward import OnError
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.result import place_rewards, read_result
 
+
 @dataclass(frozen=True)
 class ResponseScore:
     """The score of one response and the further numbers of the reward function.

@@ -44,7 +44,7 @@ class RewardConfig(Section):
     memory_mb: int | None = Field(default=None, gt=0)
     """Address space, MiB, of a process that runs a verifier or function. null: 4096 for a
     verifier, no limit for a function."""
-    num_workers: int = Field(default=1, ge=1)
+    processes: int = Field(default=1, ge=1)
     """Processes of each rank that run a function. Each has its own copy of the function's state."""
     batch_size: int | None = Field(default=None, ge=1)
     """Most responses in one call of a batched function, and in flight at once in a process with an
@@ -57,6 +57,9 @@ class RewardConfig(Section):
     ended its process, or returned no finite number. A number: the run goes on, and
     ``reward/errors`` counts the response. ``stop``: the run ends, and the last complete step is
     saved. The earlier names ``zero`` and ``raise`` mean 0 and ``stop``."""
+    cache: bool = False
+    """Score responses of the same content once: each rank remembers its last 65,536 scores by
+    prompt, data row and response."""
     clip: float | None = Field(default=None, gt=0)
     """Scores are clipped to [-clip, clip]. null: not clipped."""
     missing_eos_penalty: float | None = Field(default=None, ge=0)

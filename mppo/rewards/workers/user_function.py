@@ -44,6 +44,7 @@ class FunctionForm:
         """Names of the parameters that it gets besides ``reward.kwargs``."""
         return (*(MANY if self.batched else ONE), *((IDS,) if self.takes_ids else ()))
 
+
 ONE_RESPONSE = FunctionForm()
 
 
