@@ -97,10 +97,9 @@ def exchange_scores(
     rank = _own_rank()
     own = {key: each for key, each in mine.items() if homes.get(key, rank) == rank}
     sent = {key: each.without_tokens() if key in own else each for key, each in mine.items()}
-    found: dict[int, ResponseScore] = {}
-    for part in exchange_results(sent, failure):
-        found |= part
-    return found | own
+    gathered = {k: each for part in exchange_results(sent, failure) for k, each in part.items()}
+    elsewhere = {k: each.without_tokens() for k, each in gathered.items() if homes.get(k) != rank}
+    return gathered | elsewhere | own
 
 
 def _own_rank() -> int:
