@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mppo.algos.masked import sequence_sum
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch import ModelOutputs, Prompt, Trajectory
 from mppo.config.sections.algorithm import AlgorithmConfig, ScoreNormalizationConfig
@@ -119,14 +120,11 @@ def test_normalised_rewards_have_the_normalised_score_as_their_sum(tokenizer, mo
     scaled, _ = normalize_scores(batch, torch.empty(0), algorithm, RewardStats())
     zeros_T = torch.zeros_like(batch.response_mask_T)
     experience = estimate(ModelOutputs(scaled, zeros_T, zeros_T, zeros_T), algorithm, 0.0)
-    sums = torch.stack(
-        [each.sum() for each in experience.rewards_T.split(batch.lengths_B.tolist())]
-    )
-    torch.testing.assert_close(sums, scaled.scores_B)
-    first = (
-        0.5 / {"given": 4.0, "batch": batch.scores_B.std(), "group": batch.scores_B[:2].std()}[mode]
-    )
-    assert experience.rewards_T[2].item() == pytest.approx(float(first), abs=1e-5)
+    sums_B = sequence_sum(experience.rewards_T, batch.cu_seqlens)
+    torch.testing.assert_close(sums_B, scaled.scores_B)
+    scores_B = batch.scores_B
+    std = {"given": torch.tensor(4.0), "batch": scores_B.std(), "group": scores_B[:2].std()}[mode]
+    assert experience.rewards_T[2].item() == pytest.approx(0.5 / std.item(), abs=1e-5)
 
 
 def test_token_rewards_follow_their_sequences(tokenizer):
