@@ -14,8 +14,8 @@ from mppo.rewards.workers.sandbox import extract_program
 SIZE = 200_000
 REPEATED = [
     "1", "1,", "1.", "-", "-$", "$", ".", " ", "\n", "#", "####", "#### ", "#### 1", "\u0663",
-    "(", "(A", "A ", "{", "}", "\\boxed{", "\\boxed{1}", "\\boxed{1} }", "<answer>", "<answer></answer>",
-    "</answer>", "`", "```", "```python\n", "```\n```", "``` \t",
+    "(", "(A", "A ", "{", "}", "\\boxed{", "\\boxed{1}", "\\boxed{1} }", "<answer>",
+    "<answer></answer>", "</answer>", "`", "```", "```python\n", "```\n```", "``` \t",
 ]  # fmt: skip
 """An answer repeats one of these: what a pattern begins with but never ends."""
 
