@@ -8,7 +8,6 @@ Imports the standard library only, because the worker process that runs the func
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -119,8 +118,9 @@ def _pair(item: Any) -> tuple[int, float] | None:
     if found is None or len(found) != 2:
         return None
     position, reward = number(found[0]), _finite(found[1])
-    whole = position is not None and math.isfinite(position) and position == int(position)
-    return (int(position), reward) if whole and reward is not None else None
+    if position is None or reward is None or not position.is_integer():
+        return None
+    return int(position), reward
 
 
 def _items(value: Any) -> list[Any] | None:

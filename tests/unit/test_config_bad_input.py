@@ -148,7 +148,6 @@ SETTINGS = [
     ("processes without a function", "reward.processes=2", "reward.processes", "no effect"),
     ("no process for a function", "reward.processes=0", "reward.processes", "a value >= 1"),
     ("batches without a function", "reward.batch_size=8", "reward.batch_size", "no effect"),
-    ("a cache that is no choice", "reward.cache=often", "reward.cache", "boolean"),
     ("no memory for a function", "reward.memory_mb=0", "reward.memory_mb", "a value > 0"),
     (
         "a limit for a server's memory",

@@ -14,7 +14,7 @@ from mppo.rewards.scores import read_scores
 FORMS = """
 import asyncio, os, time
 
-calls, together = [], asyncio.Barrier(4)
+calls, met, all_met = [], [], asyncio.Event()
 
 def one(data_source, solution_str, ground_truth, extra_info, response_ids, rewards=None):
     return {"ids": response_ids, "dense": [float(each) for each in response_ids],
@@ -44,7 +44,10 @@ def many(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
 async def concurrent(data_source, solution_str, ground_truth, extra_info):
     calls.append(solution_str)
     if solution_str == "meet":
-        await together.wait()
+        met.append(solution_str)
+        if len(met) == 4:
+            all_met.set()
+        await all_met.wait()
     if solution_str == "sleep":
         await asyncio.sleep(3600)
     if solution_str == "block":
