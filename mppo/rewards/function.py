@@ -54,7 +54,7 @@ class FunctionReward:
     def __call__(self, responses: Sequence[Response]) -> list[Any]:
         per_call = 1
         if self.form.batched or self.form.is_async:
-            per_call = self.batch_size or -(-len(responses) // self.workers)
+            per_call = self.batch_size or -(-len(responses) // self.workers) or 1
         results = self._pool.run([self._item(each) for each in responses], per_call)
         return [self._read(*pair) for pair in zip(results, responses)]
 
