@@ -252,9 +252,12 @@ class Batch(Sequences):
     Args:
         rollout_logprobs_T: float32 ``[T]``, the engine's log-probabilities.
         group_B: int64 ``[B]``, uid of the prompt.
-        scores_B: float32 ``[B]``, the outcome reward of each trajectory.
+        scores_B: float32 ``[B]``, the reward of each trajectory: the outcome reward, and the sum
+            of its ``token_rewards_T``.
         truncated_B: bool ``[B]``, not ended by a stop token.
         weight_version_T: int64 ``[T]``, of the weights that generated each token; -1 elsewhere.
+        token_rewards_T: float32 ``[T]``, the part of the reward that belongs to single tokens
+            (process rewards); default: zeros.
     """
 
     rollout_logprobs_T: Tensor
@@ -262,6 +265,12 @@ class Batch(Sequences):
     scores_B: Tensor
     truncated_B: Tensor
     weight_version_T: Tensor
+    token_rewards_T: Tensor = _DEFAULT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.token_rewards_T is _DEFAULT:
+            object.__setattr__(self, "token_rewards_T", torch.zeros_like(self.response_mask_T))
 
 
 @dataclass(frozen=True)

@@ -37,16 +37,19 @@ def pack_held(
     held: Mapping[int, Trajectory],
     scores: Sequence[float],
     end_slots_below: int = 0,
+    token_rewards: Mapping[int, Sequence[float]] | None = None,
 ) -> Batch:
     """Concatenate the trajectories that this rank holds on one token axis.
 
     Args:
         known: all B responses; they may be empty.
         held: the trajectories of some of them, by index, ascending.
-        scores: B outcome rewards.
+        scores: B rewards.
         end_slots_below: append an end slot (``Batch.end_mask_T``) to every response that stopped
             with fewer tokens than this. The slot repeats the stop token, which nothing reads.
             0: no end slots.
+        token_rewards: reward of each token of some of the trajectories held, by index; they are
+            parts of ``scores``.
 
     Returns:
         Batch on the CPU; no sequence has a home.
@@ -88,7 +91,20 @@ def pack_held(
         response_B=response_B,
         end_B=slots_B,
         home_B=torch.full((len(known),), -1, dtype=torch.int32),
+        token_rewards_T=_spread_rewards(token_rewards or {}, held_H, cu_seqlens, prompt_B),
     )
+
+
+def _spread_rewards(
+    rewards: Mapping[int, Sequence[float]], held_H: Tensor, cu_seqlens: Tensor, prompt_B: Tensor
+) -> Tensor:
+    """``Batch.token_rewards_T`` of trajectories with rewards by index."""
+    spread_T = torch.zeros(int(cu_seqlens[-1]))
+    starts = (cu_seqlens[:-1] + prompt_B[held_H]).tolist()
+    for index, start in zip(held_H.tolist(), starts, strict=True):
+        found = rewards.get(index, ())
+        spread_T[start : start + len(found)] = torch.tensor(found, dtype=torch.float32)
+    return spread_T
 
 
 def _concatenate_tokens(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:

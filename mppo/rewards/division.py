@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mppo.batch import Prompt
-from mppo.parallel.collectives import all_gather_objects
+from mppo.parallel.collectives import all_gather_objects, group_size
 from mppo.rewards.response import Response
 from mppo.rewards.scores import ResponseScore
 
@@ -42,45 +42,68 @@ def scoring_ranks(homes: Sequence[int], world: int) -> list[int]:
 
 def score_divided(
     score: Callable[[Sequence[Response]], list[ResponseScore]],
-    texts: Mapping[int, str],
+    held: Mapping[int, Response],
     prompts: Sequence[Prompt],
     homes: Sequence[int],
 ) -> list[ResponseScore]:
     """Score an even part of the responses on every rank and return all scores on every rank.
 
-    A server, a sandbox or a slow verifier then scores each response once and not once per rank, and
-    all ranks use the same score even if the reward function is not deterministic. Collective if
-    there is a process group. Texts that their home does not score move as text.
+    Collective if there is a process group. Responses that their home does not score move.
 
     Args:
         score: scores responses, or raises.
-        texts: this rank's responses by index.
+        held: this rank's responses by index.
         prompts: of all responses.
-        homes: rank that has the text of each response.
+        homes: rank that holds each response.
 
     Raises:
         ScoringError: scoring failed on some rank.
     """
-    world, rank = 1, 0
-    if dist.is_initialized():
-        world, rank = dist.get_world_size(), dist.get_rank()
+    world, rank = group_size(), _own_rank()
     ranks = scoring_ranks(homes, world)
-    mine = {index: text for index, text in texts.items() if ranks[index] == rank}
+    mine = {index: each for index, each in held.items() if ranks[index] == rank}
     if ranks != list(homes):
-        moved = {index: text for index, text in texts.items() if ranks[index] != rank}
+        moved = {i: (each.text, each.token_ids) for i, each in held.items() if ranks[i] != rank}
         for theirs in all_gather_objects(moved, world):
-            mine |= {index: text for index, text in theirs.items() if ranks[index] == rank}
+            for index, response in theirs.items():
+                if ranks[index] == rank:
+                    mine[index] = Response(prompts[index], *response)
     indices = sorted(mine)
     scores: list[ResponseScore] = []
     failure: Exception | None = None
     try:
-        responses = [Response(prompts[index], mine[index]) for index in indices]
-        scores = score(responses) if responses else []
+        scores = score([mine[index] for index in indices]) if indices else []
     except Exception as error:  # raised after the exchange, in which the other ranks wait
         failure = error
-    everyone = exchange_results(dict(zip(indices, scores)), failure)
-    found = {index: each for part in everyone for index, each in part.items()}
-    return [found[index] for index in range(len(prompts))]
+    found = exchange_scores(dict(zip(indices, scores)), dict(enumerate(homes)), failure)
+    return [found[index] for index in range(len(homes))]
+
+
+def exchange_scores(
+    mine: Mapping[int, ResponseScore], homes: Mapping[int, int], failure: Exception | None
+) -> dict[int, ResponseScore]:
+    """Gather the scores of all ranks, or raise on all. Collective if there is a process group.
+
+    Rewards of tokens stay on, or move to, the rank that holds the response.
+
+    Args:
+        mine: scores on this rank.
+        homes: the rank that holds each response; one without a home is held where it was scored.
+        failure: see ``exchange_results``.
+
+    Raises:
+        ScoringError: some rank passed a failure.
+    """
+    rank = _own_rank()
+    own = {key: each for key, each in mine.items() if homes.get(key, rank) == rank}
+    sent = {key: each.without_tokens() if key in own else each for key, each in mine.items()}
+    gathered = {k: each for part in exchange_results(sent, failure) for k, each in part.items()}
+    elsewhere = {k: each.without_tokens() for k, each in gathered.items() if homes.get(k) != rank}
+    return gathered | elsewhere | own
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def exchange_results(mine: T, failure: Exception | None) -> list[T]:

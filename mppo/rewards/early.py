@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from mppo.batch import Trajectory
 from mppo.responses import Responses
-from mppo.rewards.division import exchange_results
+from mppo.rewards.division import exchange_scores
 from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import ResponseScore
 
@@ -59,9 +59,8 @@ class EarlyScores:
         except Exception as error:  # raised after the exchange, in which the other ranks wait
             failure = error
         self.drop()
-        known = {
-            key: each for part in exchange_results(mine, failure) for key, each in part.items()
-        }
+        homes = {key: row.home for key, row in zip(keys, responses.table, strict=True)}
+        known = exchange_scores(mine, homes, failure)
         late = [index for index, key in enumerate(keys) if key not in known]
         scores = self._scorer.raw_scores_divided(responses.select(late))
         known.update(zip([keys[index] for index in late], scores, strict=True))

@@ -1,8 +1,7 @@
-"""Scores from a Python function of the user."""
+"""Scores from a Python function of the user, which runs in processes of its own."""
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,62 +11,82 @@ from typing import Any
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.rewards.response import Response, describe, shorten
+from mppo.rewards.result import RewardResult
 from mppo.rewards.scores import FailedScore, no_score
 from mppo.rewards.workers.pool import Result, WorkerPool
-from mppo.rewards.workers.server import DIED, NO_SCORE, SCORE
-from mppo.rewards.workers.user_function import import_function
+from mppo.rewards.workers.server import DIED, NO_MEMORY, NO_SCORE, SCORE, TIMEOUT
+from mppo.rewards.workers.user_function import (
+    MANY,
+    ONE,
+    ONE_RESPONSE,
+    FunctionForm,
+    Item,
+    form_of,
+    import_function,
+)
 from mppo.rewards.workers.worker import ScoringTask
-
-SIGNATURE = "(data_source, solution_str, ground_truth, extra_info)"
 
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """Calls a function once per response, in one separate process per rank.
+    """Calls a function in separate processes of this rank, with one response or with several.
 
     Args:
-        name: ``module:function`` or ``path.py:function``. The function takes ``data_source``,
-            ``solution_str`` (the response), ``ground_truth`` and ``extra_info`` by name, and
-            returns a number, or a dict with ``score`` and further numbers: the signature of verl's
-            ``compute_score``.
-        kwargs: further arguments of the function.
-        timeout_s: time limit for one response in seconds; a response that exceeds it scores 0.
-        memory_mb: limit of the process's address space in MiB; a response that needs more scores 0.
+        name: ``module:function`` or ``path.py:function``. The function returns for each response a
+            value that ``mppo.rewards.result`` reads.
+        kwargs: its arguments besides those of its form.
+        form: how it is called.
+        timeout_s: time limit for one call in seconds.
+        memory_mb: limit of a process's address space in MiB.
+        workers: processes; the function's state in one of them is not known to the others.
+        batch_size: most responses in one call, if the form allows several; None: an equal part of
+            the responses for each process.
     """
 
     name: str
     kwargs: Mapping[str, Any]
+    form: FunctionForm = ONE_RESPONSE
     timeout_s: float = 60.0
     memory_mb: int | None = None
+    workers: int = 1
+    batch_size: int | None = None
 
     def __call__(self, responses: Sequence[Response]) -> list[Any]:
-        results = self._pool.run([_item(response) for response in responses])
+        per_call = 1
+        if self.form.batched or self.form.is_async:
+            per_call = self.batch_size or -(-len(responses) // self.workers) or 1
+        results = self._pool.run([self._item(each) for each in responses], per_call)
         return [self._read(*pair) for pair in zip(results, responses)]
 
     @cached_property
     def _pool(self) -> WorkerPool:
-        """One worker, so that the function keeps its state from one call to the next."""
         loader = f"{import_function.__module__}:load_in_worker"
-        task = ScoringTask(loader, (self.name, dict(self.kwargs)), memory_mb=self.memory_mb)
-        return WorkerPool(task, 1, self.timeout_s)
+        arguments = (self.name, dict(self.kwargs), self.form, self.timeout_s)
+        task = ScoringTask(loader, arguments, memory_mb=self.memory_mb)
+        # the worker cancels a coroutine itself; the process ends only if that does not help
+        limit = self.timeout_s * (2 if self.form.is_async else 1)
+        return WorkerPool(task, self.workers, limit)
 
-    def _read(self, result: Result, response: Response) -> Any:
+    def _item(self, response: Response) -> Item:
+        prompt, ids = response.prompt, list(response.token_ids) if self.form.takes_ids else []
+        return prompt.data_source, response.text, prompt.ground_truth, extra_info(prompt), ids
+
+    def _read(self, result: Result, response: Response) -> RewardResult | FailedScore:
         if result.outcome == SCORE:
-            return {**json.loads(result.text), "score": result.score}
+            return RewardResult(result.score, *json.loads(result.text))
         if result.outcome == NO_SCORE:
             return FailedScore(no_score(result.text, response))
-        if result.unscored is not None:
-            return result.unscored
-        how = "its process ended: " if result.outcome == DIED else ""
-        return FailedScore(
+        how = {
+            DIED: f"its process ended: {result.text}",
+            NO_MEMORY: "it needs more than reward.memory_mb",
+            TIMEOUT: f"it took longer than reward.timeout_s, {self.timeout_s:g} s, or the part of "
+            "it that is left after other time-outs",
+        }.get(result.outcome, result.text)
+        message = (
             f"the reward function {self.name} failed on {describe(response.prompt)}, "
-            f"response {shorten(response.text)!r}: {how}{result.text}"
+            f"response {shorten(response.text)!r}: {how}"
         )
-
-
-def _item(response: Response) -> tuple[str, str, str, dict[str, Any]]:
-    prompt = response.prompt
-    return prompt.data_source, response.text, prompt.ground_truth, extra_info(prompt)
+        return FailedScore(message, result.unscored.reason if result.unscored else None)
 
 
 def extra_info(prompt: Prompt) -> dict[str, Any]:
@@ -84,15 +103,13 @@ def extra_info(prompt: Prompt) -> dict[str, Any]:
     return {**prompt.extra, "prompt": prompt.text}
 
 
-def load_function(
-    name: str, kwargs: Mapping[str, Any], timeout_s: float = 60.0, memory_mb: int | None = None
-) -> FunctionReward:
+def load_function(name: str, kwargs: Mapping[str, Any], **settings: Any) -> FunctionReward:
     """Import the function of ``reward.function`` and check its signature before a worker starts.
 
     Args:
         name: ``module:function`` or ``path.py:function``.
         kwargs: further arguments of the function.
-        timeout_s, memory_mb: as ``FunctionReward``.
+        settings: others of ``FunctionReward``.
 
     Raises:
         ConfigError: the function cannot be imported, or does not accept the arguments.
@@ -107,15 +124,13 @@ def load_function(
         raise _error(name, why, "correct the module, or its path") from error
     if not callable(function):
         raise _error(name, f"{where} has no function {attribute!r}", "name a function of it")
-    given = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
     try:
-        inspect.signature(function).bind(**{**given, **kwargs})
+        form = form_of(function, kwargs)
     except TypeError as error:
         extra = f" and reward.kwargs {', '.join(kwargs)}" if kwargs else ""
-        raise _error(
-            name, f"its parameters do not fit: {error}", f"accept {SIGNATURE}{extra}"
-        ) from error
-    return FunctionReward(name, kwargs, timeout_s, memory_mb)
+        fix = f"accept ({', '.join(ONE)}), or lists as ({', '.join(MANY)}),{extra}"
+        raise _error(name, f"its parameters do not fit: {error}", fix.rstrip(",")) from error
+    return FunctionReward(name, kwargs, form, **settings)
 
 
 def _error(name: str, why: str, fix: str) -> ConfigError:

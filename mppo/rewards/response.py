@@ -11,10 +11,17 @@ from mppo.batch import Prompt
 
 @dataclass(frozen=True)
 class Response:
-    """A decoded response and the prompt it answers."""
+    """A decoded response and the prompt it answers.
+
+    Args:
+        prompt: the prompt.
+        text: the response without special tokens.
+        token_ids: all its tokens.
+    """
 
     prompt: Prompt
     text: str
+    token_ids: Sequence[int] = ()
 
 
 RewardFunction = Callable[[Sequence[Response]], Sequence[Any]]

@@ -1,12 +1,15 @@
-"""Reading of a reward function's result: a number, or a mapping with ``score`` and more.
+"""Reading of a reward function's result for one response.
+
+A result is a number; or one number for each token of the response, or (position, number) pairs; or
+a mapping with ``score``, ``token_rewards`` or both, and further numbers and the answer (``pred``).
 
 Imports the standard library only, because the worker process that runs the function uses it too.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -16,25 +19,55 @@ ANSWER = "pred"
 """Name of the answer that the function found in the response (verl's)."""
 ANSWER_CHARACTERS = 256
 """Longer answers are cut, so that a vote never compares long texts."""
+LARGEST = 3.4e38
+"""Scores and rewards become float32 numbers."""
+
+TokenRewards = Sequence[Any]
+"""One reward for each token of a response, or rewards at some positions."""
 
 
-def read_result(result: Any) -> tuple[float, dict[str, float], str | None]:
-    """Split a result into its score, further numbers by name, and its answer; drop other values.
+class NoScore(ValueError):
+    """There is no score; the message continues a sentence that begins "the score"."""
 
-    Returns:
-        The answer is the text or number under ``pred``; None without one.
+
+@dataclass(frozen=True)
+class RewardResult:
+    """What a reward function returned for one response.
+
+    Args:
+        score: the outcome reward.
+        numbers: further numbers by name.
+        token_rewards: further rewards by token; empty: none.
+        answer: the text or number under ``pred``, the answer that the function found; None without.
+    """
+
+    score: float
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    token_rewards: TokenRewards = ()
+    answer: str | None = None
+
+
+def read_result(result: Any) -> RewardResult:
+    """Read a result: see the module. Entries that are neither numbers nor rewards are dropped.
 
     Raises:
-        ValueError: there is no score; the message continues a sentence that begins "the score".
+        NoScore: there is no score, or a reward that is not a finite number.
     """
+    if isinstance(result, RewardResult):
+        return result
     if not isinstance(result, Mapping):
-        return _score(result), {}, None
-    if "score" not in result:
+        if number(result) is None and _items(result) is not None:
+            return RewardResult(0.0, {}, _token_rewards(result))
+        return RewardResult(_score(result))
+    if "score" not in result and "token_rewards" not in result:
         keys = _shown(", ".join(map(repr, result)) or "nothing")
-        raise ValueError(f"is missing: the dict that the function returned holds {keys}")
-    numbers = {str(name): number(value) for name, value in result.items() if name != "score"}
+        raise NoScore(f"is missing: the dict that the function returned holds {keys}")
+    score = _score(result.get("score", 0.0))
+    rewards = _token_rewards(result.get("token_rewards", ()))
+    own = {"score", "token_rewards"}
+    numbers = {str(name): number(value) for name, value in result.items() if name not in own}
     found = {name: value for name, value in numbers.items() if value is not None}
-    return _score(result["score"]), found, _answer(result.get(ANSWER))
+    return RewardResult(score, found, rewards, _answer(result.get(ANSWER)))
 
 
 def _answer(value: Any) -> str | None:
@@ -44,11 +77,71 @@ def _answer(value: Any) -> str | None:
     return None if given is None else f"{given:.15g}"
 
 
+def place_rewards(rewards: TokenRewards, length: int) -> list[float]:
+    """The reward of each token of a response; empty if no token has one.
+
+    Args:
+        rewards: as read.
+        length: tokens of the response.
+
+    Raises:
+        NoScore: the number of rewards or a position does not fit the response.
+    """
+    if not rewards:
+        return []
+    placed, dense = [0.0] * length, not isinstance(rewards[0], Sequence)
+    if dense and len(rewards) != length:
+        count = f"it has {len(rewards)} token rewards"
+        raise NoScore(f"is unusable: {count}, and the response has {length} tokens")
+    for position, reward in enumerate(rewards) if dense else rewards:
+        if not 0 <= position < length:
+            where = f"a token reward is at position {position}"
+            raise NoScore(f"is unusable: {where}, and the response has {length} tokens")
+        placed[position] += reward
+    return placed
+
+
 def _score(value: Any) -> float:
-    score = number(value)
-    if score is None or not math.isfinite(score):
-        raise ValueError(f"is {_shown(repr(value))}, not a finite number")
+    score = _finite(value)
+    if score is None:
+        raise NoScore(f"is {_shown(repr(value))}, not a finite number")
     return score
+
+
+def _finite(value: Any) -> float | None:
+    found = number(value)
+    return None if found is None or not abs(found) <= LARGEST else found
+
+
+def _token_rewards(value: Any) -> TokenRewards:
+    items = _items(value)
+    if items is not None:
+        rewards = [_finite(item) for item in items]
+        if None not in rewards:
+            return [reward for reward in rewards if reward is not None]
+        pairs = [_pair(item) for item in items]
+        if None not in pairs:
+            return [pair for pair in pairs if pair is not None]
+    forms = "neither one finite number for each token nor (position, number) pairs"
+    raise NoScore(f"is unusable: its token rewards are {_shown(repr(value))}, {forms}")
+
+
+def _pair(item: Any) -> tuple[int, float] | None:
+    found = _items(item)
+    if found is None or len(found) != 2:
+        return None
+    position, reward = number(found[0]), _finite(found[1])
+    if position is None or reward is None or not position.is_integer():
+        return None
+    return int(position), reward
+
+
+def _items(value: Any) -> list[Any] | None:
+    """The items of a list, a tuple, a NumPy array or a torch tensor, else None."""
+    tolist = getattr(value, "tolist", None)
+    if callable(tolist):
+        value = tolist()
+    return list(value) if isinstance(value, list | tuple) else None
 
 
 def number(value: Any) -> float | None:

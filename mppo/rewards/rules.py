@@ -14,7 +14,7 @@ from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.rewards import verifiers
 from mppo.rewards.extraction import extract_answer
 from mppo.rewards.response import Response, describe
-from mppo.rewards.scores import Unscored
+from mppo.rewards.scores import FailedScore, Unscored
 from mppo.rewards.workers.pool import Result, WorkerPool, cores
 from mppo.rewards.workers.sandbox import CodeVerifier, Sandbox
 from mppo.rewards.workers.server import SCORE
@@ -26,6 +26,8 @@ MEMORY_MB = 4096
 ITEMS_PER_PROCESS = {"math": 200, "reasoning_gym": 1}
 """Responses after which a process is replaced: the caches of sympy grow, and some families of
 reasoning_gym execute the response, which can then change the process."""
+
+RuleScore = float | Unscored | FailedScore
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,13 @@ class RuleReward:
         if self.verifier is not None:
             self._find(self.verifier)
 
-    def __call__(self, responses: Sequence[Response]) -> list[float | Unscored]:
+    def __call__(self, responses: Sequence[Response]) -> list[RuleScore]:
         """Score responses: programs and worker verifiers in parallel on the cores of this rank, all
         other verifiers one after the other."""
         by_name: dict[str, list[int]] = {}
         for index, response in enumerate(responses):
             by_name.setdefault(self._name(response.prompt), []).append(index)
-        scores: list[float | Unscored] = [0.0] * len(responses)
+        scores: list[RuleScore] = [0.0] * len(responses)
         for name, indices in by_name.items():
             part = self._score_with(name, [responses[index] for index in indices])
             for index, score in zip(indices, part):
@@ -68,13 +70,22 @@ class RuleReward:
         """Return the answer that the verifier reads in a response (``extract_answer``)."""
         return extract_answer(self._name(response.prompt), response.text)
 
-    def _score_with(self, name: str, responses: Sequence[Response]) -> list[float | Unscored]:
+    def _score_with(self, name: str, responses: Sequence[Response]) -> list[RuleScore]:
         if name in verifiers.PACKAGES:
             return [_worker_score(result) for result in self._run(name, responses)]
         if name != verifiers.CODE:
-            return [self._score(response) for response in responses]
+            return [self._try(response) for response in responses]
         with ThreadPoolExecutor(cores()) as pool:
-            return list(pool.map(self._score, responses))
+            return list(pool.map(self._try, responses))
+
+    def _try(self, response: Response) -> RuleScore:
+        """Score a response; a verifier that cannot read its ground truth gives no score."""
+        try:
+            return self._score(response)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            return FailedScore(str(error))
 
     def _run(self, name: str, responses: Sequence[Response]) -> list[Result]:
         items = []

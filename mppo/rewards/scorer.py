@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,18 +15,27 @@ from mppo.batch import Prompt, Trajectory
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.sections.reward import RewardConfig
 from mppo.responses import ResponseRow, Responses
+from mppo.rewards.cache import ScoreCache
 from mppo.rewards.division import ScoringError, score_divided
 from mppo.rewards.function import load_function
 from mppo.rewards.remote import RemoteReward
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.rules import RuleReward
-from mppo.rewards.scores import ModelScore, ResponseScore, read_scores
+from mppo.rewards.scores import (
+    FailedScore,
+    ModelScore,
+    ResponseScore,
+    read_scores,
+    without_score,
+)
 from mppo.rewards.shaping import clip_score, overlong_penalty
 
 
 @dataclass(frozen=True)
 class Scorer:
     """Decodes responses, calls reward function and reward model, and shapes their weighted sum.
+
+    The shaping changes the outcome reward only, not the rewards of tokens.
 
     Args:
         reward_function: returns the raw scores of responses; None: only the model scores.
@@ -35,6 +45,7 @@ class Scorer:
         model: scores responses with the reward model, collectively; None: there is none.
         model_weight: factor of the model's score in the sum with ``reward.weight`` times the score
             of the reward function.
+        cache: scores of the reward function by content; None: every response is scored.
     """
 
     reward_function: RewardFunction | None
@@ -43,6 +54,7 @@ class Scorer:
     max_response_length: int | None = None
     model: Callable[[Responses], list[ModelScore]] | None = None
     model_weight: float = 1.0
+    cache: ScoreCache | None = None
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Run the rule verifiers on the first prompt of each data source and verifier.
@@ -76,9 +88,7 @@ class Scorer:
         """
         if self.reward_function is None:
             return [ResponseScore(0.0) for _ in trajectories]
-        texts = self._texts(trajectories)
-        responses = [Response(each.prompt, text) for each, text in zip(trajectories, texts)]
-        return self._score(responses) if responses else []
+        return self._score(self._decoded(trajectories)) if trajectories else []
 
     def raw_scores_divided(self, responses: Responses) -> list[ResponseScore]:
         """Score responses without clip and penalties; collective as ``score``.
@@ -88,10 +98,10 @@ class Scorer:
         """
         if self.reward_function is None or not responses.rows:
             return [ResponseScore(0.0) for _ in responses.rows]
-        texts = dict(zip(responses.held, self._texts(list(responses.held.values()))))
+        held = dict(zip(responses.held, self._decoded(list(responses.held.values()))))
         prompts = [row.prompt for row in responses.table]
         homes = [row.home for row in responses.table]
-        return score_divided(self._score, texts, prompts, homes)
+        return score_divided(self._score, held, prompts, homes)
 
     def finish_scores(
         self, scores: Sequence[ResponseScore], responses: Responses
@@ -113,35 +123,43 @@ class Scorer:
                 self._add(rule, found, row.prompt)
                 for rule, found, row in zip(scores, self.model(responses), rows, strict=True)
             ]
-        return [replace(raw, score=self._shape(raw.score, row)) for raw, row in zip(scores, rows)]
+        return [raw.with_outcome(self._shape(raw.outcome, row)) for raw, row in zip(scores, rows)]
 
     def _add(self, rule: ResponseScore, found: ModelScore, prompt: Prompt) -> ResponseScore:
         """The weighted sum of both scores; both are among its numbers."""
         if not math.isfinite(found.raw):
             error = f"the reward model's score of {describe(prompt)} is {found.raw}, not finite"
-            if self.reward.on_error == "raise":
-                raise ScoringError(error)
-            return replace(rule, score=0.0, error=error)
-        numbers, score = {**rule.numbers, "rm_score": found.raw}, self.model_weight * found.score
-        if self.reward.weight is not None:
+            try:
+                failed = without_score(FailedScore(error), self.reward.on_error)
+                return replace(failed, numbers=rule.numbers)
+            except ValueError as stop:  # on every rank: all ranks have these scores
+                raise ScoringError(str(stop)) from None
+        numbers, weight = {**rule.numbers, "rm_score": found.raw}, self.reward.weight
+        if weight is not None:
             numbers["rule_score"] = rule.score
-            score += self.reward.weight * rule.score
-        return replace(rule, score=score, numbers=numbers)
+        rule = rule.scaled(weight or 0.0)
+        outcome = self.model_weight * found.score + rule.outcome
+        return replace(rule.with_outcome(outcome), numbers=numbers)
 
     def _score(self, responses: Sequence[Response]) -> list[ResponseScore]:
-        assert self.reward_function is not None
-        scores = read_scores(self.reward_function(responses), responses, self.reward.on_error)
-        if not isinstance(self.reward_function, RuleReward):
-            return scores
-        read = self.reward_function.answer
-        return [
-            replace(score, answer=read(each), right=score.score == 1.0)
-            for score, each in zip(scores, responses, strict=True)
-        ]
+        def call(some: Sequence[Response]) -> list[ResponseScore]:
+            assert self.reward_function is not None
+            scores = read_scores(self.reward_function(some), some, self.reward.on_error)
+            if not isinstance(self.reward_function, RuleReward):
+                return scores
+            read = self.reward_function.answer
+            return [
+                replace(score, answer=read(each), right=score.score == 1.0)
+                for score, each in zip(scores, some, strict=True)
+            ]
 
-    def _texts(self, trajectories: Sequence[Trajectory]) -> list[str]:
+        return call(responses) if self.cache is None else self.cache.score(call, responses)
+
+    def _decoded(self, trajectories: Sequence[Trajectory]) -> list[Response]:
         ids = [trajectory.response_ids.tolist() for trajectory in trajectories]
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        found = zip(trajectories, texts, ids)
+        return [Response(each.prompt, text, array("i", own)) for each, text, own in found]
 
     def _shape(self, score: float, row: ResponseRow) -> float:
         reward = self.reward
@@ -190,7 +208,8 @@ def build_scorer(
             raise ConfigError([issue])
     alone = with_model and reward.weight is None
     function = None if alone else _build_reward_function(reward)
-    return Scorer(function, tokenizer, reward, max_response_length)
+    cache = ScoreCache() if reward.cache else None
+    return Scorer(function, tokenizer, reward, max_response_length, cache=cache)
 
 
 def _build_reward_function(reward: RewardConfig) -> RewardFunction:
@@ -207,7 +226,12 @@ def _build_reward_function(reward: RewardConfig) -> RewardFunction:
         return _with_kwargs(make, reward.kwargs, keys)
     if reward.name == "function":
         return load_function(
-            str(reward.function), reward.kwargs, reward.timeout_s, reward.memory_mb
+            str(reward.function),
+            reward.kwargs,
+            timeout_s=reward.timeout_s,
+            memory_mb=reward.memory_mb,
+            workers=reward.processes,
+            batch_size=reward.batch_size,
         )
     keys = ("batch_size", "retries", "backoff_s", "api_key_env")
     return _with_kwargs(RemoteReward, reward.kwargs, keys, str(reward.url), reward.timeout_s)

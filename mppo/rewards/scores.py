@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mppo.config.sections.reward import OnError
 from mppo.rewards.response import Response, describe, shorten
-from mppo.rewards.result import read_result
+from mppo.rewards.result import place_rewards, read_result
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,13 @@ class ResponseScore:
     """The score of one response and the further numbers of the reward function.
 
     Args:
-        score: the outcome reward.
+        score: the outcome reward plus ``token_total``.
         numbers: further numbers by name, such as ``acc`` and ``format``; they are logged.
-        error: why the reward function failed, if ``score`` is 0 for that reason.
-        unscored: why the response scores 0 without a score of the reward function: a key of
-            ``UNSCORED``.
+        error: why there is no score, if ``score`` is the number of ``reward.on_error``.
+        unscored: the limit that the response exceeded, or what it did to its verifier: a key of
+            ``UNSCORED``. Without ``error``, it scores 0 for that reason.
+        token_total: sum of the rewards of its tokens.
+        token_rewards: reward of each token, on the rank that holds the response; empty: all 0.
         answer: the final answer in the response; empty if it has none, None if nothing reads it.
         right: whether the response is right, before any shaping of the score; None if the reward
             does not say so.
@@ -30,8 +33,34 @@ class ResponseScore:
     numbers: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     unscored: str | None = None
+    token_total: float = 0.0
+    token_rewards: Sequence[float] = ()
     answer: str | None = None
     right: bool | None = None
+
+    def scaled(self, factor: float) -> ResponseScore:
+        """The score and its token rewards, multiplied by a factor."""
+        rewards = _compact(factor * reward for reward in self.token_rewards)
+        total, score = factor * self.token_total, factor * self.score
+        return replace(self, score=score, token_total=total, token_rewards=rewards)
+
+    def with_outcome(self, outcome: float) -> ResponseScore:
+        """Replace the outcome reward; the token rewards stay."""
+        return replace(self, score=outcome + self.token_total)
+
+    def without_tokens(self) -> ResponseScore:
+        """The score without the rewards of its tokens; their total stays."""
+        return replace(self, token_rewards=()) if self.token_rewards else self
+
+    @property
+    def outcome(self) -> float:
+        """The outcome reward: the score without the token rewards."""
+        return self.score - self.token_total
+
+
+def _compact(rewards: Iterable[float]) -> Sequence[float]:
+    """Rewards in 8 bytes each."""
+    return array("d", rewards) or ()
 
 
 @dataclass(frozen=True)
@@ -53,9 +82,11 @@ class FailedScore:
 
     Args:
         message: names the response and what went wrong.
+        unscored: as ``ResponseScore``.
     """
 
     message: str
+    unscored: str | None = None
 
 
 UNSCORED = {
@@ -63,12 +94,16 @@ UNSCORED = {
     "failures": "made the verifier fail, exceeded reward.memory_mb, or ended the process",
     "bad_verdicts": "wrote something else to the pipe for the results of the tests",
 }
-"""Reasons why a response scores 0, and what the response did; metrics are named after the keys."""
+"""Reasons why a response has no score, and what the response did; metrics are named after the
+keys."""
 
 
 @dataclass(frozen=True)
 class Unscored:
-    """Replaces the result for a response that prevented its own scoring: it scores 0.
+    """Replaces the result for a response that prevented its verifier from scoring: it scores 0.
+
+    ``reward.on_error`` does not apply, because the answer, and not the verifier, is at fault: a
+    policy must neither end its run nor earn another score by it.
 
     Args:
         reason: a key of ``UNSCORED``.
@@ -78,43 +113,59 @@ class Unscored:
 
 
 def read_scores(
-    results: Sequence[Any], responses: Sequence[Response], on_error: OnError = "raise"
+    results: Sequence[Any], responses: Sequence[Response], on_error: OnError = "stop"
 ) -> list[ResponseScore]:
     """Check what a reward function returned.
 
     Args:
-        results: for each response a number, a mapping with ``score`` and further numbers, a
-            ``FailedScore`` or an ``Unscored``.
+        results: for each response a value that ``read_result`` reads, a ``FailedScore`` or an
+            ``Unscored``. If their number is wrong, no response has a score.
         responses: the responses that were scored.
-        on_error: ``zero`` gives score 0 to a response on which the reward function failed.
+        on_error: ``reward.on_error``.
 
     Raises:
-        ValueError: the number of results is wrong, or the reward function failed on a response
-            and ``on_error`` is not ``zero``.
+        ValueError: a response has no score, and ``on_error`` is ``stop``.
     """
     if len(results) != len(responses):
-        raise ValueError(
-            f"the reward function returned {len(results)} results for {len(responses)} responses; "
-            "it must return one per response"
-        )
+        why = f"is missing: {len(results)} results came for {len(responses)} responses"
+        results = [FailedScore(no_score(why, response)) for response in responses]
     return [_read(result, each, on_error) for result, each in zip(results, responses)]
 
 
 def _read(result: Any, response: Response, on_error: OnError) -> ResponseScore:
     if isinstance(result, Unscored):
         return ResponseScore(0.0, unscored=result.reason)
-    if isinstance(result, FailedScore):
-        error = result.message
-    else:
+    if not isinstance(result, FailedScore):
         try:
-            score, numbers, answer = read_result(result)
-            right = numbers["acc"] >= 1.0 if "acc" in numbers else None
-            return ResponseScore(score, numbers, answer=answer, right=right)
+            found = read_result(result)
+            rewards = _compact(place_rewards(found.token_rewards, len(response.token_ids)))
+            total, numbers = sum(rewards), found.numbers
+            return ResponseScore(
+                found.score + total,
+                numbers,
+                token_total=total,
+                token_rewards=rewards,
+                answer=found.answer,
+                right=numbers["acc"] >= 1.0 if "acc" in numbers else None,
+            )
         except ValueError as why:
-            error = no_score(str(why), response)
-    if on_error == "raise":
-        raise ValueError(error)
-    return ResponseScore(0.0, error=error)
+            result = FailedScore(no_score(str(why), response))
+    return without_score(result, on_error)
+
+
+def without_score(failed: FailedScore, on_error: OnError) -> ResponseScore:
+    """The score of a response that has none: the one place where ``reward.on_error`` decides.
+
+    Args:
+        failed: why there is no score.
+        on_error: ``reward.on_error``.
+
+    Raises:
+        ValueError: it is ``stop``; the message is that of ``failed``.
+    """
+    if on_error == "stop":
+        raise ValueError(failed.message)
+    return ResponseScore(on_error, error=failed.message, unscored=failed.unscored)
 
 
 def no_score(why: str, response: Response) -> str:

@@ -13,7 +13,7 @@ import importlib
 import logging
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -132,9 +132,11 @@ BY_DATA_SOURCE: tuple[tuple[str, str], ...] = (
 counts."""
 
 
-def load_in_worker(name: str) -> Callable[[tuple[str, str, Mapping[str, Any]]], float]:
-    """Import a verifier of ``PACKAGES`` and its package; return its function of (response, ground
-    truth, extra).
+def load_in_worker(
+    name: str,
+) -> Callable[[Sequence[tuple[str, str, Mapping[str, Any]]]], list[float]]:
+    """Import a verifier of ``PACKAGES`` and its package; return its function of several items:
+    (response, ground truth, extra).
 
     The first call initialises caches of the package. It happens here, once, so that the processes
     forked afterwards share them.
@@ -145,7 +147,7 @@ def load_in_worker(name: str) -> Callable[[tuple[str, str, Mapping[str, Any]]], 
         # math-verify warns that its time is not bounded; the worker pool bounds it
         logging.getLogger(PACKAGES[name]).setLevel(logging.ERROR)
         verify(r"\boxed{\frac{1}{2} x^2}", "0.5x^2", {})
-    return lambda item: verify(*item)
+    return lambda items: [verify(*item) for item in items]
 
 
 def verifier_for(data_source: str) -> str:

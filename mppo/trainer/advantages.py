@@ -84,6 +84,9 @@ def normalize_scores(
 ) -> tuple[Batch, Tensor]:
     """Normalise scores and baseline scores by ``algorithm.normalize_scores``.
 
+    Token rewards, which are parts of the scores, are divided by the deviation; the mean is
+    subtracted from the outcome reward.
+
     Args:
         batch: with raw scores.
         baseline_B: float32 ``[B]``, scores of greedy responses; or empty.
@@ -97,7 +100,12 @@ def normalize_scores(
         return batch, baseline_B
     scale = _score_scale(batch, algorithm.normalize_scores, reward_stats)
     baseline_B = scale(baseline_B) if len(baseline_B) else baseline_B
-    return replace(batch, scores_B=scale(batch.scores_B)), baseline_B
+    divisor = scale.divisor
+    if isinstance(divisor, Tensor):
+        divisor = expand_to_tokens(batch.here(divisor), batch.cu_seqlens)
+    token_rewards_T = (batch.token_rewards_T / divisor).float()
+    scaled = replace(batch, scores_B=scale(batch.scores_B), token_rewards_T=token_rewards_T)
+    return scaled, baseline_B
 
 
 def _score_scale(
@@ -139,9 +147,9 @@ def estimate(
     penalty_T = torch.zeros_like(mask_T)
     if algorithm.use_kl_in_reward:
         penalty_T = -kl_coef * reward_kl(outputs, algorithm)
-    rewards_T = penalty_T + place_at_last(
-        batch.here(batch.scores_B), batch.value_mask_T, cu_seqlens
-    )
+    outcome_H = batch.here(batch.scores_B) - sequence_sum(batch.token_rewards_T, cu_seqlens)
+    rewards_T = penalty_T + batch.token_rewards_T
+    rewards_T = rewards_T + place_at_last(outcome_H, batch.value_mask_T, cu_seqlens)
     advantages_T, returns_T = _advantages(outputs, algorithm, rewards_T, baseline_scores_B)
     if algorithm.whitens:
         advantages_T = _whitened(advantages_T, returns_T, batch, algorithm)

@@ -170,7 +170,8 @@ def score(run: Run, rollout: UnscoredRollout, step: int) -> ScoredRollout:
     if run.recipe.algorithm.score_after_end:
         end_slots_below = run.recipe.data.max_response_length
     scores = [judgement.score for judgement in judged]
-    packed = pack_responses(responses, scores, end_slots_below)
+    token_rewards = [judgement.token_rewards for judgement in judged]
+    packed = pack_responses(responses, scores, end_slots_below, token_rewards)
     batch = share_out(packed, run.roles.actor.config.num_moe_experts)
     judged_greedy = run.scorer.score(rollout.greedy)
     show_errors(run.reporter, step, judged + judged_greedy)
@@ -246,13 +247,14 @@ def generate(run: Run, prompts: Sequence[Prompt], sampling: SamplingConfig, step
 def show_errors(reporter: Reporter, step: int, judgements: Sequence[ResponseScore]) -> None:
     """Report how many responses could not be scored, with the first error, and how many score 0.
 
-    One line for errors, and one for each reason in ``UNSCORED``.
+    One line for errors, and one for each reason in ``UNSCORED`` for which responses score 0.
     """
-    for reason, count in unscored(judgements).items():
+    answers = [each for each in judgements if each.error is None]
+    for reason, count in unscored(answers).items():
         if count:
             text = f"{count:.0f} of {len(judgements)} responses {UNSCORED[reason]} and score 0"
             reporter.line(f"step {step}: {text}")
     errors = errors_of(judgements)
     if errors:
-        text = f"{len(errors)} of {len(judgements)} responses could not be scored and score 0"
-        reporter.line(f"step {step}: {text} (reward.on_error=zero): {errors[0]}")
+        text = f"{len(errors)} of {len(judgements)} responses have no score and get reward.on_error"
+        reporter.line(f"step {step}: {text}; the first error: {errors[0]}")

@@ -216,7 +216,11 @@ TABLE = Table(
         ),
         _json("has a score of 5,000 digits", b'{"scores": [1%05000d, 1]}' % 0, "sent no JSON"),
         _json("has one score for two responses", b'{"scores": [1]}', "it sent a list of 1"),
-        _json("nests the scores", b'{"scores": [[1], [1]]}', "is [1], not a finite number"),
+        _json(
+            "nests the scores",
+            b'{"scores": [[1], [1]]}',
+            "has 1 token rewards, and the response has 0",
+        ),
         _json("has scores as strings", b'{"scores": ["1", "1"]}', "is '1', not a finite number"),
         _json("has a score of null", b'{"scores": [null, 1]}', "is None, not a finite number"),
         _json("has an object without a score", b'{"scores": [{"acc": 1}, 1]}', "is missing"),

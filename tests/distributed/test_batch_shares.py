@@ -46,6 +46,7 @@ def outputs_of(lengths: list[int], samples: int = 3) -> ModelOutputs:
         scores_B=torch.randn(count, generator=random),
         truncated_B=torch.arange(count) % 2 == 1,
         weight_version_T=torch.arange(len(mask_T)) % 3,
+        token_rewards_T=numbers(),
     )
     return ModelOutputs(batch, -numbers().abs(), -numbers().abs(), numbers())
 

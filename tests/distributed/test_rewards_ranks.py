@@ -12,6 +12,7 @@ from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.responses import ResponseRow, Responses
 from mppo.rewards.division import ScoringError, score_divided, scoring_ranks
 from mppo.rewards.early import EarlyScores
+from mppo.rewards.response import Response
 from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import read_scores
 
@@ -26,14 +27,17 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
         scored.extend(response.prompt.uid for response in responses)
         return [response.prompt.uid + 0.5 for response in responses]
 
+    def steps(responses):
+        return [[(0, response.prompt.uid + 1.0)] for response in responses]
+
     def fails_on_the_fourth(responses):
         return [1.0 if response.prompt.uid != 3 else float("nan") for response in responses]
 
     def divided(judge, homes=None) -> list[float]:
         homes = homes or [index % world for index in range(5)]
-        texts = {index: "x" for index, home in enumerate(homes) if home == rank}
+        held = {i: Response(PROMPTS[i], "x") for i, home in enumerate(homes) if home == rank}
         judgements = score_divided(
-            lambda part: read_scores(judge(part), part), texts, PROMPTS, homes
+            lambda part: read_scores(judge(part), part), held, PROMPTS, homes
         )
         return [judgement.score for judgement in judgements]
 
@@ -65,8 +69,24 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
             i for i in (0, 2, 4) if scoring_ranks([0, 2 % world, 4 % world], world)[i // 2] == rank
         ]
         assert scored == [3, 1] * (rank == world - 1) + late
+        _compare_token_rewards(Scorer(steps, scorer.tokenizer, RewardConfig()), everything)
     finally:
         dist.destroy_process_group()
+
+
+def _compare_token_rewards(scorer: Scorer, everything: list[Trajectory]) -> None:
+    """Rewards of tokens lie with the tokens, wherever the response was scored."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    homes = [min(index, 1) % world for index in range(5)]  # more than the share of one rank
+    rows = {i: ResponseRow.of(each, homes[i]) for i, each in enumerate(everything)}
+    responses = Responses(rows, {i: everything[i] for i in rows if homes[i] == rank})
+    early = EarlyScores(scorer)
+    if rank == 0:
+        early.take([0], everything[:1])
+    for found in (scorer.score(responses), early.finish(range(5), responses)):
+        assert [each.score for each in found] == [1.0, 2.0, 3.0, 4.0, 5.0]
+        mine = [list(each.token_rewards) for each in found]
+        assert mine == [[uid + 1.0] if homes[uid] == rank else [] for uid in range(5)]
 
 
 @pytest.mark.parametrize(

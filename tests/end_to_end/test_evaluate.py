@@ -50,7 +50,7 @@ def divide(data_source, solution_str, ground_truth, extra_info, by):
     return {"score": 1 / by, "acc": True}
 
 
-@pytest.mark.parametrize(("settings", "code"), [(["reward.on_error=zero"], 0), ([], 1)])
+@pytest.mark.parametrize(("settings", "code"), [(["reward.on_error=0"], 0), ([], 1)])
 def test_unscored_responses_are_counted_or_reported_in_one_message(settings, code, tmp_path):
     empty = tmp_path / "empty.yaml"
     empty.write_text("")

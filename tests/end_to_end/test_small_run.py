@@ -36,10 +36,12 @@ def characters(data_source, solution_str, ground_truth, extra_info):
 
 
 def grade(data_source, solution_str, ground_truth, extra_info, bad=None):
-    """A function in verl's form: a score with further numbers; it raises on the row ``bad``."""
+    """A function in verl's form: a score of 0.5, half of it for the first token, with further
+    numbers; it raises on the row ``bad``."""
     if extra_info["index"] == bad:
         return {"score": 1 / len(ground_truth)}
-    return {"score": torch.tensor(0.5), "acc": True, "format": np.float32(0.25), "pred": "17"}
+    numbers = {"acc": True, "format": np.float32(0.25), "pred": "17"}
+    return {"score": torch.tensor(0.25), "token_rewards": [(0, 0.25)], **numbers}
 
 
 def _rank(rank: int, arguments: list[str], environment: dict[str, str], code: int) -> None:
@@ -143,9 +145,9 @@ def test_a_run_that_a_reward_function_ends_is_resumed_after_the_last_step(tmp_pa
     assert resumed[-1]["actor/pg_loss"] == undisturbed[-1]["actor/pg_loss"]
 
 
-def test_on_error_zero_scores_a_failed_response_0(tmp_path):
-    settings = [*graded(tmp_path), "reward.on_error=zero", "reward.kwargs.bad=5"]
+def test_on_error_gives_a_failed_response_its_score(tmp_path):
+    settings = [*graded(tmp_path), "reward.on_error=-1", "reward.kwargs.bad=5"]
     first, second = train(tmp_path / "run", *settings)
     assert (first["reward/errors"], first["critic/score/min"]) == (0, 0.5)
-    assert (second["reward/errors"], second["critic/score/min"]) == (2, 0)
-    assert second["critic/score/mean"] == 0.5 * 6 / 8
+    assert (second["reward/errors"], second["critic/score/min"]) == (2, -1)
+    assert second["critic/score/mean"] == (0.5 * 6 - 2) / 8

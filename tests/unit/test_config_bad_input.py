@@ -143,7 +143,11 @@ SETTINGS = [
      "algorithm.rollout_correction.rollout_is_lower", "no effect"),
     ("a remote reward without address", "reward.name=remote", "reward.url", "needs it"),
     ("a reward function without name", "reward.name=function", "reward.function", "needs it"),
-    ("an unknown way out of errors", "reward.on_error=skip", "reward.on_error", "raise, zero"),
+    ("an unknown way out of errors", "reward.on_error=skip", "reward.on_error", "one of: stop"),
+    ("a score that is not finite", "reward.on_error=.nan", "reward.on_error", "finite"),
+    ("processes without a function", "reward.processes=2", "reward.processes", "no effect"),
+    ("no process for a function", "reward.processes=0", "reward.processes", "a value >= 1"),
+    ("batches without a function", "reward.batch_size=8", "reward.batch_size", "no effect"),
     ("no memory for a function", "reward.memory_mb=0", "reward.memory_mb", "a value > 0"),
     (
         "a limit for a server's memory",

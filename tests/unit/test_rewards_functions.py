@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from mppo.batch import Prompt
+from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.function import extra_info, load_function
 from mppo.rewards.response import Response
+from mppo.rewards.result import RewardResult
 from mppo.rewards.scores import FailedScore, ResponseScore, read_scores
 
 VERL_ROW = {
@@ -22,7 +24,7 @@ def response(extra=None, text="17"):
     return Response(Prompt(41, (1,), "gsm8k", "4", "2+2?", extra or {}), text)
 
 
-def scored(result, on_error="raise"):
+def scored(result, on_error="stop"):
     (score,) = read_scores([result], [response()], on_error)
     return score
 
@@ -45,7 +47,7 @@ def test_without_such_a_column_a_function_sees_the_others_and_the_prompt(tmp_pat
     )
     (tmp_path / "sees.py").write_text(body)
     judge = load_function(f"{tmp_path}/sees.py:score", {})
-    assert judge([response(row)]) == [{"score": 1.0, "seen": 1.0}]
+    assert judge([response(row)]) == [RewardResult(1.0, {"seen": 1.0}, [])]
 
 
 @pytest.mark.parametrize(
@@ -81,27 +83,37 @@ def test_further_numbers_are_kept_by_name_and_texts_are_not():
         ("1", "is '1', not a finite number"),
         (float("inf"), "is inf, not a finite number"),
         (torch.tensor(float("nan")), r"is tensor\(nan\), not a finite number"),
-        (torch.tensor([1.0, 2.0]), r"is tensor\(\[1\., 2\.\]\), not a finite number"),
-        (np.ones(2), "not a finite number"),
+        (torch.tensor([1.0, 2.0]), "it has 2 token rewards, and the response has 0 tokens"),
+        (np.ones(2), "it has 2 token rewards, and the response has 0 tokens"),
+        (1e39, r"is 1e\+39, not a finite number"),
         (10**400, r"is 10+\.\.\., not a finite number"),
         (1j, "not a finite number"),
-        ([1.0], "not a finite number"),
+        ([1.0], "it has 1 token rewards, and the response has 0 tokens"),
         ("x" * 10**6, r"is 'x{70,80}\.\.\., not a finite number"),
         (FailedScore("prompt 41 was too much"), "prompt 41 was too much"),
     ],
 )
-def test_what_cannot_be_judged_is_reported_or_scores_zero(result, message):
+def test_what_cannot_be_judged_is_reported_or_gets_the_score_of_on_error(result, message):
     with pytest.raises(ValueError, match=message):
         scored(result)
-    found = scored(result, on_error="zero")
-    assert (found.score, found.numbers) == (0.0, {})
+    found = scored(result, on_error=-1.5)
+    assert (found.score, found.numbers) == (-1.5, {})
     with pytest.raises(ValueError, match=message):
         raise ValueError(found.error)
 
 
 def test_every_response_has_its_result():
-    with pytest.raises(ValueError, match="returned 1 results for 2 responses"):
-        read_scores([1.0], [response(), response()], on_error="zero")
+    with pytest.raises(
+        ValueError, match=r"prompt 41 .* is missing: 1 results came for 2 responses"
+    ):
+        read_scores([1.0], [response(), response()])
+    scores = read_scores([1.0, 2.0, 3.0], [response(), response()], on_error=-1.0)
+    assert [each.score for each in scores] == [-1, -1]
+    assert all("3 results came for 2" in each.error for each in scores)
+
+
+def test_the_earlier_names_of_on_error_keep_their_meaning():
+    assert [RewardConfig(on_error=name).on_error for name in ("raise", "zero", 2)] == ["stop", 0, 2]
 
 
 def test_a_failing_function_is_named_with_the_line_of_its_own_file(tmp_path):

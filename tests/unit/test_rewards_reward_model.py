@@ -232,8 +232,8 @@ def test_rule_and_reward_model_add_up_by_weights_before_the_shaping(tokenizer):
 def test_a_score_of_the_model_that_is_not_finite_is_an_error(tokenizer):
     with pytest.raises(ScoringError, match=r"score of prompt 0 .* is nan, not finite"):
         scored(tokenizer, RewardConfig(), math.nan)
-    first, _ = scored(tokenizer, RewardConfig(on_error="zero"), math.inf)
-    assert first.score == 0.0
+    first, _ = scored(tokenizer, RewardConfig(on_error=-2.0), math.inf)
+    assert first.score == -2.0
     assert "is inf, not finite" in first.error
 
 

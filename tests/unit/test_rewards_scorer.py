@@ -160,8 +160,17 @@ def test_data_that_no_rule_can_score_is_found_before_the_first_rollout(tokenizer
     scorer.check(good)
     with pytest.raises(ConfigError, match="'poems'"):
         scorer.check([*good, trajectory(tokenizer, "", source="poems").prompt])
+    bad = trajectory(tokenizer, "#### 1", truth="x", source="gsm8k", uid=7)
     with pytest.raises(ValueError, match=r"prompt 7 .*not a number"):
-        scorer.check([trajectory(tokenizer, "", truth="x", source="gsm8k", uid=7).prompt])
+        scorer.check([bad.prompt])
+
+
+def test_a_row_that_its_verifier_cannot_read_gets_the_score_of_on_error(tokenizer):
+    bad = trajectory(tokenizer, "#### 1", truth="x", source="gsm8k", uid=7)
+    good = trajectory(tokenizer, "17")
+    with pytest.raises(ScoringError, match=r"prompt 7 .*not a number"):
+        build_scorer(RewardConfig(), tokenizer).score(Responses.of_one_rank([good, bad]))
+    assert scores_of(build_scorer(RewardConfig(on_error=-1), tokenizer), [good, bad]) == [1, -1]
 
 
 def test_a_response_without_a_score_of_its_own_is_a_metric(tokenizer, tmp_path):
@@ -172,13 +181,14 @@ def test_a_response_without_a_score_of_its_own_is_a_metric(tokenizer, tmp_path):
         "    return 1.0\n"
     )
     name = write_module(tmp_path / "slow.py", body) + ":score"
-    reward = RewardConfig(name="function", function=name, timeout_s=4.0)
+    reward = RewardConfig(name="function", function=name, timeout_s=4.0, on_error=-1)
     scorer = build_scorer(reward, tokenizer)
     answers = [trajectory(tokenizer, "slow"), trajectory(tokenizer, "quick")]
     scored = scorer.score(Responses.of_one_rank(answers))
-    assert [judgement.score for judgement in scored] == [0.0, 1.0]
-    none = {"reward/failures": 0.0, "reward/bad_verdicts": 0.0, "reward/errors": 0.0}
-    assert reward_metrics(answers, scored, scored[:1]) == none | {"reward/timeouts": 2.0}
+    assert [judgement.score for judgement in scored] == [-1.0, 1.0]
+    none = {"reward/failures": 0.0, "reward/bad_verdicts": 0.0}
+    found = {"reward/timeouts": 2.0, "reward/errors": 2.0}
+    assert reward_metrics(answers, scored, scored[:1]) == none | found
     assert validation_metrics(answers, scored)["val/reward_timeouts"] == 1.0
 
 

@@ -53,10 +53,10 @@ def scored(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(FUNCTION)
 
-    def judge(*texts, **limits):
+    def judge(*texts, on_error="stop", **limits):
         subject = FunctionReward(f"{path}:score", {}, **limits)
         responses = [Response(PROMPT, text) for text in texts]
-        judgements = read_scores(subject(responses), responses)
+        judgements = read_scores(subject(responses), responses, on_error)
         return [each.score for each in judgements], [each.unscored for each in judgements]
 
     return judge
@@ -69,14 +69,14 @@ def test_a_function_runs_in_another_process_and_keeps_its_state(scored):
     assert scores[2] != os.getpid()
 
 
-def test_a_timeout_scores_0_and_is_counted_and_the_others_are_scored(scored):
-    scores, unscored = scored("a", "sleep", "b", timeout_s=4.0)  # "b" has half of it
-    assert scores == [1, 0, 1]
+def test_a_timeout_gets_the_score_of_on_error_and_the_others_are_scored(scored):
+    scores, unscored = scored("a", "sleep", "b", timeout_s=4.0, on_error=-2.0)  # "b" has half of it
+    assert scores == [1, -2, 1]
     assert unscored == [None, "timeouts", None]
 
 
 def test_processes_started_by_a_function_end_with_it(scored):
-    scores, _ = scored("pid", "spawn", timeout_s=1.0)
+    scores, _ = scored("pid", "spawn", timeout_s=1.0, on_error=0.0)
     gone = (psutil.NoSuchProcess, psutil.ZombieProcess)
     group = int(scores[0])
     members = []
@@ -89,10 +89,12 @@ def test_processes_started_by_a_function_end_with_it(scored):
     assert not [process for process in members if process.is_running()]
 
 
-def test_exceeding_the_memory_limit_scores_0_and_is_counted(scored):
-    scores, unscored = scored("a", "memory", "b", memory_mb=2048)
-    assert scores == [1, 0, 1]
+def test_exceeding_the_memory_limit_gets_the_score_of_on_error(scored):
+    scores, unscored = scored("a", "memory", "b", memory_mb=2048, on_error=-2.0)
+    assert scores == [1, -2, 1]
     assert unscored == [None, "failures", None]
+    with pytest.raises(ValueError, match=r"prompt 5 .*it needs more than reward\.memory_mb"):
+        scored("memory", memory_mb=2048)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_worker_that_cannot_start_says_why():
 
 
 def test_the_worker_server_is_restarted_for_the_next_batch():
-    task = ScoringTask("operator:methodcaller", ("__len__",))
+    task = ScoringTask("functools:partial", (map, len))
     pool = WorkerPool(task, 1, 60.0)
     assert [result.score for result in pool.run(["ab", "abc"])] == [2, 3]
     os.kill(pool._server.pid, signal.SIGKILL)
@@ -130,7 +132,7 @@ def test_the_worker_server_is_restarted_for_the_next_batch():
 
 def test_after_a_timeout_the_next_response_gets_half_the_time(scored):
     assert scored("nap", timeout_s=60.0)[0] == [1]
-    scores, unscored = scored("sleep", "nap", timeout_s=5.0)
+    scores, unscored = scored("sleep", "nap", timeout_s=5.0, on_error=0.0)
     assert scores == [0, 0]
     assert unscored == ["timeouts", "timeouts"]
 
@@ -142,7 +144,7 @@ from mppo.rewards.function import FunctionReward
 from mppo.rewards.response import Response
 judge = FunctionReward(sys.argv[1] + ":score", {})
 prompt = Prompt(5, (1,), "poems", "", "p")
-print(int(judge([Response(prompt, "pid")])[0]["score"]), flush=True)
+print(int(judge([Response(prompt, "pid")])[0].score), flush=True)
 judge([Response(prompt, "sleep")])
 """
 

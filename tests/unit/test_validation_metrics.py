@@ -97,11 +97,18 @@ def test_answers(verifier, response, answer):
     assert extract_answer(verifier, response) == answer
 
 
-def test_a_functions_answer_is_verls_pred():
-    assert read_result({"score": 1, "acc": 0, "pred": " x "}) == (1.0, {"acc": 0.0}, "x")
-    assert read_result({"score": 1, "pred": 2}) == (1.0, {"pred": 2.0}, "2")
-    assert read_result({"score": 1, "pred": ["x"]}) == (1.0, {}, None)
-    assert read_result(0.5) == (0.5, {}, None)
+@pytest.mark.parametrize(
+    ("result", "numbers", "answer"),
+    [
+        ({"score": 1, "acc": 0, "pred": " x "}, {"acc": 0.0}, "x"),
+        ({"score": 1, "pred": 2}, {"pred": 2.0}, "2"),
+        ({"score": 1, "pred": ["x"]}, {}, None),
+        (1.0, {}, None),
+    ],
+)
+def test_a_functions_answer_is_verls_pred(result, numbers, answer):
+    found = read_result(result)
+    assert (found.score, found.numbers, found.answer) == (1.0, numbers, answer)
 
 
 def test_whether_a_response_is_right_does_not_depend_on_the_shaping_of_its_score(tmp_path):

@@ -81,6 +81,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, tuple[object, ...]], ...] = (
         ("token", "sequence"),
     ),
     ("reward", ("overlong_penalty_factor",), "reward.overlong_buffer_len", ()),
+    ("reward", ("processes", "batch_size"), "reward.name", ("function",)),
 )
 """Section, its keys, the key that turns them on, and the values with which they are on (empty: any
 but 0)."""

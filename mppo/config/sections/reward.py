@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mppo.config.sections.section import Section
 
-OnError = Literal["raise", "zero"]
+
+def _earlier_name(value: Any) -> Any:
+    """Translate the earlier names of two values of ``reward.on_error``."""
+    return {"raise": "stop", "zero": 0.0}.get(value, value) if isinstance(value, str) else value
+
+
+OnError = Annotated[float | Literal["stop"], BeforeValidator(_earlier_name)]
+"""The score of a response without a score; ``stop``: the run ends instead."""
 
 
 class RewardConfig(Section):
@@ -32,17 +39,27 @@ class RewardConfig(Section):
     """Address of the reward server, with ``name: remote``."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Seconds for one request to a server, or for one response in a function or in a verifier
-    that runs in its own processes. Such a process is then killed, and the response scores 0."""
+    that runs in its own processes. Such a process is then killed; the response scores 0 by a
+    verifier, and ``on_error`` by a function."""
     memory_mb: int | None = Field(default=None, gt=0)
     """Address space, MiB, of a process that runs a verifier or function. null: 4096 for a
     verifier, no limit for a function."""
+    processes: int = Field(default=1, ge=1)
+    """Processes of each rank that run a function. Each has its own copy of the function's state."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Most responses in one call of a batched function, and in flight at once in a process with an
+    async one. null: an equal part of the responses that wait, for each process."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the function, or options of the verifier or server (``partial_credit``,
     ``sandbox``, ``batch_size``...)."""
-    on_error: OnError = "raise"
-    """For a response without a valid score (the function raised, or the score is not a finite
-    number): end the run after saving the last complete step (raise), or score 0 and count it in
-    ``reward/errors`` (zero)."""
+    on_error: OnError = "stop"
+    """Score of a response without one: the function raised, took too long, needed too much memory,
+    ended its process, or returned no finite number. A number: the run goes on, and
+    ``reward/errors`` counts the response. ``stop``: the run ends, and the last complete step is
+    saved. The earlier names ``zero`` and ``raise`` mean 0 and ``stop``."""
+    cache: bool = False
+    """Score responses of the same content once: each rank remembers its last 65,536 scores by
+    prompt, data row and response."""
     clip: float | None = Field(default=None, gt=0)
     """Scores are clipped to [-clip, clip]. null: not clipped."""
     missing_eos_penalty: float | None = Field(default=None, ge=0)

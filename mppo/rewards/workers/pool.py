@@ -42,8 +42,8 @@ class Result:
     Args:
         outcome: one of the outcomes of ``mppo.rewards.workers.server``.
         score: the item's score; 0 if there is none.
-        text: further numbers as JSON, why there is no score, an exception, or how the process
-            ended, depending on ``outcome``.
+        text: further numbers and token rewards as JSON, why there is no score, an exception, or
+            how the process ended, depending on ``outcome``.
     """
 
     outcome: str
@@ -63,7 +63,7 @@ class WorkerPool:
     Args:
         task: the function that the workers call.
         workers: most workers at a time.
-        timeout_s: time limit for one item in seconds. If n of the last items exceeded it, the limit
+        timeout_s: time limit for one call in seconds. If n of the last calls exceeded it, the limit
             is divided by ``1 + n // workers``, so that many slow items cannot stop the run.
     """
 
@@ -73,23 +73,27 @@ class WorkerPool:
         self._server: subprocess.Popen[bytes] | None = None
         self._replies: BinaryIO | None = None
 
-    def run(self, items: Sequence[Any]) -> list[Result]:
+    def run(self, items: Sequence[Any], per_call: int = 1) -> list[Result]:
         """Run the task on each item.
+
+        Args:
+            items: the items.
+            per_call: most items that the function gets at once.
 
         Raises:
             RuntimeError: the workers cannot start on this machine, or something killed the server.
         """
         with self._lock:
             try:
-                return self._run(items)
+                return self._run(items, per_call)
             except BaseException:  # a late reply must not be read as one of the next batch
                 self._stop()
                 raise
 
-    def _run(self, items: Sequence[Any]) -> list[Result]:
+    def _run(self, items: Sequence[Any], per_call: int) -> list[Result]:
         if self._server is None:
             self._start()
-        self._send(BATCH.pack(len(items), self._timeout_s))
+        self._send(BATCH.pack(len(items), per_call, self._timeout_s))
         for item in items:
             self._send(_with_length(item))
         results: dict[int, Result] = {}

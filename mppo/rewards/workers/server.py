@@ -6,9 +6,10 @@ prevent the server from killing it. The server kills its workers and exits when 
 closes, so at the latest when the trainer ends.
 
 Standard input: a pickled ``ScoringTask``, then batches: ``BATCH``, then the items. Task and items
-are preceded by their lengths. The descriptor named on the command line gets a line of JSON for each
-finished item: its index in the batch, the outcome (a value of ``OUTCOMES``, ``TIMEOUT``, ``DIED``
-or ``UNUSABLE``), the score and a text.
+are preceded by their lengths. A worker gets the items of one call at a time. If a call of several
+items ends its worker, each of them is called alone, so that only the one at fault has no score. The
+descriptor named on the command line gets a line of JSON for each finished item: its index in the
+batch, the outcome (a value of ``OUTCOMES``, ``DIED`` or ``UNUSABLE``), the score and a text.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mppo.rewards.workers import worker
-from mppo.rewards.workers.worker import LENGTH, RECORD, ScoringTask, read_exactly
+from mppo.rewards.workers.worker import COUNT, LENGTH, RECORD, TEXT_BYTES, ScoringTask, read_exactly
 
-BATCH = struct.Struct("<Qd")
-"""Number of items, and time limit for one in seconds."""
+BATCH = struct.Struct("<QQd")
+"""Number of items, most items in one call, and time limit for a call in seconds."""
 SCORE, NO_SCORE, RAISED, NO_MEMORY = "score", "no score", "raised", "no memory"
 TIMEOUT, DIED, UNUSABLE = "timeout", "died", "unusable"
 OUTCOMES = {
@@ -37,7 +38,10 @@ OUTCOMES = {
     worker.NO_SCORE: NO_SCORE,
     worker.RAISED: RAISED,
     worker.NO_MEMORY: NO_MEMORY,
+    worker.TOO_LONG: TIMEOUT,
 }
+Item = tuple[int, bytes]
+"""Index in the batch, and the item with its length."""
 TIMEOUT_WINDOW = 256
 """The number of last items whose time-outs shorten the time limit of the next items."""
 _CHECK_INTERVAL_S = 1.0
@@ -46,17 +50,31 @@ _CHECK_INTERVAL_S = 1.0
 
 @dataclass
 class Worker:
-    """A worker and its current item."""
+    """A worker and the items of its current call that have no result yet, in their order."""
 
     pid: int
     requests: int
     records: int
     unsent: bytes = b""
-    received: bytes = b""
+    received: bytearray = field(default_factory=bytearray)
     ready: bool = False
-    item: int | None = None
+    items: deque[Item] = field(default_factory=deque)
     since: float = 0.0
     served: int = 0
+
+    def take_record(self) -> tuple[bytes, float, str] | None:
+        """Remove the first record from what was received; None if it is not complete."""
+        if len(self.received) < RECORD.size:
+            return None
+        kind, score, length = RECORD.unpack_from(self.received)
+        end = RECORD.size + length
+        if length > TEXT_BYTES:
+            return b"?", 0.0, ""
+        if len(self.received) < end:
+            return None
+        text = self.received[RECORD.size : end].decode(errors="replace")
+        del self.received[:end]
+        return kind, score, text
 
 
 class WorkerServer:
@@ -74,13 +92,17 @@ class WorkerServer:
         self._trainer = os.getppid()
         self._workers: list[Worker] = []
         self._timed_out: deque[bool] = deque(maxlen=TIMEOUT_WINDOW)
+        self._waiting: deque[list[Item]] = deque()
 
     def serve(self) -> None:
         """Score batches until standard input ends."""
         while (header := read_exactly(0, BATCH.size)) is not None:
-            count, seconds = BATCH.unpack(header)
+            count, per_call, seconds = BATCH.unpack(header)
             items = [item for _ in range(count) if (item := read_item()) is not None]
-            if len(items) < count or not self._score(deque(enumerate(items)), seconds):
+            numbered = list(enumerate(items))
+            calls = (numbered[start : start + per_call] for start in range(0, count, per_call))
+            self._waiting = deque(calls)
+            if len(items) < count or not self._score(seconds):
                 return
 
     def stop(self) -> None:
@@ -88,12 +110,12 @@ class WorkerServer:
         for one in list(self._workers):
             self._end(one)
 
-    def _score(self, waiting: deque[tuple[int, bytes]], seconds: float) -> bool:
-        """Score a batch; return False if the trainer has ended."""
+    def _score(self, seconds: float) -> bool:
+        """Score the calls that wait; return False if the trainer has ended."""
         # a single-threaded loop: hand out, wait for a pipe or the nearest time limit, collect
-        while waiting or any(one.item is not None for one in self._workers):
-            self._hand_out(waiting)
-            busy = [one for one in self._workers if one.item is not None]
+        while self._waiting or any(one.items for one in self._workers):
+            self._hand_out()
+            busy = [one for one in self._workers if one.items]
             # every time-out shortens the limit, or many slow items together would stop the run
             limit = seconds / (1 + sum(self._timed_out) // self._max_workers)
             now = time.monotonic()
@@ -112,14 +134,16 @@ class WorkerServer:
                 if one.records in readable:
                     self._read(one)
                 elif one.ready and time.monotonic() > one.since + limit:
-                    self._done(one, TIMEOUT)
+                    self._fail(one, TIMEOUT)
         return True
 
-    def _hand_out(self, waiting: deque[tuple[int, bytes]]) -> None:
-        idle = [one for one in self._workers if one.item is None]
-        while waiting and (idle or len(self._workers) < self._max_workers):
+    def _hand_out(self) -> None:
+        idle = [one for one in self._workers if not one.items]
+        while self._waiting and (idle or len(self._workers) < self._max_workers):
             free = idle.pop() if idle else self._fork()
-            free.item, free.unsent = waiting.popleft()
+            free.items = deque(self._waiting.popleft())
+            contents = (content for _, content in free.items)
+            free.unsent = COUNT.pack(len(free.items)) + b"".join(contents)
             free.since = time.monotonic()
 
     def _fork(self) -> Worker:
@@ -138,35 +162,45 @@ class WorkerServer:
     def _read(self, one: Worker) -> None:
         part = os.read(one.records, 1 << 16)
         if not part:
-            self._done(one, DIED if one.ready else UNUSABLE, _describe_exit(one))
+            self._fail(one, DIED if one.ready else UNUSABLE, _describe_exit(one))
             return
         one.received += part
-        while len(one.received) >= RECORD.size:
-            kind, score, length = RECORD.unpack_from(one.received)
-            end = RECORD.size + length
-            if len(one.received) < end:
-                break
-            text = one.received[RECORD.size : end].decode(errors="replace")
-            one.received = one.received[end:]
+        while one.items and (record := one.take_record()) is not None:
+            kind, score, text = record
             if kind == worker.READY and not one.ready:
                 one.ready, one.since = True, time.monotonic()
-            elif kind in OUTCOMES:
-                self._done(one, OUTCOMES[kind] if one.ready else UNUSABLE, text, score)
-                return
+            elif kind not in OUTCOMES:
+                self._fail(one, DIED, "it sent an invalid record")
+            elif not one.ready:
+                self._fail(one, UNUSABLE, text)
+            elif kind == worker.NO_MEMORY:
+                self._fail(one, NO_MEMORY)
             else:
-                self._done(one, DIED, "it sent an invalid record")
-                return
+                self._done(one, OUTCOMES[kind], text, score)
 
-    def _done(self, one: Worker, outcome: str, text: str = "", score: float = 0.0) -> None:
-        """Send the result of a worker's item; end the worker unless it can take another item."""
-        reply = json.dumps([one.item, outcome, score, text]) + "\n"
-        one.item, one.served = None, one.served + 1
-        self._timed_out.append(outcome == TIMEOUT)
+    def _done(self, one: Worker, outcome: str, text: str, score: float) -> None:
+        """Report a worker's next item; after its call, end it if it cannot take another one."""
+        self._report(one.items.popleft(), outcome, text, score)
+        one.since, one.served = time.monotonic(), one.served + 1
+        most = self._task.max_items
+        replaced = most is not None and one.served >= most
         # bytes left over in a pipe belong to no item: the next reply could not be trusted
-        usable = outcome in (SCORE, NO_SCORE, RAISED) and not one.received and not one.unsent
-        if not usable or one.served == self._task.max_items:
+        if not one.items and (replaced or one.received or one.unsent):
             self._end(one)
-        content = reply.encode()
+
+    def _fail(self, one: Worker, outcome: str, text: str = "") -> None:
+        """End a worker. Its item has no score; several items are then called one by one."""
+        items, one.items = one.items, deque()
+        self._end(one)
+        if len(items) == 1 or outcome == UNUSABLE:
+            self._report(items[0], outcome, text, 0.0)
+        else:
+            self._waiting.extendleft([item] for item in reversed(items))
+            self._timed_out.append(outcome == TIMEOUT)
+
+    def _report(self, item: Item, outcome: str, text: str, score: float) -> None:
+        self._timed_out.append(outcome == TIMEOUT)
+        content = (json.dumps([item[0], outcome, score, text]) + "\n").encode()
         while content:
             content = content[os.write(self._replies, content) :]
 

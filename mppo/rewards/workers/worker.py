@@ -1,7 +1,7 @@
-"""A process that scores responses one by one; ``mppo.rewards.workers.server`` forks it.
+"""A process that scores responses call by call; ``mppo.rewards.workers.server`` forks it.
 
-It reads responses from one pipe and writes a record for each to another: a kind, a number and a
-text of at most ``TEXT_BYTES``.
+It reads calls from one pipe, each with the number of its items, and writes a record for each item
+to another, in the same order: a kind, a number and a text of at most ``TEXT_BYTES``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import pickle
 import struct
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mppo.rewards.result import ANSWER, read_result
+from mppo.rewards.result import NoScore, read_result
 from mppo.rewards.workers.confinement import (
     close_files,
     die_first,
@@ -26,17 +26,24 @@ from mppo.rewards.workers.confinement import (
     limit,
 )
 
-READY, SCORE, NO_SCORE, RAISED, NO_MEMORY = b"r", b"s", b"n", b"e", b"m"
+READY, SCORE, NO_SCORE, RAISED, NO_MEMORY, TOO_LONG = b"r", b"s", b"n", b"e", b"m", b"t"
 """Kinds of records. The worker sends READY once, before the first item. Per item it sends SCORE
-with further numbers as JSON, NO_SCORE with the reason, RAISED with the function's exception, or
-NO_MEMORY."""
-RECORD = struct.Struct("<cdH")
-LENGTH = struct.Struct("<Q")
-TEXT_BYTES = (1 << 16) - 1
+with further numbers and token rewards as JSON, NO_SCORE with the reason, RAISED with the function's
+exception, or TOO_LONG. NO_MEMORY ends the worker."""
+RECORD = struct.Struct("<cdI")
+LENGTH = COUNT = struct.Struct("<Q")
+TEXT_BYTES = 1 << 24
+"""Token rewards of a response of half a million tokens fit."""
 ERROR_CHARACTERS = 2000
 OWN_FOLDER = os.path.dirname(__file__)
 
-Function = Callable[[Any], Any]
+Function = Callable[[Sequence[Any]], Iterable[Any]]
+"""Returns a result for each item of a call, in order; one may be an exception, which is its own
+item's alone."""
+
+
+class TooLong(Exception):
+    """A function's own time limit for an item has passed."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class ScoringTask:
 
     Args:
         loader: ``module:function``; called with ``arguments``, it returns the function that scores
-            an item.
+            the items of a call.
         arguments: arguments of ``loader``.
         confined: whether the function may execute text of the model. A confined worker can only
             read files and compute. Its function is loaded once, in the server, before the fork.
@@ -60,7 +67,7 @@ class ScoringTask:
     max_items: int | None = None
 
     def load(self) -> Function:
-        """Import and return the function that scores an item."""
+        """Import and return the function that scores the items of a call."""
         module, _, name = self.loader.partition(":")
         return getattr(importlib.import_module(module), name)(*self.arguments)
 
@@ -80,14 +87,12 @@ def work(
         _prepare(task, parent, requests, records)
         function = function or task.load()
         _send(records, READY, 0.0, "")
-        while (item := read_exactly(requests, LENGTH.size)) is not None:
-            item = read_exactly(requests, *LENGTH.unpack(item))
-            if item is None:
-                break
-            record = _answer(function, pickle.loads(item))
-            _send(records, *record)
-            if record[0] == NO_MEMORY:
-                break
+        while (count := read_exactly(requests, COUNT.size)) is not None:
+            items = [_read_item(requests) for _ in range(*COUNT.unpack(count))]
+            for record in _answer(function, items):
+                _send(records, *record)
+                if record[0] == NO_MEMORY:
+                    return
     except BaseException as error:  # without READY, the server reports it as UNUSABLE
         _send(records, RAISED, 0.0, f"{type(error).__name__}: {error}")
     finally:
@@ -112,27 +117,49 @@ def _prepare(task: ScoringTask, parent: int, requests: int, records: int) -> Non
             drop_privileges()
 
 
-def _answer(function: Function, item: Any) -> tuple[bytes, float, str]:
+def _read_item(requests: int) -> Any:
+    length = read_exactly(requests, LENGTH.size)
+    content = None if length is None else read_exactly(requests, *LENGTH.unpack(length))
+    if content is None:
+        os._exit(0)  # the server has ended
+    return pickle.loads(content)
+
+
+def _answer(function: Function, items: Sequence[Any]) -> Iterator[tuple[bytes, float, str]]:
+    """Make the record of each item; items whose call raised are called one by one."""
     try:
-        result = function(item)
-        try:
-            score, numbers, answer = read_result(result)
-        except ValueError as why:
-            return NO_SCORE, 0.0, str(why)[:ERROR_CHARACTERS]
-        text = json.dumps(numbers if answer is None else {ANSWER: answer, **numbers})
-        if len(text) > TEXT_BYTES:
-            return (
-                NO_SCORE,
-                0.0,
-                f"has {len(numbers)} further numbers beside it, which exceed {TEXT_BYTES} bytes",
-            )
-        return SCORE, score, text
-    except MemoryError:
-        return NO_MEMORY, 0.0, ""
+        results = list(function(items))
+        if len(results) != len(items):
+            raise NoScore(f"is missing: {len(results)} results came for {len(items)} responses")
     except BaseException as error:  # a user's function may raise SystemExit
-        return RAISED, 0.0, f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS] + _place(error)
+        if len(items) > 1 and not isinstance(error, MemoryError | NoScore):
+            for item in items:
+                yield from _answer(function, [item])
+            return
+        results = [error] * len(items)
     finally:
         sys.stdout.flush()
+    yield from map(_record, results)
+
+
+def _record(result: Any) -> tuple[bytes, float, str]:
+    try:
+        if isinstance(result, BaseException):
+            raise result
+        found = read_result(result)
+        text = json.dumps([found.numbers, found.token_rewards, found.answer])
+        if len(text) > TEXT_BYTES:
+            raise NoScore(f"has further numbers beside it, which exceed {TEXT_BYTES} bytes")
+        return SCORE, found.score, text
+    except NoScore as why:
+        return NO_SCORE, 0.0, str(why)[:ERROR_CHARACTERS]
+    except MemoryError:
+        return NO_MEMORY, 0.0, ""
+    except TooLong:
+        return TOO_LONG, 0.0, ""
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS] + _place(error)
+        return RAISED, 0.0, text
 
 
 def _place(error: BaseException) -> str:
@@ -145,7 +172,9 @@ def _place(error: BaseException) -> str:
 
 def _send(records: int, kind: bytes, number: float, text: str) -> None:
     content = text.encode(errors="replace")[:TEXT_BYTES]
-    os.write(records, RECORD.pack(kind, number, len(content)) + content)
+    content = RECORD.pack(kind, number, len(content)) + content
+    while content:
+        content = content[os.write(records, content) :]
 
 
 def read_exactly(descriptor: int, size: int) -> bytes | None:

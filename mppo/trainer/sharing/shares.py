@@ -30,21 +30,26 @@ _UNEVEN = 1.5
 
 
 def pack_responses(
-    responses: Responses, scores: Sequence[float], end_slots_below: int = 0
+    responses: Responses,
+    scores: Sequence[float],
+    end_slots_below: int = 0,
+    token_rewards: Sequence[Sequence[float]] = (),
 ) -> Batch:
     """Pack responses where they arrived, see ``pack_held``. Collective.
 
     Args:
         responses: B responses.
-        scores: B outcome rewards.
+        scores: B rewards.
         end_slots_below: see ``pack_held``.
+        token_rewards: of each response held, the rewards of its tokens, or nothing.
 
     Returns:
         The batch; each sequence's home is that of its response.
     """
     place = {index: number for number, index in enumerate(responses.rows)}
     held = {place[i]: responses.held[i] for i in responses.rows if i in responses.held}
-    batch = pack_held(responses.table, held, scores, end_slots_below)
+    rewards = {number: found for number, found in enumerate(token_rewards) if found}
+    batch = pack_held(responses.table, held, scores, end_slots_below, rewards)
     world = group_size()
     if world == 1:
         return batch
