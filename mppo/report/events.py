@@ -19,7 +19,7 @@ def _now() -> str:
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """Something that happened in a run.
 
     Args:
@@ -35,21 +35,21 @@ class Event:
     time: str = field(default_factory=_now)
 
 
-def append_event(folder: Path, event: Event) -> None:
+def append_event(folder: Path, event: RunEvent) -> None:
     """Append an event to the run's file."""
     path = folder / FILE
     with naming(path), path.open("a") as file:
         file.write(json.dumps(asdict(event), ensure_ascii=False) + "\n")
 
 
-def read_events(folder: Path) -> list[Event]:
+def read_events(folder: Path) -> list[RunEvent]:
     """The events in the order in which they happened; lines that are not events are ignored."""
     path, found = folder / FILE, []
     if not path.is_file():
         return []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            event = Event(**json.loads(line))
+            event = RunEvent(**json.loads(line))
         except (ValueError, TypeError, RecursionError):
             continue
         if event.kind in get_args(EventKind) and type(event.step) is int:

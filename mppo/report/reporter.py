@@ -14,7 +14,7 @@ import yaml
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.report.console import SampleRow, StepConsole
-from mppo.report.events import Event, EventKind, append_event
+from mppo.report.events import EventKind, RunEvent, append_event
 from mppo.report.expert_load import plot_expert_load
 from mppo.report.files import EXPERT_LOAD, METRICS, PLOT, RECIPE, SAMPLES
 from mppo.report.history import History, Metrics
@@ -139,7 +139,7 @@ class Reporter:
     def event(self, kind: EventKind, step: int, text: str) -> None:
         """Append an event to events.jsonl; secrets are replaced."""
         if self.is_main:
-            append_event(self.run_dir, Event(kind, step, redact_text(text)))
+            append_event(self.run_dir, RunEvent(kind, step, redact_text(text)))
 
     def line(self, text: str) -> None:
         """Print one line on the console, above the live display."""

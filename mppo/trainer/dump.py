@@ -139,7 +139,7 @@ def replay_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]
     folder = folders[(step - 1) % len(folders)]
     try:
         header = read_header_of(folder)
-        responses = _read_responses(folder, header)
+        responses = read_responses(folder, header)
     except _UNREADABLE as error:
         why = " ".join(str(error).split())
         raise ValueError(
@@ -147,7 +147,7 @@ def replay_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]
             "or remove this step's folder"
         ) from error
     _check_suits(run, folder, header, responses)
-    judged = [ResponseScore(r.score, r.numbers, r.error, r.unscored) for r in header.rows]
+    judged = dumped_scores(header)
     run.roles.placement.prepare("reward", "forward")
     batch = pack_scored(run, responses, judged)
     baseline_B = torch.empty(0)
@@ -155,6 +155,11 @@ def replay_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]
         baseline_B = torch.tensor([row.baseline for row in header.rows])
     scored = ScoredRollout(responses, batch, baseline_B, judged, [])
     return scored, reward_metrics(responses.table, judged, [])
+
+
+def dumped_scores(header: StepDump) -> list[ResponseScore]:
+    """What scoring found of each response of a dump."""
+    return [ResponseScore(r.score, r.numbers, r.error, r.unscored) for r in header.rows]
 
 
 def _check_suits(run: Run, folder: Path, header: StepDump, responses: Responses) -> None:
@@ -176,7 +181,7 @@ def _check_suits(run: Run, folder: Path, header: StepDump, responses: Responses)
         ) from None
 
 
-def _read_responses(folder: Path, header: StepDump) -> Responses:
+def read_responses(folder: Path, header: StepDump) -> Responses:
     """The responses of a dump; this rank holds those whose home it is."""
     world = group_size()
     rank = dist.get_rank() if world > 1 else 0

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from mppo.batch import Batch, Experience
 from mppo.parallel.collectives import group_size
-from mppo.parallel.probe import probe_ms
-from mppo.parallel.profiler import profiling
+from mppo.parallel.measurement.probe import probe_ms
+from mppo.parallel.measurement.profiler import profiling
 from mppo.planning.residency import SAVE, WEIGHT_SYNC
 from mppo.report.history import Metrics
 from mppo.report.opening import layout_line

@@ -258,7 +258,7 @@ def rank_metrics(probe_ms: float) -> dict[str, float]:
     """Of each rank, milliseconds of the probe and the peak of its memory in GiB. Collective.
 
     Args:
-        probe_ms: of this rank (``mppo.parallel.probe``).
+        probe_ms: of this rank (``mppo.parallel.measurement.probe``).
     """
     everyone = all_gather_objects((probe_ms, device.peak_memory_bytes() / 2**30))
     metrics = {f"{PROBE}{rank}": probe for rank, (probe, _) in enumerate(everyone)}

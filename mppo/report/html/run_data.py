@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mppo.dumps.step_dump import dumped_steps, read_header_of
-from mppo.report.events import read_events
+from mppo.report.events import RunEvent, read_events
 from mppo.report.files import METRICS, RECIPE, SAMPLES
 from mppo.report.history import History, read_history
 from mppo.report.status import Status, read_status
@@ -125,7 +125,7 @@ def _events(folder: Path, status: Status | None) -> list[Plain]:
     return found
 
 
-def _event(event, kind: str) -> Plain:
+def _event(event: RunEvent, kind: str) -> Plain:
     return {"kind": kind, "step": event.step, "time": event.time, "text": redact_text(event.text)}
 
 

@@ -256,6 +256,7 @@
     drawPlots();
     samples();
     rest();
+    resize();  // a scroll bar may have appeared
     window.scrollTo(0, scrolled);
   };
   const resize = () => {
