@@ -16,6 +16,7 @@ from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.dumps.experience_files import write_share
 from mppo.dumps.step_dump import SequenceRow, StepDump, step_folder, write_header, write_pieces
 from mppo.report.html.page import page_data, page_text
+from mppo.report.html.plots import SPECS
 from mppo.report.html.serve import report_server
 from mppo.trainer.advantages import estimate
 
@@ -103,7 +104,7 @@ def test_ten_thousand_steps_are_drawn_without_an_error_or_a_request(page, tmp_pa
     assert page.errors == []
     assert page.requests == [url]
     plots = page.look(POINTS)
-    assert len(plots) == 18
+    assert len(plots) == len(SPECS)
     for name, found in plots.items():
         sparse = name == "plot-1"
         assert found["steps"] == (20 if sparse else STEPS), name
@@ -163,9 +164,8 @@ def test_two_runs_share_their_plots(page, tmp_path):
     assert "p/a" in legend
     assert "p/b" in legend
     assert page.look("mppoPlots['plot-2'].data.length") == 3
-    table = page.look(
-        "[...document.querySelectorAll('details td')].map((cell) => cell.textContent)"
-    )
+    cells = "[...document.querySelectorAll('details td')]"
+    table = page.look(f"{cells}.map((cell) => cell.textContent)")
     assert table == [
         "trainer.experiment_name", '"a"', '"b"', "trainer.seed", "0.0", "2.0",
     ]  # fmt: skip
