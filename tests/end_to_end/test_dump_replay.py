@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 from dataclasses import replace
@@ -16,6 +17,7 @@ from mppo.config.schema import Recipe
 from mppo.dumps.experience_files import read_experience
 from mppo.dumps.inspection import main as inspect
 from mppo.dumps.step_dump import dumped_steps, read_header_of, recipe_hash
+from mppo.report.html.page import page_data
 from mppo.safety.redact import redact
 from mppo.trainer.advantages import current_kl, estimate
 from mppo.trainer.dump import dumped_scores, read_responses
@@ -37,7 +39,8 @@ NOT_REPLAYED = ("training/epoch", "perf/", "timing")
 def dumped(tmp_path_factory) -> Path:
     """A run of two steps on two ranks with dumps."""
     run_dir = tmp_path_factory.mktemp("dumped")
-    run = LaunchedRun(run_dir, [*SETTINGS, "trainer.dump_rollouts=true"])
+    more = ["trainer.dump_rollouts=true", "trainer.profile={steps: [2], ranks: [1]}"]
+    run = LaunchedRun(run_dir, [*SETTINGS, *more])
     assert run.codes() == [0, 0], run.texts()
     return run_dir
 
@@ -119,7 +122,8 @@ def test_entropies_are_those_of_the_actor(dumped):
 
 
 def test_a_replay_without_an_engine_repeats_the_updates(dumped, tmp_path):
-    run = LaunchedRun(tmp_path, [*SETTINGS, f"trainer.replay={dumped}"])
+    replay = [f"trainer.replay={dumped}", "rollout.name=sglang"]  # whose servers nothing starts
+    run = LaunchedRun(tmp_path, [*SETTINGS, *replay])
     assert run.codes() == [0, 0], run.texts()
 
     def kept(row: dict[str, float]) -> dict[str, float]:
@@ -133,6 +137,29 @@ def test_a_replay_without_an_engine_repeats_the_updates(dumped, tmp_path):
         assert "actor/grad_norm" in now
     times = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert all("timing_s/replay" in row and "timing_s/gen" not in row for row in times)
+
+
+def test_only_the_chosen_step_of_the_chosen_rank_is_profiled(dumped):
+    (trace,) = (dumped / "profile").iterdir()
+    assert trace.name == "step_2_rank_1.json.gz"
+    with gzip.open(trace) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"aten::mm", "aten::addmm", "aten::matmul"} & names
+
+
+def test_each_rank_reports_its_memory_and_speed(dumped):
+    for line in (dumped / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        for name in ("perf/rank_memory_gb", "perf/rank_probe_ms"):
+            assert min(row[f"{name}/0"], row[f"{name}/1"]) > 0
+
+
+def test_the_report_shows_the_dumped_tokens(dumped):
+    (run,) = page_data([dumped])["runs"]
+    assert {row["step"] for row in run["tokens"]} == {1, 2}
+    assert all(row["pieces"] and row["numbers"]["advantage"] for row in run["tokens"])
+    assert [event["kind"] for event in run["events"]] == ["start", "end"]
+    assert run["events"][0]["text"].startswith("2 ranks; actor TP2")
 
 
 def test_a_dump_of_two_ranks_is_read_by_one(dumped):
