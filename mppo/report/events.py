@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,13 +25,13 @@ class RunEvent:
 
     Args:
         kind: "start" of a process of the run, its "end", a "warning", or "engine": a lost server.
-        step: PPO steps that were done.
+        step: PPO steps that were done; None: unknown where it happened.
         text: what happened.
         time: UTC, ISO 8601.
     """
 
     kind: EventKind
-    step: int
+    step: int | None
     text: str
     time: str = field(default_factory=_now)
 
@@ -38,8 +39,13 @@ class RunEvent:
 def append_event(folder: Path, event: RunEvent) -> None:
     """Append an event to the run's file."""
     path = folder / FILE
-    with naming(path), path.open("a") as file:
-        file.write(json.dumps(asdict(event), ensure_ascii=False) + "\n")
+    line = json.dumps(asdict(event), ensure_ascii=False).encode() + b"\n"
+    with naming(path), path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a process was killed while it wrote
+                line = b"\n" + line
+        file.write(line)
 
 
 def read_events(folder: Path) -> list[RunEvent]:
@@ -52,6 +58,6 @@ def read_events(folder: Path) -> list[RunEvent]:
             event = RunEvent(**json.loads(line))
         except (ValueError, TypeError, RecursionError):
             continue
-        if event.kind in get_args(EventKind) and type(event.step) is int:
+        if event.kind in get_args(EventKind) and type(event.step) in (int, type(None)):
             found.append(event)
     return found

@@ -15,7 +15,7 @@ from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.dumps.experience_files import write_share
 from mppo.dumps.step_dump import SequenceRow, StepDump, step_folder, write_header, write_pieces
-from mppo.report.events import read_events
+from mppo.report.events import RunEvent, append_event, read_events
 from mppo.report.html.page import page_data, page_text
 from mppo.report.html.program import main
 from mppo.report.html.serve import report_server
@@ -169,6 +169,8 @@ def test_events_that_are_not_events_are_ignored(tmp_path):
     good = '{"kind": "end", "step": 1, "text": "finished", "time": ""}'
     (tmp_path / "events.jsonl").write_text("\n".join([*lines, good, '{"kind": "en']))
     assert [event.text for event in read_events(tmp_path)] == ["finished"]
+    append_event(tmp_path, RunEvent("engine", None, "restarting"))
+    assert [event.step for event in read_events(tmp_path)] == [1, None]
 
 
 def test_the_server_answers_on_the_loopback_only_to_its_own_name(tmp_path):

@@ -232,7 +232,7 @@
       if (run.events.length) {
         page.append(make("h2", {}, `Events${of}`), table(
           ["time (UTC)", "step", "event", ""],
-          run.events.map((e) => [e.kind, [e.time.replace("T", " ").replace("+00:00", ""), e.step, e.kind, e.text]])));
+          run.events.map((e) => [e.kind, [e.time.replace("T", " ").replace("+00:00", ""), e.step ?? "", e.kind, e.text]])));
       }
       for (const picture of run.pictures) {
         page.append(make("h2", {}, `Timeline of step ${picture.step}${of}: plan above measurement`),
