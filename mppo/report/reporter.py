@@ -24,7 +24,7 @@ from mppo.report.status import REPORT, RunState, Status, write_status
 from mppo.report.summary import run_report
 from mppo.report.trackers.start import check_trackers, open_trackers
 from mppo.report.trackers.tracker import TrackedRun, Tracker
-from mppo.report.warning_rules import MOST_STEPS, current_warnings, trained_rows
+from mppo.report.warning_rules import course, current_warnings
 from mppo.safety.disk import naming, replace_bytes, replace_text
 from mppo.safety.redact import redact, redact_text
 
@@ -129,8 +129,8 @@ class Reporter:
 
     def _warn(self, step: int) -> None:
         """Print the warnings that this step raises; one that lasts is printed once."""
-        rows = [row for _, row in trained_rows(self._history.rows[-MOST_STEPS:])]
-        now = {each.name: each for each in current_warnings(rows)}
+        rows = self._history.rows
+        now = {each.name: each for each in current_warnings(course(rows, len(rows)))}
         for name in now.keys() - self._warned:
             self.event("warning", step, str(now[name]))
             self.line(f"step {step}: warning: {now[name]}")

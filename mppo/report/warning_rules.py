@@ -15,12 +15,13 @@ from statistics import median
 from mppo.report import history
 
 Rows = Sequence[Mapping[str, float]]
+Steps = Sequence[tuple[int, Mapping[str, float]]]
 Rule = Callable[[Rows], "RunWarning | None"]
 
 WINDOW = 5
 """Steps over which a rule averages; before, no rule warns."""
 MOST_STEPS = 20
-"""Steps that the rules look back."""
+"""Steps that the rules look back, besides the first of the run."""
 KL_PER_TOKEN = 0.3
 ENTROPY_SHARE, ENTROPY_BELOW = 0.1, 0.1
 EQUAL_GROUPS = 0.8
@@ -74,14 +75,14 @@ def kl_runs_away(rows: Rows) -> RunWarning | None:
 
 
 def entropy_collapses(rows: Rows) -> RunWarning | None:
-    """The policy has become nearly deterministic within the steps looked at."""
+    """The policy has become nearly deterministic."""
     now = _mean(rows, "policy/entropy_avg")
     before = _mean(rows[:WINDOW], "policy/entropy_avg")
     if now is None or before is None or len(rows) < 2 * WINDOW:
         return None
     if now >= ENTROPY_BELOW or now >= ENTROPY_SHARE * before:
         return None
-    text = f"the entropy fell from {before:.3g} to {now:.3g} nats within {len(rows)} steps"
+    text = f"the entropy fell from {before:.3g} nats in the first steps to {now:.3g}"
     return RunWarning(
         "entropy_collapses", text, "actor.entropy_coeff above 0, a higher actor.clip_ratio_high, "
         "a KL penalty, or a lower actor.optim.lr",
@@ -212,10 +213,12 @@ def phase_dominates(rows: Rows) -> RunWarning | None:
 
 def steps_are_skipped(rows: Rows) -> RunWarning | None:
     """Optimizer steps were skipped because a loss or gradient was not finite."""
-    counts = [row["training/skipped_steps"] for row in rows if "training/skipped_steps" in row]
+    name, recent = "training/skipped_steps", rows[-MOST_STEPS:]
+    counts = [row[name] for row in recent if name in row]
     if not counts or counts[-1] <= counts[0]:
         return None
-    text = f"{counts[-1] - counts[0]:.0f} optimizer steps of the last {len(rows)} were skipped"
+    count = counts[-1] - counts[0]
+    text = f"{count:.0f} optimizer steps were skipped within {len(recent)} PPO steps"
     return RunWarning(
         "steps_are_skipped", text, "a lower optim.lr, or trainer.on_nonfinite: stop and "
         "mppo-replay on the step that it keeps",
@@ -233,12 +236,24 @@ def current_warnings(rows: Rows) -> list[RunWarning]:
     """The warnings about the last steps of a run.
 
     Args:
-        rows: metrics of trained steps, in order; only the last ``MOST_STEPS`` are read.
+        rows: ``course`` of the run.
     """
-    recent = rows[-MOST_STEPS:]
-    if len(recent) < WINDOW:
+    if len(rows) < WINDOW:
         return []
-    return [found for rule in RULES if (found := rule(recent)) is not None]
+    return [found for rule in RULES if (found := rule(rows)) is not None]
+
+
+def course(steps: Steps, end: int) -> Rows:
+    """The metrics that the rules read: those of the first trained steps, and of the last ones.
+
+    Args:
+        steps: number and metrics of each step; the first may be the validation before training.
+        end: how many of them are over.
+    """
+    first = 1 if steps and steps[0][0] == 0 else 0
+    beginning = steps[first : min(first + WINDOW, end)]
+    recent = steps[max(first + WINDOW, end - MOST_STEPS) : end]
+    return [row for _, row in (*beginning, *recent)]
 
 
 @dataclass(frozen=True)
@@ -258,34 +273,25 @@ class WarningSpan:
     ongoing: bool
 
 
-def warning_spans(steps: Sequence[tuple[int, Mapping[str, float]]]) -> list[WarningSpan]:
+def warning_spans(steps: Steps) -> list[WarningSpan]:
     """The warnings of a run, the ongoing ones first, then by their first step.
 
     Args:
-        steps: number and metrics of each step.
+        steps: as for ``course``.
     """
-    trained = trained_rows(steps)
     open_spans: dict[str, tuple[int, RunWarning]] = {}
     found: list[WarningSpan] = []
-    rows = [row for _, row in trained]
-    for place, (step, _) in enumerate(trained):
-        first = max(0, place + 1 - MOST_STEPS)
-        now = {each.name: each for each in current_warnings(rows[first : place + 1])}
+    before = 0
+    for place, (step, _) in enumerate(steps, start=1):
+        now = {each.name: each for each in current_warnings(course(steps, place))}
         for name in open_spans.keys() - now.keys():
             began, warning = open_spans.pop(name)
-            found.append(WarningSpan(warning, began, trained[place - 1][0], False))
+            found.append(WarningSpan(warning, began, before, False))
         for name, warning in now.items():
             open_spans[name] = (open_spans.get(name, (step,))[0], warning)
-    last = trained[-1][0] if trained else 0
-    found += [WarningSpan(warning, began, last, True) for began, warning in open_spans.values()]
+        before = step
+    found += [WarningSpan(warning, began, before, True) for began, warning in open_spans.values()]
     return sorted(found, key=lambda span: (not span.ongoing, span.first))
-
-
-def trained_rows(
-    steps: Sequence[tuple[int, Mapping[str, float]]],
-) -> list[tuple[int, Mapping[str, float]]]:
-    """The rows of trained steps, without validation before the first."""
-    return [(step, row) for step, row in steps if step > 0]
 
 
 def _mean(rows: Rows, name: str) -> float | None:

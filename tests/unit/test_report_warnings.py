@@ -33,7 +33,7 @@ HEALTHY = {
 # rule, metrics of the last steps that raise it, words of the message
 RAISED = [
     ("kl_runs_away", {"objective/kl": 40.0}, "0.40 nats per token (40 per response)"),
-    ("entropy_collapses", {"policy/entropy_avg": 0.02}, "from 0.8 to 0.02 nats"),
+    ("entropy_collapses", {"policy/entropy_avg": 0.02}, "from 0.8 nats in the first steps to 0.02"),
     ("rewards_are_equal", {"critic/score/max": 0.0}, "have one score (0)"),
     ("groups_are_equal", {"critic/score/equal_groups": 0.9}, "90% of the prompts"),
     ("responses_are_cut_off", {"response_length/clip_ratio": 0.97}, "97% of the responses"),
@@ -87,6 +87,13 @@ def test_rules_need_some_steps_and_bear_missing_metrics():
     assert current_warnings([]) == []
     assert current_warnings([HEALTHY | {"objective/kl": 99.0}] * 4) == []
     assert current_warnings([{}] * 20) == []
+
+
+def test_a_slow_collapse_of_the_entropy_is_seen_too():
+    rows = [HEALTHY | {"policy/entropy_avg": 0.8 * 0.99**step} for step in range(300)]
+    (found,) = warning_spans(list(enumerate(rows, start=1)))
+    assert found.warning.name == "entropy_collapses"
+    assert 200 < found.first < 240
 
 
 def test_spans_name_first_and_last_step_and_ongoing_ones_come_first():
