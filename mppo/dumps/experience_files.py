@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -91,6 +91,16 @@ def read_experience(
         ValueError, KeyError, TypeError, OSError: a file is missing or damaged, or a sequence is in
             no file.
     """
+    try:
+        return _read(folder, ranks, held, home_B)
+    except (SafetensorError, RuntimeError, IndexError) as error:  # tensors that do not fit together
+        raise ValueError(f"{folder}: {error}") from error
+
+
+def _read(
+    folder: Path, ranks: int, held: Sequence[int] | None, home_B: Tensor | None
+) -> Experience:
+    """See ``read_experience``."""
     if held is None:
         held = range(len(read_batch_tensor(folder, "lengths_B")))
     found: dict[str, dict[int, Tensor]] = {}
@@ -108,7 +118,13 @@ def read_experience(
     if missing:
         raise ValueError(f"{folder}: no file holds sequence {min(missing)}")
     tensors = dict(shared)
+    lengths = shared["batch.lengths_B"].tolist()
     for name, parts in found.items():
+        wrong = [index for index in held if len(parts[index]) != lengths[index]]
+        if wrong:
+            index = wrong[0]
+            count = f"{len(parts[index])} of its {lengths[index]} tokens"
+            raise ValueError(f"{folder}: {name} of sequence {index} has {count}")
         tensors[name] = torch.cat([parts[i] for i in held]) if held else _nothing(folder, name)
     indices = torch.tensor(list(held), dtype=torch.int64)
     tensors[_HELD], tensors[_ENDS] = indices, cumulative(tensors["batch.lengths_B"][indices])

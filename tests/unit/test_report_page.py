@@ -8,19 +8,17 @@ import threading
 
 import pytest
 import torch
+from random_dump import write_dump
 from random_outputs import outputs_of
 
 from mppo.config.schema import Recipe
-from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.trainer import TrainerConfig
-from mppo.dumps.experience_files import write_share
-from mppo.dumps.step_dump import SequenceRow, StepDump, step_folder, write_header, write_pieces
+from mppo.dumps.step_dump import step_folder
 from mppo.report.events import RunEvent, append_event, read_events
 from mppo.report.html.page import page_data, page_text
 from mppo.report.html.program import main
 from mppo.report.html.serve import report_server
 from mppo.report.reporter import Reporter
-from mppo.trainer.advantages import estimate
 
 SECRET = "hf_qWeRtYuIoPaSdFgHjK0123"
 PLAIN = "open5esame7cave"
@@ -39,20 +37,6 @@ def log(subject, *steps, **changes) -> None:
     for step in steps:
         row = {"critic/score/mean": step / 10, "timing_s/step": 1.0, "timing_s/gen": 0.4}
         subject.log(step, {**row, **changes})
-
-
-def dump(run_dir, step, text="ab") -> None:
-    """A dump of two random sequences."""
-    outputs = outputs_of([3, 2], scores=[1.0, 0.0])
-    folder = step_folder(run_dir, step)
-    folder.mkdir(parents=True)
-    write_share(folder, 0, estimate(outputs, AlgorithmConfig(), 0.0))
-    write_pieces(folder, 0, {i: f"{text}{i}" for i in range(len(outputs.batch.tokens_T))})
-    rows = tuple(
-        SequenceRow(0, "src", f"q {PLAIN}=", "4", "stop", [(0, n)], score)
-        for n, score in ((3, 1.0), (2, 0.0))
-    )
-    write_header(folder, StepDump(step, "00", 1, 0.1, rows))
 
 
 def test_a_run_that_died_twice_and_changed_its_layout(tmp_path):
@@ -103,8 +87,8 @@ def test_runs_are_laid_over_each_other_with_the_difference_of_their_recipes(tmp_
 def test_tokens_of_a_dump_have_their_numbers(tmp_path):
     subject = started(tmp_path, 0, "1 rank")
     log(subject, 1)
-    dump(tmp_path, 1)
-    dump(tmp_path, 2)  # of work that was lost: no metrics
+    write_dump(tmp_path, 1)
+    write_dump(tmp_path, 2)  # of work that was lost: no metrics
     (run,) = page_data([tmp_path])["runs"]
     assert [(row["step"], row["sequence"]) for row in run["tokens"]] == [(1, 0), (1, 1)]
     first = run["tokens"][0]
@@ -128,7 +112,7 @@ def test_no_planted_secret_reaches_the_page_or_the_dump(tmp_path, monkeypatch):
         row = {"prompt": PLAIN, "response": SECRET, "ground_truth": "x", "score": 1.0}
         file.write(json.dumps({"step": 1, **row}) + "\n")
     (tmp_path / "recipe.yaml").write_text(f"reward: {{kwargs: {{api_key: {SECRET}}}}}\n")
-    dump(tmp_path, 1, text=SECRET)
+    write_dump(tmp_path, 1, f"q {PLAIN}=", SECRET)
     text = page_text(page_data([tmp_path]))
     assert SECRET not in text
     assert PLAIN not in text
