@@ -133,6 +133,17 @@ def test_text_of_a_run_cannot_end_the_script_element(tmp_path):
     assert "https://" not in text.replace("https://github.com/leeoniya/uPlot", "")
 
 
+def test_samples_that_are_not_samples_are_left_out(tmp_path):
+    log(started(tmp_path, 0, "1 rank"), 1)
+    texts = '"prompt": "p", "response": "r", "ground_truth": 4'
+    lines = ["{", "[]", f'{{"step": 1, {texts}}}', f'{{"step": 9, {texts}, "score": 1}}']
+    lines += [f'{{"step": 1, {texts}, "score": {score}}}' for score in ("0.5", "NaN", "[]")]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines))
+    data = page_data([tmp_path])
+    assert [row["score"] for row in data["runs"][0]["samples"]] == [0.5, None]
+    assert "NaN" not in page_text(data).partition('id="data">')[2].partition("</script>")[0]
+
+
 def test_the_program_writes_a_file_and_refuses_other_folders(tmp_path, capsys):
     log(started(tmp_path, 0, "1 rank"), 1)
     assert main([str(tmp_path)]) == 0

@@ -131,7 +131,7 @@ def _event(event: RunEvent, kind: str) -> Plain:
 
 def _samples(path: Path, last: int) -> list[Plain]:
     """The newest completions of samples.jsonl."""
-    found = []
+    found: list[Plain] = []
     try:
         lines = read_text(path).splitlines()
     except (OSError, ValueError):
@@ -139,9 +139,11 @@ def _samples(path: Path, last: int) -> list[Plain]:
     for line in lines:
         try:
             row = json.loads(line)
+            texts = {name: str(row[name]) for name in ("prompt", "response", "ground_truth")}
+            (score,) = rounded([float(row["score"])])
             if int(row["step"]) <= last:
-                found.append({key: row[key] for key in ("step", "prompt", "response", "ground_truth", "score")})  # fmt: skip  # noqa: E501
-        except (ValueError, KeyError, TypeError, RecursionError):
+                found.append({"step": int(row["step"]), **texts, "score": score})
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return redact(found[-_SAMPLES:])
 
@@ -174,7 +176,7 @@ def _step_tokens(step: int, folder: Path) -> list[Plain]:
             "sequence": index,
             "source": redact_text(table.row.data_source),
             "truth": redact_text(table.row.ground_truth),
-            "score": table.row.score,
+            "score": rounded([table.row.score])[0],
             "end": table.row.finish_reason,
             "prompt_tokens": table.prompt_tokens,
             "pieces": list(table.pieces),
