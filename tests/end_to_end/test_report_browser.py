@@ -115,8 +115,10 @@ def test_ten_thousand_steps_are_drawn_without_an_error_or_a_request(page, tmp_pa
 
 def test_a_narrow_dark_screen(page, tmp_path):
     url = url_of(write_run(tmp_path, 50))
-    page.send("Emulation.setDeviceMetricsOverride", width=360, height=800, deviceScaleFactor=2, mobile=True)  # fmt: skip  # noqa: E501
-    page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])  # fmt: skip  # noqa: E501
+    phone = {"width": 360, "height": 800, "deviceScaleFactor": 2, "mobile": True}
+    page.send("Emulation.setDeviceMetricsOverride", **phone)
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    page.send("Emulation.setEmulatedMedia", features=[dark])
     try:
         page.open(url)
         assert page.look("document.documentElement.scrollWidth") <= 360
@@ -143,7 +145,10 @@ def test_tokens_are_coloured_and_show_their_numbers(page, tmp_path):
     colours = f"{spans}.map((s) => getComputedStyle(s).backgroundColor)"
     by_advantage = page.look(colours)
     assert len(set(by_advantage[1:])) == 5
-    choose = "(() => {{ const s = document.querySelector('select'); s.value = '{}'; s.dispatchEvent(new Event('change')); }})()"  # noqa: E501
+    choose = (
+        "(() => {{ const chosen = document.querySelector('select'); chosen.value = '{}';"
+        " chosen.dispatchEvent(new Event('change')); }})()"
+    )
     for name in ("ratio", "kl", "value", "entropy"):
         page.look(choose.format(name))
         now = page.look(colours)

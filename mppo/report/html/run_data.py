@@ -152,8 +152,8 @@ def _tokens(folder: Path, last: int) -> list[Plain]:
     """Sequences of some dumped steps: the best, the worst, and others between."""
     steps = {step: path for step, path in dumped_steps(folder).items() if step <= last}
     numbers, found = list(steps), []
-    chosen = {numbers[round(i * (len(numbers) - 1) / (_DUMPS - 1))] for i in range(_DUMPS)} if numbers else set()  # fmt: skip  # noqa: E501
-    for step in sorted(chosen):
+    places = {round(i * (len(numbers) - 1) / (_DUMPS - 1)) for i in range(_DUMPS)}
+    for step in [numbers[place] for place in sorted(places)] if numbers else []:
         try:
             found += _step_tokens(step, steps[step])
         except _UNREADABLE as error:
