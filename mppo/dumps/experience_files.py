@@ -8,7 +8,8 @@ sequences, the same in every file; ``batch.held_H`` says which sequences the ten
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,7 @@ def read_batch_tensor(folder: Path, name: str) -> Tensor:
     Raises:
         ValueError, KeyError, OSError: the folder has no valid file of the first rank.
     """
-    read_header(rank_file(folder, 0))
-    with safe_open(rank_file(folder, 0), "pt") as file:
+    with _opened(rank_file(folder, 0)) as file:
         return file.get_tensor(f"batch.{name}")
 
 
@@ -101,18 +101,18 @@ def _read(
     folder: Path, ranks: int, held: Sequence[int] | None, home_B: Tensor | None
 ) -> Experience:
     """See ``read_experience``."""
+    with _opened(rank_file(folder, 0)) as file:
+        about = json.loads((file.metadata() or {})["experience"])
+        names = [name for name in file.keys() if name.endswith("_B")]  # noqa: SIM118
+        shared = {name: file.get_tensor(name) for name in names}
     if held is None:
-        held = range(len(read_batch_tensor(folder, "lengths_B")))
+        held = range(len(shared["batch.lengths_B"]))
+    homes = shared["batch.home_B"].tolist()
     found: dict[str, dict[int, Tensor]] = {}
-    shared: dict[str, Tensor] = {}
-    about: dict[str, Any] = {}
-    for rank in range(ranks):
-        path = rank_file(folder, rank)
-        read_header(path)  # checks the file before another library opens it
-        with safe_open(path, "pt") as file:
-            about = json.loads((file.metadata() or {})["experience"])
-            names = list(file.keys())
-            shared = shared or {n: file.get_tensor(n) for n in names if n.endswith("_B")}
+    for rank in sorted({max(homes[index], 0) for index in held}) or [0]:
+        if rank >= ranks:
+            raise ValueError(f"{folder}: rank {rank} of {ranks} holds a sequence")
+        with _opened(rank_file(folder, rank)) as file:
             _read_held(file, set(held), found)
     missing = set(held) - found.get("batch.tokens_T", {}).keys()
     if missing:
@@ -133,6 +133,14 @@ def _read(
     return _experience(tensors, about)
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file, after a check of its header: another library reads it."""
+    read_header(path)
+    with safe_open(path, "pt") as file:
+        yield file
+
+
 def _read_held(file: Any, wanted: set[int], found: dict[str, dict[int, Tensor]]) -> None:
     """Read the tokens of the wanted sequences of one file; by name and sequence."""
     held, ends = file.get_tensor(_HELD).tolist(), file.get_tensor(_ENDS).tolist()
@@ -147,7 +155,7 @@ def _read_held(file: Any, wanted: set[int], found: dict[str, dict[int, Tensor]])
 
 def _nothing(folder: Path, name: str) -> Tensor:
     """A tensor of no token."""
-    with safe_open(rank_file(folder, 0), "pt") as file:
+    with _opened(rank_file(folder, 0)) as file:
         return file.get_slice(name)[0:0]
 
 
