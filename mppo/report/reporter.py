@@ -130,11 +130,12 @@ class Reporter:
     def _warn(self, step: int) -> None:
         """Print the warnings that this step raises; one that lasts is printed once."""
         rows = self._history.rows
-        now = {each.name: each for each in current_warnings(course(rows, len(rows)))}
-        for name in now.keys() - self._warned:
-            self.event("warning", step, str(now[name]))
-            self.line(f"step {step}: warning: {now[name]}")
-        self._warned = set(now)
+        now = current_warnings(course(rows, len(rows)))
+        for warning in now:
+            if warning.name not in self._warned:
+                self.event("warning", step, str(warning))
+                self.line(f"step {step}: warning: {warning}")
+        self._warned = {warning.name for warning in now}
 
     def event(self, kind: EventKind, step: int, text: str) -> None:
         """Append an event to events.jsonl; secrets are replaced."""
