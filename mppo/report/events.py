@@ -58,6 +58,7 @@ def read_events(folder: Path) -> list[RunEvent]:
             event = RunEvent(**json.loads(line))
         except (ValueError, TypeError, RecursionError):
             continue
-        if event.kind in get_args(EventKind) and type(event.step) in (int, type(None)):
+        texts = isinstance(event.text, str) and isinstance(event.time, str)
+        if texts and event.kind in get_args(EventKind) and type(event.step) in (int, type(None)):
             found.append(event)
     return found

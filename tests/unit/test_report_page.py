@@ -159,6 +159,17 @@ def test_the_program_writes_a_file_and_refuses_other_folders(tmp_path, capsys):
     assert "line 1: is not JSON" in capsys.readouterr().err
 
 
+def test_a_folder_of_odd_files_is_shown_as_far_as_it_can_be(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": null, "lr": 1}\n')
+    (tmp_path / "status.json").write_text('{"status": 5, "step": "x", "total_steps": []}')
+    (tmp_path / "recipe.yaml").write_text("trainer: 3\nmodel: [.nan, {a: .inf}]\n")
+    (tmp_path / "events.jsonl").write_text('{"kind": "start", "step": 1, "text": 7, "time": 8}\n')
+    (tmp_path / "timeline").mkdir()
+    (tmp_path / "timeline/step_x.png").write_bytes(b"")
+    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path), str(tmp_path), "-o", str(tmp_path / "x.html")]) == 0
+
+
 def test_events_that_are_not_events_are_ignored(tmp_path):
     lines = ["{", '{"kind": "x", "step": 1, "text": ""}', "[]", '{"kind": "end", "step": "1"}']
     good = '{"kind": "end", "step": 1, "text": "finished", "time": ""}'

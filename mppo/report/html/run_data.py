@@ -60,7 +60,8 @@ def read_run(folder: Path, runs: History | None = None) -> RunData:
         rows = read_history(folder / METRICS)
     recipe = _recipe(folder / RECIPE)
     last = max((step for step, _ in rows), default=0)
-    trainer = recipe.get("trainer", {})
+    trainer = recipe.get("trainer")
+    trainer = trainer if isinstance(trainer, dict) else {}
     parts = [trainer.get("project_name"), trainer.get("experiment_name")]
     name = "/".join(map(str, parts)) if all(parts) else folder.resolve().name
     status = read_status(folder)
@@ -102,7 +103,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 def _status(status: Status | None, last: int) -> str:
     if status is None:
         return f"{last} steps"
-    return f"{status.status}: {max(last, status.step)} of {status.total_steps} steps"
+    return redact_text(f"{status.status}: {last} of {status.total_steps} steps")
 
 
 def _events(folder: Path, status: Status | None) -> list[Plain]:
@@ -121,7 +122,7 @@ def _events(folder: Path, status: Status | None) -> list[Plain]:
             found.append(_event(event, event.kind))
     if running and status is not None and status.status == "running":
         text = "running when this page was made, or ended without a report"
-        found.append({"kind": "running", "step": status.step, "time": "", "text": text})
+        found.append({"kind": "running", "step": None, "time": "", "text": text})
     return found
 
 
