@@ -36,6 +36,7 @@ from mppo.trainer.metrics import (
 from mppo.trainer.replay_case import MODELS, ReplayCase, keep_case
 from mppo.trainer.rollout_stage import (
     DynamicSampling,
+    ScoredRollout,
     generate_batch,
     prefetch_next,
     score,

@@ -54,8 +54,8 @@ _PAGES = (REPORT, PAGE, PLOT, EXPERT_LOAD)
 _NUMBERS = (METRICS, SAMPLES)
 _OF_A_RUN = (
     CHECKPOINTS, ACTOR, AVERAGE, WARM_START, HF, "nonfinite", "stacks", "tensorboard", "wandb",
-    "mlflow", "swanlab", TRACKER_IDS, ROLLOUTS, PROFILE, "timeline", EVENTS, *_PAGES, STATUS, RECIPE,
-    *_NUMBERS,
+    "mlflow", "swanlab", TRACKER_IDS, ROLLOUTS, PROFILE, "timeline", EVENTS, *_PAGES, STATUS,
+    RECIPE, *_NUMBERS,
 )  # fmt: skip
 """Everything a run writes, in the order of moving: a folder with numbers counts as holding results,
 so they go last."""
