@@ -13,7 +13,7 @@ SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 TE_PYTHON := transformer-engine==2.11.0 onnxscript==0.5.6 onnx==1.23.2 onnx_ir==1.1.0 ml_dtypes==0.6.0
 SGLANG_COMPAT := extras/sglang_cpu
 
-.PHONY: help demo test lint format docs schema attacks verl-flags sglang-cpu slurm soak trl clean
+.PHONY: help demo test lint format docs schema attacks verl-flags sglang-cpu slurm browser soak trl clean
 
 help:
 	@echo "make demo        train a small model by PPO on two processes (about five minutes)"
@@ -27,6 +27,7 @@ help:
 	@echo "make soak        kill and resume a run at random for ten minutes"
 	@echo "make sglang-cpu  install SGLang for the CPU into the environment"
 	@echo "make slurm       install Slurm for the cluster tests (Debian, as root)"
+	@echo "make browser     install Chromium for the tests of the report (Debian, as root)"
 	@echo "make trl         make an environment with TRL for benchmarks/ppo_step.py"
 	@echo "make clean       remove the environments"
 
@@ -34,7 +35,7 @@ demo: $(VENV)/.mppo
 	OMP_NUM_THREADS=1 $(TORCHRUN) --nproc_per_node=2 mppo/train.py --config $(RECIPE)
 
 # Some hundred processes of the tests import mppo, and may not be allowed to store its bytecode.
-test: $(VENV)/.test slurm lint
+test: $(VENV)/.test slurm browser lint
 	$(BIN)/python -m compileall -q mppo checkpoints_convert tests
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests $(TWO_AT_ONCE) --durations=15
 
@@ -75,6 +76,13 @@ slurm:
 	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 	    apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; } || \
 	  echo "Slurm could not be installed; its tests will be skipped"
+
+# Debian's Chromium for the tests of the report, if root can install it; otherwise they are skipped.
+browser:
+	@command -v chromium >/dev/null || ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ] || \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || \
+	  echo "Chromium could not be installed; the tests of the report's page will be skipped"
 
 clean:
 	rm -rf $(VENV) $(VENV)-trl

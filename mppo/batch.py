@@ -290,6 +290,8 @@ class ModelOutputs:
             zeros (None) if the recipe does not use it.
         ref_hidden_T: the reference's hidden states that predict token t, ``[T, hidden]`` in the
             model's dtype; ``[T, 0]`` (None) if the actor's loss does not use them.
+        entropy_T: entropy of the actor's distribution of token t, float32 ``[T]`` (nats); zeros
+            (None) if the actor did not compute.
     """
 
     batch: Batch
@@ -299,12 +301,15 @@ class ModelOutputs:
     has_actor_logprobs: bool = True
     full_kl_T: Tensor | None = None
     ref_hidden_T: Tensor | None = None
+    entropy_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.full_kl_T is None:
             object.__setattr__(self, "full_kl_T", torch.zeros_like(self.logprobs_T))
         if self.ref_hidden_T is None:
             object.__setattr__(self, "ref_hidden_T", torch.empty(len(self.logprobs_T), 0))
+        if self.entropy_T is None:
+            object.__setattr__(self, "entropy_T", torch.zeros_like(self.logprobs_T))
 
 
 @dataclass(frozen=True)

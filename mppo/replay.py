@@ -21,6 +21,7 @@ from torch import Tensor
 from mppo.batch import Experience
 from mppo.checkpoint.run_state import load_roles
 from mppo.config.schema import Recipe
+from mppo.dumps.experience_files import named_tensors
 from mppo.hub.builtin import read_model_config
 from mppo.models.role import Role
 from mppo.parallel import device
@@ -30,7 +31,7 @@ from mppo.parallel.launch import discover
 from mppo.parallel.process_group import process_group
 from mppo.planning.residency import SAVE, phase_of_role
 from mppo.safety.redact import redacted_output
-from mppo.trainer.replay_case import CASE, MODELS, ReplayCase, load_case, named_tensors
+from mppo.trainer.replay_case import CASE, MODELS, ReplayCase, load_case
 from mppo.trainer.roles import Roles
 from mppo.trainer.update.phase import UpdatePhase
 from mppo.weights.torch_dist.contents import METADATA, read_checkpoint

@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,10 +138,12 @@ def _check_role(role: RoleCase, config, planned: bool) -> Iterator[ConfigIssue]:
         yield from check_weights(role, config)
 
 
-def _check_engine(recipe: Recipe, config, planned: bool) -> Iterator[ConfigIssue]:
+def _check_engine(recipe: Recipe, config, planned: bool) -> Iterable[ConfigIssue]:
     from mppo.parallel import device
     from mppo.rollout.sglang.model_support import engine_issues
 
+    if recipe.trainer.replay is not None:
+        return ()
     return engine_issues(recipe, config, on_cpu=not planned and not device.is_cuda())
 
 

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from mppo.report import history
 from mppo.report.history import Metrics
+from mppo.safety.foreign_text import visible
 from mppo.supervision.phase import current
 
 SHOWN: tuple[tuple[str, str, str], ...] = (
@@ -191,8 +192,3 @@ def format_duration(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"
     return f"{minutes // 60}h{minutes % 60:02d}m"
-
-
-def visible(text: str) -> str:
-    """The text on one line, with escapes for line breaks and unprintable characters."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -19,6 +19,19 @@ LENGTH = "response_length/mean"
 THROUGHPUT = "perf/tokens_per_second"
 MISMATCH = "training/rollout_logprob_diff_max"
 STEP_TIME = "timing_s/step"
+PROBE, MEMORY = "perf/rank_probe_ms/", "perf/rank_memory_gb/"
+"""Prefixes of metrics of each rank: the duration of a fixed product of matrices, and the peak of
+its memory."""
+
+PARTS = {
+    "log_probs": ("old_log_prob", "ref", "values"),
+    "update": ("update_actor", "update_critic"),
+}
+"""Timed phases, each with the timed phases inside it."""
+AHEAD = "gen_ahead"
+"""Generation of the next step's batch, during other phases."""
+NOT_PHASES = {"step", AHEAD, *(part for inner in PARTS.values() for part in inner)}
+"""Names under ``timing_s/`` that are not phases of a step: the step itself, and parts of phases."""
 
 
 class History:

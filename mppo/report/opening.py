@@ -22,19 +22,29 @@ def opening_lines(recipe: Recipe, info: LaunchInfo) -> list[str]:
     world = info.world_size
     ranks = "1 rank" if world == 1 else f"{world} ranks"
     roles = roles_in_use(recipe)
-    layouts = {role.name: role.megatron.layout(world).describe() for role in roles}
     estimator, dtype = recipe.algorithm.adv_estimator, recipe.model.dtype
     lines = {
         f"mppo {__version__}": f"PPO with {estimator}, {recipe.trainer.project_name}/"
         f"{recipe.trainer.experiment_name}",
         "device": f"{device.name()}; {ranks}, {info.local_world_size} on this node, by {info.how}",
         "model": ", ".join(dict.fromkeys(role.path for role in roles)) + f" in {dtype}",
-        "layout": ", ".join(f"{name} {layout}" for name, layout in layouts.items()),
+        "layout": _layouts(recipe, world),
         "engine": _engine(recipe.rollout),
         "data": _data(recipe.data),
         "run folder": str(recipe.trainer.run_dir.resolve()),
     }
     return [redact_text(f"{name}: {text}") for name, text in lines.items()]
+
+
+def layout_line(recipe: Recipe, world: int) -> str:
+    """Ranks, layouts and engine, for the event of a start."""
+    ranks = "1 rank" if world == 1 else f"{world} ranks"
+    return f"{ranks}; {_layouts(recipe, world)}; engine {_engine(recipe.rollout)}"
+
+
+def _layouts(recipe: Recipe, world: int) -> str:
+    roles = roles_in_use(recipe)
+    return ", ".join(f"{r.name} {r.megatron.layout(world).describe()}" for r in roles)
 
 
 def _engine(rollout: RolloutConfig) -> str:

@@ -14,23 +14,25 @@ import yaml
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.report.console import SampleRow, StepConsole
+from mppo.report.events import EventKind, RunEvent, append_event
 from mppo.report.expert_load import plot_expert_load
+from mppo.report.files import EXPERT_LOAD, METRICS, PLOT, RECIPE, SAMPLES
 from mppo.report.history import History, Metrics
+from mppo.report.html.page import write_page
 from mppo.report.plot import plot_run
 from mppo.report.status import REPORT, RunState, Status, write_status
 from mppo.report.summary import run_report
 from mppo.report.trackers.start import check_trackers, open_trackers
 from mppo.report.trackers.tracker import TrackedRun, Tracker
+from mppo.report.warning_rules import course, current_warnings
 from mppo.safety.disk import naming, replace_bytes, replace_text
 from mppo.safety.redact import redact, redact_text
-
-RECIPE, METRICS, SAMPLES = "recipe.yaml", "metrics.jsonl", "samples.jsonl"
-PLOT, EXPERT_LOAD = "reward_kl.png", "expert_load.png"
 
 
 class Reporter:
     """Writes ``recipe.yaml``, ``status.json``, ``metrics.jsonl``, ``samples.jsonl``,
-    ``reward_kl.png`` and ``report.md`` into the run folder, and prints to the console.
+    ``events.jsonl``, ``reward_kl.png``, ``report.md`` and ``report.html`` into the run folder, and
+    prints to the console.
 
     Nothing is written before ``start``, so a run that does not start leaves an earlier run's report
     as it is. Secrets in the recipe are replaced. Only the main rank writes; on other ranks every
@@ -71,6 +73,7 @@ class Reporter:
         self._console = (
             StepConsole(total_steps, style=trainer.console) if "console" in trainer.logger else None
         )
+        self._warned: set[str] = set()
         self._history = History(self.run_dir / METRICS if "jsonl" in trainer.logger else None)
 
     def start(self, step: int) -> None:
@@ -121,6 +124,23 @@ class Reporter:
             tracker.log(step, metrics)
         if self._console:
             self._console.step(step, metrics)
+        if step:
+            self._warn(step)
+
+    def _warn(self, step: int) -> None:
+        """Print the warnings that this step raises; one that lasts is printed once."""
+        rows = self._history.rows
+        now = current_warnings(course(rows, len(rows)))
+        for warning in now:
+            if warning.name not in self._warned:
+                self.event("warning", step, str(warning))
+                self.line(f"step {step}: warning: {warning}")
+        self._warned = {warning.name for warning in now}
+
+    def event(self, kind: EventKind, step: int, text: str) -> None:
+        """Append an event to events.jsonl; secrets are replaced."""
+        if self.is_main:
+            append_event(self.run_dir, RunEvent(kind, step, redact_text(text)))
 
     def line(self, text: str) -> None:
         """Print one line on the console, above the live display."""
@@ -185,7 +205,9 @@ class Reporter:
             self._recipe,
         )
         replace_text(self.run_dir / REPORT, report)
+        self.event("end", self._last_step, status)
         write_status(self.run_dir, Status(status, self._last_step, self.total_steps))
+        write_page(self.run_dir, self._history)
 
     @property
     def _last_step(self) -> int:

@@ -9,21 +9,15 @@ from importlib import metadata
 from typing import Any
 
 from mppo.report import history
-from mppo.report.console import SAMPLE_COLUMNS, SampleRow, format_duration, visible
+from mppo.report.console import SAMPLE_COLUMNS, SampleRow, format_duration
 from mppo.report.expert_load import load_rows
 from mppo.report.history import History
+from mppo.report.warning_rules import warning_spans
+from mppo.safety.foreign_text import visible
 
 PACKAGES = ("mppo", "torch", "megatron-core", "transformers", "sglang")
 SHARE = 10
 """The first and last values of a metric are means over a tenth (1 / SHARE) of the run."""
-PARTS = {
-    "log_probs": ("old_log_prob", "ref", "values"),
-    "update": ("update_actor", "update_critic"),
-}
-"""Timed phases, each with the timed phases inside it."""
-AHEAD = "gen_ahead"
-"""Generation of the next step's batch, during other phases."""
-NO_PHASE = {history.STEP_TIME.removeprefix("timing_s/"), AHEAD}
 
 
 def run_report(
@@ -47,6 +41,7 @@ def run_report(
     steps = [step for step, _ in runs.rows]
     lines = [f"# {name}", "", f"{status.capitalize()} after {max(steps, default=0)} steps, "]
     lines[-1] += f"{format_duration(seconds)}. Recipe: `recipe.yaml`; numbers: `metrics.jsonl`."
+    lines += _warnings(runs)
     lines += ["", "![reward and KL](reward_kl.png)", "", *_figures(runs), *_phases(runs)]
     if load_rows(runs):
         lines += ["", "## Load of the experts", "", "![load of the experts](expert_load.png)"]
@@ -55,6 +50,16 @@ def run_report(
         lines += ["", f"## Samples at step {step}", "", *markdown_table(cells)]
     lines += ["", "## Setting", "", *_setting(recipe)]
     return "\n".join(lines) + "\n"
+
+
+def _warnings(runs: History) -> list[str]:
+    """A line for each warning, the ongoing ones first."""
+    lines = []
+    for span in warning_spans(runs.rows):
+        steps = f"step {span.first}" + (f" to {span.last}" if span.last > span.first else "")
+        when = f"{steps}, until the end" if span.ongoing else steps
+        lines.append(f"- {when}: {span.warning}")
+    return ["", "## Warnings", "", *lines] if lines else []
 
 
 def _figures(runs: History) -> list[str]:
@@ -83,18 +88,17 @@ def _phases(runs: History) -> list[str]:
     prefix = "timing_s/"
     names = {name for _, row in runs.rows for name in row if name.startswith(prefix)}
     spent = {name.removeprefix(prefix): sum(runs.series(name)[1]) for name in names}
-    parts = {part for inner in PARTS.values() for part in inner}
-    phases = {name: s for name, s in spent.items() if name not in parts | NO_PHASE}
+    phases = {name: s for name, s in spent.items() if name not in history.NOT_PHASES}
     total = sum(phases.values())
     if not total:
         return []
     lines = ["", "## Where the time goes", "", "| phase | seconds | share |", "|---|---|---|"]
     for name in sorted(phases, key=lambda name: -phases[name]):
         lines.append(_phase_line(name, phases[name], total))
-        inner = [part for part in PARTS.get(name, ()) if part in spent]
+        inner = [part for part in history.PARTS.get(name, ()) if part in spent]
         lines += [_phase_line(f"of which {part}", spent[part], total) for part in inner]
-    if AHEAD in spent:
-        lines += ["", f"Generating ahead, during these phases, took {spent[AHEAD]:.1f} s."]
+    if history.AHEAD in spent:
+        lines += ["", f"Generating ahead, during these phases, took {spent[history.AHEAD]:.1f} s."]
     return lines
 
 

@@ -11,6 +11,7 @@ from mppo.config.schema import Recipe
 from mppo.models.configuration import DTYPES
 from mppo.parallel import device
 from mppo.rollout.engine import RolloutEngine
+from mppo.rollout.no_engine import NoEngine
 
 
 def build_engine(recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path) -> RolloutEngine:
@@ -23,9 +24,11 @@ def build_engine(recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path) ->
         run_dir: folder for the engine's logs.
 
     Returns:
-        The engine, without weights.
+        The engine, without weights; one that cannot generate for ``trainer.replay``.
     """
     rollout = recipe.rollout
+    if recipe.trainer.replay is not None:
+        return NoEngine()
     dtype = DTYPES[rollout.dtype or recipe.model.dtype]
     rank, world = dist.get_rank(), dist.get_world_size()
     if rollout.name == "sglang":

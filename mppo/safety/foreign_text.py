@@ -1,4 +1,4 @@
-"""Quoting of text from another host in a message."""
+"""Quoting of text from another host, or of a model, in a message."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def quoted(text: bytes | str, secrets: Collection[str] = ()) -> str:
         text = _without_cut_secret(text.replace(secret, HIDDEN), secret)
     text = redact_text(text)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def visible(text: str) -> str:
+    """The text on one line, with escapes for line breaks and unprintable characters."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _clean(char: str) -> str:

@@ -131,6 +131,7 @@ class ForwardPhase:
             has_actor_logprobs=actor is not None,
             full_kl_T=None if actor is None else actor.full_kl_T,
             ref_hidden_T=self._ref_hidden_T if recipe.actor.learns_full_kl else None,
+            entropy_T=None if actor is None else actor.entropy_T,
         )
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
+
 from mppo.batch import Batch, Experience
+from mppo.parallel.collectives import group_size
+from mppo.parallel.measurement.probe import probe_ms
+from mppo.parallel.measurement.profiler import profiling
 from mppo.planning.residency import SAVE, WEIGHT_SYNC
 from mppo.report.history import Metrics
+from mppo.report.opening import layout_line
 from mppo.rewards.division import ScoringError
 from mppo.rollout.engine import WeightSource
 from mppo.safety.redact import redact
@@ -18,18 +24,19 @@ from mppo.supervision.first_rank import on_first_rank
 from mppo.supervision.phase import phase
 from mppo.supervision.stop_request import StepInterrupted
 from mppo.trainer.advantages import current_kl, estimate, normalize_scores
+from mppo.trainer.dump import dump_step, replay_rollout
 from mppo.trainer.forward_phase import ForwardPhase
 from mppo.trainer.metrics import (
     balance_metrics,
-    experience_metrics,
+    batch_metrics,
     kl_metrics,
-    mismatch_metrics,
     performance_metrics,
-    score_metrics,
+    rank_metrics,
 )
 from mppo.trainer.replay_case import MODELS, ReplayCase, keep_case
 from mppo.trainer.rollout_stage import (
     DynamicSampling,
+    ScoredRollout,
     generate_batch,
     prefetch_next,
     score,
@@ -37,6 +44,7 @@ from mppo.trainer.rollout_stage import (
     wait_for_prefetch,
 )
 from mppo.trainer.run import Run
+from mppo.trainer.run_folder import PROFILE
 from mppo.trainer.selection import resample_experience
 from mppo.trainer.update.phase import NonFiniteStep, UpdatePhase
 from mppo.trainer.validation.metrics import validation_metrics
@@ -52,6 +60,7 @@ def train(run: Run) -> None:
     done = run.checkpoints.resume(run.folder.found)
     run.folder.begin()
     on_first_rank(partial(run.reporter.start, done))
+    run.reporter.event("start", done, layout_line(run.recipe, group_size()))
     sync_weights(run, version=done)
     if trainer.val_before_train and not done:
         with suppress(StepInterrupted):  # the first step will be interrupted too
@@ -60,7 +69,7 @@ def train(run: Run) -> None:
     for step in range(done + 1, run.total_steps + 1):
         run.checkpoints.before_step()
         try:
-            with rescuing(run, step):
+            with rescuing(run, step), profiled(run, step):
                 metrics = iterate(run, step)
         except StepInterrupted as reason:
             with run.stage("save_checkpoint", step):
@@ -76,6 +85,14 @@ def train(run: Run) -> None:
         with run.stage("save_checkpoint", step):
             if run.checkpoints.after_step(step, last, metrics):
                 break
+
+
+def profiled(run: Run, step: int) -> AbstractContextManager[None]:
+    """The context in which a step is profiled, if ``trainer.profile`` names it and this rank."""
+    profile, rank = run.recipe.trainer.profile, dist.get_rank()
+    if step not in profile.steps or rank not in profile.ranks:
+        return nullcontext()
+    return profiling(run.reporter.run_dir / PROFILE, step, rank)
 
 
 @contextmanager
@@ -108,17 +125,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
         ScoringError: a response could not be scored.
     """
     recipe, algorithm = run.recipe, run.recipe.algorithm
-    sampling = DynamicSampling(recipe)
-    while sampling.needs_more:
-        with run.stage("gen", step):
-            responses = generate_batch(run, step, last=sampling.is_last)
-        with run.stage("reward", step):
-            sampling.add(score(run, responses, step))
-            stop_request.sync()
-    if sampling.ended_early:
-        with run.stage("gen", step):
-            prefetch_next(run, step)
-    scored, sampling_metrics = sampling.result()
+    scored, sampling_metrics = collect_rollout(run, step)
     run.reward_stats.merge(scored.batch.scores_B)
     batch, baseline_B = normalize_scores(
         scored.batch, scored.baseline_B, algorithm, run.reward_stats
@@ -132,6 +139,10 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     with run.stage("adv", step):
         run.roles.placement.prepare("update")
         experience = estimate(outputs, algorithm, run.kl.coef, baseline_scores_B=baseline_B)
+    if recipe.trainer.dump_rollouts:
+        with run.stage("dump_rollouts", step):
+            dump_step(run, step, scored, outputs, experience)
+    with run.stage("adv", step):
         experience = resample_experience(experience, algorithm, seed=recipe.trainer.seed + step)
     run.checkpoints.before_update()
     with run.stage("update", step), keeping_nonfinite_step(run, experience, step):
@@ -144,11 +155,29 @@ def iterate(run: Run, step: int) -> dict[str, float]:
         sync_weights(run, version=step)
     show_samples(run, step, scored.responses, scored.judged)
     kl = current_kl(outputs, algorithm)
-    metrics = sampling_metrics | prefetch_metrics | experience_metrics(experience) | update_metrics
-    metrics |= score_metrics(scored.batch, recipe) | kl_metrics(kl, run.kl.coef, recipe.actor)
-    metrics |= mismatch_metrics(outputs, step) | run.engine.sync_metrics()
+    metrics = sampling_metrics | prefetch_metrics | update_metrics
+    metrics |= batch_metrics(scored.batch, outputs, experience, step, recipe)
+    metrics |= kl_metrics(kl, run.kl.coef, recipe.actor) | run.engine.sync_metrics()
     run.kl.update(kl, batch.num_sequences)
     return metrics | run_metrics(run, batch, step)
+
+
+def collect_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]]:
+    """Generate and score responses, or read those of a dump (``trainer.replay``)."""
+    if run.recipe.trainer.replay is not None:
+        with run.stage("replay", step):
+            return replay_rollout(run, step)
+    sampling = DynamicSampling(run.recipe)
+    while sampling.needs_more:
+        with run.stage("gen", step):
+            responses = generate_batch(run, step, last=sampling.is_last)
+        with run.stage("reward", step):
+            sampling.add(score(run, responses, step))
+            stop_request.sync()
+    if sampling.ended_early:
+        with run.stage("gen", step):
+            prefetch_next(run, step)
+    return sampling.result()
 
 
 @contextmanager
@@ -163,7 +192,8 @@ def keeping_nonfinite_step(run: Run, experience: Experience, step: int) -> Itera
     except NonFiniteStep as error:
         folder = run.reporter.run_dir / "nonfinite" / f"step_{step}"
         model, recipe = str(run.roles.actor.spec.folder), redact(run.recipe.model_dump(mode="json"))
-        keep_case(folder, ReplayCase(step, error.mini_batch, model, recipe), experience)
+        case = ReplayCase(step, error.mini_batch, model, recipe, group_size())
+        keep_case(folder, case, experience)
         run.checkpoints.save_roles(folder / MODELS)
         raise RuntimeError(f"{error}; kept for mppo-replay: {folder}") from error
 
@@ -174,6 +204,7 @@ def run_metrics(run: Run, batch: Batch, step: int) -> dict[str, float]:
     assert optimizer is not None, "the actor learns"
     metrics = performance_metrics(batch, step, run.seconds, roles.seconds)
     metrics |= balance_metrics(batch.lengths_B.tolist(), roles.actor.layout.dp)
+    metrics |= rank_metrics(probe_ms())
     return metrics | {
         "lr": optimizer.learning_rate,
         "training/epoch": run.prompts.epoch,
@@ -198,8 +229,11 @@ def sync_weights(run: Run, version: int) -> None:
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """Score responses to the validation prompts; metrics overall and by data source."""
-    if not len(run.validation):
+    """Score responses to the validation prompts; metrics overall and by data source.
+
+    A replay has no engine, and so no validation.
+    """
+    if not len(run.validation) or run.recipe.trainer.replay is not None:
         return {}
     folder = run.recipe.trainer.validation_data_dir
     with run.stage("testing", step):

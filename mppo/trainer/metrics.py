@@ -18,10 +18,29 @@ from mppo.batch import Batch, Experience, ModelOutputs
 from mppo.config.schema import Recipe
 from mppo.config.sections.roles import ActorConfig
 from mppo.parallel import device
+from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.partition import partition
+from mppo.report.history import MEMORY, PROBE
 from mppo.responses import ResponseRow
 from mppo.rewards.scores import UNSCORED, ResponseScore
+from mppo.trainer.selection import informative_sequences
 from mppo.trainer.sharing.gathers import gather_of, gather_table
+
+
+def batch_metrics(
+    scored: Batch, outputs: ModelOutputs, experience: Experience, step: int, recipe: Recipe
+) -> dict[str, float]:
+    """All metrics of a step's data before the update; a dump has what they need. Collective.
+
+    Args:
+        scored: the batch with raw scores.
+        outputs: the models' outputs of the batch.
+        experience: what is trained on.
+        step: the PPO step.
+        recipe: the recipe.
+    """
+    metrics = experience_metrics(experience) | score_metrics(scored, recipe)
+    return metrics | mismatch_metrics(outputs, step)
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:
@@ -170,9 +189,18 @@ def mismatch_metrics(outputs: ModelOutputs, step: int) -> dict[str, float]:
 
 
 def score_metrics(batch: Batch, recipe: Recipe) -> dict[str, float]:
-    """Mean raw score, and the fraction of prompts with ``data.max_prompt_length`` tokens."""
+    """Mean raw score, and the fraction of prompts with ``data.max_prompt_length`` tokens.
+
+    With several samples of a prompt, ``critic/score/equal_groups`` is the fraction of prompts whose
+    samples have one score.
+    """
     longest = recipe.data.max_prompt_length
-    return {
+    groups = {}
+    if recipe.rollout.n > 1:
+        informative = batch.group_B[informative_sequences(batch.scores_B, batch.group_B)]
+        count = len(batch.group_B.unique())
+        groups["critic/score/equal_groups"] = 1 - len(informative.unique()) / count
+    return groups | {
         "critic/raw_score/mean": batch.scores_B.mean().item(),
         "prompt_length/clip_ratio": (batch.prompt_B >= longest).float().mean().item(),
     }
@@ -224,6 +252,17 @@ def performance_metrics(
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
         "training/global_step": float(step),
     }
+
+
+def rank_metrics(probe_ms: float) -> dict[str, float]:
+    """Of each rank, milliseconds of the probe and the peak of its memory in GiB. Collective.
+
+    Args:
+        probe_ms: of this rank (``mppo.parallel.measurement.probe``).
+    """
+    everyone = all_gather_objects((probe_ms, device.peak_memory_bytes() / 2**30))
+    metrics = {f"{PROBE}{rank}": probe for rank, (probe, _) in enumerate(everyone)}
+    return metrics | {f"{MEMORY}{rank}": memory for rank, (_, memory) in enumerate(everyone)}
 
 
 def balance_metrics(lengths: Sequence[int], dp: int) -> dict[str, float]:

@@ -165,6 +165,16 @@ def score(run: Run, rollout: UnscoredRollout, step: int) -> ScoredRollout:
     """Score responses. Collective."""
     responses = rollout.responses
     judged = rollout.early.finish(rollout.keys, responses)
+    batch = pack_scored(run, responses, judged)
+    judged_greedy = run.scorer.score(rollout.greedy)
+    show_errors(run.reporter, step, judged + judged_greedy)
+    baseline_B = torch.tensor([judgement.score for judgement in judged_greedy])
+    baseline_B = baseline_B.repeat_interleave(run.recipe.rollout.n)
+    return ScoredRollout(responses, batch, baseline_B, judged, judged_greedy)
+
+
+def pack_scored(run: Run, responses: Responses, judged: Sequence[ResponseScore]) -> Batch:
+    """Pack scored responses and share them out. Collective."""
     # as in TRL, a response of maximal length has no end slot
     end_slots_below = 0
     if run.recipe.algorithm.score_after_end:
@@ -172,12 +182,7 @@ def score(run: Run, rollout: UnscoredRollout, step: int) -> ScoredRollout:
     scores = [judgement.score for judgement in judged]
     token_rewards = [judgement.token_rewards for judgement in judged]
     packed = pack_responses(responses, scores, end_slots_below, token_rewards)
-    batch = share_out(packed, run.roles.actor.config.num_moe_experts)
-    judged_greedy = run.scorer.score(rollout.greedy)
-    show_errors(run.reporter, step, judged + judged_greedy)
-    baseline_B = torch.tensor([judgement.score for judgement in judged_greedy])
-    baseline_B = baseline_B.repeat_interleave(run.recipe.rollout.n)
-    return ScoredRollout(responses, batch, baseline_B, judged, judged_greedy)
+    return share_out(packed, run.roles.actor.config.num_moe_experts)
 
 
 def submit(run: Run, step: int) -> PendingRollout:

@@ -34,9 +34,11 @@ from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.config.sections.trainer import TrainerConfig
+from mppo.dumps.step_dump import FOLDER as ROLLOUTS
 from mppo.hub.builtin import resolve_model
+from mppo.report.events import FILE as EVENTS
+from mppo.report.files import EXPERT_LOAD, METRICS, PAGE, PLOT, RECIPE, SAMPLES
 from mppo.report.history import read_history
-from mppo.report.reporter import EXPERT_LOAD, METRICS, PLOT, RECIPE, SAMPLES
 from mppo.report.status import FILE as STATUS
 from mppo.report.status import REPORT, finished_steps, read_status
 from mppo.report.trackers.tracker import IDS as TRACKER_IDS
@@ -47,18 +49,20 @@ from mppo.supervision.first_rank import on_first_rank
 ACTOR, AVERAGE, WARM_START, HF, CHECKPOINTS = (
     "actor", "actor_ema", "warm_start", "hf", "checkpoints",
 )  # fmt: skip
-_PAGES = (REPORT, PLOT, EXPERT_LOAD)
+PROFILE = "profile"
+_PAGES = (REPORT, PAGE, PLOT, EXPERT_LOAD)
 _NUMBERS = (METRICS, SAMPLES)
 _OF_A_RUN = (
     CHECKPOINTS, ACTOR, AVERAGE, WARM_START, HF, "nonfinite", "stacks", "tensorboard", "wandb",
-    "mlflow", "swanlab", TRACKER_IDS, *_PAGES, STATUS, RECIPE, *_NUMBERS,
+    "mlflow", "swanlab", TRACKER_IDS, ROLLOUTS, PROFILE, "timeline", EVENTS, *_PAGES, STATUS,
+    RECIPE, *_NUMBERS,
 )  # fmt: skip
 """Everything a run writes, in the order of moving: a folder with numbers counts as holding results,
 so they go last."""
 _TRAINING = frozenset(
     {
         "total_epochs", "total_training_steps", "warm_start_steps", "warm_start_batch_size",
-        "warm_start_lr", "critic_warmup", "rollout_ahead", "seed",
+        "warm_start_lr", "critic_warmup", "rollout_ahead", "replay", "seed",
     }
 )  # fmt: skip
 """Keys of ``trainer`` that change the training itself; the others set where and how often a run

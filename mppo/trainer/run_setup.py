@@ -38,6 +38,7 @@ from mppo.supervision.exit_report import say
 from mppo.supervision.phase import phase
 from mppo.supervision.signals import StopRequest
 from mppo.trainer.advantages import kl_controller
+from mppo.trainer.dump import replay_folders
 from mppo.trainer.pretraining_mix import PretrainingMix
 from mppo.trainer.roles import Roles, trained_models
 from mppo.trainer.run import Run, exporting
@@ -65,7 +66,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     )
     training, validation, prompts = _load_prompts(recipe, tokenizer)
     scorer = _build_scorer(recipe, tokenizer, [*training.prompts, *validation.prompts])
-    total_steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
+    total_steps = trainer.total_training_steps or trainer.total_epochs * _steps(recipe, prompts)
     plain, run_dir = recipe.model_dump(mode="json"), trainer.run_dir
     reporter = Reporter(run_dir, trainer, plain, total_steps, is_main)
     announce = partial(_announce, reporter, trainer.logger)
@@ -116,6 +117,12 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         partial_responses=partial_responses,
         total_steps=total_steps,
     )
+
+
+def _steps(recipe: Recipe, prompts: PromptLoader) -> int:
+    """Steps of an epoch."""
+    replay = recipe.trainer.replay
+    return prompts.steps_per_epoch if replay is None else len(replay_folders(replay))
 
 
 def _build_scorer(

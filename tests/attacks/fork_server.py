@@ -19,7 +19,8 @@ from pathlib import Path
 IMPORTED = (
     "mppo.train", "mppo.trainer.run_setup", "mppo.rollout.local.engine", "mppo.evaluate",
     "mppo.serve", "mppo.preflight", "mppo.replay", "mppo.rewards.rules",
-    "checkpoints_convert.__main__", "safetensors.torch",
+    "checkpoints_convert.__main__", "safetensors.torch", "mppo.dumps.inspection",
+    "mppo.report.html.program",
 )  # fmt: skip
 """What rows import; importing it in every forked process would take longer than most rows."""
 TRACEBACK = 86

@@ -257,6 +257,19 @@ TABLE = Table(
             environment={"HF_TOKEN": PLAIN},
         ),
         _row(
+            "the value of `HF_TOKEN` in a folder for `mppo-report`",
+            "is not a run folder",
+            f"/runs/{PLAIN}",
+            module="mppo.report.html.program",
+            environment={"HF_TOKEN": PLAIN},
+        ),
+        _row(
+            "a token in a folder for `mppo-inspect`",
+            "holds no dumped step",
+            f"/runs/{HUB}",
+            module="mppo.dumps.inspection",
+        ),
+        _row(
             "a token in a folder for `mppo-convert`",
             "error:",
             "inspect",

@@ -99,12 +99,13 @@ def compare_estimates() -> None:
             assert of_part == (of_one if exact else pytest.approx(of_one, abs=2e-6, rel=2e-6))
 
 
-def compare_targets() -> None:
+def compare_targets(folder: Path) -> None:
+    from mppo.dumps.experience_files import read_experience
     from mppo.trainer.advantages import estimate
+    from mppo.trainer.dump import write_shares
     from mppo.trainer.losses import policy_targets, value_targets
     from mppo.trainer.selection import resample_experience
     from mppo.trainer.sharing.gathers import gather_of_mini_batch
-    from mppo.trainer.sharing.shares import gather_experience
 
     complete = outputs_of(LENGTHS)
     algorithm = AlgorithmConfig(adv_estimator="rloo", use_pf_ppo=True, pf_ppo=PFPPOConfig())
@@ -144,11 +145,15 @@ def compare_targets() -> None:
             value_targets(here, indices, critic, LIMIT, gather_of),
             value_targets(one, indices, critic, LIMIT),
         )
-    gathered = gather_experience(here)
-    assert (gathered is None) == (dist.get_rank() > 0)
-    if gathered is not None:
-        assert torch.equal(gathered.advantages_T, one.advantages_T)
-        assert torch.equal(gathered.old.batch.tokens_T, whole.tokens_T)
+    stored, world = folder / "stored", dist.get_world_size()
+    write_shares(stored, here)
+    dist.barrier()
+    for held in (None, [0, 3, whole.num_sequences - 1], []):
+        read = read_experience(stored, world, held)
+        where = sequence_token_indices(whole.cu_seqlens, range(12) if held is None else held)
+        assert torch.equal(read.advantages_T, one.advantages_T[where])
+        assert torch.equal(read.old.batch.tokens_T, whole.tokens_T[where])
+        assert torch.equal(read.old.batch.scores_B, whole.scores_B)
 
 
 def token_bytes(experience: Experience) -> int:
@@ -232,7 +237,7 @@ def _worker(rank: int, world: int, folder: Path) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
     (folder / f"bytes{rank}").write_text(str(held_bytes()))
     compare_estimates()
-    compare_targets()
+    compare_targets(folder)
     move_from_one_rank()
     pack_where_responses_arrived()
     dist.barrier()

@@ -30,13 +30,15 @@ def test_a_run_that_fails_shows_no_secret_of_its_recipe_and_leaves_private_files
         f"reward.function={function}:score",
         f"reward.kwargs={{hub_token: {PLAIN}, note: {HUB}}}",
         f"trainer.project_name={FORGE}",
+        "trainer.dump_rollouts=true",
     )
     run = LaunchedRun(run_dir, settings)
     assert run.codes() == [1, 1], run.texts()
     assert "cannot log in with ***, token=***" in run.texts()
     written = [path for path in run_dir.rglob("*") if path.is_file()]
     names = {path.name for path in written}
-    assert {"recipe.yaml", "metrics.jsonl", "report.md", "output_0.txt"} <= names
+    assert {"recipe.yaml", "metrics.jsonl", "report.md", "report.html", "output_0.txt"} <= names
+    assert {"events.jsonl", "step.json", "rank_1.safetensors"} <= names
     assert any("global_step_1" in str(path) for path in written), "a checkpoint holds the recipe"
     for secret in (HUB, PLAIN, FORGE):
         assert [path for path in written if secret.encode() in path.read_bytes()] == []

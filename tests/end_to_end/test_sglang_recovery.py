@@ -19,6 +19,7 @@ from sglang_case import (
 
 from mppo.batch import Trajectory
 from mppo.config.sections.rollout import SamplingConfig
+from mppo.report.events import read_events
 from mppo.rollout.engine import GenerationRequest as Request
 from mppo.rollout.engine import WeightSource
 from mppo.weights.bucket import WeightBucket
@@ -50,6 +51,8 @@ def test_a_server_killed_or_hung_in_mid_generation_loses_nothing(
     ).trajectories
     assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
     assert re.search(rf"restarting SGLang server 0: .*/generate: {why}", capsys.readouterr().out)
+    events = read_events(qwen2.engine.fleet.run_dir)
+    assert re.search(rf"restarting SGLang server 0: .*{why}", events[-1].text)
     assert [t.prompt.uid for t in trajectories] == list(range(16))
     qwen2.check_logprobs(trajectories, 1.0)
 

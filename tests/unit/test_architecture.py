@@ -40,6 +40,7 @@ LAYERS = (
     {"responses", "packed_batch"},
     {"algos", "parallel"},
     {"weights"},
+    {"dumps"},
     {"config"},
     {"supervision"},
     {"pipeline", "hub"},

@@ -25,7 +25,9 @@ EXAMPLES = ["adding_a_reward.md", "adding_an_estimator.md"]
 """Pages whose Python snippets build on each other and run as written."""
 PROGRAMS = {
     "mppo-convert": "checkpoints_convert.__main__",
+    "mppo-inspect": "mppo.dumps.inspection",
     "mppo-migrate": "mppo.migrate",
+    "mppo-report": "mppo.report.html.program",
     "mppo-simulate": "mppo.simulate",
 }
 FOREIGN = "examples/scripts/"

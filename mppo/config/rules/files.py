@@ -12,6 +12,7 @@ from mppo.config.errors import ConfigIssue
 from mppo.config.schema import Recipe
 from mppo.config.sections.data import DataConfig
 from mppo.config.trackers import tracker_issues
+from mppo.dumps.step_dump import dumped_steps
 from mppo.weights.model_folder import (
     checkpoint_folder,
     companion_folder,
@@ -52,8 +53,19 @@ def check_files(recipe: Recipe) -> list[ConfigIssue]:
         for name in names:
             issues += _path_issues(key, name, _data_file)
     issues += _reward_file(recipe)
+    if recipe.trainer.replay is not None:
+        issues += _path_issues("trainer.replay", recipe.trainer.replay, _dumps)
     issues += tracker_issues(recipe.trainer.logger, os.environ)
     return issues
+
+
+def _dumps(key: str, name: str) -> Iterator[ConfigIssue]:
+    """A replay needs at least one dumped step."""
+    fix = "give the folder of a run with trainer.dump_rollouts: true"
+    if not Path(name).is_dir():
+        yield ConfigIssue(key, name, "there is no such folder", fix)
+    elif not dumped_steps(Path(name)):
+        yield ConfigIssue(key, name, "holds no complete step_N of dumped rollouts", fix)
 
 
 def check_run_folder(recipe: Recipe) -> list[ConfigIssue]:

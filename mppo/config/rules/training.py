@@ -185,6 +185,16 @@ def timeline_has_lists(context: RuleContext) -> Iterator[ConfigIssue]:
         yield ConfigIssue("trainer.timeline.steps", list(steps), obstacle, fix)
 
 
+@rule("trainer.profile")
+def profiled_ranks_exist(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A rank that is profiled is a rank of the run."""
+    profile = context.recipe.trainer.profile
+    beyond = [rank for rank in profile.ranks if rank >= context.world_size]
+    if profile.steps and beyond:
+        why = f"the run has the ranks 0 to {context.world_size - 1}"
+        yield ConfigIssue("trainer.profile.ranks", beyond[0], why, "leave it out")
+
+
 @rule("algorithm.rollout_correction")
 def correction_bounds_are_ordered(context: RuleContext) -> Iterator[ConfigIssue]:
     """Lower bounds of the rollout correction are below the upper ones, and their method is on."""

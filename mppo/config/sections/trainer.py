@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from mppo.config.sections.profile import ProfileConfig
 from mppo.config.sections.section import Section
 from mppo.config.sections.timeline import TimelineConfig
 
@@ -114,8 +115,16 @@ class TrainerConfig(Section):
     (sequential), filling it once for each pair of mini-batches (fused), or once per update
     (flush_free). auto: flush_free, or fused with ``align_overflow``; sequential if the layouts
     allow neither."""
+    dump_rollouts: bool = False
+    """Write every step's responses with scores, log-probabilities, values and advantages to
+    ``<run>/rollouts``, for ``replay``, ``mppo-inspect`` and the report."""
+    replay: str | None = None
+    """A run folder with dumped rollouts: train on its responses and scores, without an engine and
+    without validation. null: generate responses."""
     timeline: TimelineConfig = TimelineConfig()
     """PPO steps whose updates are recorded action by action."""
+    profile: ProfileConfig = ProfileConfig()
+    """PPO steps that torch's profiler records."""
     align_overflow: bool = False
     """Skip the optimizer steps of actor and critic together if the loss or gradient of one of them
     is not finite (DeepSpeed-Chat's key). false: skip only that role's step."""

@@ -68,5 +68,7 @@ NOTHING = (None, False, 0, "", "null", "None", [], {})
 
 OFF = Ignored("the option is off, and mppo does not have it")
 TEXT_ONLY = Ignored("prompts are text; images, video and audio are not supported")
-NO_PROFILER = Ignored("mppo has no built-in profiler")
-PROFILER = Refused("mppo has no built-in profiler", "remove it; run torchrun under nsys profile")
+NO_PROFILER = Ignored("trainer.profile chooses steps and ranks")
+PROFILER = Refused(
+    "has another form in mppo", "remove it; set trainer.profile.steps and trainer.profile.ranks"
+)

@@ -6,7 +6,6 @@ from mppo.config.verl.row import (
     NO_PROFILER,
     NOTHING,
     OFF,
-    PROFILER,
     TEXT_ONLY,
     Converted,
     Ignored,
@@ -18,8 +17,8 @@ _RAY = Ignored("mppo does not use Ray: torchrun, srun or mpirun starts the ranks
 _REWARD_WORKER = Ignored("scores come from reward.*; functions run in processes of the ranks")
 _MULTI_TURN = Ignored("a prompt has one response; turns and tools are not supported")
 _DUMP = Refused(
-    "responses of the first, middle and last step are written to samples.jsonl in the run folder",
-    "remove it; trainer.sample_table_rows sets how many, a reward function gets every response",
+    "dumps are written to the folder rollouts in the run folder",
+    "remove it; set trainer.dump_rollouts: true",
 )
 
 RUN_ROWS: tuple[VerlRow, ...] = (
@@ -217,7 +216,7 @@ RUN_ROWS: tuple[VerlRow, ...] = (
         "trainer.remove_previous_ckpt_in_save",
         Refused("has another name in mppo", "set trainer.max_ckpt_to_keep: 1"),
     ),
-    VerlRow("trainer.profile_steps", PROFILER),
+    VerlRow("trainer.profile_steps", Converted("trainer.profile.steps")),
     VerlRow(
         "trainer.{npu_profile,controller_nsight_options,worker_nsight_options}",
         NO_PROFILER,

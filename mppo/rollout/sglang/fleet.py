@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device as device_seam
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
+from mppo.report.events import RunEvent, append_event
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
 from mppo.rollout.sglang.model_support import OWN_CLASSES
@@ -31,6 +32,7 @@ from mppo.rollout.sglang.server_options import (
 from mppo.rollout.sglang.server_process import ServerError, ServerProcess
 from mppo.rollout.transport.checked_load import LOADER
 from mppo.rollout.transport.slice_load import SLICE_LOADER
+from mppo.safety.redact import redact_text
 from mppo.supervision.phase import tick
 
 API_KEY_VARIABLE = "MPPO_ROLLOUT_API_KEY"
@@ -49,7 +51,7 @@ class Fleet:
         dtype: of the servers' weights.
         rank, world: this rank and the number of ranks.
         device: this rank's device.
-        folder: for logs and option files.
+        folder: for logs and option files, in the run folder.
         group: process group of the ranks; None is the default one.
         make_server: makes the process of a server, as ``own_server`` does.
 
@@ -76,6 +78,7 @@ class Fleet:
         make_server: Callable[..., ServerProcess] = own_server,
     ) -> None:
         self._rollout, self._rank, self._world, self._group = rollout, rank, world, group
+        self.run_dir = folder.parent
         self.tensor_parallel = rollout.tensor_model_parallel_size
         on_cpu = device.type == "cpu"
         # on a CPU the ranks share the cores, so one server serves all of them
@@ -220,7 +223,9 @@ class Fleet:
     def _start(self, server: int, process: ServerProcess) -> None:
         """Start a server's process anew."""
         if server in self.lost:
-            print(f"mppo: restarting {process.name}: {self.lost[server]}", flush=True)
+            text = f"restarting {process.name}: {self.lost[server]}"
+            print(f"mppo: {text}", flush=True)
+            append_event(self.run_dir, RunEvent("engine", None, redact_text(text)))
         process.stop()
         process.start()
 

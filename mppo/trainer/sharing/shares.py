@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.algos.packing import cumulative
-from mppo.batch import Batch, Experience, ModelOutputs, Sequences, unknown_expert
+from mppo.batch import Batch, Sequences, unknown_expert
 from mppo.models.work_share import PassMoves
 from mppo.packed_batch import pack_held
 from mppo.parallel.collectives import all_gather_objects, group_size
@@ -137,29 +137,3 @@ def fetch_targets(
     mine = moves.wanted[dist.get_rank()]
     changes = dict(zip(names, got, strict=True))
     return replace(targets, cu_seqlens=cumulative(batch.lengths_B[mine]), **changes), tuple(mine)
-
-
-def gather_experience(experience: Experience) -> Experience | None:
-    """The complete experience on the first rank, None on the others. Collective."""
-    batch = experience.old.batch
-    if batch.is_replicated:
-        return experience if group_size() == 1 or dist.get_rank() == 0 else None
-    world, everything = group_size(), list(range(batch.num_sequences))
-    moves = Moves(batch.home_B.tolist(), [everything, *([] for _ in range(world - 1))])
-    holders = (batch, experience.old, experience)
-    names = [[f.name for f in fields(x) if f.name.endswith("_T")] for x in holders]
-    tensors = [getattr(x, name) for x, found in zip(holders, names) for name in found]
-    got = exchange(moves, batch.lengths_B.tolist(), batch.held_H.tolist(), lambda _: tensors)
-    if dist.get_rank():
-        return None
-    values = iter(got)
-    changes = [{name: next(values) for name in found} for found in names]
-    complete = replace(
-        batch,
-        cu_seqlens=cumulative(batch.lengths_B),
-        held_H=torch.arange(len(everything)),
-        home_B=torch.full_like(batch.home_B, -1),
-        **changes[0],
-    )
-    old: ModelOutputs = replace(experience.old, batch=complete, **changes[1])
-    return replace(experience, old=old, **changes[2])

@@ -1,0 +1,99 @@
+"""``mppo-inspect``: the dumped sequences of a run, and one of them token by token."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mppo.dumps.step_dump import StepDump, dumped_steps, read_header_of
+from mppo.safety.foreign_text import visible
+from mppo.safety.redact import redacted_output
+
+_DAMAGED = (ValueError, KeyError, TypeError, OSError)
+
+
+@redacted_output()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a table; exit code 2 for a folder without dumps."""
+    parser = argparse.ArgumentParser(
+        prog="mppo-inspect",
+        description="Show the responses of a run with trainer.dump_rollouts: all of a step, or one "
+        "token by token.",
+    )
+    parser.add_argument("folder", type=Path, help="run folder, its rollouts, or one step_N")
+    parser.add_argument("--step", type=int, help="the PPO step (default: the last dumped)")
+    parser.add_argument("--sequence", type=int, help="index of a sequence: show its tokens")
+    chosen = parser.parse_args(argv)
+    steps = dumped_steps(chosen.folder)
+    if not steps:
+        parser.error(
+            f"{chosen.folder} holds no dumped step; give the folder of a run with "
+            "trainer.dump_rollouts: true"
+        )
+    step = max(steps) if chosen.step is None else chosen.step
+    if step not in steps:
+        parser.error(f"--step {step}: the dumped steps are {_ranges(list(steps))}")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    try:
+        header = read_header_of(steps[step])
+        if chosen.sequence is None:
+            console.print(_sequences(header))
+            return 0
+        if not 0 <= chosen.sequence < len(header.rows):
+            last = len(header.rows) - 1
+            parser.error(f"--sequence {chosen.sequence}: step {step} has the sequences 0 to {last}")
+        console.print(_tokens(steps[step], header, chosen.sequence))
+    except _DAMAGED as error:
+        why = " ".join(str(error).split())
+        print(f"mppo: {steps[step]}: the dump cannot be read: {why}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _ranges(steps: list[int]) -> str:
+    return f"{steps[0]} to {steps[-1]} ({len(steps)} of them)"
+
+
+def _sequences(header: StepDump) -> Table:
+    title = f"step {header.step}: {len(header.rows)} sequences, recipe {header.recipe[:12]}"
+    table = Table(title=title, title_justify="left")
+    for name in ("sequence", "prompt", "source", "ground truth", "end", "tokens", "score"):
+        side = "right" if name in ("sequence", "tokens", "score") else "left"
+        table.add_column(name, overflow="fold", justify=side)
+    for index, row in enumerate(header.rows):
+        tokens = str(sum(count for _, count in row.parts))
+        cells = (row.prompt, row.data_source, row.ground_truth, row.finish_reason)
+        shown = [Text(visible(cell[:200])) for cell in cells]
+        table.add_row(str(index), *shown, tokens, f"{row.score:.4g}")
+    return table
+
+
+def _tokens(folder: Path, header: StepDump, index: int) -> Table:
+    from mppo.dumps.token_table import read_token_tables  # imports torch
+
+    (found,) = read_token_tables(folder, header, [index])
+    row = found.row
+    title = (
+        f"step {header.step}, sequence {index}: score {row.score:.4g}, {row.finish_reason}, "
+        f"ground truth {visible(row.ground_truth)}"
+    )
+    table = Table(title=Text(title), title_justify="left")
+    for name in ("token", "id", "text", *found.numbers):
+        table.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
+    for place, (token, piece) in enumerate(zip(found.tokens, found.pieces, strict=True)):
+        after = place - found.prompt_tokens
+        numbers = ("" for _ in found.numbers)
+        if after >= 0:
+            numbers = (f"{values[after]:.4g}" for values in found.numbers.values())
+        table.add_row(str(place), str(token), Text(visible(piece)), *numbers)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

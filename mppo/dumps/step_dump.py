@@ -1,0 +1,151 @@
+"""The dump of a step: ``RUN/rollouts/step_N``, for replay, ``mppo-inspect`` and the report.
+
+A folder holds the files of ``experience_files``, for each rank the text of the tokens in its
+sequences (``rank_R.json``), and ``step.json`` with a row per sequence. ``step.json`` is written
+last: a folder without it is incomplete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mppo.safety.disk import replace_text
+from mppo.safety.input_files import read_json
+from mppo.safety.redact import redact
+
+FOLDER, HEADER = "rollouts", "step.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class SequenceRow:
+    """What a dump says of one sequence besides its tensors.
+
+    Args:
+        uid: of the prompt; samples of one prompt share it.
+        data_source: of the prompt.
+        prompt: the prompt as text.
+        ground_truth: the reference answer.
+        finish_reason: "stop", "length" or "abort".
+        parts: (version of the weights, number of tokens) of the response's parts.
+        score: the score, before ``algorithm.normalize_scores``.
+        baseline: score of a greedy response to the prompt; None without one.
+        numbers: further numbers of the reward function.
+        error: why the reward function failed; None: it did not.
+        unscored: reason of a score of 0 (``mppo.rewards.scores.UNSCORED``); None: it was scored.
+        token_total: sum of the rewards of its tokens, which are part of ``score``.
+        answer: the answer in the response; None if nothing reads it.
+        right: whether the response is right; None if the reward does not say so.
+    """
+
+    uid: int
+    data_source: str
+    prompt: str
+    ground_truth: str
+    finish_reason: str
+    parts: Sequence[Sequence[int]]
+    score: float
+    baseline: float | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+    unscored: str | None = None
+    token_total: float = 0.0
+    answer: str | None = None
+    right: bool | None = None
+
+
+@dataclass(frozen=True)
+class StepDump:
+    """The header of a step's dump.
+
+    Args:
+        step: the PPO step.
+        recipe: ``recipe_hash`` of the run's recipe.
+        ranks: number of ranks that wrote files.
+        kl_coef: coefficient of the KL in the reward, in this step.
+        rows: of all sequences.
+        format: version of the layout of the folder.
+    """
+
+    step: int
+    recipe: str
+    ranks: int
+    kl_coef: float
+    rows: tuple[SequenceRow, ...]
+    format: int = _FORMAT
+
+
+def recipe_hash(recipe: Mapping[str, Any]) -> str:
+    """SHA-256 of a recipe as plain values, without its secrets."""
+    text = json.dumps(redact(dict(recipe)), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """Folder of a step's dump in a run folder."""
+    return run / FOLDER / f"step_{step}"
+
+
+def write_header(folder: Path, header: StepDump) -> None:
+    """Write ``step.json``, which completes the dump. Secrets in texts are replaced."""
+    replace_text(folder / HEADER, json.dumps(redact(asdict(header)), ensure_ascii=False) + "\n")
+
+
+def read_header_of(folder: Path) -> StepDump:
+    """Read ``step.json``.
+
+    Raises:
+        ValueError: the file is missing, is not valid, or belongs to another version of mppo.
+    """
+    content = read_json(folder / HEADER, nan=True)
+    if content.get("format") != _FORMAT:
+        why = f"has format {content.get('format')}, not {_FORMAT}"
+        raise ValueError(f"{folder / HEADER}: {why}; dump the step with this version of mppo")
+    try:
+        rows = tuple(SequenceRow(**row) for row in content.pop("rows"))
+        return StepDump(rows=rows, **content)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{folder / HEADER}: is not the header of a dump ({error})") from error
+
+
+def write_pieces(folder: Path, rank: int, pieces: Mapping[int, str]) -> None:
+    """Write the text of each token that occurs in the sequences of a rank."""
+    text = json.dumps({str(token): piece for token, piece in pieces.items()}, ensure_ascii=False)
+    replace_text(folder / f"rank_{rank}.json", text + "\n")
+
+
+def read_pieces(folder: Path, ranks: int) -> dict[int, str]:
+    """The text of the tokens of all ranks.
+
+    Raises:
+        ValueError: a file is missing or not valid.
+    """
+    pieces: dict[int, str] = {}
+    for rank in range(ranks):
+        stored = read_json(folder / f"rank_{rank}.json")
+        pieces.update({int(token): str(piece) for token, piece in stored.items()})
+    return pieces
+
+
+def dumped_steps(path: Path) -> dict[int, Path]:
+    """The complete dumps by step, ascending.
+
+    Args:
+        path: a run folder, its folder ``rollouts``, or the folder of one step.
+    """
+    for folder in (path / FOLDER, path):
+        found = {
+            int(match[1]): entry
+            for entry in (folder.iterdir() if folder.is_dir() else ())
+            if (match := re.fullmatch(r"step_(\d+)", entry.name)) and (entry / HEADER).is_file()
+        }
+        if found:
+            return dict(sorted(found.items()))
+    match = re.fullmatch(r"step_(\d+)", path.resolve().name)
+    return {int(match[1]): path} if match and (path / HEADER).is_file() else {}

@@ -1,0 +1,82 @@
+"""The tokens of one dumped sequence with their numbers, for ``mppo-inspect`` and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mppo.dumps.experience_files import read_experience
+from mppo.dumps.step_dump import SequenceRow, StepDump, read_pieces
+from mppo.safety.redact import HIDDEN, redact_text
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """A sequence: prompt, response and, where the recipe has one, end slot.
+
+    Args:
+        row: what the dump says of the sequence.
+        tokens: id of each token.
+        pieces: text of each token; ``***`` where the sequence's text contains a secret.
+        prompt_tokens: number of tokens of the prompt.
+        numbers: by name a number for each token after the prompt: ``logprob``, ``rollout_logprob``,
+            ``ref_logprob``, ``ratio`` (of the actor's probability before the update to the
+            engine's), ``kl`` (log-probability minus the reference's), ``entropy``, ``value``,
+            ``reward``, ``advantage``, ``return`` and ``weight``.
+    """
+
+    row: SequenceRow
+    tokens: tuple[int, ...]
+    pieces: tuple[str, ...]
+    prompt_tokens: int
+    numbers: Mapping[str, tuple[float, ...]]
+
+
+def read_token_tables(
+    folder: Path, header: StepDump, indices: list[int], limit: int | None = None
+) -> list[TokenTable]:
+    """Read some sequences of a dumped step.
+
+    Args:
+        folder: of the step.
+        header: its header.
+        indices: of the sequences, ascending.
+        limit: most tokens of a sequence; None: all.
+
+    Raises:
+        ValueError, KeyError, TypeError, OSError: the dump is damaged.
+    """
+    experience = read_experience(folder, header.ranks, indices)
+    pieces = read_pieces(folder, header.ranks)
+    old, batch = experience.old, experience.old.batch
+    known: dict[str, Tensor] = {
+        "logprob": old.logprobs_T,
+        "rollout_logprob": batch.rollout_logprobs_T,
+        "ref_logprob": old.ref_logprobs_T,
+        "ratio": torch.exp(old.logprobs_T - batch.rollout_logprobs_T),
+        "kl": old.logprobs_T - old.ref_logprobs_T,
+        "entropy": torch.zeros_like(old.logprobs_T) if old.entropy_T is None else old.entropy_T,
+        "value": old.values_T,
+        "reward": experience.rewards_T,
+        "advantage": experience.advantages_T,
+        "return": experience.returns_T,
+        "weight": experience.loss_weight_T,
+    }
+    prompts, ends, found = batch.prompt_B.tolist(), batch.cu_seqlens.tolist(), []
+    for place, index in enumerate(indices):
+        first, last = ends[place], ends[place + 1]
+        if limit is not None:
+            last = min(last, first + limit)
+        tokens = batch.tokens_T[first:last].tolist()
+        texts = tuple(pieces.get(token, f"<{token}>") for token in tokens)
+        if redact_text("".join(texts)) != "".join(texts):
+            texts = (HIDDEN,) * len(texts)
+        after = min(first + prompts[index], last)
+        numbers = {name: tuple(x_T[after:last].tolist()) for name, x_T in known.items()}
+        prompt_tokens = min(prompts[index], last - first)
+        found.append(TokenTable(header.rows[index], tuple(tokens), texts, prompt_tokens, numbers))
+    return found

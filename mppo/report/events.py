@@ -1,0 +1,64 @@
+"""Events of a run in events.jsonl: starts, ends and warnings, over all starts in the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal, get_args
+
+from mppo.safety.disk import naming
+
+FILE = "events.jsonl"
+EventKind = Literal["start", "end", "warning", "engine"]
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """Something that happened in a run.
+
+    Args:
+        kind: "start" of a process of the run, its "end", a "warning", or "engine": a lost server.
+        step: PPO steps that were done; None: unknown where it happened.
+        text: what happened.
+        time: UTC, ISO 8601.
+    """
+
+    kind: EventKind
+    step: int | None
+    text: str
+    time: str = field(default_factory=_now)
+
+
+def append_event(folder: Path, event: RunEvent) -> None:
+    """Append an event to the run's file."""
+    path = folder / FILE
+    line = json.dumps(asdict(event), ensure_ascii=False).encode() + b"\n"
+    with naming(path), path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a process was killed while it wrote
+                line = b"\n" + line
+        file.write(line)
+
+
+def read_events(folder: Path) -> list[RunEvent]:
+    """The events in the order in which they happened; lines that are not events are ignored."""
+    path, found = folder / FILE, []
+    if not path.is_file():
+        return []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            event = RunEvent(**json.loads(line))
+        except (ValueError, TypeError, RecursionError):
+            continue
+        texts = isinstance(event.text, str) and isinstance(event.time, str)
+        if texts and event.kind in get_args(EventKind) and type(event.step) in (int, type(None)):
+            found.append(event)
+    return found

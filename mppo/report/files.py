@@ -1,0 +1,4 @@
+"""Names of a report's files in the run folder."""
+
+RECIPE, METRICS, SAMPLES = "recipe.yaml", "metrics.jsonl", "samples.jsonl"
+PAGE, PLOT, EXPERT_LOAD = "report.html", "reward_kl.png", "expert_load.png"

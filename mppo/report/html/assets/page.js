@@ -1,0 +1,286 @@
+"use strict";
+(() => {
+  const page = document.getElementById("page");
+  const live = "live" in document.documentElement.dataset;
+  let data = JSON.parse(document.getElementById("data").textContent);
+  let plots = [];
+  let colouring = "advantage";
+  const COLOURS = ["#2f7ed8", "#e5732e", "#2ca02c", "#b14fc5", "#c9a300", "#d6336c", "#12a3a8", "#8c6d5a"];
+  const DASHES = [[], [6, 4], [2, 3], [10, 4, 2, 4]];
+
+  // text is always set as text: nothing of a run is ever parsed as HTML
+  const make = (tag, attributes = {}, ...children) => {
+    const node = document.createElement(tag);
+    for (const [key, value] of Object.entries(attributes)) {
+      if (key === "class") node.className = value; else node.setAttribute(key, value);
+    }
+    node.append(...children);
+    return node;
+  };
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const shown = (value) => value == null ? "–" : Number(value.toPrecision(5)).toString();
+
+  const table = (heads, rows) => {
+    const body = make("tbody");
+    for (const [kind, cells] of rows) {
+      body.append(make("tr", kind ? {class: kind} : {}, ...cells.map((c) => make("td", {}, String(c)))));
+    }
+    const head = make("tr", {}, ...heads.map((h) => make("th", {}, h)));
+    return make("div", {class: "scroll"}, make("table", {}, make("thead", {}, head), body));
+  };
+
+  const header = () => {
+    const several = data.runs.length > 1;
+    for (const [i, run] of data.runs.entries()) {
+      const row = make("div", {class: "run"});
+      if (several) row.append(make("span", {class: "swatch", style: `background:${COLOURS[i % COLOURS.length]}`}));
+      row.append(make("h1", {}, run.name), make("span", {class: "faint"}, run.status));
+      page.append(row);
+      const warned = run.warnings.slice(0, 12);
+      if (!warned.length) continue;
+      const box = make("div", {class: "warnings"});
+      for (const w of warned) {
+        const steps = w.first === w.last ? `step ${w.first}` : `steps ${w.first} to ${w.last}`;
+        box.append(make("p", w.ongoing ? {} : {class: "faint"}, make("strong", {}, `${steps}: `), w.text));
+      }
+      if (run.warnings.length > warned.length) {
+        box.append(make("p", {class: "faint"}, `and ${run.warnings.length - warned.length} more`));
+      }
+      page.append(box);
+    }
+  };
+
+  const xOf = (line) => line.x || data.runs[line.run].steps;
+  const colourOf = (plot, i) => {
+    if (data.runs.length === 1 || plot.kind === "stack") return [COLOURS[i % COLOURS.length], DASHES[Math.floor(i / COLOURS.length) % 4]];
+    const line = plot.lines[i];
+    const before = plot.lines.slice(0, i).filter((other) => other.run === line.run).length;
+    return [COLOURS[line.run % COLOURS.length], DASHES[before % 4]];
+  };
+  const nameOf = (plot, line) => {
+    const run = data.runs.length > 1 && plot.kind === "lines" ? data.runs[line.run].name : "";
+    return [run, line.label].filter(Boolean).join(" · ") || plot.title;
+  };
+  const tables = (plot) => {
+    // lines of one run share their steps: joined at once, not one by one
+    const groups = new Map();
+    plot.lines.forEach((line, i) => {
+      const key = line.x ? `x${i}` : `r${line.run}`;
+      if (!groups.has(key)) groups.set(key, {x: xOf(line), places: []});
+      groups.get(key).places.push(i);
+    });
+    const parts = [...groups.values()];
+    const joined = parts.length === 1
+      ? [parts[0].x, ...parts[0].places.map((i) => plot.lines[i].y)]
+      : uPlot.join(parts.map((part) => [part.x, ...part.places.map((i) => plot.lines[i].y)]));
+    const order = parts.flatMap((part) => part.places);
+    const columns = [joined[0]];
+    order.forEach((place, i) => { columns[place + 1] = joined[i + 1]; });
+    return columns;
+  };
+  const axes = (unit, extra = {}) => {
+    const common = {stroke: css("--faint"), grid: {stroke: css("--line"), width: 1}, ticks: {stroke: css("--line"), width: 1}};
+    return [{...common}, {...common, label: unit, labelSize: 18, labelFont: "11px system-ui", size: 62, ...extra}];
+  };
+
+  const draw = (plot, box) => {
+    const columns = tables(plot);
+    let shownColumns = columns;
+    const options = {
+      width: Math.max(box.clientWidth, 120), height: 230,
+      scales: {x: {time: false}}, axes: axes(plot.unit), cursor: {focus: {prox: 24}},
+      legend: {show: plot.lines.length < 25}, series: [{label: "step"}],
+    };
+    plot.lines.forEach((line, i) => {
+      const [stroke, dash] = colourOf(plot, i);
+      const sparse = xOf(line).length < 60;
+      options.series.push({
+        label: nameOf(plot, line), stroke, dash, width: 1.4, spanGaps: true,
+        points: {show: sparse, size: 5}, value: (u, value) => shown(value),
+      });
+    });
+    if (plot.kind === "stack") {
+      const sums = new Array(columns[0].length).fill(0);
+      shownColumns = [columns[0], ...columns.slice(1).map((column) => column.map((v, i) => (sums[i] += v || 0)))];
+      options.bands = plot.lines.slice(1).map((_, i) => ({series: [i + 2, i + 1]}));
+      plot.lines.forEach((_, i) => {
+        const series = options.series[i + 1];
+        series.fill = series.stroke + "55";
+        series.points = {show: columns[0].length < 3};
+        series.value = (u, v, s, at) => at == null ? "–" : shown(columns[i + 1][at]);
+      });
+    }
+    return new uPlot(options, shownColumns, box);
+  };
+
+  const heatColour = (load) => {
+    // 1 is an even load; each further multiple is hotter
+    const heat = Math.min(Math.max((load - 1) / 3, 0), 1);
+    return `hsl(${230 - 220 * heat} 75% ${32 + 25 * heat}%)`;
+  };
+  const drawHeat = (plot, box) => {
+    const columns = tables(plot);
+    const rows = plot.lines.length;
+    const middles = columns.slice(1).map((_, i) => columns[0].map(() => i));
+    const loads = columns.slice(1);
+    const cells = (u) => {
+      const {ctx} = u;
+      const xs = u.data[0];
+      const high = Math.abs(u.valToPos(1, "y", true) - u.valToPos(0, "y", true));
+      const every = Math.max(1, Math.floor(xs.length / u.bbox.width));
+      ctx.save();
+      for (let i = 0; i < xs.length; i += every) {
+        const next = i + every < xs.length ? xs[i + every] : xs[i] + every;
+        const left = u.valToPos(xs[i], "x", true);
+        const wide = Math.max(u.valToPos(next, "x", true) - left, 1) + 0.6;
+        for (let row = 0; row < rows; row++) {
+          let load = -Infinity;
+          for (let k = i; k < Math.min(i + every, xs.length); k++) load = Math.max(load, loads[row][k] ?? -Infinity);
+          if (load === -Infinity) continue;
+          ctx.fillStyle = heatColour(1 + load);
+          ctx.fillRect(left, u.valToPos(row, "y", true) - high / 2, Math.min(wide, u.bbox.left + u.bbox.width - left), high);
+        }
+      }
+      ctx.restore();
+    };
+    const layers = plot.lines.map((line) => line.label.replace("/moe/layer_", " "));
+    const options = {
+      width: Math.max(box.clientWidth, 120), height: Math.min(120 + 16 * rows, 420),
+      scales: {x: {time: false}, y: {range: [-0.5, rows - 0.5]}},
+      axes: axes(plot.unit, {splits: () => layers.map((_, i) => i).filter((i) => i % Math.ceil(rows / 12) === 0), values: (u, at) => at.map((i) => layers[i]), size: 84}),
+      legend: {show: rows < 13},
+      series: [{label: "step"}, ...layers.map((label, i) => ({
+        label, stroke: "transparent", points: {show: false},
+        value: (u, v, s, at) => at == null ? "–" : shown(loads[i][at] == null ? null : 1 + loads[i][at]),
+      }))],
+      hooks: {drawClear: [], drawAxes: [], draw: [cells]},
+    };
+    return new uPlot(options, [columns[0], ...middles], box);
+  };
+
+  const drawPlots = () => {
+    page.append(make("h2", {}, "Numbers"));
+    const grid = make("div", {class: "grid", id: "plots"});
+    page.append(grid);
+    window.mppoPlots = {};
+    for (const plot of data.plots) {
+      const box = make("div");
+      const run = plot.kind !== "lines" && data.runs.length > 1 ? ` · ${data.runs[plot.lines[0].run].name}` : "";
+      grid.append(make("section", {class: "card", id: plot.id}, make("h3", {}, plot.title + run), box));
+      const drawn = plot.kind === "heat" ? drawHeat(plot, box) : draw(plot, box);
+      plots.push([drawn, box]);
+      window.mppoPlots[plot.id] = drawn;
+    }
+    if (!data.plots.length) grid.append(make("p", {class: "faint"}, "no step has been logged yet"));
+  };
+
+  const COLOURINGS = ["advantage", "ratio", "kl", "value", "entropy"];
+  const strength = (name, value) => name === "ratio" ? Math.log(Math.max(value, 1e-6)) : value;
+  const paint = (spans, values, name) => {
+    const numbers = values.map((v) => v == null ? 0 : strength(name, v));
+    const largest = Math.max(...numbers.map(Math.abs), 1e-12);
+    spans.forEach((span, i) => {
+      const share = numbers[i] / largest;
+      const hue = share < 0 ? 215 : 18;
+      span.style.background = `hsl(${hue} 90% 55% / ${(0.65 * Math.abs(share)).toFixed(3)})`;
+    });
+  };
+  const sequence = (row) => {
+    const title = `step ${row.step}, sequence ${row.sequence}: score ${shown(row.score)}, ${row.end}, ground truth ${row.truth || "–"}`;
+    const text = make("div", {class: "tokens"});
+    const numbers = make("div", {class: "numbers"}, "hover a token for its numbers");
+    const spans = [];
+    row.pieces.forEach((piece, i) => {
+      const after = i - row.prompt_tokens;
+      const span = make("span", after < 0 ? {class: "prompt"} : {"data-token": after, tabindex: "0"}, piece);
+      if (after >= 0) {
+        const show = () => {
+          const all = Object.entries(row.numbers).map(([name, values]) => `${name} ${shown(values[after])}`);
+          numbers.textContent = `${JSON.stringify(piece)}: ${all.join(", ")}`;
+        };
+        span.addEventListener("mouseover", show);
+        span.addEventListener("focus", show);
+        spans.push(span);
+      }
+      text.append(span);
+    });
+    paint(spans, row.numbers[colouring], colouring);
+    return make("section", {class: "card sequence"}, make("h3", {}, title), text, numbers);
+  };
+  const samples = () => {
+    for (const run of data.runs) {
+      const of = data.runs.length > 1 ? ` · ${run.name}` : "";
+      if (run.tokens.length) {
+        const choice = make("select", {"aria-label": "colour"}, ...COLOURINGS.map((name) => make("option", name === colouring ? {selected: ""} : {}, name)));
+        const grid = make("div", {class: "grid"});
+        const fill = () => grid.replaceChildren(...run.tokens.map((row) =>
+          row.error ? make("p", {class: "faint"}, `step ${row.step}: ${row.error}`) : sequence(row)));
+        choice.addEventListener("change", () => { colouring = choice.value; fill(); });
+        fill();
+        page.append(make("h2", {}, `Tokens${of}, coloured by `, choice), grid);
+      }
+      if (run.samples.length) {
+        page.append(make("h2", {}, `Samples${of}`), table(
+          ["step", "prompt", "response", "ground truth", "score"],
+          run.samples.map((s) => ["", [s.step, s.prompt, s.response, s.ground_truth, shown(s.score)]])));
+      }
+    }
+  };
+  const rest = () => {
+    for (const run of data.runs) {
+      const of = data.runs.length > 1 ? ` · ${run.name}` : "";
+      if (run.events.length) {
+        page.append(make("h2", {}, `Events${of}`), table(
+          ["time (UTC)", "step", "event", ""],
+          run.events.map((e) => [e.kind, [e.time.replace("T", " ").replace("+00:00", ""), e.step ?? "", e.kind, e.text]])));
+      }
+      for (const picture of run.pictures) {
+        page.append(make("h2", {}, `Timeline of step ${picture.step}${of}: plan above measurement`),
+          make("img", {src: `data:image/png;base64,${picture.png}`, alt: `timeline of step ${picture.step}`}));
+      }
+    }
+    const several = data.runs.length > 1;
+    const heads = ["key", ...data.runs.map((run) => several ? run.name : "value")];
+    const rows = data.recipes.map((row) => ["", [row.key, ...row.values]]);
+    const title = several ? "Difference of the recipes" : "Recipe";
+    const box = make("details", several ? {open: ""} : {}, make("summary", {}, title), rows.length ? table(heads, rows) : "none");
+    page.append(make("h2", {}, title), box);
+  };
+
+  const build = () => {
+    for (const [plot] of plots) plot.destroy();
+    plots = [];
+    const scrolled = window.scrollY;
+    page.replaceChildren();
+    header();
+    drawPlots();
+    samples();
+    rest();
+    resize();  // a scroll bar may have appeared
+    window.scrollTo(0, scrolled);
+  };
+  const resize = () => {
+    for (const [plot, box] of plots) {
+      if (Math.abs(plot.width - box.clientWidth) > 1 && box.clientWidth) plot.setSize({width: box.clientWidth, height: plot.height});
+    }
+  };
+  const refresh = async () => {
+    try {
+      const answer = await fetch("data.json");
+      const text = await answer.text();
+      if (answer.ok && text !== refresh.last) {
+        refresh.last = text;
+        data = JSON.parse(text);
+        build();
+      }
+    } catch (error) {
+      // the server has ended: the page keeps what it shows
+    }
+  };
+
+  build();
+  window.addEventListener("resize", resize);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", build);
+  if (live) setInterval(refresh, 3000);
+  document.documentElement.dataset.ready = Math.round(performance.now());
+})();

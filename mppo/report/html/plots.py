@@ -1,0 +1,136 @@
+"""Which metrics the plots of the HTML report show."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mppo.report import history
+from mppo.report.html.run_data import RunData, rounded
+
+Kind = Literal["lines", "stack", "heat"]
+
+
+@dataclass(frozen=True)
+class PlotSpec:
+    """A plot.
+
+    Args:
+        title: heading.
+        unit: what the vertical axis shows.
+        metrics: label and metric of each line; a metric is a regular expression, and its group, if
+            it has one, is the label.
+        kind: lines of all runs in one plot, or a stacked area or a heat map per run.
+    """
+
+    title: str
+    unit: str
+    metrics: tuple[tuple[str, str], ...]
+    kind: Kind = "lines"
+
+
+_MIS = "training/rollout_logprob_diff"
+SPECS: tuple[PlotSpec, ...] = (
+    PlotSpec("Reward", "mean", (("training", history.REWARD), ("validation", history.VAL_REWARD))),
+    PlotSpec("Validation by source", "mean reward", (("", r"val-core/(.+)/reward/mean"),)),
+    PlotSpec("KL to the reference", "nats per response", (("", history.KL),)),
+    PlotSpec("KL per token, and its coefficient", "nats", (
+        ("KL", "actor/reward_kl_penalty"), ("coefficient", "actor/reward_kl_penalty_coeff"),
+    )),
+    PlotSpec("Entropy", "nats per token", (("", "policy/entropy_avg"),)),
+    PlotSpec("Response length", "tokens", (
+        ("mean", history.LENGTH), ("longest", "response_length/max"),
+    )),
+    PlotSpec("Cut off, and groups of one score", "fraction", (
+        ("cut off", "response_length/clip_ratio"), ("equal groups", "critic/score/equal_groups"),
+    )),
+    PlotSpec("Clipped", "fraction of tokens", (
+        ("policy", "actor/pg_clipfrac"), ("policy, lower", "actor/pg_clipfrac_lower"),
+        ("value", "critic/vf_clipfrac"),
+    )),
+    PlotSpec("Explained variance", "fraction", (("", "critic/vf_explained_var"),)),
+    PlotSpec("Mismatch of rollout and actor", "nats", (
+        ("mean", f"{_MIS}_mean"), ("largest", f"{_MIS}_max"), ("KL", "rollout_corr/kl"),
+    )),
+    PlotSpec("Losses", "", (("policy", "actor/pg_loss"), ("value", "critic/vf_loss"))),
+    PlotSpec("Gradient norms", "", (
+        ("actor", "actor/grad_norm"), ("critic", "critic/grad_norm"),
+    )),
+    PlotSpec("Learning rates", "", (("actor", "actor/lr"), ("critic", "critic/lr"))),
+    PlotSpec("Time per phase", "seconds", (("", r"timing_s/(.+)"),), "stack"),
+    PlotSpec("Throughput", "tokens per second", (("", history.THROUGHPUT),)),
+    PlotSpec("Memory per rank", "GiB, peak", (("rank ", f"{history.MEMORY}(.+)"),)),
+    PlotSpec("Speed of the ranks", "ms for one product", (("rank ", f"{history.PROBE}(.+)"),)),
+    PlotSpec("Skipped steps", "in all", (("", "training/skipped_steps"),)),
+    PlotSpec("Load of the fullest expert", "layer", (("", r"(.+/moe/layer_\d+)/max_vio"),), "heat"),
+)  # fmt: skip
+
+
+def plots_of(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """The plots that have points, as plain values.
+
+    A line has ``run`` (its index), ``label``, ``y``, and ``x`` if it lacks some ``trained_steps``.
+    """
+    steps = [trained_steps(run) for run in runs]
+    names = [sorted({name for _, row in run.rows for name in row}) for run in runs]
+    plots = []
+    for number, spec in enumerate(SPECS):
+        lines = [
+            {"run": place, "label": label, "y": y} | ({} if x == steps[place] else {"x": x})
+            for place, run in enumerate(runs)
+            for label, metric in _lines(spec, names[place])
+            for x, y in [_points(run, metric)]
+            if x
+        ]
+        groups = [lines]
+        if spec.kind != "lines":
+            groups = [[line for line in lines if line["run"] == i] for i in range(len(runs))]
+        for group in filter(None, groups):
+            place = f"-{group[0]['run']}" if spec.kind != "lines" else ""
+            plots.append(
+                {
+                    "id": f"plot-{number}{place}",
+                    "title": spec.title,
+                    "unit": spec.unit,
+                    "kind": spec.kind,
+                    "lines": group,
+                }
+            )
+    return plots
+
+
+def trained_steps(run: RunData) -> list[int]:
+    """The steps of most metrics."""
+    return [step for step, _ in run.rows if step > 0]
+
+
+def _lines(spec: PlotSpec, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Label and metric of each line of a run."""
+    found = []
+    for label, pattern in spec.metrics:
+        for name in names:
+            match = re.fullmatch(pattern, name)
+            if match is None:
+                continue
+            part = match[1] if match.lastindex else ""
+            if spec.kind == "stack" and part in history.NOT_PHASES:
+                continue
+            found.append((label + part, name))
+    return sorted(found, key=lambda line: _by_number(line[0])) if len(found) > 3 else found
+
+
+def _by_number(label: str) -> list[Any]:
+    """Sort key under which ``rank 10`` comes after ``rank 9``."""
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", label)]
+
+
+def _points(run: RunData, metric: str) -> tuple[list[int], list[float | None]]:
+    pairs = [(step, row[metric]) for step, row in run.rows if _is_finite(row, metric)]
+    return [step for step, _ in pairs], rounded([value for _, value in pairs])
+
+
+def _is_finite(row: Mapping[str, float], metric: str) -> bool:
+    return math.isfinite(row.get(metric, math.nan))

@@ -1,0 +1,205 @@
+"""What the HTML report shows of one run folder, as plain values."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mppo.dumps.step_dump import dumped_steps, read_header_of
+from mppo.report.events import RunEvent, read_events
+from mppo.report.files import METRICS, RECIPE, SAMPLES
+from mppo.report.history import History, read_history
+from mppo.report.status import Status, read_status
+from mppo.report.warning_rules import WarningSpan, warning_spans
+from mppo.safety.input_files import read_text
+from mppo.safety.redact import redact, redact_text
+
+_DUMPS, _SEQUENCES, _TOKENS = 4, 4, 400
+"""Dumped steps in a page, sequences of each, and the most tokens of a sequence."""
+_SAMPLES, _PICTURES = 24, 2
+_UNREADABLE = (ValueError, KeyError, TypeError, OSError)
+
+Plain = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run folder as the page needs it.
+
+    Args:
+        name: name of the run.
+        rows: step and metrics of each step.
+        recipe: dotted keys and values.
+        details: status, warnings, events, samples, tokens and pictures, without secrets.
+    """
+
+    name: str
+    rows: Sequence[tuple[int, Mapping[str, float]]]
+    recipe: Mapping[str, Any]
+    details: Plain
+
+
+def read_run(folder: Path, runs: History | None = None) -> RunData:
+    """Read a run folder; what is missing or damaged is left out.
+
+    Args:
+        folder: the run folder.
+        runs: its metrics, if they are in memory.
+
+    Raises:
+        ValueError: a line of metrics.jsonl is not valid.
+    """
+    rows = runs.rows if runs is not None else []
+    if runs is None and (folder / METRICS).is_file():
+        rows = read_history(folder / METRICS)
+    recipe = _recipe(folder / RECIPE)
+    last = max((step for step, _ in rows), default=0)
+    trainer = recipe.get("trainer")
+    trainer = trainer if isinstance(trainer, dict) else {}
+    parts = [trainer.get("project_name"), trainer.get("experiment_name")]
+    name = "/".join(map(str, parts)) if all(parts) else folder.resolve().name
+    status = read_status(folder)
+    details = {
+        "folder": redact_text(str(folder.resolve())),
+        "status": _status(status, last),
+        "warnings": [_warning(span) for span in warning_spans(rows)],
+        "events": _events(folder, status),
+        "samples": _samples(folder / SAMPLES, last),
+        "tokens": _tokens(folder, last),
+        "pictures": _pictures(folder, last),
+    }
+    return RunData(redact_text(name), rows, dict(_flat(redact(recipe))), details)
+
+
+def _warning(span: WarningSpan) -> Plain:
+    text = redact_text(str(span.warning))
+    return {"first": span.first, "last": span.last, "ongoing": span.ongoing, "text": text}
+
+
+def _recipe(path: Path) -> Plain:
+    try:
+        recipe = yaml.safe_load(read_text(path))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return recipe if isinstance(recipe, dict) else {}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", value))
+    return found
+
+
+def _status(status: Status | None, last: int) -> str:
+    if status is None:
+        return f"{last} steps"
+    return redact_text(f"{status.status}: {last} of {status.total_steps} steps")
+
+
+def _events(folder: Path, status: Status | None) -> list[Plain]:
+    """The events; a start that follows another start without an end is preceded by a death."""
+    found: list[Plain] = []
+    running = False
+    for event in read_events(folder):
+        if event.kind == "start":
+            if running:
+                text = "ended without a report: killed, or the machine was lost"
+                found.append({"kind": "died", "step": found[-1]["step"], "time": "", "text": text})
+            found.append(_event(event, "resumed" if event.step else "start"))
+            running = True
+        else:
+            running = running and event.kind != "end"
+            found.append(_event(event, event.kind))
+    if running and status is not None and status.status == "running":
+        text = "running when this page was made, or ended without a report"
+        found.append({"kind": "running", "step": None, "time": "", "text": text})
+    return found
+
+
+def _event(event: RunEvent, kind: str) -> Plain:
+    return {"kind": kind, "step": event.step, "time": event.time, "text": redact_text(event.text)}
+
+
+def _samples(path: Path, last: int) -> list[Plain]:
+    """The newest completions of samples.jsonl."""
+    found: list[Plain] = []
+    try:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError):
+        return []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            texts = {name: str(row[name]) for name in ("prompt", "response", "ground_truth")}
+            (score,) = rounded([float(row["score"])])
+            if int(row["step"]) <= last:
+                found.append({"step": int(row["step"]), **texts, "score": score})
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            continue
+    return redact(found[-_SAMPLES:])
+
+
+def _tokens(folder: Path, last: int) -> list[Plain]:
+    """Sequences of some dumped steps: the best, the worst, and others between."""
+    steps = {step: path for step, path in dumped_steps(folder).items() if step <= last}
+    numbers, found = list(steps), []
+    places = {round(i * (len(numbers) - 1) / (_DUMPS - 1)) for i in range(_DUMPS)}
+    for step in [numbers[place] for place in sorted(places)] if numbers else []:
+        try:
+            found += _step_tokens(step, steps[step])
+        except _UNREADABLE as error:
+            why = redact_text(" ".join(str(error).split()))
+            found.append({"step": step, "error": f"the dump cannot be read: {why}"})
+    return found
+
+
+def _step_tokens(step: int, folder: Path) -> list[Plain]:
+    from mppo.dumps.token_table import read_token_tables  # imports torch
+
+    header = read_header_of(folder)
+    order = sorted(range(len(header.rows)), key=lambda i: -header.rows[i].score)
+    count = min(_SEQUENCES, len(order))
+    places = {round(i * (len(order) - 1) / max(count - 1, 1)) for i in range(count)}
+    indices = sorted(order[place] for place in places)
+    return [
+        {
+            "step": step,
+            "sequence": index,
+            "source": redact_text(table.row.data_source),
+            "truth": redact_text(table.row.ground_truth),
+            "score": rounded([table.row.score])[0],
+            "end": table.row.finish_reason,
+            "prompt_tokens": table.prompt_tokens,
+            "pieces": list(table.pieces),
+            "numbers": {name: rounded(values) for name, values in table.numbers.items()},
+        }
+        for index, table in zip(indices, read_token_tables(folder, header, indices, _TOKENS))
+    ]
+
+
+def _pictures(folder: Path, last: int) -> list[Plain]:
+    """The newest pictures of recorded updates (``trainer.timeline``)."""
+    paths = [
+        (int(path.stem.removeprefix("step_")), path)
+        for path in (folder / "timeline").glob("step_*.png")
+        if path.stem.removeprefix("step_").isdecimal()
+    ]
+    newest = [(step, path) for step, path in sorted(paths) if step <= last][-_PICTURES:]
+    return [
+        {"step": step, "png": base64.b64encode(path.read_bytes()).decode()} for step, path in newest
+    ]
+
+
+def rounded(values: Sequence[float]) -> list[float | None]:
+    """Five significant digits; None for what is not finite, which JSON cannot hold."""
+    return [float(f"{v:.5g}") if v - v == 0 else None for v in values]

@@ -1,0 +1,62 @@
+"""A server of the report on this machine's loopback, for a run that is going on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from mppo.report.html.page import page_data, page_text
+
+HOST = "127.0.0.1"
+_NAMES = ("127.0.0.1", "localhost")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers with the page, and with its data as JSON."""
+
+    def __init__(self, folders: Sequence[Path], *args) -> None:
+        self._folders = folders
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        # a page of another host whose name leads here (DNS rebinding) must not read the run
+        if self.headers.get("Host", "").rpartition(":")[0] not in _NAMES:
+            return self._answer(403, "text/plain", "this server answers to 127.0.0.1 only\n")
+        if self.path not in ("/", "/data.json"):
+            return self._answer(404, "text/plain", "no such page\n")
+        try:
+            data = page_data(self._folders)
+        except (OSError, ValueError) as error:
+            return self._answer(500, "text/plain", f"{error}\n")
+        if self.path == "/":
+            return self._answer(200, "text/html", page_text(data, live=True))
+        return self._answer(200, "application/json", json.dumps(data, allow_nan=False))
+
+    def _answer(self, code: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(code)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args) -> None:
+        """Print nothing per request."""
+
+
+def report_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """A server on the loopback that is not running yet.
+
+    Args:
+        folders: the run folders.
+        port: 0: any free one.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    return ThreadingHTTPServer((HOST, port), partial(_Handler, folders))

@@ -1,0 +1,301 @@
+"""Warnings about a run's course: small functions of its last steps, with what to try.
+
+``docs/report.md`` lists the thresholds. A rule reads metrics of :mod:`mppo.trainer.metrics`, and is
+silent where a step lacks them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from mppo.report import history
+
+Rows = Sequence[Mapping[str, float]]
+Steps = Sequence[tuple[int, Mapping[str, float]]]
+Rule = Callable[[Rows], "RunWarning | None"]
+
+WINDOW = 5
+"""Steps over which a rule averages; before, no rule warns."""
+MOST_STEPS = 20
+"""Steps that the rules look back, besides the first of the run."""
+KL_PER_TOKEN = 0.3
+ENTROPY_SHARE, ENTROPY_BELOW = 0.1, 0.1
+EQUAL_GROUPS = 0.8
+CUT_OFF = 0.9
+EXPLAINED, EXPLAINED_AFTER = 0.05, MOST_STEPS
+LOGPROB_GAP = 0.05
+STARVING = -0.98
+SLOW_RANK = 1.5
+SHARE_OF_STEP = {"gen": 0.9, "update": 0.8, "log_probs": 0.6}
+OTHER_SHARE = 0.5
+
+_PHASE_ADVICE = {
+    "gen": "more engine ranks or servers, rollout.mode: disaggregated with trainer.rollout_ahead, "
+    "or a lower data.max_response_length",
+    "reward": "a reward server (reward.name: remote), or a faster verifier",
+    "save_checkpoint": "trainer.async_save: true, or a higher trainer.save_freq",
+    "testing": "a higher trainer.test_freq, or a lower data.val_size",
+    "dump_rollouts": "a faster disk, or trainer.dump_rollouts: false",
+}
+_LAYER = re.compile(r"(\w+)/moe/layer_(\d+)/min_vio")
+
+
+@dataclass(frozen=True)
+class RunWarning:
+    """A warning about the last steps.
+
+    Args:
+        name: of the rule, such as ``kl_runs_away``.
+        text: what is wrong, with the number.
+        advice: what to try.
+    """
+
+    name: str
+    text: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.text}; try {self.advice}"
+
+
+def kl_runs_away(rows: Rows) -> RunWarning | None:
+    """The policy is far from the reference."""
+    kl, length = _mean(rows, history.KL), _mean(rows, history.LENGTH)
+    if kl is None or not length or kl / length <= KL_PER_TOKEN:
+        return None
+    text = f"the KL to the reference is {kl / length:.2f} nats per token ({kl:.3g} per response)"
+    return RunWarning(
+        "kl_runs_away", text, "a lower actor.optim.lr, or a higher algorithm.kl_ctrl.kl_coef or "
+        "actor.kl_loss_coef",
+    )  # fmt: skip
+
+
+def entropy_collapses(rows: Rows) -> RunWarning | None:
+    """The policy has become nearly deterministic."""
+    now = _mean(rows, "policy/entropy_avg")
+    before = _mean(rows[:WINDOW], "policy/entropy_avg")
+    if now is None or before is None or len(rows) < 2 * WINDOW:
+        return None
+    if now >= ENTROPY_BELOW or now >= ENTROPY_SHARE * before:
+        return None
+    text = f"the entropy fell from {before:.3g} nats in the first steps to {now:.3g}"
+    return RunWarning(
+        "entropy_collapses", text, "actor.entropy_coeff above 0, a higher actor.clip_ratio_high, "
+        "a KL penalty, or a lower actor.optim.lr",
+    )  # fmt: skip
+
+
+def rewards_are_equal(rows: Rows) -> RunWarning | None:
+    """All responses of each step have the same score: there is nothing to learn from."""
+    last = [(r.get("critic/score/min"), r.get("critic/score/max")) for r in rows[-WINDOW:]]
+    if any(low is None or low != high for low, high in last):
+        return None
+    text = f"all responses of each of the last {WINDOW} steps have one score ({last[-1][0]:g})"
+    return RunWarning(
+        "rewards_are_equal", text, "another difficulty of the prompts, a finer reward, or a check "
+        "of the verifier on samples.jsonl",
+    )  # fmt: skip
+
+
+def groups_are_equal(rows: Rows) -> RunWarning | None:
+    """Most groups of samples of one prompt have one score."""
+    share = _mean(rows, "critic/score/equal_groups")
+    if share is None or share <= EQUAL_GROUPS:
+        return None
+    text = f"{share:.0%} of the prompts have samples of one score only"
+    return RunWarning(
+        "groups_are_equal", text, "algorithm.filter_groups, a higher rollout.n, or prompts of "
+        "another difficulty",
+    )  # fmt: skip
+
+
+def responses_are_cut_off(rows: Rows) -> RunWarning | None:
+    """Nearly all responses reach the length limit."""
+    share = _mean(rows, "response_length/clip_ratio")
+    if share is None or share < CUT_OFF:
+        return None
+    return RunWarning(
+        "responses_are_cut_off", f"{share:.0%} of the responses are cut off",
+        "a higher data.max_response_length, a check of rollout.stop_token_ids and of the chat "
+        "template, or reward.overlong_buffer_len",
+    )  # fmt: skip
+
+
+def critic_explains_nothing(rows: Rows) -> RunWarning | None:
+    """The critic's values are no better than a constant."""
+    if len(rows) < EXPLAINED_AFTER or "critic/vf_loss" not in rows[-1]:
+        return None
+    explained = _mean(rows, "critic/vf_explained_var")
+    if explained is None or explained >= EXPLAINED:
+        return None
+    return RunWarning(
+        "critic_explains_nothing", f"the critic explains {explained:.1%} of the returns' variance",
+        "a higher critic.optim.lr, trainer.critic_warmup, more critic.ppo_epochs, or an estimator "
+        "without a critic (algorithm.adv_estimator)",
+    )  # fmt: skip
+
+
+def rollout_and_actor_disagree(rows: Rows) -> RunWarning | None:
+    """Engine and actor give the sampled tokens different probabilities."""
+    gap = _mean(rows, "training/rollout_logprob_diff_mean")
+    if gap is None or gap <= LOGPROB_GAP:
+        return None
+    return RunWarning(
+        "rollout_and_actor_disagree",
+        f"log-probabilities of engine and actor differ by {gap:.3g} nats in the mean",
+        "algorithm.rollout_correction.rollout_is: token, rollout.dtype as model.dtype, or with "
+        "experts actor.router_replay: R3",
+    )  # fmt: skip
+
+
+def experts_starve(rows: Rows) -> RunWarning | None:
+    """An expert gets almost no token."""
+    found = []
+    for name in rows[-1] if rows else ():
+        match, load = _LAYER.fullmatch(name), _mean(rows, name)
+        if match and load is not None and load < STARVING:
+            found.append(f"{match[1]} layer {match[2]}")
+    if not found:
+        return None
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    where = ", ".join(found[:3])
+    return RunWarning(
+        "experts_starve", f"an expert gets less than 2% of an even load in {where}{more}",
+        "an auxiliary loss or an expert bias in override_transformer_config (docs/moe.md), or a "
+        "lower actor.optim.lr",
+    )  # fmt: skip
+
+
+def rank_is_slow(rows: Rows) -> RunWarning | None:
+    """One rank needs longer than the others for the same arithmetic."""
+    times = [
+        {n.removeprefix(history.PROBE): row[n] for n in row if n.startswith(history.PROBE)}
+        for row in rows[-WINDOW:]
+    ]
+    if len(times) < WINDOW or any(len(each) < 3 for each in times):
+        return None
+    slow = [
+        {rank for rank, time in each.items() if time > SLOW_RANK * median(each.values())}
+        for each in times
+    ]
+    always = sorted(set.intersection(*slow), key=int)
+    if not always:
+        return None
+    ratio = min(each[always[0]] / median(each.values()) for each in times)
+    ranks = "ranks " if len(always) > 1 else "rank "
+    return RunWarning(
+        "rank_is_slow",
+        f"{ranks}{', '.join(always)} took at least {ratio:.1f} x the median time for the same "
+        f"product of matrices in each of the last {WINDOW} steps",
+        "a look at that device's clocks, temperature and other processes, or the job without it",
+    )
+
+
+def phase_dominates(rows: Rows) -> RunWarning | None:
+    """One phase takes most of the step."""
+    total = _mean(rows, history.STEP_TIME)
+    if not total:
+        return None
+    for name in sorted(rows[-1]):
+        phase, seconds = name.removeprefix("timing_s/"), _mean(rows, name)
+        if not name.startswith("timing_s/") or phase in history.NOT_PHASES or seconds is None:
+            continue
+        if seconds > SHARE_OF_STEP.get(phase, OTHER_SHARE) * total:
+            advice = _PHASE_ADVICE.get(phase, "a look at its parts in the report (docs/memory.md)")
+            text = f"{phase} takes {seconds / total:.0%} of a step"
+            return RunWarning("phase_dominates", text, advice)
+    return None
+
+
+def steps_are_skipped(rows: Rows) -> RunWarning | None:
+    """Optimizer steps were skipped because a loss or gradient was not finite."""
+    name, recent = "training/skipped_steps", rows[-MOST_STEPS:]
+    counts = [row[name] for row in recent if name in row]
+    if not counts or counts[-1] <= counts[0]:
+        return None
+    count = counts[-1] - counts[0]
+    text = f"{count:.0f} optimizer steps were skipped within {len(recent)} PPO steps"
+    return RunWarning(
+        "steps_are_skipped", text, "a lower optim.lr, or trainer.on_nonfinite: stop and "
+        "mppo-replay on the step that it keeps",
+    )  # fmt: skip
+
+
+RULES: tuple[Rule, ...] = (
+    kl_runs_away, entropy_collapses, rewards_are_equal, groups_are_equal, responses_are_cut_off,
+    critic_explains_nothing, rollout_and_actor_disagree, experts_starve, rank_is_slow,
+    phase_dominates, steps_are_skipped,
+)  # fmt: skip
+
+
+def current_warnings(rows: Rows) -> list[RunWarning]:
+    """The warnings about the last steps of a run.
+
+    Args:
+        rows: ``course`` of the run.
+    """
+    if len(rows) < WINDOW:
+        return []
+    return [found for rule in RULES if (found := rule(rows)) is not None]
+
+
+def course(steps: Steps, end: int) -> Rows:
+    """The metrics that the rules read: those of the first trained steps, and of the last ones.
+
+    Args:
+        steps: number and metrics of each step; the first may be the validation before training.
+        end: how many of them are over.
+    """
+    first = 1 if steps and steps[0][0] == 0 else 0
+    beginning = steps[first : min(first + WINDOW, end)]
+    recent = steps[max(first + WINDOW, end - MOST_STEPS) : end]
+    return [row for _, row in (*beginning, *recent)]
+
+
+@dataclass(frozen=True)
+class WarningSpan:
+    """Steps in which a rule warned without a pause.
+
+    Args:
+        warning: of the last of these steps.
+        first: first step.
+        last: last step.
+        ongoing: whether it is the last step of the run.
+    """
+
+    warning: RunWarning
+    first: int
+    last: int
+    ongoing: bool
+
+
+def warning_spans(steps: Steps) -> list[WarningSpan]:
+    """The warnings of a run, the ongoing ones first, then by their first step.
+
+    Args:
+        steps: as for ``course``.
+    """
+    open_spans: dict[str, tuple[int, RunWarning]] = {}
+    found: list[WarningSpan] = []
+    before = 0
+    for place, (step, _) in enumerate(steps, start=1):
+        now = {each.name: each for each in current_warnings(course(steps, place))}
+        for name in open_spans.keys() - now.keys():
+            began, warning = open_spans.pop(name)
+            found.append(WarningSpan(warning, began, before, False))
+        for name, warning in now.items():
+            open_spans[name] = (open_spans.get(name, (step,))[0], warning)
+        before = step
+    found += [WarningSpan(warning, began, before, True) for began, warning in open_spans.values()]
+    return sorted(found, key=lambda span: (not span.ongoing, span.first))
+
+
+def _mean(rows: Rows, name: str) -> float | None:
+    """Mean of a metric over the last ``WINDOW`` steps; None if one of them lacks it."""
+    values = [row.get(name, math.nan) for row in rows[-WINDOW:]]
+    mean = sum(values) / len(values) if values else math.nan
+    return mean if math.isfinite(mean) else None

@@ -1,0 +1,261 @@
+"""Dumps of a run's steps (``trainer.dump_rollouts``), and training from them (``replay``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.algos.packing import cumulative
+from mppo.batch import Experience, ModelOutputs, Prompt, Trajectory, unknown_expert
+from mppo.dumps.experience_files import read_batch_tensor, read_experience, write_share
+from mppo.dumps.step_dump import (
+    SequenceRow,
+    StepDump,
+    dumped_steps,
+    read_header_of,
+    recipe_hash,
+    step_folder,
+    write_header,
+    write_pieces,
+)
+from mppo.parallel.collectives import group_size, raise_on_any_rank
+from mppo.parallel.partition import partition
+from mppo.responses import ResponseRow, Responses
+from mppo.rewards.scores import ResponseScore
+from mppo.safety.disk import set_aside
+from mppo.trainer.advantages import needs_greedy_baseline
+from mppo.trainer.failures import storage_message
+from mppo.trainer.metrics import reward_metrics
+from mppo.trainer.rollout_stage import ScoredRollout, pack_scored
+from mppo.trainer.run import Run
+from mppo.weights.shape import model_shape
+
+_LEFT_OUT = ("old.ref_hidden_T",)
+"""Not dumped: a hidden state has thousands of numbers per token, and a replay computes it."""
+_UNREADABLE = (ValueError, KeyError, TypeError, OSError)
+
+
+def write_shares(folder: Path, experience: Experience, leave_out: Collection[str] = ()) -> None:
+    """Write an experience, each rank the sequences it holds. Collective.
+
+    Args:
+        folder: an existing one is renamed.
+        experience: the part of this rank.
+        leave_out: names of tensors that are not written.
+
+    Raises:
+        RuntimeError: on every rank, if one of them cannot write.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def prepare() -> None:
+        if folder.exists():
+            set_aside(folder)
+        folder.mkdir(parents=True)
+
+    _on_all_ranks(prepare if rank == 0 else lambda: None)
+    _on_all_ranks(lambda: write_share(folder, rank, experience, leave_out))
+
+
+def _on_all_ranks(action: Callable[[], None]) -> None:
+    """Run an action on every rank; raise on every rank if it fails on one. Collective."""
+    error = None
+    try:
+        action()
+    except OSError as failure:
+        error = storage_message(failure) or str(failure)
+    raise_on_any_rank(error, group_size())
+
+
+def dump_step(
+    run: Run, step: int, scored: ScoredRollout, outputs: ModelOutputs, experience: Experience
+) -> None:
+    """Write the dump of a step. Collective.
+
+    Args:
+        run: the run.
+        step: the PPO step.
+        scored: the responses with their raw scores.
+        outputs: the models' outputs before the update.
+        experience: made of ``outputs``, before PF-PPO's resampling.
+    """
+    folder, rank = step_folder(run.reporter.run_dir, step), dist.get_rank()
+    raw = replace(outputs.batch, token_rewards_T=scored.batch.token_rewards_T)
+    write_shares(folder, replace(experience, old=replace(outputs, batch=raw)), _LEFT_OUT)
+    tokens = outputs.batch.tokens_T.unique().tolist()
+    texts = run.tokenizer.batch_decode([[token] for token in tokens]) if tokens else []
+    _on_all_ranks(lambda: write_pieces(folder, rank, dict(zip(tokens, texts, strict=True))))
+    plain = run.recipe.model_dump(mode="json")
+    header = StepDump(step, recipe_hash(plain), group_size(), run.kl.coef, tuple(_rows(scored)))
+    _on_all_ranks(lambda: write_header(folder, header) if rank == 0 else None)
+
+
+def _rows(scored: ScoredRollout) -> list[SequenceRow]:
+    baselines = scored.baseline_B.tolist() or [None] * len(scored.judged)
+    return [
+        SequenceRow(
+            uid=row.prompt.uid,
+            data_source=row.prompt.data_source,
+            prompt=row.prompt.text,
+            ground_truth=str(row.prompt.ground_truth),
+            finish_reason=row.finish_reason,
+            parts=row.parts,
+            score=judged.score,
+            baseline=baseline,
+            numbers=judged.numbers,
+            error=judged.error,
+            unscored=judged.unscored,
+            token_total=judged.token_total,
+            answer=judged.answer,
+            right=judged.right,
+        )
+        for row, judged, baseline in zip(
+            scored.responses.table, scored.judged, baselines, strict=True
+        )
+    ]
+
+
+def replay_folders(replay: str) -> list[Path]:
+    """The folders of the dumped steps that ``trainer.replay`` names, in order of the steps."""
+    return list(dumped_steps(Path(replay)).values())
+
+
+def replay_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]]:
+    """Read the responses and scores of a dumped step instead of generating them. Collective.
+
+    Step s trains on the s-th dump, and begins again with the first after the last.
+
+    Returns:
+        The responses with their scores, shared out, and the metrics of scoring.
+
+    Raises:
+        ValueError: the dump is damaged, or does not suit the recipe.
+    """
+    replayed = str(run.recipe.trainer.replay)
+    folders = replay_folders(replayed)
+    if not folders:
+        raise ValueError(f"trainer.replay={replayed}: the dumps are gone; restore the folder")
+    folder = folders[(step - 1) % len(folders)]
+    try:
+        header = read_header_of(folder)
+        responses, rewards = read_responses(folder, header)
+    except _UNREADABLE as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"trainer.replay={replayed}: {folder} cannot be read ({why}); restore it from a copy, "
+            "or remove this step's folder"
+        ) from error
+    _check_suits(run, folder, header, responses)
+    judged = dumped_scores(header, rewards)
+    run.roles.placement.prepare("reward", "forward")
+    batch = pack_scored(run, responses, judged)
+    baseline_B = torch.empty(0)
+    if needs_greedy_baseline(run.recipe.algorithm):
+        baseline_B = torch.tensor([row.baseline for row in header.rows])
+    scored = ScoredRollout(responses, batch, baseline_B, judged, [])
+    return scored, reward_metrics(responses.table, judged, [])
+
+
+def dumped_scores(
+    header: StepDump, token_rewards: Mapping[int, Sequence[float]]
+) -> list[ResponseScore]:
+    """What scoring found of each response of a dump.
+
+    Args:
+        header: of the dump.
+        token_rewards: of the responses held here, by index, as ``read_responses`` returns them.
+    """
+    return [
+        ResponseScore(
+            row.score,
+            row.numbers,
+            row.error,
+            row.unscored,
+            token_total=row.token_total,
+            token_rewards=token_rewards.get(index, ()),
+            answer=row.answer,
+            right=row.right,
+        )
+        for index, row in enumerate(header.rows)
+    ]
+
+
+def _check_suits(run: Run, folder: Path, header: StepDump, responses: Responses) -> None:
+    recipe, error = run.recipe, None
+    tokens = [each.response_ids for each in responses.trajectories if each.length]
+    largest = int(torch.cat(tokens).max()) if tokens else 0
+    vocabulary = model_shape(run.roles.actor.hf_config).vocab
+    if len(header.rows) % recipe.rollout.n:
+        error = f"has {len(header.rows)} responses, not {recipe.rollout.n} (rollout.n) per prompt"
+    elif largest >= vocabulary:
+        error = f"has token {largest}, but the model has {vocabulary} tokens"
+    elif needs_greedy_baseline(recipe.algorithm) and any(r.baseline is None for r in header.rows):
+        error = "has no scores of greedy responses, which algorithm.adv_estimator = remax needs"
+    try:
+        raise_on_any_rank(error, group_size())
+    except RuntimeError as found:
+        raise ValueError(
+            f"trainer.replay: {folder} {found}; replay it with the model and recipe it was made by"
+        ) from None
+
+
+def read_responses(folder: Path, header: StepDump) -> tuple[Responses, dict[int, Sequence[float]]]:
+    """The responses of a dump, of which this rank holds those whose home it is.
+
+    Returns:
+        The responses, and the rewards of the tokens of those held here, by index; those without
+        are left out.
+    """
+    world = group_size()
+    rank = dist.get_rank() if world > 1 else 0
+    lengths_B = read_batch_tensor(folder, "lengths_B")
+    if len(lengths_B) != len(header.rows):
+        raise ValueError(f"{len(header.rows)} rows for {len(lengths_B)} sequences")
+    home_B = read_batch_tensor(folder, "home_B")
+    if header.ranks != world:
+        for home, part in enumerate(partition(lengths_B.tolist(), world)):
+            home_B[part] = home
+    held = list(range(len(header.rows)))
+    if world > 1:
+        held = (home_B == rank).nonzero()[:, 0].tolist()
+    read = read_experience(folder, header.ranks, held)
+    ends = cumulative(lengths_B[torch.tensor(held, dtype=torch.int64)]).tolist()
+    batch, rows, mine, rewards = read.old.batch, {}, {}, {}
+    sizes = zip(batch.prompt_B.tolist(), batch.response_B.tolist(), strict=True)
+    where = dict(zip(held, ends))
+    for index, ((prompt_tokens, tokens), row) in enumerate(zip(sizes, header.rows, strict=True)):
+        # other ranks need only the number of a prompt's tokens
+        ids = torch.zeros(prompt_tokens, dtype=torch.int32)
+        if index in where:
+            first = where[index]
+            ids = batch.tokens_T[first : first + prompt_tokens]
+        prompt = Prompt(row.uid, ids, row.data_source, row.ground_truth, row.prompt)
+        parts = tuple((int(version), int(count)) for version, count in row.parts)
+        rows[index] = ResponseRow(prompt, row.finish_reason, parts, max(int(home_B[index]), 0))
+        if index in where:
+            start, end = first + prompt_tokens, first + prompt_tokens + tokens
+            if batch.token_rewards_T[start:end].any():
+                rewards[index] = batch.token_rewards_T[start:end].tolist()
+            mine[index] = Trajectory(
+                prompt,
+                batch.tokens_T[start:end],
+                batch.rollout_logprobs_T[start:end],
+                row.finish_reason,
+                parts[-1][0],
+                _experts(batch.routed_experts_T[first:end]),
+                parts[:-1],
+            )
+    return Responses(rows, mine), rewards
+
+
+def _experts(experts_T: Tensor) -> Tensor | None:
+    """The engine's choices of a sequence as ``Trajectory`` has them; None without any."""
+    if 0 in experts_T.shape[1:]:
+        return None
+    wide_T = experts_T.to(torch.int16)
+    return torch.where(experts_T == unknown_expert(experts_T.dtype), -1, wide_T)
