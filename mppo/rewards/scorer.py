@@ -16,7 +16,7 @@ from mppo.config.sections.reward import RewardConfig
 from mppo.responses import ResponseRow, Responses
 from mppo.rewards.division import ScoringError, score_divided
 from mppo.rewards.function import load_function
-from mppo.rewards.remote import RemoteReward
+from mppo.rewards.remote.build import build_remote_reward
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scores import ModelScore, ResponseScore, read_scores
@@ -189,11 +189,16 @@ def build_scorer(
             )
             raise ConfigError([issue])
     alone = with_model and reward.weight is None
-    function = None if alone else _build_reward_function(reward)
+    function = None if alone else build_reward_function(reward)
     return Scorer(function, tokenizer, reward, max_response_length)
 
 
-def _build_reward_function(reward: RewardConfig) -> RewardFunction:
+def build_reward_function(reward: RewardConfig) -> RewardFunction:
+    """Build the rule, function or client of a server that ``reward.*`` names.
+
+    Raises:
+        ConfigError: as ``build_scorer``.
+    """
     needed = {"rule": None, "function": "function", "remote": "url"}[reward.name]
     if needed and not getattr(reward, needed):
         why = f"reward.name={reward.name} needs it"
@@ -209,8 +214,7 @@ def _build_reward_function(reward: RewardConfig) -> RewardFunction:
         return load_function(
             str(reward.function), reward.kwargs, reward.timeout_s, reward.memory_mb
         )
-    keys = ("batch_size", "retries", "backoff_s", "api_key_env")
-    return _with_kwargs(RemoteReward, reward.kwargs, keys, str(reward.url), reward.timeout_s)
+    return build_remote_reward(reward)
 
 
 def _with_kwargs(

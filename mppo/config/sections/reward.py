@@ -30,6 +30,10 @@ class RewardConfig(Section):
     """``package.module:function`` or ``path/file.py:function``, with ``name: function``."""
     url: str | None = None
     """Address of the reward server, with ``name: remote``."""
+    format: Literal["mppo", "openrlhf", "sandbox_fusion", "sglang", "judge"] = "mppo"
+    """Form of its requests and answers: mppo's own, that of OpenRLHF's ``remote_rm_url``,
+    SandboxFusion's ``/run_code``, SGLang's ``/classify``, or ``/v1/chat/completions`` of a
+    generative model that judges."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Seconds for one request to a server, or for one response in a function or in a verifier
     that runs in its own processes. Such a process is then killed, and the response scores 0."""

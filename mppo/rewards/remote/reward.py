@@ -1,0 +1,177 @@
+"""Scores from a reward server, whatever its format, through its failures."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mppo.config.sections.remote import RemoteOptions
+from mppo.rewards.remote.breaker import Admission, CircuitBreaker
+from mppo.rewards.remote.server import RewardServer, ServerFailure
+from mppo.rewards.remote.wire import WireFormat
+from mppo.rewards.response import Response, describe, shorten
+from mppo.rewards.result import read_result
+from mppo.rewards.scores import FailedScore
+from mppo.supervision.phase import tick
+
+MAX_CACHED = 1 << 17
+"""Most results that a cache keeps; the oldest go first."""
+
+
+class RemoteReward:
+    """Sends responses to a reward server, several requests at a time.
+
+    Every response gets its own score or a ``FailedScore``: answers are matched with their
+    requests, and what is missing or not a number is asked for again.
+
+    Args:
+        server: where requests go.
+        wire: their form.
+        options: batch size, concurrency, retries and circuit breaker.
+        cached: ask about equal items once.
+    """
+
+    def __init__(
+        self, server: RewardServer, wire: WireFormat, options: RemoteOptions, cached: bool = False
+    ) -> None:
+        self._server, self._wire, self._options = server, wire, options
+        self._breaker = CircuitBreaker(options.max_failures, options.cool_down_s)
+        self._random = random.Random()  # apart from the run's random numbers
+        self._cache: dict[str, Any] | None = {} if cached else None
+
+    def __call__(self, responses: Sequence[Response]) -> list[Any]:
+        parts = self._wire.items(responses)
+        items = [item for part in parts for item in part]
+        asked = [item for item in items if not isinstance(item, FailedScore)]
+        answers = iter(self._score(asked) if self._cache is None else self._score_cached(asked))
+        results = []
+        for response, part in zip(responses, parts, strict=True):
+            mine = [each if isinstance(each, FailedScore) else next(answers) for each in part]
+            results.append(self._combine(response, mine))
+        return results
+
+    def _combine(self, response: Response, results: Sequence[Any]) -> Any:
+        for result in results:
+            if isinstance(result, FailedScore):
+                return FailedScore(
+                    f"no score for {describe(response.prompt)}, response "
+                    f"{shorten(response.text)!r}: {result.message}"
+                )
+        return self._wire.combine(results)
+
+    def _score_cached(self, items: Sequence[Any]) -> list[Any]:
+        """The results of all items; those that are known, or occur twice, are not asked for."""
+        cache = self._cache
+        assert cache is not None
+        keys = [json.dumps(item) for item in items]
+        new = {key: item for key, item in zip(keys, items) if key not in cache}
+        found = dict(zip(new, self._score(list(new.values()))))
+        results = [found[key] if key in found else cache[key] for key in keys]
+        cache.update({key: result for key, result in found.items() if _is_score(result)})
+        for key in list(cache)[: len(cache) - MAX_CACHED]:
+            del cache[key]
+        return results
+
+    def _score(self, items: Sequence[Any]) -> list[Any]:
+        """The results of all items, in order."""
+        size, abandoned = self._options.batch_size, threading.Event()
+        batches = [items[start : start + size] for start in range(0, len(items), size)]
+        pool = ThreadPoolExecutor(self._options.concurrency, thread_name_prefix="reward request")
+        results: list[Any] = []
+        try:
+            for future in [pool.submit(self._request, batch, abandoned) for batch in batches]:
+                results += future.result()
+                tick()
+        finally:
+            abandoned.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+        return results
+
+    def _request(self, items: Sequence[Any], abandoned: threading.Event) -> list[Any]:
+        """The results of a batch; ``FailedScore`` for items that the server did not score."""
+        admission = self._breaker.admit()
+        if admission is Admission.REFUSED:
+            why = f"the reward server {self._server.shown_url}: {self._breaker.describe()}"
+            return [FailedScore(why)] * len(items)
+        tries = 1 if admission is Admission.PROBE else self._options.retries + 1
+        try:
+            results = self._exchange_with_retries(items, tries, abandoned)
+        except ServerFailure as error:
+            if error.of_items:
+                self._breaker.succeeded()
+                if len(items) > 1:  # find the ones that the server does not accept
+                    half = len(items) // 2
+                    first = self._request(items[:half], abandoned)
+                    return first + self._request(items[half:], abandoned)
+            else:
+                self._breaker.failed(str(error))
+            return [FailedScore(str(error))] * len(items)
+        self._breaker.succeeded()
+        return results
+
+    def _exchange_with_retries(
+        self, items: Sequence[Any], tries: int, abandoned: threading.Event
+    ) -> list[Any]:
+        """The results of a batch, asked for until each is a score.
+
+        Raises:
+            ServerFailure: there was no usable answer to any request.
+        """
+        results: dict[int, Any] = {}
+        pending, failure = list(range(len(items))), None
+        for attempt in range(tries):
+            if attempt and abandoned.wait(self._delay(attempt)):
+                break
+            try:
+                found = self._exchange([items[index] for index in pending])
+            except ServerFailure as error:
+                failure = self._after(attempt + 1, error)
+                if not error.retry:
+                    break
+                continue
+            results.update(zip(pending, found, strict=True))
+            pending = [i for i in pending if not _is_final(results[i])]
+            if not pending:
+                break
+        if not results:
+            assert failure is not None
+            raise failure
+        return [results[index] for index in range(len(items))]
+
+    def _exchange(self, items: Sequence[Any]) -> list[Any]:
+        name = secrets.token_hex(8)
+        ids = [f"{name}-{index}" for index in range(len(items))]
+        answer = self._server.post(self._wire.body(items, ids))
+        try:
+            return self._wire.read(answer, items, ids)
+        except ValueError as error:
+            raise ServerFailure(self._server.quote(str(error))) from None
+
+    def _after(self, tries: int, error: ServerFailure) -> ServerFailure:
+        """The failure with the server's name and the number of attempts."""
+        times = "" if tries == 1 else f" {tries} times, last"
+        message = f"the reward server {self._server.shown_url} failed{times}: {error}"
+        return ServerFailure(message, error.retry, error.of_items)
+
+    def _delay(self, attempt: int) -> float:
+        options = self._options
+        longest = min(options.backoff_s * 2 ** min(attempt - 1, 60), options.max_backoff_s)
+        return longest * self._random.uniform(0.5, 1.0)
+
+
+def _is_final(result: Any) -> bool:
+    """Whether a retry could not give a better result."""
+    return isinstance(result, FailedScore) or _is_score(result)
+
+
+def _is_score(result: Any) -> bool:
+    try:
+        read_result(result)
+    except ValueError:
+        return False
+    return True
