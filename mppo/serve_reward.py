@@ -95,7 +95,7 @@ def _check_key(host: str) -> str:
         fix = "set it to the key alone"
         raise _error(KEY_VARIABLE, "", "holds characters that no HTTP header can hold", fix)
     if not key and not is_loopback(host):
-        fix = f"export {KEY_VARIABLE}=$(openssl rand -hex 16), here and for the run"
+        fix = "set it to a long random text, here and for the run"
         raise _error(KEY_VARIABLE, "", f"is not set, and --host {host} is open to others", fix)
     if not key:
         print(

@@ -54,13 +54,10 @@ def model_routes(model: SequenceClassifier) -> dict[str, Route]:
         return {"rewards": scores, "scores": scores}
 
     def sglang(content: dict[str, Any]) -> Any:
-        given = content.get("input_ids")
-        if given is None:
-            tokens = text_tokens(tokenizer, _texts(content, "text"))
+        if "input_ids" in content:
+            tokens = _tokens(content["input_ids"])
         else:
-            tokens = [given] if given and isinstance(given[0], int) else given
-        if not _is_tokens(tokens):
-            raise ValueError("input_ids is not a list of lists of integers")
+            tokens = text_tokens(tokenizer, _texts(content, "text"))
         names = content.get("rid") or [str(index) for index in range(len(tokens))]
         names = [names] if isinstance(names, str) else names
         if not isinstance(names, list) or len(names) != len(tokens):
@@ -131,8 +128,8 @@ def _response(item: Mapping[str, Any]) -> Response:
     for name, text in texts.items():
         if not isinstance(text, str):
             raise ValueError(f"{name} is not a text")
-    messages, extra = item.get("messages") or (), item.get("extra") or {}
-    if not all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in messages):
+    messages, extra = item.get("messages", []), item.get("extra", {})
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise ValueError("messages is not a list of objects with role and content")
     if not isinstance(extra, dict):
         raise ValueError("extra is not an object")
@@ -147,6 +144,10 @@ def _response(item: Mapping[str, Any]) -> Response:
         messages=tuple(messages),
     )
     return Response(prompt, texts["response"])
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and {"role", "content"} <= message.keys()
 
 
 def _query_responses(content: dict[str, Any]) -> list[Response]:
@@ -174,10 +175,14 @@ def _texts(content: dict[str, Any], name: str) -> list[str]:
     return found
 
 
-def _is_tokens(given: Any) -> bool:
-    return isinstance(given, list) and all(
-        isinstance(ids, list) and all(type(token) is int for token in ids) for ids in given
-    )
+def _tokens(given: Any) -> list[list[int]]:
+    if isinstance(given, list) and given and not isinstance(given[0], list):
+        given = [given]
+    if not isinstance(given, list) or not all(isinstance(ids, list) for ids in given):
+        raise ValueError("input_ids is not a list of lists of integers")
+    if not all(type(token) is int for ids in given for token in ids):
+        raise ValueError("input_ids has a token that is not an integer")
+    return given
 
 
 def _entry(score: ResponseScore) -> Any:
