@@ -25,12 +25,13 @@ def read_remote_options(reward: RewardConfig) -> RemoteOptions:
     """Read and check the options of the recipe's reward server.
 
     Args:
-        reward: a section with ``name: remote``.
+        reward: a section with a server.
 
     Raises:
         ConfigError: an unknown key, a missing one, or one with an invalid value.
     """
-    kind = REMOTE_FORMATS[reward.format]
+    assert reward.server_format is not None
+    kind = REMOTE_FORMATS[reward.server_format]
     known = list(kind.model_fields)
     issues = [_unknown(key, reward.kwargs[key], known) for key in reward.kwargs.keys() - set(known)]
     if issues:
@@ -38,7 +39,7 @@ def read_remote_options(reward: RewardConfig) -> RemoteOptions:
     try:
         options = kind.model_validate(reward.kwargs)
     except ValidationError as error:
-        issues = [_issue(issue, reward.format) for issue in translate(error)]
+        issues = [_issue(issue, reward.server_format) for issue in translate(error)]
         raise ConfigError(issues) from None
     if isinstance(options, SandboxFusionOptions):
         issues = _time_issues(options, reward.timeout_s)

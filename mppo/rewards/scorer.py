@@ -204,6 +204,16 @@ def build_reward_function(reward: RewardConfig) -> RewardFunction:
         why = f"reward.name={reward.name} needs it"
         forms = {"function": "module:function or path.py:function", "url": "http://host:port/path"}
         raise ConfigError([ConfigIssue(f"reward.{needed}", None, why, f"set it: {forms[needed]}")])
+    if reward.name == "rule" and reward.server_format:
+        programs = build_remote_reward(reward)
+        partial_credit = bool(reward.kwargs.get("partial_credit", False))
+        return RuleReward(
+            reward.verifier,
+            partial_credit,
+            timeout_s=reward.timeout_s,
+            memory_mb=reward.memory_mb,
+            programs=programs,
+        )
     if reward.name == "rule":
         keys = ("partial_credit", "sandbox")
         make = partial(

@@ -131,6 +131,23 @@ def test_programs_run_in_the_sandbox():
     assert scores == [score for *_, score in cases]
 
 
+def test_rules_score_the_rest_while_programs_run_elsewhere():
+    prompts = [
+        Prompt(0, (1,), "openai/gsm8k", "7", "p"),
+        Prompt(1, (1,), "taco", json.dumps({"inputs": ["1", "2"], "outputs": ["1", "3"]}), "p"),
+        Prompt(2, (1,), "exact_one", "a", "p", verifier="exact"),
+    ]
+    texts = ["so #### 7", "```python\nprint(input())\n```", "a"]
+    given = list(map(Response, prompts, texts))
+    with served(sandbox_routes()) as url:
+        section = RewardConfig(url=f"{url}/run_code", kwargs={"partial_credit": True})
+        reward = build_reward_function(section)
+        reward.check(prompts)
+        assert reward(given) == [1.0, 0.5, 1.0]
+    with pytest.raises(ValueError, match="prompt 1 .*cannot be verified"):
+        reward.check([Prompt(1, (1,), "taco", "not tests", "p")])
+
+
 @pytest.fixture(scope="module")
 def echo():
     """The port of a server that wants a key."""

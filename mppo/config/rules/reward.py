@@ -13,13 +13,16 @@ from mppo.config.rules.rule import RuleContext, rule
 def remote_options_are_valid(context: RuleContext) -> Iterator[ConfigIssue]:
     """The format of a reward server has the options that it needs, and no others."""
     reward = context.recipe.reward
-    if reward.name == "remote":
+    wire, key = reward.server_format, "reward.format"
+    if reward.format and wire is None:
+        why = f"has no effect with reward.name = {reward.name} and no server"
+        yield ConfigIssue(key, reward.format, why, "set reward.name to remote, or leave it out")
+    elif reward.format and wire != reward.format:
+        why = "with reward.name = rule, the server at reward.url runs programs"
+        fix = "set reward.name to remote, or reward.format to sandbox_fusion"
+        yield ConfigIssue(key, reward.format, why, fix)
+    elif wire is not None and (reward.url or reward.name != "remote"):
         try:
             read_remote_options(reward)
         except ConfigError as error:
             yield from error.issues
-    elif reward.format != "mppo":
-        why = f"has no effect with reward.name = {reward.name}"
-        yield ConfigIssue(
-            "reward.format", reward.format, why, "set reward.name to remote, or leave it out"
-        )

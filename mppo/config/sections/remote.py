@@ -18,8 +18,9 @@ class RemoteOptions(Section):
 
     batch_size: int = Field(default=256, ge=1)
     """Most responses per request."""
-    concurrency: int = Field(default=8, ge=1, le=1024)
-    """Most requests of a rank at the same time."""
+    concurrency: int = Field(default=32, ge=1, le=1024)
+    """Most requests of the run at the same time; every rank sends its part of them, at least
+    one."""
     retries: int = Field(default=3, ge=0)
     """Further attempts after a failure that a retry may cure."""
     backoff_s: float = Field(default=0.5, ge=0)

@@ -23,7 +23,7 @@ def build_remote_reward(reward: RewardConfig) -> RemoteReward:
     """Build the client of a recipe's reward server.
 
     Args:
-        reward: a section with ``name: remote`` and ``url``.
+        reward: a section with a server at ``url``.
 
     Raises:
         ConfigError: an invalid URL or option, no such environment variable, or no such tokenizer.
@@ -31,10 +31,10 @@ def build_remote_reward(reward: RewardConfig) -> RemoteReward:
     options = read_remote_options(reward)
     server = RewardServer(str(reward.url), reward.timeout_s, options.api_key_env)
     cached = isinstance(options, JudgeOptions) and options.cache
-    return RemoteReward(server, _wire(reward.format, options), options, cached)
+    return RemoteReward(server, _wire(reward.server_format, options), options, cached)
 
 
-def _wire(name: str, options: RemoteOptions) -> WireFormat:
+def _wire(name: str | None, options: RemoteOptions) -> WireFormat:
     if isinstance(options, SandboxFusionOptions):
         return SandboxFusionFormat(options)
     if isinstance(options, ClassifierOptions):

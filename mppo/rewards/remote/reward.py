@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch.distributed as dist
+
 from mppo.config.sections.remote import RemoteOptions
 from mppo.rewards.remote.breaker import Admission, CircuitBreaker
 from mppo.rewards.remote.server import RewardServer, ServerFailure
@@ -81,7 +83,9 @@ class RemoteReward:
         """The results of all items, in order."""
         size, abandoned = self._options.batch_size, threading.Event()
         batches = [items[start : start + size] for start in range(0, len(items), size)]
-        pool = ThreadPoolExecutor(self._options.concurrency, thread_name_prefix="reward request")
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        threads = max(1, self._options.concurrency // world)
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="reward request")
         results: list[Any] = []
         try:
             for future in [pool.submit(self._request, batch, abandoned) for batch in batches]:
