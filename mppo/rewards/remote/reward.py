@@ -75,7 +75,7 @@ class RemoteReward:
         found = dict(zip(new, self._score(list(new.values()))))
         results = [found[key] if key in found else cache[key] for key in keys]
         cache.update({key: result for key, result in found.items() if _is_score(result)})
-        for key in list(cache)[: len(cache) - MAX_CACHED]:
+        for key in list(cache)[: max(len(cache) - MAX_CACHED, 0)]:
             del cache[key]
         return results
 
