@@ -26,6 +26,7 @@ EXAMPLES = ["adding_a_reward.md", "adding_an_estimator.md"]
 PROGRAMS = {
     "mppo-convert": "checkpoints_convert.__main__",
     "mppo-migrate": "mppo.migrate",
+    "mppo-serve-reward": "mppo.serve_reward",
     "mppo-simulate": "mppo.simulate",
 }
 FOREIGN = "examples/scripts/"
