@@ -41,7 +41,7 @@ def url(folder):
     options = server_options(
         str(folder), "float32", 1, True, {}, read_model_config(folder), with_weights=True
     )
-    options |= {"is_embedding": True, "disable_radix_cache": True}
+    options |= {"is_embedding": True}
     environment = {**os.environ, **server_environment(1, True, "llama")}
     server = own_server(0, options, environment, KEY, folder, START_S)
     server.start()

@@ -144,7 +144,7 @@ def test_rules_score_the_rest_while_programs_run_elsewhere():
         reward = build_reward_function(section)
         reward.check(prompts)
         assert reward(given) == [1.0, 0.5, 1.0]
-    with pytest.raises(ValueError, match="prompt 1 .*cannot be verified"):
+    with pytest.raises(ValueError, match=r"prompt 1 .*cannot be verified"):
         reward.check([Prompt(1, (1,), "taco", "not tests", "p")])
 
 
