@@ -14,6 +14,7 @@ from mppo.rewards.remote.build import build_remote_reward
 from mppo.rewards.response import Response
 from mppo.rewards.scores import FailedScore, read_scores
 
+GO_ON = RewardConfig(on_error="zero").on_error
 MESSAGES = ({"role": "user", "content": "write"},)
 RESPONSES = [
     Response(Prompt(uid, (1,), "poems", "x", "p", messages=MESSAGES), "a" * uid) for uid in range(5)
@@ -169,7 +170,7 @@ def test_a_server_that_fails_again_and_again_gets_no_further_requests(server):
     assert len(server.requests) == 4  # two responses, twice each
     assert all(isinstance(each, FailedScore) for each in found)
     assert "no request is sent, because the last 2 failed" in found[4].message
-    assert [each.score for each in read_scores(found, RESPONSES, "zero")] == [0.0] * 5
+    assert [each.score for each in read_scores(found, RESPONSES, GO_ON)] == [0.0] * 5
 
 
 def test_one_request_finds_out_whether_the_server_has_recovered(server):

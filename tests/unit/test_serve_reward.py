@@ -23,6 +23,7 @@ from mppo.rewards.serving.routes import function_routes, model_routes, sandbox_r
 from mppo.rewards.serving.sequence_classifier import load_sequence_classifier
 from mppo.serve_reward import main
 
+GO_ON = RewardConfig(on_error="zero").on_error
 MODEL = "builtin:tiny-reward"
 FUNCTION = """
 def score(data_source, solution_str, ground_truth, extra_info, bonus):
@@ -49,7 +50,7 @@ def ask(url, wire, responses, **kwargs):
         name="remote", url=url, format=wire, kwargs={"retries": 0, "batch_size": 2, **kwargs}
     )
     found = build_remote_reward(section)(responses)
-    return found, [each.score for each in read_scores(found, responses, "zero")]
+    return found, [each.score for each in read_scores(found, responses, GO_ON)]
 
 
 def responses(*texts):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mppo.batch import Prompt
+from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.remote.classifier import scored_tokens, text_tokens
 from mppo.rewards.response import Response, RewardFunction
 from mppo.rewards.scores import ResponseScore, read_scores
@@ -18,6 +19,7 @@ from mppo.rewards.workers.pool import cores
 from mppo.rewards.workers.sandbox import Sandbox
 
 MPPO, OPENRLHF, SGLANG, SANDBOX_FUSION = "/score", "/get_reward", "/classify", "/run_code"
+_GO_ON = RewardConfig(on_error="zero").on_error
 _MAX_SANDBOX_S, _MAX_SANDBOX_MB = 60, 4096
 
 
@@ -27,7 +29,7 @@ def function_routes(function: RewardFunction) -> dict[str, Route]:
 
     def score(responses: Sequence[Response]) -> list[ResponseScore]:
         with lock:
-            return read_scores(function(responses), responses, "zero")
+            return read_scores(function(responses), responses, _GO_ON)
 
     def mppo(content: dict[str, Any]) -> Any:
         responses, ids = _responses(content)
