@@ -53,11 +53,17 @@ def url(folder):
 
 
 @torch.no_grad()
-def reference(folder, texts: list[str]) -> list[float]:
+def reference(folder, responses: list[Response]) -> list[float]:
+    """The scores of transformers, one text at a time."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = load_tokenizer(folder)
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    return [model(torch.tensor([each])).logits.item() for each in ids]
+    scores = []
+    for each in responses:
+        messages = [*each.prompt.messages, {"role": "assistant", "content": each.text}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        scores.append(model(torch.tensor([ids])).logits.item())
+    return scores
 
 
 def test_scores_are_those_of_transformers_in_the_models_own_template(folder, url, monkeypatch):
@@ -71,6 +77,5 @@ def test_scores_are_those_of_transformers_in_the_models_own_template(folder, url
     options = {"tokenizer_path": str(folder), "api_key_env": "SGLANG_KEY_OF_TEST", "batch_size": 3}
     section = RewardConfig(name="remote", format="sglang", url=url, kwargs=options)
     scores = build_remote_reward(section)(given)
-    templated = [f"\n\nuser: Say it.\n\nassistant: {text}" for text in texts]
-    assert scores == pytest.approx(reference(folder, templated), abs=1e-4)
+    assert scores == pytest.approx(reference(folder, given), abs=1e-4)
     assert len({round(score, 4) for score in scores}) == len(texts)
