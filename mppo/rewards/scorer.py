@@ -205,14 +205,11 @@ def build_reward_function(reward: RewardConfig) -> RewardFunction:
         forms = {"function": "module:function or path.py:function", "url": "http://host:port/path"}
         raise ConfigError([ConfigIssue(f"reward.{needed}", None, why, f"set it: {forms[needed]}")])
     if reward.name == "rule" and reward.server_format:
-        programs = build_remote_reward(reward)
-        partial_credit = bool(reward.kwargs.get("partial_credit", False))
         return RuleReward(
             reward.verifier,
-            partial_credit,
             timeout_s=reward.timeout_s,
             memory_mb=reward.memory_mb,
-            programs=programs,
+            programs=build_remote_reward(reward),
         )
     if reward.name == "rule":
         keys = ("partial_credit", "sandbox")
