@@ -10,14 +10,23 @@ from typing import Any
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.hub_data import FetchDataSet, with_local_files
 from mppo.config.load import read_recipe, source_name
-from mppo.config.rules import algorithm, data, engine, layout, offload, reward_model, training
+from mppo.config.rules import (
+    algorithm,
+    data,
+    engine,
+    layout,
+    offload,
+    reward,
+    reward_model,
+    training,
+)
 from mppo.config.rules.files import check_files, check_run_folder, is_hub_name
 from mppo.config.rules.rule import RULES, RoleCase, RuleContext, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.sections.model import Hub
 from mppo.weights.shape import max_positions, model_shape
 
-RULE_MODULES = (layout, offload, data, training, algorithm, engine, reward_model)
+RULE_MODULES = (layout, offload, data, training, algorithm, engine, reward_model, reward)
 """Importing them fills ``RULES``."""
 
 ReadConfig = Callable[[str], Any]

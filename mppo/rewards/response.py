@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,13 @@ class Response:
 RewardFunction = Callable[[Sequence[Response]], Sequence[Any]]
 """Returns one result per response: a value that ``mppo.rewards.result`` reads, a ``FailedScore`` or
 an ``Unscored`` (``mppo.rewards.scores``)."""
+
+
+def conversation(prompt: Prompt, response: str) -> tuple[Mapping[str, Any], ...]:
+    """The prompt's messages (its text as a user's message if it has none) and the response as the
+    assistant's."""
+    messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+    return (*messages, {"role": "assistant", "content": response})
 
 
 def describe(prompt: Prompt) -> str:

@@ -13,10 +13,10 @@ from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.rewards import verifiers
 from mppo.rewards.extraction import extract_answer
-from mppo.rewards.response import Response, describe
+from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.scores import FailedScore, Unscored
 from mppo.rewards.workers.pool import Result, WorkerPool, cores
-from mppo.rewards.workers.sandbox import CodeVerifier, Sandbox
+from mppo.rewards.workers.sandbox import CodeVerifier, Sandbox, parse_tests
 from mppo.rewards.workers.server import SCORE
 from mppo.rewards.workers.worker import ScoringTask
 from mppo.supervision.phase import tick
@@ -40,6 +40,8 @@ class RuleReward:
         sandbox: limits for programs, as arguments of ``Sandbox``.
         timeout_s: time limit per response in seconds, for verifiers that run in worker processes.
         memory_mb: limit of a worker's address space in MiB; None means ``MEMORY_MB``.
+        programs: scores the responses of the verifier ``code`` elsewhere; None: in the sandbox of
+            this machine.
     """
 
     verifier: str | None = None
@@ -47,19 +49,20 @@ class RuleReward:
     sandbox: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 60.0
     memory_mb: int | None = None
+    programs: RewardFunction | None = None
     _pools: dict[str, WorkerPool] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.verifier is not None:
+        if self.verifier is not None and not self._runs_elsewhere(self.verifier):
             self._find(self.verifier)
 
-    def __call__(self, responses: Sequence[Response]) -> list[RuleScore]:
+    def __call__(self, responses: Sequence[Response]) -> list[Any]:
         """Score responses: programs and worker verifiers in parallel on the cores of this rank, all
         other verifiers one after the other."""
         by_name: dict[str, list[int]] = {}
         for index, response in enumerate(responses):
             by_name.setdefault(self._name(response.prompt), []).append(index)
-        scores: list[RuleScore] = [0.0] * len(responses)
+        scores: list[Any] = [0.0] * len(responses)
         for name, indices in by_name.items():
             part = self._score_with(name, [responses[index] for index in indices])
             for index, score in zip(indices, part):
@@ -70,9 +73,12 @@ class RuleReward:
         """Return the answer that the verifier reads in a response (``extract_answer``)."""
         return extract_answer(self._name(response.prompt), response.text)
 
-    def _score_with(self, name: str, responses: Sequence[Response]) -> list[RuleScore]:
+    def _score_with(self, name: str, responses: Sequence[Response]) -> list[Any]:
         if name in verifiers.PACKAGES:
             return [_worker_score(result) for result in self._run(name, responses)]
+        if self._runs_elsewhere(name):
+            assert self.programs is not None
+            return list(self.programs(responses))
         if name != verifiers.CODE:
             return [self._try(response) for response in responses]
         with ThreadPoolExecutor(cores()) as pool:
@@ -118,6 +124,10 @@ class RuleReward:
         """
         for prompt in prompts:
             name, response = self._name(prompt), Response(prompt, prompt.ground_truth)
+            if self._runs_elsewhere(name):
+                with _naming(prompt):
+                    parse_tests(prompt.ground_truth)
+                continue
             if name not in verifiers.PACKAGES:
                 self._score(response)
                 continue
@@ -137,6 +147,9 @@ class RuleReward:
         sandbox = Sandbox(**self.sandbox)
         sandbox.check()
         return CodeVerifier(sandbox, self.partial_credit)
+
+    def _runs_elsewhere(self, name: str) -> bool:
+        return name == verifiers.CODE and self.programs is not None
 
     def _name(self, prompt: Prompt) -> str:
         return prompt.verifier or self.verifier or verifiers.verifier_for(prompt.data_source)

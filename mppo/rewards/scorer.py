@@ -18,7 +18,7 @@ from mppo.responses import ResponseRow, Responses
 from mppo.rewards.cache import ScoreCache
 from mppo.rewards.division import ScoringError, score_divided
 from mppo.rewards.function import load_function
-from mppo.rewards.remote import RemoteReward
+from mppo.rewards.remote.build import build_remote_reward
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scores import (
@@ -207,17 +207,29 @@ def build_scorer(
             )
             raise ConfigError([issue])
     alone = with_model and reward.weight is None
-    function = None if alone else _build_reward_function(reward)
+    function = None if alone else build_reward_function(reward)
     cache = ScoreCache() if reward.cache else None
     return Scorer(function, tokenizer, reward, max_response_length, cache=cache)
 
 
-def _build_reward_function(reward: RewardConfig) -> RewardFunction:
+def build_reward_function(reward: RewardConfig) -> RewardFunction:
+    """Build the rule, function or client of a server that ``reward.*`` names.
+
+    Raises:
+        ConfigError: as ``build_scorer``.
+    """
     needed = {"rule": None, "function": "function", "remote": "url"}[reward.name]
     if needed and not getattr(reward, needed):
         why = f"reward.name={reward.name} needs it"
         forms = {"function": "module:function or path.py:function", "url": "http://host:port/path"}
         raise ConfigError([ConfigIssue(f"reward.{needed}", None, why, f"set it: {forms[needed]}")])
+    if reward.name == "rule" and reward.server_format:
+        return RuleReward(
+            reward.verifier,
+            timeout_s=reward.timeout_s,
+            memory_mb=reward.memory_mb,
+            programs=build_remote_reward(reward),
+        )
     if reward.name == "rule":
         keys = ("partial_credit", "sandbox")
         make = partial(
@@ -233,8 +245,7 @@ def _build_reward_function(reward: RewardConfig) -> RewardFunction:
             workers=reward.processes,
             batch_size=reward.batch_size,
         )
-    keys = ("batch_size", "retries", "backoff_s", "api_key_env")
-    return _with_kwargs(RemoteReward, reward.kwargs, keys, str(reward.url), reward.timeout_s)
+    return build_remote_reward(reward)
 
 
 def _with_kwargs(

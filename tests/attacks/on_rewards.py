@@ -31,7 +31,7 @@ def judged(url: str, count: int = 2, **settings: Any) -> int:
     from mppo.rewards.scores import read_scores
 
     os.environ["REWARD_KEY_OF_TEST"] = KEY
-    kwargs = {"retries": 0, "api_key_env": "REWARD_KEY_OF_TEST", **settings}
+    kwargs = {"retries": 0, "batch_size": 1, "api_key_env": "REWARD_KEY_OF_TEST", **settings}
     responses = [Response(Prompt(uid, (1,), "poems", "x", "p"), "r") for uid in range(count)]
     code, shown = 0, ""
     try:
@@ -100,7 +100,8 @@ TABLE = Table(
     "Reward servers",
     "An answer is limited in time and size, headers included; redirects are not followed. A "
     "message quotes a shortened answer without control characters, without the key and without "
-    "the URL's query (every row checks that). The server must send one finite score per response.",
+    "the URL's query (every row checks that). The server must send one finite score per response, "
+    "under the ids of the request.",
     (
         Attack(
             "a redirect to another server",
@@ -200,31 +201,36 @@ TABLE = Table(
             "IncompleteRead",
         ),
         _json("is HTML", b"<html><body>hello", "sent no JSON"),
-        _json("is not UTF-8", b'{"scores": [1, 1], "x": "\xff"}', "sent no JSON (not UTF-8)"),
+        _json("is not UTF-8", b'{"scores": [1], "x": "\xff"}', "sent no JSON (not UTF-8)"),
         _json("is nested 100,000 deep", b"[" * 100_000, "sent no JSON (nested too deeply)"),
         _json(
             "gives the scores twice",
-            b'{"scores": [1, 1], "scores": [9, 9]}',
+            b'{"scores": [1], "scores": [9]}',
             "the key 'scores' occurs twice",
         ),
-        _json("has a score of NaN", b'{"scores": [NaN, 1]}', "is nan, not a finite number"),
-        _json("has a score of 1e999", b'{"scores": [1e999, 1]}', "is inf, not a finite number"),
+        _json("has a score of NaN", b'{"scores": [NaN]}', "is nan, not a finite number"),
+        _json("has a score of 1e999", b'{"scores": [1e999]}', "is inf, not a finite number"),
         _json(
             "has a score of 10^400",
-            b'{"scores": [1%0400d, 1]}' % 0,
+            b'{"scores": [1%0400d]}' % 0,
             "..., not a finite number",
         ),
-        _json("has a score of 5,000 digits", b'{"scores": [1%05000d, 1]}' % 0, "sent no JSON"),
-        _json("has one score for two responses", b'{"scores": [1]}', "it sent a list of 1"),
+        _json("has a score of 5,000 digits", b'{"scores": [1%05000d]}' % 0, "sent no JSON"),
+        _json("has two scores for one response", b'{"scores": [1, 1]}', "it sent a list of 2"),
+        _json(
+            "has the ids of another request",
+            b'{"scores": [1], "ids": ["a-0"]}',
+            "does not have the ids of the request",
+        ),
         _json(
             "nests the scores",
-            b'{"scores": [[1], [1]]}',
+            b'{"scores": [[1]]}',
             "has 1 token rewards, and the response has 0",
         ),
-        _json("has scores as strings", b'{"scores": ["1", "1"]}', "is '1', not a finite number"),
-        _json("has a score of null", b'{"scores": [null, 1]}', "is None, not a finite number"),
-        _json("has an object without a score", b'{"scores": [{"acc": 1}, 1]}', "is missing"),
-        _json("has no scores", b'{"score": [1, 1]}', "it sent no such list"),
+        _json("has scores as strings", b'{"scores": ["1"]}', "is '1', not a finite number"),
+        _json("has a score of null", b'{"scores": [null]}', "is None, not a finite number"),
+        _json("has an object without a score", b'{"scores": [{"acc": 1}]}', "is missing"),
+        _json("has no scores", b'{"score": [1]}', "it sent no such list"),
         Attack(
             "`reward.url: file:///etc/passwd`",
             _recipe("file:///etc/passwd"),

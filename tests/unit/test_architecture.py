@@ -48,7 +48,7 @@ LAYERS = (
     {"planning", "rewards", "rollout", "checkpoint"},
     {"trainer"},
     {"simulation"},
-    {"evaluate", "migrate", "preflight", "replay", "serve", "simulate", "train"},
+    {"evaluate", "migrate", "preflight", "replay", "serve", "serve_reward", "simulate", "train"},
 )
 """Rooms, and modules directly under ``mppo``: each imports itself and those of layers above it."""
 

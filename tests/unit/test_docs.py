@@ -28,6 +28,7 @@ PROGRAMS = {
     "mppo-inspect": "mppo.dumps.inspection",
     "mppo-migrate": "mppo.migrate",
     "mppo-report": "mppo.report.html.program",
+    "mppo-serve-reward": "mppo.serve_reward",
     "mppo-simulate": "mppo.simulate",
 }
 FOREIGN = "examples/scripts/"

@@ -192,9 +192,9 @@ def _reward(url: str) -> Iterator[Setting]:
         yield Setting("reward.name", "function", "--remote_rm_url")
         yield Setting("reward.function", f"{url}:reward_func", origin)
     else:
-        origin = "--remote_rm_url; docs/data_and_rewards.md has the request that it must answer"
         yield Setting("reward.name", "remote", "--remote_rm_url")
-        yield Setting("reward.url", url.split(",")[0], origin)
+        yield Setting("reward.format", "openrlhf", "--remote_rm_url")
+        yield Setting("reward.url", url.split(",")[0], "--remote_rm_url")
 
 
 def ranks(flags: Flags) -> int:

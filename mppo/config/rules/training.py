@@ -263,7 +263,7 @@ def reward_source_is_complete(context: RuleContext) -> Iterator[ConfigIssue]:
         value = getattr(reward, key)
         if reward.name == name and not value:
             yield ConfigIssue(f"reward.{key}", value, f"reward.name = {name} needs it", "set it")
-        if reward.name != name and value:
+        if reward.name != name and value and not (key == "url" and reward.name == "rule"):
             why = f"has no effect with reward.name = {reward.name}"
             yield ConfigIssue(
                 f"reward.{key}", value, why, f"set reward.name to {name}, or leave it out"

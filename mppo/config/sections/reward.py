@@ -36,7 +36,12 @@ class RewardConfig(Section):
     function: str | None = None
     """``package.module:function`` or ``path/file.py:function``, with ``name: function``."""
     url: str | None = None
-    """Address of the reward server, with ``name: remote``."""
+    """Address of the reward server, with ``name: remote``; or with ``name: rule`` that of a
+    SandboxFusion service, which then runs the programs of the verifier ``code``."""
+    format: Literal["mppo", "openrlhf", "sandbox_fusion", "sglang", "judge"] | None = None
+    """Form of the server's requests and answers: mppo's own, that of OpenRLHF's ``remote_rm_url``,
+    SandboxFusion's ``/run_code``, SGLang's ``/classify``, or ``/v1/chat/completions`` of a
+    generative model that judges. null: mppo, and sandbox_fusion with ``name: rule``."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Seconds for one request to a server, or for one response in a function or in a verifier
     that runs in its own processes. Such a process is then killed; the response scores 0 by a
@@ -71,3 +76,10 @@ class RewardConfig(Section):
     it grows; 0 turns it off."""
     overlong_penalty_factor: float = Field(default=1.0, ge=0)
     """The overlong penalty of a response of ``data.max_response_length`` tokens."""
+
+    @property
+    def server_format(self) -> str | None:
+        """The format of the server; None if there is none."""
+        if self.name == "remote":
+            return self.format or "mppo"
+        return "sandbox_fusion" if self.name == "rule" and self.url else None

@@ -138,16 +138,10 @@ RUN_ROWS: tuple[VerlRow, ...] = (
         ("naive", "prime", "dapo", "batch"),
     ),
     VerlRow("reward_model.{sandbox_fusion,sandbox_fusion_url}", OFF, NOTHING),
+    VerlRow("reward_model.{sandbox_fusion_url,sandbox_fusion.url}", Converted("reward.url")),
+    VerlRow("reward_model.sandbox_fusion.max_concurrent", Converted("reward.kwargs.concurrency")),
     VerlRow(
-        "reward_model.{sandbox_fusion_url,sandbox_fusion.url}",
-        Refused(
-            "programs run in mppo's own sandbox",
-            "remove it: reward.name: rule runs data sources humaneval, mbpp and code, "
-            "reward.verifier: code all others",
-        ),
-    ),
-    VerlRow(
-        "reward_model.sandbox_fusion", Ignored("reward.kwargs.sandbox has the sandbox's limits")
+        "reward_model.sandbox_fusion.memory_limit_mb", Converted("reward.kwargs.memory_limit_mb")
     ),
     VerlRow(
         "reward_model.launch_reward_fn_async",

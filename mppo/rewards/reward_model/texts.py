@@ -18,7 +18,7 @@ from mppo.data.chat_template import render_with
 from mppo.hub.builtin import eos_id, load_tokenizer, resolve_model
 from mppo.responses import Responses
 from mppo.rewards.division import exchange_results
-from mppo.rewards.response import describe
+from mppo.rewards.response import conversation, describe
 from mppo.weights.shape import max_positions
 
 _KEY = "reward_model.apply_chat_template"
@@ -94,7 +94,7 @@ class RewardModelTexts:
         )
         if self.chat_template:
             conversations = [
-                (*_messages(each), {"role": "assistant", "content": response})
+                conversation(each.prompt, response)
                 for each, response in zip(trajectories, responses)
             ]
             texts = render_with(self.own, conversations, _KEY, add_generation_prompt=False)
@@ -116,11 +116,6 @@ class RewardModelTexts:
         end = eos_id(self.own)
         ends = trajectory.finish_reason == "stop" and ids[-1:] != [end]
         return [*ids, end] if ends else ids
-
-
-def _messages(trajectory: Trajectory) -> tuple[Any, ...]:
-    prompt = trajectory.prompt
-    return prompt.messages or ({"role": "user", "content": prompt.text},)
 
 
 def reward_model_texts(

@@ -108,7 +108,7 @@ class Sandbox:
             why = f"a program was not isolated, or did not run: {outcome.error}"
         fix = (
             "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, or a container that "
-            "permits them), or run programs elsewhere with reward.name=remote"
+            "permits them), or run programs elsewhere: set reward.url to a SandboxFusion service"
         )
         raise ConfigError([ConfigIssue("reward.verifier", "code", why, fix)])
 

@@ -1,0 +1,85 @@
+"""A generative model that judges responses, behind an OpenAI-style chat endpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import regex
+
+from mppo.config.sections.remote import JudgeOptions
+from mppo.rewards.remote.wire import OneItemPerResponse
+from mppo.rewards.response import Response
+from mppo.rewards.scores import FailedScore
+from mppo.safety.foreign_text import quoted
+
+SEARCHED = 1 << 16
+"""Characters at the end of an answer in which the score is looked for."""
+SEARCH_S = 1.0
+"""Time limit of the search: a pattern may need exponential time for some texts."""
+_PLACES = re.compile(r"\{(prompt|response|ground_truth)\}")
+
+
+class JudgeFormat(OneItemPerResponse):
+    """``/v1/chat/completions``: one message per request, whose answer contains the score.
+
+    Args:
+        options: model, template of the message, and pattern of the score.
+    """
+
+    def __init__(self, options: JudgeOptions) -> None:
+        self._options = options
+        self._pattern = regex.compile(options.pattern)
+
+    def items(self, responses: Sequence[Response]) -> list[list[Any]]:
+        """The message about each response."""
+        return [[self._fill(response)] for response in responses]
+
+    def _fill(self, response: Response) -> str:
+        prompt = response.prompt
+        values = {
+            "prompt": prompt.text, "response": response.text, "ground_truth": prompt.ground_truth
+        }  # fmt: skip
+        # in one pass: a response that contains {ground_truth} stays as it is
+        return _PLACES.sub(lambda place: values[place[1]], self._options.template)
+
+    def body(self, items: Sequence[Any], ids: Sequence[str]) -> Any:
+        """The request for one message."""
+        (text,) = items
+        return {
+            "model": self._options.model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": self._options.temperature,
+            "max_tokens": self._options.max_tokens,
+        }
+
+    def read(self, answer: Any, items: Sequence[Any], ids: Sequence[str]) -> list[Any]:
+        """The score in the model's message."""
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        first = choices[0] if isinstance(choices, list) and choices else None
+        message = first.get("message") if isinstance(first, dict) else None
+        text = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(text, str):
+            raise ValueError("it must answer with a text in choices[0].message.content")
+        return [self.find_score(text)]
+
+    def find_score(self, text: str) -> float | FailedScore:
+        """The number in the last match of the pattern."""
+        found = None
+        try:
+            for match in self._pattern.finditer(text[-SEARCHED:], timeout=SEARCH_S):
+                found = match[1]
+        except TimeoutError:
+            return FailedScore(
+                f"reward.kwargs.pattern needs more than {SEARCH_S:g} s for the judge's answer"
+            )
+        try:
+            score = float(found or "")
+        except ValueError:
+            what = "no score" if found is None else f"the score {quoted(found)!r}, not a number"
+            return FailedScore(f"the judge's answer has {what}: {quoted(text[-SEARCHED:])!r}")
+        low, high = self._options.range or (score, score)
+        if not low <= score <= high:
+            return FailedScore(f"the judge's score {score:g} is outside of {low:g} to {high:g}")
+        return score

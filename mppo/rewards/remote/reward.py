@@ -1,0 +1,158 @@
+"""Scores from a reward server, whatever its format, through its failures."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from mppo.config.sections.remote import RemoteOptions
+from mppo.rewards.remote.breaker import Admission, CircuitBreaker
+from mppo.rewards.remote.server import RewardServer, ServerFailure
+from mppo.rewards.remote.wire import WireFormat
+from mppo.rewards.response import Response, describe, shorten
+from mppo.rewards.result import read_result
+from mppo.rewards.scores import FailedScore
+from mppo.supervision.phase import tick
+
+
+class RemoteReward:
+    """Sends responses to a reward server, several requests at a time.
+
+    Every response gets its own score or a ``FailedScore``: answers are matched with their
+    requests, and what is missing or not a number is asked for again.
+
+    Args:
+        server: where requests go.
+        wire: their form.
+        options: batch size, concurrency, retries and circuit breaker.
+    """
+
+    def __init__(self, server: RewardServer, wire: WireFormat, options: RemoteOptions) -> None:
+        self._server, self._wire, self._options = server, wire, options
+        self._breaker = CircuitBreaker(options.max_failures, options.cool_down_s)
+        self._random = random.Random()  # apart from the run's random numbers
+
+    def __call__(self, responses: Sequence[Response]) -> list[Any]:
+        parts = self._wire.items(responses)
+        items = [item for part in parts for item in part]
+        asked = [item for item in items if not isinstance(item, FailedScore)]
+        answers = iter(self._score(asked))
+        results = []
+        for response, part in zip(responses, parts, strict=True):
+            mine = [each if isinstance(each, FailedScore) else next(answers) for each in part]
+            results.append(self._combine(response, mine))
+        return results
+
+    def _combine(self, response: Response, results: Sequence[Any]) -> Any:
+        for result in results:
+            if isinstance(result, FailedScore):
+                return FailedScore(
+                    f"no score for {describe(response.prompt)}, response "
+                    f"{shorten(response.text)!r}: {result.message}"
+                )
+        return self._wire.combine(results)
+
+    def _score(self, items: Sequence[Any]) -> list[Any]:
+        """The results of all items, in order."""
+        size, abandoned = self._options.batch_size, threading.Event()
+        batches = [items[start : start + size] for start in range(0, len(items), size)]
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        threads = max(1, self._options.concurrency // world)
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="reward request")
+        results: list[Any] = []
+        try:
+            for future in [pool.submit(self._request, batch, abandoned) for batch in batches]:
+                results += future.result()
+                tick()
+        finally:
+            abandoned.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+        return results
+
+    def _request(self, items: Sequence[Any], abandoned: threading.Event) -> list[Any]:
+        """The results of a batch; ``FailedScore`` for items that the server did not score."""
+        admission = self._breaker.admit()
+        if admission is Admission.REFUSED:
+            why = f"the reward server {self._server.shown_url}: {self._breaker.describe()}"
+            return [FailedScore(why)] * len(items)
+        tries = 1 if admission is Admission.PROBE else self._options.retries + 1
+        try:
+            results = self._exchange_with_retries(items, tries, abandoned)
+        except ServerFailure as error:
+            if error.of_items:
+                self._breaker.succeeded()
+                if len(items) > 1:  # find the ones that the server does not accept
+                    half = len(items) // 2
+                    first = self._request(items[:half], abandoned)
+                    return first + self._request(items[half:], abandoned)
+            else:
+                self._breaker.failed(str(error))
+            return [FailedScore(str(error))] * len(items)
+        self._breaker.succeeded()
+        return results
+
+    def _exchange_with_retries(
+        self, items: Sequence[Any], tries: int, abandoned: threading.Event
+    ) -> list[Any]:
+        """The results of a batch, asked for until each is a score.
+
+        Raises:
+            ServerFailure: there was no usable answer to any request.
+        """
+        results: dict[int, Any] = {}
+        pending, failure = list(range(len(items))), None
+        for attempt in range(tries):
+            if attempt and abandoned.wait(self._delay(attempt)):
+                break
+            try:
+                found = self._exchange([items[index] for index in pending])
+            except ServerFailure as error:
+                failure = self._after(attempt + 1, error)
+                if not error.retry:
+                    break
+                continue
+            results.update(zip(pending, found, strict=True))
+            pending = [i for i in pending if not _is_final(results[i])]
+            if not pending:
+                break
+        if not results:
+            assert failure is not None
+            raise failure
+        return [results[index] for index in range(len(items))]
+
+    def _exchange(self, items: Sequence[Any]) -> list[Any]:
+        name = secrets.token_hex(8)
+        ids = [f"{name}-{index}" for index in range(len(items))]
+        answer = self._server.post(self._wire.body(items, ids))
+        try:
+            return self._wire.read(answer, items, ids)
+        except ValueError as error:
+            raise ServerFailure(self._server.quote(str(error))) from None
+
+    def _after(self, tries: int, error: ServerFailure) -> ServerFailure:
+        """The failure with the server's name and the number of attempts."""
+        times = "" if tries == 1 else f" {tries} times, last"
+        message = f"the reward server {self._server.shown_url} failed{times}: {error}"
+        return ServerFailure(message, error.retry, error.of_items)
+
+    def _delay(self, attempt: int) -> float:
+        options = self._options
+        longest = min(options.backoff_s * 2 ** min(attempt - 1, 60), options.max_backoff_s)
+        return longest * self._random.uniform(0.5, 1.0)
+
+
+def _is_final(result: Any) -> bool:
+    """Whether a retry could not give a better result."""
+    if isinstance(result, FailedScore):
+        return True
+    try:
+        read_result(result)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,75 @@
+"""The interface of a wire format, and what formats share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from mppo.rewards.response import Response
+
+
+class WireFormat(Protocol):
+    """The requests and answers of a kind of reward server.
+
+    An item is what a server gives one result for: a response, or one test of a program.
+    """
+
+    def items(self, responses: Sequence[Response]) -> list[list[Any]]:
+        """The items of each response. A ``FailedScore`` in place of an item is its result."""
+        ...
+
+    def body(self, items: Sequence[Any], ids: Sequence[str]) -> Any:
+        """The JSON content of a request.
+
+        Args:
+            items: those to score.
+            ids: new identifier of each item, unique over all requests.
+        """
+        ...
+
+    def read(self, answer: Any, items: Sequence[Any], ids: Sequence[str]) -> list[Any]:
+        """The result of each item of a request.
+
+        Args:
+            answer: parsed JSON.
+            items, ids: as they were given to ``body``.
+
+        Returns:
+            Values that ``mppo.rewards.result`` reads, or a ``FailedScore`` that no retry can cure.
+            A value that is not a score is asked for again.
+
+        Raises:
+            ValueError: the answer is not one to these items; the request is sent again.
+        """
+        ...
+
+    def combine(self, results: Sequence[Any]) -> Any:
+        """The result of a response from those of its items; none of them is a ``FailedScore``."""
+        ...
+
+
+class OneItemPerResponse:
+    """The part of a format whose items are responses."""
+
+    def combine(self, results: Sequence[Any]) -> Any:
+        """The only result."""
+        (result,) = results
+        return result
+
+
+def list_of(answer: Any, name: str, count: int) -> list[Any]:
+    """Take a list out of an answer.
+
+    Args:
+        answer: parsed JSON.
+        name: key of the list.
+        count: its length.
+
+    Raises:
+        ValueError: there is no such list, or it has another length.
+    """
+    found = answer.get(name) if isinstance(answer, dict) else None
+    if not isinstance(found, list) or len(found) != count:
+        sent = f"a list of {len(found)}" if isinstance(found, list) else "no such list"
+        raise ValueError(f"it must answer with a list {name!r} of length {count}; it sent {sent}")
+    return found
