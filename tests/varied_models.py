@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from hf_families import BASE, EXPERTS, LATENT, LLAMA3, TIED, YARN, randomise
+from hf_families import BASE, EXPERTS, LATENT, LLAMA3, PLAIN, TIED, YARN, randomise
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,18 @@ VARIANTS = {
         hf.Gemma2Config, {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
         {"sliding_window": WINDOW},
     ),
+    "gpt_neox": Variant(
+        hf.GPTNeoXConfig, {**PLAIN, "intermediate_size": 96},
+        {
+            "layer_norm_eps": 1e-2, "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5},
+            "hidden_act": "gelu_new", "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_neox in sequence": Variant(
+        hf.GPTNeoXConfig, {**PLAIN, "intermediate_size": 96},
+        {"use_parallel_residual": False, "rope_parameters": {"partial_rotary_factor": 1.0}},
+    ),
+    "opt": Variant(hf.OPTConfig, {**PLAIN, "ffn_dim": 96}, {"activation_function": "gelu"}),
     "mixtral": Variant(
         hf.MixtralConfig, MIXTRAL,
         {**EPS, "sliding_window": WINDOW, "rope_parameters": yarn(), "hidden_act": "gelu"},

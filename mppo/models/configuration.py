@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.sections.megatron import MegatronConfig
-from mppo.models.families.architectures import FamilyConfig
+from mppo.models.families.family import FamilyConfig
 from mppo.parallel import device
 from mppo.parallel.layout import Layout
 

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 GQA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral", "qwen2_moe",
-                "qwen3_moe")  # fmt: skip
+                "qwen3_moe", "gpt_neox", "opt")  # fmt: skip
 MLA_FAMILIES = ("deepseek_v2", "deepseek_v3")
 FAMILIES = GQA_FAMILIES + MLA_FAMILIES
+_PLAIN_FAMILIES = ("gpt_neox", "opt")
+"""Families with LayerNorm, an ungated feed-forward, and biases in all linear layers."""
+_POSITION_OFFSET = 2
+"""Rows of OPT's learned positions before that of the first token."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,9 @@ class ModelShape:
     ``sparse_layers`` has one entry per layer: True if the feed-forward is a mixture of experts.
     ``ffn`` is the width of dense layers, ``expert_ffn`` of one expert, ``shared_ffn`` of all shared
     experts together (0: none). ``extra_layers`` is the number of multi-token-prediction layers
-    stored after the decoder (``model.layers.{num_layers + i}``).
+    stored after the decoder (``model.layers.{num_layers + i}``). ``biases``: all linear layers and
+    norms have a bias. ``positions`` is the number of learned positions (0: none), of which the
+    first ``position_offset`` belong to no token.
     """
 
     model_type: str
@@ -55,6 +61,10 @@ class ModelShape:
     shared_gate: bool = False
     expert_bias: bool = False
     extra_layers: int = 0
+    gated: bool = True
+    biases: bool = False
+    positions: int = 0
+    position_offset: int = 0
     mla: MLAShape | None = None
 
 
@@ -174,6 +184,7 @@ def model_shape(hf_config: Any) -> ModelShape:
             "correct one of the two",
         )  # fmt: skip
     head_dim = None if mla else getattr(hf_config, "head_dim", None)
+    plain, learned = model_type in _PLAIN_FAMILIES, model_type == "opt"
     return ModelShape(
         model_type=model_type,
         num_layers=required(hf_config, "num_hidden_layers"),
@@ -181,18 +192,27 @@ def model_shape(hf_config: Any) -> ModelShape:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim or hidden // heads,
-        ffn=required(hf_config, "intermediate_size"),
+        ffn=required(hf_config, "ffn_dim" if learned else "intermediate_size"),
         vocab=required(hf_config, "vocab_size"),
         tied=bool(getattr(hf_config, "tie_word_embeddings", False)),
-        qkv_bias=model_type == "qwen2"
+        qkv_bias=plain
+        or model_type == "qwen2"
         or (model_type == "qwen2_moe" and bool(getattr(hf_config, "qkv_bias", True))),
         qk_norm=model_type in ("qwen3", "qwen3_moe"),
         sandwich_norms=model_type == "gemma2",
         sparse_layers=sparse,
         extra_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,
+        gated=not plain,
+        biases=plain,
+        **(_learned_positions(hf_config) if learned else {}),
         mla=mla,
         **(_expert_sizes(hf_config) if any(sparse) else {}),
     )
+
+
+def _learned_positions(hf_config: Any) -> dict[str, int]:
+    longest = required(hf_config, "max_position_embeddings")
+    return {"positions": longest + _POSITION_OFFSET, "position_offset": _POSITION_OFFSET}
 
 
 def _mla_shape(hf_config: Any) -> MLAShape:

@@ -16,6 +16,7 @@ from hf_families import (
     LATENT,
     LATENT_YARN,
     LLAMA3,
+    PLAIN,
     TIED,
     VOCAB,
     YARN,
@@ -57,6 +58,11 @@ SAME: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: hf.Qwen3Config(**EPS, head_dim=32, rope_parameters=MSCALES),
     "gemma": lambda: hf.GemmaConfig(**GEMMA),
     "gemma2": lambda: hf.Gemma2Config(**GEMMA2, attn_logit_softcapping=None),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(
+        **PLAIN, intermediate_size=96, layer_norm_eps=1e-2,
+        rope_parameters={**LINEAR, "partial_rotary_factor": 0.5},
+    ),
+    "opt": lambda: hf.OPTConfig(**PLAIN, ffn_dim=96),
     "mixtral": lambda: hf.MixtralConfig(**EPS, num_local_experts=4, sliding_window=None),
     "qwen2_moe": lambda: hf.Qwen2MoeConfig(
         **EPS, **EXPERTS, shared_expert_intermediate_size=48, rope_parameters=LINEAR
