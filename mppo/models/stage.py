@@ -33,8 +33,8 @@ from mppo.models.attention.packing import Packing
 from mppo.models.attention.rotary import PackedRotary
 from mppo.models.configuration import uses_transformer_engine
 from mppo.models.families.family import FamilyConfig
-from mppo.models.families.gemma2_layer import Gemma2Layer
 from mppo.models.families.parallel_layer import ParallelLayer
+from mppo.models.families.sandwich_layer import SandwichLayer
 from mppo.models.heads.last_layer import LastLayer, with_early_select
 from mppo.models.heads.outputs import Head
 from mppo.models.heads.vocabulary import ValueHead
@@ -209,7 +209,7 @@ def layer_specs(
     specs = _replace_modules(specs, _REPLACEMENTS if use_te else local)
     assert isinstance(specs, TransformerBlockSubmodules)
     layers = specs.layer_specs or []
-    special = {Gemma2Layer: family.sandwich_norms, ParallelLayer: family.parallel_residual}
+    special = {SandwichLayer: family.sandwich_norms, ParallelLayer: family.parallel_residual}
     for module in (module for module, wanted in special.items() if wanted):
         layers = [dataclasses.replace(layer, module=module) for layer in layers]
     if last:

@@ -127,20 +127,18 @@ def _norms(shape: ModelShape, names: HFNames) -> list[Row]:
         )  # fmt: skip
 
     fused = () if shape.mla else ("self_attention.linear_qkv.layer_norm_",)
-    before_mlp = "pre_feedforward_layernorm" if shape.sandwich_norms else names.mlp_norm
     rows = [
         norm("input_layernorm", names.attention_norm, *fused),
-        norm("pre_mlp_layernorm", before_mlp, "mlp.linear_fc1.layer_norm_"),
+        norm("pre_mlp_layernorm", names.mlp_norm, "mlp.linear_fc1.layer_norm_"),
     ]
     if shape.sandwich_norms:
         rows += [
             norm(
-                "post_attention_layernorm", "post_attention_layernorm",
+                "post_attention_layernorm", names.attention_post_norm,
                 "self_attention.linear_proj.post_layernorm.",
             ),
             norm(
-                "post_mlp_layernorm", "post_feedforward_layernorm",
-                "mlp.linear_fc2.post_layernorm.",
+                "post_mlp_layernorm", names.mlp_post_norm, "mlp.linear_fc2.post_layernorm."
             ),
         ]  # fmt: skip
     return rows
@@ -215,15 +213,16 @@ def _feed_forward(
 
     Args:
         own, of: prefixes of the Megatron and the Hugging Face names.
-        names: of the input projections, gate and up or only one, and of the output projection.
+        names: of the input projections (gate and up, or only one) and of the output projection.
         width: of the feed-forward.
         shape: the model's sizes.
         where: the kind of its layers.
     """
     *into, out = (f"{of}{name}.weight" for name in names)
-    wide, narrow = (width, shape.hidden), (shape.hidden, width)
+    products = (1 + shape.gated) // len(into)
+    wide, narrow = (products * width, shape.hidden), (shape.hidden, width)
     group: Group = "etp" if where == "expert" else "tp"
-    kind: BlockKind = "gated" if len(into) > 1 else "copy"
+    kind: BlockKind = "gated" if shape.gated else "copy"
     rows = [
         Row(
             f"{own}linear_fc1.weight", tuple(into), (wide,) * len(into), kind, 0, where, group
@@ -241,36 +240,32 @@ def _grouped_name(name: str) -> str:
 
 
 def _experts(shape: ModelShape, names: HFNames) -> list[Row]:
-    mixtral = shape.model_type == "mixtral"
-    block = f"{names.layer}{'block_sparse_moe.' if mixtral else 'mlp.'}"
-    projections = ("gate_proj", "up_proj", "down_proj")
-    count = shape.num_experts
+    of, count = f"{names.layer}{names.mixture}", shape.num_experts
     rows = [
         Row(
-            "mlp.router.weight", (f"{block}gate.weight",), ((count, shape.hidden),),
-            where="sparse",
+            "mlp.router.weight", (f"{of}gate.weight",), ((count, shape.hidden),), where="sparse"
         ),
         *_feed_forward(
-            "mlp.experts.local_experts.{e}.", f"{block}experts.{{e}}.",
-            ("w1", "w3", "w2") if mixtral else projections, shape.expert_ffn, shape, "expert",
+            "mlp.experts.local_experts.{e}.", f"{of}experts.{{e}}.", names.expert,
+            shape.expert_ffn, shape, "expert",
         ),
     ]  # fmt: skip
     if shape.expert_bias:
         rows.append(
             Row(
-                "mlp.router.expert_bias", (f"{block}gate.e_score_correction_bias",), ((count,),),
+                "mlp.router.expert_bias", (f"{of}gate.e_score_correction_bias",), ((count,),),
                 where="sparse", keep_fp32=True,
             )
         )  # fmt: skip
     if shape.shared_ffn:
-        of = f"{block}{'shared_experts' if shape.mla else 'shared_expert'}."
         rows += _feed_forward(
-            "mlp.shared_experts.", of, projections, shape.shared_ffn, shape, "sparse"
-        )
+            "mlp.shared_experts.", f"{of}{names.shared}.", names.expert, shape.shared_ffn, shape,
+            "sparse",
+        )  # fmt: skip
     if shape.shared_gate:
         rows.append(
             Row(
-                "mlp.shared_experts.gate_weight", (f"{block}shared_expert_gate.weight",),
+                "mlp.shared_experts.gate_weight", (f"{of}{names.shared}_gate.weight",),
                 ((1, shape.hidden),), where="sparse",
             )
         )  # fmt: skip

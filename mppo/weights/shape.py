@@ -10,11 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 GQA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral", "qwen2_moe",
-                "qwen3_moe", "gpt_neox", "opt")  # fmt: skip
+                "qwen3_moe", "gpt_neox", "opt", "glm4", "glm4_moe")  # fmt: skip
 MLA_FAMILIES = ("deepseek_v2", "deepseek_v3")
 FAMILIES = GQA_FAMILIES + MLA_FAMILIES
+_SHARED_FAMILIES = (*MLA_FAMILIES, "glm4_moe")
+"""Mixtures with shared experts and dense first layers under DeepSeek's keys."""
 _PLAIN_FAMILIES = ("gpt_neox", "opt")
 """Families with LayerNorm, an ungated feed-forward, and biases in all linear layers."""
+_QKV_BIAS = {
+    "qwen2_moe": ("qkv_bias", True),
+    "glm4": ("attention_bias", False),
+    "glm4_moe": ("attention_bias", False),
+}
+"""The key of config.json for biases of queries, keys and values, and its default."""
 _POSITION_OFFSET = 2
 """Rows of OPT's learned positions before that of the first token."""
 
@@ -145,7 +153,7 @@ def sparse_layers(hf_config: Any) -> tuple[bool, ...]:
         step = getattr(hf_config, "decoder_sparse_step", None) or 1
         dense = set(getattr(hf_config, "mlp_only_layers", None) or ())
         return tuple(i not in dense and (i + 1) % step == 0 for i in range(count))
-    if model_type in MLA_FAMILIES:
+    if model_type in _SHARED_FAMILIES:
         if getattr(hf_config, "n_routed_experts", None) is None:
             return (False,) * count
         first = getattr(hf_config, "first_k_dense_replace", None) or 0
@@ -184,6 +192,8 @@ def model_shape(hf_config: Any) -> ModelShape:
             "correct one of the two",
         )  # fmt: skip
     head_dim = None if mla else getattr(hf_config, "head_dim", None)
+    bias_key, default = _QKV_BIAS.get(model_type, ("", False))
+    stated_bias = getattr(hf_config, bias_key, default)
     plain, learned = model_type in _PLAIN_FAMILIES, model_type == "opt"
     return ModelShape(
         model_type=model_type,
@@ -195,11 +205,10 @@ def model_shape(hf_config: Any) -> ModelShape:
         ffn=required(hf_config, "ffn_dim" if learned else "intermediate_size"),
         vocab=required(hf_config, "vocab_size"),
         tied=bool(getattr(hf_config, "tie_word_embeddings", False)),
-        qkv_bias=plain
-        or model_type == "qwen2"
-        or (model_type == "qwen2_moe" and bool(getattr(hf_config, "qkv_bias", True))),
-        qk_norm=model_type in ("qwen3", "qwen3_moe"),
-        sandwich_norms=model_type == "gemma2",
+        qkv_bias=plain or model_type == "qwen2" or bool(stated_bias),
+        qk_norm=model_type in ("qwen3", "qwen3_moe")
+        or (model_type == "glm4_moe" and bool(getattr(hf_config, "use_qk_norm", False))),
+        sandwich_norms=model_type in ("gemma2", "glm4"),
         sparse_layers=sparse,
         extra_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,
         gated=not plain,
@@ -233,12 +242,12 @@ def _expert_sizes(hf_config: Any) -> dict[str, Any]:
             "expert_ffn": required(hf_config, "intermediate_size"),
         }
     width = required(hf_config, "moe_intermediate_size")
-    if model_type in MLA_FAMILIES:
+    if model_type in _SHARED_FAMILIES:
         return {
             "num_experts": required(hf_config, "n_routed_experts"),
             "expert_ffn": width,
             "shared_ffn": width * (getattr(hf_config, "n_shared_experts", None) or 0),
-            "expert_bias": model_type == "deepseek_v3",
+            "expert_bias": model_type != "deepseek_v2",
         }
     shared = model_type == "qwen2_moe"
     return {

@@ -17,7 +17,9 @@ from mppo.models.transformers_model import load_model
 
 pytestmark = pytest.mark.timeout(1800)
 
-SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "moonlight", "deepseek_v3")
+SPARSE = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "moonlight", "deepseek_v3",
+)  # fmt: skip
 DENSE = tuple(family for family in CONFIGS if family not in SPARSE)
 BIASED = ("gpt_neox", "opt")
 SHARP = ("llama", "qwen2_tied", "qwen3", "gemma2", "qwen2_moe", "deepseek_v3")

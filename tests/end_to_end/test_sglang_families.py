@@ -63,6 +63,13 @@ SAME: dict[str, Callable[[], Any]] = {
         rope_parameters={**LINEAR, "partial_rotary_factor": 0.5},
     ),
     "opt": lambda: hf.OPTConfig(**PLAIN, ffn_dim=96),
+    "glm4": lambda: hf.Glm4Config(
+        **EPS, head_dim=16, rope_parameters={**LINEAR, "partial_rotary_factor": 0.25}
+    ),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(
+        **{**EPS, "moe_intermediate_size": 32}, n_routed_experts=8, num_experts_per_tok=2,
+        head_dim=16, use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5,
+    ),
     "mixtral": lambda: hf.MixtralConfig(**EPS, num_local_experts=4, sliding_window=None),
     "qwen2_moe": lambda: hf.Qwen2MoeConfig(
         **EPS, **EXPERTS, shared_expert_intermediate_size=48, rope_parameters=LINEAR

@@ -51,6 +51,8 @@ FITS: dict[str, Any] = {
         rope_parameters={**LINEAR, "partial_rotary_factor": 0.5},
     ),
     "opt": lambda: hf.OPTConfig(**PLAIN),
+    "glm4": lambda: hf.Glm4Config(**BASE, head_dim=16),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(**MOE, head_dim=16),
     "mixtral": lambda: hf.MixtralConfig(**MIXTRAL),
     "qwen2_moe": lambda: hf.Qwen2MoeConfig(**SHARED, rope_parameters=LINEAR),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**MOE, head_dim=32, rope_parameters=YARN),

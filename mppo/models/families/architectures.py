@@ -124,6 +124,19 @@ def opt(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     return llama(hf_config, shape)
 
 
+def glm4(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """GLM-4 (0414): four norms per layer, partly rotated heads in interleaved pairs."""
+    family = llama(hf_config, shape)
+    interleaved = {"rotary_interleaved": True}
+    kwargs = family.transformer_kwargs | interleaved
+    return replace(family, sandwich_norms=True, transformer_kwargs=kwargs)
+
+
+def glm4_moe(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """GLM-4.5 and 4.6: partly rotated heads, DeepSeek-V3's mixture of experts."""
+    return _with_sigmoid_router(llama(hf_config, shape), hf_config, shape)
+
+
 def deepseek_v2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """DeepSeek-V2 and V2-Lite: MLA, softmax router without groups."""
     method = getattr(hf_config, "topk_method", None) or "greedy"
@@ -149,7 +162,11 @@ def deepseek_v2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
 
 def deepseek_v3(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """DeepSeek-V3, R1 and Moonlight: MLA, sigmoid router with expert bias."""
-    family = _mla(hf_config, shape)
+    return _with_sigmoid_router(_mla(hf_config, shape), hf_config, shape)
+
+
+def _with_sigmoid_router(family: FamilyConfig, hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """The family with DeepSeek-V3's mixture of experts."""
     if not any(shape.sparse_layers):
         return family
     chosen = hf_config.num_experts_per_tok
@@ -198,6 +215,8 @@ BUILDERS: dict[str, Callable[[Any, ModelShape], FamilyConfig]] = {
     "qwen3_moe": qwen_moe,
     "gpt_neox": gpt_neox,
     "opt": opt,
+    "glm4": glm4,
+    "glm4_moe": glm4_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
 }
@@ -306,6 +325,8 @@ def _check_biases(hf_config: Any, shape: ModelShape) -> None:
                 )  # fmt: skip
         return
     for key in ("attention_bias", "mlp_bias"):
+        if key == "attention_bias" and shape.qkv_bias:
+            continue  # the family has it for queries, keys and values only
         if getattr(hf_config, key, False):
             raise refuse(
                 key, True,

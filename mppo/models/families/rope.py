@@ -11,7 +11,7 @@ from typing import Any
 
 from mppo.weights.shape import refuse, rope_parameters
 
-_PARTLY_ROTATED = ("gpt_neox",)
+_PARTLY_ROTATED = ("gpt_neox", "glm4", "glm4_moe")
 """Families whose heads may be rotated in part: the first ``partial_rotary_factor`` of each."""
 
 LLAMA3_FIXED = {
@@ -144,7 +144,8 @@ def _checked(hf_config: Any) -> dict[str, Any]:
     if part != 1.0 and not partial:
         raise refuse(
             "rope_parameters.partial_rotary_factor", part,
-            "only gpt_neox without scaling, or with linear scaling, may rotate heads in part",
+            f"only {', '.join(_PARTLY_ROTATED)} may rotate heads in part, without scaling or with "
+            "linear scaling",
             "use a checkpoint with 1.0",
         )  # fmt: skip
     if rope["rope_type"] in ("linear", "llama3") and rope.get("factor") is None:

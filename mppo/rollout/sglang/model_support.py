@@ -76,6 +76,8 @@ SERVED: dict[str, Served] = {
     "qwen3_moe": Served(reads={"dual_chunk_attention_config": None}),
     "gpt_neox": Served(tuple(ACTIVATIONS), ("default", "linear")),
     "opt": Served(("relu", "gelu")),
+    "glm4": Served(ropes=("default", "linear")),
+    "glm4_moe": Served(ropes=("default", "linear"), ties=(False,)),
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
 }  # fmt: skip
