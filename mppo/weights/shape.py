@@ -17,7 +17,13 @@ _SHARED_FAMILIES = (*MLA_FAMILIES, "glm4_moe")
 """Mixtures with shared experts and dense first layers under DeepSeek's keys."""
 _PLAIN_FAMILIES = ("gpt_neox", "opt")
 """Families with LayerNorm, an ungated feed-forward, and biases in all linear layers."""
-_QKV_BIAS = {
+_KNOWN_TO_DIFFER = {
+    "gpt_oss": "its attention has a learned sink per head, its experts have biases, a clamped "
+    "activation and gate and up row by row in one tensor of all experts; the attention and the "
+    "weight table of mppo have none of these",
+}
+"""Families that users ask for, and why they are not supported."""
+QKV_BIAS_KEYS = {
     "qwen2_moe": ("qkv_bias", True),
     "glm4": ("attention_bias", False),
     "glm4_moe": ("attention_bias", False),
@@ -107,8 +113,9 @@ def check_family(hf_config: Any) -> str:
 def check_model_type(model_type: Any) -> str:
     """``model_type`` itself. Raises as ``check_family``."""
     if model_type not in FAMILIES:
+        why = _KNOWN_TO_DIFFER.get(str(model_type), "this family is not supported")
         raise refuse(
-            "model_type", model_type, "this family is not supported",
+            "model_type", model_type, why,
             f"use one of {', '.join(FAMILIES)} (docs/adding_a_family.md says how to add one)",
         )  # fmt: skip
     return model_type
@@ -192,8 +199,8 @@ def model_shape(hf_config: Any) -> ModelShape:
             "correct one of the two",
         )  # fmt: skip
     head_dim = None if mla else getattr(hf_config, "head_dim", None)
-    bias_key, default = _QKV_BIAS.get(model_type, ("", False))
-    stated_bias = getattr(hf_config, bias_key, default)
+    bias_key, usual = QKV_BIAS_KEYS.get(model_type, (None, model_type == "qwen2"))
+    qkv_bias = usual if bias_key is None else bool(getattr(hf_config, bias_key, usual))
     plain, learned = model_type in _PLAIN_FAMILIES, model_type == "opt"
     return ModelShape(
         model_type=model_type,
@@ -205,7 +212,7 @@ def model_shape(hf_config: Any) -> ModelShape:
         ffn=required(hf_config, "ffn_dim" if learned else "intermediate_size"),
         vocab=required(hf_config, "vocab_size"),
         tied=bool(getattr(hf_config, "tie_word_embeddings", False)),
-        qkv_bias=plain or model_type == "qwen2" or bool(stated_bias),
+        qkv_bias=plain or qkv_bias,
         qk_norm=model_type in ("qwen3", "qwen3_moe")
         or (model_type == "glm4_moe" and bool(getattr(hf_config, "use_qk_norm", False))),
         sandwich_norms=model_type in ("gemma2", "glm4"),

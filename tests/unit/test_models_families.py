@@ -101,6 +101,7 @@ def test_stated_attention_factor_is_what_megatron_multiplies_by():
 
 REFUSED = {
     "unknown family": (lambda: hf.GPT2Config(), "model_type = 'gpt2'"),
+    "gpt-oss": (lambda: hf.GptOssConfig(), "model_type = 'gpt_oss': .* learned sink per head"),
     "llama-3 rope with other constants": (
         lambda: llama(rope_parameters={**LLAMA3, "original_max_position_embeddings": 4096}),
         "original_max_position_embeddings = 4096.*8192",

@@ -12,7 +12,7 @@ from typing import Any
 
 from mppo.models.families.family import FamilyConfig, family_of
 from mppo.models.families.rope import mla_rope, plain_rope
-from mppo.weights.shape import ModelShape, model_shape, refuse
+from mppo.weights.shape import QKV_BIAS_KEYS, ModelShape, model_shape, refuse
 
 MLA_NORM_EPSILON = 1e-6
 """Epsilon of ``q_a_layernorm`` and ``kv_a_layernorm``, independent of ``rms_norm_eps``, which is
@@ -325,8 +325,8 @@ def _check_biases(hf_config: Any, shape: ModelShape) -> None:
                 )  # fmt: skip
         return
     for key in ("attention_bias", "mlp_bias"):
-        if key == "attention_bias" and shape.qkv_bias:
-            continue  # the family has it for queries, keys and values only
+        if key in QKV_BIAS_KEYS.get(shape.model_type, ()):
+            continue  # the family has these for queries, keys and values only
         if getattr(hf_config, key, False):
             raise refuse(
                 key, True,
