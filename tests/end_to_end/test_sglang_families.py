@@ -64,7 +64,8 @@ SAME: dict[str, Callable[[], Any]] = {
     ),
     "opt": lambda: hf.OPTConfig(**PLAIN, ffn_dim=96),
     "glm4": lambda: hf.Glm4Config(
-        **EPS, head_dim=16, rope_parameters={**LINEAR, "partial_rotary_factor": 0.25}
+        **EPS, head_dim=16, pad_token_id=None,
+        rope_parameters={**LINEAR, "partial_rotary_factor": 0.25},
     ),
     "glm4_moe": lambda: hf.Glm4MoeConfig(
         **{**EPS, "moe_intermediate_size": 32}, n_routed_experts=8, num_experts_per_tok=2,
