@@ -13,7 +13,7 @@ from typing import Any
 
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.attention import flash
-from mppo.models.families.activations import activation_name
+from mppo.models.families.activations import activation_key
 from mppo.parallel.layout import Layout
 from mppo.planning.memory import transformer_engine_is_installed
 from mppo.weights.shape import ModelShape
@@ -56,7 +56,7 @@ def model_kind(hf_config: Any, shape: ModelShape, active_experts: int) -> ModelK
         active_experts,
         softcap=softcap and not flash.is_installed(),
         logit_softcap=bool(getattr(hf_config, "final_logit_softcapping", None)),
-        activation=activation_name(hf_config),
+        activation=getattr(hf_config, activation_key(hf_config), "silu"),
         transformer_engine=transformer_engine_is_installed() and not softcap,
     )
 
