@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mppo.models.families.activations import ACTIVATIONS, activation_name
-from mppo.weights.shape import ModelShape
+from mppo.weights.shape import ModelShape, required
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class FamilyConfig:
         embedding_scale: factor on embedding outputs, rounded to the embedding's dtype (Gemma).
         final_logit_softcap: c in ``c * tanh(logits / c)``.
         attn_logit_softcap: the same c for attention scores, applied before the mask.
-        sandwich_norms: further norms after attention and after the feed-forward layer (Gemma 2).
+        sandwich_norms: further norms after attention and after the feed-forward layer (Gemma 2,
+            GLM-4).
         parallel_residual: attention and feed-forward both read the layer's input (GPT-NeoX).
         position_offset: row of the learned positions that belongs to the first token (OPT).
         zero_centered_norm: norms multiply by ``1 + weight``.
@@ -63,7 +64,7 @@ def _common_kwargs(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
         "ffn_hidden_size": shape.ffn,
-        "layernorm_epsilon": _norm_epsilon(hf_config),
+        "layernorm_epsilon": _norm_epsilon(hf_config, shape),
         "activation_func": ACTIVATIONS[activation_name(hf_config)],
         "normalization": "LayerNorm" if shape.biases else "RMSNorm",
         "gated_linear_unit": shape.gated,
@@ -98,7 +99,8 @@ def family_of(
     )
 
 
-def _norm_epsilon(hf_config: Any) -> float:
-    """The epsilon of the norms; OPT's code has a fixed one."""
-    stated = (getattr(hf_config, key, None) for key in ("rms_norm_eps", "layer_norm_eps"))
-    return next((epsilon for epsilon in stated if epsilon is not None), 1e-5)
+def _norm_epsilon(hf_config: Any, shape: ModelShape) -> float:
+    """The epsilon of the norms; that of OPT is fixed in its code."""
+    if shape.model_type == "opt":
+        return 1e-5
+    return required(hf_config, "layer_norm_eps" if shape.biases else "rms_norm_eps")
