@@ -15,7 +15,8 @@ from mppo.config.sections.megatron import MegatronConfig
 from mppo.hub.builtin import read_model_config
 from mppo.models.attention.packing import pack_sequences
 from mppo.models.configuration import transformer_config
-from mppo.models.families.architectures import FamilyConfig, family_config
+from mppo.models.families.architectures import family_config
+from mppo.models.families.family import FamilyConfig
 from mppo.models.stage import Stage, build_stages
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups

@@ -32,6 +32,15 @@ YARN = {
 }  # fmt: skip
 LATENT_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
 
+PLAIN = {
+    key: BASE[key]
+    for key in (
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+        "max_position_embeddings",
+    )
+}  # fmt: skip
+"""Of the families with LayerNorm, biases and an ungated feed-forward."""
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**BASE),
     "llama_mha": lambda: hf.LlamaConfig(**{**BASE, "num_key_value_heads": 4}),
@@ -54,12 +63,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **TIED, head_dim=32, query_pre_attn_scalar=24, sliding_window=8,
         attn_logit_softcapping=5.0, final_logit_softcapping=3.0,
     ),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**PLAIN, intermediate_size=96),
+    "opt": lambda: hf.OPTConfig(**PLAIN, ffn_dim=96),
+    "glm4": lambda: hf.Glm4Config(**BASE, head_dim=16, pad_token_id=None),
     "mixtral": lambda: hf.MixtralConfig(**BASE, num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": lambda: hf.Qwen2MoeConfig(
         **BASE, **EXPERTS, shared_expert_intermediate_size=48, norm_topk_prob=False,
         mlp_only_layers=[1],
     ),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**BASE, **EXPERTS, head_dim=32, norm_topk_prob=True),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(
+        **{**BASE, "rms_norm_eps": 1e-5}, head_dim=16, moe_intermediate_size=32,
+        n_routed_experts=8, num_experts_per_tok=2, routed_scaling_factor=1.5, use_qk_norm=True,
+        attention_bias=True,
+    ),
     "deepseek_v2": lambda: hf.DeepseekV2Config(
         **LATENT, q_lora_rank=None, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=2,
         n_group=1, topk_group=1, topk_method="greedy", routed_scaling_factor=1.5,

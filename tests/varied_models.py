@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from hf_families import BASE, EXPERTS, LATENT, LLAMA3, TIED, YARN, randomise
+from hf_families import BASE, EXPERTS, LATENT, LLAMA3, PLAIN, TIED, YARN, randomise
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,25 @@ VARIANTS = {
         hf.Gemma2Config, {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
         {"sliding_window": WINDOW},
     ),
+    "gpt_neox": Variant(
+        hf.GPTNeoXConfig, {**PLAIN, "intermediate_size": 96, "tie_word_embeddings": True},
+        {
+            "layer_norm_eps": 1e-2, "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5},
+            "hidden_act": "gelu_new",
+        },
+    ),
+    "gpt_neox in sequence": Variant(
+        hf.GPTNeoXConfig, {**PLAIN, "intermediate_size": 96},
+        {"use_parallel_residual": False, "rope_parameters": {"partial_rotary_factor": 1.0}},
+    ),
+    "opt": Variant(hf.OPTConfig, {**PLAIN, "ffn_dim": 96}, {"activation_function": "gelu"}),
+    "glm4": Variant(
+        hf.Glm4Config, {**HEADS, "pad_token_id": None, "attention_bias": False},
+        {
+            **EPS, "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.25},
+            "hidden_act": "gelu",
+        },
+    ),
     "mixtral": Variant(
         hf.MixtralConfig, MIXTRAL,
         {**EPS, "sliding_window": WINDOW, "rope_parameters": yarn(), "hidden_act": "gelu"},
@@ -110,6 +129,17 @@ VARIANTS = {
     "qwen3_moe": Variant(
         hf.Qwen3MoeConfig, {**QWEN3_MOE, "use_sliding_window": True},
         {**EPS, "sliding_window": WINDOW, "rope_parameters": yarn(), "norm_topk_prob": True},
+    ),
+    "glm4_moe": Variant(
+        hf.Glm4MoeConfig,
+        {
+            **HEADS, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 4,
+            "n_shared_experts": 2, "n_group": 4, "use_qk_norm": True, "attention_bias": True,
+        },
+        {
+            **EPS, "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.25},
+            "hidden_act": "gelu", "routed_scaling_factor": 2.5, "topk_group": 2,
+        },
     ),
     "deepseek_v2": Variant(
         hf.DeepseekV2Config, V2,

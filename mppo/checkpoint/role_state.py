@@ -43,6 +43,7 @@ _SHAPE_KEYS = (
     "num_attention_heads",
     "num_key_value_heads",
     "intermediate_size",
+    "ffn_dim",
     "vocab_size",
     "num_experts",
     "n_routed_experts",

@@ -36,10 +36,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def with_fused_rotary(unfused):
-    """Fuse Megatron's ``_apply_rotary_pos_emb_bshd`` for heads rotated fully and by halves.
+    """Fuse Megatron's ``_apply_rotary_pos_emb_bshd`` for heads rotated by halves.
 
     Args:
-        unfused: Megatron's function; the other cases (interleaved, partial, MLA) still call it.
+        unfused: Megatron's function; the other cases (interleaved, MLA) still call it.
     """
 
     @functools.wraps(unfused)
@@ -50,9 +50,12 @@ def with_fused_rotary(unfused):
         multi_latent_attention: bool = False,
         mscale: float = 1.0,
     ) -> Tensor:
-        if rotary_interleaved or multi_latent_attention or freqs.shape[-1] != t.shape[-1]:
+        if rotary_interleaved or multi_latent_attention:
             return unfused(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
-        return _Rotary.apply(t, *_cos_sin(freqs, mscale, t.dtype))
+        angles, width = _cos_sin(freqs, mscale, t.dtype), freqs.shape[-1]
+        if width == t.shape[-1]:
+            return _Rotary.apply(t, *angles)
+        return torch.cat([_Rotary.apply(t[..., :width], *angles), t[..., width:]], -1)
 
     return apply
 

@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.sections.megatron import MegatronConfig
-from mppo.models.families.architectures import FamilyConfig
+from mppo.models.families.family import FamilyConfig
 from mppo.parallel import device
 from mppo.parallel.layout import Layout
 
@@ -46,9 +46,10 @@ def fused_kernels(family: FamilyConfig, use_te: bool, own_accumulation: bool) ->
         use_te: the layers are Transformer Engine's.
         own_accumulation: see ``device.accumulates_weight_gradients``.
     """
-    # the fused rotary kernel for packed sequences ignores YaRN's factor on the cosines, and
-    # Megatron calls its fusion for MLA experimental
+    # the fused rotary kernel for packed sequences ignores YaRN's factor on the cosines, Megatron
+    # calls its fusion for MLA experimental, and older kernels have no interleaved pairs
     plain_rope = not family.is_mla and family.gpt_kwargs.get("position_embedding_type") != "yarn"
+    plain_rope &= not family.transformer_kwargs.get("rotary_interleaved", False)
     return dict(
         # without it, a micro-batch's gradient is rounded to bfloat16 before it is added
         gradient_accumulation_fusion=use_te or own_accumulation,

@@ -1,10 +1,11 @@
-"""RMSNorm without Transformer Engine, with sequence parallelism and zero-centred weights."""
+"""Norms without Transformer Engine, with sequence parallelism and zero-centred weights."""
 
 from __future__ import annotations
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 
 def mark_sequence_parallel(parameter: torch.nn.Parameter, config: TransformerConfig) -> None:
@@ -43,3 +44,28 @@ class RMSNorm(torch.nn.Module):
             scaled = x.float()
             return torch.rms_norm(scaled, weight.shape, weight, self.eps).to(x.dtype)
         return torch.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm(torch.nn.Module):
+    """Layer normalisation over the last dimension, with weight and bias.
+
+    Arguments are those of :class:`RMSNorm`.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for parameter in self.parameters():
+            mark_sequence_parallel(parameter, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` of shape ``[..., hidden_size]``."""
+        return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+NORMS: dict[str, type[torch.nn.Module]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+"""By Megatron's names (``TransformerConfig.normalization``)."""

@@ -16,8 +16,10 @@ from mppo.parallel.moved_storages import MovedStorages
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.save import save_hf
+from mppo.weights.shape import model_shape
 from mppo.weights.slices.source import SliceSource
 from mppo.weights.stream import WeightStream
+from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.checkpoint import load_weights
 
 
@@ -58,6 +60,11 @@ class RoleWeights:
 
     def _parameters(self) -> Iterator[Tensor]:
         return (p for stage in self._stages for p in stage.parameters())
+
+    @property
+    def projection_name(self) -> str:
+        """Name of the vocabulary projection in the stream: the embeddings' where it is tied."""
+        return parameter_table(model_shape(self._hf_config)).projection_entry().hf[0]
 
     def stream(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Gather the current weights as complete tensors under Hugging Face names. Collective.

@@ -32,8 +32,9 @@ from mppo.models.attention.mla import LocalMLA, PublishedMLA
 from mppo.models.attention.packing import Packing
 from mppo.models.attention.rotary import PackedRotary
 from mppo.models.configuration import uses_transformer_engine
-from mppo.models.families.architectures import FamilyConfig
-from mppo.models.families.gemma2_layer import Gemma2Layer
+from mppo.models.families.family import FamilyConfig
+from mppo.models.families.parallel_layer import ParallelLayer
+from mppo.models.families.sandwich_layer import SandwichLayer
 from mppo.models.heads.last_layer import LastLayer, with_early_select
 from mppo.models.heads.outputs import Head
 from mppo.models.heads.vocabulary import ValueHead
@@ -41,7 +42,7 @@ from mppo.models.microbatch import MicroBatch
 from mppo.models.moe.construction import pass_packing_to_routers, reduce_over_expert_data_parallel
 from mppo.models.moe.experts import SortedExperts
 from mppo.models.moe.router import Router
-from mppo.models.norm import RMSNorm
+from mppo.models.norm import NORMS
 from mppo.models.offload import offloaded_activations
 from mppo.parallel import device
 from mppo.parallel.host_copies import host_copier
@@ -66,6 +67,9 @@ class Stage(GPTModel):
         self.uses_transformer_engine = uses_transformer_engine(family)
         self.embedding_scale = family.embedding_scale
         self.final_logit_softcap = family.final_logit_softcap
+        self.position_offset = family.position_offset
+        if self.pre_process and self.embedding.add_position_embedding:
+            self.embedding.position_embeddings.to(self.config.params_dtype)  # Megatron: float32
         if head == "value" and self.post_process:
             del self.output_layer
             self.value_head = ValueHead(self.config)
@@ -118,7 +122,8 @@ class Stage(GPTModel):
         if offload:
             moved = offloaded_activations(self, host_copier(tokens_T.device))
         with moved:
-            return self(tokens_T[None], packing.positions[None], None, packed_seq_params=params)
+            positions = packing.positions + self.position_offset
+            return self(tokens_T[None], positions[None], None, packed_seq_params=params)
 
 
 class _PackedTHD(PackedSeqParams):
@@ -170,7 +175,6 @@ def build_stages(
             config,
             layer_specs(config, vp_stage, family, last),
             vocab_size=padded_vocab,
-            max_sequence_length=1,
             pre_process=first,
             post_process=last,
             vp_stage=vp_stage,
@@ -201,11 +205,13 @@ def layer_specs(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         specs = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
-    specs = _replace_modules(specs, _REPLACEMENTS if use_te else _LOCAL_REPLACEMENTS)
+    local = {**_LOCAL_REPLACEMENTS, WrappedTorchNorm: NORMS[config.normalization]}
+    specs = _replace_modules(specs, _REPLACEMENTS if use_te else local)
     assert isinstance(specs, TransformerBlockSubmodules)
     layers = specs.layer_specs or []
-    if family.sandwich_norms:
-        layers = [dataclasses.replace(layer, module=Gemma2Layer) for layer in layers]
+    special = {SandwichLayer: family.sandwich_norms, ParallelLayer: family.parallel_residual}
+    for module in (module for module, wanted in special.items() if wanted):
+        layers = [dataclasses.replace(layer, module=module) for layer in layers]
     if last:
         layers = with_early_select(layers, config)
     return dataclasses.replace(specs, layer_specs=layers)
@@ -217,11 +223,10 @@ _REPLACEMENTS: dict[type, type] = {TopKRouter: Router, MLASelfAttention: Publish
 _LOCAL_REPLACEMENTS: dict[type, type] = {
     **_REPLACEMENTS,
     SequentialMLP: SortedExperts,
-    WrappedTorchNorm: RMSNorm,
     DotProductAttention: PackedAttention,
     MLASelfAttention: LocalMLA,
 }
-"""The same without Transformer Engine."""
+"""The same without Transformer Engine, besides norms."""
 
 
 def _replace_modules(spec: object, replacements: dict[type, type]) -> object:

@@ -28,6 +28,8 @@ from mppo.weights.shape import check_family, model_shape
 
 WIDE_BUFFER = "e_score_correction_bias"
 """Suffix of the routing biases, which are float32 whatever the model's dtype."""
+_ACTIVATION = {"gemma2": "hidden_activation", "opt": "activation_function"}
+"""The key under which transformers reads the activation, if it is not ``hidden_act``."""
 _GROUPED_ALIGNMENT = 16
 """torch's grouped product needs rows of a multiple of this many bytes."""
 
@@ -76,8 +78,7 @@ def _arguments(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
     config = copy.deepcopy(config)
     if getattr(config, "head_dim", 0) is None:
         config.head_dim = model_shape(config).head_dim
-    key = "hidden_activation" if config.model_type == "gemma2" else "hidden_act"
-    setattr(config, key, activation_name(config))
+    setattr(config, _ACTIVATION.get(config.model_type, "hidden_act"), activation_name(config))
     arguments = {"config": config, "dtype": dtype, "attn_implementation": attention}
     if not _has_grouped_product(config, dtype):
         arguments["experts_implementation"] = "eager"

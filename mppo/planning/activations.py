@@ -13,6 +13,7 @@ from typing import Any
 
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.attention import flash
+from mppo.models.families.activations import activation_key
 from mppo.parallel.layout import Layout
 from mppo.planning.memory import transformer_engine_is_installed
 from mppo.weights.shape import ModelShape
@@ -30,7 +31,7 @@ class ModelKind:
         active_experts: experts that process a token.
         softcap: attention scores are soft-capped without a fused kernel: only flash-attn has one.
         logit_softcap: logits are soft-capped.
-        gelu: the feed-forward uses GELU, which has no fused gated form here.
+        activation: name of the feed-forward's activation.
         transformer_engine: the layers are Transformer Engine's.
     """
 
@@ -38,7 +39,7 @@ class ModelKind:
     active_experts: int = 0
     softcap: bool = False
     logit_softcap: bool = False
-    gelu: bool = False
+    activation: str = "silu"
     transformer_engine: bool = False
 
     @property
@@ -49,16 +50,13 @@ class ModelKind:
 
 def model_kind(hf_config: Any, shape: ModelShape, active_experts: int) -> ModelKind:
     """Read a model's kind from its Hugging Face config."""
-    activation = getattr(hf_config, "hidden_activation", None) or getattr(
-        hf_config, "hidden_act", ""
-    )
     softcap = bool(getattr(hf_config, "attn_logit_softcapping", None))
     return ModelKind(
         shape,
         active_experts,
         softcap=softcap and not flash.is_installed(),
         logit_softcap=bool(getattr(hf_config, "final_logit_softcapping", None)),
-        gelu="gelu" in str(activation),
+        activation=getattr(hf_config, activation_key(hf_config), "silu"),
         transformer_engine=transformer_engine_is_installed() and not softcap,
     )
 
@@ -229,7 +227,7 @@ class Layer:
         )
 
     def _dense(self, ffn: int) -> Part:
-        """Gated feed-forward of a width: gate and up projections are one tensor."""
+        """Feed-forward of a width: gate and up projections are one tensor."""
         f = self.tokens * self.itemsize * ffn / self.layout.tp
         # the product's gradient; its weight's gradient, which Transformer Engine adds to Megatron's
         # buffer; the output's gradient of all tokens
@@ -237,7 +235,12 @@ class Layer:
         if self.kind.transformer_engine:
             weight = 0
         product = f + weight + self.whole
-        if self.kind.gelu:
+        if not self.kind.shape.gated:
+            # the projection with its bias, which ReLU does not need again, and the product;
+            # in the forward pass also the projection without its bias
+            kept = f if self.kind.activation == "relu" else 2 * f
+            return Part(kept, max(2 * f, f + self.whole), product)
+        if self.kind.activation != "silu":  # no fused gated form here
             # projection; GELU of the gate, the shifted up projection, their product
             # in backward the product is freed, then its gradient and those of its factors exist
             return Part(5 * f, max(5 * f, f + self.whole), max(product, 3 * f - f))

@@ -19,8 +19,9 @@ from mppo.models.families.architectures import family_config
 from mppo.models.heads.outputs import Head
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.planning.memory import experts_per_token
+from mppo.weights.rows import Row
 from mppo.weights.shape import ModelShape, model_shape
-from mppo.weights.table import Row, parameter_table
+from mppo.weights.table import parameter_table
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,12 @@ class ParameterCount:
     Args:
         dense: parameters outside of experts.
         expert: parameters of experts.
+        discarded: the vocabulary projection that Megatron builds before a value head replaces it.
     """
 
     dense: int
     expert: int
+    discarded: int = 0
 
     @property
     def total(self) -> int:
@@ -141,7 +143,9 @@ def count_parameters(
                 expert += _elements(entry, layout)
             else:
                 dense += _elements(entry, layout)
-    return ParameterCount(dense, expert // layout.ep)
+    replaced = value_head and "final" in ends
+    discarded = _elements(table.projection_entry(), layout) if replaced else 0
+    return ParameterCount(dense, expert // layout.ep, discarded)
 
 
 def model_parameters(table: Table, value_head: bool = False) -> int:
@@ -182,7 +186,7 @@ def role_memory(
     size = BYTES[dtype]
     weights, gradients = count.total * size, 4 * count.total
     if not role.trained:
-        return Memory(weights, 0, 0, building=weights)
+        return Memory(weights, 0, 0, building=weights + count.discarded * size)
     split, buffers = (layout.dp * layout.cp, layout.edp), (count.dense * size, count.expert * size)
     if not role.megatron.use_distributed_optimizer:
         split, buffers = (1, 1), (0, 0)

@@ -67,7 +67,7 @@ def _attention(shape: ModelShape, tp: int) -> Iterator[Matrix]:
 
 
 def _feed_forward(shape: ModelShape, width: int, split: int) -> Iterator[Matrix]:
-    """The same of a gated feed-forward; without width, there is none."""
+    """The same of a feed-forward; without width, there is none."""
     if width:
-        yield 2 * width // split, shape.hidden
+        yield (1 + shape.gated) * width // split, shape.hidden
         yield shape.hidden, width // split

@@ -40,9 +40,9 @@ def shard_blocks(
     """The blocks of one shard, in its order.
 
     Args:
-        kind: ``copy``: one source, cut evenly; ``gated``: each source cut evenly, the parts
-            stacked; ``qkv``: sources interleaved by key-value head, then cut; ``vocab``: padded
-            with zeros, then cut.
+        kind: ``copy``: one source, cut evenly; ``gated``: each source, or each half of the only
+            one, cut evenly, the parts stacked; ``qkv``: sources interleaved by key-value head, then
+            cut; ``vocab``: padded with zeros, then cut.
         lengths: length of each source along the sharded dimension.
         rank: index of the shard.
         size: number of shards.
@@ -56,10 +56,12 @@ def shard_blocks(
         ValueError: a length is not divisible by the number of shards or heads.
     """
     if kind == "gated":
-        return tuple(
-            Block(source, rank * _part(length, size), _part(length, size))
-            for source, length in enumerate(lengths)
-        )
+        wholes = [Block(source, 0, length) for source, length in enumerate(lengths)]
+        if len(wholes) == 1:
+            half = _part(lengths[0], 2)
+            wholes = [Block(0, 0, half), Block(0, half, half)]
+        shares = [(whole, _part(whole.length, size)) for whole in wholes]
+        return tuple(Block(w.source, w.start + rank * share, share) for w, share in shares)
     if kind == "qkv":
         parts = [_part(length, groups) for length in lengths]
         flat = [Block(s, g * part, part) for g in range(groups) for s, part in enumerate(parts)]

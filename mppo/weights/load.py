@@ -13,11 +13,10 @@ import torch
 from mppo.parallel.layout import Coordinates, Layout
 from mppo.weights.blocks import ZERO
 from mppo.weights.hf.folder import HFFolder
+from mppo.weights.names import hf_names
 from mppo.weights.shape import ModelShape, model_shape
 from mppo.weights.slots import Slot, assert_partition, find_slots
 from mppo.weights.table import parameter_table
-
-ROTARY_BUFFER = re.compile(r"^model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class LoadReport:
         parameters: number of parameters that were loaded.
         bytes_read: bytes read from the folder's files, in their stored dtypes.
         fresh: parameters that keep their initial values (a value head that the folder lacks).
-        extras: tensors of the folder that no rank needs: multi-token-prediction layers, rotary
-            buffers of old checkpoints, a head that the role does not use.
+        extras: tensors of the folder that no rank needs: multi-token-prediction layers, masks and
+            rotary buffers of old checkpoints, a head that the role does not use.
     """
 
     parameters: int
@@ -104,11 +103,12 @@ def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
             f"{source.path}: {score} has shape {list(source.shape(score))}, but a value head has "
             f"{list(one_label)}; use a reward model with one label (num_labels=1)"
         )
-    heads = {"lm_head.weight", score}
+    projection = f"{hf_names(shape.model_type).head}.weight"
     for name in source.tensors:
         if name in expected:
             continue
-        known = name in heads or ROTARY_BUFFER.match(name) or is_extra_layer(name, shape)
+        known = name in (projection, score) or _is_buffer(name, shape)
+        known = known or is_extra_layer(name, shape)
         (extras if known else unknown).append(name)
     if unknown:
         raise ValueError(
@@ -116,7 +116,7 @@ def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
             f"{shape.num_layers} layers does not have, such as {sorted(unknown)[0]}; config.json "
             "and the weights do not belong together"
         )
-    lost = [name for name in expected if name not in source.tensors and name != "lm_head.weight"]
+    lost = [name for name in expected if name not in source.tensors and name != projection]
     if lost:
         raise ValueError(
             f"{source.path}: {len(lost)} tensors are missing, such as {sorted(lost)[0]}"
@@ -140,6 +140,13 @@ def _check_tensor(source: HFFolder, name: str, expected: tuple[int, ...]) -> Non
             "weights must be floats; use the unquantised model"
         )
     source.scales(name)  # raises for 8-bit floats without scales
+
+
+def _is_buffer(name: str, shape: ModelShape) -> bool:
+    """Return whether a tensor is one that old checkpoints hold although the model computes it."""
+    names = hf_names(shape.model_type)
+    start, end = (re.escape(part) for part in names.layer.split("{l}"))
+    return any(re.fullmatch(rf"{start}\d+{end}{re.escape(own)}", name) for own in names.buffers)
 
 
 def is_extra_layer(name: str, shape: ModelShape) -> bool:

@@ -10,9 +10,27 @@ from dataclasses import dataclass
 from typing import Any
 
 GQA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral", "qwen2_moe",
-                "qwen3_moe")  # fmt: skip
+                "qwen3_moe", "gpt_neox", "opt", "glm4", "glm4_moe")  # fmt: skip
 MLA_FAMILIES = ("deepseek_v2", "deepseek_v3")
 FAMILIES = GQA_FAMILIES + MLA_FAMILIES
+_SHARED_FAMILIES = (*MLA_FAMILIES, "glm4_moe")
+"""Mixtures with shared experts and dense first layers under DeepSeek's keys."""
+_PLAIN_FAMILIES = ("gpt_neox", "opt")
+"""Families with LayerNorm, an ungated feed-forward, and biases in all linear layers."""
+_KNOWN_TO_DIFFER = {
+    "gpt_oss": "its attention has a learned sink per head, its experts have biases, a clamped "
+    "activation and gate and up row by row in one tensor of all experts; the attention and the "
+    "weight table of mppo have none of these",
+}
+"""Families that users ask for, and why they are not supported."""
+QKV_BIAS_KEYS = {
+    "qwen2_moe": ("qkv_bias", True),
+    "glm4": ("attention_bias", False),
+    "glm4_moe": ("attention_bias", False),
+}
+"""The key of config.json for biases of queries, keys and values, and its default."""
+_POSITION_OFFSET = 2
+"""Rows of OPT's learned positions before that of the first token."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +51,9 @@ class ModelShape:
     ``sparse_layers`` has one entry per layer: True if the feed-forward is a mixture of experts.
     ``ffn`` is the width of dense layers, ``expert_ffn`` of one expert, ``shared_ffn`` of all shared
     experts together (0: none). ``extra_layers`` is the number of multi-token-prediction layers
-    stored after the decoder (``model.layers.{num_layers + i}``).
+    stored after the decoder (``model.layers.{num_layers + i}``). ``biases``: all linear layers and
+    norms have a bias. ``positions`` is the number of learned positions (0: none), of which the
+    first ``position_offset`` belong to no token.
     """
 
     model_type: str
@@ -55,6 +75,10 @@ class ModelShape:
     shared_gate: bool = False
     expert_bias: bool = False
     extra_layers: int = 0
+    gated: bool = True
+    biases: bool = False
+    positions: int = 0
+    position_offset: int = 0
     mla: MLAShape | None = None
 
 
@@ -89,8 +113,9 @@ def check_family(hf_config: Any) -> str:
 def check_model_type(model_type: Any) -> str:
     """``model_type`` itself. Raises as ``check_family``."""
     if model_type not in FAMILIES:
+        why = _KNOWN_TO_DIFFER.get(str(model_type), "this family is not supported")
         raise refuse(
-            "model_type", model_type, "this family is not supported",
+            "model_type", model_type, why,
             f"use one of {', '.join(FAMILIES)} (docs/adding_a_family.md says how to add one)",
         )  # fmt: skip
     return model_type
@@ -135,7 +160,7 @@ def sparse_layers(hf_config: Any) -> tuple[bool, ...]:
         step = getattr(hf_config, "decoder_sparse_step", None) or 1
         dense = set(getattr(hf_config, "mlp_only_layers", None) or ())
         return tuple(i not in dense and (i + 1) % step == 0 for i in range(count))
-    if model_type in MLA_FAMILIES:
+    if model_type in _SHARED_FAMILIES:
         if getattr(hf_config, "n_routed_experts", None) is None:
             return (False,) * count
         first = getattr(hf_config, "first_k_dense_replace", None) or 0
@@ -174,6 +199,9 @@ def model_shape(hf_config: Any) -> ModelShape:
             "correct one of the two",
         )  # fmt: skip
     head_dim = None if mla else getattr(hf_config, "head_dim", None)
+    bias_key, usual = QKV_BIAS_KEYS.get(model_type, (None, model_type == "qwen2"))
+    qkv_bias = usual if bias_key is None else bool(getattr(hf_config, bias_key, usual))
+    plain, learned = model_type in _PLAIN_FAMILIES, model_type == "opt"
     return ModelShape(
         model_type=model_type,
         num_layers=required(hf_config, "num_hidden_layers"),
@@ -181,18 +209,26 @@ def model_shape(hf_config: Any) -> ModelShape:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim or hidden // heads,
-        ffn=required(hf_config, "intermediate_size"),
+        ffn=required(hf_config, "ffn_dim" if learned else "intermediate_size"),
         vocab=required(hf_config, "vocab_size"),
         tied=bool(getattr(hf_config, "tie_word_embeddings", False)),
-        qkv_bias=model_type == "qwen2"
-        or (model_type == "qwen2_moe" and bool(getattr(hf_config, "qkv_bias", True))),
-        qk_norm=model_type in ("qwen3", "qwen3_moe"),
-        sandwich_norms=model_type == "gemma2",
+        qkv_bias=plain or qkv_bias,
+        qk_norm=model_type in ("qwen3", "qwen3_moe")
+        or (model_type == "glm4_moe" and bool(getattr(hf_config, "use_qk_norm", False))),
+        sandwich_norms=model_type in ("gemma2", "glm4"),
         sparse_layers=sparse,
         extra_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,
+        gated=not plain,
+        biases=plain,
+        **(_learned_positions(hf_config) if learned else {}),
         mla=mla,
         **(_expert_sizes(hf_config) if any(sparse) else {}),
     )
+
+
+def _learned_positions(hf_config: Any) -> dict[str, int]:
+    longest = required(hf_config, "max_position_embeddings")
+    return {"positions": longest + _POSITION_OFFSET, "position_offset": _POSITION_OFFSET}
 
 
 def _mla_shape(hf_config: Any) -> MLAShape:
@@ -213,12 +249,12 @@ def _expert_sizes(hf_config: Any) -> dict[str, Any]:
             "expert_ffn": required(hf_config, "intermediate_size"),
         }
     width = required(hf_config, "moe_intermediate_size")
-    if model_type in MLA_FAMILIES:
+    if model_type in _SHARED_FAMILIES:
         return {
             "num_experts": required(hf_config, "n_routed_experts"),
             "expert_ffn": width,
             "shared_ffn": width * (getattr(hf_config, "n_shared_experts", None) or 0),
-            "expert_bias": model_type == "deepseek_v3",
+            "expert_bias": model_type != "deepseek_v2",
         }
     shared = model_type == "qwen2_moe"
     return {

@@ -22,9 +22,10 @@ from mppo.parallel.layout import Coordinates, Layout
 from mppo.weights.blocks import ZERO
 from mppo.weights.bucket import BucketLayout, WeightBucket, aligned
 from mppo.weights.copies import BufferCopy, Slice, copy_tensors, folded, slice_copy
+from mppo.weights.rows import Row
 from mppo.weights.shape import model_shape
 from mppo.weights.slots import Slot, find_slots
-from mppo.weights.table import Entry, Row, Table, parameter_table
+from mppo.weights.table import Entry, Table, parameter_table
 
 
 class Groups(Protocol):

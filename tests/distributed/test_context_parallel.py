@@ -27,6 +27,8 @@ REFERENCES = {
     "qwen2": Case("qwen2"),
     "gemma2": Case("gemma2"),
     "mistral_window": Case("mistral_window"),
+    "gpt_neox": Case("gpt_neox"),
+    "opt": Case("opt"),
     "moonlight": Case("moonlight"),
     "moonlight value": Case("moonlight", head="value"),
     "qwen2_moe R2 balance": Case("qwen2_moe", BALANCE, role={"router_replay": "R2"}, steps=3),
@@ -37,6 +39,8 @@ CHOSEN = {
     "qwen2": ["CP2", "CP4", "CP2xTP2 without SP", "CP2xPP2xVPP2", "CP4 ring"],
     "gemma2": ["CP4", "CP4 ring"],
     "mistral_window": ["CP2xTP2", "CP4", "CP2xTP2 ring", "CP4 ring"],
+    "gpt_neox": ["CP2xTP2", "CP4 ring"],
+    "opt": ["CP2xTP2"],
     "moonlight": [
         "CP2xPP2 offload",
         "CP4 recompute",

@@ -35,11 +35,20 @@ REFERENCES = [
     Case("qwen2", head="value"),
     Case("llama"),
     Case("llama_of_9_heads"),
+    Case("gpt_neox"),
+    Case("gpt_neox", head="value"),
+    Case("opt"),
 ]
+POLICIES = [case.model for case in REFERENCES if case.head == "policy"]
 VALUE_LAYOUTS = (
     "DP4", "TP2", "TP2 without sequence parallelism", "PP4", "TP2 x PP2", "PP2 x VPP2",
     "TP2 x PP2 x VPP2, full recompute",
 )  # fmt: skip
+PLAIN_LAYOUTS = (
+    "DP4", "TP2 without sequence parallelism", "TP2 x PP2 x VPP2, full recompute",
+    "PP2, selective recompute",
+)  # fmt: skip
+"""Of the families with biases, an ungated feed-forward and LayerNorm."""
 VARIANTS = (
     [Case("qwen2", layout) for layout in LAYOUTS.values()]
     + [Case("qwen2", LAYOUTS["DP4"], micro_batch=1), Case("qwen2", LAYOUTS["PP2"], micro_batch=7)]
@@ -48,6 +57,9 @@ VARIANTS = (
     + [Case("qwen2", LAYOUTS[name], token_budget=11) for name in ("DP4", "PP2 x VPP2")]
     + [Case("qwen2", LAYOUTS["TP2"], head="value", token_budget=20)]
     + [Case("llama", LAYOUTS["TP2 x PP2"])]
+    + [Case("gpt_neox", LAYOUTS[name]) for name in PLAIN_LAYOUTS]
+    + [Case("gpt_neox", LAYOUTS["TP2 x PP2"], head="value")]
+    + [Case("opt", LAYOUTS[name]) for name in ("TP2", *PLAIN_LAYOUTS[1:3])]
 )
 
 
@@ -75,7 +87,7 @@ def test_every_layout_gives_the_numbers_of_one_process(outcomes, index):
         torch.testing.assert_close(weight, want.weights[name], rtol=1e-5, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("model", ["qwen2", "qwen2_tied", "llama", "llama_of_9_heads"])
+@pytest.mark.parametrize("model", POLICIES)
 def test_one_process_takes_the_steps_of_plain_transformers_and_torch(outcomes, model):
     alone, _, folder = outcomes
     want = alone[model, "policy"]

@@ -24,7 +24,8 @@ LAYOUTS = {
     "DP2": {},
 }
 EVERYWHERE = ("TP2", "PP2", "CP2")
-DENSE = ("llama", "mistral", "qwen2_tied", "qwen2_window", "qwen3", "gemma", "gemma2")
+DENSE = ("llama", "mistral", "qwen2_tied", "qwen2_window", "qwen3", "gemma", "gemma2", "gpt_neox",
+         "opt", "glm4")  # fmt: skip
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "moonlight", "deepseek_v3")
 CASES = [
     *((family, layout) for family in (*DENSE, *EXPERTS) for layout in EVERYWHERE),

@@ -16,6 +16,8 @@ _SIZE = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+_LEARNED = {**_SIZE, "ffn_dim": _SIZE["intermediate_size"], "tie_word_embeddings": True}
+del _LEARNED["intermediate_size"]
 _GROUPED = {**_SIZE, "num_key_value_heads": 2}
 _NINE = {
     **_SIZE,
@@ -54,6 +56,8 @@ CONFIGS = {
     "llama_of_9_heads": lambda: hf.LlamaConfig(**_NINE),
     "qwen3": lambda: hf.Qwen3Config(**_GROUPED, head_dim=12),
     "mistral_window": lambda: hf.MistralConfig(**_GROUPED, sliding_window=5),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**_SIZE),
+    "opt": lambda: hf.OPTConfig(**_LEARNED, pad_token_id=None),
     "gemma2": lambda: hf.Gemma2Config(
         **{**_GROUPED, "tie_word_embeddings": True},
         head_dim=8,

@@ -11,7 +11,7 @@ from sglang_case import Case, synced_case
 
 SERVED = {
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "qwen2_moe", "qwen3_moe",
-    "deepseek_v2", "llama_reward",
+    "deepseek_v2", "glm4", "glm4_moe", "llama_reward", "opt",
 }  # fmt: skip
 """Modules of ``sglang.srt.models`` with the models that tests serve."""
 

@@ -16,6 +16,7 @@ from hf_families import (
     LATENT,
     LATENT_YARN,
     LLAMA3,
+    PLAIN,
     TIED,
     VOCAB,
     YARN,
@@ -57,6 +58,19 @@ SAME: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: hf.Qwen3Config(**EPS, head_dim=32, rope_parameters=MSCALES),
     "gemma": lambda: hf.GemmaConfig(**GEMMA),
     "gemma2": lambda: hf.Gemma2Config(**GEMMA2, attn_logit_softcapping=None),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(
+        **PLAIN, intermediate_size=96, layer_norm_eps=1e-2,
+        rope_parameters={**LINEAR, "partial_rotary_factor": 0.5},
+    ),
+    "opt": lambda: hf.OPTConfig(**PLAIN, ffn_dim=96),
+    "glm4": lambda: hf.Glm4Config(
+        **EPS, head_dim=16, pad_token_id=None,
+        rope_parameters={**LINEAR, "partial_rotary_factor": 0.25},
+    ),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(
+        **{**EPS, "moe_intermediate_size": 32}, n_routed_experts=8, num_experts_per_tok=2,
+        head_dim=16, use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5,
+    ),
     "mixtral": lambda: hf.MixtralConfig(**EPS, num_local_experts=4, sliding_window=None),
     "qwen2_moe": lambda: hf.Qwen2MoeConfig(
         **EPS, **EXPERTS, shared_expert_intermediate_size=48, rope_parameters=LINEAR

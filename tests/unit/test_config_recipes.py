@@ -29,6 +29,8 @@ PARAMETERS = {
     "gemma-2-2b-it": 2_614_341_888,
     "Qwen1.5-MoE-A2.7B-Chat": 14_315_784_192,
     "SmolLM2-135M-Instruct": 134_515_008,
+    "EleutherAI_pythia-1b-deduped__sft__tldr": 1_011_781_632,
+    "pythia-160m": 162_322_944,
 }
 """Parameter counts of the model cards' safetensors metadata."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.nn.functional as F
 import transformers as hf
-from hf_families import BASE, CONFIGS, EXPERTS, LATENT, LATENT_YARN, LLAMA3, YARN
+from hf_families import BASE, CONFIGS, EXPERTS, LATENT, LATENT_YARN, LLAMA3, PLAIN, YARN
 
 from mppo.models.families.activations import gelu_tanh
 from mppo.models.families.architectures import BUILDERS, family_config
@@ -101,6 +101,7 @@ def test_stated_attention_factor_is_what_megatron_multiplies_by():
 
 REFUSED = {
     "unknown family": (lambda: hf.GPT2Config(), "model_type = 'gpt2'"),
+    "gpt-oss": (lambda: hf.GptOssConfig(), "model_type = 'gpt_oss': .* learned sink per head"),
     "llama-3 rope with other constants": (
         lambda: llama(rope_parameters={**LLAMA3, "original_max_position_embeddings": 4096}),
         "original_max_position_embeddings = 4096.*8192",
@@ -110,7 +111,7 @@ REFUSED = {
         "rope_type = 'dynamic'",
     ),
     "attention bias": (lambda: llama(attention_bias=True), "attention_bias = True"),
-    "activation": (lambda: llama(hidden_act="relu"), "hidden_act = 'relu'"),
+    "activation": (lambda: llama(hidden_act="tanh"), "hidden_act = 'tanh'"),
     "uneven heads": (lambda: llama(num_key_value_heads=3), "num_key_value_heads = 3"),
     "other quantisation": (
         lambda: llama(quantization_config={"quant_method": "gptq"}), "quantization_config",
@@ -139,6 +140,31 @@ REFUSED = {
             **BASE, **{**EXPERTS, "num_experts_per_tok": 1}, norm_topk_prob=True
         ),
         "num_experts_per_tok = 1",
+    ),
+    "another family's partial rotation": (
+        lambda: llama(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor = 0.5",
+    ),
+    "partial rotation with yarn": (
+        lambda: hf.GPTNeoXConfig(**PLAIN, rope_parameters={**YARN, "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor = 0.5",
+    ),
+    "gpt-neox without attention's biases": (
+        lambda: hf.GPTNeoXConfig(**PLAIN, attention_bias=False), "attention_bias = False"
+    ),
+    "opt without biases": (lambda: hf.OPTConfig(**PLAIN, enable_bias=False), "enable_bias"),
+    "opt-350m's norms": (
+        lambda: hf.OPTConfig(**PLAIN, do_layer_norm_before=False), "do_layer_norm_before = False"
+    ),
+    "opt-350m's embeddings": (
+        lambda: hf.OPTConfig(**PLAIN, word_embed_proj_dim=32), "word_embed_proj_dim = 32.*width 64"
+    ),
+    "opt without the final norm": (
+        lambda: hf.OPTConfig(**PLAIN, _remove_final_layer_norm=True), "_remove_final_layer_norm"
+    ),
+    "opt's norms without weights": (
+        lambda: hf.OPTConfig(**PLAIN, layer_norm_elementwise_affine=False),
+        "layer_norm_elementwise_affine",
     ),
     "more chosen than there are": (
         lambda: hf.MixtralConfig(**BASE, num_local_experts=2, num_experts_per_tok=3),

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.configuration import transformer_config
 from mppo.models.families.architectures import family_config
-from mppo.models.families.gemma2_layer import Gemma2Layer
+from mppo.models.families.sandwich_layer import SandwichLayer
 from mppo.models.heads.last_layer import LastLayer, with_early_select
 
 
@@ -34,8 +34,8 @@ def test_a_layer_with_experts_computes_all_tokens():
 
 
 def test_other_layers_are_not_changed():
-    sandwich = dataclasses.replace(get_gpt_layer_local_spec(), module=Gemma2Layer)
-    assert layers_of(sandwich) == [Gemma2Layer, Gemma2Layer]
+    sandwich = dataclasses.replace(get_gpt_layer_local_spec(), module=SandwichLayer)
+    assert layers_of(sandwich) == [SandwichLayer, SandwichLayer]
 
 
 def test_under_sequence_parallelism_ranks_hold_equally_many_tokens():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import transformers as hf
-from hf_families import BASE, EXPERTS, LATENT, LATENT_YARN, LLAMA3, TIED, YARN
+from hf_families import BASE, EXPERTS, LATENT, LATENT_YARN, LLAMA3, PLAIN, TIED, YARN
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
@@ -46,6 +46,13 @@ FITS: dict[str, Any] = {
     "gemma2": lambda: hf.Gemma2Config(
         **GEMMA2, final_logit_softcapping=3.0, query_pre_attn_scalar=24, layer_types=LAYERS
     ),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(
+        **PLAIN, hidden_act="gelu_fast",
+        rope_parameters={**LINEAR, "partial_rotary_factor": 0.5},
+    ),
+    "opt": lambda: hf.OPTConfig(**PLAIN),
+    "glm4": lambda: hf.Glm4Config(**BASE, head_dim=16),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(**MOE, head_dim=16),
     "mixtral": lambda: hf.MixtralConfig(**MIXTRAL),
     "qwen2_moe": lambda: hf.Qwen2MoeConfig(**SHARED, rope_parameters=LINEAR),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**MOE, head_dim=32, rope_parameters=YARN),
@@ -115,6 +122,10 @@ DIFFERS: dict[str, tuple[Any, str]] = {
     ),
     "mixtral width": (lambda: hf.MixtralConfig(**MIXTRAL, head_dim=32), "head_dim = 32"),
     "mixtral activation": (lambda: hf.MixtralConfig(**MIXTRAL, hidden_act="gelu"), "silu"),
+    "opt activation": (
+        lambda: hf.OPTConfig(**PLAIN, activation_function="gelu_new"),
+        "activation_function = 'gelu_new', and SGLang 0.5 computes relu or gelu in a opt",
+    ),
     "qwen2_moe window": (lambda: hf.Qwen2MoeConfig(**SHARED, **PER_LAYER), "in 1 of 4"),
     "qwen2_moe width": (
         lambda: hf.Qwen2MoeConfig(**SHARED, head_dim=32), "gives the heads of a qwen2_moe width 16"
@@ -208,6 +219,7 @@ def test_rotary_scaling_is_translated_for_sglang() -> None:
     complete = hf.LlamaConfig(**BASE, rope_parameters={**LINEAR, "factor": 4})
     factor = sglang_settings(complete)["rope_parameters"]["factor"]
     assert isinstance(factor, float), "SGLang takes a whole number for a list of factors"
+    assert sglang_settings(FITS["gpt_neox"]())["rope_parameters"]["partial_rotary_factor"] == 0.5
     assert sglang_settings(FITS["llama"]()) == {}
 
 
@@ -228,7 +240,7 @@ def test_weights_are_sent_dequantised() -> None:
 def test_own_classes_are_selected_where_sglangs_differ(name: str) -> None:
     model_type = FITS[name]().model_type
     requested = "SGLANG_EXTERNAL_MODEL_PACKAGE" in server_environment(1, False, model_type)
-    assert requested == (model_type in ("gemma", "deepseek_v2", "deepseek_v3"))
+    assert requested == (model_type in ("gemma", "gpt_neox", "deepseek_v2", "deepseek_v3"))
 
 
 def test_the_recipe_is_refused_before_any_model_is_built() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fake_stage import fake_stage
 from hf_families import save, tensors
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from mppo.parallel.layout import Layout
@@ -80,6 +81,35 @@ def test_a_dense_te_layer_has_these_names(tmp_path_factory):
     q, k, v = (complete[f"model.layers.1.self_attn.{x}_proj.bias"].view(2, -1) for x in "qkv")
     interleaved = torch.cat([q, k, v], 1).flatten()
     assert torch.equal(parameters["decoder.layers.1.self_attention.linear_qkv.bias"], interleaved)
+
+
+def test_gpt_neox_from_a_folder_with_masks_and_rotary_frequencies(tmp_path_factory):
+    """As the published files of Pythia hold them; biases have Transformer Engine's names too."""
+    folder, config, table = folder_of("gpt_neox", tmp_path_factory)
+    complete = tensors(folder)
+    buffers = {
+        "bias": torch.ones(1, 1, 9, 9, dtype=torch.bool), "masked_bias": torch.tensor(-1e9),
+        "rotary_emb.inv_freq": torch.ones(2),
+    }  # fmt: skip
+    old = {f"gpt_neox.layers.3.attention.{name}": tensor for name, tensor in buffers.items()}
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file({**complete, **old}, folder / "model.safetensors")
+    layers = [te_names(table, layer) for layer in range(4)]
+    parameters = loaded(fake_stage(layers, ends(table)), folder, config)
+    for ours, theirs in {
+        "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
+        "mlp.linear_fc1.layer_norm_bias": "post_attention_layernorm.bias",
+        "self_attention.linear_qkv.weight": "attention.query_key_value.weight",
+        "self_attention.linear_proj.bias": "attention.dense.bias",
+        "mlp.linear_fc1.bias": "mlp.dense_h_to_4h.bias",
+    }.items():
+        got = parameters[f"decoder.layers.2.{ours}"]
+        assert torch.equal(got, complete[f"gpt_neox.layers.2.{theirs}"]), ours
+    unknown = {**complete, "gpt_neox.layers.3.attention.rotary_emb.other": torch.ones(2)}
+    save_file(unknown, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="tensors that a gpt_neox of 4 layers does not have"):
+        loaded(fake_stage(layers, ends(table)), folder, config)
 
 
 def test_te_grouped_experts_and_fused_latent_norms(tmp_path_factory):

@@ -20,7 +20,20 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "relu": F.relu,
 }
+_OTHER_KEYS = ("hidden_activation", "activation_function")
+
+
+def activation_key(hf_config: Any) -> str:
+    """The key of config.json that names the activation.
+
+    ``hidden_act``, unless ``hidden_activation`` (Gemma) or ``activation_function`` (OPT) is set.
+    """
+    named = (key for key in _OTHER_KEYS if getattr(hf_config, key, None))
+    return next(named, "hidden_act")
 
 
 def activation_name(hf_config: Any) -> str:
@@ -33,11 +46,10 @@ def activation_name(hf_config: Any) -> str:
     Raises:
         ValueError: the activation is not supported.
     """
-    stated = getattr(hf_config, "hidden_activation", None)
-    name = stated or getattr(hf_config, "hidden_act", None)
-    if hf_config.model_type == "gemma" and not stated and name == "gelu":
+    key = activation_key(hf_config)
+    name = getattr(hf_config, key, None)
+    if hf_config.model_type == "gemma" and key == "hidden_act" and name == "gelu":
         name = "gelu_pytorch_tanh"
     if name not in ACTIVATIONS:
-        key = "hidden_activation" if stated else "hidden_act"
         raise refuse(key, name, "not supported", f"use one of {', '.join(ACTIVATIONS)}")
     return name

@@ -7,57 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from mppo.models.families.activations import ACTIVATIONS, activation_name
+from mppo.models.families.family import FamilyConfig, family_of
 from mppo.models.families.rope import mla_rope, plain_rope
-from mppo.weights.shape import ModelShape, model_shape, refuse
-
-
-@dataclass(frozen=True)
-class FamilyConfig:
-    """An architecture in Megatron's terms.
-
-    Args:
-        model_type: the Hugging Face family name.
-        is_mla: build an ``MLATransformerConfig`` instead of a ``TransformerConfig``.
-        transformer_kwargs: architecture fields of that config (no parallel sizes, no dtypes, no
-            router training settings).
-        gpt_kwargs: arguments of ``GPTModel``; ``vocab_size`` is the real, unpadded one.
-        config_attributes: attributes to set on the config object that are not dataclass fields.
-        embedding_scale: factor on embedding outputs, rounded to the embedding's dtype (Gemma).
-        final_logit_softcap: c in ``c * tanh(logits / c)``.
-        attn_logit_softcap: the same c for attention scores, applied before the mask.
-        sandwich_norms: further norms after attention and after the feed-forward layer (Gemma 2).
-        zero_centered_norm: norms multiply by ``1 + weight``.
-        window_size: tokens a query sees, itself included, in layers with a window.
-        window_layers: one entry per layer, True if the window applies; empty without a window.
-        activation: name of the activation, a key of ``ACTIVATIONS``.
-        mla_norm_epsilon: epsilon of MLA's inner norms; None without MLA.
-    """
-
-    model_type: str
-    is_mla: bool
-    transformer_kwargs: dict[str, Any]
-    gpt_kwargs: dict[str, Any]
-    config_attributes: dict[str, Any] = field(default_factory=dict)
-    embedding_scale: float | None = None
-    final_logit_softcap: float | None = None
-    attn_logit_softcap: float | None = None
-    sandwich_norms: bool = False
-    zero_centered_norm: bool = False
-    window_size: int | None = None
-    window_layers: tuple[bool, ...] = ()
-    activation: str = "silu"
-    mla_norm_epsilon: float | None = None
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """Tokens a query sees, itself included, by layer; None: all up to itself."""
-        layers = self.window_layers or (False,) * self.transformer_kwargs["num_layers"]
-        return tuple(self.window_size if windowed else None for windowed in layers)
-
+from mppo.weights.shape import QKV_BIAS_KEYS, ModelShape, model_shape, refuse
 
 MLA_NORM_EPSILON = 1e-6
 """Epsilon of ``q_a_layernorm`` and ``kv_a_layernorm``, independent of ``rms_norm_eps``, which is
@@ -79,7 +34,7 @@ def family_config(hf_config: Any) -> FamilyConfig:
         ValueError: unknown family, or a setting Megatron cannot represent exactly.
     """
     shape = model_shape(hf_config)
-    _check_biases(hf_config)
+    _check_biases(hf_config, shape)
     _check_quantization(hf_config)
     return BUILDERS[shape.model_type](hf_config, shape)
 
@@ -88,7 +43,7 @@ def llama(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """Llama 1 to 3, deepseek-llm, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3: dense, grouped heads."""
     rope_kwargs, attributes = plain_rope(hf_config)
     window_size, window_layers = _window(hf_config, shape)
-    return _family(
+    return family_of(
         hf_config,
         shape,
         transformer_kwargs={
@@ -145,6 +100,43 @@ def qwen_moe(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     return _with_experts(llama(hf_config, shape), hf_config, shape, renormalised)
 
 
+def gpt_neox(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """GPT-NeoX and Pythia: parallel residual, partly rotated heads."""
+    parallel = bool(getattr(hf_config, "use_parallel_residual", True))
+    return replace(llama(hf_config, shape), parallel_residual=parallel)
+
+
+def opt(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """OPT, except 350m: learned positions, ReLU."""
+    usual = {
+        "do_layer_norm_before": (True, "normalises after each residual sum"),
+        "word_embed_proj_dim": (shape.hidden, f"projects embeddings to width {shape.hidden}"),
+        "layer_norm_elementwise_affine": (True, "has norms without weights"),
+        "_remove_final_layer_norm": (False, "has no norm after the last layer"),
+    }
+    for key, (supported, how) in usual.items():
+        value = getattr(hf_config, key, supported)
+        if value != supported:
+            raise refuse(
+                key, value, f"the model {how}, Megatron's does not",
+                "use another size of OPT (of the published ones, only 350m is refused)",
+            )  # fmt: skip
+    return llama(hf_config, shape)
+
+
+def glm4(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """GLM-4 (0414): four norms per layer, partly rotated heads in interleaved pairs."""
+    family = llama(hf_config, shape)
+    interleaved = {"rotary_interleaved": True}
+    kwargs = family.transformer_kwargs | interleaved
+    return replace(family, sandwich_norms=True, transformer_kwargs=kwargs)
+
+
+def glm4_moe(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """GLM-4.5 and 4.6: partly rotated heads, DeepSeek-V3's mixture of experts."""
+    return _with_sigmoid_router(llama(hf_config, shape), hf_config, shape)
+
+
 def deepseek_v2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """DeepSeek-V2 and V2-Lite: MLA, softmax router without groups."""
     method = getattr(hf_config, "topk_method", None) or "greedy"
@@ -170,7 +162,11 @@ def deepseek_v2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
 
 def deepseek_v3(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """DeepSeek-V3, R1 and Moonlight: MLA, sigmoid router with expert bias."""
-    family = _mla(hf_config, shape)
+    return _with_sigmoid_router(_mla(hf_config, shape), hf_config, shape)
+
+
+def _with_sigmoid_router(family: FamilyConfig, hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """The family with DeepSeek-V3's mixture of experts."""
     if not any(shape.sparse_layers):
         return family
     chosen = hf_config.num_experts_per_tok
@@ -217,48 +213,13 @@ BUILDERS: dict[str, Callable[[Any, ModelShape], FamilyConfig]] = {
     "mixtral": mixtral,
     "qwen2_moe": qwen_moe,
     "qwen3_moe": qwen_moe,
+    "gpt_neox": gpt_neox,
+    "opt": opt,
+    "glm4": glm4,
+    "glm4_moe": glm4_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
 }
-
-
-def _common_kwargs(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
-    return {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "ffn_hidden_size": shape.ffn,
-        "layernorm_epsilon": hf_config.rms_norm_eps,
-        "activation_func": ACTIVATIONS[activation_name(hf_config)],
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
-
-
-def _family(
-    hf_config: Any,
-    shape: ModelShape,
-    transformer_kwargs: dict[str, Any],
-    gpt_kwargs: dict[str, Any] | None = None,
-    **fields: Any,
-) -> FamilyConfig:
-    """Add the arguments that all architectures share."""
-    return FamilyConfig(
-        model_type=shape.model_type,
-        is_mla=shape.mla is not None,
-        transformer_kwargs=_common_kwargs(hf_config, shape) | transformer_kwargs,
-        gpt_kwargs={
-            "vocab_size": shape.vocab,
-            "share_embeddings_and_output_weights": shape.tied,
-            "position_embedding_type": "rope",
-            **(gpt_kwargs or {}),
-        },
-        activation=activation_name(hf_config),
-        **fields,
-    )
 
 
 def _mla(hf_config: Any, shape: ModelShape) -> FamilyConfig:
@@ -269,7 +230,7 @@ def _mla(hf_config: Any, shape: ModelShape) -> FamilyConfig:
             "rope_interleave", False, "Megatron's MLA rotates interleaved pairs",
             "use the family's usual layout",
         )  # fmt: skip
-    return _family(
+    return family_of(
         hf_config,
         shape,
         transformer_kwargs={
@@ -352,9 +313,20 @@ def _window_kwargs(size: int | None, layers: tuple[bool, ...]) -> dict[str, Any]
     }
 
 
-def _check_biases(hf_config: Any) -> None:
-    """Refuse output-projection and feed-forward biases: the weight table has no rows for them."""
+def _check_biases(hf_config: Any, shape: ModelShape) -> None:
+    """Refuse biases in some layers only: Megatron has them in all linear layers, or in queries,
+    keys and values."""
+    if shape.biases:
+        for key in ("attention_bias", "enable_bias"):
+            if getattr(hf_config, key, True) is False:
+                raise refuse(
+                    key, False, "Megatron has biases in all linear layers of this family",
+                    "use a checkpoint with them",
+                )  # fmt: skip
+        return
     for key in ("attention_bias", "mlp_bias"):
+        if key in QKV_BIAS_KEYS.get(shape.model_type, ()):
+            continue  # the family has these for queries, keys and values only
         if getattr(hf_config, key, False):
             raise refuse(
                 key, True,

@@ -11,6 +11,9 @@ from typing import Any
 
 from mppo.weights.shape import refuse, rope_parameters
 
+_PARTLY_ROTATED = ("gpt_neox", "glm4", "glm4_moe")
+"""Families whose heads may be rotated in part: the first ``partial_rotary_factor`` of each."""
+
 LLAMA3_FIXED = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -29,6 +32,9 @@ def plain_rope(hf_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     rope = _checked(hf_config)
     kind, base = rope["rope_type"], {"rotary_base": rope["rope_theta"]}
+    part = rope.get("partial_rotary_factor", 1.0)
+    if part != 1.0:
+        base["rotary_percent"] = part
     if kind == "default":
         return base, {}
     if kind == "linear":
@@ -133,9 +139,13 @@ def _factor(hf_config: Any, rope: dict[str, Any]) -> float:
 
 def _checked(hf_config: Any) -> dict[str, Any]:
     rope = rope_parameters(hf_config)
-    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+    part = rope.get("partial_rotary_factor", 1.0)
+    partial = hf_config.model_type in _PARTLY_ROTATED and rope["rope_type"] in ("default", "linear")
+    if part != 1.0 and not partial:
         raise refuse(
-            "rope_parameters.partial_rotary_factor", part, "only fully rotated heads are supported",
+            "rope_parameters.partial_rotary_factor", part,
+            f"only {', '.join(_PARTLY_ROTATED)} may rotate heads in part, without scaling or with "
+            "linear scaling",
             "use a checkpoint with 1.0",
         )  # fmt: skip
     if rope["rope_type"] in ("linear", "llama3") and rope.get("factor") is None:

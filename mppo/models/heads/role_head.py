@@ -20,9 +20,6 @@ from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
 from mppo.weights.blocks import padded_vocab_size
 
-_PROJECTIONS = ("lm_head.weight", "model.embed_tokens.weight")
-"""Hugging Face names of the vocabulary projection, untied and tied."""
-
 
 class RoleHead:
     """Maps hidden states of a micro-batch to outputs; used on the last pipeline stage only.
@@ -85,17 +82,15 @@ class RoleHead:
         tp = self._groups.layout.tp
         rows = padded_vocab_size(self._vocab_size, tp) // tp
         start = self._groups.coordinates.tp * rows
-        found: dict[str, Tensor] = {}
+        projection = weights.projection_name
         for bucket in weights.stream(bucket_bytes):
             for name, tensor in bucket:
-                if self._groups.is_last_stage and name in _PROJECTIONS:
-                    found[name] = torch.zeros(rows, tensor.shape[1], dtype=tensor.dtype)
+                if self._groups.is_last_stage and name == projection:
+                    own = torch.zeros(rows, tensor.shape[1], dtype=tensor.dtype)
                     mine = tensor[start : start + rows]
-                    found[name][: len(mine)] = mine
-        for name in _PROJECTIONS:
-            if name in found and self._reference is None:
-                shard = self._vocab_shard(rows, reference._chunk.final_logit_softcap)
-                self._reference = Projection(found[name].to(device.device()), shard)
+                    own[: len(mine)] = mine
+                    shard = self._vocab_shard(rows, reference._chunk.final_logit_softcap)
+                    self._reference = Projection(own.to(device.device()), shard)
 
     def _policy_outputs(
         self, hidden: Tensor, microbatch: MicroBatch, batch: Sequences, inputs: PassInputs

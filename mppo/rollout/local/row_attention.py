@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from mppo.weights.names import hf_names
+
 ATTENTION = "mppo_rows"
 _QUERY_BLOCK = 512
 """Queries per block: bounds the memory of masks and scores."""
@@ -107,8 +109,9 @@ def set_windows(model: PreTrainedModel, windows: Sequence[int | None]) -> None:
         windows: by layer, tokens visible to a query, itself included; None: all before it.
     """
     layers = cast("list[Any]", model.get_decoder().layers)
+    attention, _, _ = hf_names(model.config.model_type).qkv[0].partition(".")
     for layer, window in zip(layers, windows, strict=True):
-        layer.self_attn.row_window = window
+        getattr(layer, attention).row_window = window
 
 
 def row_attention(

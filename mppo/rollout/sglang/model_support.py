@@ -18,7 +18,9 @@ from typing import Any
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.engine import sglang_options
 from mppo.config.schema import Recipe
-from mppo.models.families.architectures import FamilyConfig, family_config
+from mppo.models.families.activations import ACTIVATIONS, activation_key
+from mppo.models.families.architectures import family_config
+from mppo.models.families.family import FamilyConfig
 from mppo.models.families.rope import LLAMA3_FIXED, mla_rope, plain_rope
 from mppo.weights.shape import MLA_FAMILIES, ModelShape, model_shape, rope_parameters
 
@@ -72,6 +74,10 @@ SERVED: dict[str, Served] = {
     ),
     "qwen2_moe": Served(takes_head_dim=False, reads={"dual_chunk_attention_config": None}),
     "qwen3_moe": Served(reads={"dual_chunk_attention_config": None}),
+    "gpt_neox": Served(tuple(ACTIVATIONS), ("default", "linear")),
+    "opt": Served(("relu", "gelu")),
+    "glm4": Served(ropes=("default", "linear")),
+    "glm4_moe": Served(ropes=("default", "linear"), ties=(False,)),
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
 }  # fmt: skip
@@ -82,6 +88,7 @@ SGLang's documentation)."""
 _MLA_CLASS = "uses rms_norm_eps in MLA's inner norms instead of 1e-6"
 OWN_CLASSES = {
     "gemma": "computes the exact GELU instead of hidden_act",
+    "gpt_neox": "does not exist",
     "deepseek_v2": _MLA_CLASS,
     "deepseek_v3": _MLA_CLASS,
 }
@@ -141,7 +148,8 @@ def sglang_settings(hf_config: Any) -> dict[str, Any]:
 def _rope(hf_config: Any) -> dict[str, Any]:
     """The actor's scaled rotary settings under SGLang's names."""
     stated = rope_parameters(hf_config)
-    common = {key: stated[key] for key in ("rope_type", "rope_theta")}
+    kept = ("rope_type", "rope_theta", "partial_rotary_factor")
+    common = {key: stated[key] for key in kept if key in stated}
     if hf_config.model_type in MLA_FAMILIES:
         latent = mla_rope(hf_config)
         kept = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
@@ -204,7 +212,7 @@ def _layer_differences(
     """Differences in activation, positions, head width, tied embeddings, and the cap of logits."""
     served, family = SERVED[shape.model_type], shape.model_type
     if actor.activation not in served.activations:
-        key = "hidden_activation" if family == "gemma2" else "hidden_act"
+        key = activation_key(hf_config)
         why = f"computes {' or '.join(served.activations)} in a {family}"
         yield key, actor.activation, why, ""
     rope = rope_parameters(hf_config)

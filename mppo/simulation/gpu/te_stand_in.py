@@ -181,8 +181,8 @@ def _kernels(part: Any) -> dict[str, Any]:
         ),
         "generic_gemm": _gemm,
         "te_general_grouped_gemm": _grouped_gemm,
-        "layernorm_fwd": part.layernorm_fwd,  # `import *` copies only names that exist by then
-        "layernorm_bwd": part.layernorm_bwd,
+        "layernorm_fwd": _layernorm_forward,
+        "layernorm_bwd": _layernorm_backward,
         "rmsnorm_fwd": _rmsnorm_forward,
         "rmsnorm_bwd": _rmsnorm_backward,
         "fused_rope_forward": _rotary,
@@ -265,6 +265,19 @@ def _rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, 
 
 def _rmsnorm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *rest: Any) -> tuple:
     return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _layernorm_forward(x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> tuple:
+    if bias.shape != weight.shape or bias.device != weight.device:
+        raise RuntimeError(f"norm with a bias of {tuple(bias.shape)} on {bias.device}")
+    out, _, deviations = _rmsnorm_forward(x, weight, *rest)
+    return out, torch.empty_like(deviations), deviations
+
+
+def _layernorm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, *rest: Any
+) -> tuple:
+    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
 
 
 def _rotary(x: Tensor, angles: Tensor, starts: Any, layout: Any, interleaved: bool,

@@ -24,6 +24,8 @@ SIZES: dict[str, tuple[int, int]] = {
     "moe_layer_freq": (0, _LAYERS),
     "hidden_size": (1, _WIDTH),
     "intermediate_size": (1, _WIDTH),
+    "ffn_dim": (1, _WIDTH),
+    "word_embed_proj_dim": (1, _WIDTH),
     "moe_intermediate_size": (1, _WIDTH),
     "shared_expert_intermediate_size": (0, _WIDTH),
     "head_dim": (1, _WIDTH),
@@ -51,7 +53,11 @@ family checks for itself where null is valid."""
 
 NUMBERS: dict[str, tuple[float, float]] = {
     "rms_norm_eps": (0.0, 1.0),
+    "layer_norm_eps": (0.0, 1.0),
     "rope_theta": (1.0, 1e15),
+    "rotary_emb_base": (1.0, 1e15),
+    "rotary_pct": (0.0, 1.0),
+    "partial_rotary_factor": (0.0, 1.0),
     "routed_scaling_factor": (0.0, 1e6),
     "attn_logit_softcapping": (0.0, 1e9),
     "final_logit_softcapping": (0.0, 1e9),

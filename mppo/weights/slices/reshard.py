@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import ZERO, Block, padded_vocab_size, shard_blocks
+from mppo.weights.rows import Row
 from mppo.weights.shape import ModelShape
-from mppo.weights.table import Entry, Row
+from mppo.weights.table import Entry
 
 SourcePiece = tuple[int, int, int, int]
 """A part of a source tensor that a shard holds: start, length, shard, offset in the shard."""

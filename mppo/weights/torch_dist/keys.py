@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mppo.weights.table import Entry, Row, Table
+from mppo.weights.rows import Row
+from mppo.weights.table import Entry, Table
 
 LAYERS = "decoder.layers."
 EXPERTS = "mlp.experts.local_experts.{e}."

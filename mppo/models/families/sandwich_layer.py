@@ -1,4 +1,4 @@
-"""Gemma 2's layer: the outputs of attention and MLP are normalised before the residual sum."""
+"""Gemma 2's and GLM-4's layer: what attention and MLP add to the residual is normalised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from mppo.models.norm import RMSNorm
 
 
-class Gemma2Layer(TransformerLayer):
+class SandwichLayer(TransformerLayer):
     """Megatron's layer with ``post_attention_layernorm`` and ``post_mlp_layernorm``.
 
     ``x = x + norm(attention(norm(x)))``, ``x = x + norm(mlp(norm(x)))``. Source: Gemma 2
