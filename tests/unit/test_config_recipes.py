@@ -29,6 +29,10 @@ PARAMETERS = {
     "gemma-2-2b-it": 2_614_341_888,
     "Qwen1.5-MoE-A2.7B-Chat": 14_315_784_192,
     "SmolLM2-135M-Instruct": 134_515_008,
+    "SmolLM2-1.7B-sft": 1_711_376_384,
+    "Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Llama-3-8b-sft-mixture": 8_030_261_248,
 }
 """Parameter counts of the model cards' safetensors metadata."""
 
