@@ -13,7 +13,7 @@ SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 TE_PYTHON := transformer-engine==2.11.0 onnxscript==0.5.6 onnx==1.23.2 onnx_ir==1.1.0 ml_dtypes==0.6.0
 SGLANG_COMPAT := extras/sglang_cpu
 
-.PHONY: help demo test lint format docs schema attacks verl-flags sglang-cpu slurm browser soak trl clean
+.PHONY: help demo test lint format docs schema attacks verl-flags recipes sglang-cpu slurm browser soak trl clean
 
 help:
 	@echo "make demo        train a small model by PPO on two processes (about five minutes)"
@@ -24,6 +24,7 @@ help:
 	@echo "make schema      write docs/recipe.schema.json and docs/recipe_reference.md from mppo/config/sections"
 	@echo "make attacks     print docs/attacks.md from the rows of tests/attacks"
 	@echo "make verl-flags  write verl's flags into docs/migrating.md from tests/verl_flags"
+	@echo "make recipes     write the tables of docs/recipes.md from the recipes' headers"
 	@echo "make soak        kill and resume a run at random for ten minutes"
 	@echo "make sglang-cpu  install SGLang for the CPU into the environment"
 	@echo "make slurm       install Slurm for the cluster tests (Debian, as root)"
@@ -65,6 +66,9 @@ verl-flags: $(VENV)/.test
 
 soak: $(VENV)/.mppo
 	$(BIN)/python benchmarks/soak.py
+
+recipes: $(VENV)/.test
+	PYTHONPATH=tests $(BIN)/python -m recipe_table
 
 sglang-cpu: $(VENV)/.sglang
 

@@ -31,6 +31,11 @@ def is_data_set(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
+def is_data_set_name(name: str) -> bool:
+    """Whether an entry has the form of a data set's name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def parse_data_set(name: str, default_split: str) -> DataSetName:
     """Parse the name of a data set.
 

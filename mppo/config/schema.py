@@ -65,6 +65,11 @@ class Recipe(Section):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
+    def uses_reward_section(self) -> bool:
+        """Whether ``reward.*`` gives a score: with a reward model, only if it has a weight."""
+        return self.reward.weight is not None or not self.reward_model.in_use
+
+    @property
     def needs_actor_logprobs(self) -> bool:
         """Whether the actor computes the old log-probabilities, instead of using the engine's."""
         correction = self.algorithm.rollout_correction

@@ -31,7 +31,7 @@ STATIC_SHARE = 0.85
 not set ``rollout.server_args.mem_fraction_static``; SGLang chooses about this much."""
 
 
-def communicators(roles: Iterable[tuple[Layout, bool]], rank: int, by_lists: bool) -> int:
+def communicators(roles: Iterable[tuple[Layout, bool, bool]], rank: int, by_lists: bool) -> int:
     """Number of NCCL communicators that a rank uses.
 
     One for all groups with the same ranks
@@ -39,36 +39,42 @@ def communicators(roles: Iterable[tuple[Layout, bool]], rank: int, by_lists: boo
     direction.
 
     Args:
-        roles: each role's layout, and whether it has experts on this rank.
+        roles: each role's layout, whether it has experts on this rank, and whether it is trained.
         rank: the rank.
         by_lists: actor and critic run by the lists of a schedule.
     """
     found: set[Any] = set()
-    for layout, has_experts in set(roles):
+    for layout, has_experts, trained in set(roles):
         here = layout.coordinates(rank)
         everyone = [(other, layout.coordinates(other)) for other in range(layout.world)]
-        # gradient norms are summed over all ranks
-        found.add(tuple(range(layout.world)))
-        for same in (*_AXES, *(_EXPERT_AXES if has_experts else ())):
+        axes = _AXES + _EXPERT_AXES * has_experts
+        if trained:
+            axes += _GRADIENT_AXES + _EXPERT_GRADIENT_AXES * has_experts
+        for same in axes:
             found.add(tuple(other for other, at in everyone if same(at) == same(here)))
         if layout.pp > 1:
             found |= {("forward", layout.pp), *({("back", layout.pp)} if by_lists else ())}
     return sum(len(ranks) > 1 for ranks in found)
 
 
-_AXES: tuple[Callable[[Coordinates], Any], ...] = (
+Axes = tuple[Callable[[Coordinates], Any], ...]
+"""For some groups, the coordinates that the ranks of a group have in common."""
+
+_AXES: Axes = (
     lambda at: (at.pp, at.dp, at.cp),  # TP
-    lambda at: (at.pp, at.tp),  # DP and CP
     lambda at: (at.pp, at.tp, at.dp),  # CP
 )
-"""The coordinates that the ranks of a group have in common."""
-
-_EXPERT_AXES: tuple[Callable[[Coordinates], Any], ...] = (
+_EXPERT_AXES: Axes = (
     lambda at: (at.pp, at.edp, at.etp),  # EP
     lambda at: (at.pp, at.edp, at.ep),  # ETP
+)
+_GRADIENT_AXES: Axes = (
+    lambda at: (at.pp, at.tp),  # DP and CP
+    lambda at: (),  # all ranks: norms
+)
+_EXPERT_GRADIENT_AXES: Axes = (
     lambda at: (at.pp, at.ep, at.etp),  # data parallelism of experts
 )
-"""The same for experts."""
 
 
 def outside_bytes(count: int) -> dict[str, int]:

@@ -109,8 +109,9 @@ class StagePasses:
             sparse = [layer.sparse for layer in self._training]
             return kept_tensors(self.kind.shape, self.layout, sparse, self.trained, self.itemsize)
         widest = max(self._forward[0], self._training[0], key=lambda layer: layer.tokens)
-        # Megatron keeps one for each layout
-        return {self.layout: int(widest.gathered)} if widest.sequence_parallel else {}
+        # Megatron keeps one for each layout with trained weights
+        keeps = widest.sequence_parallel and self.trained
+        return {self.layout: int(widest.gathered)} if keeps else {}
 
     @property
     def in_flight(self) -> float:
@@ -170,7 +171,10 @@ class StagePasses:
         sent = 0.0
         if self.streams_forward and not self.is_last:  # outputs on their way to the next stage
             sent = layers[0].stream * (self.layout.pp - self.stage)
-        return int(max(moments) + sent + self._angles(self.lengths.forward))
+        gathered = 0.0
+        if layers[0].sequence_parallel and not (self.trained or self.kind.transformer_engine):
+            gathered = layers[0].gathered  # frozen weights: freed after each matrix
+        return int(max(moments) + sent + gathered + self._angles(self.lengths.forward))
 
     def _angles(self, micro_batch: int) -> float:
         """Rotary angles of a micro-batch in float32, the same for all layers.

@@ -128,7 +128,10 @@ def rank_use(recipe: Recipe, parts: Sequence[RankPart], streamed: int, rank: int
         [*_building(parts), *_computing(recipe, parts), Use("weight sync", WEIGHT_SYNC, streamed),
          Use("save", SAVE, 0), Use("generation", GENERATION, 0)],
         communicators(
-            ((part.passes.layout, part.passes.has_experts) for part in parts),
+            (
+                (part.passes.layout, part.passes.has_experts, part.passes.trained)
+                for part in parts
+            ),
             rank,
             parts[0].passes.by_lists,
         ),

@@ -157,7 +157,7 @@ def _plan_role(
         for stage, owned in enumerate(layers)
     ]
     mini_batches, sequences = _mini_batches(recipe, role)
-    longest = recipe.data.max_prompt_length + recipe.data.max_response_length
+    longest = recipe.data.max_prompt_length + recipe.data.max_response_length + role.end_slots
     share = ceil(sequences / layout.dp)
     micro_batches, tokens = _micro_batches(role, layout, share, longest, mini_batches > 0)
     everything = ceil(recipe.data.train_batch_size * recipe.rollout.n / layout.dp)

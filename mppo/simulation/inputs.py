@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mppo.batch import Batch, Prompt, Trajectory
 from mppo.config.schema import Recipe
 from mppo.packed_batch import pack_trajectories
+from mppo.weights.shape import model_shape
 
 
 def by_role(recipe: Recipe) -> Recipe:
@@ -19,17 +22,39 @@ def by_role(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=sections)
 
 
-def longest_batch(recipe: Recipe) -> Batch:
-    """Make a batch of the recipe's size with prompts and responses of the greatest length."""
+def longest_batch(recipe: Recipe, actor_config: Any = None) -> Batch:
+    """Make a batch of the recipe's size with prompts and responses of the greatest length.
+
+    Args:
+        recipe: the recipe.
+        actor_config: Hugging Face config of the actor, for the experts that an engine chooses (R3);
+            None: the batch carries none.
+    """
     # one tensor for all, since every operation is simulated
     prompt = torch.tensor([1] * recipe.data.max_prompt_length, dtype=torch.int32)
     response = torch.tensor([2] * recipe.data.max_response_length, dtype=torch.int32)
     logprobs = torch.tensor([-0.5] * len(response))
+    experts = None
+    if actor_config is not None and recipe.actor.router_replay == "R3":
+        experts = _chosen_experts(actor_config, len(prompt) + len(response))
     trajectories = [
         Trajectory(
-            Prompt(i // recipe.rollout.n, prompt, "", "", ""), response, logprobs, "length", 0
+            Prompt(i // recipe.rollout.n, prompt, "", "", ""),
+            response,
+            logprobs,
+            "length",
+            0,
+            routed_experts=experts,
         )
         for i in range(recipe.data.train_batch_size * recipe.rollout.n)
     ]
     scores = [float(i % 2) for i in range(len(trajectories))]
     return pack_trajectories(trajectories, scores, recipe.algorithm.score_after_end)
+
+
+def _chosen_experts(config: Any, tokens: int) -> torch.Tensor:
+    """Choices with which every expert gets as many tokens: int16 ``[tokens, layers, k]``."""
+    shape, k = model_shape(config), config.num_experts_per_tok
+    choices = torch.arange(tokens * k, dtype=torch.int32) % shape.num_experts
+    layers = choices.view(tokens, 1, k).expand(tokens, shape.num_layers, k)
+    return layers.to(torch.int16)

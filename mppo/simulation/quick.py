@@ -133,7 +133,7 @@ def reduced_batch(recipe: Recipe, world_size: int) -> Recipe:
         # at least two, to distinguish events per micro-batch from events per mini-batch
         passes = max(2, layout.pp * (2 if layout.vpp > 1 else 1) + (layout.pp > 1))
         passes = math.ceil(passes / layout.pp) * layout.pp if layout.vpp > 1 else passes
-        for size in _micro_batch_sizes(role, layout.cp, longest):
+        for size in _micro_batch_sizes(role, layout.cp, longest + role.end_slots):
             multiple = math.lcm(multiple, layout.dp * size)
             least = max(least, passes * layout.dp * size)
     full = recipe.actor.ppo_mini_batch_size * recipe.rollout.n

@@ -246,7 +246,7 @@ class _Simulation:
 
         self.counters.clear()
         recipe = self.case.recipe
-        batch = longest_batch(recipe)
+        batch = longest_batch(recipe, self.case.hf_configs["actor"])
         if self.roles.reward_model is not None:
             with phase("reward", step), phase(SCORING):
                 self.roles.placement.enter(REWARD)

@@ -27,6 +27,9 @@ SETTINGS = [
     ("a server without a weight",
      f"{REWARDED} reward.name=remote reward.url=http://localhost:8000/score", "reward.name",
      "set reward.weight"),
+    ("a weighted rule without answers", f"{REWARDED} reward.weight=1 data.task=null "
+     "data.train_files=[{file}] data.answer_key=null", "data.answer_key",
+     "compares responses with the ground truth"),
     ("a mean that nothing reads", f"{REWARDED} reward_model.normalize.mean=1",
      "reward_model.normalize.mean", "set the mode to given"),
     ("a deviation of zero", f"{REWARDED} reward_model.normalize.std=0",

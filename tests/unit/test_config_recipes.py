@@ -31,6 +31,10 @@ PARAMETERS = {
     "SmolLM2-135M-Instruct": 134_515_008,
     "EleutherAI_pythia-1b-deduped__sft__tldr": 1_011_781_632,
     "pythia-160m": 162_322_944,
+    "SmolLM2-1.7B-sft": 1_711_376_384,
+    "Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Llama-3-8b-sft-mixture": 8_030_261_248,
 }
 """Parameter counts of the model cards' safetensors metadata."""
 

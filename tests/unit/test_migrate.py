@@ -111,20 +111,36 @@ def test_trl_tldr_on_eight_ranks(tmp_path):
     assert recipe.trainer.total_training_steps == -(-1_000_000 // 512)
     assert recipe.model.path == "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr"
     assert recipe.model.tokenizer_path == "EleutherAI/pythia-1b-deduped"
-    assert recipe.critic.path == "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"
+    reward = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"
+    assert recipe.critic.path == recipe.reward_model.path == reward
+    assert recipe.data.answer_key is None, "a reward model needs no answers"
     assert "#   --stop_token eos: " in written
     assert any("8 are assumed" in remark for remark in remarks)
     two, _ = migrate("trl", COMMANDS["trl-tldr"].text, ranks=2)
     assert "train_batch_size: 128 " in two
 
 
+def test_data_sets_of_the_hub_keep_their_parts(tmp_path):
+    recipe, _, _ = of(tmp_path, "trl-hub")
+    assert recipe.data.train_files == ("hf:owner/tldr/plain:train",)
+    assert recipe.data.val_files == ("hf:owner/tldr/plain:validation",)
+    text = "python ppo.py --dataset_name rows.jsonl --dataset_test_split test"
+    recipe, _, _ = recipe_of(tmp_path, "trl", text)
+    assert (recipe.data.train_files, recipe.data.val_files) == (("rows.jsonl",), ())
+
+
 def test_openrlhf_counts_samples_and_gpus(tmp_path):
     recipe, written, _ = of(tmp_path, "openrlhf-ray")
     assert (recipe.data.train_batch_size, recipe.actor.ppo_mini_batch_size) == (1024, 64)
     assert (recipe.trainer.nnodes, recipe.trainer.n_gpus_per_node) == (1, 8)
-    assert recipe.data.train_files == ("prompt-collection-v0.1.jsonl",)
+    assert recipe.data.train_files == ("hf:OpenRLHF/prompt-collection-v0.1",)
     assert recipe.data.apply_chat_template
-    assert recipe.critic.path == "OpenRLHF/Llama-3-8b-rm-mixture"
+    assert recipe.critic.path == recipe.reward_model.path == "OpenRLHF/Llama-3-8b-rm-mixture"
+    assert recipe.reward_model.normalize.mode == "config"
+    for role in (recipe.actor, recipe.critic):
+        assert role.optim.cpu_offload_fraction == 1
+    assert recipe.reward.name == "rule"
+    assert not recipe.uses_reward_section
     assert "WANDB_TOKEN" not in written
     assert recipe.trainer.logger == ("console", "jsonl", "wandb")
 
@@ -136,16 +152,35 @@ def test_openrlhf_options(tmp_path):
     assert (recipe.actor.ptx_coef, recipe.data.ptx_files) == (0.05, ("texts.jsonl",))
     assert not recipe.data.apply_chat_template
     assert "#   --zero_stage 2: " in written
+    mixed, _, _ = of(tmp_path, "openrlhf-mixed")
+    assert [(s.train_files, s.weight) for s in mixed.data.sources] == [
+        (("hf:Open-Orca/OpenOrca",), 0.4), (("hf:Dahoas/full-hh-rlhf",), 0.6)
+    ]  # fmt: skip
+    assert mixed.data.ptx_files == ("hf:owner/texts:train",)
+    for role in (mixed.ref, mixed.reward_model):
+        assert role.megatron.offload.parameters
+    assert mixed.ref.megatron.tensor_model_parallel_size == 2, "the actor's"
+    remote, _, _ = recipe_of(tmp_path, "openrlhf", COMMANDS["openrlhf-mixed"].text
+                             + " --remote_rm_url http://a:5000/get_reward")  # fmt: skip
+    assert (remote.reward.name, remote.reward_model.path) == ("remote", None)
 
 
 def test_deepspeed_chat_with_arguments_and_defaults_of_its_script(tmp_path):
     recipe, written, _ = of(tmp_path, "deepspeed-chat")
     assert (recipe.model.path, recipe.critic.path) == ("facebook/opt-1.3b", "facebook/opt-350m")
+    assert recipe.reward_model.path == recipe.critic.path
     assert (recipe.data.train_batch_size, recipe.actor.ppo_mini_batch_size) == (32, 16)
     assert recipe.trainer.default_local_dir == "./output"
     assert recipe.actor.optim.lr == 9.65e-6
     assert recipe.critic.optim.lr_warmup_steps == 100
     assert "#   --actor_lora_dim 128: LoRA" in written
+
+
+def test_deepspeed_chat_offloads(tmp_path):
+    recipe, _, _ = of(tmp_path, "deepspeed-offload")
+    assert recipe.data.train_files == ("hf:Dahoas/rm-static",)
+    assert recipe.actor.optim.cpu_offload_fraction == recipe.critic.optim.cpu_offload_fraction == 1
+    assert recipe.ref.megatron.offload.parameters
 
 
 def test_uneven_stages_of_the_actor_are_those_of_the_other_roles_as_in_verl(tmp_path):

@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from recipe_list import GPU_RECIPES
 from test_config_checks import DENSE, models, recipe
 
 from mppo.config.checks import load_checked
@@ -25,11 +26,6 @@ from mppo.train import main
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
-GPU_RECIPES = sorted(
-    path
-    for path in (ROOT / "recipes").glob("*.yaml")
-    if not path.stem.startswith(("tiny_", "demo", "smollm2"))
-)
 KL, PP = "algorithm.use_kl_in_reward=true", "pipeline_model_parallel_size=2"
 ONE_BY_ONE, TOGETHER = "trainer.schedule=sequential", f"actor.megatron.{PP} critic.megatron.{PP}"
 FEW = "rollout.batch_size=32"

@@ -1,5 +1,5 @@
-"""All recipes for GPUs executed at their real width on a simulated GPU, and mistakes that no test
-on a CPU can see.
+"""The recipes for GPUs executed at their real width on a simulated GPU, one of those with equal
+ranks (``recipe_list``), and mistakes that no test on a CPU can see.
 
 Every pipeline's first and last stage runs with and without Transformer Engine. One process
 simulates all cases of a variant, each in a fork. A case has the fewest layers per pipeline chunk
@@ -18,14 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe_list import simulated_recipes
 
 ROOT = Path(__file__).parents[2]
-SMALL_RECIPES = ("tiny_", "demo", "smollm2")
-FIRST = sorted(
-    f"first:{path.stem}"
-    for path in (ROOT / "recipes").glob("*.yaml")
-    if not path.stem.startswith(SMALL_RECIPES)
-)
+FIRST = sorted({f"first:{name}" for name in simulated_recipes().values()})
 LAST = [
     "last:deepseek_llm_7b_gsm8k_math",
     "last:deepseek_v3_671b_gsm8k",
@@ -33,6 +29,7 @@ LAST = [
     "last:qwen1.5_moe_a2.7b_gsm8k",
     "last:qwen2.5_32b_gsm8k_math",
     "last:qwen2_7b_gsm8k_math",
+    "last:qwen3_30b_a3b_gsm8k_math",
 ]
 """The recipes in which a role has more than one stage."""
 STORED = "stored:deepseek_llm_7b_gsm8k_math"
@@ -58,8 +55,9 @@ MOVED = "with:" + " ".join(
 HYBRID = "with:actor.optim.cpu_offload_fraction=1.0 critic.optim.cpu_offload_fraction=0.5"
 RESUMED = f"resumed:{HYBRID.removeprefix('with:')}"
 REWARDED = (
-    "with:reward_model.path=builtin:tiny-reward reward_model.micro_batch_size_per_gpu=4 "
-    "reward_model.megatron.tensor_model_parallel_size=2 reward.weight=0"
+    "with:reward_model.path=builtin:tiny-reward reward_model.enable=true "
+    "reward_model.micro_batch_size_per_gpu=4 reward_model.megatron.tensor_model_parallel_size=2 "
+    "reward.weight=0"
 )
 SEQUENTIAL = (
     "with:trainer.schedule=sequential actor.megatron.pipeline_model_parallel_size=2 "

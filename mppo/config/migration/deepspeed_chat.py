@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mppo.config.migration.row import Flags, Operand, Setting, System, Without, to, when
-from mppo.config.migration.values import both, data_set_files, decay, dtype
+from mppo.config.migration.values import both, data_set_files, decay, dtype, given
 
 _DEEPSPEED = Without("<role>.megatron.* is the layout; there is no DeepSpeed")
 _LORA = Without("LoRA is not supported: all weights are trained")
@@ -17,12 +17,12 @@ _DROPOUT = Without("there is no dropout")
 
 ROWS = {
     "actor_model_name_or_path": to("model.path"),
-    "critic_model_name_or_path": to("critic.path"),
+    "critic_model_name_or_path": to("critic.path", "reward_model.path"),
     "data_path": Operand(),
     "data_split": Without("choose the rows of step 3 when the file is written"),
     "data_output_path": Without("prompts are read from data.train_files directly"),
     "unsupervised_dataset_name": Operand(),
-    "unsupervised_dataset_config_name": Without("choose the part when the file is written"),
+    "unsupervised_dataset_config_name": Operand(),
     "unsup_coef": to("actor.ptx_coef"),
     "num_padding_at_beginning": Without("sequences are always packed; no padding is computed"),
     "per_device_generation_batch_size": Operand(16),
@@ -64,6 +64,8 @@ ROWS = {
     "actor_zero_stage": Operand(),
     "critic_zero_stage": Operand(),
     "inference_tp_size": to("rollout.tensor_model_parallel_size"),
+    "offload": when(*both("optim.cpu_offload_fraction"), true=1.0, false=0.0),
+    "offload_reference_model": when("ref.megatron.offload.parameters", true=True, false=False),
     "enable_hybrid_engine": Without("rollout.mode: colocated is the default"),
     "enable_tensorboard": when(
         "trainer.logger", true=["console", "jsonl", "tensorboard"], false=["console", "jsonl"]
@@ -78,8 +80,8 @@ ROWS = {
         name: _DEEPSPEED
         for name in (
             "deepspeed", "deepspeed_config", "unpin_actor_parameters", "release_inference_cache",
-            "tp_gather_partition_size", "offload", "offload_reference_model",
-            "enable_mixed_precision_lora", "compute_fp32_loss", "enable_mixed_precision_compute",
+            "tp_gather_partition_size", "enable_mixed_precision_lora", "compute_fp32_loss",
+            "enable_mixed_precision_compute",
         )
     },
     **{
@@ -122,8 +124,9 @@ def _derive(flags: Flags) -> Iterator[Setting]:
     if flags.get("data_path"):
         yield from data_set_files("data.train_files", flags.get("data_path"), "--data_path")
     if flags.get("unsupervised_dataset_name"):
-        origin = "--unsupervised_dataset_name"
-        yield from data_set_files("data.ptx_files", flags.get("unsupervised_dataset_name"), origin)
+        name, config = "unsupervised_dataset_name", "unsupervised_dataset_config_name"
+        origin = given(flags, name, config)
+        yield from data_set_files("data.ptx_files", flags.get(name), origin, flags.get(config))
     if "enable_test_mode" in flags and flags.get("test_stop_step"):
         yield Setting(
             "trainer.total_training_steps", flags.get("test_stop_step"), "--test_stop_step"

@@ -109,16 +109,20 @@ def complete(result: Migration) -> None:
     Args:
         result: the migration so far; changed.
     """
-    if result.reward_model and "reward.name" not in result.settings:
+    scored = "reward.name" in result.settings or "reward_model.path" in result.settings
+    if result.reward_model and not scored:
         why = (
             f"serve {result.reward_model} at reward.url (docs/data_and_rewards.md has the request)"
         )
         result.add(Setting("reward.name", "remote", why))
         result.add(Setting("reward.url", "http://127.0.0.1:8000/score"))
-    if "data.train_files" not in result.settings and "data.task" not in result.settings:
+    if "reward_model.path" in result.settings:
+        result.add_missing([Setting("data.answer_key", None, "a reward model needs no answers")])
+    if not result.settings.keys() & {"data.train_files", "data.task", "data.sources"}:
         why = "the command does not name its data: write the prompts to this file"
         result.add(Setting("data.train_files", ["train.jsonl"], why))
-    models = [result.settings.get(f"{role}.path") for role in ("model", "critic", "ref")]
+    roles = ("model", "critic", "ref", "reward_model")
+    models = [result.settings.get(f"{role}.path") for role in roles]
     if any(model is not None and is_hub_name(str(model.value)) for model in models):
         why = "downloads models that are named as on the Hugging Face Hub"
         result.add_missing([Setting("model.hub", True, why)])

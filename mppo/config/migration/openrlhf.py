@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mppo.config.migration.row import Flags, Operand, Setting, System, Without, to, when
-from mppo.config.migration.values import both, data_set_files, dtype, pair
+from mppo.config.migration.values import both, data_set_files, dtype, given, mixed_data_sets, pair
 
 _DEEPSPEED = Without("<role>.megatron.* is the layout; there is no DeepSpeed")
 _GPUS = Without("every role runs on all ranks; <role>.megatron.* is its layout")
@@ -27,19 +27,17 @@ _ESTIMATORS = {
 ROWS = {
     "pretrain": to("model.path"),
     "critic_pretrain": to("critic.path"),
-    "reward_pretrain": Without(
-        "score with a rule or a function (reward.name), or serve this model and set reward.url; "
-        "the critic starts from it unless critic_pretrain is given, as in OpenRLHF"
-    ),
+    "reward_pretrain": Operand(),
     "remote_rm_url": Operand(),
-    "reward_model_path": Without("an old form of reward_pretrain; set reward.name"),
+    "reward_model_path": Without("an old form of reward_pretrain; set reward_model.path"),
     "sft_model_path": Without("weights in OpenRLHF's old .pt form; name a Hugging Face folder"),
     "prompt_data": Operand(),
-    "prompt_split": Without("choose the part of the data set when its file is written"),
-    "prompt_data_probs": Without("files are mixed by their numbers of rows"),
+    "prompt_split": Operand(),
+    "prompt_data_probs": Operand(),
     "dataset": Operand(),
-    "dataset_probs": Without("files are mixed by their numbers of rows"),
+    "dataset_probs": Operand(),
     "eval_dataset": Operand(),
+    "eval_split": Operand(),
     "eval_steps": to("trainer.test_freq"),
     "eval_n_samples_per_prompt": to("rollout.val_kwargs.n"),
     "eval_temperature": to("rollout.val_kwargs.temperature"),
@@ -47,8 +45,8 @@ ROWS = {
     "label_key": to("data.answer_key"),
     "input_template": Without("write the prompts with the template, or use apply_chat_template"),
     "apply_chat_template": Operand(False),
-    "pretrain_data": to("data.ptx_files", convert=lambda v: str(v).split(",")),
-    "pretrain_split": Without("choose the part of the data set when its file is written"),
+    "pretrain_data": Operand(),
+    "pretrain_split": Operand(),
     "ptx_coef": to("actor.ptx_coef"),
     "num_episodes": to("trainer.total_epochs"),
     "rollout_batch_size": to("data.train_batch_size"),
@@ -86,9 +84,7 @@ ROWS = {
     "advantage_estimator": to(
         "algorithm.adv_estimator", convert=lambda name: _ESTIMATORS.get(str(name), name)
     ),
-    "normalize_reward": Without(
-        "set algorithm.normalize_scores: mode given, with mean and std of the reward model's config"
-    ),
+    "normalize_reward": Operand(False),
     "reward_clip_range": Without("the preset clips to 10; set reward.clip"),
     "freezing_actor_steps": to("trainer.critic_warmup"),
     "enable_ema": when("actor.ema_decay", true=0.992),
@@ -135,7 +131,12 @@ ROWS = {
     "colocate_all_models": Operand(False),
     "colocate_actor_ref": Operand(False),
     "colocate_critic_reward": Operand(False),
-    **{name: _GPUS for name in ("ref_reward_offload", "async_train")},
+    "ref_reward_offload": when(
+        *(f"{role}.megatron.offload.parameters" for role in ("ref", "reward_model")),
+        true=True, false=False,
+    ),
+    "adam_offload": when(*both("optim.cpu_offload_fraction"), true=1.0, false=0.0),
+    "async_train": _GPUS,
     "packing_samples": Without("sequences are always packed; no padding is computed"),
     **{
         name: _VLLM
@@ -147,7 +148,7 @@ ROWS = {
     **{
         name: _DEEPSPEED
         for name in (
-            "zero_stage", "zpg", "adam_offload", "grad_accum_dtype", "disable_trace_cache",
+            "zero_stage", "zpg", "grad_accum_dtype", "disable_trace_cache",
             "deepspeed_enable_sleep", "overlap_comm", "deepcompile", "use_ds_universal_ckpt",
             "inference_tp_size", "disable_fast_tokenizer", "ring_head_stride",
         )
@@ -165,18 +166,19 @@ def _derive(flags: Flags) -> Iterator[Setting]:
     yield Setting("rollout.n", samples, "--n_samples_per_prompt")
     origin = f"--train_batch_size {size} counts samples, {samples} a prompt"
     yield Setting("actor.ppo_mini_batch_size", max(1, size // samples), origin)
-    if flags.get("prompt_data") or flags.get("dataset"):
-        name = "prompt_data" if flags.get("prompt_data") else "dataset"
-        yield from data_set_files("data.train_files", flags.get(name), f"--{name}")
-    if flags.get("eval_dataset"):
-        yield from data_set_files("data.val_files", flags.get("eval_dataset"), "--eval_dataset")
+    yield from _data_sets(flags)
     template = flags.get("apply_chat_template") is True
     yield Setting("data.apply_chat_template", template, "--apply_chat_template")
     if "reward_pretrain" in flags and "critic_pretrain" not in flags:
         origin = "--reward_pretrain: OpenRLHF's critic starts from it"
-        yield Setting("critic.path", flags.values["reward_pretrain"], origin)
+        yield Setting("critic.path", flags.get("reward_pretrain"), origin)
     if flags.get("remote_rm_url"):
         yield from _reward(str(flags.get("remote_rm_url")))
+    elif "reward_pretrain" in flags:
+        yield Setting("reward_model.path", flags.get("reward_pretrain"), "--reward_pretrain")
+        if "normalize_reward" in flags:
+            origin = "--normalize_reward: mean and std of the reward model's config.json"
+            yield Setting("reward_model.normalize.mode", "config", origin)
     if flags.get("kl_target"):
         yield Setting("algorithm.kl_ctrl.type", "adaptive", "--kl_target")
         yield Setting("algorithm.kl_ctrl.target_kl", flags.get("kl_target"), "--kl_target")
@@ -184,6 +186,23 @@ def _derive(flags: Flags) -> Iterator[Setting]:
         section = "actor.megatron.moe"
         yield Setting(f"{section}_aux_loss_coeff", flags.get("aux_loss_coef"), "--aux_loss_coef")
         yield Setting(f"{section}_router_load_balancing_type", "aux_loss", "--aux_loss_coef")
+
+
+def _data_sets(flags: Flags) -> Iterator[Setting]:
+    """Prompts for training and validation, and plain text."""
+    name = "prompt_data" if flags.get("prompt_data") else "dataset"
+    weights, data = flags.get(f"{name}_probs"), flags.get(name)
+    if data and weights:
+        yield from mixed_data_sets(data, weights, f"--{name}, --{name}_probs")
+    elif data:
+        origin = given(flags, name, "prompt_split")
+        split = flags.get("prompt_split")
+        yield from data_set_files("data.train_files", data, origin, split=split)
+    for flag, key in (("eval_dataset", "data.val_files"), ("pretrain_data", "data.ptx_files")):
+        if flags.get(flag):
+            part = f"{flag.partition('_')[0]}_split"
+            origin = given(flags, flag, part)
+            yield from data_set_files(key, flags.get(flag), origin, split=flags.get(part))
 
 
 def _reward(url: str) -> Iterator[Setting]:

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mppo.config.data_set_name import is_data_set
 from mppo.config.migration.row import Flags, Operand, Setting, System, Without, to, when
-from mppo.config.migration.values import both, data_set_files, decay, trackers
+from mppo.config.migration.values import both, data_set_files, decay, given, trackers
 
 _LORA = Without("LoRA is not supported: all weights are trained")
 _HUB = Without("nothing is uploaded; trainer.export_hf writes a Hugging Face folder")
-_REWARD_MODEL = Without(
-    "score with a rule or a function (reward.name), or serve this model and set reward.url; "
-    "the critic starts from it, as in TRL"
-)
 
 
 ROWS = {
     "model_name_or_path": Operand(),
     "sft_model_path": Operand(),
-    "reward_model_path": _REWARD_MODEL,
+    "reward_model_path": to("reward_model.path"),
     "value_model": to("critic.path"),
     "per_device_train_batch_size": Operand(8),
     "gradient_accumulation_steps": Operand(1),
@@ -81,9 +78,9 @@ ROWS = {
         *both("megatron.recompute_granularity"), true="full", false="none"
     ),
     "dataset_name": Operand(),
-    "dataset_config": Without("choose the part of the data set when its file is written"),
-    "dataset_train_split": Without("choose the part of the data set when its file is written"),
-    "dataset_test_split": Without("name a file of validation prompts in data.val_files"),
+    "dataset_config": Operand(),
+    "dataset_train_split": Operand(),
+    "dataset_test_split": Operand(),
     "dataset_num_proc": Without("prompts are read once, when the run starts"),
     "logging_steps": Without("metrics are written in every step"),
     "attn_implementation": Without("Megatron-Core's attention is used"),
@@ -133,7 +130,20 @@ def _derive(flags: Flags) -> Iterator[Setting]:
         value = flags.get("penalty_reward_value")
         yield Setting("reward.missing_eos_score", value, "--non_eos_penalty")
     if flags.get("dataset_name"):
-        yield from data_set_files("data.train_files", flags.get("dataset_name"), "--dataset_name")
+        yield from _data_sets(flags)
+
+
+def _data_sets(flags: Flags) -> Iterator[Setting]:
+    """The training split of a data set, and its test split if it is one of the Hub."""
+    name, config = flags.get("dataset_name"), flags.get("dataset_config")
+    split, test = flags.get("dataset_train_split"), flags.get("dataset_test_split")
+    origin = given(flags, "dataset_name", "dataset_config", "dataset_train_split")
+    yield from data_set_files("data.train_files", name, origin, config, split)
+    if test:
+        origin = given(flags, "dataset_name", "dataset_test_split")
+        for setting in data_set_files("data.val_files", name, origin, config, test):
+            if all(map(is_data_set, setting.value)):
+                yield setting
 
 
 SYSTEM = System(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mppo.config.migration.row import Setting
-
-DATA_ENDINGS = (".jsonl", ".ndjson", ".parquet", ".json")
+from mppo.config.data_set_name import PREFIX, is_data_set_name
+from mppo.config.migration.row import Flags, Setting
+from mppo.config.rules.files import DATA_ENDINGS
 
 
 def both(key: str) -> tuple[str, str]:
@@ -39,22 +39,72 @@ def pair(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def data_set_files(key: str, names: Any, origin: str) -> Iterator[Setting]:
-    """A setting of files of prompts; a data set of the hub becomes a file to be written.
+def given(flags: Flags, *names: str) -> str:
+    """Those of the flags that the command has, for the comment beside what they become."""
+    return ", ".join(f"--{name}" for name in names if flags.get(name) is not None)
+
+
+def data_set_files(
+    key: str, names: Any, origin: str, config: Any = None, split: Any = None
+) -> Iterator[Setting]:
+    """A setting of files of prompts, with the names of data sets on the Hugging Face Hub.
 
     Args:
-        key: ``data.train_files`` or ``data.val_files``.
+        key: ``data.train_files``, ``data.val_files`` or ``data.ptx_files``.
         names: one or several, in a list or divided by commas.
         origin: the flag.
+        config, split: of the data sets; None: the default ones.
     """
-    parts = names if isinstance(names, list) else str(names).split(",")
     files, missing = [], []
-    for part in (str(part).strip() for part in parts):
-        if part.lower().endswith(DATA_ENDINGS) or part.startswith(("$", "/", "~")):
-            files.append(part)
-        elif part:
-            files.append(f"{part.strip('/').rpartition('/')[2]}.jsonl")
-            missing.append(part)
+    for part in _parts(names):
+        files.append(_data_file(part, config, split, missing))
     if missing:
         origin += f"; write {', '.join(missing)} to this file"
     yield Setting(key, files, origin)
+
+
+def mixed_data_sets(names: Any, weights: Any, origin: str) -> Iterator[Setting]:
+    """The settings of data sets that are mixed by weight, or of one data set without a weight.
+
+    Args:
+        names, weights: divided by commas, in the same order.
+        origin: the flags.
+    """
+    parts, numbers = _parts(names), [_number(part) for part in _parts(weights)]
+    if len(parts) == 1 or len(numbers) != len(parts) or None in numbers:
+        yield from data_set_files("data.train_files", names, origin)
+        return
+    missing: list[str] = []
+    sources = [
+        {"train_files": [_data_file(part, None, None, missing)], "weight": number}
+        for part, number in zip(parts, numbers)
+    ]
+    if missing:
+        origin += f"; write {', '.join(missing)} to these files"
+    yield Setting("data.sources", sources, origin)
+
+
+def _data_file(name: str, config: Any, split: Any, missing: list[str]) -> str:
+    """A file, or a data set of the Hub. A name that is neither becomes a file that the user writes;
+    it is added to ``missing``."""
+    if name.lower().endswith(DATA_ENDINGS) or name.startswith(("$", "/", "~", "./")):
+        return name
+    own = f"/{config}" if config else ""
+    part = f":{split}" if split else ""
+    if is_data_set_name(f"{PREFIX}{name}{own}{part}"):
+        return f"{PREFIX}{name}{own}{part}"
+    missing.append(name)
+    return f"{name.strip('/').rpartition('/')[2]}.jsonl"
+
+
+def _parts(names: Any) -> list[str]:
+    """Names in a list or divided by commas, one by one."""
+    parts = names if isinstance(names, list) else str(names).split(",")
+    return [part for part in (str(part).strip() for part in parts) if part]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

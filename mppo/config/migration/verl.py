@@ -90,8 +90,6 @@ def _translate(overrides: Sequence[str], result: Migration) -> None:
         for key, value in keys:
             why = f"{action.why}; {action.fix}" if isinstance(action, Refused) else action.why
             result.without.append(f"{written.get(key, key)}={value}: {why}")
-            if key == "reward_model.enable" and isinstance(action, Refused):
-                result.reward_model = "the reward model"
     for key, value in _leaves(translation.document):
         origin = translation.origins.get(key) or written.get(key, "")
         same = origin.removeprefix("actor_rollout_ref.") == key

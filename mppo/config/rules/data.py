@@ -41,18 +41,19 @@ def data_sets_have_names(context: RuleContext) -> Iterator[ConfigIssue]:
                 yield ConfigIssue(key, name, str(error), f"write {FORM}")
 
 
-@rule("data.sources", "data.answer_key", "reward.name")
+@rule("data.sources", "data.answer_key", "reward.name", "reward.weight", "reward_model")
 def verifiers_have_answers(context: RuleContext) -> Iterator[ConfigIssue]:
     """Rules need a ground truth, and only they use the verifier of a source."""
     reward, data = context.recipe.reward, context.recipe.data
+    by_rule = reward.name == "rule" and context.recipe.uses_reward_section
     for key, source in data.prompt_sources.items():
         if source.verifier and reward.name != "rule":
             why = f"has no effect with reward.name = {reward.name}"
             fix = "leave it out, or set reward.name to rule"
             yield ConfigIssue(f"{key}.verifier", source.verifier, why, fix)
-        if source.answer_key is None and source.train_files and reward.name == "rule":
+        if source.answer_key is None and source.train_files and by_rule:
             why = "reward.name = rule compares responses with the ground truth"
-            fix = "name its column, or set reward.name to function or remote"
+            fix = "name its column, set reward.name to function or remote, or set reward_model.path"
             yield ConfigIssue(f"{key}.answer_key", None, why, fix)
 
 

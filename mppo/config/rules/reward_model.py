@@ -43,7 +43,7 @@ def scores_are_weighted(context: RuleContext) -> Iterator[ConfigIssue]:
         why = "has no effect without a reward model: scores come from reward.* alone"
         fix = "leave it out, or set reward_model.path"
         yield ConfigIssue("reward.weight", reward.weight, why, fix)
-    if reward.weight is None and with_model and (reward.name != "rule" or reward.verifier):
+    if not context.recipe.uses_reward_section and (reward.name != "rule" or reward.verifier):
         key = "name" if reward.name != "rule" else "verifier"
         why = "has no effect: with a reward model, reward.* gives a score only if it has a weight"
         fix = "set reward.weight (0: only log the score), or leave it out"

@@ -47,6 +47,12 @@ class RoleCase:
         return self.name in ("actor", "critic")
 
     @property
+    def end_slots(self) -> int:
+        """Tokens that its passes add to every sequence: a reward model's score belongs to the slot
+        after the last token."""
+        return int(self.name == "reward_model")
+
+    @property
     def has_value_head(self) -> bool:
         """Whether the model ends in one number per token, and not in a vocabulary projection."""
         return self.name in ("critic", "reward_model")

@@ -1,0 +1,64 @@
+"""The scaled-down twin of every recipe for GPUs runs two steps on two CPU processes."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from recipe_list import GPU_RECIPES
+from recipe_run import run_recipe
+from recipe_twins import scaled_down, write_home, write_twin
+
+from mppo.config.document import read_document
+from mppo.config.load import load_recipe
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    write_home(folder)
+    return folder
+
+
+def leaves(document, above=""):
+    """Value by dotted key."""
+    found = {}
+    for name, value in document.items():
+        inner = isinstance(value, dict) and value
+        found |= leaves(value, f"{above}{name}.") if inner else {f"{above}{name}": value}
+    return found
+
+
+CHANGED = re.compile(
+    r"model\.(path|hub)|data\.(train_files|val_files|train_batch_size|max_response_length|val_size)"
+    r"|(actor|critic|reward_model)\.(.*micro_batch_size_per_gpu|megatron\.\w+_(size|stage))"
+    r"|(actor|critic)\.(ppo_mini_batch_size|router_replay|optim\.lr_warmup_steps)"
+    r"|rollout\.(name|mode|urls|tensor_model_parallel_size|server_args\.\w+)"
+    r"|total_episodes|trainer\.(nnodes|n_gpus_per_node|total_training_steps|save_freq|logger)"
+)
+"""The keys in which a twin may differ from its recipe."""
+
+
+@pytest.mark.parametrize("recipe", GPU_RECIPES, ids=lambda path: path.stem)
+def test_a_twin_differs_in_sizes_and_servers_only(recipe):
+    document, _ = read_document(recipe)
+    before, after = leaves(document), leaves(scaled_down(document))
+    keys = before.keys() | after.keys()
+    changed = {key for key in keys if before.get(key) != after.get(key)}
+    assert not {key for key in changed if not CHANGED.fullmatch(key)}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recipe", GPU_RECIPES, ids=lambda path: path.stem)
+def test_the_twin_of_a_recipe_runs_two_steps(recipe, home, tmp_path):
+    path = write_twin(recipe, tmp_path)
+    rows = run_recipe(str(path), tmp_path / "run", HOME=str(home))
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        for name in ("actor/grad_norm", "critic/grad_norm", "critic/score/mean"):
+            assert math.isfinite(row[name]), name
+        assert row["actor/grad_norm"] + row["critic/grad_norm"] > 0
+        assert row["training/rollout_logprob_diff_max"] < 0.2
+        by_model = [key for key in row if key.endswith("/rm_score/mean")]
+        assert bool(by_model) == load_recipe(path).reward_model.in_use
