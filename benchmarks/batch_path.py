@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,46 +93,17 @@ def functions() -> tuple[Callable[[bytes], Any], Callable[[dict[int, Any], Any],
 
 
 def measure(millions: float) -> dict[str, float]:
-    """Run the path once in this process, with whichever ``mppo`` it imports."""
-    from mppo.algos.packing import select_sequences
-    from mppo.batch import Prompt
-    from mppo.config.sections.rollout import SamplingConfig
+    """Run the path once in this process, with whichever ``mppo`` it imports.
 
-    try:
-        from mppo.packed_batch import pack_trajectories
-    except ImportError:  # the earlier version has it elsewhere
-        from mppo.batch import pack_trajectories
-    from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec
-    from mppo.rollout.engine import GenerationRequest
-    from mppo.rollout.sglang.api import SGLangApi
-
-    parse, trajectories_of = functions()
+    Before, it runs for one prompt: what is loaded or set up once in a training run does not count.
+    """
     torch.set_num_threads(1)
     random = np.random.default_rng(0)
     bodies = [body(random) for _ in range(BODIES)]
+    path(bodies, 1)
+    before = resident()
     count = max(1, round(millions * 1e6 / SAMPLES / (PROMPT + RESPONSE)))
-    prompts = [Prompt(i, tuple(range(PROMPT)), "", "", "") for i in range(count)]
-    request = GenerationRequest(prompts, SamplingConfig(n=SAMPLES), RESPONSE, seed=0)
-    api = SGLangApi("http://127.0.0.1:1", None, 1.0)
-    spec = MicroBatchSpec(dp=1, count_multiple=1, limits=MicroBatchLimits(1, MICRO_BATCH_TOKENS))
-    before, times = resident(), [time.process_time()]
-
-    mine: dict[int, Any] = {}
-    for index in range(count):
-        answers = [api._generated(answer) for answer in parse(bodies[index % BODIES])]
-        mine.update({index * SAMPLES + sample: answer for sample, answer in enumerate(answers)})
-    times.append(time.process_time())
-    found = trajectories_of(mine, request)
-    del mine, answers  # as the engine, which has received everything
-    times.append(time.process_time())
-    batch = pack_trajectories(found, [0.0] * len(found))
-    times.append(time.process_time())
-    held = resident() - before
-    for micro_batches in spec.plan(batch.lengths_B.tolist()):
-        for indices in micro_batches:
-            for values_T in (batch.tokens_T, batch.response_mask_T, batch.rollout_logprobs_T):
-                select_sequences(values_T, batch.cu_seqlens, indices)
-    times.append(time.process_time())
+    batch, times, held = path(bodies, count)
 
     tokens = len(batch.tokens_T)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
@@ -142,11 +113,54 @@ def measure(millions: float) -> dict[str, float]:
     return {
         "tokens": tokens,
         **{f"ns_per_token/{name}": 1e9 * value / tokens for name, value in seconds.items()},
-        "bytes_per_token/held": held / tokens,
+        "bytes_per_token/held": (held - before) / tokens,
         "bytes_per_token/peak": peak / tokens,
         "checksum/tokens": checked[0],
         "checksum/logprobs": checked[1],
     }
+
+
+def path(bodies: Sequence[bytes], count: int) -> tuple[Any, list[float], int]:
+    """From the answers to some prompts to micro-batches.
+
+    Returns:
+        The batch; processor time at the beginning and after each stage; and resident memory with
+        responses and batch.
+    """
+    from mppo import batch as module
+    from mppo.algos.packing import select_sequences
+    from mppo.batch import Prompt
+    from mppo.config.sections.rollout import SamplingConfig
+
+    if not hasattr(module, "pack_trajectories"):  # the earlier version has it here
+        from mppo import packed_batch as module
+    from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec
+    from mppo.rollout.engine import GenerationRequest
+    from mppo.rollout.sglang.api import SGLangApi
+
+    parse, trajectories_of = functions()
+    prompts = [Prompt(i, tuple(range(PROMPT)), "", "", "") for i in range(count)]
+    request = GenerationRequest(prompts, SamplingConfig(n=SAMPLES), RESPONSE, seed=0)
+    api = SGLangApi("http://127.0.0.1:1", None, 1.0)
+    spec = MicroBatchSpec(dp=1, count_multiple=1, limits=MicroBatchLimits(1, MICRO_BATCH_TOKENS))
+    times = [time.process_time()]
+
+    mine: dict[int, Any] = {}
+    for index in range(count):
+        answers = [api._generated(answer) for answer in parse(bodies[index % BODIES])]
+        mine.update({index * SAMPLES + sample: answer for sample, answer in enumerate(answers)})
+    times.append(time.process_time())
+    found = trajectories_of(mine, request)
+    del mine, answers  # as the engine, which has received everything
+    times.append(time.process_time())
+    batch = module.pack_trajectories(found, [0.0] * len(found))
+    times.append(time.process_time())
+    held = resident()
+    for micro_batches in spec.plan(batch.lengths_B.tolist()):
+        for indices in micro_batches:
+            for values_T in (batch.tokens_T, batch.response_mask_T, batch.rollout_logprobs_T):
+                select_sequences(values_T, batch.cu_seqlens, indices)
+    return batch, [*times, time.process_time()], held
 
 
 def turn(tree: Path, millions: float) -> dict[str, float]:

@@ -78,9 +78,9 @@ def build(folder: Path, registry, megatron: dict):
 
 
 def checkpointer(role, root: Path, background: bool):
-    from mppo.batch import PartialResponses
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.sections.trainer import TrainerConfig
+    from mppo.responses import PartialResponses
     from mppo.supervision.signals import StopRequest
 
     trainer = TrainerConfig(async_save=background)

@@ -115,7 +115,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from transformers import AutoConfig
 
     from mppo.algos.reward_normalization import RewardStats
-    from mppo.batch import PartialResponses, Prompt
+    from mppo.batch import Prompt
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.load import load_recipe
     from mppo.data.loader import PromptLoader
@@ -123,6 +123,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from mppo.parallel.groups import GroupRegistry
     from mppo.parallel.launch import discover
     from mppo.parallel.process_group import process_group
+    from mppo.responses import PartialResponses
     from mppo.rollout.build import build_engine
     from mppo.supervision.signals import StopRequest
     from mppo.trainer.advantages import kl_controller

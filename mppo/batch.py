@@ -125,25 +125,6 @@ class Trajectory(_ComparedByValue):
         return version.repeat_interleave(count)
 
 
-ResponsesBySample = dict[tuple[int, int], Trajectory]
-"""Responses by prompt uid and sample number."""
-
-
-@dataclass
-class PartialResponses:
-    """Responses that no step has trained on yet; the same on every rank.
-
-    A response is kept because it was aborted when a batch was full, because other samples of its
-    prompt are missing, or because it was generated ahead. The run owns these responses: engines
-    read them and return the ones they did not use.
-
-    Args:
-        responses: by prompt uid and sample number.
-    """
-
-    responses: ResponsesBySample = field(default_factory=dict)
-
-
 _DEFAULT = torch.empty(0)
 """Default of a tensor field whose true default depends on the number of tokens."""
 

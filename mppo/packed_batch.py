@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,22 +71,23 @@ def pack_held(
     # every sequence is a run of prompt tokens, one of response tokens and one of its end slot
     runs_B = torch.stack([prompt_B, response_B, slots_B], 1)
     held_H = torch.tensor(list(held), dtype=torch.int64)
-    runs_H, lengths_H = runs_B[held_H].flatten(), runs_B[held_H].sum(1)
-    kinds = torch.arange(3, dtype=torch.int8).repeat(len(held)).repeat_interleave(runs_H)
+    prompt_H, response_H, slots_H = runs_B[held_H].unbind(1)
+    lengths_H = runs_B[held_H].sum(1)
     cu_seqlens = torch.zeros(len(held) + 1, dtype=torch.int64)
     cu_seqlens[1:] = lengths_H.cumsum(0)
-    trajectories, slots = list(held.values()), slots_B[held_H].tolist()
+    trajectories, slots = list(held.values()), slots_H.tolist()
+    tokens, response = int(cu_seqlens[-1]), cu_seqlens[:-1] + prompt_H
     return Batch(
         tokens_T=_concatenate_tokens(trajectories, slots),
         cu_seqlens=cu_seqlens,
-        response_mask_T=(kinds == 1).float(),
+        response_mask_T=_ones_at(tokens, response, response_H),
         rollout_logprobs_T=_concatenate_logprobs(trajectories, slots),
         group_B=torch.tensor([t.prompt.uid for t in known], dtype=torch.int64),
         scores_B=torch.tensor(scores, dtype=torch.float32),
         truncated_B=~stopped_B,
         weight_version_T=_expand_versions(trajectories, slots),
         routed_experts_T=_concatenate_routing(trajectories, lengths_H.tolist()),
-        end_mask_T=(kinds == 2).float(),
+        end_mask_T=_ones_at(tokens, response + response_H, slots_H),
         held_H=held_H,
         lengths_B=runs_B.sum(1),
         response_B=response_B,
@@ -93,6 +95,15 @@ def pack_held(
         home_B=torch.full((len(known),), -1, dtype=torch.int32),
         token_rewards_T=_spread_rewards(token_rewards or {}, held_H, cu_seqlens, prompt_B),
     )
+
+
+def _ones_at(tokens: int, starts: Tensor, counts: Tensor) -> Tensor:
+    """A mask: 1 on ``counts`` tokens from each start, 0 elsewhere."""
+    mask_T = torch.zeros(tokens)
+    inside = mask_T.numpy()
+    for start, end in zip(starts.tolist(), (starts + counts).tolist(), strict=True):
+        inside[start:end] = 1.0
+    return mask_T
 
 
 def _spread_rewards(
@@ -109,12 +120,15 @@ def _spread_rewards(
 
 def _concatenate_tokens(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
     """``Batch.tokens_T`` of trajectories with these numbers of end slots."""
-    parts = [torch.empty(0, dtype=torch.int32)]
+    parts = [np.empty(0, dtype=np.int32)]
     for trajectory, count in zip(trajectories, slots, strict=True):
-        parts += [trajectory.prompt.token_ids, trajectory.response_ids]
+        response = trajectory.response_ids.numpy()
+        parts += [trajectory.prompt.token_ids.numpy(), response]
         if count:
-            parts.append(trajectory.response_ids[-1:])
-    return torch.cat(parts).long()
+            parts.append(response[-1:])
+    tokens_T = torch.empty(sum(map(len, parts)), dtype=torch.int64)
+    np.concatenate(parts, out=tokens_T.numpy())  # converts while it copies
+    return tokens_T
 
 
 def _concatenate_logprobs(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
@@ -128,11 +142,15 @@ def _concatenate_logprobs(trajectories: Sequence[Trajectory], slots: Sequence[in
 
 def _expand_versions(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
     """``Batch.weight_version_T`` of trajectories with these numbers of end slots."""
-    runs = [(-1, 0)]
+    runs: list[tuple[int, int]] = []
     for trajectory, count in zip(trajectories, slots, strict=True):
         runs += [(-1, len(trajectory.prompt.token_ids)), *trajectory.parts, (-1, count)]
-    version, tokens = torch.tensor(runs).T
-    return version.repeat_interleave(tokens)
+    version_T = torch.empty(sum(tokens for _, tokens in runs), dtype=torch.int64)
+    values, start = version_T.numpy(), 0
+    for version, tokens in runs:
+        values[start : start + tokens] = version
+        start += tokens
+    return version_T
 
 
 def _concatenate_routing(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> Tensor:

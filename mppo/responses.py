@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from mppo.batch import Prompt, Trajectory
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -17,17 +20,20 @@ class ResponseRow:
         finish_reason: see ``Trajectory``.
         parts: (version of the weights, number of tokens) of its parts, in order.
         home: the rank that holds its tokens.
+        routed: shape of its routed experts, (tokens, layers, k); None: the engine reports none.
     """
 
     prompt: Prompt
     finish_reason: str
     parts: tuple[tuple[int, int], ...]
     home: int
+    routed: tuple[int, int, int] | None = None
 
     @classmethod
     def of(cls, trajectory: Trajectory, home: int) -> ResponseRow:
         """The row of a trajectory."""
-        return cls(trajectory.prompt, trajectory.finish_reason, trajectory.parts, home)
+        known = trajectory.prompt, trajectory.finish_reason, trajectory.parts
+        return cls(*known, home, shape_of_experts(trajectory))
 
     @property
     def length(self) -> int:
@@ -35,23 +41,31 @@ class ResponseRow:
         return sum(tokens for _, tokens in self.parts)
 
 
+def shape_of_experts(trajectory: Trajectory) -> tuple[int, int, int] | None:
+    """``ResponseRow.routed`` of a trajectory."""
+    if trajectory.routed_experts is None:
+        return None
+    tokens, layers, chosen = trajectory.routed_experts.shape
+    return tokens, layers, chosen
+
+
 @dataclass(frozen=True)
-class Responses:
-    """Some responses, by index.
+class KeyedResponses(Generic[K]):
+    """Some responses, each under a key.
 
     Args:
-        rows: of all responses, the same on every rank, in ascending order of the index.
+        rows: of all responses, the same on every rank, in the same order.
         held: trajectories of the responses whose home is this rank.
     """
 
-    rows: Mapping[int, ResponseRow]
-    held: Mapping[int, Trajectory]
+    rows: Mapping[K, ResponseRow]
+    held: Mapping[K, Trajectory]
 
-    @classmethod
-    def of_one_rank(cls, trajectories: Sequence[Trajectory], home: int = 0) -> Responses:
+    @staticmethod
+    def of_one_rank(trajectories: Sequence[Trajectory], home: int = 0) -> Responses:
         """Responses that all lie on this rank, whose number is ``home``."""
         rows = {index: ResponseRow.of(each, home) for index, each in enumerate(trajectories)}
-        return cls(rows, dict(enumerate(trajectories)))
+        return Responses(rows, dict(enumerate(trajectories)))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -66,13 +80,39 @@ class Responses:
         """The trajectories on this rank, in order."""
         return [self.held[index] for index in self.rows if index in self.held]
 
-    def select(self, indices: Iterable[int]) -> Responses:
-        """The responses at some indices, numbered from 0 in this order."""
-        chosen = list(enumerate(indices))
+    def select(self, keys: Iterable[K]) -> Responses:
+        """The responses under some keys, numbered from 0 in this order."""
+        chosen = list(enumerate(keys))
         return Responses(
             {place: self.rows[index] for place, index in chosen},
             {place: self.held[index] for place, index in chosen if index in self.held},
         )
+
+
+Responses = KeyedResponses[int]
+"""Responses by index, in ascending order."""
+ResponsesBySample = KeyedResponses[tuple[int, int]]
+"""Responses by prompt uid and sample number."""
+
+
+def no_responses() -> ResponsesBySample:
+    """No response."""
+    return ResponsesBySample({}, {})
+
+
+@dataclass
+class PartialResponses:
+    """Responses that no step has trained on yet.
+
+    A response is kept because it was aborted when a batch was full, because other samples of its
+    prompt are missing, or because it was generated ahead. The run owns these responses: engines
+    read them and return the ones they did not use.
+
+    Args:
+        responses: by prompt uid and sample number.
+    """
+
+    responses: ResponsesBySample = field(default_factory=no_responses)
 
 
 def concatenate_responses(parts: Iterable[Responses]) -> Responses:

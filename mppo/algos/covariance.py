@@ -31,7 +31,7 @@ def covariance(
     """``cov_t`` as defined above, 0 outside the mask: float ``[T]``."""
     centered: list[Tensor] = []
     for x_T in (advantages_T, logprobs_T):
-        moments_B = gather.sequences(sequence_moments(x_T, mask_T, cu_seqlens))
+        moments_B = gather.sequences(sequence_moments(x_T, mask_T, cu_seqlens, with_range=False))
         centered.append(x_T - merged_moments(moments_B).mean)
     return torch.where(mask_T > 0, centered[0] * centered[1], 0.0)
 

@@ -13,8 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mppo.algos.unique import unique_index
@@ -64,30 +67,58 @@ class Moments:
         return self.squares / max(self.count - (1.0 if unbiased else 0.0), 1.0)
 
 
-def sequence_moments(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Moments of each sequence's masked tokens.
+def sequence_moments(
+    x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, with_range: bool = True
+) -> Tensor:
+    """Moments of each sequence's masked tokens; on the CPU.
 
     Args:
         x_T: float ``[T]``; values outside the mask, even NaN, are ignored.
         mask_T: float ``[T]``, 0 or 1.
         cu_seqlens: int64 ``[B + 1]``.
+        with_range: compute maximum and minimum; otherwise these are those of no numbers.
 
     Returns:
         float64 ``[B, 5]``: the fields of :class:`Moments`.
     """
-    inside_T = mask_T > 0
-    x_T = torch.where(inside_T, x_T, 0.0).double()
-    count_B = sequence_sum(inside_T.double(), cu_seqlens)
-    mean_B = sequence_sum(x_T, cu_seqlens) / count_B.clamp(min=1.0)
-    centered_T = torch.where(inside_T, x_T - expand_to_tokens(mean_B, cu_seqlens), 0.0)
-    squares_B = sequence_sum(centered_T.square_(), cu_seqlens)
-    max_B, min_B = (
-        torch.segment_reduce(
-            torch.where(inside_T, x_T, nothing), kind, offsets=cu_seqlens, initial=nothing
-        )
-        for kind, nothing in (("max", -math.inf), ("min", math.inf))
-    )
-    return torch.stack([count_B, mean_B, squares_B, max_B, min_B], dim=1)
+    bounds = cu_seqlens.numpy()
+    moments = np.zeros((len(bounds) - 1, 5))
+    moments[:, 3:] = -math.inf, math.inf
+    values, mask, first = x_T.detach().numpy(), mask_T.numpy(), 0
+    while first < len(moments):
+        # as many sequences as fit a core's cache, at least one
+        last = max(first + 1, int(np.searchsorted(bounds, bounds[first] + _PIECE)) - 1)
+        part, cut = slice(first, last), slice(bounds[first], bounds[last])
+        lengths = np.diff(bounds[first : last + 1])
+        _fill_moments(moments[part], values[cut], mask[cut] > 0, lengths, with_range)
+        first = last
+    return torch.as_tensor(moments)
+
+
+def _fill_moments(
+    moments: NDArray[np.float64],
+    values: NDArray[Any],
+    inside: NDArray[np.bool_],
+    lengths: NDArray[np.int64],
+    with_range: bool,
+) -> None:
+    """Write the moments of consecutive sequences of these lengths."""
+    filled = np.flatnonzero(lengths)
+    if not len(filled):
+        return
+    starts = (np.cumsum(lengths) - lengths)[filled]
+    count = np.add.reduceat(inside, starts, dtype=np.int64)
+    x = np.where(inside, values, 0.0).astype(np.float64)
+    mean = np.add.reduceat(x, starts) / np.maximum(count, 1)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite values: not finite moments
+        x -= np.repeat(mean, lengths[filled])
+        x *= inside
+        x *= x
+        squares = np.add.reduceat(x, starts)
+    moments[filled, :3] = np.stack([count, mean, squares], axis=1)
+    if with_range:
+        for column, extreme, nothing in ((3, np.maximum, -math.inf), (4, np.minimum, math.inf)):
+            moments[filled, column] = extreme.reduceat(np.where(inside, values, nothing), starts)
 
 
 def merged_moments(moments_B: Tensor) -> Moments:
@@ -137,8 +168,8 @@ def masked_whiten(
     """
     mask_T = mask_T.to(x_T.dtype)
     if moments is None:
-        everything = torch.tensor([0, len(x_T)])
-        moments = merged_moments(sequence_moments(x_T, mask_T, everything))
+        pieces = torch.arange(0, len(x_T) + _PIECE, _PIECE).clamp(max=len(x_T))
+        moments = merged_moments(sequence_moments(x_T, mask_T, pieces, with_range=False))
     mean, scale = moments.mean, 1.0
     if moments.count >= 2:
         scale = 1.0 / math.sqrt(moments.var(unbiased) + eps)
@@ -184,7 +215,7 @@ def masked_whiten_by_group(
     def over_group(y_B: Tensor) -> Tensor:
         return y_B.new_zeros(len(labels)).index_add(0, index_B, y_B)
 
-    moments_B = gather.sequences(sequence_moments(x_T, mask_T, cu_seqlens))
+    moments_B = gather.sequences(sequence_moments(x_T, mask_T, cu_seqlens, with_range=False))
     count_B, sequence_mean_B, squares_B = moments_B[:, :3].unbind(1)
     count_G = over_group(count_B)
     mean_B = (over_group(count_B * sequence_mean_B) / count_G.clamp(min=1.0))[index_B]

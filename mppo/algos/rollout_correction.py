@@ -106,7 +106,8 @@ def normalize_weights(
     Returns:
         float ``[T]``; unchanged if every weight is 0.
     """
-    moments_B = gather.sequences(sequence_moments(weight_T, mask_T, cu_seqlens))
+    moments_B = sequence_moments(weight_T, mask_T, cu_seqlens, with_range=False)
+    moments_B = gather.sequences(moments_B)
     mean = merged_moments(moments_B).mean
     if level == "sequence":
         present_B = moments_B[:, 0] > 0

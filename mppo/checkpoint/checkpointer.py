@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 
 import mppo
-from mppo.batch import PartialResponses
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint import responses
 from mppo.checkpoint.folder import Manifest
@@ -34,6 +33,7 @@ from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_s
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.models.role import Role
 from mppo.parallel.collectives import all_gather_objects, broadcast_object, largest_of_ranks
+from mppo.responses import PartialResponses
 from mppo.safety.disk import FileEntry
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
@@ -308,9 +308,9 @@ class Checkpointer:
                 "recipe": self._recipe,
             }
             contents[STATE] = f"{json.dumps(state, indent=1)}\n".encode()
-            left = before.partial if before else self.partial_responses.responses
-            if left:
-                contents[responses.FILE] = responses.to_bytes(left)
+        left = before.partial if before else self.partial_responses.responses
+        if left.held:
+            contents[responses.file_of_rank(self._rank)] = responses.to_bytes(left.held)
         manifest = Manifest(
             step=step,
             world_size=self._world,
@@ -356,7 +356,8 @@ class Checkpointer:
         load_roles(found.folder, self.roles)
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
-        self.partial_responses.responses = responses.load_responses(found.folder)
+        left = responses.load_responses(found.folder, self._rank, self._world)
+        self.partial_responses.responses = left
         layouts = {name: role.groups for name, role in self.roles.items()}
         same = found.manifest.world_size == self._world and all(
             found.manifest.roles[name]["layout"] == asdict(role.layout)

@@ -1,24 +1,35 @@
-"""Responses that no step has trained on yet, as one safetensors file of a checkpoint."""
+"""Responses that no step has trained on yet, as safetensors files of a checkpoint, one per rank."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from mppo.batch import Prompt, ResponsesBySample, Trajectory
+from mppo.batch import Prompt, Trajectory
+from mppo.parallel.partition import partition
+from mppo.responses import ResponseRow, ResponsesBySample
 from mppo.safety.input_files import parse_json
 from mppo.weights.hf.safetensors_file import read_header
 
-FILE = "responses.safetensors"
+_FILES = "responses*.safetensors"
+"""Checkpoints of earlier versions have one file for all ranks."""
 _TABLE = "responses"
 
 
-def to_bytes(partial: ResponsesBySample) -> bytes:
-    """Serialise partial responses.
+def file_of_rank(rank: int) -> str:
+    """Name of the file with the responses whose home is a rank."""
+    return f"responses_{rank:05d}.safetensors"
+
+
+def to_bytes(held: Mapping[tuple[int, int], Trajectory]) -> bytes:
+    """Serialise the partial responses of a rank.
 
     For response r the file has ``r/prompt_ids`` and ``r/response_ids`` (int64), ``r/logprobs``
     (float32, as in a batch) and, if known, ``r/routed_experts`` (int16 ``[tokens, layers, k]``);
@@ -26,7 +37,7 @@ def to_bytes(partial: ResponsesBySample) -> bytes:
     """
     tensors: dict[str, Tensor] = {}
     table = []
-    for row, ((uid, sample), response) in enumerate(partial.items()):
+    for row, ((uid, sample), response) in enumerate(held.items()):
         tensors[f"{row}/prompt_ids"] = response.prompt.token_ids.long()
         tensors[f"{row}/response_ids"] = response.response_ids.long()
         tensors[f"{row}/logprobs"] = response.logprobs.clone()
@@ -44,30 +55,64 @@ def to_bytes(partial: ResponsesBySample) -> bytes:
     return save(tensors, metadata={_TABLE: json.dumps(table)})
 
 
-def load_responses(folder: Path) -> ResponsesBySample:
+def load_responses(folder: Path, rank: int = 0, world: int = 1) -> ResponsesBySample:
     """Load the responses of a checkpoint; none if it has no such file.
 
+    They get homes of nearly equal numbers of tokens, whatever the number of ranks that saved them.
     Their prompts have only uid and tokens; ``GenerationRequest.resumed`` replaces them by the full
     prompts.
 
+    Args:
+        folder: the checkpoint.
+        rank, world: this rank, and the number of ranks.
+
     Raises:
-        ValueError, KeyError, TypeError: the file does not hold such responses.
+        ValueError, KeyError, TypeError: a file does not hold such responses.
     """
-    if not (folder / FILE).exists():
-        return {}
-    partial: ResponsesBySample = {}
-    read_header(folder / FILE)
-    with safe_open(folder / FILE, framework="pt") as file:
-        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    files = sorted(folder.glob(_FILES))
+    tables = [_read_table(path) for path in files]
+    lengths = [entry["tokens"] for table in tables for entry in table]
+    home = {n: to for to, part in enumerate(partition(lengths, world)) for n in part}
+    rows: dict[tuple[int, int], ResponseRow] = {}
+    held: dict[tuple[int, int], Trajectory] = {}
+    number = 0
+    for path, table in zip(files, tables, strict=True):
+        with safe_open(path, framework="pt") as file:
+            for place, entry in enumerate(table):
+                key, row = _row(file, place, entry, home[number])
+                rows[key], number = row, number + 1
+                if row.home == rank:
+                    held[key] = _trajectory(file, place, row)
+    return ResponsesBySample(rows, held)
+
+
+def _read_table(path: Path) -> list[dict[str, Any]]:
+    """The fields of a file's responses that are no tensors, and their numbers of tokens."""
+    header = read_header(path)
+    with safe_open(path, framework="pt") as file:
         table = parse_json(file.metadata()[_TABLE])
-    for row, entry in enumerate(table):
-        uid, sample = entry.pop("uid"), entry.pop("sample")
-        partial[uid, sample] = Trajectory(
-            prompt=Prompt(uid, tensors[f"{row}/prompt_ids"], "", "", ""),
-            response_ids=tensors[f"{row}/response_ids"],
-            logprobs=tensors[f"{row}/logprobs"],
-            routed_experts=tensors.get(f"{row}/routed_experts"),
-            earlier=tuple(map(tuple, entry.pop("earlier"))),
-            **entry,
-        )
-    return partial
+    for place, entry in enumerate(table):
+        entry["tokens"] = math.prod(header[f"{place}/response_ids"].shape)
+        experts = header.get(f"{place}/routed_experts")
+        entry["routed"] = None if experts is None else experts.shape
+    return table
+
+
+def _row(
+    file: Any, place: int, entry: Mapping[str, Any], home: int
+) -> tuple[tuple[int, int], ResponseRow]:
+    """A response's key and row."""
+    uid, earlier = entry["uid"], tuple((version, tokens) for version, tokens in entry["earlier"])
+    last = entry["tokens"] - sum(tokens for _, tokens in earlier)
+    prompt = Prompt(uid, file.get_tensor(f"{place}/prompt_ids"), "", "", "")
+    parts = (*earlier, (entry["weight_version"], last))
+    row = ResponseRow(prompt, entry["finish_reason"], parts, home, entry["routed"])
+    return (uid, entry["sample"]), row
+
+
+def _trajectory(file: Any, place: int, row: ResponseRow) -> Trajectory:
+    """A response's tokens."""
+    experts = file.get_tensor(f"{place}/routed_experts") if row.routed else None
+    ids, logprobs = (file.get_tensor(f"{place}/{name}") for name in ("response_ids", "logprobs"))
+    version, earlier = row.parts[-1][0], row.parts[:-1]
+    return Trajectory(row.prompt, ids, logprobs, row.finish_reason, version, experts, earlier)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mppo.batch import ResponsesBySample
 from mppo.checkpoint.role_state import load_role
 from mppo.models.role import Role
+from mppo.responses import ResponsesBySample
 from mppo.safety.input_files import read_json
 
 STATE = "run.json"

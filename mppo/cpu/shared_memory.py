@@ -9,22 +9,18 @@ group uses gloo.
 
 from __future__ import annotations
 
-import os
-import platform
-import secrets
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mppo.cpu.anonymous_file import TOKEN, AnonymousFile, can_offer, map_offered
+from mppo.cpu.by_group import ByGroup
 
 SMALLEST = 1 << 20
 """Bytes of a tensor from which shared memory is faster than gloo."""
 
 _TOTAL = 64 << 20
 """Bytes mapped per group, for all ranks together; pages never written take no memory."""
-
-_TOKEN = 64
-"""Bytes before the slots; random bytes at the start identify the file."""
 
 
 class SharedMemory:
@@ -44,7 +40,7 @@ class SharedMemory:
             dist.get_rank(group),
             dist.get_world_size(group),
         )
-        self._halves = memory[_TOKEN:].view(2, self._world, -1)
+        self._halves = memory[TOKEN:].view(2, self._world, -1)
         self._next = 0
 
     def all_reduce(self, x: Tensor) -> None:
@@ -90,54 +86,24 @@ class SharedMemory:
         return half
 
 
-_known: dict[dist.ProcessGroup, SharedMemory | None] = {}
-_known_of: list[dist.ProcessGroup | None] = [None]
-
-
 def shared_memory_of(group: dist.ProcessGroup | None) -> SharedMemory | None:
     """The memory that a group's ranks share, or None. Collective on the first call for a group."""
-    world = dist.group.WORLD
-    if _known_of[0] is not world:  # entries belong to a world that was destroyed
-        _known.clear()
-        _known_of[0] = world
-    group = group or world
-    assert group is not None, "torch.distributed is initialised"
-    if group not in _known:
-        _known[group] = _share(group)
-    return _known[group]
+    return _memories.of(group)
 
 
 def _share(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Map one anonymous file in every rank, through /proc of the first rank's process."""
+    """Map one file in every rank."""
     world = dist.get_world_size(group)
-    size = _TOKEN + _TOTAL // (2 * world * _TOKEN) * (2 * world * _TOKEN)
-    made = None
-    if dist.get_rank(group) == 0 and hasattr(os, "memfd_create"):
-        token = secrets.token_bytes(_TOKEN // 2)
-        file = os.memfd_create("mppo")
-        os.ftruncate(file, size)
-        os.pwrite(file, token, 0)
-        made = (platform.node(), f"/proc/{os.getpid()}/fd/{file}", token)
+    size = TOKEN + _TOTAL // (2 * world * TOKEN) * (2 * world * TOKEN)
+    file = AnonymousFile(size) if dist.get_rank(group) == 0 and can_offer() else None
     offers: list = [None] * world
-    dist.all_gather_object(offers, made, group)
-    memory = _mapped(offers[0], size)
+    dist.all_gather_object(offers, file and file.offer, group)
+    memory = map_offered(offers[0])
     mapped: list = [None] * world
     dist.all_gather_object(mapped, memory is not None, group)
-    if made is not None:
-        os.close(file)
+    if file is not None:
+        file.close()
     return SharedMemory(memory, group) if all(mapped) and memory is not None else None
 
 
-def _mapped(offer: tuple[str, str, bytes] | None, size: int) -> Tensor | None:
-    """The offered file as uint8 ``[size]``; None if this process cannot map it."""
-    if offer is None or offer[0] != platform.node():
-        return None
-    _, path, token = offer
-    try:
-        with open(path, "rb") as file:
-            # in another container the process number may denote an unrelated process
-            if os.fstat(file.fileno()).st_size != size or file.read(len(token)) != token:
-                return None
-        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-    except (OSError, RuntimeError):  # cannot be opened or mapped: all ranks then use gloo
-        return None
+_memories = ByGroup(_share)

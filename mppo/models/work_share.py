@@ -60,6 +60,15 @@ class PassMoves:
         """Sequences of each data-parallel rank, ascending."""
         return [sorted(i for part in parts for i in part) for parts in self.plan]
 
+    def alike(self, by_stage: bool) -> list[tuple[int, int]]:
+        """For each rank, what is equal for ranks that get the same in ``outward``.
+
+        Args:
+            by_stage: pipeline stages get different tensors.
+        """
+        places = map(self.layout.coordinates, range(self.layout.world))
+        return [(place.dp, place.pp if by_stage else 0) for place in places]
+
     def outward(self, last_stage_only: bool = False) -> Moves:
         """From the homes to all ranks that work on a sequence, or those of the last stage."""
         shares, wanted = self.shares, []
@@ -137,7 +146,8 @@ def fetch_share(
         return tensors
 
     lengths, held = batch.lengths_B.tolist(), batch.held_H.tolist()
-    got = exchange(outward, lengths, held, tensors_for)
+    alike = moves.alike(by_stage=layers_of is not None or hidden_T is not None)
+    got = exchange(outward, lengths, held, tensors_for, alike=alike)
     held_H = torch.tensor(outward.wanted[rank], dtype=torch.int64)
     changes: dict[str, Any] = {}
     if layers is not None:

@@ -1,8 +1,8 @@
 """Collectives of Python objects, of flags and of tensors whose length differs between ranks.
 
 ``torch.distributed``'s own calls serve tensors of equal shape on the models' device. Every other
-exchange of the package goes through this module, except the one in ``mppo.cpu.shared_memory``,
-which implements collectives for the CPU and lies below. All exchanges here are of CPU tensors: a
+exchange of the package goes through this module, except those in ``mppo.cpu``, which lies below and
+implements collectives through shared memory. All exchanges here are of CPU tensors: a
 rank that waits for the others must not occupy its GPU, where a rollout server may be generating.
 """
 
@@ -142,6 +142,8 @@ def all_gather_varlen(
     sizes = [torch.empty_like(size) for _ in range(world)]
     dist.all_gather(sizes, size, group=group)
     counts = [int(s) for s in sizes]
+    if not any(counts):
+        return [value] * world
     # all_gather needs equal shapes: pad to the longest, cut afterwards
     padded = value.new_zeros(max(counts))
     padded[: value.numel()] = value

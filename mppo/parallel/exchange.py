@@ -10,7 +10,7 @@ Shapes: ``B`` sequences, ``T`` tokens of the sequences that a rank holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mppo.cpu.node_copies import first_on_node, nodes_of, share_on_node
 from mppo.parallel.collectives import group_size
 
 EVERYWHERE = -1
 """Source, or home, of a sequence that every rank holds."""
+SMALLEST_SHARED = 1 << 20
+"""Bytes from which the ranks of a node share one copy: sharing takes two more messages."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ def exchange(
     held: Sequence[int],
     tensors_for: Callable[[int], Sequence[Tensor]],
     group: dist.ProcessGroup | None = None,
+    alike: Sequence[Hashable] | None = None,
 ) -> list[Tensor]:
     """Carry out a plan. Collective, unless the plan is local.
 
@@ -69,16 +73,49 @@ def exchange(
         tensors_for: the tensors ``[T, ...]`` (CPU) of the held sequences that a receiver gets; the
             number of tensors, their dtypes and shapes beyond T depend only on the receiver.
         group: a group of CPU ranks; None is the default one.
+        alike: by rank; equal for ranks that want the same sequences and get the same tensors. On a
+            node these ranks share one copy. None: no two ranks are alike.
 
     Returns:
-        The tensors for this rank, ``[T', ...]``: the sequences it wants, in that order.
+        The tensors for this rank, ``[T', ...]``: the sequences it wants, in that order. Nobody may
+        write to them: they may be those of ``tensors_for`` or another rank's.
     """
     rank = dist.get_rank(group) if group_size(group) > 1 else 0
+    if moves.is_local:
+        pieces = _Pieces(held, [lengths[number] for number in held])
+        return [pieces.select(tensor, moves.wanted[rank]) for tensor in tensors_for(rank)]
+    first = None
+    if alike is not None:
+        first = first_on_node(alike, nodes_of(group), moves.wanted)
+        large = (
+            _tokens(moves.wanted[source], lengths) * sum(map(_row_bytes, tensors_for(source)))
+            for source in {source for to, source in enumerate(first) if source != to}
+        )
+        if max(large, default=0) < SMALLEST_SHARED:
+            first = None
+    if first is None:
+        return _all_to_all(moves, lengths, held, tensors_for, group)
+    received = [wanted if first[to] == to else () for to, wanted in enumerate(moves.wanted)]
+    got = _all_to_all(Moves(moves.source, received), lengths, held, tensors_for, group)
+    if first.count(first[rank]) == 1:
+        share_on_node(None, [], None, group)
+        return got
+    tokens, gives = _tokens(moves.wanted[rank], lengths), first[rank] == rank
+    like = [((tokens, *tensor.shape[1:]), tensor.dtype) for tensor in tensors_for(rank)]
+    return share_on_node(got if gives else None, like, None if gives else first[rank], group)
+
+
+def _all_to_all(
+    moves: Moves,
+    lengths: Sequence[int],
+    held: Sequence[int],
+    tensors_for: Callable[[int], Sequence[Tensor]],
+    group: dist.ProcessGroup | None,
+) -> list[Tensor]:
+    """``exchange``, with a copy for every receiver."""
+    rank, ranks = dist.get_rank(group), range(len(moves.wanted))
     pieces = _Pieces(held, [lengths[number] for number in held])
     mine = tensors_for(rank)
-    if moves.is_local:
-        return [pieces.select(tensor, moves.wanted[rank]) for tensor in mine]
-    ranks = range(len(moves.wanted))
     sent = [moves.between(rank, receiver) for receiver in ranks]
     out = [list(tensors_for(to)) if sent[to] else [] for to in ranks]
     out_sizes = [_tokens(sent[to], lengths) * sum(map(_row_bytes, out[to])) for to in ranks]

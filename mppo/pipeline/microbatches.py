@@ -89,17 +89,24 @@ def _needed(lengths: Sequence[int], limits: MicroBatchLimits) -> int:
 
 
 def _first_fit(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Bins of at most ``max_tokens``: longest first, each into the first bin with room for it."""
     bins: list[list[int]] = []
-    loads: list[int] = []
+    size = 1 << max(len(indices) - 1, 0).bit_length()
+    # a binary tree over the bins, from node 1: the largest room of any bin below
+    room = [max_tokens] * (2 * size)
     for i in sorted(indices, key=lambda i: (-lengths[i], i)):
-        for b, load in enumerate(loads):
-            if load + lengths[i] <= max_tokens:
-                bins[b].append(i)
-                loads[b] += lengths[i]
-                break
-        else:
-            bins.append([i])
-            loads.append(lengths[i])
+        length, node = lengths[i], 1
+        while node < size:
+            node = 2 * node + (room[2 * node] < length)
+        place = node - size if length <= max_tokens else len(bins)
+        if place == len(bins):
+            bins.append([])
+        bins[place].append(i)
+        node = size + place
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return bins
 
 

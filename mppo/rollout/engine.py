@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
-from mppo.batch import Prompt, ResponsesBySample, Trajectory
+from mppo.batch import Prompt, Trajectory
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.responses import Responses
+from mppo.responses import ResponseRow, Responses, ResponsesBySample, no_responses
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.slices.plan import SliceRequest
 from mppo.weights.slices.source import SliceStream
@@ -34,7 +34,7 @@ class GenerationRequest:
         on_response: called early with some or all responses, at most once for each; must not block.
         num_prompts_needed: once this many prompts have all their samples, the remaining requests
             are aborted. None: all prompts.
-        resumable: complete or partial responses of an earlier request, by (prompt uid, sample).
+        resumable: complete or partial responses of an earlier request.
     """
 
     prompts: Sequence[Prompt]
@@ -43,29 +43,32 @@ class GenerationRequest:
     seed: int
     on_response: OnResponse | None = None
     num_prompts_needed: int | None = None
-    resumable: Mapping[tuple[int, int], Trajectory] = field(default_factory=dict)
+    resumable: ResponsesBySample = field(default_factory=no_responses)
 
     def sample_at(self, place: int) -> tuple[Prompt, int]:
         """The prompt and the sample number at an index of the result."""
         index, sample = divmod(place, self.sampling.n)
         return self.prompts[index], sample
 
-    def resumed(self) -> dict[int, Trajectory]:
-        """The resumable responses by their index in the result.
+    def resumed(self) -> Responses:
+        """The resumable responses by their index in the result, at their homes.
 
         A resumed run may have other prompts or a shorter limit: entries that no longer match are
         ignored.
         """
-        found = {}
+        rows: dict[int, ResponseRow] = {}
+        held: dict[int, Trajectory] = {}
         for place in range(len(self.prompts) * self.sampling.n):
             prompt, sample = self.sample_at(place)
-            response = self.resumable.get((prompt.uid, sample))
-            if response is None or not torch.equal(response.prompt.token_ids, prompt.token_ids):
+            key = prompt.uid, sample
+            row = self.resumable.rows.get(key)
+            if row is None or not torch.equal(row.prompt.token_ids, prompt.token_ids):
                 continue
-            least = len(response.response_ids) + (response.finish_reason == "abort")
-            if least <= self.max_tokens:
-                found[place] = replace(response, prompt=prompt)
-        return found
+            if row.length + (row.finish_reason == "abort") <= self.max_tokens:
+                rows[place] = replace(row, prompt=prompt)
+                if key in self.resumable.held:
+                    held[place] = replace(self.resumable.held[key], prompt=prompt)
+        return Responses(rows, held)
 
 
 def sampling_seed(seed: int, step: int) -> int:
@@ -114,7 +117,7 @@ class Generation(Protocol):
 
     @property
     def left_over(self) -> ResponsesBySample:
-        """Responses that were not collected, for a later request to resume.
+        """Responses that were not collected, at their homes, for a later request to resume.
 
         Valid once ``wait`` or ``collect`` has returned.
         """

@@ -1,17 +1,21 @@
-"""Exchange of responses between ranks: rows of all, and tokens where every rank needs them."""
+"""What all ranks know of the responses that each received, as one exchange of flat tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.batch import ResponsesBySample, Trajectory
-from mppo.parallel.collectives import all_gather_objects, all_gather_varlen
-from mppo.responses import ResponseRow, Responses
+from mppo.batch import Prompt, Trajectory
+from mppo.parallel.collectives import all_gather_varlen
+from mppo.responses import ResponseRow, Responses, ResponsesBySample, shape_of_experts
 from mppo.rollout.engine import GenerationRequest
+
+_REASONS = ("stop", "length", "abort")
+_NO_EXPERTS = (-1, -1, -1)
 
 
 def gather_rows(
@@ -31,134 +35,82 @@ def gather_rows(
     Raises:
         ValueError: on every rank, if a log-probability is not finite.
     """
-    known = [(key, each.finish_reason, each.parts) for key, each in mine.items()]
-    everyone = all_gather_objects((known, _not_finite(mine)), world, group)
-    for _, error in everyone:
-        if error is not None:
-            raise ValueError(error)
-    return {
-        key: ResponseRow(request.sample_at(key)[0], reason, parts, home)
-        for home, (rows, _) in enumerate(everyone)
-        for key, reason, parts in rows
-    }
+    everyone = all_gather_varlen(_table(mine), world, group)
+    rows: dict[int, ResponseRow] = {}
+    for home, table in enumerate(everyone):
+        rows.update(_read_table(table, request, home))
+    return rows
 
 
-def _not_finite(mine: Mapping[int, Trajectory]) -> str | None:
-    """An error message about the first log-probability that is not finite; None: all are."""
-    for trajectory in mine.values():
+def _table(mine: Mapping[int, Trajectory]) -> Tensor:
+    """A rank's rows as int64 numbers.
+
+    The first log-probability that is not finite (whether there is one, key, version, bits); then
+    for each response key, finish reason, shape of the experts, number of parts, and its parts.
+    """
+    numbers = [0, 0, 0, 0]
+    for key, trajectory in mine.items():
         finite = trajectory.logprobs.isfinite()
-        if not bool(finite.all()):
-            return (
-                f"rollout: log-probability {trajectory.logprobs[~finite][0].item()} in the "
-                f"response to prompt {trajectory.prompt.uid}: the weights of version "
-                f"{trajectory.weight_version} hold NaN or overflow (look at actor/grad_norm and "
-                "lower actor.optim.lr, or use model.dtype = bfloat16 or float32)"
-            )
-    return None
+        if not numbers[0] and not bool(finite.all()):
+            bits = trajectory.logprobs[~finite][:1].view(torch.int32).item()
+            numbers[:4] = [1, key, trajectory.weight_version, int(bits)]
+        shape = shape_of_experts(trajectory) or _NO_EXPERTS
+        parts = trajectory.parts
+        numbers += [key, _REASONS.index(trajectory.finish_reason), *shape, len(parts)]
+        numbers += [number for part in parts for number in part]
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _read_table(table: Tensor, request: GenerationRequest, home: int) -> dict[int, ResponseRow]:
+    """The rows of a rank.
+
+    Raises:
+        ValueError: a log-probability is not finite.
+    """
+    numbers = iter(table.tolist())
+    spoiled, key, version, bits = islice(numbers, 4)
+    if spoiled:
+        raise ValueError(_not_finite(request.sample_at(key)[0], version, bits))
+    rows: dict[int, ResponseRow] = {}
+    for key in numbers:
+        reason, *shape, count = islice(numbers, 5)
+        parts = tuple((next(numbers), next(numbers)) for _ in range(count))
+        routed = None if tuple(shape) == _NO_EXPERTS else (shape[0], shape[1], shape[2])
+        prompt = request.sample_at(key)[0]
+        rows[key] = ResponseRow(prompt, _REASONS[reason], parts, home, routed)
+    return rows
+
+
+def _not_finite(prompt: Prompt, version: int, bits: int) -> str:
+    """The error about a log-probability with these bits."""
+    value = torch.tensor(bits, dtype=torch.int32).view(torch.float32).item()
+    return (
+        f"rollout: log-probability {value} in the response to prompt {prompt.uid}: the weights of "
+        f"version {version} hold NaN or overflow (look at actor/grad_norm and "
+        "lower actor.optim.lr, or use model.dtype = bfloat16 or float32)"
+    )
 
 
 def left_over(
-    request: GenerationRequest,
-    responses: Responses,
-    world: int,
-    group: dist.ProcessGroup | None,
-    taken: Collection[int] = (),
+    request: GenerationRequest, responses: Responses, taken: Collection[int] = ()
 ) -> ResponsesBySample:
-    """The responses that are not part of the result, without empty ones; collective.
-
-    Every rank gets their tokens: any rank may continue a response, and one saves them.
+    """The responses that are not part of the result, without empty ones, at their homes.
 
     Args:
         request: the request.
         responses: by index in its result.
-        world: ranks in ``group``.
-        group: process group; None is the default one.
         taken: prompts (by index) whose responses are the result.
     """
     n = request.sampling.n
-    kept = [
-        place for place, row in responses.rows.items() if place // n not in taken and row.length
-    ]
-    everywhere = replicate(responses.select(kept), world, group)
-    left = {}
-    for place, trajectory in zip(kept, everywhere, strict=True):
-        prompt, sample = request.sample_at(place)
-        left[prompt.uid, sample] = trajectory
-    return left
-
-
-def replicate(
-    responses: Responses, world: int, group: dist.ProcessGroup | None = None
-) -> list[Trajectory]:
-    """The trajectories of all responses, in order, on every rank; collective.
-
-    Args:
-        responses: numbered from 0.
-        world: ranks in ``group``.
-        group: process group; None is the default one.
-    """
-    rows, held = responses.rows, responses.held
-    if world == 1 or not rows:
-        return responses.trajectories
-    tokens = _gather(rows, {i: t.response_ids for i, t in held.items()}, world, group)
-    bits = {index: each.logprobs.view(torch.int32) for index, each in held.items()}
-    logprobs = _gather(rows, bits, world, group)
-    experts = _gather_experts(rows, held, world, group)
-    return [
-        Trajectory(
-            row.prompt,
-            tokens[index],
-            logprobs[index].view(torch.float32),
-            row.finish_reason,
-            row.parts[-1][0],
-            experts.get(index),
-            row.parts[:-1],
-        )
-        for index, row in rows.items()
-    ]
-
-
-def _gather(
-    rows: Mapping[int, ResponseRow],
-    mine: Mapping[int, Tensor],
-    world: int,
-    group: dist.ProcessGroup | None,
-) -> dict[int, Tensor]:
-    """Every rank's int32 ``[L]`` tensors on every rank; collective."""
-    held = [mine[index] for index in rows if index in mine]
-    flat = torch.cat([torch.empty(0, dtype=torch.int32), *held])
-    found: dict[int, Tensor] = {}
-    for home, received in enumerate(all_gather_varlen(flat, world, group)):
-        indices = [index for index, row in rows.items() if row.home == home]
-        parts = received.split([rows[index].length for index in indices])
-        found.update(zip(indices, parts, strict=True))
-    return found
-
-
-def _gather_experts(
-    rows: Mapping[int, ResponseRow],
-    held: Mapping[int, Trajectory],
-    world: int,
-    group: dist.ProcessGroup | None,
-) -> dict[int, Tensor]:
-    """Routed experts of the trajectories that have them, on every rank; collective."""
-    mine = {
-        index: x.contiguous()
-        for index, each in held.items()
-        if (x := each.routed_experts) is not None
-    }
-    shapes = all_gather_objects({i: tuple(x.shape) for i, x in mine.items()}, world, group)
-    if not any(shapes):
-        return {}
-    # as bytes: not every backend gathers 16-bit integers
-    nothing = torch.empty(0, dtype=torch.uint8)
-    flat = torch.cat([nothing, *(x.view(torch.uint8).flatten() for x in mine.values())])
-    found: dict[int, Tensor] = {}
-    for theirs, received in zip(shapes, all_gather_varlen(flat, world, group), strict=True):
-        sizes = [2 * torch.Size(shape).numel() for shape in theirs.values()]
-        for (index, shape), part in zip(theirs.items(), received.split(sizes), strict=True):
-            found[index] = part.view(torch.int16).view(shape)
-    return found
+    keys: dict[int, tuple[int, int]] = {}
+    for place, row in responses.rows.items():
+        if place // n not in taken and row.length:
+            prompt, sample = request.sample_at(place)
+            keys[place] = prompt.uid, sample
+    return ResponsesBySample(
+        {key: responses.rows[place] for place, key in keys.items()},
+        {key: responses.held[place] for place, key in keys.items() if place in responses.held},
+    )
 
 
 def cut_rows(

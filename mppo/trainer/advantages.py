@@ -192,10 +192,9 @@ def _whitened(
 
 
 def _moments(x_T: Tensor, mask_T: Tensor, batch: Batch) -> Moments:
-    """Moments of the masked tokens of all sequences."""
-    return merged_moments(
-        gather_of(batch).sequences(sequence_moments(x_T, mask_T, batch.cu_seqlens))
-    )
+    """Moments of the masked tokens of all sequences, without maximum and minimum."""
+    moments_H = sequence_moments(x_T, mask_T, batch.cu_seqlens, with_range=False)
+    return merged_moments(gather_of(batch).sequences(moments_H))
 
 
 def _advantages(

@@ -11,13 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.algos.kl_controller import KLController
 from mppo.algos.reward_normalization import RewardStats
-from mppo.batch import PartialResponses, Prompt
+from mppo.batch import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.config.schema import Recipe
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet
 from mppo.parallel import device
 from mppo.report.reporter import Reporter
+from mppo.responses import PartialResponses
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.scorer import Scorer
 from mppo.rollout.engine import Generation, RolloutEngine

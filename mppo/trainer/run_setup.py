@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from mppo.algos.reward_normalization import RewardStats
-from mppo.batch import PartialResponses, Prompt
+from mppo.batch import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.config.gpu_types import GIB
 from mppo.config.rules.rule import roles_in_use
@@ -28,6 +28,7 @@ from mppo.planning.fit import own_gpu
 from mppo.planning.host import GIVEN, memory_warnings
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.report.reporter import Reporter
+from mppo.responses import PartialResponses
 from mppo.rewards.reward_model.scorer import with_reward_model
 from mppo.rewards.reward_model.texts import reward_model_texts
 from mppo.rewards.scorer import Scorer, build_scorer

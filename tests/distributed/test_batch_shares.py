@@ -225,9 +225,9 @@ def pack_where_responses_arrived() -> None:
         if isinstance(value, Tensor):
             assert torch.equal(value, other), field.name
             assert value.dtype == other.dtype, field.name
-    if held:  # one response without expert choices: nobody uses them
-        held = {i: replace(each, routed_experts=None) for i, each in held.items() if i}
-    rows = {i: row for i, row in rows.items() if i}
+    # one response without expert choices: nobody uses them
+    rows = {i: replace(row, routed=None) if i == 1 else row for i, row in rows.items() if i}
+    held = {i: replace(t, routed_experts=None) if i == 1 else t for i, t in held.items() if i}
     without = pack_responses(Responses(rows, held), scores[1:])
     assert without.routed_experts_T.shape == (len(without.tokens_T), 0, 0)
 

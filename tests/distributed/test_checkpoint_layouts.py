@@ -44,9 +44,9 @@ class _Counter:
 
 
 def checkpointer(role, root: Path, said: list[str], part=None, **trainer):
-    from mppo.batch import PartialResponses
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.sections.trainer import TrainerConfig
+    from mppo.responses import PartialResponses
     from mppo.supervision.signals import StopRequest
 
     parts = {"counter": part or _Counter()}

@@ -56,6 +56,16 @@ def _fails_in_an_exchange() -> None:
     _exchanges(failing=True)
 
 
+def _exchanges_until_killed(folder: Path) -> None:
+    """Exchange 8 MB again and again, of which both ranks share one copy."""
+    from mppo.parallel.exchange import Moves, exchange
+
+    moves, rank, tensor = Moves([0, 1], [[0, 1], [0, 1]]), dist.get_rank(), torch.ones(1 << 20)
+    while True:
+        exchange(moves, [1 << 20] * 2, [rank], lambda _: [tensor], alike=[0, 0])
+        (folder / f"exchanged_{rank}").touch()
+
+
 def _fails_otherwise() -> None:
     raise ValueError("another answer")
 
@@ -129,6 +139,13 @@ def _codes(
     return [process.exitcode for process in processes]
 
 
+def _wait_for(*files: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, f"no {files}"
+        time.sleep(0.05)
+
+
 def _codes_with_the_first_rank_stopped(
     folder: Path, *actions: Callable[[], None]
 ) -> list[int | None]:
@@ -137,10 +154,7 @@ def _codes_with_the_first_rank_stopped(
     arguments = (folder, actions, _exits, 4, 600)
     processes = begin_ranks(_worker, arguments, len(actions)).processes
     try:
-        deadline = time.monotonic() + PATIENCE_S
-        while not all((folder / f"begun_{rank}").exists() for rank in range(len(actions))):
-            assert time.monotonic() < deadline, "the ranks did not begin"
-            time.sleep(0.05)
+        _wait_for(*(folder / f"begun_{rank}" for rank in range(len(actions))))
         time.sleep(2)  # the first rank's phase reaches the store with its next beat
         os.kill(processes[0].pid, signal.SIGSTOP)
         (folder / "stopped").touch()
@@ -218,6 +232,28 @@ def test_a_rank_that_fails_in_the_middle_of_an_exchange_ends_the_other(tmp_path)
     assert "in exchange" in _stacks(tmp_path, 0)
     assert _reported(tmp_path) == ["rank 1: no such answer"]
     assert _exited_cleanly(tmp_path) == [1]
+    assert set(os.listdir("/dev/shm")) <= set(before), "nothing is left in shared memory"
+
+
+def test_a_rank_killed_in_an_exchange_ends_the_other_and_leaves_no_shared_memory(tmp_path):
+    before = os.listdir("/dev/shm")
+    (tmp_path / "port").write_text(str(free_port()))
+    action = partial(_exchanges_until_killed, tmp_path)
+    arguments = (tmp_path, [action, action], _exits, 4, 600)
+    processes = begin_ranks(_worker, arguments, 2).processes
+    try:
+        _wait_for(tmp_path / "exchanged_0", tmp_path / "exchanged_1")
+        time.sleep(2)  # the rank's phase reaches the store with its next beat
+        os.kill(processes[1].pid, signal.SIGKILL)
+        for process in processes:
+            process.join(PATIENCE_S)
+        assert [process.exitcode for process in processes] == [1, -signal.SIGKILL]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    verdict = r"mppo: no heartbeat for \d+ s from rank 1 of 2 .* which was in: reward, step 3"
+    assert re.search(verdict, (tmp_path / "stderr_0").read_text())
     assert set(os.listdir("/dev/shm")) <= set(before), "nothing is left in shared memory"
 
 

@@ -12,10 +12,12 @@ from mppo.batch import Prompt, Trajectory
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.parallel.partition import partition
+from mppo.response_moves import bring_responses
 from mppo.responses import ResponseRow, Responses, concatenate_responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
-from mppo.rollout.response_gather import gather_rows, left_over, replicate
+from mppo.rollout.response_gather import gather_rows, left_over
+from mppo.rollout.sglang.answers import take_up
 
 CONFIG = {
     "vocab_size": 97,
@@ -26,6 +28,12 @@ CONFIG = {
     "num_key_value_heads": 2,
     "eos_token_id": 2,
 }
+
+
+def _everywhere(responses: Responses, world: int) -> list[Trajectory]:
+    if world == 1:
+        return responses.trajectories
+    return list(bring_responses(responses, [range(len(responses))] * world).values())
 
 
 def _generate(rank: int, world: int, prompts: list[Prompt]) -> tuple[list, list]:
@@ -41,7 +49,7 @@ def _generate(rank: int, world: int, prompts: list[Prompt]) -> tuple[list, list]
     responses = engine.generate(GenerationRequest(prompts, sampling, 10, seed=11))
     assert {row.home for row in responses.table} == set(range(min(world, len(prompts))))
     assert [i for i, row in responses.rows.items() if row.home == rank] == list(responses.held)
-    trajectories = replicate(responses, world)
+    trajectories = _everywhere(responses, world)
     assert [row.length for row in responses.table] == [len(t.response_ids) for t in trajectories]
     return trajectories, engine.logprobs([t.response_ids.tolist() for t in trajectories])
 
@@ -75,14 +83,36 @@ def _exchange(rank: int, world: int) -> None:
     expected = {i: ResponseRow.of(each, i * i % world) for i, each in enumerate(made)}
     assert rows == expected
     responses = Responses(rows, mine).select(range(7))
-    assert replicate(responses, world) == made
+    assert _everywhere(responses, world) == made
     backwards = responses.select(range(6, -1, -1))
-    assert replicate(concatenate_responses([backwards, responses]), world) == made[::-1] + made
-    left = left_over(request, responses, world, None, taken=[1, 2])
-    assert left == {(i, 0): made[i] for i in (3, 5, 6)}, "without empty responses"
+    assert _everywhere(concatenate_responses([backwards, responses]), world) == made[::-1] + made
+    left = left_over(request, responses, taken=[1, 2])
+    assert list(left.rows) == [(i, 0) for i in (3, 5, 6)], "without empty responses"
+    assert left.held == {(i, 0): each for i, each in mine.items() if i in (3, 5, 6)}
+    _take_up(rank, world, responses)
     spoiled = {i: replace(t, logprobs=t.logprobs * float("nan")) for i, t in mine.items() if i == 6}
     with pytest.raises(ValueError, match=r"nan in the response to prompt 6: .*version 5"):
         gather_rows(mine | spoiled, request, world, None)
+
+
+def _take_up(rank: int, world: int, finished: Responses) -> None:
+    """Finished responses stay at home; the others move to the ranks that continue them."""
+    rows = {
+        i: replace(row, finish_reason="abort" if i % 2 else "stop")
+        for i, row in finished.rows.items()
+    }
+    held = {
+        i: replace(each, finish_reason=rows[i].finish_reason) for i, each in finished.held.items()
+    }
+    homes = {i: (row.home + 1) % world for i, row in rows.items()}
+    taken = take_up(Responses(rows, held), [1, 2, 3, 6], homes, world, None)
+    assert list(taken.rows) == [1, 2, 3, 6]
+    for i, row in taken.rows.items():
+        assert row == (replace(rows[i], home=homes[i]) if i % 2 else rows[i])
+        assert (i in taken.held) == (row.home == rank)
+        if i in taken.held:
+            expected = replace(_made(i), finish_reason=row.finish_reason)
+            assert taken.held[i] == expected
 
 
 def _worker(rank: int, world: int, store: str, count: int) -> None:

@@ -179,13 +179,14 @@ def test_a_resumed_run_continues_partial_responses_with_new_weights(
     qwen2.change_weights()
     qwen2.sync(engine)
     generation = engine.submit(Request(prompts(24), sampling, 400, 0, num_prompts_needed=4))
-    first, partial = generation.collect().trajectories, generation.left_over
+    first, left_over = generation.collect().trajectories, generation.left_over
+    partial = left_over.held
     models = {qwen2.version: copy.deepcopy(qwen2.model)}
     qwen2.change_weights()
     qwen2.sync(engine)
     models[qwen2.version] = qwen2.model
     left = [p for p in prompts(24) if p.uid not in {t.prompt.uid for t in first}]
-    (tmp_path / responses.FILE).write_bytes(responses.to_bytes(partial))
+    (tmp_path / responses.file_of_rank(0)).write_bytes(responses.to_bytes(left_over.held))
     loaded = responses.load_responses(tmp_path)
     second = engine.generate(
         Request(left, sampling, 400, 0, num_prompts_needed=len(left), resumable=loaded)
@@ -229,7 +230,7 @@ def test_new_weights_wait_for_a_submitted_request(qwen2) -> None:
     resumed = qwen2.engine.generate(replace(request, resumable=ahead.left_over)).trajectories
     trajectories = ahead.collect().trajectories
     assert trajectories == resumed == [reported[row] for row in range(16)]
-    assert not ahead.left_over, "what was collected is not left over"
+    assert not ahead.left_over.rows, "what was collected is not left over"
     for t in trajectories:
         assert t.weight_versions.tolist() == [version] * len(t.response_ids)
         assert t.logprobs.tolist() == pytest.approx(response_logprobs(old, t), abs=TOLERANCE)

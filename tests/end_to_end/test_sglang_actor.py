@@ -183,12 +183,13 @@ def _gap(engine, role) -> tuple[float, int]:
     from mppo.config.sections.rollout import SamplingConfig
     from mppo.packed_batch import pack_trajectories
     from mppo.parallel.collectives import group_size
+    from mppo.response_moves import bring_responses
     from mppo.rollout.engine import GenerationRequest
-    from mppo.rollout.response_gather import replicate
 
     sampling = SamplingConfig(temperature=TEMPERATURE, n=2)
     responses = engine.generate(GenerationRequest(prompts(6), sampling, 8, seed=0))
-    trajectories = replicate(responses, group_size())
+    everywhere = [range(len(responses))] * group_size()
+    trajectories = list(bring_responses(responses, everywhere).values())
     batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
     plan = role.plan(batch, training=False)
     inside = batch.response_mask_T > 0

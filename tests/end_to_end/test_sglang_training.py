@@ -156,7 +156,7 @@ def _check_taken_up(root: Path, model: Path, rows: list[dict], resumed: list[dic
     from mppo.hub.builtin import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    begun = responses.load_responses(root / "killed/checkpoints/global_step_1")
+    begun = responses.load_responses(root / "killed/checkpoints/global_step_1").held
     assert begun
     complete, later = (_texts(root / name, step=2) for name in ("run", "killed"))
     both = complete.keys() & later.keys()

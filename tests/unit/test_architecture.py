@@ -40,7 +40,7 @@ LAYERS = (
     {"batch", "safety", "cpu"},
     {"responses", "packed_batch"},
     {"algos", "parallel"},
-    {"weights"},
+    {"response_moves", "weights"},
     {"dumps"},
     {"config"},
     {"supervision"},

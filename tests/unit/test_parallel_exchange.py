@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mppo.batch import Sequences
+from mppo.cpu.node_copies import first_on_node
 from mppo.models.work_share import PassMoves, ranges_of
 from mppo.parallel.exchange import EVERYWHERE, Moves, exchange
 from mppo.parallel.layout import Layout
@@ -92,11 +93,19 @@ def test_router_choices_of_long_responses_take_an_eighth_of_their_bytes(what):
     else:
         plan = plan_microbatches(lengths, range(RESPONSES), layout.dp, limits)
         plan = max(ranges_of(plan, layout.pp, 1), key=lambda part: len(part[0]))
-    moves = PassMoves(layout, plan, sequences_of(lengths, home)).outward()
+    batch = sequences_of(lengths, home)
+    moves = PassMoves(layout, plan, batch).outward()
     row = LAYERS // layout.pp * CHOSEN  # a stage's own layers
 
     def tokens(numbers):
         return sum(lengths[number] for number in numbers)
+
+    nodes = [rank // 8 for rank in range(WORLD)]
+    first = first_on_node(PassMoves(layout, plan, batch).alike(by_stage=True), nodes, moves.wanted)
+    assert len(set(first)) == WORLD // layout.cp, "the two ranks of a sequence share one copy"
+    for rank, source in enumerate(first):
+        assert moves.wanted[rank] == moves.wanted[source]
+        assert layout.coordinates(rank).pp == layout.coordinates(source).pp
 
     for rank in range(WORLD):
         held = home.count(rank) * TOKENS * LAYERS * CHOSEN

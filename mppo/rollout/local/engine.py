@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mppo.batch import ResponsesBySample, Trajectory
+from mppo.batch import Trajectory
 from mppo.cpu import onednn
 from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
 from mppo.parallel.collectives import all_gather_varlen, wait_for_ranks
 from mppo.parallel.partition import partition
-from mppo.responses import ResponseRow, Responses
+from mppo.responses import Responses, ResponsesBySample, no_responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.decoding import DecodedRows, decode
 from mppo.rollout.local.parameters import ParameterSink
@@ -57,15 +57,15 @@ class LocalGeneration:
     seconds: float
     world: int
     group: dist.ProcessGroup | None
-    left_over: ResponsesBySample = field(default_factory=dict)
+    left_over: ResponsesBySample = field(default_factory=no_responses)
 
     def wait(self) -> None:
         """See ``rollout.engine.Generation.wait``."""
-        self.left_over = left_over(self.request, self.responses, self.world, self.group)
+        self.left_over = left_over(self.request, self.responses)
 
     def collect(self) -> Responses:
         """See ``rollout.engine.Generation.collect``."""
-        self.left_over = {}
+        self.left_over = no_responses()
         return self.responses
 
 
@@ -149,11 +149,10 @@ class LocalEngine:
             raise ValueError("an empty prompt cannot be continued: add at least a BOS token")
         dealt = partition([len(p.token_ids) for p in prompts], self._world, equal_count=True)
         mine = sorted(dealt[self._rank], key=lambda index: len(prompts[index].token_ids))
-        home = {index: rank for rank, part in enumerate(dealt) for index in part}
+        resumed = request.resumed()
         # a response that another engine aborted is generated again from its start
-        ready = {key: t for key, t in request.resumed().items() if t.finish_reason != "abort"}
-        known = {key: ResponseRow.of(t, home[key // n]) for key, t in ready.items()}
-        rows = [(i, sample) for i in mine for sample in range(n) if i * n + sample not in ready]
+        ready = {key: row for key, row in resumed.rows.items() if row.finish_reason != "abort"}
+        todo = [(i, sample) for i in mine for sample in range(n) if i * n + sample not in ready]
         stops = torch.tensor(
             sorted({*self.stop_tokens, *request.sampling.stop_token_ids}),
             dtype=torch.int64,
@@ -161,21 +160,21 @@ class LocalEngine:
         )
         received: dict[int, Trajectory] = {}
         with suppress(StepInterrupted):  # raised again below, on all ranks at the same point
-            for start in range(0, len(rows), self._batch_size):
-                chunk = rows[start : start + self._batch_size]
+            for start in range(0, len(todo), self._batch_size):
+                chunk = todo[start : start + self._batch_size]
                 decoded = self._generate_rows(request, chunk, stops)
                 new = _trajectories(chunk, decoded, request, version)
                 received |= new
-                if request.on_response is not None and start + self._batch_size < len(rows):
+                if request.on_response is not None and start + self._batch_size < len(todo):
                     request.on_response(list(new), list(new.values()))
         wait_for_ranks(self._world, self._group)
         if self._world > 1:
             stop_request.sync()
         else:
             stop_request.raise_if_due()
-        known |= gather_rows(received, request, self._world, self._group)
-        received |= {key: t for key, t in ready.items() if known[key].home == self._rank}
-        return Responses(known, received).select(range(len(prompts) * n))
+        rows = ready | gather_rows(received, request, self._world, self._group)
+        received |= {key: each for key, each in resumed.held.items() if key in ready}
+        return Responses(rows, received).select(range(len(prompts) * n))
 
     def submit(self, request: GenerationRequest) -> LocalGeneration:
         """See ``RolloutEngine.submit``; generates in this thread before it returns."""

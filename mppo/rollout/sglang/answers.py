@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mppo.batch import Trajectory
 from mppo.parallel.collectives import raise_on_any_rank
+from mppo.response_moves import bring_responses
 from mppo.responses import ResponseRow, Responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.response_gather import gather_rows
@@ -35,6 +36,36 @@ def complete_prompts(rows: Mapping[int, ResponseRow], request: GenerationRequest
     n = request.sampling.n
     done = {key for key, row in rows.items() if row.finish_reason != "abort"}
     return [p for p in range(len(request.prompts)) if done.issuperset(range(p * n, p * n + n))]
+
+
+def take_up(
+    resumed: Responses,
+    usable: Sequence[int],
+    homes: Mapping[int, int],
+    world: int,
+    group: dist.ProcessGroup | None,
+) -> Responses:
+    """Responses of an earlier request that this one need not generate from the start; collective.
+
+    Finished ones stay at home; those to be continued move to the ranks that will continue them.
+
+    Args:
+        resumed: responses by index in the result.
+        usable: indices of those to take.
+        homes: the rank that continues a response, by index.
+        world: ranks in ``group``.
+        group: process group; None is the default one.
+    """
+    rows = {key: resumed.rows[key] for key in usable}
+    held = {key: resumed.held[key] for key in usable if key in resumed.held}
+    begun = [key for key in usable if rows[key].finish_reason == "abort"]
+    wanted: list[list[int]] = [[] for _ in range(world)]
+    for number, key in enumerate(begun):
+        wanted[homes[key]].append(number)
+        rows[key] = replace(rows[key], home=homes[key])
+        held.pop(key, None)
+    came = bring_responses(resumed.select(begun), wanted, group)
+    return Responses(rows, held | {begun[number]: each for number, each in came.items()})
 
 
 def add_answers(
@@ -76,5 +107,7 @@ def add_answers(
         received[key] = response
     if routing is not None:
         raise_on_any_rank(error, world, group)
-    rows = {**known.rows, **gather_rows(received, request, world, group)}
-    return Responses(rows, {**known.held, **received})
+    new = gather_rows(received, request, world, group)
+    # a response that was continued may have another home than its beginning
+    before = {key: each for key, each in known.held.items() if key not in new}
+    return Responses({**known.rows, **new}, {**before, **received})

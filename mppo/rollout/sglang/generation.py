@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from mppo.batch import ResponsesBySample
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.partition import partition
-from mppo.responses import ResponseRow, Responses
+from mppo.responses import Responses, ResponsesBySample, no_responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.response_gather import left_over
-from mppo.rollout.sglang.answers import add_answers, complete_prompts, joined
+from mppo.rollout.sglang.answers import add_answers, complete_prompts, joined, take_up
 from mppo.rollout.sglang.api import ServerResponse, SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import ServerLost
 from mppo.rollout.sglang.in_flight import InFlightRequests
@@ -48,26 +47,21 @@ class SGLangGeneration:
         self._partial = request.num_prompts_needed is not None and rollout.partial_rollout
         self._found = self._resumed()
         self._seconds = 0.0
-        self._left_over: ResponsesBySample = {}
+        self._left_over: ResponsesBySample = no_responses()
         self._in_flight: InFlightRequests | None = None
         self._launch()
 
     def _resumed(self) -> Responses:
-        """The resumable responses that need not be generated again; every rank has them all."""
-        usable = {
-            row: each
-            for row, each in self._request.resumed().items()
-            if (self._partial and each.finish_reason == "abort")
-            or (
-                each.finish_reason != "abort"
-                and (self._routing is None or each.routed_experts is not None)
-            )
-        }
-        homes, rank = self._homes(), self._requests.rank
-        return Responses(
-            {row: ResponseRow.of(each, homes[row]) for row, each in usable.items()},
-            {row: each for row, each in usable.items() if homes[row] == rank},
-        )
+        """The resumable responses that need not be generated again; collective."""
+        resumed, routes = self._request.resumed(), self._routing is not None
+        requests = self._requests
+        usable = [
+            key
+            for key, row in resumed.rows.items()
+            if (self._partial if row.finish_reason == "abort" else row.routed or not routes)
+        ]
+        homes = self._homes()
+        return take_up(resumed, usable, homes, requests.world, requests.group)
 
     def _launch(self) -> None:
         """Send requests for missing responses to this rank's servers, if prompts are missing."""
@@ -154,7 +148,7 @@ class SGLangGeneration:
         self._found, self._in_flight = self._gathered(results), None
         if not self._partial:
             self._found = _finished(self._found)
-        self._left_over = self._replicated()
+        self._left_over = left_over(self._request, self._found)
 
     def collect(self) -> Responses:
         """See ``rollout.engine.Generation.collect``."""
@@ -171,14 +165,10 @@ class SGLangGeneration:
             )
             self._found, self._in_flight = self._gathered(results), None
         taken = complete_prompts(self._found.rows, request)[: request.num_prompts_needed]
-        self._left_over = self._replicated(taken) if self._partial else {}
+        left = left_over(request, self._found, taken)
+        self._left_over = left if self._partial else no_responses()
         found, self._found = self._found, Responses({}, {})
         return found.select(prompt * n + sample for prompt in taken for sample in range(n))
-
-    def _replicated(self, taken: Collection[int] = ()) -> ResponsesBySample:
-        """The responses to other prompts than ``taken``, on every rank; collective."""
-        requests = self._requests
-        return left_over(self._request, self._found, requests.world, requests.group, taken)
 
     @property
     def left_over(self) -> ResponsesBySample:

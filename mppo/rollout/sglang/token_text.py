@@ -30,8 +30,9 @@ ENTRIES, IDS = "output_token_logprobs", "output_ids"
 _Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
-_PIECE_BYTES = 1 << 17
-"""Text parsed at once: a few thousand entries, whose temporary arrays stay in the cache."""
+_PIECE_BYTES = 3 << 15
+"""Text parsed at once: some 3,000 entries. Their temporary arrays stay in the cache, and are small
+enough (128 KiB) for the allocator to use the same memory again."""
 _PAD = b"\0" * 32
 """Around the text, since eight characters are read at and before every number."""
 _DECIMALS = 16
@@ -47,7 +48,7 @@ def _word(text: bytes) -> np.uint64:
 _BYTE = np.uint64(0xFF)
 _ZEROS = _word(b"0" * 8)
 _BETWEEN, _END = _word(b",null],["), _word(b",null]\0\0")
-_MINUS, _POINT, _E = (np.uint64(char) for char in b"-.e")
+_MINUS, _POINT, _ZERO = (np.uint64(char) for char in b"-.0")
 
 
 class _OtherForm(Exception):
@@ -117,7 +118,8 @@ def _count(ids: bytes) -> int | None:
     """Number of ids; None if the text holds more than one array."""
     if b"]" in ids:
         return None
-    return ids.count(b",") + 1 if ids else 0
+    commas = np.count_nonzero(np.frombuffer(ids, dtype=np.uint8) == ord(","))
+    return int(commas) + 1 if ids else 0
 
 
 def _read_entries(entries: list[list[Any]]) -> TokenTensors:
@@ -148,7 +150,9 @@ def _parse_entries(text: bytes) -> TokenTensors | None:
             values.append(found[1])
     except _OtherForm:
         return None
-    return torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(values))
+    if len(ids) > 1:
+        ids, values = [np.concatenate(ids)], [np.concatenate(values)]
+    return torch.from_numpy(ids[0]), torch.from_numpy(values[0])
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:
@@ -172,34 +176,39 @@ def _parse_piece(text: bytes) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     words = np.ndarray((len(chars) - 7,), "<u8", chars, strides=(1,))
     commas = np.flatnonzero(chars == ord(","))
     _require(text.startswith(b"[") and len(commas) % 3 == 2)
-    end, id_end = commas[0::3], commas[1::3]
+    end, id_end = commas[0::3].copy(), commas[1::3].copy()
     separator = words[id_end]
     _require(separator[-1] == _END and (separator[:-1] == _BETWEEN).all())
     start = np.empty_like(end)
     start[0], start[1:] = len(_PAD) + 1, id_end[:-1] + len(",null],[")
 
-    negative = (words[start] & _BYTE) == _MINUS
+    negative = chars[start] == ord("-")
     start += negative
     # the point is the first, second or third character behind the first digit
     head = words[start]
     point = start + 1
-    later = (head >> np.uint64(8) & _BYTE) != _POINT
-    point += later
-    later &= (head >> np.uint64(16) & _BYTE) != _POINT
-    point += later
-    _require(((head[later] >> np.uint64(24) & _BYTE) == _POINT).all())
-    power, last, exponents = _exponents(words, end)
-    decimals = last - point - 1
+    units = (head & _BYTE) ^ _ZERO
+    row = np.flatnonzero((head >> np.uint64(8) & _BYTE) != _POINT)
+    if len(row):
+        point[row] += 1 + ((head[row] >> np.uint64(16) & _BYTE) != _POINT)
+        _require((chars[point[row]] == _POINT).all())
+        units[row] = _digits(head[row][None], (point - start)[row][None])[0]
+    power, last, exponents = _exponents(chars, words, end)
+    decimals = last - point
+    decimals -= 1
     _require(decimals.min() > 0)
     # every other character must be a digit: [-0.5e-7,17,null],
     others = 10 * len(end) - 1 + np.count_nonzero(negative) + 2 * exponents
     _require(np.count_nonzero((chars - ord("0")) < 10) == len(text) - others)
 
-    # all digits at once: id, digits before the point, two groups of decimals
-    first = np.stack([end + 1, start, point + 1, point + 9])
-    width = np.stack([id_end - end - 1, point - start, decimals, decimals - 8])
-    np.clip(width[2:], 0, 8, out=width[2:])
-    ids, units, high, low = _digits(words[first], width, aligned_right=2)
+    # all digits at once: id, and two groups of decimals
+    width = np.empty((3, len(end)), dtype=np.int64)
+    digits = np.empty((3, len(end)), dtype=np.uint64)
+    np.subtract(id_end, end + 1, out=width[0])
+    np.minimum(decimals, 8, out=width[1])
+    np.minimum(decimals - width[1], 8, out=width[2])
+    digits[0], digits[1], digits[2] = words[end + 1], words[point + 1], words[point + 9]
+    ids, high, low = _digits(digits, width)
     _require(not ((decimals > _DECIMALS) & (units + high == 0)).any())
     total = (high * np.uint64(10**8) + low) * 1e-16
     total += units
@@ -208,15 +217,17 @@ def _parse_piece(text: bytes) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     return ids.astype(np.int32), total.astype(np.float32)
 
 
-def _exponents(words: _Words, end: _Ints) -> tuple[NDArray[np.float64] | float, _Ints, int]:
+def _exponents(
+    chars: NDArray[np.uint8], words: _Words, end: _Ints
+) -> tuple[NDArray[np.float64] | float, _Ints, int]:
     """Powers of ten by which numbers are multiplied, where their decimals end, and how many.
 
     Args:
-        words: the eight characters from every position of the text.
+        chars: the text.
+        words: the eight characters from every position of it.
         end: of the numbers; an exponent is ``e-7``, ``e-07`` or ``e-17``.
     """
-    tail = words[end - 4]
-    short, long = (tail >> np.uint64(8) & _BYTE) == _E, (tail & _BYTE) == _E
+    short, long = chars[end - 3] == ord("e"), chars[end - 4] == ord("e")
     row = np.flatnonzero(short | long)
     if not len(row):
         return 1.0, end, 0
@@ -224,27 +235,26 @@ def _exponents(words: _Words, end: _Ints) -> tuple[NDArray[np.float64] | float, 
     last[row] -= np.where(short[row], 3, 4)
     sign = last[row] + 1
     _require(((words[sign] & _BYTE) == _MINUS).all())
-    size = _digits(words[sign + 1][None], (end[row] - sign - 1)[None], aligned_right=1)[0]
+    size = _digits(words[sign + 1][None], (end[row] - sign - 1)[None])[0]
     _require(size.max() < len(_POWERS))
     power = np.ones(len(end))
     power[row] = _POWERS[size]
     return power, last, len(row)
 
 
-def _digits(words: _Words, width: _Ints, aligned_right: int) -> _Words:
+def _digits(words: _Words, width: _Ints) -> _Words:
     """The integers of up to eight digits each: uint64 ``[K, L]``.
 
     Args:
         words: ``[K, L]``, eight characters each, which begin with the digits; overwritten.
-        width: ``[K, L]``, number of digits.
-        aligned_right: the digits of so many rows are the last ones of eight, and there is at least
-            one; in the other rows they are the first ones: ``12`` is 12 or 12000000.
+        width: ``[K, L]``, number of digits. In the first row there is at least one, and ``12`` is
+            12; in the others ``12`` is 12000000.
     """
-    _require(width.max() <= 8 and width[:aligned_right].min() > 0)
+    _require(width.max() <= 8 and width[0].min() > 0)
     unused = (64 - 8 * width).view(np.uint64)
     words ^= _ZEROS
     words <<= unused  # drops what follows the digits; a shift by 64 gives 0
-    words[aligned_right:] >>= unused[aligned_right:]
+    words[1:] >>= unused[1:]
     # pairs of digits, then fours, then eight
     for scale, bits, mask in (
         (10, 8, 0x00FF00FF00FF00FF),

@@ -17,7 +17,7 @@ from mppo.algos.packing import cumulative
 from mppo.batch import Batch, Sequences, unknown_expert
 from mppo.models.work_share import PassMoves
 from mppo.packed_batch import pack_held
-from mppo.parallel.collectives import all_gather_objects, group_size
+from mppo.parallel.collectives import group_size
 from mppo.parallel.exchange import Moves, exchange
 from mppo.parallel.layout import Layout
 from mppo.parallel.partition import partition
@@ -35,7 +35,7 @@ def pack_responses(
     end_slots_below: int = 0,
     token_rewards: Sequence[Sequence[float]] = (),
 ) -> Batch:
-    """Pack responses where they arrived, see ``pack_held``. Collective.
+    """Pack responses where they arrived, see ``pack_held``.
 
     Args:
         responses: B responses.
@@ -50,14 +50,12 @@ def pack_responses(
     held = {place[i]: responses.held[i] for i in responses.rows if i in responses.held}
     rewards = {number: found for number, found in enumerate(token_rewards) if found}
     batch = pack_held(responses.table, held, scores, end_slots_below, rewards)
-    world = group_size()
-    if world == 1:
+    if group_size() == 1:
         return batch
     home_B = torch.tensor([row.home for row in responses.table], dtype=torch.int32)
-    # expert choices of all ranks have the same shape; they are used only if all responses have them
-    mine = tuple(batch.routed_experts_T.shape[1:]) if held else None
-    shapes = {shape for shape in all_gather_objects(mine, world) if shape is not None}
-    shape = shapes.pop() if len(shapes) == 1 else (0, 0)
+    # expert choices are used only if all responses have them
+    reported = {row.routed and row.routed[1:] for row in responses.table}
+    shape = (reported.pop() if len(reported) == 1 else None) or (0, 0)
     experts_T = batch.routed_experts_T
     if tuple(experts_T.shape[1:]) != shape:
         tokens = len(batch.tokens_T) if 0 in shape else 0
@@ -130,10 +128,12 @@ def fetch_targets(
     """
     if batch.is_replicated:
         return targets, tuple(sequences)
-    moves = PassMoves(layout, plan, batch).outward(last_stage_only=True)
+    places = PassMoves(layout, plan, batch)
+    moves, alike = places.outward(last_stage_only=True), places.alike(by_stage=True)
     names = [f.name for f in fields(targets) if f.name.endswith("_T")]
     tensors = [getattr(targets, name) for name in names]
-    got = exchange(moves, batch.lengths_B.tolist(), sequences, lambda _: tensors)
+    lengths = batch.lengths_B.tolist()
+    got = exchange(moves, lengths, sequences, lambda _: tensors, alike=alike)
     mine = moves.wanted[dist.get_rank()]
     changes = dict(zip(names, got, strict=True))
     return replace(targets, cu_seqlens=cumulative(batch.lengths_B[mine]), **changes), tuple(mine)

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from mppo.parallel.collectives import group_size
 from mppo.report.console import SampleRow
+from mppo.response_moves import bring_everywhere
 from mppo.responses import Responses
 from mppo.rewards.scores import ResponseScore
-from mppo.rollout.response_gather import replicate
 
 if TYPE_CHECKING:
     from mppo.trainer.run import Run
@@ -39,7 +38,7 @@ def show_samples(
     if not is_sample_step(step, run.total_steps, trainer.num_sample_generations):
         return
     chosen = chosen_samples([each.score for each in judged], trainer.sample_table_rows)
-    shown = replicate(responses.select(chosen), group_size())
+    shown = bring_everywhere(responses.select(chosen))
     texts = decoded(run.tokenizer, [each.response_ids.tolist() for each in shown])
     rows = [
         SampleRow(

@@ -10,11 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.batch import Prompt
 from mppo.config.schema import Recipe
-from mppo.parallel.collectives import group_size
+from mppo.response_moves import bring_everywhere
 from mppo.responses import Responses, concatenate_responses
 from mppo.rewards.scores import ResponseScore
 from mppo.rollout.engine import GenerationRequest, RolloutEngine, sampling_seed
-from mppo.rollout.response_gather import replicate
 from mppo.safety.disk import replace_text
 from mppo.trainer.validation.samples import decoded
 
@@ -57,7 +56,7 @@ def sample_lines(
         judgements: of the responses.
         tokenizer: decodes them.
     """
-    trajectories = replicate(responses, group_size())
+    trajectories = bring_everywhere(responses)
     texts = decoded(tokenizer, [each.response_ids.tolist() for each in trajectories])
     return list(_lines(responses, judgements, texts))
 

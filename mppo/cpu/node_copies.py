@@ -1,0 +1,116 @@
+"""One copy of tensors for all ranks of a node that need the same ones.
+
+A rank puts its tensors into memory that the others of its node map (``mppo.cpu.anonymous_file``).
+The memory has no name: it is gone when the last rank drops its tensors or ends in any way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mppo.cpu.anonymous_file import TOKEN, AnonymousFile, FileOffer, can_offer, map_offered
+from mppo.cpu.by_group import ByGroup
+
+
+def nodes_of(group: dist.ProcessGroup | None) -> list[int]:
+    """The first rank whose memory each rank can map: ranks with equal numbers share a node.
+
+    Collective on the first call for a group.
+
+    Args:
+        group: a group of CPU ranks; None is the default one.
+    """
+    return _nodes.of(group)
+
+
+def _find_nodes(group: dist.ProcessGroup) -> list[int]:
+    file = AnonymousFile(TOKEN) if can_offer() else None
+    offers = _all_gather(None if file is None else file.offer, group)
+    reached = (rank for rank, offer in enumerate(offers) if map_offered(offer) is not None)
+    found = _all_gather(next(reached, dist.get_rank(group)), group)
+    if file is not None:
+        file.close()
+    return found
+
+
+_nodes = ByGroup(_find_nodes)
+
+
+def _all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group)
+    return gathered
+
+
+def first_on_node(
+    alike: Sequence[Hashable], nodes: Sequence[int], wanted: Sequence[Sequence[int]]
+) -> list[int]:
+    """For each rank the first one on its node that needs the same tensors; itself for none.
+
+    Args:
+        alike: by rank; equal for ranks that need the same tensors.
+        nodes: by rank, see ``nodes_of``.
+        wanted: by rank; empty where a rank needs nothing.
+    """
+    first: dict[tuple[Hashable, int], int] = {}
+    return [
+        first.setdefault((alike[rank], nodes[rank]), rank) if wanted[rank] else rank
+        for rank in range(len(wanted))
+    ]
+
+
+def share_on_node(
+    tensors: Sequence[Tensor] | None,
+    like: Sequence[tuple[Sequence[int], torch.dtype]],
+    source: int | None,
+    group: dist.ProcessGroup | None,
+) -> list[Tensor]:
+    """Give the tensors of one rank of a node to others of it, without a copy for each. Collective.
+
+    Nobody may write to the result.
+
+    Args:
+        tensors: on a rank that gives them; None on the others.
+        like: shapes and dtypes of the tensors that this rank gives or gets.
+        source: rank in ``group`` from which this rank gets them; None: it gets none.
+        group: a group of CPU ranks; None is the default one.
+
+    Returns:
+        The tensors in the shared memory; empty on a rank that neither gives nor gets any.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
+    starts, end = [], TOKEN
+    for size in sizes:
+        starts.append(end)
+        end += math.ceil(size / TOKEN) * TOKEN
+    file: AnonymousFile | None = None
+    memory: Tensor | None = None
+    if tensors is not None:
+        file = AnonymousFile(end)
+        memory = map_offered(file.offer)
+        assert memory is not None, "this process made it"
+        for tensor, start, size in zip(tensors, starts, sizes, strict=True):
+            part = memory[start : start + size].view(tensor.dtype)
+            part.copy_(tensor.contiguous().view(-1))
+    offers: list[FileOffer | None] = _all_gather(file and file.offer, group)
+    if source is not None:
+        memory = map_offered(offers[source])
+        if memory is None:
+            raise RuntimeError(
+                f"rank {source} offers memory that cannot be mapped: {offers[source]}"
+            )
+    dist.barrier(group)  # all have mapped it
+    if file is not None:
+        file.close()
+    if memory is None:
+        return []
+    return [
+        memory[start : start + size].view(dtype).view(shape)
+        for start, size, (shape, dtype) in zip(starts, sizes, like, strict=True)
+    ]
