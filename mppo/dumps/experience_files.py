@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from mppo.algos.packing import cumulative
 from mppo.batch import Batch, Experience, ModelOutputs
-from mppo.safety.disk import replacing
+from mppo.safety.disk import replace_bytes
 from mppo.weights.hf.safetensors_file import read_header
 
 _HELD, _ENDS = "batch.held_H", "batch.cu_seqlens"
@@ -59,8 +59,8 @@ def write_share(
     batch, old = experience.old.batch, experience.old
     layers = batch.expert_layers
     about = {"layers": None if layers is None else list(layers), "actor": old.has_actor_logprobs}
-    with replacing(rank_file(folder, rank)) as building:
-        save_file(tensors, building, {"experience": json.dumps(about)})
+    # save_file's own errors are no OSError
+    replace_bytes(rank_file(folder, rank), save(tensors, {"experience": json.dumps(about)}))
 
 
 def read_batch_tensor(folder: Path, name: str) -> Tensor:

@@ -94,7 +94,10 @@ def step_folder(run: Path, step: int) -> Path:
 
 def write_header(folder: Path, header: StepDump) -> None:
     """Write ``step.json``, which completes the dump. Secrets in texts are replaced."""
-    replace_text(folder / HEADER, json.dumps(redact(asdict(header)), ensure_ascii=False) + "\n")
+    plain = redact(asdict(header))
+    for row, own in zip(plain["rows"], header.rows, strict=True):
+        row["numbers"] = dict(own.numbers)  # a number's name, such as pass, makes it no secret
+    replace_text(folder / HEADER, json.dumps(plain, ensure_ascii=False) + "\n")
 
 
 def read_header_of(folder: Path) -> StepDump:

@@ -72,7 +72,8 @@ def read_result(result: Any) -> RewardResult:
 
 def _answer(value: Any) -> str | None:
     if isinstance(value, str):
-        return value.strip()[:ANSWER_CHARACTERS]
+        # without halves of surrogate pairs, which no file could hold
+        return value.strip()[:ANSWER_CHARACTERS].encode(errors="replace").decode()
     given = number(value)
     return None if given is None else f"{given:.15g}"
 

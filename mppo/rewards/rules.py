@@ -75,7 +75,7 @@ class RuleReward:
 
     def _score_with(self, name: str, responses: Sequence[Response]) -> list[Any]:
         if name in verifiers.PACKAGES:
-            return [_worker_score(result) for result in self._run(name, responses)]
+            return self._score_in_workers(name, responses)
         if self._runs_elsewhere(name):
             assert self.programs is not None
             return list(self.programs(responses))
@@ -83,6 +83,20 @@ class RuleReward:
             return [self._try(response) for response in responses]
         with ThreadPoolExecutor(cores()) as pool:
             return list(pool.map(self._try, responses))
+
+    def _score_in_workers(self, name: str, responses: Sequence[Response]) -> list[RuleScore]:
+        failed: dict[int, RuleScore] = {}
+        for index, response in enumerate(responses):
+            try:
+                _check_row(name, response.prompt)
+            except ValueError as error:
+                failed[index] = FailedScore(str(error))
+        scored = [each for index, each in enumerate(responses) if index not in failed]
+        found = iter(self._run(name, scored))
+        return [
+            failed[index] if index in failed else _worker_score(next(found))
+            for index in range(len(responses))
+        ]
 
     def _try(self, response: Response) -> RuleScore:
         """Score a response; a verifier that cannot read its ground truth gives no score."""
@@ -94,13 +108,7 @@ class RuleReward:
             return FailedScore(str(error))
 
     def _run(self, name: str, responses: Sequence[Response]) -> list[Result]:
-        items = []
-        for response in responses:
-            prompt = response.prompt
-            if name == "reasoning_gym":
-                with _naming(prompt):
-                    verifiers.gym_entry(prompt.extra)
-            items.append((response.text, prompt.ground_truth, prompt.extra))
+        items = [(each.text, each.prompt.ground_truth, each.prompt.extra) for each in responses]
         return self._pool(name).run(items)
 
     def _pool(self, name: str) -> WorkerPool:
@@ -131,6 +139,7 @@ class RuleReward:
             if name not in verifiers.PACKAGES:
                 self._score(response)
                 continue
+            _check_row(name, prompt)
             (result,) = self._run(name, [response])
             if result.outcome != SCORE:
                 why = f"{result.outcome} {result.text}"
@@ -179,6 +188,13 @@ class RuleReward:
             f"did you mean {guess!r}? " if guess else ""
         ) + f"the verifiers are {', '.join(known)}"
         raise ConfigError([ConfigIssue(key, name, "no such verifier", fix)])
+
+
+def _check_row(name: str, prompt: Prompt) -> None:
+    """Raise ``ValueError`` if a prompt's row lacks what a worker's verifier needs."""
+    if name == "reasoning_gym":
+        with _naming(prompt):
+            verifiers.gym_entry(prompt.extra)
 
 
 def _worker_score(result: Result) -> float | Unscored:

@@ -131,7 +131,8 @@ class Scorer:
             error = f"the reward model's score of {describe(prompt)} is {found.raw}, not finite"
             try:
                 failed = without_score(FailedScore(error), self.reward.on_error)
-                return replace(failed, numbers=rule.numbers)
+                known = {"answer": rule.answer, "right": rule.right}
+                return replace(failed, numbers=rule.numbers, **known)
             except ValueError as stop:  # on every rank: all ranks have these scores
                 raise ScoringError(str(stop)) from None
         numbers, weight = {**rule.numbers, "rm_score": found.raw}, self.reward.weight
@@ -149,7 +150,7 @@ class Scorer:
                 return scores
             read = self.reward_function.answer
             return [
-                replace(score, answer=read(each), right=score.score == 1.0)
+                replace(score, answer=read(each), right=_right(score))
                 for score, each in zip(scores, some, strict=True)
             ]
 
@@ -178,6 +179,11 @@ class Scorer:
                 reward.overlong_penalty_factor,
             )
         return score
+
+
+def _right(score: ResponseScore) -> bool | None:
+    """Whether a verifier accepts a response; None: it could not score it."""
+    return None if score.error is not None else score.score == 1.0
 
 
 def build_scorer(
@@ -249,7 +255,7 @@ def build_reward_function(reward: RewardConfig) -> RewardFunction:
 
 
 def _with_kwargs(
-    make: Callable[..., RewardFunction], kwargs: dict[str, Any], known: Sequence[str], *args: Any
+    make: Callable[..., RewardFunction], kwargs: dict[str, Any], known: Sequence[str]
 ) -> RewardFunction:
     issues = []
     for key in kwargs.keys() - set(known):
@@ -258,4 +264,4 @@ def _with_kwargs(
         issues.append(ConfigIssue(f"reward.kwargs.{key}", kwargs[key], "no such parameter", fix))
     if issues:
         raise ConfigError(issues)
-    return make(*args, **kwargs)
+    return make(**kwargs)

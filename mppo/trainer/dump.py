@@ -152,7 +152,7 @@ def replay_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]
         ) from error
     _check_suits(run, folder, header, responses)
     judged = dumped_scores(header, rewards)
-    run.roles.placement.prepare("reward", "forward")
+    run.roles.placement.prepare("forward")
     batch = pack_scored(run, responses, judged)
     baseline_B = torch.empty(0)
     if needs_greedy_baseline(run.recipe.algorithm):
@@ -191,7 +191,7 @@ def _check_suits(run: Run, folder: Path, header: StepDump, responses: Responses)
     largest = int(torch.cat(tokens).max()) if tokens else 0
     vocabulary = model_shape(run.roles.actor.hf_config).vocab
     if len(header.rows) % recipe.rollout.n:
-        error = f"has {len(header.rows)} responses, not {recipe.rollout.n} (rollout.n) per prompt"
+        error = f"has {len(header.rows)} responses, not a multiple of rollout.n={recipe.rollout.n}"
     elif largest >= vocabulary:
         error = f"has token {largest}, but the model has {vocabulary} tokens"
     elif needs_greedy_baseline(recipe.algorithm) and any(r.baseline is None for r in header.rows):
@@ -200,7 +200,8 @@ def _check_suits(run: Run, folder: Path, header: StepDump, responses: Responses)
         raise_on_any_rank(error, group_size())
     except RuntimeError as found:
         raise ValueError(
-            f"trainer.replay: {folder} {found}; replay it with the model and recipe it was made by"
+            f"trainer.replay: {folder} {found}; replay it with the model and rollout.n of the run "
+            "that wrote it"
         ) from None
 
 
@@ -228,6 +229,7 @@ def read_responses(folder: Path, header: StepDump) -> tuple[Responses, dict[int,
     batch, rows, mine, rewards = read.old.batch, {}, {}, {}
     sizes = zip(batch.prompt_B.tolist(), batch.response_B.tolist(), strict=True)
     where = dict(zip(held, ends))
+    shape = batch.routed_experts_T.shape[1:]  # the same on every rank, also if it holds nothing
     for index, ((prompt_tokens, tokens), row) in enumerate(zip(sizes, header.rows, strict=True)):
         # other ranks need only the number of a prompt's tokens
         ids = torch.zeros(prompt_tokens, dtype=torch.int32)
@@ -236,7 +238,9 @@ def read_responses(folder: Path, header: StepDump) -> tuple[Responses, dict[int,
             ids = batch.tokens_T[first : first + prompt_tokens]
         prompt = Prompt(row.uid, ids, row.data_source, row.ground_truth, row.prompt)
         parts = tuple((int(version), int(count)) for version, count in row.parts)
-        rows[index] = ResponseRow(prompt, row.finish_reason, parts, max(int(home_B[index]), 0))
+        home = max(int(home_B[index]), 0)
+        routed = None if 0 in shape else (prompt_tokens + tokens, shape[0], shape[1])
+        rows[index] = ResponseRow(prompt, row.finish_reason, parts, home, routed)
         if index in where:
             start, end = first + prompt_tokens, first + prompt_tokens + tokens
             if batch.token_rewards_T[start:end].any():

@@ -25,6 +25,7 @@ EXAMPLES = ["adding_a_reward.md", "adding_an_estimator.md"]
 """Pages whose Python snippets build on each other and run as written."""
 PROGRAMS = {
     "mppo-convert": "checkpoints_convert.__main__",
+    "mppo-evaluate": "mppo.evaluate",
     "mppo-inspect": "mppo.dumps.inspection",
     "mppo-migrate": "mppo.migrate",
     "mppo-report": "mppo.report.html.program",

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mppo.dumps.inspection import main as inspect
-from mppo.dumps.step_dump import dumped_steps, recipe_hash
+from mppo.dumps.step_dump import dumped_steps, read_header_of, recipe_hash
+from mppo.trainer.dump import read_responses
 
 
 def test_inspect_shows_pieces_and_numbers(tmp_path, capsys):
@@ -96,6 +97,18 @@ def test_folders_without_a_header_are_incomplete(tmp_path, capsys):
     (tmp_path / "rollouts/step_2.old-1").mkdir()
     write_dump(tmp_path, 3)
     assert list(dumped_steps(tmp_path)) == [3]
+
+
+def test_numbers_with_the_name_of_a_secret_stay_numbers(tmp_path):
+    header = read_header_of(write_dump(tmp_path, 1, numbers={"pass": 1.0}))
+    assert [row.numbers for row in header.rows] == [{"pass": 1.0}] * 2
+
+
+@pytest.mark.parametrize(("experts", "routed"), [((3, 2), (3, 2)), ((0, 0), None)])
+def test_every_row_of_a_dump_knows_the_shape_of_the_engines_choices(tmp_path, experts, routed):
+    folder = write_dump(tmp_path, 1, experts=experts)
+    responses, _ = read_responses(folder, read_header_of(folder))
+    assert [row.routed and row.routed[1:] for row in responses.table] == [routed] * 2
 
 
 def test_the_hash_of_a_recipe_does_not_depend_on_its_secrets():

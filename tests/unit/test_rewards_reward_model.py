@@ -236,6 +236,12 @@ def test_a_score_of_the_model_that_is_not_finite_is_an_error(tokenizer):
     assert first.score == -2.0
     assert "is inf, not finite" in first.error
 
+    def rule(responses):
+        return [{"score": 1.0, "acc": 1, "pred": "3"} for _ in responses]
+
+    first, _ = scored(tokenizer, RewardConfig(on_error=0.0, weight=1.0), math.inf, 0.5, rule)
+    assert (first.answer, first.right) == ("3", True)
+
 
 def test_without_a_weight_the_rule_is_not_even_built(tokenizer):
     reward = RewardConfig(name="function", function="no_such_module:score")

@@ -16,7 +16,7 @@ from mppo.batch import Prompt
 from mppo.rewards.function import FunctionReward
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleReward
-from mppo.rewards.scores import Unscored, read_scores
+from mppo.rewards.scores import FailedScore, Unscored, read_scores
 from mppo.rewards.workers.pool import WorkerPool
 from mppo.rewards.workers.worker import ScoringTask
 
@@ -207,3 +207,6 @@ def test_a_row_without_its_entry_is_found_before_the_first_rollout():
     prompt = Prompt(7, (1,), "reasoning_gym:chain_sum", "1", "p", {})
     with pytest.raises(ValueError, match=r"prompt 7 .*no reasoning_gym entry"):
         RuleReward().check([prompt])
+    (failed,) = RuleReward()([Response(prompt, "1")])  # in a step, reward.on_error decides
+    assert isinstance(failed, FailedScore)
+    assert "no reasoning_gym entry" in failed.message

@@ -30,7 +30,7 @@ def score(data_source, solution_str, ground_truth, extra_info, bonus):
     if solution_str == "fail":
         raise RuntimeError("cannot read it")
     found = float(solution_str == ground_truth) + bonus
-    return {"score": found, "length": len(solution_str)}
+    return {"score": found, "length": len(solution_str), "pred": solution_str.upper()}
 """
 
 
@@ -105,7 +105,7 @@ def test_a_functions_scores_and_further_numbers_arrive(tmp_path):
     given = responses("yes", "fail", "no")
     with served(function_routes(build_reward_function(section))) as url:
         found, own = ask(f"{url}/score", "mppo", given)
-        assert found[0] == {"score": 1.5, "length": 3}
+        assert found[0] == {"score": 1.5, "length": 3, "pred": "YES"}
         assert isinstance(found[1], FailedScore)
         assert "RuntimeError: cannot read it" in found[1].message
         assert own == [1.5, 0.0, 0.5]

@@ -102,6 +102,7 @@ def test_answers(verifier, response, answer):
     [
         ({"score": 1, "acc": 0, "pred": " x "}, {"acc": 0.0}, "x"),
         ({"score": 1, "pred": 2}, {"pred": 2.0}, "2"),
+        ({"score": 1, "pred": "\ud800 7"}, {}, "? 7"),
         ({"score": 1, "pred": ["x"]}, {}, None),
         (1.0, {}, None),
     ],

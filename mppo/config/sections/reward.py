@@ -59,9 +59,9 @@ class RewardConfig(Section):
     ``sandbox``, ``batch_size``...)."""
     on_error: OnError = "stop"
     """Score of a response without one: the function raised, took too long, needed too much memory,
-    ended its process, or returned no finite number. A number: the run goes on, and
-    ``reward/errors`` counts the response. ``stop``: the run ends, and the last complete step is
-    saved. The earlier names ``zero`` and ``raise`` mean 0 and ``stop``."""
+    ended its process, or returned no finite number; or the server or reward model gave none. A
+    number: the run goes on, and ``reward/errors`` counts the response. ``stop``: the run ends, and
+    the last complete step is saved. The names ``zero`` and ``raise`` mean 0 and ``stop``."""
     cache: bool = False
     """Score responses of the same content once: each rank remembers its last 65,536 scores by
     prompt, data row and response."""

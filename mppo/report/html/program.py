@@ -25,7 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     where = f"file to write (default: RUN/{PAGE}; {PAGE} in this folder for several runs)"
     parser.add_argument("-o", "--output", type=Path, help=where)
-    parser.add_argument("--serve", action="store_true", help="serve a run that is going on, here")
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="serve the report on 127.0.0.1, updated while the run goes on",
+    )
     parser.add_argument("--port", type=int, default=8090, help="for --serve (default: %(default)s)")
     chosen = parser.parse_args(argv)
     for folder in chosen.runs:

@@ -141,6 +141,7 @@ def _samples(path: Path, last: int) -> list[Plain]:
         try:
             row = json.loads(line)
             texts = {name: str(row[name]) for name in ("prompt", "response", "ground_truth")}
+            texts |= {name: str(row.get(name) or "") for name in ("answer", "place")}
             (score,) = rounded([float(row["score"])])
             if int(row["step"]) <= last:
                 found.append({"step": int(row["step"]), **texts, "score": score})

@@ -11,6 +11,7 @@ from typing import Any
 from mppo.batch import Prompt
 from mppo.rewards.remote.classifier import scored_tokens, text_tokens
 from mppo.rewards.response import Response, RewardFunction
+from mppo.rewards.result import ANSWER
 from mppo.rewards.scores import ResponseScore, read_scores
 from mppo.rewards.serving.json_server import Route
 from mppo.rewards.serving.sequence_classifier import SequenceClassifier
@@ -189,7 +190,9 @@ def _entry(score: ResponseScore) -> Any:
     """A score in mppo's format."""
     if score.error is not None:
         return {"error": score.error}
-    return {**score.numbers, "score": score.score} if score.numbers else score.score
+    answer = {} if score.answer is None else {ANSWER: score.answer}
+    more = {**answer, **score.numbers}
+    return {**more, "score": score.score} if more else score.score
 
 
 def _number(score: float) -> Any:

@@ -221,8 +221,8 @@
       }
       if (run.samples.length) {
         page.append(make("h2", {}, `Samples${of}`), table(
-          ["step", "prompt", "response", "ground truth", "score"],
-          run.samples.map((s) => ["", [s.step, s.prompt, s.response, s.ground_truth, shown(s.score)]])));
+          ["step", "", "prompt", "response", "answer", "ground truth", "score"],
+          run.samples.map((s) => ["", [s.step, s.place, s.prompt, s.response, s.answer, s.ground_truth, shown(s.score)]])));
       }
     }
   };
