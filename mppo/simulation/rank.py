@@ -148,10 +148,18 @@ class RankResult:
         return max(self.phases, key=lambda found: found.peak)
 
     def lasting_peak(self, phase: PhaseResult) -> int:
-        """A phase's peak from the second step on, when every lasting buffer exists."""
+        """A phase's peak from the second step on, when every lasting buffer exists.
+
+        Another moment than the first step's may then be the largest.
+        """
         if phase.name.startswith("building"):
             return phase.peak
-        return phase.peak + sum(self.resident[b] - phase.composition[b] for b in LASTING_BUFFERS)
+        moments = [(phase.peak, phase.composition)]
+        moments += [(found.total(), found) for found in phase.by_line.values()]
+        return max(
+            nbytes + sum(self.resident[b] - found[b] for b in LASTING_BUFFERS)
+            for nbytes, found in moments
+        )
 
 
 @cache
