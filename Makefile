@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --shutdown-timeout 300
 RECIPE ?= recipes/demo.yaml
-# Two test files at a time, in the order of tests/ (the cluster first): tests of servers mostly wait.
-TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
+# Three test files at a time, in the order of tests/ (the cluster first): tests of servers mostly wait.
+THREE_AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
 SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 TE_PYTHON := transformer-engine==2.11.0 onnxscript==0.5.6 onnx==1.23.2 onnx_ir==1.1.0 ml_dtypes==0.6.0
 SGLANG_COMPAT := extras/sglang_cpu
@@ -38,7 +38,7 @@ demo: $(VENV)/.mppo
 # Some hundred processes of the tests import mppo, and may not be allowed to store its bytecode.
 test: $(VENV)/.test slurm browser lint
 	$(BIN)/python -m compileall -q mppo checkpoints_convert tests
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests $(TWO_AT_ONCE) --durations=15
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests $(THREE_AT_ONCE) --durations=15
 
 lint: $(VENV)/.lint $(VENV)/.mppo
 	$(BIN)/ruff check .
