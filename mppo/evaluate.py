@@ -45,6 +45,7 @@ from mppo.rollout.sglang.model_support import engine_issues
 from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
 from mppo.supervision.cleanup_deadline import CleanupDeadline
+from mppo.supervision.first_rank import on_first_rank
 from mppo.supervision.heartbeat import AlreadyReported, Heartbeat
 from mppo.supervision.phase import phase
 from mppo.trainer.failures import is_bad_input, report_failure
@@ -257,7 +258,7 @@ def evaluate(
         with_samples: whether the lines of ``sample_lines`` are made.
 
     Returns:
-        The metrics of ``validation_metrics``, and the lines; the same on every rank.
+        The metrics of ``validation_metrics``; and on the first rank the lines.
     """
     recipe, folder = evaluation.recipe, evaluation.folder
     total = len(evaluation.prompts)
@@ -281,7 +282,7 @@ def evaluate(
             scorer = _with_reward_model(scorer, recipe, evaluation.tokenizer)
         judged = scorer.score(responses)
     lines = sample_lines(responses, judged, evaluation.tokenizer) if with_samples else []
-    return validation_metrics(responses.table, judged), lines
+    return on_first_rank(partial(validation_metrics, responses.table, judged)), lines
 
 
 def _with_reward_model(

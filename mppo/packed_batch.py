@@ -114,7 +114,8 @@ def _spread_rewards(
     starts = (cu_seqlens[:-1] + prompt_B[held_H]).tolist()
     for index, start in zip(held_H.tolist(), starts, strict=True):
         found = rewards.get(index, ())
-        spread_T[start : start + len(found)] = torch.tensor(found, dtype=torch.float32)
+        values = torch.from_numpy(np.asarray(found, dtype=np.float32))
+        spread_T[start : start + len(found)] = values
     return spread_T
 
 

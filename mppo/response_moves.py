@@ -22,7 +22,6 @@ def bring_responses(
     responses: Responses,
     wanted: Sequence[Sequence[int]],
     group: dist.ProcessGroup | None = None,
-    with_experts: bool = True,
 ) -> dict[int, Trajectory]:
     """Bring responses from their homes to the ranks that want them. Collective.
 
@@ -30,7 +29,6 @@ def bring_responses(
         responses: numbered from 0.
         wanted: numbers of the responses that each rank wants, the same on every rank.
         group: a group of CPU ranks; None is the default one.
-        with_experts: routed experts move, too; if not, a response that moves has none.
 
     Returns:
         This rank's trajectories by number, in the order wanted.
@@ -49,7 +47,7 @@ def bring_responses(
     ids, logprobs = exchange(moves, lengths, numbers, lambda _: tensors, group)
     sizes = [lengths[number] for number in mine]
     experts: list[Tensor | None] = [None] * len(mine)
-    if with_experts and any(row.routed for row in rows):
+    if any(row.routed for row in rows):
         experts = _bring_experts(responses, moves, mine, group)
     parts = zip(mine, ids.split(sizes), logprobs.split(sizes), experts, strict=True)
     return {
@@ -58,14 +56,38 @@ def bring_responses(
     }
 
 
-def bring_everywhere(responses: Responses) -> list[Trajectory]:
-    """All responses on every rank, without routed experts of those that move. Collective.
+def bring_ids(responses: Responses, wanted: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+    """Bring the generated tokens alone to the ranks that want them. Collective.
 
     Args:
-        responses: numbered from 0; few, or for a file that is written rarely.
+        responses: numbered from 0.
+        wanted: as for ``bring_responses``; the ranks are those of the default group.
+
+    Returns:
+        This rank's tokens, int32, by number, in the order wanted.
     """
-    everything = [range(len(responses))] * group_size()
-    return list(bring_responses(responses, everything, with_experts=False).values())
+    rows, held = responses.table, responses.held
+    homes = [row.home for row in rows]
+    moving = [[i for i in part if homes[i] != rank] for rank, part in enumerate(wanted)]
+    sent = {number for part in moving for number in part}
+    numbers = [number for number in responses.rows if number in sent and number in held]
+    ids = torch.cat([_NO_IDS, *(held[number].response_ids for number in numbers)])
+    lengths = [row.length for row in rows]
+    (got,) = exchange(Moves(homes, moving), lengths, numbers, lambda _: [ids])
+    rank = dist.get_rank() if group_size() > 1 else 0
+    parts = got.split([lengths[number] for number in moving[rank]])
+    came = dict(zip(moving[rank], parts, strict=True))
+    return {i: came[i] if i in came else held[i].response_ids for i in wanted[rank]}
+
+
+def bring_ids_to_first(responses: Responses) -> list[Tensor]:
+    """The generated tokens of all responses on the first rank; no others. Collective.
+
+    Args:
+        responses: numbered from 0.
+    """
+    elsewhere: list[Sequence[int]] = [()] * (group_size() - 1)
+    return list(bring_ids(responses, [range(len(responses)), *elsewhere]).values())
 
 
 def _bring_experts(

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import replace
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mppo.batch import Prompt
-from mppo.parallel.collectives import all_gather_objects, group_size
-from mppo.rewards.response import Response
+from mppo.parallel.collectives import all_gather_varlen, group_size
+from mppo.parallel.exchange import Moves, exchange
+from mppo.response_moves import bring_ids
+from mppo.responses import ResponseRow, Responses
+from mppo.rewards.score_table import ReadTable, read_score_table, score_table, with_texts
 from mppo.rewards.scores import ResponseScore
 
-T = TypeVar("T")
+_FIRST = 0
+"""The rank that logs scores and writes samples."""
+_SUCCEEDED, _FAILED = 0, 1
 
 
 class ScoringError(RuntimeError):
@@ -41,76 +50,110 @@ def scoring_ranks(homes: Sequence[int], world: int) -> list[int]:
 
 
 def score_divided(
-    score: Callable[[Sequence[Response]], list[ResponseScore]],
-    held: Mapping[int, Response],
-    prompts: Sequence[Prompt],
-    homes: Sequence[int],
+    score: Callable[[Sequence[tuple[Prompt, Tensor]]], list[ResponseScore]], responses: Responses
 ) -> list[ResponseScore]:
     """Score an even part of the responses on every rank and return all scores on every rank.
 
-    Collective if there is a process group. Responses that their home does not score move.
+    Collective if there is a process group. Tokens of responses that their home does not score move.
 
     Args:
-        score: scores responses, or raises.
-        held: this rank's responses by index.
-        prompts: of all responses.
-        homes: rank that holds each response.
+        score: scores responses, of which it gets prompt and tokens, or raises.
+        responses: numbered from 0.
 
     Raises:
         ScoringError: scoring failed on some rank.
     """
-    world, rank = group_size(), _own_rank()
-    ranks = scoring_ranks(homes, world)
-    mine = {index: each for index, each in held.items() if ranks[index] == rank}
-    if ranks != list(homes):
-        moved = {i: (each.text, each.token_ids) for i, each in held.items() if ranks[i] != rank}
-        for theirs in all_gather_objects(moved, world):
-            for index, response in theirs.items():
-                if ranks[index] == rank:
-                    mine[index] = Response(prompts[index], *response)
-    indices = sorted(mine)
+    wanted: list[list[int]] = [[] for _ in range(group_size())]
+    homes = [row.home for row in responses.table]
+    for number, rank in enumerate(scoring_ranks(homes, len(wanted))):
+        wanted[rank].append(number)
+    mine = bring_ids(responses, wanted)
     scores: list[ResponseScore] = []
     failure: Exception | None = None
     try:
-        scores = score([mine[index] for index in indices]) if indices else []
+        pairs = [(responses.rows[number].prompt, ids) for number, ids in mine.items()]
+        scores = score(pairs) if pairs else []
     except Exception as error:  # raised after the exchange, in which the other ranks wait
         failure = error
-    found = exchange_scores(dict(zip(indices, scores)), dict(enumerate(homes)), failure)
-    return [found[index] for index in range(len(homes))]
+    found = exchange_scores(dict(zip(mine, scores)), responses.rows, failure)
+    return [found[number] for number in responses.rows]
 
 
 def exchange_scores(
-    mine: Mapping[int, ResponseScore], homes: Mapping[int, int], failure: Exception | None
+    mine: Mapping[int, ResponseScore],
+    rows: Mapping[int, ResponseRow],
+    failure: Exception | None,
 ) -> dict[int, ResponseScore]:
     """Gather the scores of all ranks, or raise on all. Collective if there is a process group.
 
-    Rewards of tokens stay on, or move to, the rank that holds the response.
+    Rewards of tokens stay on, or move to, the rank that holds the response. Texts go to the first
+    rank; on the others they are empty.
 
     Args:
         mine: scores on this rank.
-        homes: the rank that holds each response; one without a home is held where it was scored.
+        rows: of the responses; token rewards under another key are dropped.
         failure: see ``exchange_results``.
 
     Raises:
         ScoringError: some rank passed a failure.
     """
-    rank = _own_rank()
-    own = {key: each for key, each in mine.items() if homes.get(key, rank) == rank}
-    sent = {key: each.without_tokens() if key in own else each for key, each in mine.items()}
-    gathered = {k: each for part in exchange_results(sent, failure) for k, each in part.items()}
-    elsewhere = {k: each.without_tokens() for k, each in gathered.items() if homes.get(k) != rank}
-    return gathered | elsewhere | own
+    table, text = score_table(mine)
+    tables = [read_score_table(each) for each in exchange_results(table, failure)]
+    rewards = _bring_rewards(tables, mine, rows)
+    found = _with_texts(tables, text)
+    return {
+        key: replace(each, token_rewards=rewards[key]) if key in rewards else each
+        for scores in found
+        for key, each in scores.items()
+    }
 
 
 def _own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def exchange_results(mine: T, failure: Exception | None) -> list[T]:
+def _bring_rewards(
+    tables: Sequence[ReadTable], mine: Mapping[int, ResponseScore], rows: Mapping[int, ResponseRow]
+) -> dict[int, Sequence[float]]:
+    """Token rewards of the responses whose home this rank is; collective if any of them move."""
+    rank = _own_rank()
+    scored = [(at, key) for at, each in enumerate(tables) for key in each.rewarded if key in rows]
+    moving = [(at, key) for at, key in scored if rows[key].home != at]
+    wanted: list[list[int]] = [[] for _ in tables]
+    for number, (_, key) in enumerate(moving):
+        wanted[rows[key].home].append(number)
+    held = [number for number, (at, _) in enumerate(moving) if at == rank]
+    own = [np.asarray(mine[moving[number][1]].token_rewards, np.float64) for number in held]
+    values = torch.from_numpy(np.concatenate([np.empty(0), *own]))
+    lengths = [rows[key].length for _, key in moving]
+    (came,) = exchange(Moves([at for at, _ in moving], wanted), lengths, held, lambda _: [values])
+    rewards = {key: mine[key].token_rewards for at, key in scored if at == rank == rows[key].home}
+    parts = came.split([lengths[number] for number in wanted[rank]])
+    for number, part in zip(wanted[rank], parts, strict=True):
+        rewards[moving[number][1]] = array("d", part.numpy().tobytes())
+    return rewards
+
+
+def _with_texts(tables: Sequence[ReadTable], own: Tensor) -> list[dict[int, ResponseScore]]:
+    """The scores of all tables, on the first rank with their texts.
+
+    Collective if another rank has texts.
+    """
+    rank, sizes = _own_rank(), [each.text_bytes for each in tables]
+    senders = [at for at, size in enumerate(sizes) if size]
+    wanted = [senders if at == _FIRST else [] for at in range(len(tables))]
+    held = [rank] if sizes[rank] else []
+    (texts,) = exchange(Moves(range(len(tables)), wanted), sizes, held, lambda _: [own])
+    if rank != _FIRST:
+        return [each.scores for each in tables]
+    return [with_texts(each.scores, text) for each, text in zip(tables, texts.split(sizes))]
+
+
+def exchange_results(table: Tensor, failure: Exception | None) -> list[Tensor]:
     """Gather the results of all ranks, or raise on all. Collective if there is a process group.
 
     Args:
-        mine: this rank's result.
+        table: this rank's result, int64 ``[N]``.
         failure: this rank's exception, None if it succeeded. The other ranks get its message.
 
     Returns:
@@ -119,15 +162,17 @@ def exchange_results(mine: T, failure: Exception | None) -> list[T]:
     Raises:
         ScoringError: some rank passed a failure.
     """
-    message = None
+    message, sent = "", torch.cat([torch.tensor([_SUCCEEDED]), table])
     if failure is not None:
         message = str(failure)
         if not isinstance(failure, ValueError):  # the text of a KeyError, say, is only the key
             message = f"{type(failure).__name__}: {message}"
-    everyone = all_gather_objects((mine, message))
-    if message is not None:
+        sent = torch.tensor([_FAILED, *message.encode(errors="surrogatepass")])
+    everyone = all_gather_varlen(sent, group_size())
+    if failure is not None:
         raise ScoringError(message) from failure
-    for rank, (_, message) in enumerate(everyone):
-        if message is not None:
-            raise ScoringError(f"scoring failed on rank {rank}: {message}")
-    return [result for result, _ in everyone]
+    for rank, result in enumerate(everyone):
+        if result[0] == _FAILED:
+            why = bytes(result[1:].tolist()).decode(errors="surrogatepass")
+            raise ScoringError(f"scoring failed on rank {rank}: {why}")
+    return [result[1:] for result in everyone]

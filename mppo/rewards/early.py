@@ -59,8 +59,8 @@ class EarlyScores:
         except Exception as error:  # raised after the exchange, in which the other ranks wait
             failure = error
         self.drop()
-        homes = {key: row.home for key, row in zip(keys, responses.table, strict=True)}
-        known = exchange_scores(mine, homes, failure)
+        rows = dict(zip(keys, responses.table, strict=True))
+        known = exchange_scores(mine, rows, failure)
         late = [index for index, key in enumerate(keys) if key not in known]
         scores = self._scorer.raw_scores_divided(responses.select(late))
         known.update(zip([keys[index] for index in late], scores, strict=True))

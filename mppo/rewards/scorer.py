@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch import Prompt, Trajectory
@@ -88,7 +89,7 @@ class Scorer:
         """
         if self.reward_function is None:
             return [ResponseScore(0.0) for _ in trajectories]
-        return self._score(self._decoded(trajectories)) if trajectories else []
+        return self._score_ids([(each.prompt, each.response_ids) for each in trajectories])
 
     def raw_scores_divided(self, responses: Responses) -> list[ResponseScore]:
         """Score responses without clip and penalties; collective as ``score``.
@@ -98,10 +99,7 @@ class Scorer:
         """
         if self.reward_function is None or not responses.rows:
             return [ResponseScore(0.0) for _ in responses.rows]
-        held = dict(zip(responses.held, self._decoded(list(responses.held.values()))))
-        prompts = [row.prompt for row in responses.table]
-        homes = [row.home for row in responses.table]
-        return score_divided(self._score, held, prompts, homes)
+        return score_divided(self._score_ids, responses)
 
     def finish_scores(
         self, scores: Sequence[ResponseScore], responses: Responses
@@ -142,6 +140,19 @@ class Scorer:
         outcome = self.model_weight * found.score + rule.outcome
         return replace(rule.with_outcome(outcome), numbers=numbers)
 
+    def _score_ids(self, given: Sequence[tuple[Prompt, Tensor]]) -> list[ResponseScore]:
+        """Decode and score responses, given by prompt and tokens."""
+        if not given:
+            return []
+        ids = [each.tolist() for _, each in given]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return self._score(
+            [
+                Response(prompt, text, array("i", own))
+                for (prompt, _), text, own in zip(given, texts, ids, strict=True)
+            ]
+        )
+
     def _score(self, responses: Sequence[Response]) -> list[ResponseScore]:
         def call(some: Sequence[Response]) -> list[ResponseScore]:
             assert self.reward_function is not None
@@ -155,12 +166,6 @@ class Scorer:
             ]
 
         return call(responses) if self.cache is None else self.cache.score(call, responses)
-
-    def _decoded(self, trajectories: Sequence[Trajectory]) -> list[Response]:
-        ids = [trajectory.response_ids.tolist() for trajectory in trajectories]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        found = zip(trajectories, texts, ids)
-        return [Response(each.prompt, text, array("i", own)) for each, text, own in found]
 
     def _shape(self, score: float, row: ResponseRow) -> float:
         reward = self.reward

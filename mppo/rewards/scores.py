@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from mppo.config.sections.reward import OnError
 from mppo.rewards.response import Response, describe, shorten
@@ -19,12 +21,14 @@ class ResponseScore:
     Args:
         score: the outcome reward plus ``token_total``.
         numbers: further numbers by name, such as ``acc`` and ``format``; they are logged.
-        error: why there is no score, if ``score`` is the number of ``reward.on_error``.
+        error: why there is no score, if ``score`` is the number of ``reward.on_error``. Of a score
+            that ranks have exchanged, the first rank has the text; on the others it is empty.
         unscored: the limit that the response exceeded, or what it did to its verifier: a key of
             ``UNSCORED``. Without ``error``, it scores 0 for that reason.
         token_total: sum of the rewards of its tokens.
         token_rewards: reward of each token, on the rank that holds the response; empty: all 0.
         answer: the final answer in the response; empty if it has none, None if nothing reads it.
+            After an exchange, the first rank has the text, as of ``error``.
         right: whether the response is right, before any shaping of the score; None if the reward
             does not say so.
     """
@@ -40,7 +44,7 @@ class ResponseScore:
 
     def scaled(self, factor: float) -> ResponseScore:
         """The score and its token rewards, multiplied by a factor."""
-        rewards = _compact(factor * reward for reward in self.token_rewards)
+        rewards = _compact(factor * np.asarray(self.token_rewards, np.float64))
         total, score = factor * self.token_total, factor * self.score
         return replace(self, score=score, token_total=total, token_rewards=rewards)
 
@@ -48,19 +52,15 @@ class ResponseScore:
         """Replace the outcome reward; the token rewards stay."""
         return replace(self, score=outcome + self.token_total)
 
-    def without_tokens(self) -> ResponseScore:
-        """The score without the rewards of its tokens; their total stays."""
-        return replace(self, token_rewards=()) if self.token_rewards else self
-
     @property
     def outcome(self) -> float:
         """The outcome reward: the score without the token rewards."""
         return self.score - self.token_total
 
 
-def _compact(rewards: Iterable[float]) -> Sequence[float]:
-    """Rewards in 8 bytes each."""
-    return array("d", rewards) or ()
+def _compact(rewards: np.ndarray) -> Sequence[float]:
+    """float64 rewards as a sequence of Python numbers, in 8 bytes each."""
+    return array("d", rewards.tobytes()) or ()
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ def _read(result: Any, response: Response, on_error: OnError) -> ResponseScore:
     if not isinstance(result, FailedScore):
         try:
             found = read_result(result)
-            rewards = _compact(place_rewards(found.token_rewards, len(response.token_ids)))
+            placed = place_rewards(found.token_rewards, len(response.token_ids))
+            rewards = _compact(np.array(placed, np.float64))
             total, numbers = sum(rewards), found.numbers
             return ResponseScore(
                 found.score + total,

@@ -10,14 +10,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from ledger_server import Ledger
 from ranks import begin_ranks
+from shared_memory_files import check_nothing_is_left, shared_files
+from test_memory_handover import GPU, Trainer
 from test_schedules import failing_update
 from tiny_models import save
 
 from mppo.parallel.addresses import free_port
+from mppo.report.events import read_events
 
 PHASES = ("updating actor", "reward", "gen")
 PATIENCE_S = 120.0
@@ -64,6 +69,42 @@ def _exchanges_until_killed(folder: Path) -> None:
     while True:
         exchange(moves, [1 << 20] * 2, [rank], lambda _: [tensor], alike=[0, 0])
         (folder / f"exchanged_{rank}").touch()
+
+
+def _exchanges_while_the_server_dies(folder: Path, lacking: float) -> None:
+    """Receive responses and exchange as much; the server is killed before the messages are sent.
+
+    Args:
+        folder: of the ledger.
+        lacking: GiB that another program takes before the server starts again.
+    """
+    from mppo.parallel.exchange import Moves, exchange
+
+    rank, trainer = dist.get_rank(), Trainer(folder, dist.get_rank(), 2, late_s=0.0)
+    killed: list[psutil.Process] = []
+
+    def tensors_for(receiver: int) -> list[torch.Tensor]:
+        if trainer.engine.fleet.processes and not killed:
+            guard = psutil.Process(trainer.engine.fleet.processes[0].pid)
+            killed.extend(guard.children())
+            killed[0].kill()
+            guard.wait(timeout=PATIENCE_S)
+        return [torch.full((1 << 20,), rank + 1.0)]
+
+    try:
+        trainer.sync()
+        trainer.generate()
+        moves = Moves([0, 1], [[0, 1], [0, 1]])
+        (got,) = exchange(moves, [1 << 20] * 2, [rank], tensors_for, alike=[0, 0])
+        assert got.sum() == 3 << 20
+        assert len(killed) == (rank == 0)
+        trainer.engine.sleep()
+        if lacking and rank == 0:
+            trainer.ledger.hold(0, "another program", lacking)
+        trainer.sync()
+        trainer.generate()
+    finally:
+        trainer.engine.stop()
 
 
 def _fails_otherwise() -> None:
@@ -225,18 +266,18 @@ def test_a_rank_that_fails_in_the_middle_of_a_shared_update_ends_the_other(tmp_p
 
 
 def test_a_rank_that_fails_in_the_middle_of_an_exchange_ends_the_other(tmp_path):
-    before = os.listdir("/dev/shm")
+    before = shared_files()
     assert _codes(tmp_path, _exchanges, _fails_in_an_exchange, hang_s=PATIENCE_S) == [1, 1]
     verdict = _stacks(tmp_path, 0).split("\n\n")[0]
     assert verdict.startswith("rank 1 of 2 failed in: reward, step 3; last completed step: 2: ")
     assert "in exchange" in _stacks(tmp_path, 0)
     assert _reported(tmp_path) == ["rank 1: no such answer"]
     assert _exited_cleanly(tmp_path) == [1]
-    assert set(os.listdir("/dev/shm")) <= set(before), "nothing is left in shared memory"
+    check_nothing_is_left(before)
 
 
 def test_a_rank_killed_in_an_exchange_ends_the_other_and_leaves_no_shared_memory(tmp_path):
-    before = os.listdir("/dev/shm")
+    before = shared_files()
     (tmp_path / "port").write_text(str(free_port()))
     action = partial(_exchanges_until_killed, tmp_path)
     arguments = (tmp_path, [action, action], _exits, 4, 600)
@@ -254,7 +295,25 @@ def test_a_rank_killed_in_an_exchange_ends_the_other_and_leaves_no_shared_memory
             process.join()
     verdict = r"mppo: no heartbeat for \d+ s from rank 1 of 2 .* which was in: reward, step 3"
     assert re.search(verdict, (tmp_path / "stderr_0").read_text())
-    assert set(os.listdir("/dev/shm")) <= set(before), "nothing is left in shared memory"
+    check_nothing_is_left(before)
+
+
+@pytest.mark.parametrize("lacking", [0.0, 25.0], ids=["it starts again", "it cannot start"])
+def test_a_server_killed_while_responses_are_exchanged(tmp_path, lacking):
+    before = shared_files()
+    Ledger(tmp_path / "ledger.json").create(gpus=2, capacity=GPU)
+    action = partial(_exchanges_while_the_server_dies, tmp_path, lacking)
+    codes = _codes(tmp_path, action, action, hang_s=PATIENCE_S)
+    assert codes == ([1, 1] if lacking else [0, 0])
+    restarts = [event.text for event in read_events(tmp_path)]
+    assert all(text.startswith("restarting test server 0: ") for text in restarts)
+    assert len(restarts) == 1
+    if lacking:
+        assert len(_reported(tmp_path)) == 1
+        assert "rank 0: test server 0" in _reported(tmp_path)[0]
+        assert not (tmp_path / "stacks").exists()
+    assert _exited_cleanly(tmp_path) == [0, 1]
+    check_nothing_is_left(before)
 
 
 @pytest.mark.parametrize("actions", [(_fails, _fails_later), (_fails_later, _fails)])

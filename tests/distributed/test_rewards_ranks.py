@@ -5,12 +5,13 @@ import os
 import pytest
 import torch.distributed as dist
 from ranks import start_ranks
+from varied_scores import plain, random_scores
 
 from mppo.batch import Prompt, Trajectory
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.responses import ResponseRow, Responses
-from mppo.rewards.division import ScoringError, score_divided, scoring_ranks
+from mppo.rewards.division import ScoringError, exchange_scores, score_divided, scoring_ranks
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.response import Response
 from mppo.rewards.scorer import Scorer
@@ -35,11 +36,16 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
 
     def divided(judge, homes=None) -> list[float]:
         homes = homes or [index % world for index in range(5)]
-        held = {i: Response(PROMPTS[i], "x") for i, home in enumerate(homes) if home == rank}
-        judgements = score_divided(
-            lambda part: read_scores(judge(part), part), held, PROMPTS, homes
-        )
-        return [judgement.score for judgement in judgements]
+        everything = [Trajectory(each, (each.uid,), (0.0,), "stop", 0) for each in PROMPTS]
+        rows = {i: ResponseRow.of(everything[i], home) for i, home in enumerate(homes)}
+        held = {i: everything[i] for i, home in enumerate(homes) if home == rank}
+
+        def score(pairs):
+            assert all(ids.tolist() == [prompt.uid] for prompt, ids in pairs)
+            part = [Response(prompt, "x") for prompt, _ in pairs]
+            return read_scores(judge(part), part)
+
+        return [judgement.score for judgement in score_divided(score, Responses(rows, held))]
 
     try:
         assert divided(judge) == [0.5, 1.5, 2.5, 3.5, 4.5]
@@ -70,6 +76,7 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
         ]
         assert scored == [3, 1] * (rank == world - 1) + late
         _compare_token_rewards(Scorer(steps, scorer.tokenizer, RewardConfig()), everything)
+        _compare_numbers_and_texts()
     finally:
         dist.destroy_process_group()
 
@@ -87,6 +94,28 @@ def _compare_token_rewards(scorer: Scorer, everything: list[Trajectory]) -> None
         assert [each.score for each in found] == [1.0, 2.0, 3.0, 4.0, 5.0]
         mine = [list(each.token_rewards) for each in found]
         assert mine == [[uid + 1.0] if homes[uid] == rank else [] for uid in range(5)]
+
+
+def _compare_numbers_and_texts() -> None:
+    """Every rank gets the same bits; the first one gets the texts, and each home its rewards."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    everything = random_scores(40)
+    rows = {
+        key: ResponseRow(PROMPTS[0], "stop", ((0, max(1, len(each.token_rewards))),), home % world)
+        for home, (key, each) in enumerate(everything.items())
+    }
+    mine = {key: each for key, each in everything.items() if (key // 3) % world == rank}
+    found = exchange_scores(mine, rows, None)
+    assert found.keys() == everything.keys()
+    for key, each in found.items():
+        known = plain(everything[key])
+        if rank:
+            known = known | {name: known[name] and "" for name in ("error", "answer")}
+        if rows[key].home != rank:
+            known = known | {"token_rewards": b""}
+        assert plain(each) == known
+    with pytest.raises(ScoringError, match="^(scoring failed on rank 0: )?KeyError: 'no \\\\ud800'$"):
+        exchange_scores(mine, rows, KeyError("no \ud800") if rank == 0 else None)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -29,6 +27,7 @@ from launched_run import (
 )
 from malicious_pickle import add_malicious_pickle
 from safetensors.torch import load_file
+from shared_memory_files import check_nothing_is_left, shared_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mppo.replay import main as replay
@@ -117,7 +116,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_start_continues(tmp_path, undis
 
 
 def test_a_rank_killed_in_the_middle_of_a_copy_to_host_memory_ends_the_job(tmp_path):
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     offload = "{parameters: true, gradients: true, optimizer: true}"
     both = [f"{role}.megatron.offload={offload}" for role in ("actor", "critic")]
     run = LaunchedRun(tmp_path, program="dying_copy", argv=keys(tmp_path, both))
@@ -127,20 +126,7 @@ def test_a_rank_killed_in_the_middle_of_a_copy_to_host_memory_ends_the_job(tmp_p
     verdict = re.search(r"mppo: no heartbeat .* from rank 1 of 2 .*", run.text(0))[0]
     assert verdict.endswith("last completed step: 1")
     assert (tmp_path / "checkpoints/global_step_1/manifest.json").is_file()
-    deadline = time.monotonic() + 30  # other programs may be creating theirs
-    while left := without_owner(set(os.listdir("/dev/shm")) - before):
-        assert time.monotonic() < deadline, f"left in shared memory: {left}"
-        time.sleep(0.5)
-
-
-def without_owner(names: set[str]) -> set[str]:
-    """Those files in shared memory that no process has mapped or opened."""
-    used = set()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            used |= {Path(one.path).name for one in process.memory_maps()}
-            used |= {Path(one.path).name for one in process.open_files()}
-    return names - used
+    check_nothing_is_left(before)
 
 
 def test_a_rank_killed_while_actor_and_critic_share_a_pipeline_ends_the_job(tmp_path):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mppo.report.console import SampleRow
-from mppo.response_moves import bring_everywhere
+from mppo.response_moves import bring_ids_to_first
 from mppo.responses import Responses
 from mppo.rewards.scores import ResponseScore
 
@@ -38,18 +39,20 @@ def show_samples(
     if not is_sample_step(step, run.total_steps, trainer.num_sample_generations):
         return
     chosen = chosen_samples([each.score for each in judged], trainer.sample_table_rows)
-    shown = bring_everywhere(responses.select(chosen))
-    texts = decoded(run.tokenizer, [each.response_ids.tolist() for each in shown])
+    shown = responses.select(chosen)
+    texts = decoded(run.tokenizer, bring_ids_to_first(shown))
+    if not run.reporter.is_main:
+        return
     rows = [
         SampleRow(
-            each.prompt.text,
+            row.prompt.text,
             text,
-            each.prompt.ground_truth,
+            row.prompt.ground_truth,
             judged[place].answer,
             judged[place].score,
             which,
         )
-        for (place, which), each, text in zip(chosen.items(), shown, texts, strict=True)
+        for (place, which), row, text in zip(chosen.items(), shown.table, texts, strict=True)
     ]
     run.reporter.samples(step, rows)
 
@@ -77,6 +80,8 @@ def chosen_samples(scores: Sequence[float], rows: int) -> dict[int, str]:
     return chosen
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[Tensor]) -> list[str]:
     """The texts of responses, without special tokens; an empty list for none."""
-    return tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+    if not ids:
+        return []
+    return tokenizer.batch_decode([each.tolist() for each in ids], skip_special_tokens=True)

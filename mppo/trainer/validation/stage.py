@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.batch import Prompt
 from mppo.config.schema import Recipe
-from mppo.response_moves import bring_everywhere
+from mppo.response_moves import bring_ids_to_first
 from mppo.responses import Responses, concatenate_responses
 from mppo.rewards.scores import ResponseScore
 from mppo.rollout.engine import GenerationRequest, RolloutEngine, sampling_seed
@@ -55,10 +55,12 @@ def sample_lines(
         responses: numbered from 0.
         judgements: of the responses.
         tokenizer: decodes them.
+
+    Returns:
+        The lines on the first rank; none elsewhere.
     """
-    trajectories = bring_everywhere(responses)
-    texts = decoded(tokenizer, [each.response_ids.tolist() for each in trajectories])
-    return list(_lines(responses, judgements, texts))
+    ids = bring_ids_to_first(responses)
+    return list(_lines(responses, judgements, decoded(tokenizer, ids))) if ids else []
 
 
 def _lines(

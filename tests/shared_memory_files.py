@@ -1,0 +1,40 @@
+"""Files in shared memory that programs leave behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+FOLDER = "/dev/shm"
+PATIENCE_S = 30.0
+
+
+def shared_files() -> set[str]:
+    """The names of the files in shared memory."""
+    return set(os.listdir(FOLDER))
+
+
+def check_nothing_is_left(before: set[str]) -> None:
+    """Fail if files stay in shared memory that no process uses.
+
+    Args:
+        before: of ``shared_files``, from the beginning of the test.
+    """
+    deadline = time.monotonic() + PATIENCE_S  # other programs may be creating theirs
+    while left := _without_owner(shared_files() - before):
+        assert time.monotonic() < deadline, f"left in shared memory: {left}"
+        time.sleep(0.5)
+
+
+def _without_owner(names: set[str]) -> set[str]:
+    """Those files that no process has mapped or opened."""
+    used: set[str] = set()
+    for process in psutil.process_iter() if names else ():
+        with suppress(psutil.Error, OSError):
+            used |= {Path(one.path).name for one in process.memory_maps()}
+            used |= {Path(one.path).name for one in process.open_files()}
+    return names - used
