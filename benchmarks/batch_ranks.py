@@ -10,9 +10,9 @@ that work on the same sequences.
 
 ``cpu_s`` is the processor time of a rank's process; waiting for others takes none. Bytes are
 counted: ``held`` in the tensors of responses and batch, ``share`` in those of a pass, where what a
-rank maps of another's memory counts for that one only. The largest rank counts. ``score`` is what a rank
-sends per response after scoring: the table to every rank, ``score_texts`` to the first one only;
-``score_pickled`` are the same scores as pickled objects, which went to every rank.
+rank maps of another's memory counts for that one only. The largest rank counts. ``score`` is what a
+rank sends per response after scoring: the table to every rank, ``score_texts`` to the first one
+only; ``score_pickled`` are the same scores as pickled objects, which went to every rank.
 """
 
 from __future__ import annotations

