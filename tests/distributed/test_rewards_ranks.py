@@ -1,5 +1,6 @@
 """Ranks divide the scoring, have the same scores, and fail together."""
 
+import json
 import os
 
 import pytest
@@ -16,6 +17,7 @@ from mppo.rewards.early import EarlyScores
 from mppo.rewards.response import Response
 from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import read_scores
+from mppo.trainer.validation.stage import sample_lines
 
 PROMPTS = [Prompt(uid, (1,), "t", "", "p") for uid in range(5)]
 
@@ -71,6 +73,9 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
             early.take([3, 1], [everything[3], everything[1]])
         finished = early.finish(range(5), Responses(rows, held))
         assert [judgement.score for judgement in finished] == [0.5, 1.5, 2.5, 3.5, 4.5]
+        lines = sample_lines(Responses(rows, held), finished, scorer.tokenizer)
+        written = [json.loads(line)["score"] for line in lines]
+        assert written == ([] if rank else [0.5, 1.5, 2.5, 3.5, 4.5])
         late = [
             i for i in (0, 2, 4) if scoring_ranks([0, 2 % world, 4 % world], world)[i // 2] == rank
         ]

@@ -12,7 +12,7 @@ from mppo.batch import Prompt, Trajectory
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.parallel.partition import partition
-from mppo.response_moves import bring_responses
+from mppo.response_moves import bring_ids, bring_ids_to_first, bring_responses
 from mppo.responses import ResponseRow, Responses, concatenate_responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
@@ -86,6 +86,11 @@ def _exchange(rank: int, world: int) -> None:
     assert _everywhere(responses, world) == made
     backwards = responses.select(range(6, -1, -1))
     assert _everywhere(concatenate_responses([backwards, responses]), world) == made[::-1] + made
+    ids = [each.response_ids.tolist() for each in made]
+    assert [each.tolist() for each in bring_ids_to_first(responses)] == ([] if rank else ids)
+    some = [[(3 * receiver + i) % 7 for i in range(4)] for receiver in range(world)]
+    found = {number: each.tolist() for number, each in bring_ids(responses, some).items()}
+    assert list(found.items()) == [(number, ids[number]) for number in some[rank]]
     left = left_over(request, responses, taken=[1, 2])
     assert list(left.rows) == [(i, 0) for i in (3, 5, 6)], "without empty responses"
     assert left.held == {(i, 0): each for i, each in mine.items() if i in (3, 5, 6)}
