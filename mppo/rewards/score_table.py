@@ -78,7 +78,7 @@ def score_table(scores: Mapping[int, ResponseScore]) -> tuple[Tensor, Tensor]:
     text = _encoded(texts) if texts else np.empty(0, np.uint8)
     parts = [
         np.array([len(scores), len(found), len(names), len(text), *words], dtype=np.int64),
-        np.array([each.score for each in scores.values()]).view(np.int64),
+        np.array([each.score for each in scores.values()], dtype=np.float64).view(np.int64),
         _words(np.packbits(present)),
         *(np.array(values, dtype=np.float64).view(np.int64) for _, values in found),
         _words(names),

@@ -27,6 +27,11 @@ def test_a_table_holds_all_bits(count):
     assert {key: plain(each) for key, each in found.items()} == expected
 
 
+def test_whole_numbers_are_scores_too():
+    table, _ = score_table({3: ResponseScore(-1, {"acc": 1})})
+    assert read_score_table(table).scores == {3: ResponseScore(-1.0, {"acc": 1.0})}
+
+
 def test_one_rank_alone_keeps_everything():
     scores = random_scores(30)
     prompt = Prompt(0, (1,), "t", "", "p")
