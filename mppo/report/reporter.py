@@ -136,6 +136,8 @@ class Reporter:
                 self.event("warning", step, str(warning))
                 self.line(f"step {step}: warning: {warning}")
         self._warned = {warning.name for warning in now}
+        if self._console:
+            self._console.warnings([str(warning) for warning in now])
 
     def event(self, kind: EventKind, step: int, text: str) -> None:
         """Append an event to events.jsonl; secrets are replaced."""
@@ -148,9 +150,13 @@ class Reporter:
             self._console.print_line(text)
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Print completions as a table, append them to samples.jsonl, and pass them to trackers."""
+        """Print completions as a table, append them to samples.jsonl, and pass them to trackers.
+
+        Secrets in them are replaced.
+        """
         if not self.is_main or not rows:
             return
+        rows = [row.without_secrets() for row in rows]
         self._samples[step] = rows
         path = self.run_dir / SAMPLES
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,8 +188,6 @@ class Reporter:
         status = status or self._status(failing)
         if self._console:
             self._console.stop()
-        for tracker in self._trackers:
-            tracker.close()
         try:
             self._write_report(status)
         except OSError as error:
@@ -192,6 +196,10 @@ class Reporter:
             self.line(f"the report cannot be written: {error}")
         else:
             self.line(f"{status}: {self.run_dir / REPORT}")
+            self._send_pictures()
+        finally:
+            for tracker in self._trackers:
+                tracker.close()
 
     def _write_report(self, status: RunState) -> None:
         plot_run(self._history, self.run_dir / PLOT, self._name)
@@ -208,6 +216,13 @@ class Reporter:
         self.event("end", self._last_step, status)
         write_status(self.run_dir, Status(status, self._last_step, self.total_steps))
         write_page(self.run_dir, self._history)
+
+    def _send_pictures(self) -> None:
+        """Pass the report's plots to trackers."""
+        drawn = [self.run_dir / name for name in (PLOT, EXPERT_LOAD)]
+        for tracker in self._trackers:
+            for path in filter(Path.is_file, drawn):
+                tracker.picture(self._last_step, path)
 
     @property
     def _last_step(self) -> int:
