@@ -17,10 +17,10 @@ from mppo.report.console import SampleRow, StepConsole
 from mppo.report.events import EventKind, RunEvent, append_event
 from mppo.report.expert_load import plot_expert_load
 from mppo.report.files import EXPERT_LOAD, METRICS, PLOT, RECIPE, SAMPLES
-from mppo.report.history import History, Metrics
+from mppo.report.history import History, Metrics, read_history
 from mppo.report.html.page import write_page
 from mppo.report.plot import plot_run
-from mppo.report.status import REPORT, RunState, Status, write_status
+from mppo.report.status import REPORT, RunState, Status, read_status, write_status
 from mppo.report.summary import run_report
 from mppo.report.trackers.start import check_trackers, open_trackers
 from mppo.report.trackers.tracker import TrackedRun, Tracker
@@ -91,6 +91,7 @@ class Reporter:
             return
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            _note_death(self.run_dir)
             self._history.start(step)
             _keep_samples(self.run_dir / SAMPLES, step)
             replace_text(self.run_dir / RECIPE, yaml.safe_dump(self._recipe, sort_keys=False))
@@ -232,6 +233,20 @@ class Reporter:
         if failing:
             return "failed"
         return "finished" if self._last_step >= self.total_steps else "stopped early"
+
+
+def _note_death(folder: Path) -> None:
+    """Write the event of an earlier start that never ended, with the last step that it logged.
+
+    Raises:
+        ValueError: a line of metrics.jsonl is not valid.
+    """
+    status, path = read_status(folder), folder / METRICS
+    if status is None or status.status != "running":
+        return
+    logged = [step for step, _ in read_history(path)] if path.exists() else []
+    text = "ended without a report: killed, or the machine was lost"
+    append_event(folder, RunEvent("died", max(logged, default=status.step), text))
 
 
 def _keep_samples(path: Path, done: int) -> None:
