@@ -82,15 +82,15 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 class EchoingJudge(BaseHTTPRequestHandler):
     """A reward server that refuses the first response it gets, and quotes the key and the URL."""
 
-    refused = ""
+    refused: str | None = None
 
     def do_POST(self) -> None:
         items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["items"]
         ids = [item["id"] for item in items]
-        cls = type(self)
-        cls.refused = cls.refused or ids[0]
+        cls, texts = type(self), [item["response"] for item in items]
+        cls.refused = texts[0] if cls.refused is None else cls.refused
         status, answer = 200, json.dumps({"scores": [i % 2 for i in range(len(ids))], "ids": ids})
-        if cls.refused in ids:
+        if cls.refused in texts:
             status, answer = 400, f"no: {self.headers['Authorization']} at {self.path}"
         self.send_response(status)
         self.send_header("Content-Length", str(len(answer)))
@@ -160,6 +160,7 @@ def test_no_planted_secret_leaves_a_run_its_tools_or_its_replay(tmp_path, monkey
     assert shown.count("\x1b[") > 20, "a terminal has a live display"
     assert re.search(r"PPO .*1/2 .*eta", plain)
     again = [f"trainer.default_local_dir={replayed}", f"trainer.replay={dumped}"]
+    again.append("reward.verifier=exact")
     # the output of a job is a log, even if the shell that submits it forces colours
     forced = {**os.environ, "FORCE_COLOR": "1", "SLURM_JOB_ID": "7"}
     command = [sys.executable, "-m", "mppo.train", *settings, *again]
