@@ -24,6 +24,34 @@ NOT_IN_A_DUMP = {
 }
 
 
+class DumpedStep:
+    """A dumped step as lists: of responses, and of the numbers of their tokens.
+
+    Args:
+        stored: the dump of all ranks.
+        header: the dump's.
+    """
+
+    def __init__(self, stored: Experience, header: StepDump) -> None:
+        self.stored, self.rows, self.batch = stored, header.rows, stored.old.batch
+        self.inside = self.batch.response_mask_T > 0
+        ends = self.batch.cu_seqlens.tolist()
+        self.parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
+        self.actor = self.tokens(stored.old.logprobs_T)
+        self.engine = self.tokens(self.batch.rollout_logprobs_T)
+        self.kl = self.tokens(stored.old.logprobs_T - stored.old.ref_logprobs_T)
+        self.rewards = [sum(each) for each in self.tokens(stored.rewards_T)]
+        self.scores = self.batch.scores_B.tolist()
+        self.lengths = [len(each) for each in self.actor]
+        sizes = zip(self.parts, self.lengths)
+        self.prompts = [len(self.inside[part]) - length for part, length in sizes]
+        self.cut = [row.finish_reason == "length" for row in header.rows]
+
+    def tokens(self, x_T: Tensor) -> list[list[float]]:
+        """The numbers of each response's tokens."""
+        return [x_T[part][self.inside[part]].double().tolist() for part in self.parts]
+
+
 def metrics_by_hand(
     stored: Experience, header: StepDump, recipe: Recipe, step: int
 ) -> dict[str, float]:
@@ -32,62 +60,82 @@ def metrics_by_hand(
     Args:
         stored: the dump of all ranks.
         header: the dump's.
-        recipe: the run's.
+        recipe: the run's, with two samples of each prompt.
         step: the PPO step.
     """
-    old, batch, rows = stored.old, stored.old.batch, header.rows
-    inside = batch.response_mask_T > 0
-    parts = [slice(a, b) for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
+    dumped = DumpedStep(stored, header)
+    lag = _flat(dumped.tokens((step - 1 - dumped.batch.weight_version_T).float()))
+    total = float(len(dumped.inside))
+    return {
+        **_scores(dumped),
+        **_lengths(dumped, recipe.data.max_prompt_length),
+        **_mismatch(dumped),
+        **_weights(_flat(dumped.tokens(stored.loss_weight_T))),
+        **_scoring(dumped),
+        "actor/reward_kl_penalty": _mean([_mean(each) for each in dumped.kl]),
+        "actor/reward_kl_penalty_coeff": header.kl_coef,
+        "training/weight_version_lag_mean": _mean(lag),
+        "training/weight_version_lag_max": max(lag),
+        "episode": float(step * len(header.rows)),
+        "training/global_step": float(step),
+        "perf/total_num_tokens": total,
+        # one data-parallel rank has all tokens
+        **{f"global_seqlen/{n}": total for n in ("min", "max", "mean")},
+        **{f"global_seqlen/balanced_{n}": total for n in ("min", "max")},
+        "global_seqlen/minmax_diff": 0.0,
+    }
 
-    def tokens(x_T: Tensor) -> list[list[float]]:
-        """The numbers of each response's tokens."""
-        return [x_T[part][inside[part]].double().tolist() for part in parts]
 
-    actor, engine = tokens(old.logprobs_T), tokens(batch.rollout_logprobs_T)
-    gap = [[p - q for p, q in zip(*pair)] for pair in zip(actor, engine)]
-    probs = [abs(math.exp(p) - math.exp(q)) for p, q in zip(_flat(actor), _flat(engine))]
-    kl = tokens(old.logprobs_T - old.ref_logprobs_T)
-    rewards = [sum(each) for each in tokens(stored.rewards_T)]
-    weights = _flat(tokens(stored.loss_weight_T))
-    lengths = [len(each) for each in actor]
-    prompts = [len(inside[part]) - n for part, n in zip(parts, lengths)]
-    total = float(len(inside))
-    cut = [row.finish_reason == "length" for row in rows]
-    scores, raw = batch.scores_B.tolist(), [row.score for row in rows]
-    lag = _flat(tokens((step - 1 - batch.weight_version_T).float()))
-    returns, values = _flat(tokens(stored.returns_T)), _flat(tokens(old.values_T))
+def _scores(dumped: DumpedStep) -> dict[str, float]:
+    """Scores, rewards, advantages, returns, values, and TRL's objective."""
+    stored, scores, rewards = dumped.stored, dumped.scores, dumped.rewards
+    returns = _flat(dumped.tokens(stored.returns_T))
+    values = _flat(dumped.tokens(stored.old.values_T))
     errors = [a - b for a, b in zip(returns, values)]
-    groups = zip(raw[::2], raw[1::2])  # two samples of each prompt
-    surprise = [(-_mean(a), -_mean(b)) for a, b in zip(actor, engine)]
-    found = {
+    raw = [row.score for row in dumped.rows]
+    return {
         **_range("critic/score", scores),
         **_range("critic/rewards", rewards),
-        **_range("critic/advantages", _flat(tokens(stored.advantages_T))),
+        **_range("critic/advantages", _flat(dumped.tokens(stored.advantages_T))),
         **_range("critic/returns", returns),
         **_range("critic/values", values),
-        **_range("response_length", lengths),
-        **_range("response_length_non_aborted", [n for n in lengths if n]),
-        **_range("prompt_length", prompts),
         "critic/vf_explained_var": 1 - _variance(errors) / (_variance(returns) + 1e-5),
         "critic/raw_score/mean": _mean(raw),
-        "critic/score/equal_groups": _mean([a == b for a, b in groups]),
-        "response_length/clip_ratio": _mean(cut),
-        "response_length_non_aborted/clip_ratio": _mean([c for c, n in zip(cut, lengths) if n]),
-        "response/aborted_ratio": _mean([n == 0 for n in lengths]),
-        "prompt_length/clip_ratio": _mean([n >= recipe.data.max_prompt_length for n in prompts]),
-        "objective/kl": _mean([sum(each) for each in kl]),
-        "objective/entropy": _mean([-sum(each) for each in actor]),
+        "critic/score/equal_groups": _mean([a == b for a, b in zip(raw[::2], raw[1::2])]),
+        "objective/kl": _mean([sum(each) for each in dumped.kl]),
+        "objective/entropy": _mean([-sum(each) for each in dumped.actor]),
         "objective/non_score_reward": _mean([r - s for r, s in zip(rewards, scores)]),
         "objective/scores": _mean(scores),
         "objective/rlhf_reward": _mean(rewards),
-        "actor/reward_kl_penalty": _mean([_mean(each) for each in kl]),
-        "actor/reward_kl_penalty_coeff": header.kl_coef,
+    }
+
+
+def _lengths(dumped: DumpedStep, longest_prompt: int) -> dict[str, float]:
+    """Lengths of prompts and responses, and how the responses ended."""
+    lengths, prompts, cut = dumped.lengths, dumped.prompts, dumped.cut
+    return {
+        **_range("response_length", lengths),
+        **_range("response_length_non_aborted", [n for n in lengths if n]),
+        **_range("prompt_length", prompts),
+        "response_length/clip_ratio": _mean(cut),
+        "response_length_non_aborted/clip_ratio": _mean([c for c, n in zip(cut, lengths) if n]),
+        "response/aborted_ratio": _mean([n == 0 for n in lengths]),
+        "prompt_length/clip_ratio": _mean([n >= longest_prompt for n in prompts]),
         "val/num_eos_tokens": float(sum(n > 0 and not c for c, n in zip(cut, lengths))),
-        "training/weight_version_lag_mean": _mean(lag),
-        "training/weight_version_lag_max": max(lag),
-        "training/rollout_logprob_diff_mean": _mean(map(abs, _flat(gap))),
-        "training/rollout_logprob_diff_max": max(map(abs, _flat(gap))),
-        "training/rollout_logprobs_abs_diff": _mean(map(abs, _flat(gap))),
+    }
+
+
+def _mismatch(dumped: DumpedStep) -> dict[str, float]:
+    """Gap between the log-probabilities of actor and engine."""
+    pairs = list(zip(dumped.actor, dumped.engine))
+    gap = [[p - q for p, q in zip(*pair)] for pair in pairs]
+    size = [abs(d) for d in _flat(gap)]
+    probs = [abs(math.exp(p) - math.exp(q)) for pair in pairs for p, q in zip(*pair)]
+    surprise = [(-_mean(a), -_mean(b)) for a, b in pairs]
+    return {
+        "training/rollout_logprob_diff_mean": _mean(size),
+        "training/rollout_logprob_diff_max": max(size),
+        "training/rollout_logprobs_abs_diff": _mean(size),
         "training/rollout_probs_diff_mean": _mean(probs),
         "training/rollout_probs_diff_max": max(probs),
         "rollout_corr/kl": -_mean(_flat(gap)),
@@ -99,22 +147,26 @@ def metrics_by_hand(
         "rollout_corr/log_ppl_diff": _mean([a - b for a, b in surprise]),
         "rollout_corr/log_ppl_abs_diff": _mean([abs(a - b) for a, b in surprise]),
         "rollout_corr/ppl_ratio": _mean([math.exp(a - b) for a, b in surprise]),
-        "rollout_corr/rollout_is_mean": _mean(weights),
+    }
+
+
+def _weights(weights: list[float]) -> dict[str, float]:
+    """The tokens' weights in the loss."""
+    mean, square = _mean(weights), _mean([w * w for w in weights])
+    return {
+        "rollout_corr/rollout_is_mean": mean,
         "rollout_corr/rollout_is_max": max(weights),
         "rollout_corr/rollout_is_min": min(weights),
-        "rollout_corr/rollout_is_std": _mean([(w - _mean(weights)) ** 2 for w in weights]) ** 0.5,
-        "rollout_corr/rollout_is_eff_sample_size": _mean(weights) ** 2
-        / _mean([w * w for w in weights]),
+        "rollout_corr/rollout_is_std": _mean([(w - mean) ** 2 for w in weights]) ** 0.5,
+        "rollout_corr/rollout_is_eff_sample_size": mean**2 / square,
         "rollout_corr/rollout_masked_fraction": _mean([w == 0 for w in weights]),
-        "reward/errors": float(sum(row.error is not None for row in rows)),
-        "episode": float(step * len(rows)),
-        "training/global_step": float(step),
-        "perf/total_num_tokens": total,
-        # one data-parallel rank has all tokens
-        **{f"global_seqlen/{n}": total for n in ("min", "max", "mean")},
-        **{f"global_seqlen/balanced_{n}": total for n in ("min", "max")},
-        "global_seqlen/minmax_diff": 0.0,
     }
+
+
+def _scoring(dumped: DumpedStep) -> dict[str, float]:
+    """Responses without a score, and the numbers that come with scores."""
+    rows = dumped.rows
+    found = {"reward/errors": float(sum(row.error is not None for row in rows))}
     for reason in ("timeouts", "failures", "bad_verdicts"):
         found[f"reward/{reason}"] = float(sum(row.unscored == reason for row in rows))
     for source, name in {(row.data_source, name) for row in rows for name in row.numbers}:

@@ -90,7 +90,7 @@ def test_every_rule_has_a_history_that_raises_it():
 
 
 def test_the_page_lists_every_rule_with_its_threshold():
-    lines = PAGE.read_text().splitlines()
+    lines = PAGE.read_text().partition("## Warnings")[2].partition("\n## ")[0].splitlines()
     listed = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
     assert listed.keys() == DOCUMENTED.keys() == {rule.name for rule in RULES}
     for name, texts in DOCUMENTED.items():
