@@ -235,7 +235,9 @@ def rank_is_slow(rows: Rows) -> str | None:
 def _dominating_phase(rows: Rows) -> tuple[str, float] | None:
     """The first phase above its share of the step, and its share."""
     total = _mean(rows, history.STEP_TIME)
-    for name in sorted(rows[-1]) if total else ():
+    if not total:
+        return None
+    for name in sorted(rows[-1]):
         phase, seconds = name.removeprefix("timing_s/"), _mean(rows, name)
         if not name.startswith("timing_s/") or phase in history.NOT_PHASES or seconds is None:
             continue
