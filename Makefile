@@ -117,7 +117,7 @@ $(VENV)/.te: | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.mppo $(VENV)/.sglang $(VENV)/.te $(VENV)/.lint $(VENV)/.docs
-	$(PIP) -e ".[cpu,mpi,rewards,parquet,tensorboard,dev]"
+	$(PIP) -e ".[cpu,mpi,rewards,parquet,tensorboard,wandb,mlflow,swanlab,dev]"
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml $(VENV)/.mppo

@@ -78,6 +78,6 @@ class Recipe(Section):
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether a KL term sums over the whole vocabulary."""
+        """Whether a KL term sums over the full vocabulary."""
         penalty = self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty.startswith("full")
         return penalty or self.actor.learns_full_kl

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class ByGroup(Generic[T]):
-    """A value for each process group, made when it is first asked for.
+    """A value for each process group, made at its first use.
 
     Args:
         make: makes the value of a group; may be collective.

@@ -147,7 +147,7 @@ def fields_set(
         # interleaving with batched p2p gives wrong gradients; see docs/parallelism.md
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
-        # the current stream waits for each request; the whole device need not
+        # each request blocks the current stream only, not the device
         batch_p2p_sync=False,
         # gloo sends from the output's memory; interleaving would free it before the send is done
         deallocate_pipeline_outputs=device.is_cuda() or layout.vpp == 1,

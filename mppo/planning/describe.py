@@ -74,7 +74,7 @@ def check_picture(path: Path) -> None:
         fix = f"name a file that ends with one of {', '.join(PICTURES)}"
         raise ConfigError([ConfigIssue("--picture", str(path), "unknown kind of image", fix)])
     if not path.absolute().parent.is_dir():
-        why = f"there is no folder {path.parent}"
+        why = f"the folder {path.parent} does not exist"
         raise ConfigError([ConfigIssue("--picture", str(path), why, "make it first")])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from rich.text import Text
 from mppo.report import history
 from mppo.report.history import Metrics
 from mppo.safety.foreign_text import visible
+from mppo.safety.redact import redact
 from mppo.supervision.phase import current
 
 SHOWN: tuple[tuple[str, str, str], ...] = (
@@ -61,6 +63,10 @@ class SampleRow(NamedTuple):
         texts = (self.prompt, self.response, self.ground_truth, self.answer or "")
         return (*texts, f"{self.score:.3f}", self.place)
 
+    def without_secrets(self) -> SampleRow:
+        """The row with secrets replaced: a table's narrow columns would cut them into pieces."""
+        return self._replace(**{name: redact(value) for name, value in self._asdict().items()})
+
 
 SAMPLE_COLUMNS = tuple(name.replace("_", " ") for name in SampleRow._fields)
 
@@ -71,7 +77,8 @@ class StepConsole:
 
     Args:
         total_steps: length of the run.
-        console: where to print; None: standard output.
+        console: where to print; None: standard output, where only a real terminal gets a display
+            and colours, whatever ``FORCE_COLOR`` says: the output may be the log of a job.
         style: ``live``; ``lines``: no display on a terminal either; ``quiet``: no line per step.
     """
 
@@ -82,7 +89,8 @@ class StepConsole:
         style: Literal["live", "lines", "quiet"] = "live",
     ) -> None:
         self.total_steps = total_steps
-        self.console = console or Console(highlight=False)
+        is_terminal = sys.stdout.isatty()
+        self.console = console or Console(highlight=False, force_terminal=is_terminal)
         self._style = style
         self._finished_at: deque[tuple[int, float]] = deque(maxlen=20)
         self._display: _Display | None = None
@@ -115,6 +123,11 @@ class StepConsole:
             table.add_row(*(Text(visible(text)) for text in row.cells()))
         self.console.print(table)
 
+    def warnings(self, texts: Sequence[str]) -> None:
+        """Show the ongoing warnings on top of the display; an empty list removes them."""
+        if self._display is not None:
+            self._display.warn(texts)
+
     def print_line(self, line: str) -> None:
         """Print a line as it is: no wrapping, no markup."""
         self.console.print(Text(line), soft_wrap=True)
@@ -141,7 +154,8 @@ class _PhaseColumn(ProgressColumn):
 
 
 class _Display:
-    """What stands below the lines of a terminal: bar, phase, ETA, and the last step's numbers."""
+    """What stands below the lines of a terminal: ongoing warnings, bar, phase, ETA, and the last
+    step's numbers."""
 
     def __init__(self, console: Console, total_steps: int, step: int) -> None:
         self._bar = Progress(
@@ -154,6 +168,8 @@ class _Display:
             console=console,
         )
         self._task = self._bar.add_task("steps", total=total_steps, completed=step, eta="?")
+        self._warnings: list[Text] = []
+        self._numbers = Table.grid(padding=(0, 2))
         self._live = Live(self._bar, console=console, refresh_per_second=4, transient=True)
         self._live.start()
 
@@ -164,7 +180,16 @@ class _Display:
         shown = [(label, form.format(metrics[key])) for label, key, form in SHOWN if key in metrics]
         numbers.add_row(*(Text(label, style="dim") for label, _ in shown))
         numbers.add_row(*(value for _, value in shown))
-        self._live.update(Group(self._bar, numbers))
+        self._numbers = numbers
+        self._show()
+
+    def warn(self, texts: Sequence[str]) -> None:
+        """Show these warnings instead of the earlier ones."""
+        self._warnings = [Text(f"warning: {visible(text)}", style="yellow") for text in texts]
+        self._show()
+
+    def _show(self) -> None:
+        self._live.update(Group(*self._warnings, self._bar, self._numbers))
 
     def stop(self) -> None:
         """Remove the display."""

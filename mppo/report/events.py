@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from mppo.safety.disk import naming
 
 FILE = "events.jsonl"
-EventKind = Literal["start", "end", "warning", "engine"]
+EventKind = Literal["start", "end", "died", "warning", "engine"]
 
 
 def _now() -> str:
@@ -24,7 +24,8 @@ class RunEvent:
     """Something that happened in a run.
 
     Args:
-        kind: "start" of a process of the run, its "end", a "warning", or "engine": a lost server.
+        kind: "start" of a process of the run; its "end"; "died": it ended without one, which the
+            next start finds; a "warning"; or "engine": a lost server.
         step: PPO steps that were done; None: unknown where it happened.
         text: what happened.
         time: UTC, ISO 8601.

@@ -17,10 +17,10 @@ from mppo.report.console import SampleRow, StepConsole
 from mppo.report.events import EventKind, RunEvent, append_event
 from mppo.report.expert_load import plot_expert_load
 from mppo.report.files import EXPERT_LOAD, METRICS, PLOT, RECIPE, SAMPLES
-from mppo.report.history import History, Metrics
+from mppo.report.history import History, Metrics, read_history
 from mppo.report.html.page import write_page
 from mppo.report.plot import plot_run
-from mppo.report.status import REPORT, RunState, Status, write_status
+from mppo.report.status import REPORT, RunState, Status, read_status, write_status
 from mppo.report.summary import run_report
 from mppo.report.trackers.start import check_trackers, open_trackers
 from mppo.report.trackers.tracker import TrackedRun, Tracker
@@ -91,6 +91,7 @@ class Reporter:
             return
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            _note_death(self.run_dir)
             self._history.start(step)
             _keep_samples(self.run_dir / SAMPLES, step)
             replace_text(self.run_dir / RECIPE, yaml.safe_dump(self._recipe, sort_keys=False))
@@ -136,6 +137,8 @@ class Reporter:
                 self.event("warning", step, str(warning))
                 self.line(f"step {step}: warning: {warning}")
         self._warned = {warning.name for warning in now}
+        if self._console:
+            self._console.warnings([str(warning) for warning in now])
 
     def event(self, kind: EventKind, step: int, text: str) -> None:
         """Append an event to events.jsonl; secrets are replaced."""
@@ -148,9 +151,13 @@ class Reporter:
             self._console.print_line(text)
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Print completions as a table, append them to samples.jsonl, and pass them to trackers."""
+        """Print completions as a table, append them to samples.jsonl, and pass them to trackers.
+
+        Secrets in them are replaced.
+        """
         if not self.is_main or not rows:
             return
+        rows = [row.without_secrets() for row in rows]
         self._samples[step] = rows
         path = self.run_dir / SAMPLES
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,8 +189,6 @@ class Reporter:
         status = status or self._status(failing)
         if self._console:
             self._console.stop()
-        for tracker in self._trackers:
-            tracker.close()
         try:
             self._write_report(status)
         except OSError as error:
@@ -192,6 +197,10 @@ class Reporter:
             self.line(f"the report cannot be written: {error}")
         else:
             self.line(f"{status}: {self.run_dir / REPORT}")
+            self._send_pictures()
+        finally:
+            for tracker in self._trackers:
+                tracker.close()
 
     def _write_report(self, status: RunState) -> None:
         plot_run(self._history, self.run_dir / PLOT, self._name)
@@ -209,6 +218,13 @@ class Reporter:
         write_status(self.run_dir, Status(status, self._last_step, self.total_steps))
         write_page(self.run_dir, self._history)
 
+    def _send_pictures(self) -> None:
+        """Pass the report's plots to trackers."""
+        drawn = [self.run_dir / name for name in (PLOT, EXPERT_LOAD)]
+        for tracker in self._trackers:
+            for path in filter(Path.is_file, drawn):
+                tracker.picture(self._last_step, path)
+
     @property
     def _last_step(self) -> int:
         return self._history.rows[-1][0] if self._history.rows else self._done
@@ -217,6 +233,20 @@ class Reporter:
         if failing:
             return "failed"
         return "finished" if self._last_step >= self.total_steps else "stopped early"
+
+
+def _note_death(folder: Path) -> None:
+    """Write the event of an earlier start that never ended, with the last step that it logged.
+
+    Raises:
+        ValueError: a line of metrics.jsonl is not valid.
+    """
+    status, path = read_status(folder), folder / METRICS
+    if status is None or status.status != "running":
+        return
+    logged = [step for step, _ in read_history(path)] if path.exists() else []
+    text = "ended without a report: killed, or the machine was lost"
+    append_event(folder, RunEvent("died", max(logged, default=status.step), text))
 
 
 def _keep_samples(path: Path, done: int) -> None:

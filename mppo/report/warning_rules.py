@@ -16,7 +16,8 @@ from mppo.report import history
 
 Rows = Sequence[Mapping[str, float]]
 Steps = Sequence[tuple[int, Mapping[str, float]]]
-Rule = Callable[[Rows], "RunWarning | None"]
+Finding = Callable[[Rows], "str | None"]
+"""What is wrong with the last steps, with the number; None if nothing is."""
 
 WINDOW = 5
 """Steps over which a rule averages; before, no rule warns."""
@@ -62,19 +63,66 @@ class RunWarning:
         return f"{self.text}; try {self.advice}"
 
 
-def kl_runs_away(rows: Rows) -> RunWarning | None:
+@dataclass(frozen=True)
+class WarningRule:
+    """A rule.
+
+    Args:
+        find: the rule's function, whose name is the rule's.
+        advice: what to try, or a function of the steps that returns it.
+    """
+
+    find: Finding
+    advice: str | Callable[[Rows], str]
+
+    @property
+    def name(self) -> str:
+        return self.find.__name__
+
+    def check(self, rows: Rows) -> RunWarning | None:
+        """The rule's warning about the last steps, if there is one."""
+        text = self.find(rows)
+        if text is None:
+            return None
+        advice = self.advice if isinstance(self.advice, str) else self.advice(rows)
+        return RunWarning(self.name, text, advice)
+
+
+RULES: list[WarningRule] = []
+"""All rules, in the order of this file."""
+
+
+def _rule(advice: str | Callable[[Rows], str]) -> Callable[[Finding], Finding]:
+    """Decorator that adds a function to ``RULES``."""
+
+    def register(find: Finding) -> Finding:
+        RULES.append(WarningRule(find, advice))
+        return find
+
+    return register
+
+
+def _mean(rows: Rows, name: str) -> float | None:
+    """Mean of a metric over the last ``WINDOW`` steps; None if one of them lacks it."""
+    values = [row.get(name, math.nan) for row in rows[-WINDOW:]]
+    mean = sum(values) / len(values) if values else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+@_rule("a lower actor.optim.lr, or a higher algorithm.kl_ctrl.kl_coef or actor.kl_loss_coef")
+def kl_runs_away(rows: Rows) -> str | None:
     """The policy is far from the reference."""
     kl, length = _mean(rows, history.KL), _mean(rows, history.LENGTH)
     if kl is None or not length or kl / length <= KL_PER_TOKEN:
         return None
-    text = f"the KL to the reference is {kl / length:.2f} nats per token ({kl:.3g} per response)"
-    return RunWarning(
-        "kl_runs_away", text, "a lower actor.optim.lr, or a higher algorithm.kl_ctrl.kl_coef or "
-        "actor.kl_loss_coef",
-    )  # fmt: skip
+    return f"the KL to the reference is {kl / length:.2f} nats per token ({kl:.3g} per response)"
 
 
-def entropy_collapses(rows: Rows) -> RunWarning | None:
+@_rule(
+    "actor.entropy_coeff above 0, a higher actor.clip_ratio_high, a KL penalty, or a lower "
+    "actor.optim.lr"
+)
+def entropy_collapses(rows: Rows) -> str | None:
     """The policy has become nearly deterministic."""
     now = _mean(rows, "policy/entropy_avg")
     before = _mean(rows[:WINDOW], "policy/entropy_avg")
@@ -82,77 +130,72 @@ def entropy_collapses(rows: Rows) -> RunWarning | None:
         return None
     if now >= ENTROPY_BELOW or now >= ENTROPY_SHARE * before:
         return None
-    text = f"the entropy fell from {before:.3g} nats in the first steps to {now:.3g}"
-    return RunWarning(
-        "entropy_collapses", text, "actor.entropy_coeff above 0, a higher actor.clip_ratio_high, "
-        "a KL penalty, or a lower actor.optim.lr",
-    )  # fmt: skip
+    return f"the entropy fell from {before:.3g} nats in the first steps to {now:.3g}"
 
 
-def rewards_are_equal(rows: Rows) -> RunWarning | None:
+@_rule(
+    "another difficulty of the prompts, a finer reward, or a check of the verifier on samples.jsonl"
+)
+def rewards_are_equal(rows: Rows) -> str | None:
     """All responses of each step have the same score: there is nothing to learn from."""
     last = [(r.get("critic/score/min"), r.get("critic/score/max")) for r in rows[-WINDOW:]]
     if any(low is None or low != high for low, high in last):
         return None
-    text = f"all responses of each of the last {WINDOW} steps have one score ({last[-1][0]:g})"
-    return RunWarning(
-        "rewards_are_equal", text, "another difficulty of the prompts, a finer reward, or a check "
-        "of the verifier on samples.jsonl",
-    )  # fmt: skip
+    return f"all responses of each of the last {WINDOW} steps have one score ({last[-1][0]:g})"
 
 
-def groups_are_equal(rows: Rows) -> RunWarning | None:
+@_rule("algorithm.filter_groups, a higher rollout.n, or prompts of another difficulty")
+def groups_are_equal(rows: Rows) -> str | None:
     """Most groups of samples of one prompt have one score."""
     share = _mean(rows, "critic/score/equal_groups")
     if share is None or share <= EQUAL_GROUPS:
         return None
-    text = f"{share:.0%} of the prompts have samples of one score only"
-    return RunWarning(
-        "groups_are_equal", text, "algorithm.filter_groups, a higher rollout.n, or prompts of "
-        "another difficulty",
-    )  # fmt: skip
+    return f"{share:.0%} of the prompts have samples of one score only"
 
 
-def responses_are_cut_off(rows: Rows) -> RunWarning | None:
+@_rule(
+    "a higher data.max_response_length, a check of rollout.stop_token_ids and of the chat "
+    "template, or reward.overlong_buffer_len"
+)
+def responses_are_cut_off(rows: Rows) -> str | None:
     """Nearly all responses reach the length limit."""
     share = _mean(rows, "response_length/clip_ratio")
     if share is None or share < CUT_OFF:
         return None
-    return RunWarning(
-        "responses_are_cut_off", f"{share:.0%} of the responses are cut off",
-        "a higher data.max_response_length, a check of rollout.stop_token_ids and of the chat "
-        "template, or reward.overlong_buffer_len",
-    )  # fmt: skip
+    return f"{share:.0%} of the responses are cut off"
 
 
-def critic_explains_nothing(rows: Rows) -> RunWarning | None:
+@_rule(
+    "a higher critic.optim.lr, trainer.critic_warmup, more critic.ppo_epochs, or an estimator "
+    "without a critic (algorithm.adv_estimator)"
+)
+def critic_explains_nothing(rows: Rows) -> str | None:
     """The critic's values are no better than a constant."""
     if len(rows) < EXPLAINED_AFTER or "critic/vf_loss" not in rows[-1]:
         return None
     explained = _mean(rows, "critic/vf_explained_var")
     if explained is None or explained >= EXPLAINED:
         return None
-    return RunWarning(
-        "critic_explains_nothing", f"the critic explains {explained:.1%} of the returns' variance",
-        "a higher critic.optim.lr, trainer.critic_warmup, more critic.ppo_epochs, or an estimator "
-        "without a critic (algorithm.adv_estimator)",
-    )  # fmt: skip
+    return f"the critic explains {explained:.1%} of the returns' variance"
 
 
-def rollout_and_actor_disagree(rows: Rows) -> RunWarning | None:
+@_rule(
+    "algorithm.rollout_correction.rollout_is: token, rollout.dtype as model.dtype, or with experts "
+    "actor.router_replay: R3"
+)
+def rollout_and_actor_disagree(rows: Rows) -> str | None:
     """Engine and actor give the sampled tokens different probabilities."""
     gap = _mean(rows, "training/rollout_logprob_diff_mean")
     if gap is None or gap <= LOGPROB_GAP:
         return None
-    return RunWarning(
-        "rollout_and_actor_disagree",
-        f"log-probabilities of engine and actor differ by {gap:.3g} nats in the mean",
-        "algorithm.rollout_correction.rollout_is: token, rollout.dtype as model.dtype, or with "
-        "experts actor.router_replay: R3",
-    )  # fmt: skip
+    return f"log-probabilities of engine and actor differ by {gap:.3g} nats in the mean"
 
 
-def experts_starve(rows: Rows) -> RunWarning | None:
+@_rule(
+    "an auxiliary loss or an expert bias in override_transformer_config (docs/moe.md), or a lower "
+    "actor.optim.lr"
+)
+def experts_starve(rows: Rows) -> str | None:
     """An expert gets almost no token."""
     found = []
     for name in rows[-1] if rows else ():
@@ -162,15 +205,11 @@ def experts_starve(rows: Rows) -> RunWarning | None:
     if not found:
         return None
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    where = ", ".join(found[:3])
-    return RunWarning(
-        "experts_starve", f"an expert gets less than 2% of an even load in {where}{more}",
-        "an auxiliary loss or an expert bias in override_transformer_config (docs/moe.md), or a "
-        "lower actor.optim.lr",
-    )  # fmt: skip
+    return f"an expert gets less than 2% of an even load in {', '.join(found[:3])}{more}"
 
 
-def rank_is_slow(rows: Rows) -> RunWarning | None:
+@_rule("a look at that device's clocks, temperature and other processes, or the job without it")
+def rank_is_slow(rows: Rows) -> str | None:
     """One rank needs longer than the others for the same arithmetic."""
     times = [
         {n.removeprefix(history.PROBE): row[n] for n in row if n.startswith(history.PROBE)}
@@ -187,16 +226,14 @@ def rank_is_slow(rows: Rows) -> RunWarning | None:
         return None
     ratio = min(each[always[0]] / median(each.values()) for each in times)
     ranks = "ranks " if len(always) > 1 else "rank "
-    return RunWarning(
-        "rank_is_slow",
+    return (
         f"{ranks}{', '.join(always)} took at least {ratio:.1f} x the median time for the same "
-        f"product of matrices in each of the last {WINDOW} steps",
-        "a look at that device's clocks, temperature and other processes, or the job without it",
+        f"product of matrices in each of the last {WINDOW} steps"
     )
 
 
-def phase_dominates(rows: Rows) -> RunWarning | None:
-    """One phase takes most of the step."""
+def _dominating_phase(rows: Rows) -> tuple[str, float] | None:
+    """The first phase above its share of the step, and its share."""
     total = _mean(rows, history.STEP_TIME)
     if not total:
         return None
@@ -205,31 +242,32 @@ def phase_dominates(rows: Rows) -> RunWarning | None:
         if not name.startswith("timing_s/") or phase in history.NOT_PHASES or seconds is None:
             continue
         if seconds > SHARE_OF_STEP.get(phase, OTHER_SHARE) * total:
-            advice = _PHASE_ADVICE.get(phase, "a look at its parts in the report (docs/memory.md)")
-            text = f"{phase} takes {seconds / total:.0%} of a step"
-            return RunWarning("phase_dominates", text, advice)
+            return phase, seconds / total
     return None
 
 
-def steps_are_skipped(rows: Rows) -> RunWarning | None:
+def _phase_advice(rows: Rows) -> str:
+    found = _dominating_phase(rows)
+    phase = "" if found is None else found[0]
+    return _PHASE_ADVICE.get(phase, "a look at docs/troubleshooting.md, It is slow")
+
+
+@_rule(_phase_advice)
+def phase_dominates(rows: Rows) -> str | None:
+    """One phase takes most of the step."""
+    found = _dominating_phase(rows)
+    return None if found is None else f"{found[0]} takes {found[1]:.0%} of a step"
+
+
+@_rule("a lower optim.lr, or trainer.on_nonfinite: stop and mppo-replay on the step that it keeps")
+def steps_are_skipped(rows: Rows) -> str | None:
     """Optimizer steps were skipped because a loss or gradient was not finite."""
     name, recent = "training/skipped_steps", rows[-MOST_STEPS:]
     counts = [row[name] for row in recent if name in row]
     if not counts or counts[-1] <= counts[0]:
         return None
     count = counts[-1] - counts[0]
-    text = f"{count:.0f} optimizer steps were skipped within {len(recent)} PPO steps"
-    return RunWarning(
-        "steps_are_skipped", text, "a lower optim.lr, or trainer.on_nonfinite: stop and "
-        "mppo-replay on the step that it keeps",
-    )  # fmt: skip
-
-
-RULES: tuple[Rule, ...] = (
-    kl_runs_away, entropy_collapses, rewards_are_equal, groups_are_equal, responses_are_cut_off,
-    critic_explains_nothing, rollout_and_actor_disagree, experts_starve, rank_is_slow,
-    phase_dominates, steps_are_skipped,
-)  # fmt: skip
+    return f"{count:.0f} optimizer steps were skipped within {len(recent)} PPO steps"
 
 
 def current_warnings(rows: Rows) -> list[RunWarning]:
@@ -240,7 +278,7 @@ def current_warnings(rows: Rows) -> list[RunWarning]:
     """
     if len(rows) < WINDOW:
         return []
-    return [found for rule in RULES if (found := rule(rows)) is not None]
+    return [found for rule in RULES if (found := rule.check(rows)) is not None]
 
 
 def course(steps: Steps, end: int) -> Rows:
@@ -292,10 +330,3 @@ def warning_spans(steps: Steps) -> list[WarningSpan]:
         before = step
     found += [WarningSpan(warning, began, before, True) for began, warning in open_spans.values()]
     return sorted(found, key=lambda span: (not span.ongoing, span.first))
-
-
-def _mean(rows: Rows, name: str) -> float | None:
-    """Mean of a metric over the last ``WINDOW`` steps; None if one of them lacks it."""
-    values = [row.get(name, math.nan) for row in rows[-WINDOW:]]
-    mean = sum(values) / len(values) if values else math.nan
-    return mean if math.isfinite(mean) else None

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from healthy_step import HEALTHY
 from launched_run import LaunchedRun, metrics_logged
+from metrics_by_hand import NOT_IN_A_DUMP, metrics_by_hand
 
 from mppo.config.schema import Recipe
 from mppo.dumps.experience_files import read_experience
 from mppo.dumps.inspection import main as inspect
 from mppo.dumps.step_dump import dumped_steps, read_header_of, recipe_hash
 from mppo.report.html.page import page_data
+from mppo.report.html.plots import SPECS
 from mppo.safety.redact import redact
 from mppo.trainer.advantages import current_kl, estimate
 from mppo.trainer.dump import dumped_scores, read_responses
@@ -72,44 +75,32 @@ def test_metrics_equal_a_recomputation_from_the_dump(dumped):
         assert len(found) > 60
         expected = {name: logged[step][name] for name in found}
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        by_hand = formulas(stored, raw.scores_B)
-        expected = {name: logged[step][name] for name in by_hand}
-        assert by_hand == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def formulas(stored, raw_B) -> dict[str, float]:
-    """Metrics written out, without the package's functions."""
-    old, batch = stored.old, stored.old.batch
-    inside = batch.response_mask_T > 0
-    ends = batch.cu_seqlens.tolist()
-    parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
+def test_every_metric_is_written_out_from_the_dump_or_has_a_reason(dumped):
+    recipe = Recipe.model_validate(yaml.safe_load((dumped / "recipe.yaml").read_text()))
+    for line in (dumped / "metrics.jsonl").read_text().splitlines():
+        logged = json.loads(line)
+        step = logged.pop("step")
+        folder = dumped_steps(dumped)[step]
+        header = read_header_of(folder)
+        found = metrics_by_hand(read_experience(folder, header.ranks), header, recipe, step)
+        assert found == pytest.approx({name: logged[name] for name in found}, rel=1e-4, abs=1e-5)
+        left = logged.keys() - found.keys()
+        of_reason = {p: {n for n in left if re.fullmatch(p, n)} for p in NOT_IN_A_DUMP}
+        assert set().union(*of_reason.values()) == left
+        assert all(of_reason.values()), "a reason for no metric"
 
-    def per_sequence(x_T) -> list[float]:
-        return [float(x_T[part][inside[part]].sum()) for part in parts]
 
-    def mean(values) -> float:
-        return sum(values) / len(values)
-
-    gap_T = (old.logprobs_T - batch.rollout_logprobs_T)[inside].abs()
-    errors_T = (stored.returns_T - old.values_T)[inside].double()
-    returns_T = stored.returns_T[inside].double()
-    groups = raw_B.view(-1, 2)
-    return {
-        "critic/score/mean": mean(batch.scores_B.tolist()),
-        "critic/raw_score/mean": mean(raw_B.tolist()),
-        "critic/score/equal_groups": mean((groups[:, 0] == groups[:, 1]).float().tolist()),
-        "critic/rewards/mean": mean(per_sequence(stored.rewards_T)),
-        "critic/advantages/max": float(stored.advantages_T[inside].max()),
-        "critic/returns/mean": float(returns_T.mean()),
-        "critic/values/min": float(old.values_T[inside].min()),
-        "critic/vf_explained_var": float(1 - errors_T.var() / (returns_T.var() + 1e-5)),
-        "objective/kl": mean(per_sequence(old.logprobs_T - old.ref_logprobs_T)),
-        "objective/entropy": mean(per_sequence(-old.logprobs_T)),
-        "response_length/mean": float(inside.sum()) / len(parts),
-        "response_length/clip_ratio": mean(batch.truncated_B.float().tolist()),
-        "training/rollout_logprob_diff_max": float(gap_T.max()),
-        "training/rollout_logprob_diff_mean": float(gap_T.mean()),
-    }
+def test_the_metrics_of_warnings_and_plots_are_those_of_a_run(dumped):
+    names = set(json.loads((dumped / "metrics.jsonl").read_text().splitlines()[-1]))
+    not_here = re.compile(r"actor/moe/|val/reward|val-core/")  # no experts, no validation
+    read = [name for name in HEALTHY if not re.match("perf/rank_probe_ms/[23]", name)]
+    assert [name for name in read if name not in names and not not_here.match(name)] == []
+    for spec in SPECS:
+        for _, pattern in spec.metrics:
+            logged = any(re.fullmatch(pattern, name) for name in names)
+            assert logged or "moe" in pattern or not_here.match(pattern), pattern
 
 
 def test_entropies_are_those_of_the_actor(dumped):

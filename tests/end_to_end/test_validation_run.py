@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from metrics_by_hand import validation_by_hand
 from recipe_run import evaluate_recipe, run_recipe, smaller
 
 RECIPE = "tiny_cpu_reward_model.yaml"
@@ -44,6 +45,7 @@ def test_a_run_and_an_evaluation_with_a_reward_model_report_the_same_numbers(tmp
         }  # fmt: skip
         assert names <= scores.keys()
         lines = [json.loads(line) for line in samples.open()]
+        assert scores == pytest.approx(validation_by_hand(lines, "reverse", 4), abs=1e-6)
         assert (written / f"{row['step']}.jsonl").read_text() == samples.read_text()
         assert len(lines) == 16
         assert scores[f"{extra}/acc/pass@1"] == sum(line["right"] for line in lines) / 16

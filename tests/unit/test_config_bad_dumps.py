@@ -7,7 +7,7 @@ from bad_recipe import GOOD, assert_one_fault, refusal
 
 ROWS = [
     ("a dump that is a path", "trainer.dump_rollouts=/data", "trainer.dump_rollouts", "boolean"),
-    ("a replay of nothing", "trainer.replay=nowhere", "trainer.replay", "there is no such folder"),
+    ("a replay of nothing", "trainer.replay=nowhere", "trainer.replay", "does not exist"),
     ("a replay of a folder without dumps", "trainer.replay=.", "trainer.replay",
      "holds no complete step_N"),
     ("a profile of step 0", "trainer.profile.steps=[0]", "trainer.profile.steps.0", "a value > 0"),

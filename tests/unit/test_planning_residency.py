@@ -357,7 +357,7 @@ def test_a_dry_run_that_does_not_fit_says_so(tmp_path, capsys):
         (["trainer.gpu=[a]"], "trainer.gpu = ['a']"),
         (["trainer.host_memory_gib=0"], "give a value > 0"),
         (["--picture", "who.doc"], "--picture = 'who.doc'"),
-        (["--picture", "/nowhere/who.svg"], "there is no folder /nowhere"),
+        (["--picture", "/nowhere/who.svg"], "the folder /nowhere does not exist"),
     ],
 )
 def test_bad_options_of_a_dry_run(options, message, tmp_path, capsys):

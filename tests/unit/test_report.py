@@ -4,6 +4,9 @@ import contextlib
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -166,6 +169,47 @@ def test_a_terminal_shows_phase_bar_and_numbers_below_the_lines():
     assert "1/10" in last
     assert "updating critic" in last
     assert "0.0123" in last
+
+
+def test_ongoing_warnings_stand_on_top_of_the_display_until_they_end():
+    def last_drawn(*shown: list[str]) -> str:
+        out = io.StringIO()
+        console = StepConsole(10, Console(file=out, force_terminal=True, width=100))
+        console.start(0)
+        console.step(1, METRICS)
+        for texts in shown:
+            console.warnings(texts)
+        console.stop()
+        return out.getvalue().rpartition("reward 0.500")[2]
+
+    drawn = last_drawn(["the KL [b] is\nhigh"])
+    assert drawn.index("warning: the KL [b] is\\nhigh") < drawn.index("1/10")
+    assert "warning" not in last_drawn(["the KL is high"], [])
+
+
+def test_a_log_has_no_display_even_if_colours_are_forced(tmp_path):
+    program = "from mppo.report.console import StepConsole; c = StepConsole(2); c.start(0); "
+    program += "c.step(1, {'objective/kl': 1.0}); c.warnings(['w']); c.stop()"
+    environment = {**os.environ, "FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "SLURM_JOB_ID": "7"}
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert (found.stdout.count("\n"), found.stderr) == (1, "")
+    assert found.stdout.startswith("step 1/2 | eta ")
+    assert "\x1b" not in found.stdout
+
+
+def test_secrets_in_samples_are_replaced_before_a_narrow_column_cuts_them(
+    tmp_path, monkeypatch, capsys
+):
+    secret = "open5esame7cave" * 4
+    monkeypatch.setenv("GITLAB_PAT", secret)
+    subject = reporter(tmp_path)
+    subject.start(0)
+    subject.samples(1, [SampleRow("p" * 60, f"it is {secret}", secret, None, 1.0)])
+    subject.close()
+    assert "open5esame" not in capsys.readouterr().out
+    assert "it is \\*\\*\\* | \\*\\*\\* |" in (tmp_path / "report.md").read_text()
+    assert json_lines(tmp_path / "samples.jsonl")[0]["response"] == "it is ***"
 
 
 @pytest.mark.parametrize(("style", "lines"), [("lines", 1), ("quiet", 0)])

@@ -40,23 +40,31 @@ def log(subject, *steps, **changes) -> None:
 
 
 def test_a_run_that_died_twice_and_changed_its_layout(tmp_path):
-    log(started(tmp_path, 0, "2 ranks; actor TP2"), 1, 2, 3)  # killed: nothing is closed
-    log(started(tmp_path, 2, "4 ranks; actor TP2 PP2"), 3, 4, 5)
+    def memory(ranks: int) -> dict[str, float]:
+        return {f"perf/rank_memory_gb/{rank}": 1.0 for rank in range(ranks)}
+
+    # killed: nothing is closed
+    log(started(tmp_path, 0, "2 ranks; actor TP2"), 1, 2, 3, **memory(2))
+    log(started(tmp_path, 2, "4 ranks; actor TP2 PP2"), 3, 4, 5, **memory(4))
     last = started(tmp_path, 4, "1 rank; actor TP1")
-    log(last, 5, 6)
+    log(last, 5, 6, **memory(1))
     last.close()
     data = page_data([tmp_path])
     (run,) = data["runs"]
     assert run["steps"] == [1, 2, 3, 4, 5, 6], "repeated steps count once"
     kinds = [(event["kind"], event["step"]) for event in run["events"]]
     assert kinds == [
-        ("start", 0), ("died", 0), ("resumed", 2), ("died", 2), ("resumed", 4), ("end", 6),
+        ("start", 0), ("died", 3), ("resumed", 2), ("died", 5), ("resumed", 4), ("end", 6),
     ]  # fmt: skip
     layouts = [event["text"] for event in run["events"] if event["kind"] in ("start", "resumed")]
     assert layouts == ["2 ranks; actor TP2", "4 ranks; actor TP2 PP2", "1 rank; actor TP1"]
     assert run["status"] == "finished: 6 of 6 steps"
     (reward,) = [plot for plot in data["plots"] if plot["title"] == "Reward"]
     assert reward["lines"][0]["y"] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    (memory,) = [plot for plot in data["plots"] if plot["title"] == "Memory per rank"]
+    assert [(line["label"], line.get("x")) for line in memory["lines"]] == [
+        ("rank 0", None), ("rank 1", [1, 2, 3, 4]), ("rank 2", [3, 4]), ("rank 3", [3, 4]),
+    ], "each rank in the steps in which it existed"  # fmt: skip
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 

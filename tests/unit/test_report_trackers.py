@@ -95,6 +95,8 @@ def read_tensorboard(folder: Path) -> None:
     assert values == [(1, 1), (2, 2), (3, pytest.approx(3.2)), (4, pytest.approx(4.2))]
     text = events.Tensors("samples/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "| 12+5=\\| | it is \\*\\*\\* | 17 | 17 | 1.000 | best |" in text
+    (*_, picture) = events.Images("reward_kl")
+    assert (picture.step, picture.encoded_image_string[:4]) == (4, b"\x89PNG")
 
 
 def read_mlflow(folder: Path) -> None:
@@ -117,6 +119,7 @@ def read_mlflow(folder: Path) -> None:
     (path,) = folder.glob("mlflow/*/*/artifacts/samples/4.json")
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["prompt"], row["response"], row["ground truth"]) == ("12+5=|", "it is ***", "17")
+    assert list(folder.glob("mlflow/*/*/artifacts/pictures/reward_kl.png"))
 
 
 def read_wandb(folder: Path) -> None:
@@ -132,6 +135,7 @@ def read_wandb(folder: Path) -> None:
     content = (runs[1] / f"run-{identity}.wandb").read_bytes()
     assert b"critic/score/mean" in content
     assert b"4.2" in content
+    assert list(runs[1].rglob("media/images/reward_kl*.png"))
 
 
 def read_swanlab(folder: Path) -> None:
@@ -143,6 +147,7 @@ def read_swanlab(folder: Path) -> None:
     texts = [path.read_text() for run in runs for path in run.rglob("media/text/*")]
     assert len(texts) == 2
     assert all("| it is \\*\\*\\* | 17 | 17 | 1.000 | best |" in text for text in texts)
+    assert list(runs[1].rglob("media/image/*.png"))
 
 
 READERS = {

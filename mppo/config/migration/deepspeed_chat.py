@@ -12,7 +12,7 @@ from mppo.config.migration.values import both, data_set_files, decay, dtype, giv
 
 _DEEPSPEED = Without("<role>.megatron.* is the layout; there is no DeepSpeed")
 _LORA = Without("LoRA is not supported: all weights are trained")
-_DROPOUT = Without("there is no dropout")
+_DROPOUT = Without("dropout is not supported")
 
 
 ROWS = {

@@ -63,7 +63,7 @@ def _dumps(key: str, name: str) -> Iterator[ConfigIssue]:
     """A replay needs at least one dumped step."""
     fix = "give the folder of a run with trainer.dump_rollouts: true"
     if not Path(name).is_dir():
-        yield ConfigIssue(key, name, "there is no such folder", fix)
+        yield ConfigIssue(key, name, "this folder does not exist", fix)
     elif not dumped_steps(Path(name)):
         yield ConfigIssue(key, name, "holds no complete step_N of dumped rollouts", fix)
 

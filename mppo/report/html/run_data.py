@@ -107,19 +107,13 @@ def _status(status: Status | None, last: int) -> str:
 
 
 def _events(folder: Path, status: Status | None) -> list[Plain]:
-    """The events; a start that follows another start without an end is preceded by a death."""
+    """The events; a start after some steps is a resume, and a run without an end goes on."""
     found: list[Plain] = []
     running = False
     for event in read_events(folder):
-        if event.kind == "start":
-            if running:
-                text = "ended without a report: killed, or the machine was lost"
-                found.append({"kind": "died", "step": found[-1]["step"], "time": "", "text": text})
-            found.append(_event(event, "resumed" if event.step else "start"))
-            running = True
-        else:
-            running = running and event.kind != "end"
-            found.append(_event(event, event.kind))
+        resumed = event.kind == "start" and event.step
+        found.append(_event(event, "resumed" if resumed else event.kind))
+        running = event.kind == "start" or (running and event.kind not in ("end", "died"))
     if running and status is not None and status.status == "running":
         text = "running when this page was made, or ended without a report"
         found.append({"kind": "running", "step": None, "time": "", "text": text})

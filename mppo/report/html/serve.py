@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from mppo.report.html.page import page_data, page_text
+from mppo.safety.redact import redact_text
 
 HOST = "127.0.0.1"
 _NAMES = ("127.0.0.1", "localhost")
@@ -30,7 +31,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             data = page_data(self._folders)
         except (OSError, ValueError) as error:
-            return self._answer(500, "text/plain", f"{error}\n")
+            return self._answer(500, "text/plain", redact_text(f"{error}\n"))
         if self.path == "/":
             return self._answer(200, "text/html", page_text(data, live=True))
         return self._answer(200, "application/json", json.dumps(data, allow_nan=False))

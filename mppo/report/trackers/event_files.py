@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.image import imread
 
 from mppo.report.console import SampleRow
 from mppo.report.history import Metrics
 from mppo.report.summary import markdown_table
-from mppo.report.trackers.tracker import SAMPLES, TrackedRun, import_tracker, sample_cells
+from mppo.report.trackers.tracker import SAMPLES, TrackedRun, import_tracker
 
 
 class TensorBoard:
@@ -23,7 +26,13 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        self._writer.add_text(SAMPLES, "\n".join(markdown_table(sample_cells(rows))), step)
+        self._writer.add_text(
+            SAMPLES, "\n".join(markdown_table([row.cells() for row in rows])), step
+        )
+
+    def picture(self, step: int, path: Path) -> None:
+        pixels_HWC = (imread(path) * 255).astype("uint8")  # of a PNG, from 0 to 1
+        self._writer.add_image(path.stem, pixels_HWC, step, dataformats="HWC")
 
     def close(self) -> None:
         self._writer.close()

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from mppo.report.console import SampleRow
 from mppo.report.history import Metrics
@@ -25,7 +26,8 @@ _BATCH = 1000
 class MLflow:
     """A run of MLflow at ``MLFLOW_TRACKING_URI``, or in ``<run>/mlflow`` if that is not set.
 
-    The recipe is the artifact ``recipe.json``; each table of samples is a file in ``samples``.
+    The recipe is the artifact ``recipe.json``; each table of samples is a file in ``samples``,
+    each picture one in ``pictures``.
     MLflow allows no ``@`` in names: ``pass@4`` becomes ``pass_at_4``.
 
     Raises:
@@ -64,6 +66,9 @@ class MLflow:
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         self._client.log_dict(self._id, {"rows": sample_records(rows)}, f"{SAMPLES}/{step}.json")
+
+    def picture(self, step: int, path: Path) -> None:
+        self._client.log_artifact(self._id, str(path), "pictures")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Sequence
+from pathlib import Path
 
 from mppo.report.console import SampleRow
 from mppo.report.history import Metrics
@@ -14,7 +15,6 @@ from mppo.report.trackers.tracker import (
     TrackedRun,
     import_tracker,
     refused,
-    sample_cells,
 )
 
 _ID_CHARACTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 21
@@ -55,8 +55,11 @@ class SwanLab:
         self._run.log(dict(metrics), step=step)
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        text = self._swanlab.Text("\n".join(markdown_table(sample_cells(rows))))
+        text = self._swanlab.Text("\n".join(markdown_table([row.cells() for row in rows])))
         self._run.log({SAMPLES: text}, step=step)
+
+    def picture(self, step: int, path: Path) -> None:
+        self._run.log({path.stem: self._swanlab.Image(str(path))}, step=step)
 
     def close(self) -> None:
         self._swanlab.finish()

@@ -33,6 +33,10 @@ class Tracker(Protocol):
         """Log a table of responses, without secrets."""
         ...
 
+    def picture(self, step: int, path: Path) -> None:
+        """Log an image file, under its name without the suffix."""
+        ...
+
     def close(self) -> None:
         """Send what is left, and end."""
         ...
@@ -103,11 +107,6 @@ def refused(package: str, error: Exception, offline: str) -> ConfigError:
     return ConfigError([ConfigIssue(KEY, package, why, fix)])
 
 
-def sample_cells(rows: Sequence[SampleRow]) -> list[list[str]]:
-    """The texts of a table of samples, secrets replaced, without the heads ``SAMPLE_COLUMNS``."""
-    return [[redact_text(text) for text in row.cells()] for row in rows]
-
-
 def sample_records(rows: Sequence[SampleRow]) -> list[dict[str, str]]:
     """A table of samples as a list of rows by head."""
-    return [dict(zip(SAMPLE_COLUMNS, cells, strict=True)) for cells in sample_cells(rows)]
+    return [dict(zip(SAMPLE_COLUMNS, row.cells(), strict=True)) for row in rows]

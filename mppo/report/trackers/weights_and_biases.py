@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 from mppo.report.console import SAMPLE_COLUMNS, SampleRow
 from mppo.report.history import Metrics
@@ -12,7 +13,6 @@ from mppo.report.trackers.tracker import (
     TrackedRun,
     import_tracker,
     refused,
-    sample_cells,
 )
 
 
@@ -47,8 +47,13 @@ class WandB:
         self._run.log(dict(metrics), step=step)
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        table = self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=sample_cells(rows))
+        table = self._wandb.Table(
+            columns=list(SAMPLE_COLUMNS), data=[list(row.cells()) for row in rows]
+        )
         self._run.log({SAMPLES: table}, step=step)
+
+    def picture(self, step: int, path: Path) -> None:
+        self._run.log({path.stem: self._wandb.Image(str(path))}, step=step)
 
     def close(self) -> None:
         self._run.finish()

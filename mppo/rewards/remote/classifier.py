@@ -90,7 +90,7 @@ def load_classifier_format(options: ClassifierOptions) -> ClassifierFormat:
     """Read the tokenizer.
 
     Raises:
-        ConfigError: there is no tokenizer, or it has no chat template where one is wanted.
+        ConfigError: the tokenizer is missing, or lacks the chat template that the options need.
     """
     key = "reward.kwargs.tokenizer_path"
     try:

@@ -25,7 +25,7 @@ class RemoteReward:
     """Sends responses to a reward server, several requests at a time.
 
     Every response gets its own score or a ``FailedScore``: answers are matched with their
-    requests, and what is missing or not a number is asked for again.
+    requests, and responses whose score is missing or not a number are sent again.
 
     Args:
         server: where requests go.
