@@ -97,6 +97,28 @@ def read_experience(
         raise ValueError(f"{folder}: {error}") from error
 
 
+def read_one_file(path: Path) -> Experience:
+    """Read an experience of all sequences, as an earlier version wrote it.
+
+    Raises:
+        ValueError, KeyError, TypeError, OSError: the file does not hold one.
+    """
+    try:
+        with _opened(path) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        ends = tensors[_ENDS]
+        if len(ends) < 2 or ends[0] != 0 or ends.dtype != torch.int64 or (ends.diff() < 0).any():
+            raise ValueError(f"{path}: {_ENDS} does not divide the tokens into sequences")
+        tokens, sequences = int(ends[-1]), len(ends) - 1
+        for name, tensor in tensors.items():
+            length = {"T": tokens, "B": sequences}.get(name[-1])
+            if length not in (None, len(tensor)):
+                raise ValueError(f"{path}: {name} has {len(tensor)} rows, not {length}")
+        return _experience(tensors, {"layers": None, "actor": True})
+    except (SafetensorError, RuntimeError, IndexError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def _read(
     folder: Path, ranks: int, held: Sequence[int] | None, home_B: Tensor | None
 ) -> Experience:

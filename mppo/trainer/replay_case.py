@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from mppo.batch import Experience
-from mppo.dumps.experience_files import read_experience
+from mppo.dumps.experience_files import read_experience, read_one_file
 from mppo.safety.disk import replace_text
 from mppo.safety.input_files import read_json
 from mppo.supervision.first_rank import on_first_rank
 from mppo.trainer.dump import write_shares
 
 CASE, MODELS = "case.json", "models"
+_EARLIER = "experience.safetensors"
+"""Cases of earlier versions have one file of all sequences, and no number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -55,5 +57,8 @@ def load_case(folder: Path) -> tuple[ReplayCase, Experience]:
     Raises:
         ValueError, KeyError, TypeError, OSError: the folder does not hold a valid case.
     """
-    case = ReplayCase(**read_json(folder / CASE, nan=True))
+    values = read_json(folder / CASE, nan=True)
+    if (folder / _EARLIER).exists():
+        return ReplayCase(**values, ranks=1), read_one_file(folder / _EARLIER)
+    case = ReplayCase(**values)
     return case, read_experience(folder, case.ranks)

@@ -20,6 +20,7 @@ from mppo.config.sections.algorithm import (
     RolloutCorrectionConfig,
 )
 from mppo.config.sections.roles import ActorConfig, CriticConfig, PolicyLossConfig
+from mppo.parallel.layout import Layout
 
 LENGTHS = [3, 0, 5, 2, 9, 1, 40, 4, 7, 0, 12, 6]
 LIMIT = 40
@@ -232,10 +233,53 @@ def pack_where_responses_arrived() -> None:
     assert without.routed_experts_T.shape == (len(without.tokens_T), 0, 0)
 
 
+def fetch_what_a_rank_uses(layout: Layout) -> None:
+    """A stage gets the expert choices of its own layers; hidden states and targets the last one."""
+    from mppo.models.role_spec import PassInputs
+    from mppo.models.work_share import PassMoves, fetch_share
+    from mppo.pipeline.microbatches import MicroBatchLimits, plan_microbatches
+    from mppo.trainer.advantages import estimate
+    from mppo.trainer.losses import value_targets
+    from mppo.trainer.sharing.gathers import gather_of_mini_batch
+    from mppo.trainer.sharing.shares import fetch_targets
+
+    complete, layers_of = outputs_of(LENGTHS), [[0, 2], [1]]
+    tokens = len(complete.batch.tokens_T)
+    choices_T = torch.arange(tokens * 3 * 2, dtype=torch.int16).view(tokens, 3, 2)
+    batch = replace(complete.batch, routed_experts_T=choices_T)
+    part = shared(replace(complete, batch=batch))
+    states_T = torch.arange(tokens * 5.0).view(tokens, 5)
+    held = PassInputs(states_T[sequence_token_indices(batch.cu_seqlens, part.batch.held_H)])
+    plan = plan_microbatches(
+        batch.lengths_B.tolist(), range(batch.num_sequences), layout.dp, MicroBatchLimits(3)
+    )
+    share, inputs = fetch_share(part.batch, PassMoves(layout, plan, part.batch), held, layers_of)
+    place = layout.coordinates(dist.get_rank())
+    numbers = sorted(number for micro_batch in plan[place.dp] for number in micro_batch)
+    where = sequence_token_indices(batch.cu_seqlens, numbers)
+    on_last = place.pp == layout.pp - 1
+    assert torch.equal(share.tokens_T, batch.tokens_T[where])
+    assert torch.equal(share.routed_experts_T, choices_T[where][:, layers_of[place.pp]])
+    assert share.expert_layers == tuple(layers_of[place.pp])
+    assert inputs.ref_hidden_T is not None
+    assert torch.equal(inputs.ref_hidden_T, states_T[where][:, : 5 if on_last else 0])
+    critic, everything = CriticConfig(), range(batch.num_sequences)
+    targets = value_targets(
+        estimate(part, AlgorithmConfig(), 0.0), everything, critic, LIMIT,
+        lambda chosen: gather_of_mini_batch(part.batch, chosen),
+    )  # fmt: skip
+    sequences = part.batch.held_H.tolist()
+    found, of = fetch_targets(targets, sequences, part.batch, plan, layout)
+    assert of == (tuple(numbers) if on_last else ())
+    assert len(found.returns_T) == (len(where) if on_last else 0)
+
+
 def _worker(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
     (folder / f"bytes{rank}").write_text(str(held_bytes()))
+    for layout in {Layout(world, pp=2), Layout(world, pp=2, cp=world // 2)}:
+        fetch_what_a_rank_uses(layout)
     compare_estimates()
     compare_targets(folder)
     move_from_one_rank()

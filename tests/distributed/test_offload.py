@@ -84,6 +84,34 @@ class Counted(MovedStorages):
         super().wait()
 
 
+def recorded(engine: Any, placement: Any, calls: list[list[str]]) -> type:
+    """The engine's class, which also records the phase in which it is called, and is awake or not.
+
+    An engine that shares the GPU has memory on it from new weights until it sleeps.
+    """
+
+    class Recorded(type(engine)):
+        awake = False
+
+        def update_weights(self, buckets, version: int) -> None:
+            self._called("update_weights", True)
+            super().update_weights(buckets, version)
+
+        def generate(self, request):
+            self._called("generate", True)
+            return super().generate(request)
+
+        def sleep(self) -> None:
+            super().sleep()
+            self._called("sleep", False)
+
+        def _called(self, name: str, awake: bool) -> None:
+            self.awake = awake
+            calls.append([name, placement.phase])
+
+    return Recorded
+
+
 def contents(roles: dict) -> dict[str, str]:
     """A checksum of what a checkpoint of each trained role would hold of this rank."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -145,6 +173,7 @@ def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> A
 
         def _see(self, before: str, early: bool) -> None:
             seen = {"before": before, "phase": self.phase, "early": early}
+            seen["awake"] = self.engine.awake
             seen["bytes"] = bytes_on_device(self._roles)
             seen["waits"] = {n: role.weights.storages.waits for n, role in self._roles.items()}
             if not stop_at:
@@ -164,8 +193,11 @@ def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> A
     overrides = [*COMMON, *overrides, f"trainer.default_local_dir={out}"]
     with listening(within_s=0.0) as stop:
         run = build_run(load_recipe(None, overrides), info, stop)
-        run.roles.placement.__class__ = Watched  # the scorer of responses has this object too
-        run.roles.placement.watch()
+        placement, calls = run.roles.placement, []
+        run.engine.__class__ = recorded(run.engine, placement, calls)
+        placement.__class__ = Watched  # the scorer of responses has this object too
+        placement.engine, placement.calls = run.engine, calls
+        placement.watch()
         run = Stopped(**vars(run))
         train(run)
     run.reporter.close()
@@ -189,6 +221,7 @@ def _worker(rank: int, out: Path) -> None:
     seen["phases"] = moved.roles.placement.seen
     seen["table"] = moved.roles.placement._table
     seen["kept"] = kept.roles.placement.seen
+    seen["calls"] = moved.roles.placement.calls
     (out / f"seen_{rank}.json").write_text(json.dumps(seen))
     for stage in STOPS:
         _run(info, out / stage, OFFLOADED, stage)
@@ -264,6 +297,18 @@ def test_parts_lie_where_the_table_says(runs):
                 assert seen["all"][role][part] > 0
                 places.add((entry["phase"], place, early))
     assert {("reward", "returning", True), ("reward", "returning", False)} <= places
+
+
+def test_the_engine_is_awake_only_in_phases_that_leave_it_the_memory(runs):
+    seen = seen_by(runs, 0)
+    assert {tuple(call) for call in seen["calls"]} == {
+        ("update_weights", "weight sync"),
+        ("generate", "generation"),
+        ("sleep", "generation"),
+    }
+    beside = [entry for entry in seen["phases"] if entry["awake"]]
+    assert {entry["phase"] for entry in beside} == {"weight sync", "generation", "reward"}
+    assert not any(entry["early"] for entry in beside if entry["phase"] == "reward")
 
 
 def test_only_the_phase_that_uses_weights_waits_for_them(runs):

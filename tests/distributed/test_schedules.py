@@ -107,13 +107,14 @@ CASES = {
     ),
     "PP1, actor TP2": Update("qwen2", (f"actor.{TP}=2",)),
     "actor TP2xPP2, critic PP2": Update("qwen2", (*PP2, f"actor.{TP}=2")),
-    "PP2, gradients and weights in the background": Update(
+    "PP2, gradients and weights in the background, offloaded": Update(
         "qwen2",
         (
             *PP2,
             *both("megatron.overlap_grad_reduce=true"),
             *both("megatron.overlap_param_gather=true"),
         ),
+        offloaded=True,
     ),
     "PP2, no distributed optimizer": Update(
         "qwen2", (*PP2, *both("megatron.use_distributed_optimizer=false"))

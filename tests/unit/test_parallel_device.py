@@ -54,3 +54,9 @@ def test_the_gpus_are_given_as_integers_in_the_order_of_their_indices_on_the_bus
     assert [int(index) for index in found["CUDA_VISIBLE_DEVICES"].split(",")] == [3, 0]
     assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert visible_gpus([]) == {}
+
+
+def test_host_memory_that_cannot_be_had_is_an_error_with_advice():
+    advice = r"1048576\.0 GiB of host memory .* --dry-run; .* offload less \(megatron\.offload\)"
+    with pytest.raises(MemoryError, match=advice):
+        device.pinned_memory(1 << 50)

@@ -1,0 +1,116 @@
+"""From the servers' answers to micro-batches, Python's work does not grow with the tokens."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import json
+import sys
+from itertools import count
+
+import pytest
+import torch
+
+from mppo.batch import ModelOutputs, Prompt
+from mppo.config.sections.algorithm import AlgorithmConfig
+from mppo.config.sections.roles import ActorConfig, CriticConfig
+from mppo.config.sections.rollout import SamplingConfig
+from mppo.models.microbatch import cut
+from mppo.responses import Responses
+from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.sglang.answers import add_answers
+from mppo.rollout.sglang.api import SGLangApi
+from mppo.rollout.sglang.routed_experts import RoutingShape
+from mppo.rollout.sglang.token_text import parse_generated
+from mppo.trainer.advantages import estimate
+from mppo.trainer.losses import policy_targets, value_targets
+from mppo.trainer.metrics import experience_metrics, mismatch_metrics
+from mppo.trainer.sharing.shares import pack_responses, share_out
+
+SAMPLES, PROMPT, LONGEST = 4, 16, 8000
+ROUTING = RoutingShape(layers=3, experts=2)
+PER_TOKEN = 0.1
+"""Most calls, or objects, per token: texts are converted some 3,000 tokens at a time."""
+
+
+def body(length: int) -> bytes:
+    """SGLang's answer with responses of this length."""
+    random = torch.Generator().manual_seed(0)
+    answers = []
+    for _ in range(SAMPLES):
+        ids = torch.randint(1000, 9000, (length,), generator=random).tolist()
+        logprobs = torch.randn(length, generator=random).abs().neg().tolist()
+        routed = (PROMPT + length - 1) * ROUTING.layers * ROUTING.experts
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "weight_version": "3",
+            "output_token_logprobs": [(x, i, None) for x, i in zip(logprobs, ids)],
+            "routed_experts": base64.b64encode(bytes(4 * routed)).decode(),
+        }
+        answers.append({"text": "", "output_ids": ids, "meta_info": meta})
+    return json.dumps(answers, separators=(",", ":")).encode()
+
+
+def micro_batches(text: bytes) -> list[object]:
+    """What a rank keeps of one answer, from its text to the micro-batches of an update."""
+    api = SGLangApi("http://127.0.0.1:1", None, 1.0)
+    answers = {i: api._generated(answer) for i, answer in enumerate(parse_generated(text))}
+    prompt = Prompt(0, torch.arange(PROMPT), "", "", "")
+    request = GenerationRequest([prompt], SamplingConfig(n=SAMPLES), LONGEST, seed=0)
+    responses = add_answers(Responses({}, {}), answers, request, ROUTING, 1, None)
+    scores = [0.5 * i for i in range(SAMPLES)]
+    batch = share_out(pack_responses(responses, scores, LONGEST), num_experts=16)
+    logprobs_T = batch.rollout_logprobs_T
+    outputs = ModelOutputs(batch, logprobs_T, 0.9 * logprobs_T, 0.1 * logprobs_T)
+    experience = estimate(outputs, AlgorithmConfig(use_kl_in_reward=True), 0.1)
+    everything = range(SAMPLES)
+    return [
+        responses,
+        experience,
+        experience_metrics(experience),
+        mismatch_metrics(outputs, step=4),
+        policy_targets(experience, everything, ActorConfig(), LONGEST),
+        value_targets(experience, everything, CriticConfig(), LONGEST),
+        *(cut(batch, [i], 1, torch.device("cpu"), batch.response_mask_T) for i in everything),
+    ]
+
+
+def calls_and_objects(text: bytes) -> tuple[int, int]:
+    """Calls of Python's and C's functions on the path, and the objects that it leaves."""
+    calls = count()
+
+    def counted(frame, event: str, argument) -> None:
+        if event in ("call", "c_call"):
+            next(calls)
+
+    gc.collect()
+    before = sys.getallocatedblocks()
+    sys.setprofile(counted)
+    try:
+        kept = micro_batches(text)
+    finally:
+        sys.setprofile(None)
+    gc.collect()
+    objects = sys.getallocatedblocks() - before
+    assert kept
+    return next(calls), objects
+
+
+@pytest.fixture(scope="module")
+def grown() -> tuple[int, int, int]:
+    """Tokens, calls and objects by which long responses exceed short ones."""
+    short, long = 500, 4500
+    calls_and_objects(body(short))  # what is made once is not counted
+    before, after = calls_and_objects(body(short)), calls_and_objects(body(long))
+    assert before[0] > 100
+    return SAMPLES * (long - short), after[0] - before[0], after[1] - before[1]
+
+
+def test_no_function_is_called_for_a_token(grown) -> None:
+    tokens, calls, _ = grown
+    assert calls < PER_TOKEN * tokens
+
+
+def test_no_object_is_kept_for_a_token(grown) -> None:
+    tokens, _, objects = grown
+    assert objects < PER_TOKEN * tokens
