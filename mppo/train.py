@@ -24,6 +24,7 @@ from mppo.hub.download import fetch_model
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo, discover, launcher_patience_s, parents_command
 from mppo.safety.redact import redacted_output
+from mppo.simulation.model_config import ModelConfigs
 from mppo.supervision import exit_report
 
 # modules that import torch, transformers or Megatron are imported inside functions: --help and the
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_report.refuse_recipe(error)
     try:
         planned = arguments.dry_run  # the machine may differ from the run's
-        read_config = _simulated_config(arguments) if arguments.simulate else _read_config
+        configs = ModelConfigs(arguments.config)
+        read_config = configs.read if planned else _read_config
         launched = info.world_size > 1 or not planned
         world = arguments.world_size or (info.world_size if launched else None)
         remarks = unknown_variables(os.environ)
@@ -60,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             role_checks=(partial(_check_role, planned=planned),),
             engine_check=partial(_check_engine, planned=planned),
             remarks=remarks,
-            fetch_model=fetch_model,
+            fetch_model=configs.fetch if planned else fetch_model,
             fetch_data_set=fetch_data_set,
             ranks_per_node=info.local_world_size if info.world_size > 1 else None,
         )
-        for remark in remarks if info.rank == 0 else ():
+        for remark in [*remarks, *configs.remarks] if info.rank == 0 else ():
             exit_report.say(remark)
         if arguments.dry_run:
             planned_world = world or world_size_of(recipe)
@@ -160,14 +162,6 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
     options = Options(arguments.world_size, all_stages=True, quick=True, gpu=arguments.gpu)
     return run_program(arguments.config, arguments.overrides, options)
-
-
-def _simulated_config(arguments: argparse.Namespace) -> Callable[..., Any]:
-    """Read a model's config as the simulation does, which needs no model folder."""
-    from mppo.simulation.model_config import ModelConfigs
-
-    configs = ModelConfigs(arguments.config)
-    return lambda path, trust_remote_code=False: configs.read(str(path))
 
 
 def _dry_run(

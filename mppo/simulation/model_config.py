@@ -1,4 +1,4 @@
-"""Configs of a recipe's models, whose weights need not be on this machine."""
+"""Configs of a recipe's models, which need not be on this machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import ConfigError
+from mppo.config.sections.model import Hub
 
 
 class ModelConfigs:
@@ -26,21 +27,49 @@ class ModelConfigs:
         self._read: dict[str, Any] = {}
         self.remarks: list[str] = []
 
-    def read(self, path: str) -> Any:
+    def read(self, path: str | Path, trust_remote_code: bool = False) -> Any:
         """Read the Hugging Face config of a model.
+
+        Args:
+            path: the model's folder, or its name.
+            trust_remote_code: run Python code of the model's folder.
 
         Raises:
             ConfigError: neither folder has a config.
         """
         from mppo.hub.builtin import load_config, read_model_config
 
-        if path not in self._read:
-            shipped = self._beside / Path(path).name
+        name = str(path)
+        if name not in self._read:
             try:
-                self._read[path] = load_config(path)
+                self._read[name] = load_config(name, trust_remote_code)
             except ConfigError:
-                if not (shipped / "config.json").is_file():
+                shipped = None if Path(name).expanduser().exists() else self._shipped(name)
+                if shipped is None:
                     raise
-                self._read[path] = read_model_config(shipped)
-                self.remarks.append(f"{path} is not on this machine: taking {shipped}")
-        return self._read[path]
+                self._read[name] = read_model_config(shipped)
+        return self._read[name]
+
+    def fetch(self, name: str, hub: Hub, weights: bool, trust_remote_code: bool) -> Path:
+        """Download a model's config from its hub (``fetch_model``).
+
+        Raises:
+            ConfigError: the hub cannot be reached, and ``configs/`` has no such model.
+        """
+        from mppo.hub.download import fetch_model
+
+        try:
+            return fetch_model(name, hub, weights, trust_remote_code)
+        except ConfigError:
+            shipped = self._shipped(name)
+            if shipped is None:
+                raise
+            return shipped
+
+    def _shipped(self, name: str) -> Path | None:
+        """The folder in ``configs/`` that stands for a model; None: there is none."""
+        shipped = self._beside / Path(name).name
+        if not (shipped / "config.json").is_file():
+            return None
+        self.remarks.append(f"{name} is not on this machine: taking {shipped}")
+        return shipped
