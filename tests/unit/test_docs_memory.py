@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from test_docs import ROOT, code_blocks
 
 from mppo.planning.verdict import EXIT_TOO_LARGE
 from mppo.train import main
 
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "memory.md"
 PROGRAM = ["python", "mppo/train.py"]
 
@@ -28,17 +28,19 @@ def shown() -> list[Shown]:
     """The commands with an output, with the page's shell variables filled in."""
     found: list[Shown] = []
     variables: dict[str, str] = {}
-    for _, text in code_blocks(PAGE):
-        if not text.startswith("$ "):
-            continue
-        for line in text.splitlines():
-            if setting := re.fullmatch(r'\$ (\w+)="(.*)"', line):
-                variables[setting[1]] = setting[2]
-            elif line.startswith("$ "):
-                filled = re.sub(r"\$(\w+)", lambda name: variables[name[1]], line[2:])
-                found.append(Shown(filled, []))
-            elif line.strip():
-                found[-1].lines.append(line.rstrip())
+    is_output = False
+    for line in PAGE.read_text().splitlines():
+        text = line.removeprefix("    ").rstrip()
+        if setting := re.fullmatch(r'\$ (\w+)="(.*)"', text):
+            variables[setting[1]] = setting[2]
+        elif text.startswith("$ "):
+            filled = re.sub(r"\$(\w+)", lambda name: variables[name[1]], text[2:])
+            found.append(Shown(filled, []))
+            is_output = True
+        elif text and not line.startswith("    "):
+            is_output = False
+        elif text and is_output:
+            found[-1].lines.append(text)
     return found
 
 
@@ -69,5 +71,4 @@ def test_a_command_prints_what_the_page_shows(one, tmp_path, monkeypatch, capsys
 
 
 def test_the_page_has_its_example():
-    assert len(shown()) == 5
-    assert sum(len(one.lines) for one in shown()) > 50
+    assert [len(one.lines) for one in shown()] == [17, 28, 6, 8, 3]
