@@ -194,6 +194,14 @@ def test_nothing_less_than_what_auto_offloads_would_fit(gib):
         assert not all(verdict.fits for verdict in verdicts), (name, part)
 
 
+@pytest.mark.parametrize("gib", [42, 46, 54, 62])
+def test_auto_chooses_for_the_rank_that_needs_most(gib):
+    """The first and the last stage alone would offload different parts here."""
+    fit = fit_of(gib, "deepseek_llm_7b_gsm8k_math", FEW)
+    assert len(fit.verdicts) == 2
+    assert all(verdict.fits for verdict in fit.verdicts.values())
+
+
 def test_what_a_recipe_sets_is_not_chosen_anew():
     none = fit_of("h100-80gb", "qwen2.5_32b_gsm8k_math", "critic.megatron.offload=none",
                   "actor.megatron.offload={gradients: true}")  # fmt: skip
