@@ -21,6 +21,9 @@ ROWS = [
     ("an optimizer of a reference", "algorithm.use_kl_in_reward=true "
      "ref.megatron.offload.optimizer=true", "ref.megatron.offload.optimizer",
      "offload.parameters moves its weights"),
+    ("an optimizer of a reward model", "reward_model.path=builtin:tiny-reward "
+     "reward_model.megatron.offload.optimizer=true", "reward_model.megatron.offload.optimizer",
+     "the reward model is not trained: it has no optimizer"),
     ("verl's offload of a reference's optimizer", "ref.megatron.optimizer_offload=true",
      "ref.megatron.optimizer_offload", "param_offload moves its weights"),
     ("a hybrid optimizer that is not distributed",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,13 @@ from mppo.config.rules.rule import roles_in_use, world_size_of
 from mppo.hub.builtin import resolve_model
 from mppo.planning.describe import describe_plan
 from mppo.planning.plan import plan_roles
-from mppo.rollout.sglang.model_support import engine_issues
 from mppo.train import main
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 CONFIGS = ROOT / "recipes" / "configs"
+HEADINGS = ("resolved recipe", "layout of", "one iteration", "parameters", "memory by phase",
+            "who is where in which phase", "verdict")  # fmt: skip
 PARAMETERS = {
     "Qwen2-7B-Instruct": 7_615_616_512,
     "Qwen2.5-32B-Instruct": 32_763_876_352,
@@ -57,12 +57,15 @@ def configs(recipe, read_config):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_shipped_recipe_breaks_no_rule(path, read_config):
-    judge = partial(engine_issues, on_cpu=False)
-    recipe = load_checked(path, [], None, read_config, files=False, engine_check=judge)
-    plan = describe_plan(recipe, world_size_of(recipe), configs(recipe, read_config))
-    for heading in ("# resolved recipe", "# layout of", "# one iteration", "# parameters"):
-        assert heading in plan
+def test_the_dry_run_of_a_shipped_recipe_needs_no_model_and_ends_with_a_verdict(
+    path, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["--config", str(path), "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    for heading in HEADINGS:
+        assert f"\n# {heading}" in f"\n{plan}"
+    assert re.search(r"^fits, with [\d.]+ GiB to spare$", plan, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
