@@ -22,6 +22,7 @@ from mppo.batch import Experience
 from mppo.checkpoint.run_state import load_roles
 from mppo.config.schema import Recipe
 from mppo.dumps.experience_files import named_tensors
+from mppo.dumps.stale import stale_reason
 from mppo.hub.builtin import read_model_config
 from mppo.models.role import Role
 from mppo.parallel import device
@@ -126,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(argv).folder
     if not (folder / CASE).is_file():
         parser.error(f"{folder} has no {CASE}; give a folder RUN/nonfinite/step_N")
-    info = discover()
+    info, stale = discover(), stale_reason(folder)
+    if stale is not None and info.rank == 0:
+        print(f"{folder}: a case of lost work: {stale}")
     try:
         for table in sorted((folder / MODELS).glob(f"*/{METADATA}")):
             read_checkpoint(table.parent)

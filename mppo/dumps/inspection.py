@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mppo.dumps.step_dump import StepDump, dumped_steps, read_header_of
+from mppo.dumps.step_dump import StepDump, dumped_steps, read_header_of, stale_dumps
 from mppo.safety.foreign_text import visible
 from mppo.safety.redact import redacted_output
 
@@ -29,39 +29,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="run folder, its rollouts, or one step_N")
     parser.add_argument("--step", type=int, help="the PPO step (default: the last dumped)")
     parser.add_argument("--sequence", type=int, help="index of a sequence: show its tokens")
+    parser.add_argument(
+        "--stale", action="store_true", help="show dumps of lost work too, which are marked stale"
+    )
     chosen = parser.parse_args(argv)
-    steps = dumped_steps(chosen.folder)
-    if not steps:
-        parser.error(
-            f"{chosen.folder} holds no dumped step; give the folder of a run with "
-            "trainer.dump_rollouts: true"
-        )
-    step = max(steps) if chosen.step is None else chosen.step
-    if step not in steps:
-        parser.error(f"--step {step}: the dumped steps are {_ranges(list(steps))}")
+    step, folder, stale = _chosen_step(parser, chosen.folder, chosen.step, chosen.stale)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     try:
-        header = read_header_of(steps[step])
+        header = read_header_of(folder)
         if chosen.sequence is None:
-            console.print(_sequences(header))
+            console.print(_sequences(header, stale))
             return 0
         if not 0 <= chosen.sequence < len(header.rows):
             last = len(header.rows) - 1
             parser.error(f"--sequence {chosen.sequence}: step {step} has the sequences 0 to {last}")
-        console.print(_tokens(steps[step], header, chosen.sequence))
+        console.print(_tokens(folder, header, chosen.sequence, stale))
     except _DAMAGED as error:
         why = " ".join(str(error).split())
-        print(f"mppo: {steps[step]}: the dump cannot be read: {why}", file=sys.stderr)
+        print(f"mppo: {folder}: the dump cannot be read: {why}", file=sys.stderr)
         return 2
     return 0
+
+
+def _chosen_step(
+    parser: argparse.ArgumentParser, path: Path, step: int | None, with_stale: bool
+) -> tuple[int, Path, str]:
+    """The step to show, its folder, and words for a title if it is stale; exits without a step."""
+    steps, stale = dumped_steps(path), stale_dumps(path)
+    if with_stale:
+        steps = dict(sorted({**steps, **{n: folder for n, (folder, _) in stale.items()}}.items()))
+    elif stale:
+        (_, why), numbers = stale[max(stale)], ", ".join(map(str, stale))
+        print(f"mppo: left out, stale: step {numbers} ({why}); see --stale", file=sys.stderr)
+    if not steps and stale:
+        parser.error(f"{path} holds only stale dumps; add --stale to see them")
+    if not steps:
+        parser.error(
+            f"{path} holds no dumped step; give the folder of a run with "
+            "trainer.dump_rollouts: true"
+        )
+    step = max(steps) if step is None else step
+    if step not in steps:
+        fix = "; add --stale to see this step" if step in stale else ""
+        parser.error(f"--step {step}: the dumped steps are {_ranges(list(steps))}{fix}")
+    return step, steps[step], f", stale: {stale[step][1]}" if step in stale else ""
 
 
 def _ranges(steps: list[int]) -> str:
     return f"{steps[0]} to {steps[-1]} ({len(steps)} of them)"
 
 
-def _sequences(header: StepDump) -> Table:
-    title = f"step {header.step}: {len(header.rows)} sequences, recipe {header.recipe[:12]}"
+def _sequences(header: StepDump, stale: str) -> Table:
+    count, recipe = len(header.rows), header.recipe[:12]
+    title = Text(f"step {header.step}: {count} sequences, recipe {recipe}{stale}")
     table = Table(title=title, title_justify="left")
     for name in ("sequence", "prompt", "source", "ground truth", "end", "tokens", "score"):
         side = "right" if name in ("sequence", "tokens", "score") else "left"
@@ -74,14 +94,14 @@ def _sequences(header: StepDump) -> Table:
     return table
 
 
-def _tokens(folder: Path, header: StepDump, index: int) -> Table:
+def _tokens(folder: Path, header: StepDump, index: int, stale: str) -> Table:
     from mppo.dumps.token_table import read_token_tables  # imports torch
 
     (found,) = read_token_tables(folder, header, [index])
     row = found.row
     title = (
         f"step {header.step}, sequence {index}: score {row.score:.4g}, {row.finish_reason}, "
-        f"ground truth {visible(row.ground_truth)}"
+        f"ground truth {visible(row.ground_truth)}{stale}"
     )
     table = Table(title=Text(title), title_justify="left")
     for name in ("token", "id", "text", *found.numbers):

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mppo.dumps.stale import stale_reason, step_folders
 from mppo.safety.disk import replace_text
 from mppo.safety.input_files import read_json
 from mppo.safety.redact import redact
@@ -137,18 +138,30 @@ def read_pieces(folder: Path, ranks: int) -> dict[int, str]:
 
 
 def dumped_steps(path: Path) -> dict[int, Path]:
-    """The complete dumps by step, ascending.
+    """The complete dumps by step, ascending, without those of lost work.
 
     Args:
         path: a run folder, its folder ``rollouts``, or the folder of one step.
     """
-    for folder in (path / FOLDER, path):
-        found = {
-            int(match[1]): entry
-            for entry in (folder.iterdir() if folder.is_dir() else ())
-            if (match := re.fullmatch(r"step_(\d+)", entry.name)) and (entry / HEADER).is_file()
-        }
+    found = _complete_dumps(path)
+    return {step: folder for step, folder in found.items() if stale_reason(folder) is None}
+
+
+def stale_dumps(path: Path) -> dict[int, tuple[Path, str]]:
+    """The complete dumps of lost work by step, ascending, each with the reason.
+
+    Args:
+        path: as for ``dumped_steps``.
+    """
+    found = _complete_dumps(path)
+    return {s: (folder, why) for s, folder in found.items() if (why := stale_reason(folder))}
+
+
+def _complete_dumps(path: Path) -> dict[int, Path]:
+    for parent in (path / FOLDER, path):
+        steps = sorted(step_folders(parent).items())
+        found = {step: folder for step, folder in steps if (folder / HEADER).is_file()}
         if found:
-            return dict(sorted(found.items()))
+            return found
     match = re.fullmatch(r"step_(\d+)", path.resolve().name)
     return {int(match[1]): path} if match and (path / HEADER).is_file() else {}

@@ -131,6 +131,21 @@ def chrome_trace(rows: Sequence[Sequence[Event]]) -> dict[str, Any]:
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 
+def update_trace(schedule: Schedule, rows: Sequence[Sequence[Event]]) -> dict[str, Any]:
+    """Convert a recorded update: the trace of its ranks, which Perfetto shows, and its plan.
+
+    Args:
+        schedule: of the update.
+        rows: the recorded events of every rank.
+
+    Returns:
+        The trace of ``rows``; its key ``plan`` has the kind of the schedule and the trace of the
+        planned events of every stage.
+    """
+    plan = {"schedule": schedule.kind, **chrome_trace(planned_events(schedule))}
+    return {**chrome_trace(rows), "plan": plan}
+
+
 def read_trace(trace: Mapping[str, Any]) -> list[list[Event]]:
     """Convert a trace of ``chrome_trace`` back to the events of every rank, waits apart."""
     rows: dict[int, list[Event]] = {}

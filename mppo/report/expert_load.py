@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from matplotlib.figure import Figure
 from mppo.report.history import History
 from mppo.safety.disk import replacing
 
+_LABELS = 16
+"""About as many layers have a label."""
 _METRIC = re.compile(r"(\w+)/moe/layer_(\d+)/max_vio")
 
 
@@ -54,7 +57,8 @@ def plot_expert_load(runs: History, path: Path, title: str) -> bool:
             interpolation="nearest",
             extent=(steps[0] - 0.5, steps[-1] + 0.5, len(order) - 0.5, -0.5),
         )
-        axis.set_yticks(range(len(order)), [str(layer) for layer in order])
+        every = math.ceil(len(order) / _LABELS)
+        axis.set_yticks(range(0, len(order), every), [str(layer) for layer in order[::every]])
         axis.set_ylabel(f"{role}: layer")
         axis.set_xlabel("step")
         figure.colorbar(image, ax=axis)

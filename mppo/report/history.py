@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.safety.disk import naming, replace_text
 
 Metrics = Mapping[str, float]
@@ -22,6 +23,8 @@ STEP_TIME = "timing_s/step"
 PROBE, MEMORY = "perf/rank_probe_ms/", "perf/rank_memory_gb/"
 """Prefixes of metrics of each rank: the duration of a fixed product of matrices, and the peak of
 its memory."""
+OF_RANKS = ("min", "median", "max")
+"""In place of a rank: over all ranks, where only the ranks with the highest numbers are named."""
 
 PARTS = {
     "log_probs": ("old_log_prob", "ref", "values"),
@@ -95,6 +98,22 @@ def read_history(path: Path) -> list[tuple[int, dict[str, float]]]:
             if number <= len(lines):
                 raise ValueError(f"line {number}: {error}") from error
     return rows
+
+
+def check_history(path: Path) -> None:
+    """Read the metrics of an earlier start, if there are any.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        if path.exists():
+            read_history(path)
+    except (ValueError, OSError) as error:
+        fix = "repair that line, or move the file away: the run then continues without old metrics"
+        raise ConfigError(
+            [ConfigIssue(str(path), "damaged", str(error), fix)], "run folder"
+        ) from error
 
 
 def _row(line: bytes) -> tuple[int, dict[str, float]]:

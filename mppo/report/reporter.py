@@ -13,12 +13,15 @@ import yaml
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.sections.trainer import TrainerConfig
+from mppo.dumps.stale import mark_stale, remove_stale
+from mppo.dumps.step_dump import FOLDER as ROLLOUTS
 from mppo.report.console import SampleRow, StepConsole
 from mppo.report.events import EventKind, RunEvent, append_event
 from mppo.report.expert_load import plot_expert_load
-from mppo.report.files import EXPERT_LOAD, METRICS, PLOT, RECIPE, SAMPLES
+from mppo.report.files import EXPERT_LOAD, METRICS, NONFINITE, PLOT, RECIPE, SAMPLES
 from mppo.report.history import History, Metrics, read_history
 from mppo.report.html.page import write_page
+from mppo.report.html.timelines import recorded_steps
 from mppo.report.plot import plot_run
 from mppo.report.status import REPORT, RunState, Status, read_status, write_status
 from mppo.report.summary import run_report
@@ -74,14 +77,16 @@ class Reporter:
             StepConsole(total_steps, style=trainer.console) if "console" in trainer.logger else None
         )
         self._warned: set[str] = set()
+        self._stale: dict[int, Path] = {}
         self._history = History(self.run_dir / METRICS if "jsonl" in trainer.logger else None)
 
     def start(self, step: int) -> None:
         """Start to write and to time.
 
         Args:
-            step: PPO steps that are done. Metrics and samples of later steps in the folder belong
-                to work that was lost, and are dropped.
+            step: PPO steps that are done. Metrics, samples and timelines of later steps in the
+                folder belong to work that was lost, and are dropped; dumps of it are marked stale
+                until the run has passed their steps.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -94,6 +99,10 @@ class Reporter:
             _note_death(self.run_dir)
             self._history.start(step)
             _keep_samples(self.run_dir / SAMPLES, step)
+            self._stale = mark_stale(self.run_dir / ROLLOUTS, step)
+            mark_stale(self.run_dir / NONFINITE, step)
+            for path in (p for n, p in recorded_steps(self.run_dir).items() if n > step):
+                path.unlink()
             replace_text(self.run_dir / RECIPE, yaml.safe_dump(self._recipe, sort_keys=False))
             write_status(self.run_dir, Status("running", step, self.total_steps))
         except OSError as error:
@@ -125,6 +134,7 @@ class Reporter:
             tracker.log(step, metrics)
         if self._console:
             self._console.step(step, metrics)
+        remove_stale([self._stale.pop(passed) for passed in list(self._stale) if passed <= step])
         if step:
             self._warn(step)
 

@@ -1,4 +1,4 @@
-"""Drawing of an update's timeline: one row per rank, coloured by role and mini-batch.
+"""Pictures of updates' timelines: one row per rank, coloured by role and mini-batch.
 
 ``python -m mppo.report.timeline PICTURE TITLE=TRACE...`` draws recorded updates
 (``<run>/timeline/step_N.json``) below each other, on one time axis.
@@ -17,30 +17,23 @@ _PALETTES = ("Blues", "Oranges", "Greens", "Purples")
 _STEP = "black"
 
 
-def draw_timeline(
-    panels: Sequence[tuple[str, str, Sequence[Sequence[Event]]]],
-    path: Path,
-    one_scale: bool = False,
-) -> None:
-    """Draw timelines below each other and write them as an image.
+def draw_timeline(panels: Sequence[tuple[str, Sequence[Sequence[Event]]]], path: Path) -> None:
+    """Draw timelines below each other, on one time axis in seconds, and write them as an image.
 
     Args:
-        panels: for each timeline its title, the name of a row ("rank", "stage") and the events of
-            every row.
+        panels: for each timeline its title and the events of every rank.
         path: file of the image; its suffix selects the format.
-        one_scale: all timelines share a time axis.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    rows = max(len(events) for *_, events in panels)
+    rows = max(len(events) for _, events in panels)
     figure = Figure(figsize=(12, len(panels) * (1 + 0.4 * rows)), layout="constrained")
-    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=one_scale)[:, 0]
-    for axis, (title, unit, events) in zip(axes, panels, strict=True):
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
+    for axis, (title, events) in zip(axes, panels, strict=True):
         _draw(axis, title, events)
-        axis.set_ylabel(unit)
-    if one_scale:
-        axes[-1].set_xlabel("seconds")
+        axis.set_ylabel("rank")
+    axes[-1].set_xlabel("seconds")
     with rc_context({"svg.fonttype": "none"}):  # text stays text
         figure.savefig(path, dpi=150)
 
@@ -91,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for entry in chosen.traces:
         title, _, trace = entry.partition("=")
         try:
-            panels.append((title, "rank", read_trace(json.loads(Path(trace).read_text()))))
+            panels.append((title, read_trace(json.loads(Path(trace).read_text()))))
         except (OSError, ValueError, LookupError, TypeError) as error:
             form = "give TITLE=FILE, with a file that trainer.timeline has written"
             parser.error(f"{entry} cannot be read ({error}): {form}")
-    draw_timeline(panels, chosen.picture, one_scale=True)
+    draw_timeline(panels, chosen.picture)
 
 
 if __name__ == "__main__":

@@ -198,9 +198,9 @@ def rollout_and_actor_disagree(rows: Rows) -> str | None:
 def experts_starve(rows: Rows) -> str | None:
     """An expert gets almost no token."""
     found = []
-    for name in rows[-1] if rows else ():
-        match, load = _LAYER.fullmatch(name), _mean(rows, name)
-        if match and load is not None and load < STARVING:
+    for match in filter(None, map(_LAYER.fullmatch, rows[-1] if rows else ())):
+        load = _mean(rows, match[0])
+        if load is not None and load < STARVING:
             found.append(f"{match[1]} layer {match[2]}")
     if not found:
         return None
@@ -217,14 +217,15 @@ def rank_is_slow(rows: Rows) -> str | None:
     ]
     if len(times) < WINDOW or any(len(each) < 3 for each in times):
         return None
+    medians = [each.get("median") or median(each.values()) for each in times]
     slow = [
-        {rank for rank, time in each.items() if time > SLOW_RANK * median(each.values())}
-        for each in times
+        {rank for rank, time in each.items() if rank.isdecimal() and time > SLOW_RANK * middle}
+        for each, middle in zip(times, medians)
     ]
     always = sorted(set.intersection(*slow), key=int)
     if not always:
         return None
-    ratio = min(each[always[0]] / median(each.values()) for each in times)
+    ratio = min(each[always[0]] / middle for each, middle in zip(times, medians))
     ranks = "ranks " if len(always) > 1 else "rank "
     return (
         f"{ranks}{', '.join(always)} took at least {ratio:.1f} x the median time for the same "
@@ -237,9 +238,9 @@ def _dominating_phase(rows: Rows) -> tuple[str, float] | None:
     total = _mean(rows, history.STEP_TIME)
     if not total:
         return None
-    for name in sorted(rows[-1]):
+    for name in sorted(name for name in rows[-1] if name.startswith("timing_s/")):
         phase, seconds = name.removeprefix("timing_s/"), _mean(rows, name)
-        if not name.startswith("timing_s/") or phase in history.NOT_PHASES or seconds is None:
+        if phase in history.NOT_PHASES or seconds is None:
             continue
         if seconds > SHARE_OF_STEP.get(phase, OTHER_SHARE) * total:
             return phase, seconds / total

@@ -13,6 +13,7 @@ from torch import Tensor
 from mppo.algos.packing import cumulative
 from mppo.batch import Experience, ModelOutputs, Prompt, Trajectory, unknown_expert
 from mppo.dumps.experience_files import read_batch_tensor, read_experience, write_share
+from mppo.dumps.stale import remove_stale
 from mppo.dumps.step_dump import (
     SequenceRow,
     StepDump,
@@ -85,6 +86,8 @@ def dump_step(
         experience: made of ``outputs``, before PF-PPO's resampling.
     """
     folder, rank = step_folder(run.reporter.run_dir, step), dist.get_rank()
+    if rank == 0:
+        remove_stale([folder])
     raw = replace(outputs.batch, token_rewards_T=scored.batch.token_rewards_T)
     write_shares(folder, replace(experience, old=replace(outputs, batch=raw)), _LEFT_OUT)
     tokens = outputs.batch.tokens_T.unique().tolist()
@@ -121,7 +124,8 @@ def _rows(scored: ScoredRollout) -> list[SequenceRow]:
 
 
 def replay_folders(replay: str) -> list[Path]:
-    """The folders of the dumped steps that ``trainer.replay`` names, in order of the steps."""
+    """The folders of the dumped steps that ``trainer.replay`` names, in order of the steps; those
+    of lost work are left out."""
     return list(dumped_steps(Path(replay)).values())
 
 

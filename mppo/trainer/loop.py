@@ -14,6 +14,7 @@ from mppo.parallel.collectives import group_size
 from mppo.parallel.measurement.probe import probe_ms
 from mppo.parallel.measurement.profiler import profiling
 from mppo.planning.residency import SAVE, WEIGHT_SYNC
+from mppo.report.files import NONFINITE
 from mppo.report.history import Metrics
 from mppo.report.opening import layout_line
 from mppo.rewards.division import ScoringError
@@ -190,7 +191,7 @@ def keeping_nonfinite_step(run: Run, experience: Experience, step: int) -> Itera
     try:
         yield
     except NonFiniteStep as error:
-        folder = run.reporter.run_dir / "nonfinite" / f"step_{step}"
+        folder = run.reporter.run_dir / NONFINITE / f"step_{step}"
         model, recipe = str(run.roles.actor.spec.folder), redact(run.recipe.model_dump(mode="json"))
         case = ReplayCase(step, error.mini_batch, model, recipe, group_size())
         keep_case(folder, case, experience)

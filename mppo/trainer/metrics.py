@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 import psutil
 import torch
@@ -20,11 +21,14 @@ from mppo.config.sections.roles import ActorConfig
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.partition import partition
-from mppo.report.history import MEMORY, PROBE
+from mppo.report.history import MEMORY, OF_RANKS, PROBE
 from mppo.responses import ResponseRow
 from mppo.rewards.scores import UNSCORED, ResponseScore
 from mppo.trainer.selection import informative_sequences
 from mppo.trainer.sharing.gathers import gather_of, gather_table
+
+_ALL_RANKS, _HIGHEST = 32, 8
+"""Most ranks that have metrics of their own each, and how many have them where there are more."""
 
 
 def batch_metrics(
@@ -255,14 +259,34 @@ def performance_metrics(
 
 
 def rank_metrics(probe_ms: float) -> dict[str, float]:
-    """Of each rank, milliseconds of the probe and the peak of its memory in GiB. Collective.
+    """Milliseconds of the probe and peak of the memory in GiB, by rank. Collective.
 
     Args:
         probe_ms: of this rank (``mppo.parallel.measurement.probe``).
     """
     everyone = all_gather_objects((probe_ms, device.peak_memory_bytes() / 2**30))
-    metrics = {f"{PROBE}{rank}": probe for rank, (probe, _) in enumerate(everyone)}
-    return metrics | {f"{MEMORY}{rank}": memory for rank, (_, memory) in enumerate(everyone)}
+    probes, memories = zip(*everyone, strict=True)
+    return by_rank(PROBE, probes) | by_rank(MEMORY, memories)
+
+
+def by_rank(prefix: str, values: Sequence[float]) -> dict[str, float]:
+    """The metrics of a number that each rank has.
+
+    Args:
+        prefix: of the metrics.
+        values: of every rank.
+
+    Returns:
+        Of up to ``_ALL_RANKS`` ranks the number of each. Of more the smallest, the median and the
+        largest, and the numbers of the ``_HIGHEST`` ranks: a thousand ranks would make a line of
+        metrics.jsonl 70 KB, and as many series in a tracker.
+    """
+    if len(values) <= _ALL_RANKS:
+        return {f"{prefix}{rank}": value for rank, value in enumerate(values)}
+    highest = sorted(range(len(values)), key=lambda rank: values[rank])[-_HIGHEST:]
+    made = zip(OF_RANKS, (min(values), median(values), max(values)), strict=True)
+    metrics = {f"{prefix}{part}": value for part, value in made}
+    return metrics | {f"{prefix}{rank}": values[rank] for rank in sorted(highest)}
 
 
 def balance_metrics(lengths: Sequence[int], dp: int) -> dict[str, float]:

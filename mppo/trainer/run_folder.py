@@ -34,11 +34,21 @@ from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.config.sections.trainer import TrainerConfig
+from mppo.dumps.stale import step_folders
 from mppo.dumps.step_dump import FOLDER as ROLLOUTS
 from mppo.hub.builtin import resolve_model
 from mppo.report.events import FILE as EVENTS
-from mppo.report.files import EXPERT_LOAD, METRICS, PAGE, PLOT, RECIPE, SAMPLES
-from mppo.report.history import read_history
+from mppo.report.files import (
+    EXPERT_LOAD,
+    METRICS,
+    NONFINITE,
+    PAGE,
+    PLOT,
+    RECIPE,
+    SAMPLES,
+    TIMELINES,
+)  # fmt: skip
+from mppo.report.history import check_history
 from mppo.report.status import FILE as STATUS
 from mppo.report.status import REPORT, finished_steps, read_status
 from mppo.report.trackers.tracker import IDS as TRACKER_IDS
@@ -53,8 +63,8 @@ PROFILE = "profile"
 _PAGES = (REPORT, PAGE, PLOT, EXPERT_LOAD)
 _NUMBERS = (METRICS, SAMPLES)
 _OF_A_RUN = (
-    CHECKPOINTS, ACTOR, AVERAGE, WARM_START, HF, "nonfinite", "stacks", "tensorboard", "wandb",
-    "mlflow", "swanlab", TRACKER_IDS, ROLLOUTS, PROFILE, "timeline", EVENTS, *_PAGES, STATUS,
+    CHECKPOINTS, ACTOR, AVERAGE, WARM_START, HF, NONFINITE, "stacks", "tensorboard", "wandb",
+    "mlflow", "swanlab", TRACKER_IDS, ROLLOUTS, PROFILE, TIMELINES, EVENTS, *_PAGES, STATUS,
     RECIPE, *_NUMBERS,
 )  # fmt: skip
 """Everything a run writes, in the order of moving: a folder with numbers counts as holding results,
@@ -67,7 +77,8 @@ _TRAINING = frozenset(
 )  # fmt: skip
 """Keys of ``trainer`` that change the training itself; the others set where and how often a run
 saves, reports or validates."""
-_SHOWN = 3
+_SHOWN, _NAMED = 3, 30
+"""Changed keys and moved files that a message names."""
 _KEY = "trainer.default_local_dir"
 
 
@@ -191,7 +202,8 @@ class RunFolder:
         self.found: Found | None = None
         self._earlier_set_aside = False
         trainer, root = recipe.trainer, path / CHECKPOINTS
-        _raise_issues(list(_own_outputs(recipe, path)))
+        if issues := {issue.key: issue for issue in _own_outputs(recipe, path)}:
+            raise ConfigError(list(issues.values()), "run folder")
         self._earlier = on_first_rank(lambda: read_earlier(path))
         changed = _changes(self._earlier, redact(recipe.model_dump(mode="json")))
         start = resume_mode(trainer, root)
@@ -207,7 +219,7 @@ class RunFolder:
         if start == "auto":
             self.found = choose(trainer, root, models, say)
         if self._kind == "resume" and "jsonl" in trainer.logger:
-            on_first_rank(lambda: _check_metrics(path / METRICS))
+            on_first_rank(lambda: check_history(path / METRICS))
 
     def warm_start(self) -> Path | None:
         """Return the warm start of the checkpoint's run; None without one.
@@ -244,7 +256,8 @@ class RunFolder:
             for name in copied:
                 shutil.copy2(self.path / name, aside / name)
             if moved:
-                self._say(f"set aside in {aside}: {', '.join(moved)}")
+                more = f" and {len(moved) - _NAMED} more" if len(moved) > _NAMED else ""
+                self._say(f"set aside in {aside}: {', '.join(moved[:_NAMED])}{more}")
             if self._kind == "new" and read_status(self.path) is None:
                 self._keep_foreign()
             for partial in (self.path / CHECKPOINTS).glob(".global_step_*.partial"):
@@ -269,6 +282,8 @@ class RunFolder:
                     moved.append(f"{parent}/{path.name}")
         if moved or self._earlier.finished > step:
             moved += [name for name in (ACTOR, AVERAGE) if (self.path / name).exists()]
+            dumps = step_folders(self.path / ROLLOUTS).items()
+            moved += [f"{ROLLOUTS}/{path.name}" for number, path in sorted(dumps) if number > step]
         pages = (*_NUMBERS, *_PAGES, RECIPE)
         return moved, [name for name in pages if moved and (self.path / name).exists()]
 
@@ -380,20 +395,3 @@ def _shapes_training(key: str) -> bool:
     """Whether a different value of the key makes a different training."""
     section, _, name = key.partition(".")
     return key != "rollout.urls" and (section != "trainer" or name in _TRAINING)
-
-
-def _check_metrics(path: Path) -> None:
-    try:
-        if path.exists():
-            read_history(path)
-    except (ValueError, OSError) as error:
-        fix = "repair that line, or move the file away: the run then continues without old metrics"
-        raise ConfigError(
-            [ConfigIssue(str(path), "damaged", str(error), fix)], "run folder"
-        ) from error
-
-
-def _raise_issues(issues: list[ConfigIssue]) -> None:
-    unique = list({issue.key: issue for issue in issues}.values())
-    if unique:
-        raise ConfigError(unique, "run folder")

@@ -18,6 +18,7 @@ from mppo.config.schema import Recipe
 from mppo.data.documents import load_documents
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet, load_prompts
+from mppo.dumps.step_dump import stale_dumps
 from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.groups import GroupRegistry
@@ -80,7 +81,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     configs = {role.name: read_config(role.path) for role in roles_in_use(recipe)}
     texts = reward_model_texts(recipe, tokenizer, configs.get("reward_model"))
     _report_plans(reporter, recipe, plan_roles(recipe, info.world_size, configs), total_steps)
-    reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
+    _report_prompts(reporter, trainer.replay, training, validation)
     registry = GroupRegistry(trainer.seed)
     with_budgets = with_token_budgets(recipe, info.world_size, configs)
     folder = _starting_model(
@@ -153,6 +154,15 @@ def _report_plans(
     (smallest,) = largest_of_ranks([-memory])
     for line in memory_warnings(recipe, plans, own_gpu(recipe), int(-smallest), source):
         reporter.line(f"warning: {line}")
+
+
+def _report_prompts(
+    reporter: Reporter, replay: str | None, training: PromptSet, validation: PromptSet
+) -> None:
+    """Print the sets of prompts, and the steps that a replay leaves out."""
+    reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
+    for step, (_, why) in (stale_dumps(Path(replay)) if replay else {}).items():
+        reporter.line(f"trainer.replay: step {step} is left out: stale, {why}")
 
 
 def _load_prompts(

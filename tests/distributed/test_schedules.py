@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from layout_case import batch_of, run_cases
 
+from mppo.report.html.timelines import newest_timelines
+
 COMMON = [
     "model.dtype=float32",
     "rollout.n=1",
@@ -256,15 +258,22 @@ def test_same_gradients_metrics_and_weights(name, outcomes):
 @pytest.mark.parametrize(
     ("run", "chunks"), [("sequential", 1), ("flush_free", 1), ("interleaved", 2)]
 )
-def test_a_recorded_update_is_a_trace_and_a_picture(run, chunks, outcomes):
+def test_a_recorded_update_is_a_trace_with_its_plan(run, chunks, outcomes):
     found = outcomes["folder"] / run / "timeline"
-    names = [f"step_{step}.{ending}" for step in (1, 2, 3) for ending in ("json", "png")]
-    assert sorted(path.name for path in found.iterdir()) == sorted(names)
+    assert sorted(path.name for path in found.iterdir()) == [f"step_{n}.json" for n in (1, 2, 3)]
     events = json.loads((found / "step_2.json").read_text())["traceEvents"]
     done = [e["name"] for e in events if e["ph"] == "X" and e["pid"] == 3]
     # two epochs of two mini-batches, of two micro-batches on each of two data-parallel ranks
     assert sum(name.startswith("backward actor") for name in done) == 8 * chunks
     assert [name for name in done if name.startswith("step critic")][-1] == "step critic 3"
+    timeline, _ = newest_timelines(outcomes["folder"] / run, 3)
+    assert timeline["schedule"] == ("sequential" if chunks > 1 else run)
+    plan, real = ([len(flat) // 3 for _, flat in panel["rows"]] for panel in timeline["panels"])
+    assert len(plan) * 2 == len(real) == 4
+    assert real[3] == sum(name != "waiting" for name in done)
+    # of a stage: forward and backward of all micro-batches of both roles, as measured
+    passes = [name for name in done if name.startswith(("forward", "backward"))]
+    assert plan[1] == len(passes)
 
 
 def left_between_steps(case: Update, folder: Path, registry) -> dict:

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from browser import NAMES
 from sglang_case import needs_sglang
 
 ROOT = Path(__file__).parents[2]
@@ -25,12 +27,13 @@ SMALLEST = {
     "simulate.py": ["deepseek_llm_7b_gsm8k_math", "--stages", "first", "--table", "table.md"],
     "offload.py": ["--megabytes", "8", "--hidden", "64", "--layers", "1", "--sequences", "2",
                     "--repeat", "2"],
+    "report.py": ["--steps", "20", "--ranks", "40", "--repeat", "1"],
     "schedule.py": ["--stages", "4", "--milliseconds", "2", "--layers", "2", "--tokens", "16",
                     "--repeat", "1"],
 }  # fmt: skip
 LOOKED_AT = {
-    "checkpoint.py", "rollout.py", "schedule.py", "simulate.py", "soak.py", "weight_sync.py",
-    "sync_routes.py",
+    "checkpoint.py", "report.py", "rollout.py", "schedule.py", "simulate.py", "soak.py",
+    "sync_routes.py", "weight_sync.py",
 }  # fmt: skip
 """Benchmarks with a separate test of their results."""
 
@@ -87,6 +90,14 @@ def test_saves_and_loads_are_timed(tmp_path):
     assert len(result["median_seconds"]) == 9
     assert all(value >= 0 for value in result["median_seconds"].values())
     assert not list(tmp_path.glob("tmp*")), "what was written is removed"
+
+
+def test_a_report_is_made_and_drawn(tmp_path):
+    ((name, run),) = smallest("report.py", tmp_path)["runs"].items()
+    assert name == "20 steps, 40 ranks"
+    assert run["make_s"] > 0
+    assert 0 < run["page_mb"] < 1
+    assert (run["drawn_ms"] is not None) == any(map(shutil.which, NAMES))
 
 
 def test_schedules_with_waits_are_put_into_a_table(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +19,13 @@ from metrics_by_hand import NOT_IN_A_DUMP, metrics_by_hand
 from mppo.config.schema import Recipe
 from mppo.dumps.experience_files import read_experience
 from mppo.dumps.inspection import main as inspect
-from mppo.dumps.step_dump import dumped_steps, read_header_of, recipe_hash
+from mppo.dumps.step_dump import dumped_steps, read_header_of, recipe_hash, stale_dumps
 from mppo.report.html.page import page_data
 from mppo.report.html.plots import SPECS
+from mppo.report.status import Status, write_status
 from mppo.safety.redact import redact
 from mppo.trainer.advantages import current_kl, estimate
-from mppo.trainer.dump import dumped_scores, read_responses
+from mppo.trainer.dump import dumped_scores, read_responses, replay_folders
 from mppo.trainer.metrics import batch_metrics, kl_metrics, reward_metrics
 
 STEPS = 2
@@ -43,6 +45,7 @@ def dumped(tmp_path_factory) -> Path:
     """A run of two steps on two ranks with dumps."""
     run_dir = tmp_path_factory.mktemp("dumped")
     more = ["trainer.dump_rollouts=true", "trainer.profile={steps: [2], ranks: [1]}"]
+    more += ["trainer.save_freq=1"]
     run = LaunchedRun(run_dir, [*SETTINGS, *more])
     assert run.codes() == [0, 0], run.texts()
     return run_dir
@@ -99,7 +102,8 @@ def test_the_metrics_of_warnings_and_plots_are_those_of_a_run(dumped):
     assert [name for name in read if name not in names and not not_here.match(name)] == []
     for spec in SPECS:
         for _, pattern in spec.metrics:
-            logged = any(re.fullmatch(pattern, name) for name in names)
+            fits = re.match if spec.kind == "ranks" else re.fullmatch  # a prefix, or all of it
+            logged = any(fits(pattern, name) for name in names)
             assert logged or "moe" in pattern or not_here.match(pattern), pattern
 
 
@@ -197,3 +201,32 @@ def test_a_replay_of_a_damaged_dump_ends_with_its_folder(dumped, tmp_path):
     assert f"{folder} cannot be read" in run.texts()
     assert "restore it from a copy" in run.texts()
     assert "Traceback" not in run.texts()
+
+
+def test_a_run_that_died_and_goes_on_in_another_layout_keeps_no_dump_of_lost_work(
+    dumped, tmp_path, capsys
+):
+    """A copy of the run as if it had died in step 4, after it saved step 1."""
+    shutil.copytree(dumped, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints/global_step_2")
+    write_status(tmp_path, Status("running", 2, STEPS))
+    lost = tmp_path / "rollouts/step_3"
+    shutil.copytree(tmp_path / "rollouts/step_2", lost)
+    one_rank = [f"{role}.megatron.tensor_model_parallel_size=1" for role in ("actor", "ref")]
+    one_rank += ["critic.megatron.pipeline_model_parallel_size=1"]
+    settings = [*SETTINGS, *one_rank, "trainer.dump_rollouts=true", "trainer.save_freq=1"]
+    run = LaunchedRun(tmp_path, settings, world=1)
+    assert run.codes() == [0], run.texts()
+    assert "resumed from" in run.texts()
+    ranks = [read_header_of(folder).ranks for folder in dumped_steps(tmp_path).values()]
+    assert ranks == [2, 1], "step 1 of the first start, step 2 of the second"
+    names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert names == ["step_1", "step_2", "step_3"]
+    assert list(stale_dumps(tmp_path)) == [3], "not reached again"
+    (found,) = page_data([tmp_path])["runs"]
+    assert {row["step"] for row in found["tokens"]} == {1, 2}
+    assert replay_folders(str(tmp_path)) == list(dumped_steps(tmp_path).values())
+    assert inspect([str(tmp_path)]) == 0
+    assert "step 2: 16 sequences" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        inspect([str(tmp_path), "--step", "3"])

@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 from shared_memory_files import check_nothing_is_left, shared_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mppo.dumps.stale import mark_stale
 from mppo.replay import main as replay
 from mppo.train import main as train
 
@@ -256,8 +257,10 @@ def test_a_nonfinite_gradient_stops_the_run_and_can_be_replayed(settings, reason
     again = LaunchedRun(tmp_path / "again", program="mppo.replay", argv=[str(case)])
     assert again.codes() == [0, 0], again.texts()
     add_malicious_pickle(case / "models/actor/.metadata", tmp_path / "done")
+    mark_stale(case.parent, done=0)
     assert replay([str(case)]) == 2
-    reported = capsys.readouterr().err
+    out, reported = capsys.readouterr()
+    assert f"{case}: a case of lost work: written before the run started anew" in out
     assert "actor/.metadata: holds more than a checkpoint's metadata" in reported
     assert "it names posix.mkdir; use a checkpoint from a source you trust" in reported
     assert not (tmp_path / "done").exists()

@@ -10,17 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 from browser import Page, open_browser
+from recorded_update import measured, recorded_update, schedule_of, write_timeline
 
 from mppo.batch import Batch, ModelOutputs
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.dumps.experience_files import write_share
 from mppo.dumps.step_dump import SequenceRow, StepDump, step_folder, write_header, write_pieces
+from mppo.pipeline.actions import RoleWork
+from mppo.pipeline.timeline import planned_events
 from mppo.report.html.page import page_data, page_text
 from mppo.report.html.plots import SPECS
 from mppo.report.html.serve import report_server
 from mppo.trainer.advantages import estimate
 
 STEPS = 10_000
+PHONE = {"width": 360, "height": 800, "deviceScaleFactor": 2, "mobile": True}
+DARK = {"name": "prefers-color-scheme", "value": "dark"}
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 POINTS = """Object.fromEntries(Object.entries(mppoPlots).map(([id, plot]) => {
   const {width, height} = plot.ctx.canvas;
@@ -92,6 +97,31 @@ def write_dump(folder: Path) -> None:
     write_header(step, StepDump(3, "00", 1, 0.1, (row,)))
 
 
+BARS = """Object.values(mppoTimelines).flatMap(({plot, rows}) => {
+  const {ctx} = plot, {width, height} = ctx.canvas;
+  const pixels = ctx.getImageData(0, 0, width, height).data;
+  const {left, top} = plot.over.getBoundingClientRect();
+  return rows.flatMap((row, place) => row.bars.map(({start, end, action}) => {
+    const x = Math.floor(plot.valToPos(start + 0.7 * (end - start), "x", true));
+    const at = 4 * (x + width * Math.floor(plot.valToPos(-place, "y", true)));
+    const pixel = [...pixels.slice(at, at + 4)];
+    return {panel: row.panel, row: row.label, start, end, action, pixel,
+            x: left + plot.valToPos((start + end) / 2, "x"), y: top + plot.valToPos(-place, "y")};
+  }));
+})"""
+
+
+def point(page: Page, kind: str, x: float, y: float, clicks: int = 1) -> None:
+    """Move, press or release the mouse."""
+    button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": clicks}
+    held = {"buttons": 1} if kind != "mouseReleased" else {}
+    page.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button, **held)
+
+
+def in_view(page: Page) -> None:
+    page.look("document.querySelector('[id^=timeline]').scrollIntoView({behavior: 'instant'})")
+
+
 def url_of(folder: Path, *more: Path) -> str:
     file = folder / "report.html"
     file.write_text(page_text(page_data([folder, *more])))
@@ -105,9 +135,9 @@ def test_ten_thousand_steps_are_drawn_without_an_error_or_a_request(page, tmp_pa
     assert page.requests == [url]
     plots = page.look(POINTS)
     assert len(plots) == len(SPECS)
+    steps = {"plot-1": 20, "plot-18-0": 500}  # validation; a heat map has columns of some steps
     for name, found in plots.items():
-        sparse = name == "plot-1"
-        assert found["steps"] == (20 if sparse else STEPS), name
+        assert found["steps"] == steps.get(name, STEPS), name
         assert found["coloured"] > 20, f"{name} has no points: {found}"
     assert plots["plot-15"]["series"] == 4
     print("milliseconds until drawn:", page.look("document.documentElement.dataset.ready"))
@@ -115,10 +145,8 @@ def test_ten_thousand_steps_are_drawn_without_an_error_or_a_request(page, tmp_pa
 
 def test_a_narrow_dark_screen(page, tmp_path):
     url = url_of(write_run(tmp_path, 50))
-    phone = {"width": 360, "height": 800, "deviceScaleFactor": 2, "mobile": True}
-    page.send("Emulation.setDeviceMetricsOverride", **phone)
-    dark = {"name": "prefers-color-scheme", "value": "dark"}
-    page.send("Emulation.setEmulatedMedia", features=[dark])
+    page.send("Emulation.setDeviceMetricsOverride", **PHONE)
+    page.send("Emulation.setEmulatedMedia", features=[DARK])
     try:
         page.open(url)
         assert page.look("document.documentElement.scrollWidth") <= 360
@@ -189,3 +217,67 @@ def test_a_served_page_follows_its_run(page, tmp_path):
         assert page.errors == []
         assert {url for url in page.requests if not url.startswith(origin)} <= {"data:,"}
         server.shutdown()
+
+
+def test_a_timeline_has_a_bar_for_each_event_and_names_it(page, tmp_path):
+    schedule = schedule_of()
+    write_timeline(write_run(tmp_path, 5), 3, recorded_update(schedule))
+    page.open(url_of(tmp_path))
+    in_view(page)
+    bars = page.look(BARS)
+    events = [e for rows in (planned_events(schedule), measured(schedule)) for r in rows for e in r]
+    assert [tuple(bar["action"]) for bar in bars] == [
+        (e.action.kind, *e.action.numbers) for e in events
+    ]
+    assert [bar["row"] for bar in bars if bar["action"][3] == 0 and bar["action"][0] == "step"] == [
+        "rank 0", "rank 1", "rank 2",
+    ]  # fmt: skip
+    painted = [max(bar["pixel"][:3]) - min(bar["pixel"][:3]) > 60 for bar in bars]
+    steps = [bar["action"][0] == "step" for bar in bars]
+    assert [bar["pixel"][3] > 0 for bar in bars] == [True] * len(bars)
+    assert painted == [not step for step in steps], "each pass in the colour of its role"
+    for bar in (bars[0], bars[-2], bars[-1]):
+        kind, role, mini_batch, micro_batch, _ = bar["action"]
+        point(page, "mouseMoved", bar["x"], bar["y"])
+        shown = page.look("document.querySelector('[id^=timeline] .numbers').textContent")
+        assert shown.startswith(f"{bar['row']} ({bar['panel']}): {role}, mini-batch {mini_batch}, ")
+        name = "optimizer step" if kind == "step" else f"micro-batch {micro_batch}, {kind}"
+        assert f"{name}: start " in shown
+        start, length = (part.split()[-2] for part in shown.split(": ")[-1].split(", "))
+        assert float(start) == pytest.approx(bar["start"], abs=1e-5)
+        assert float(length) == pytest.approx(bar["end"] - bar["start"], abs=1e-5)
+
+    width = "(({min, max}) => max - min)(Object.values(mppoTimelines)[0].plot.scales.x)"
+    full, first, last = page.look(width), bars[0], bars[len(bars) // 4]
+    point(page, "mouseMoved", first["x"], first["y"])
+    point(page, "mousePressed", first["x"], first["y"])
+    point(page, "mouseMoved", last["x"], first["y"])
+    point(page, "mouseReleased", last["x"], first["y"])
+    assert 0 < page.look(width) < 0.9 * full
+    for clicks in (1, 2):
+        point(page, "mousePressed", last["x"], first["y"], clicks)
+        point(page, "mouseReleased", last["x"], first["y"], clicks)
+    page.until(f"{width} === {full}")
+    assert page.errors == []
+
+
+def test_a_timeline_of_64_stages_on_a_narrow_dark_screen(page, tmp_path):
+    work = (RoleWork("critic", (70,), 1.0, 2.0), RoleWork("actor", (70,), 1.0, 2.0))
+    write_timeline(write_run(tmp_path, 5), 3, recorded_update(schedule_of(64, work)))
+    url = url_of(tmp_path)
+    assert (tmp_path / "report.html").stat().st_size < 1_500_000
+    page.send("Emulation.setDeviceMetricsOverride", **PHONE)
+    page.send("Emulation.setEmulatedMedia", features=[DARK])
+    try:
+        page.open(url)
+        in_view(page)
+        assert page.look("document.documentElement.scrollWidth") <= 360
+        bars = page.look(BARS)
+        assert len(bars) == 64 * 280 * 2 + 64
+        assert sum(bar["pixel"][3] > 0 for bar in bars) > 0.95 * len(bars)
+        steps = [bar["pixel"] for bar in bars if bar["action"][0] == "step"]
+        assert max(min(pixel[:3]) for pixel in steps) > 180, "the ink of a dark page is light"
+        assert page.errors == []
+    finally:
+        page.send("Emulation.clearDeviceMetricsOverride")
+        page.send("Emulation.setEmulatedMedia", features=[])

@@ -173,7 +173,7 @@ def test_a_folder_of_odd_files_is_shown_as_far_as_it_can_be(tmp_path):
     (tmp_path / "recipe.yaml").write_text("trainer: 3\nmodel: [.nan, {a: .inf}]\n")
     (tmp_path / "events.jsonl").write_text('{"kind": "start", "step": 1, "text": 7, "time": 8}\n')
     (tmp_path / "timeline").mkdir()
-    (tmp_path / "timeline/step_x.png").write_bytes(b"")
+    (tmp_path / "timeline/step_1.json").write_bytes(b"{")
     assert main([str(tmp_path)]) == 0
     assert main([str(tmp_path), str(tmp_path), "-o", str(tmp_path / "x.html")]) == 0
 

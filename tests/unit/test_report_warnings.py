@@ -12,6 +12,7 @@ from mppo.config.sections.trainer import TrainerConfig
 from mppo.report import warning_rules as rules
 from mppo.report.reporter import Reporter
 from mppo.report.warning_rules import RULES, current_warnings, warning_spans
+from mppo.trainer.metrics import by_rank
 
 KL, ENTROPY, GAP = "objective/kl", "policy/entropy_avg", "training/rollout_logprob_diff_mean"
 GROUPS, CUT = "critic/score/equal_groups", "response_length/clip_ratio"
@@ -83,6 +84,19 @@ def test_a_rule_warns_above_its_threshold_with_number_and_advice(name, below, ab
     assert words in found.text
     assert len(found.advice) > 20
     assert str(found) == f"{found.text}; try {found.advice}"
+
+
+def test_a_slow_rank_of_512_is_named():
+    """Of many ranks, the metrics name those with the highest numbers only."""
+    healthy = {name: v for name, v in HEALTHY.items() if "rank_probe" not in name}
+    times = [1.0 + rank / 10_000 for rank in range(512)]
+    times[317] = 1.7
+    rows = [healthy | by_rank("perf/rank_probe_ms/", times) for _ in range(20)]
+    (found,) = current_warnings(rows)
+    assert found.text.startswith("rank 317 took at least 1.7 x the median")
+    times[317] = 1.0
+    rows[-1] = healthy | by_rank("perf/rank_probe_ms/", times)
+    assert current_warnings(rows) == []
 
 
 def test_every_rule_has_a_history_that_raises_it():

@@ -17,7 +17,7 @@ from mppo.pipeline.timeline import (
     planned_events,
     read_trace,
 )
-from mppo.report.timeline import draw_timeline, main
+from mppo.report.timeline import main
 
 WORK = (RoleWork("critic", (2, 2), 1.0, 2.0), RoleWork("actor", (3,), 1.5, 2.5))
 
@@ -71,9 +71,3 @@ def test_a_trace_that_cannot_be_drawn_is_refused(trace, tmp_path, monkeypatch, c
         main(["both.svg", trace])
     assert left.value.code == 2
     assert "trainer.timeline" in capsys.readouterr().err
-
-
-def test_a_picture_shows_plan_and_measurement(tmp_path):
-    rows = planned_events(make_schedule("flush_free", WORK, 3))
-    draw_timeline([("planned", "stage", rows), ("measured", "rank", rows)], tmp_path / "step_3.png")
-    assert (tmp_path / "step_3.png").read_bytes().startswith(b"\x89PNG")

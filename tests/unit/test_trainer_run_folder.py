@@ -215,6 +215,9 @@ def test_results_are_set_aside_completely_and_repeatedly(tmp_path, status, keys)
 def test_files_newer_than_the_resumed_checkpoint_are_set_aside(tmp_path):
     run = ran(tmp_path / "run", checkpoints=(1, 2, 3, 4))
     exported(run / "hf/global_step_4")
+    for step in (2, 3):
+        (run / f"rollouts/step_{step}").mkdir(parents=True)
+        (run / f"rollouts/step_{step}/step.json").write_text("{}")
     before = contents(run)
     path = f"trainer.resume_from_path={run}/checkpoints/global_step_1"
     folder = opened(run, "trainer.resume_mode=resume_path", path)
@@ -227,6 +230,7 @@ def test_files_newer_than_the_resumed_checkpoint_are_set_aside(tmp_path):
     assert (run / "earlier-1/actor/model.safetensors").exists()
     assert not (run / "actor").exists()
     assert not (run / "hf/global_step_4").exists()
+    assert not list((run / "rollouts").iterdir())
     assert opened(run).found.manifest.step == 1, "the next start does not take the old branch"
 
 

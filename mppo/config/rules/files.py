@@ -12,7 +12,7 @@ from mppo.config.errors import ConfigIssue
 from mppo.config.schema import Recipe
 from mppo.config.sections.data import DataConfig
 from mppo.config.trackers import tracker_issues
-from mppo.dumps.step_dump import dumped_steps
+from mppo.dumps.step_dump import dumped_steps, stale_dumps
 from mppo.weights.model_folder import (
     checkpoint_folder,
     companion_folder,
@@ -65,7 +65,9 @@ def _dumps(key: str, name: str) -> Iterator[ConfigIssue]:
     if not Path(name).is_dir():
         yield ConfigIssue(key, name, "this folder does not exist", fix)
     elif not dumped_steps(Path(name)):
-        yield ConfigIssue(key, name, "holds no complete step_N of dumped rollouts", fix)
+        stale = [why for _, why in stale_dumps(Path(name)).values()]
+        why = f"holds only stale dumps, of lost work ({stale[-1]})" if stale else None
+        yield ConfigIssue(key, name, why or "holds no complete step_N of dumped rollouts", fix)
 
 
 def check_run_folder(recipe: Recipe) -> list[ConfigIssue]:

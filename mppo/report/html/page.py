@@ -76,7 +76,7 @@ def page_text(data: Mapping[str, Any], live: bool = False) -> str:
 <main id="page"></main>
 <script type="application/json" id="data">{text}</script>
 <script>/* uPlot, MIT licence, Copyright (c) Leon Sorokin */{_asset("uPlot.iife.min.js")}</script>
-<script>{_asset("page.js")}</script>
+<script>{_asset("timeline.js")}{_asset("page.js")}</script>
 </body>
 </html>
 """

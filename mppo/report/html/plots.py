@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mppo.report import history
+from mppo.report.html.reduced import column_width, in_columns, rank_lines
 from mppo.report.html.run_data import RunData, rounded
 
-Kind = Literal["lines", "stack", "heat"]
+Kind = Literal["lines", "ranks", "stack", "heat"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class PlotSpec:
         unit: what the vertical axis shows.
         metrics: label and metric of each line; a metric is a regular expression, and its group, if
             it has one, is the label.
-        kind: lines of all runs in one plot, or a stacked area or a heat map per run.
+        kind: lines of all runs in one plot, these of a metric of each rank (its prefix), or a
+            stacked area or a heat map per run.
     """
 
     title: str
@@ -62,8 +64,8 @@ SPECS: tuple[PlotSpec, ...] = (
     PlotSpec("Learning rates", "", (("actor", "actor/lr"), ("critic", "critic/lr"))),
     PlotSpec("Time per phase", "seconds", (("", r"timing_s/(.+)"),), "stack"),
     PlotSpec("Throughput", "tokens per second", (("", history.THROUGHPUT),)),
-    PlotSpec("Memory per rank", "GiB, peak", (("rank ", f"{history.MEMORY}(.+)"),)),
-    PlotSpec("Speed of the ranks", "ms for one product", (("rank ", f"{history.PROBE}(.+)"),)),
+    PlotSpec("Memory per rank", "GiB, peak", (("", history.MEMORY),), "ranks"),
+    PlotSpec("Speed of the ranks", "ms for one product", (("", history.PROBE),), "ranks"),
     PlotSpec("Skipped steps", "in all", (("", "training/skipped_steps"),)),
     PlotSpec("Load of the fullest expert", "layer", (("", r"(.+/moe/layer_\d+)/max_vio"),), "heat"),
 )  # fmt: skip
@@ -78,28 +80,44 @@ def plots_of(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     names = [sorted({name for _, row in run.rows for name in row}) for run in runs]
     plots = []
     for number, spec in enumerate(SPECS):
+        width = column_width(max(steps, key=len, default=[])) if spec.kind == "heat" else 1
         lines = [
             {"run": place, "label": label, "y": y} | ({} if x == steps[place] else {"x": x})
             for place, run in enumerate(runs)
-            for label, metric in _lines(spec, names[place])
-            for x, y in [_points(run, metric)]
+            for label, x, y in _drawn(spec, run, names[place], width)
             if x
         ]
-        groups = [lines]
-        if spec.kind != "lines":
+        groups, together = [lines], spec.kind in ("lines", "ranks")
+        if not together:
             groups = [[line for line in lines if line["run"] == i] for i in range(len(runs))]
         for group in filter(None, groups):
-            place = f"-{group[0]['run']}" if spec.kind != "lines" else ""
+            place = "" if together else f"-{group[0]['run']}"
             plots.append(
                 {
                     "id": f"plot-{number}{place}",
                     "title": spec.title,
-                    "unit": spec.unit,
-                    "kind": spec.kind,
+                    "unit": spec.unit + (f", largest of {width} steps" if width > 1 else ""),
+                    "kind": "lines" if together else spec.kind,
                     "lines": group,
                 }
             )
     return plots
+
+
+def _drawn(
+    spec: PlotSpec, run: RunData, names: Sequence[str], width: int
+) -> Iterator[tuple[str, list[int], list[float | None]]]:
+    """Label, steps and values of each line of a run."""
+    if spec.kind == "ranks":
+        for _, prefix in spec.metrics:
+            for label, x, y in rank_lines(run.rows, prefix):
+                yield label, x, rounded(y)
+        return
+    for label, metric in _lines(spec, names):
+        x, y = _points(run, metric)
+        if width > 1:
+            x, y = in_columns(x, y, width)
+        yield label, x, y
 
 
 def trained_steps(run: RunData) -> list[int]:

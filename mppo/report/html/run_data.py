@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from mppo.dumps.step_dump import dumped_steps, read_header_of
 from mppo.report.events import RunEvent, read_events
 from mppo.report.files import METRICS, RECIPE, SAMPLES
 from mppo.report.history import History, read_history
+from mppo.report.html.timelines import newest_timelines
 from mppo.report.status import Status, read_status
 from mppo.report.warning_rules import WarningSpan, warning_spans
 from mppo.safety.input_files import read_text
@@ -22,7 +22,7 @@ from mppo.safety.redact import redact, redact_text
 
 _DUMPS, _SEQUENCES, _TOKENS = 4, 4, 400
 """Dumped steps in a page, sequences of each, and the most tokens of a sequence."""
-_SAMPLES, _PICTURES = 24, 2
+_SAMPLES = 24
 _UNREADABLE = (ValueError, KeyError, TypeError, OSError)
 
 Plain = dict[str, Any]
@@ -36,7 +36,7 @@ class RunData:
         name: name of the run.
         rows: step and metrics of each step.
         recipe: dotted keys and values.
-        details: status, warnings, events, samples, tokens and pictures, without secrets.
+        details: status, warnings, events, samples, tokens and timelines, without secrets.
     """
 
     name: str
@@ -72,7 +72,7 @@ def read_run(folder: Path, runs: History | None = None) -> RunData:
         "events": _events(folder, status),
         "samples": _samples(folder / SAMPLES, last),
         "tokens": _tokens(folder, last),
-        "pictures": _pictures(folder, last),
+        "timelines": newest_timelines(folder, last),
     }
     return RunData(redact_text(name), rows, dict(_flat(redact(recipe))), details)
 
@@ -179,19 +179,6 @@ def _step_tokens(step: int, folder: Path) -> list[Plain]:
             "numbers": {name: rounded(values) for name, values in table.numbers.items()},
         }
         for index, table in zip(indices, read_token_tables(folder, header, indices, _TOKENS))
-    ]
-
-
-def _pictures(folder: Path, last: int) -> list[Plain]:
-    """The newest pictures of recorded updates (``trainer.timeline``)."""
-    paths = [
-        (int(path.stem.removeprefix("step_")), path)
-        for path in (folder / "timeline").glob("step_*.png")
-        if path.stem.removeprefix("step_").isdecimal()
-    ]
-    newest = [(step, path) for step, path in sorted(paths) if step <= last][-_PICTURES:]
-    return [
-        {"step": step, "png": base64.b64encode(path.read_bytes()).decode()} for step, path in newest
     ]
 
 

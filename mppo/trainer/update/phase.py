@@ -21,6 +21,7 @@ from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.pipeline.timeline import Recorder
 from mppo.planning.flops import peak_tflops
 from mppo.planning.residency import phase_of_role
+from mppo.report.files import TIMELINES
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
 from mppo.supervision.stop_request import StepInterrupted
@@ -126,7 +127,7 @@ class UpdatePhase:
             tokens = {update.role.name: update.tokens for update in self.updates}
             balance.after_update([] if recorder is None else recorder.events, tokens)
         if recorder is not None and records:
-            folder = self._roles.recipe.trainer.run_dir / "timeline"
+            folder = self._roles.recipe.trainer.run_dir / TIMELINES
             write_timeline(folder, self.step, streamed.schedule, recorder.events)
         return None
 

@@ -22,9 +22,8 @@ from mppo.pipeline.actions import Action, RoleWork
 from mppo.pipeline.checks import checked_schedule
 from mppo.pipeline.links import Links
 from mppo.pipeline.schedule import Schedule
-from mppo.pipeline.timeline import Event, chrome_trace, planned_events
+from mppo.pipeline.timeline import Event, update_trace
 from mppo.planning.flops import update_flops
-from mppo.report.timeline import draw_timeline
 from mppo.safety.disk import replace_text
 from mppo.trainer.update.role_update import PlannedMiniBatch, RoleUpdate
 
@@ -146,12 +145,12 @@ class StreamedUpdate:
 
 
 def write_timeline(folder: Path, step: int, schedule: Schedule, events: Sequence[Event]) -> None:
-    """Write ``step_N.json`` for Perfetto, and ``step_N.png`` with plan and measurement.
+    """Write ``step_N.json`` for Perfetto and the report: the measured update and its plan.
 
     Collective; rank 0 writes.
 
     Args:
-        folder: folder of the files; created if it does not exist.
+        folder: folder of the file; created if it does not exist.
         step: number of the PPO step.
         schedule: the schedule of the update.
         events: the recorded actions of this rank.
@@ -159,12 +158,8 @@ def write_timeline(folder: Path, step: int, schedule: Schedule, events: Sequence
     rows = all_gather_objects(list(events))
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(folder / f"step_{step}.json", json.dumps(chrome_trace(rows)) + "\n")
-        panels = [
-            (f"{schedule.kind}, planned", "stage", planned_events(schedule)),
-            ("measured, in seconds", "rank", rows),
-        ]
-        draw_timeline(panels, folder / f"step_{step}.png")
+        trace = update_trace(schedule, rows)
+        replace_text(folder / f"step_{step}.json", json.dumps(trace) + "\n")
 
 
 def _schedule(

@@ -174,6 +174,24 @@
     if (!data.plots.length) grid.append(make("p", {class: "faint"}, "no step has been logged yet"));
   };
 
+  const timelines = () => {
+    window.mppoTimelines = {};
+    for (const [i, run] of data.runs.entries()) {
+      const of = data.runs.length > 1 ? ` · ${run.name}` : "";
+      for (const timeline of run.timelines) {
+        const card = make("section", {class: "card", id: `timeline-${i}-${timeline.step}`});
+        page.append(make("h2", {}, `Timeline of the update in step ${timeline.step}${of}: plan above measurement`), card);
+        if (timeline.error) {
+          card.append(make("p", {class: "faint"}, timeline.error));
+          continue;
+        }
+        const drawn = drawTimeline(timeline, card, {make, css, shown, colours: COLOURS});
+        plots.push([drawn.plot, drawn.plot.root.parentElement]);
+        window.mppoTimelines[card.id] = drawn;
+      }
+    }
+  };
+
   const COLOURINGS = ["advantage", "ratio", "kl", "value", "entropy"];
   const strength = (name, value) => name === "ratio" ? Math.log(Math.max(value, 1e-6)) : value;
   const paint = (spans, values, name) => {
@@ -234,10 +252,6 @@
           ["time (UTC)", "step", "event", ""],
           run.events.map((e) => [e.kind, [e.time.replace("T", " ").replace("+00:00", ""), e.step ?? "", e.kind, e.text]])));
       }
-      for (const picture of run.pictures) {
-        page.append(make("h2", {}, `Timeline of step ${picture.step}${of}: plan above measurement`),
-          make("img", {src: `data:image/png;base64,${picture.png}`, alt: `timeline of step ${picture.step}`}));
-      }
     }
     const several = data.runs.length > 1;
     const heads = ["key", ...data.runs.map((run) => several ? run.name : "value")];
@@ -254,6 +268,7 @@
     page.replaceChildren();
     header();
     drawPlots();
+    timelines();
     samples();
     rest();
     resize();  // a scroll bar may have appeared

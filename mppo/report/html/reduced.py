@@ -1,0 +1,93 @@
+"""Lines and heat maps of numbers that grow with ranks, layers and steps, made small.
+
+A line is its label, its steps and its values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from mppo.report import history
+
+Rows = Sequence[tuple[int, Mapping[str, float]]]
+Line = tuple[str, list[int], list[float]]
+
+EACH_RANK = 16
+"""Most ranks with a line each."""
+WORST = 4
+"""Ranks with a line where there are more."""
+COLUMNS = 500
+"""Most columns of a heat map."""
+
+
+def rank_lines(rows: Rows, prefix: str) -> list[Line]:
+    """The lines of a metric of each rank.
+
+    Of more than ``EACH_RANK`` ranks these are the smallest, the median and the largest number of
+    each step, and the ``WORST`` ranks: those that are the most above the median, over all steps.
+
+    Args:
+        rows: step and metrics of each step.
+        prefix: the metric without the rank, such as ``history.MEMORY``.
+    """
+    ranks = {name for _, row in rows for name in row if name.startswith(prefix)}
+    ranks -= {f"{prefix}{part}" for part in history.OF_RANKS}
+    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    above: dict[str, float] = defaultdict(float)
+    for step, row in rows:
+        found = {name: v for name, v in row.items() if name in ranks and math.isfinite(v)}
+        if not found:
+            continue
+        for name, value in found.items():
+            lines[name].append((step, value))
+        if len(ranks) <= EACH_RANK:
+            continue
+        values = found.values()
+        made = {"min": min(values), "median": median(values), "max": max(values)}
+        for part in history.OF_RANKS:  # of all ranks, where the row has only the worst
+            made[part] = row.get(f"{prefix}{part}", made[part])
+            lines[part].append((step, made[part]))
+        for name, value in found.items():
+            above[name] += value / made["median"] - 1 if made["median"] > 0 else 0.0
+    if len(ranks) <= EACH_RANK:
+        shown = sorted(ranks & lines.keys(), key=lambda name: _number(name, prefix))
+    else:
+        worst = sorted(above, key=lambda name: above[name])[-WORST:]
+        shown = [*(part for part in history.OF_RANKS if part in lines), *reversed(worst)]
+    return [
+        (
+            name if name in history.OF_RANKS else f"rank {name.removeprefix(prefix)}",
+            [step for step, _ in lines[name]],
+            [value for _, value in lines[name]],
+        )
+        for name in shown
+    ]
+
+
+def _number(name: str, prefix: str) -> tuple[int, str]:
+    """Sort key under which rank 10 comes after rank 9."""
+    rank = name.removeprefix(prefix)
+    return (int(rank), "") if rank.isdecimal() else (0, rank)
+
+
+def column_width(steps: Sequence[int]) -> int:
+    """Number of steps in a column of a heat map."""
+    return max(math.ceil(len(steps) / COLUMNS), 1)
+
+
+def in_columns(
+    steps: Sequence[int], values: Sequence[float | None], width: int
+) -> tuple[list[int], list[float | None]]:
+    """The first step and the largest value of each column of a heat map.
+
+    Args:
+        steps: the steps.
+        values: a value for each; None: there is none.
+        width: steps of a column.
+    """
+    columns = range(0, len(steps), width)
+    parts = [[v for v in values[i : i + width] if v is not None] for i in columns]
+    return [steps[i] for i in columns], [max(part, default=None) for part in parts]
