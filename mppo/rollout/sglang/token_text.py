@@ -35,8 +35,9 @@ _Words = NDArray[np.uint64]
 _PIECE_BYTES = 3 << 16
 """Text parsed at once: some 6,000 entries. Numpy's cost of a call is divided among them; with more,
 the memory allocator returns their temporary arrays to the system each time."""
-_FRONT, _BACK = b"\0" * 16, b"\0" * 32
+_PAD = b"\0" * 31
 """Around the text, since some characters are read before and behind every number."""
+_FRONT = len(_PAD) + len(",")
 _DECIMALS = 14
 """Decimals that are read at once. Where the others could change the float32, ``float`` decides; for
 a number that float32 represents, as every one of SGLang's, that is rare."""
@@ -158,11 +159,10 @@ def _parse_entries(texts: list[bytes]) -> list[TokenTensors]:
     _require(sys.byteorder == "little")
     if not texts:
         return []
-    joined = b",".join(texts)
-    padded = b"".join([_FRONT, joined, _BACK])
-    pieces = [_parse_piece(padded, *place) for place in _pieces(joined)]
+    padded = b",".join([_PAD, *texts, _PAD])
+    pieces = [_parse_piece(padded, *place) for place in _pieces(padded)]
     ends, ids, logprobs = (np.concatenate(arrays) for arrays in zip(*pieces))
-    cuts = np.searchsorted(ends, np.cumsum([len(text) + 1 for text in texts]))
+    cuts = np.searchsorted(ends, _FRONT + np.cumsum([len(text) + 1 for text in texts]))
     # copies, since a response may be kept without the others
     return [
         (torch.from_numpy(ids[a:b].copy()), torch.from_numpy(logprobs[a:b].copy()))
@@ -170,12 +170,12 @@ def _parse_entries(texts: list[bytes]) -> list[TokenTensors]:
     ]
 
 
-def _pieces(text: bytes) -> Iterator[tuple[int, int]]:
+def _pieces(padded: bytes) -> Iterator[tuple[int, int]]:
     """Beginnings and ends of parts of a text, cut between entries."""
-    start = 0
-    while start < len(text):
-        cut = text.find(b"],[", start + _PIECE_BYTES)
-        end = len(text) if cut < 0 else cut + 1
+    start, last = _FRONT, len(padded) - _FRONT
+    while start < last:
+        cut = padded.find(b"],[", start + _PIECE_BYTES)
+        end = last if cut < 0 else cut + 1
         yield start, end
         start = end + 1
 
@@ -186,28 +186,27 @@ def _parse_piece(
     """Positions of ``null``, ids and log-probabilities of ``[-12.5,17,null],[-1.25e-07,4,null]``.
 
     Args:
-        padded: the text between ``_FRONT`` and ``_BACK``.
+        padded: the entries of all responses, between ``_PAD`` and commas.
         low, high: beginning and end of the entries in the text.
 
     Raises:
         _OtherForm: the entries have another form.
     """
-    front, size = len(_FRONT), high - low
-    chars = np.frombuffer(padded, np.uint8, front + size + len(_BACK), low)
-    text = chars[front : front + size]
+    chars = np.frombuffer(padded, np.uint8, high - low + 2 * _FRONT, low - _FRONT)
+    text, size = chars[_FRONT:-_FRONT], high - low
     # 16 characters from every position, as overlapping items: the time to copy one does not depend
     # on its size
     pairs = np.ndarray((len(chars) - 15,), "V16", chars, strides=(1,))
 
-    null = front + _positions(text, ord("n"))
+    null = _FRONT + _positions(text, ord("n"))
     _require(len(null) > 0)
     start = np.empty_like(null)
-    start[0], start[1:] = front + 1, null[:-1] + len("null],[")
+    start[0], start[1:] = _FRONT + 1, null[:-1] + len("null],[")
     negative = chars[start] == ord("-")
     start += negative
     before = pairs[null - 9].view(np.uint64).reshape(-1, 2)  # id, then what separates entries
     separator = before[:, 1]
-    _require(null[-1] == front + size - len("null]") and text[0] == ord("["))
+    _require(null[-1] == _FRONT + size - len("null]") and text[0] == ord("["))
     _require((separator[-1] & _SIX) == _END and (separator[:-1] == _BETWEEN).all())
 
     digits = np.empty((3, len(null)), dtype=np.uint64)  # id, unit and decimals, further decimals
@@ -215,7 +214,7 @@ def _parse_piece(
     end = null - 9 + comma
     _require(not ((chars[end + 1] == ord("0")) & (comma < 6)).any())  # JSON has no 07
     power, last, exponents = 1.0, end, 0
-    if padded.find(b"e", front + low, front + high) >= 0:
+    if padded.find(b"e", low, high) >= 0:
         power, last, exponents = _exponents(chars, end)
     # every other character must be a digit: [-0.5e-7,17,null],
     others = 10 * len(null) - 1 + np.count_nonzero(negative) + 2 * exponents
@@ -231,9 +230,10 @@ def _parse_piece(
     total, error = total * power, error * power
     values = total.astype(np.float32)
     for row in np.flatnonzero((total - error).astype(np.float32) != (total + error).astype("f4")):
-        values[row] = float(padded[low + start[row] : low + end[row]])
+        place = low - _FRONT + end[row]
+        values[row] = float(padded[padded.rfind(b"[", 0, place) + 1 : place])
     values.view(np.uint32)[...] |= negative.astype(np.uint32) << np.uint32(31)
-    return null + (low - front), digits[0].astype(np.int32), values
+    return null + (low - _FRONT), digits[0].astype(np.int32), values
 
 
 def _positions(text: _Octets, char: int) -> _Ints:
