@@ -1,12 +1,13 @@
 """Host time and bytes per rank from HTTP answers to micro-batches, on 1, 2, 4 and 8 ranks.
 
-    python benchmarks/batch_ranks.py [--ranks 1 2 4 8] [--tensor-parallel N] [--tokens MILLIONS]
+    python benchmarks/batch_ranks.py [--ranks 1 2 4 8] [--tensor-parallel N] [--context-parallel N]
+        [--tokens MILLIONS]
 
 The batch stays the same: the bodies of ``batch_path.py`` are dealt out to the ranks, gloo processes
 of this machine. Each rank parses its answers, all exchange what every rank must know of each
 response, pack the batch where the responses arrived, give each other the sequences of their
-micro-batches and cut them. The ranks are data-parallel, or with ``--tensor-parallel`` N groups of N
-that work on the same sequences.
+micro-batches and cut them. The ranks are data-parallel, or with ``--tensor-parallel`` or
+``--context-parallel`` N groups of N that work on the same sequences.
 
 ``cpu_s`` is the processor time of a rank's process; waiting for others takes none. Bytes are
 counted: ``held`` in the tensors of responses and batch, ``share`` in those of a pass, where what a
@@ -100,7 +101,14 @@ def score_bytes(responses: Any) -> dict[str, float]:
     }
 
 
-def path(rank: int, world: int, folder: Path, prompts: int, tensor_parallel: int) -> None:
+def path(
+    rank: int,
+    world: int,
+    folder: Path,
+    prompts: int,
+    tensor_parallel: int,
+    context_parallel: int = 1,
+) -> None:
     """One rank of the path; writes its numbers to a file."""
     from mppo.algos.packing import select_sequences
     from mppo.batch import Prompt
@@ -120,7 +128,7 @@ def path(rank: int, world: int, folder: Path, prompts: int, tensor_parallel: int
     request = GenerationRequest(some, SamplingConfig(n=SAMPLES), RESPONSE, seed=0)
     mine = receive(request, rank, world)
     parsing = mine.pop(-1)
-    layout = Layout(world, tp=tensor_parallel)
+    layout = Layout(world, tp=tensor_parallel, cp=context_parallel)
     spec = MicroBatchSpec(layout.dp, 1, MicroBatchLimits(1, MICRO_BATCH_TOKENS))
     dist.barrier()
     start = time.process_time()
@@ -136,7 +144,8 @@ def path(rank: int, world: int, folder: Path, prompts: int, tensor_parallel: int
             select_sequences(values_T, share.cu_seqlens, places)
     seconds = time.process_time() - start
     responses = sum(8 * t.length for t in ordered.held.values())
-    shared = share.routed_experts_T.nbytes if layout.coordinates(rank).tp else 0
+    place = layout.coordinates(rank)
+    shared = share.routed_experts_T.nbytes if place.tp or place.cp else 0
     numbers = {
         "cpu_s/answers": parsing,
         "cpu_s/batch": seconds,
@@ -150,10 +159,10 @@ def path(rank: int, world: int, folder: Path, prompts: int, tensor_parallel: int
     dist.destroy_process_group()
 
 
-def measure(world: int, prompts: int, tensor_parallel: int) -> dict[str, float]:
+def measure(world: int, prompts: int, *parallel: int) -> dict[str, float]:
     """The largest numbers of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (world, Path(folder), prompts, tensor_parallel)
+        arguments = (world, Path(folder), prompts, *parallel)
         mp.start_processes(path, arguments, world, start_method="spawn")
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
     return {name: max(numbers[name] for numbers in ranks) for name in ranks[0]}
@@ -164,15 +173,17 @@ def main() -> None:
     arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     arguments.add_argument("--tokens", type=float, default=2, help="millions")
     arguments.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
+    arguments.add_argument("--context-parallel", type=int, default=1, metavar="N")
     given = arguments.parse_args()
+    parallel = given.tensor_parallel, given.context_parallel
     prompts = max(1, round(given.tokens * 1e6 / SAMPLES / (PROMPT + RESPONSE)))
     results: dict[str, dict[str, float]] = {}
     for world in given.ranks:
-        turns = [measure(world, prompts, given.tensor_parallel) for _ in range(given.repeat)]
+        turns = [measure(world, prompts, *parallel) for _ in range(given.repeat)]
         results[str(world)] = min(turns, key=lambda numbers: numbers["cpu_s/sum"])
     tokens = prompts * SAMPLES * (PROMPT + RESPONSE)
-    measured = {"tokens": tokens, "tensor_parallel": given.tensor_parallel, "by_ranks": results}
-    record(measured, given.out)
+    sizes = dict(zip(("tensor_parallel", "context_parallel"), parallel))
+    record({"tokens": tokens, **sizes, "by_ranks": results}, given.out)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,11 @@
 
 ``copies``: ``MovedStorages.leave`` and ``arrive`` of the storages, against copies of one flat
 tensor of the same size between the device and (on a GPU, pinned) host memory; works alternate.
-``arrive`` also allocates, whose pages a CPU must map first.
+One thread copies, which other load disturbs least. ``leave`` also frees the storages, and
+``arrive`` allocates them, so ``arrive`` is also compared with a copy to a newly allocated flat
+tensor. If an allocator returned freed memory to the system, the first write to each page would take
+longer than the copy; ``page_faults`` counts such writes in the last turn. On a CPU glibc keeps
+freed memory (``device.prepare_megatron``), on a GPU torch's caching allocator does.
 ``step``: forward passes and updates of actor and critic with everything offloaded, and without
 offload. The hidden share is the part of the copies' time by which the step does not get longer. On
 the CPU a copy is complete when the call returns: none is hidden, and the share is null.
@@ -12,6 +16,7 @@ the CPU a copy is complete when the call returns: none is hidden, and the share 
 
 from __future__ import annotations
 
+import resource
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,6 +28,11 @@ from record import Seconds, alternate, parser, record
 
 STORAGES = 8
 OFFLOAD = {"parameters": True, "gradients": True, "optimizer": True}
+
+
+def page_faults() -> int:
+    """Pages that were mapped for this process so far, without a disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def copies(megabytes: int, repeat: int) -> dict[str, object]:
@@ -39,32 +49,55 @@ def copies(megabytes: int, repeat: int) -> dict[str, object]:
     flat = torch.zeros(nbytes, dtype=torch.uint8, device=device.device())
     host = device.pinned_memory(nbytes)
 
-    def awaited(move: Callable[[], object]) -> None:
+    faults: dict[str, int] = {}
+
+    def awaited(name: str, move: Callable[[], object]) -> None:
+        before = page_faults()
         move()
         device.synchronize()
+        faults[name] = page_faults() - before  # of the last turn
+
+    new: list[torch.Tensor] = []
 
     def leave() -> None:
         storages.changed = True
         storages.leave()
 
-    times = alternate(
-        {
-            "leave": partial(awaited, leave),
-            "arrive": partial(awaited, storages.arrive),
-            "memcpy to the host": partial(awaited, partial(host.copy_, flat, non_blocking=True)),
-            "memcpy to the device": partial(awaited, partial(flat.copy_, host, non_blocking=True)),
-        },
-        repeat,
-    )
+    def copy_to_new() -> None:
+        new.append(torch.empty(nbytes, dtype=torch.uint8, device=device.device()))
+        new[0].copy_(host, non_blocking=True)
+
+    works = {
+        "leave": leave,
+        "arrive": storages.arrive,
+        "memcpy to the host": partial(host.copy_, flat, non_blocking=True),
+        "memcpy to the device": partial(flat.copy_, host, non_blocking=True),
+        "memcpy to new memory": copy_to_new,
+    }
+    timed = {name: partial(awaited, name, work) for name, work in works.items()}
+    times = alternate({**timed, "free": new.clear}, repeat)
     return {
         "bytes": nbytes,
         "storages": STORAGES,
-        "GB_per_s": {name: round(nbytes / one.wall / 1e9, 2) for name, one in times.items()},
+        "GB_per_s": {name: round(nbytes / times[name].wall / 1e9, 2) for name in works},
+        "page_faults": faults,
         "of_memcpy": {
             "leave": _ratio(times["memcpy to the host"], times["leave"]),
             "arrive": _ratio(times["memcpy to the device"], times["arrive"]),
+            "arrive, of memcpy to new memory": _ratio(
+                times["memcpy to new memory"], times["arrive"]
+            ),
         },
     }
+
+
+def one_thread(work: Callable[[], dict[str, object]]) -> dict[str, object]:
+    """What ``work`` returns when torch computes with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = work()
+    torch.set_num_threads(threads)
+    return found
 
 
 def _ratio(of: Seconds, to: Seconds) -> float:
@@ -177,7 +210,7 @@ def main() -> None:
     with process_group(discover(), timeout_s=600):
         found = {
             "device": device.name(),
-            "copies": copies(options.megabytes, options.repeat),
+            "copies": one_thread(partial(copies, options.megabytes, options.repeat)),
             "step": step(options.hidden, options.layers, options.sequences, options.repeat),
         }
     record(found, options.out)

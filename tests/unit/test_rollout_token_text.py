@@ -58,6 +58,81 @@ def test_every_float32_is_read_exactly(rows: list[list[tuple[float, int]]]) -> N
     assert all(each["text"] == HOSTILE_TEXT for each in found)
 
 
+def by_json(text: bytes) -> list[tuple[list[int], list[int]]] | None:
+    """Ids and bits of log-probabilities by a JSON parser; None if it refuses the text."""
+    try:
+        answers = json.loads(text)
+        rows = [each["meta_info"][ENTRIES] for each in answers]
+        ids = [torch.tensor([entry[1] for entry in row], dtype=torch.int32) for row in rows]
+        values = [[math.nan if e[0] is None else e[0] for e in row] for row in rows]
+        bits = [torch.tensor(row, dtype=torch.float32).view(torch.int32) for row in values]
+        return [(i.tolist(), b.tolist()) for i, b in zip(ids, bits, strict=True)]
+    except (ValueError, LookupError, TypeError, RuntimeError):
+        return None
+
+
+def by_text(text: bytes) -> list[tuple[list[int], list[int]]] | None:
+    try:
+        found = parse_generated(text)
+        return list(zip(tokens_of(found), bits_of(found), strict=True))
+    except ValueError:
+        return None
+
+
+NUMBERS = st.one_of(
+    FLOATS.map(repr),
+    st.floats(-1e4, 0.0).map(repr),
+    # halves of float32, which a parser must round to even
+    st.builds(
+        lambda n, k: repr(-(2 * n + 1) / (1 << k)), st.integers(1, 1 << 24), st.integers(15, 26)
+    ),
+    st.from_regex(r"\A-?(0|[1-9]\d{0,4})(\.\d{1,24})?([eE][-+]?\d{1,2})?\Z"),
+    st.sampled_from(["-0.0", "0.0", "-0", "null", "NaN", "-Infinity", "-1.5e-45", "1e400", "00.5"]),
+)
+IDS_AS_TEXT = st.one_of(
+    st.integers(0, 999_999).map(str), st.sampled_from(["10000000", "1" * 30, "-1", "07", "1.5"])
+)
+
+
+def body(rows: list[list[tuple[str, str]]]) -> bytes:
+    answers = compact([answer([], [0] * len(row)) for row in rows]).decode().split(f'"{ENTRIES}":[')
+    texts = [",".join(f"[{value},{token},null]" for value, token in row) for row in rows]
+    return f'"{ENTRIES}":['.join([answers[0], *map("".join, zip(texts, answers[1:]))]).encode()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(st.tuples(NUMBERS, IDS_AS_TEXT), max_size=8), min_size=1, max_size=3))
+def test_any_number_is_read_as_by_a_json_parser(rows: list[list[tuple[str, str]]]) -> None:
+    text = body(rows)
+    assert by_text(text) == by_json(text)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(NUMBERS, st.integers(0, 999_999).map(str)), min_size=1, max_size=4),
+    st.data(),
+)
+def test_a_changed_or_cut_text_is_read_as_by_a_json_parser(
+    row: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    """Only in the entries: elsewhere a key may change, and an answer without entries has none."""
+    text = body([row, [("-0.25", "5")]])
+    first = text.index(f'"{ENTRIES}":['.encode()) + len(ENTRIES) + 4
+    place = data.draw(st.integers(first, text.index(b"]]", first) + 1))
+    length = data.draw(st.integers(0, 3))
+    new = data.draw(st.text("0123456789.,-+eE[]nul \xac\xd3", max_size=3)).encode("latin1")
+    text = text[:place] + new + text[place + length :]
+    assert by_text(text) == by_json(text)
+    assert by_text(text[:place]) is None
+
+
+def test_numbers_of_one_response_do_not_depend_on_the_others() -> None:
+    rows = [[("-1.1920928955078125e-7", "11"), ("-12.5", "2")], [("-0.5", "7")] * 5, [("0.0", "1")]]
+    assert by_text(body(rows)) == [by_text(body([row]))[0] for row in rows]
+    odd = [*rows, [("null", "3")]]
+    assert by_text(body(odd))[:3] == by_text(body(rows))
+
+
 def test_a_long_response_is_read_in_pieces() -> None:
     torch.manual_seed(0)
     exact = -torch.rand(30_000) * 10.0 ** torch.randint(-9, 2, (30_000,))

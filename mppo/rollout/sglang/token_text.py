@@ -1,10 +1,10 @@
 """Tokens and log-probabilities from the text of SGLang's answers, as tensors.
 
 SGLang returns log-probabilities as ``[[-0.69,17,null],[-1.2e-7,4,null]]``: log-probability, token
-id, no text. A JSON parser makes three objects of each entry, and the garbage collector visits them
-again and again. Here eight characters at a time are read as one 64-bit integer and converted with
-a few operations on all entries at once (D. Lemire, "Quickly parsing eight digits", 2018). The JSON
-parser gets the rest of the answer.
+id, no text; it has no binary form of them. A JSON parser makes three objects of each entry, and the
+garbage collector visits them again and again. Here eight characters at a time are read as one
+64-bit integer and converted with a few operations on the entries of all responses at once (D.
+Lemire, "Quickly parsing eight digits", 2018). The JSON parser gets the rest of the answer.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ TokenTensors = tuple[Tensor, Tensor]
 
 T = TypeVar("T")
 ENTRIES, IDS = "output_token_logprobs", "output_ids"
+_OPENS, _CLOSES = b'"output_token_logprobs":[[', b",null]]"
 
+_Octets = NDArray[np.uint8]
 _Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
-_PIECE_BYTES = 3 << 15
-"""Text parsed at once: some 3,000 entries. Their temporary arrays stay in the cache, and are small
-enough (128 KiB) for the allocator to use the same memory again."""
-_PAD = b"\0" * 32
-"""Around the text, since eight characters are read at and before every number."""
-_DECIMALS = 16
-"""Decimals that are read. SGLang writes up to 21, because it converts float32 to float64; for a
-number of at least 1e-8 without its exponent, 16 decide which float32 it is."""
+_PIECE_BYTES = 3 << 16
+"""Text parsed at once: some 6,000 entries. Numpy's cost of a call is divided among them; with more,
+the memory allocator returns their temporary arrays to the system each time."""
+_PAD = b"\0" * 31
+"""Around the text, since some characters are read before and behind every number."""
+_FRONT = len(_PAD) + len(",")
+_DECIMALS = 14
+"""Decimals that are read at once. Where the others could change the float32, ``float`` decides; for
+a number that float32 represents, as every one of SGLang's, that is rare."""
 _POWERS = np.array([float(f"1e-{exponent}") for exponent in range(100)])
 
 
@@ -45,10 +48,10 @@ def _word(text: bytes) -> np.uint64:
     return np.uint64(int.from_bytes(text, "little"))
 
 
-_BYTE = np.uint64(0xFF)
-_ZEROS = _word(b"0" * 8)
-_BETWEEN, _END = _word(b",null],["), _word(b",null]\0\0")
-_MINUS, _POINT, _ZERO = (np.uint64(char) for char in b"-.0")
+_BYTE, _SECOND = np.uint64(0xFF), np.uint64(0xFF00)
+_COMMAS, _ZEROS, _TOP_BITS = _word(b"," * 8), _word(b"0" * 8), _word(b"\x80" * 8)
+_UNIT_AND_POINT = _word(b"0.000000")
+_BETWEEN, _END, _SIX = _word(b",null],["), _word(b",null]"), _word(b"\xff" * 6)
 
 
 class _OtherForm(Exception):
@@ -68,9 +71,14 @@ def parse_generated(text: bytes) -> Any:
     Raises:
         ValueError: as ``parse_answer``; or the answer does not have this form.
     """
-    entries: list[TokenTensors] = []
     counts: list[int] = []
-    rest = _cut(text, b'"output_token_logprobs":[[', b",null]]", _parse_entries, entries)
+    texts: list[bytes] = []
+    rest = _cut(text, _OPENS, _CLOSES, bytes, texts)
+    try:
+        entries = _parse_entries(texts)
+    except _OtherForm:  # then each response alone
+        entries = []
+        rest = _cut(text, _OPENS, _CLOSES, _parse_alone, entries)
     answers = parse_answer(_cut(rest, b'"output_ids":[', b"]", _count, counts))
     try:
         for answer in answers if isinstance(answers, list) else [answers]:
@@ -132,140 +140,211 @@ def _read_entries(entries: list[list[Any]]) -> TokenTensors:
     return torch.tensor(ids, dtype=torch.int32), torch.tensor(logprobs, dtype=torch.float32)
 
 
-def _parse_entries(text: bytes) -> TokenTensors | None:
-    """The entries of one response: ``[x,id,null],[x,id,null]``.
-
-    Returns:
-        None if the text has any other form, such as spaces or ``null`` for a NaN. A number that
-        float32 can represent, as every one of SGLang's, is read exactly; another one may be rounded
-        the other way where two are equally near.
-    """
-    if sys.byteorder != "little":
-        return None
-    ids, values = [], []
+def _parse_alone(text: bytes) -> TokenTensors | None:
+    """The entries of one response; None if they have another form than SGLang's."""
     try:
-        for piece in _pieces(text):
-            found = _parse_piece(piece)
-            ids.append(found[0])
-            values.append(found[1])
+        return _parse_entries([text])[0]
     except _OtherForm:
         return None
-    if len(ids) > 1:
-        ids, values = [np.concatenate(ids)], [np.concatenate(values)]
-    return torch.from_numpy(ids[0]), torch.from_numpy(values[0])
 
 
-def _pieces(text: bytes) -> Iterator[bytes]:
-    """Cut a text between entries."""
-    start = 0
-    while start < len(text):
-        cut = text.find(b"],[", start + _PIECE_BYTES)
-        end = len(text) if cut < 0 else cut + 1
-        yield text[start:end]
+def _parse_entries(texts: list[bytes]) -> list[TokenTensors]:
+    """The entries of each response, ``[x,id,null],[x,id,null]``.
+
+    The float32 are those of a JSON parser's float64.
+
+    Raises:
+        _OtherForm: a text has any other form, such as spaces or ``null`` for a NaN.
+    """
+    _require(sys.byteorder == "little")
+    if not texts:
+        return []
+    padded = b",".join([_PAD, *texts, _PAD])
+    pieces = [_parse_piece(padded, *place) for place in _pieces(padded)]
+    ends, ids, logprobs = (np.concatenate(arrays) for arrays in zip(*pieces))
+    cuts = np.searchsorted(ends, _FRONT + np.cumsum([len(text) + 1 for text in texts]))
+    # copies, since a response may be kept without the others
+    return [
+        (torch.from_numpy(ids[a:b].copy()), torch.from_numpy(logprobs[a:b].copy()))
+        for a, b in zip([0, *cuts], cuts)
+    ]
+
+
+def _pieces(padded: bytes) -> Iterator[tuple[int, int]]:
+    """Beginnings and ends of parts of a text, cut between entries."""
+    start, last = _FRONT, len(padded) - _FRONT
+    while start < last:
+        cut = padded.find(b"],[", start + _PIECE_BYTES)
+        end = last if cut < 0 else cut + 1
+        yield start, end
         start = end + 1
 
 
-def _parse_piece(text: bytes) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Ids and log-probabilities of entries ``[-12.5,17,null],[-1.25e-07,4,null]``.
+def _parse_piece(
+    padded: bytes, low: int, high: int
+) -> tuple[_Ints, NDArray[np.int32], NDArray[np.float32]]:
+    """Positions of ``null``, ids and log-probabilities of ``[-12.5,17,null],[-1.25e-07,4,null]``.
+
+    Args:
+        padded: the entries of all responses, between ``_PAD`` and commas.
+        low, high: beginning and end of the entries in the text.
 
     Raises:
-        _OtherForm: the text has another form.
+        _OtherForm: the entries have another form.
     """
-    chars = np.frombuffer(_PAD + text + _PAD, dtype=np.uint8)
-    # eight characters from every position, as overlapping little-endian integers
-    words = np.ndarray((len(chars) - 7,), "<u8", chars, strides=(1,))
-    commas = np.flatnonzero(chars == ord(","))
-    _require(text.startswith(b"[") and len(commas) % 3 == 2)
-    end, id_end = commas[0::3].copy(), commas[1::3].copy()
-    separator = words[id_end]
-    _require(separator[-1] == _END and (separator[:-1] == _BETWEEN).all())
-    start = np.empty_like(end)
-    start[0], start[1:] = len(_PAD) + 1, id_end[:-1] + len(",null],[")
+    chars = np.frombuffer(padded, np.uint8, high - low + 2 * _FRONT, low - _FRONT)
+    text, size = chars[_FRONT:-_FRONT], high - low
+    # 16 characters from every position, as overlapping items: the time to copy one does not depend
+    # on its size
+    pairs = np.ndarray((len(chars) - 15,), "V16", chars, strides=(1,))
 
+    null = _FRONT + _positions(text, ord("n"))
+    _require(len(null) > 0)
+    start = np.empty_like(null)
+    start[0], start[1:] = _FRONT + 1, null[:-1] + len("null],[")
     negative = chars[start] == ord("-")
     start += negative
-    # the point is the first, second or third character behind the first digit
-    head = words[start]
-    point = start + 1
-    units = (head & _BYTE) ^ _ZERO
-    row = np.flatnonzero((head >> np.uint64(8) & _BYTE) != _POINT)
-    if len(row):
-        point[row] += 1 + ((head[row] >> np.uint64(16) & _BYTE) != _POINT)
-        _require((chars[point[row]] == _POINT).all())
-        units[row] = _digits(head[row][None], (point - start)[row][None])[0]
-    power, last, exponents = _exponents(chars, words, end)
-    decimals = last - point
-    decimals -= 1
-    _require(decimals.min() > 0)
+    before = pairs[null - 9].view(np.uint64).reshape(-1, 2)  # id, then what separates entries
+    separator = before[:, 1]
+    _require(null[-1] == _FRONT + size - len("null]") and text[0] == ord("["))
+    _require((separator[-1] & _SIX) == _END and (separator[:-1] == _BETWEEN).all())
+
+    digits = np.empty((3, len(null)), dtype=np.uint64)  # id, unit and decimals, further decimals
+    comma = _read_ids(before[:, 0], digits[0])
+    end = null - 9 + comma
+    _require(not ((chars[end + 1] == ord("0")) & (comma < 6)).any())  # JSON has no 07
+    power, last, exponents = 1.0, end, 0
+    if padded.find(b"e", low, high) >= 0:
+        power, last, exponents = _exponents(chars, end)
     # every other character must be a digit: [-0.5e-7,17,null],
-    others = 10 * len(end) - 1 + np.count_nonzero(negative) + 2 * exponents
-    _require(np.count_nonzero((chars - ord("0")) < 10) == len(text) - others)
+    others = 10 * len(null) - 1 + np.count_nonzero(negative) + 2 * exponents
+    _require(np.count_nonzero((text - ord("0")) < 10) == size - others)
 
-    # all digits at once: id, and two groups of decimals
-    width = np.empty((3, len(end)), dtype=np.int64)
-    digits = np.empty((3, len(end)), dtype=np.uint64)
-    np.subtract(id_end, end + 1, out=width[0])
-    np.minimum(decimals, 8, out=width[1])
-    np.minimum(decimals - width[1], 8, out=width[2])
-    digits[0], digits[1], digits[2] = words[end + 1], words[point + 1], words[point + 9]
-    ids, high, low = _digits(digits, width)
-    _require(not ((decimals > _DECIMALS) & (units + high == 0)).any())
-    total = (high * np.uint64(10**8) + low) * 1e-16
-    total += units
-    total *= power
-    np.negative(total, out=total, where=negative)
-    return ids.astype(np.int32), total.astype(np.float32)
+    first, tens = _read_decimals(pairs, start, last, digits[1:])
+    _convert(digits)
+    total = (digits[1] * np.uint64(10**8) + digits[2]) * 1e-14
+    total[first] += tens
+    # bounds of the number: decimals that were not read, and roundings
+    error = total * 2.0**-50
+    error += (last - start > _DECIMALS + 2) * 1.1e-14
+    total, error = total * power, error * power
+    values = total.astype(np.float32)
+    for row in np.flatnonzero((total - error).astype(np.float32) != (total + error).astype("f4")):
+        place = low - _FRONT + end[row]
+        values[row] = float(padded[padded.rfind(b"[", 0, place) + 1 : place])
+    values.view(np.uint32)[...] |= negative.astype(np.uint32) << np.uint32(31)
+    return null + (low - _FRONT), digits[0].astype(np.int32), values
 
 
-def _exponents(
-    chars: NDArray[np.uint8], words: _Words, end: _Ints
-) -> tuple[NDArray[np.float64] | float, _Ints, int]:
+def _positions(text: _Octets, char: int) -> _Ints:
+    """Where a character is that occurs at most once in eight characters."""
+    mask = np.zeros(-(-len(text) // 8) * 8, dtype=bool)
+    np.equal(text, char, out=mask[: len(text)])
+    words = mask.view(np.uint64)
+    place = np.flatnonzero(words != 0)  # branch-free, unlike that of sparse characters
+    # the exponent of 256**k as a float64 is 1023 + 8 * k
+    within = (words[place].astype(np.float64).view(np.int64) >> 55) - 127
+    return (place << 3) + within
+
+
+def _read_ids(before: _Words, digits: _Words) -> _Ints:
+    """Read the ids at the end of eight characters each, behind a comma.
+
+    Args:
+        before: the characters, ``[L]``.
+        digits: becomes the ids' digits, as bytes that follow zeros.
+
+    Returns:
+        Where the comma is, 0 to 6.
+    """
+    _require(not (before & _TOP_BITS).any())
+    # a byte of the difference has its top bit where the character is a comma
+    found = _TOP_BITS - (before ^ _COMMAS)
+    found &= _TOP_BITS
+    comma = (found.astype(np.float64).view(np.int64) >> 55) - 128
+    _require(comma.min() >= 0 and comma.max() < 7)
+    unused = ((comma + 1) << 3).view(np.uint64)
+    np.bitwise_xor(before, _ZEROS, out=digits)
+    digits >>= unused
+    digits <<= unused
+    return comma
+
+
+def _exponents(chars: _Octets, end: _Ints) -> tuple[NDArray[np.float64], _Ints, int]:
     """Powers of ten by which numbers are multiplied, where their decimals end, and how many.
 
     Args:
         chars: the text.
-        words: the eight characters from every position of it.
         end: of the numbers; an exponent is ``e-7``, ``e-07`` or ``e-17``.
     """
     short, long = chars[end - 3] == ord("e"), chars[end - 4] == ord("e")
     row = np.flatnonzero(short | long)
-    if not len(row):
-        return 1.0, end, 0
     last = end.copy()
     last[row] -= np.where(short[row], 3, 4)
-    sign = last[row] + 1
-    _require(((words[sign] & _BYTE) == _MINUS).all())
-    size = _digits(words[sign + 1][None], (end[row] - sign - 1)[None])[0]
-    _require(size.max() < len(_POWERS))
+    _require((chars[last[row] + 1] == ord("-")).all())
+    tens, ones = (chars[end[row] - place].astype(np.int64) - ord("0") for place in (2, 1))
+    size = np.where(short[row], 0, tens) * 10 + ones
+    _require(((size >= 0) & (size < len(_POWERS))).all())
     power = np.ones(len(end))
     power[row] = _POWERS[size]
     return power, last, len(row)
 
 
-def _digits(words: _Words, width: _Ints) -> _Words:
-    """The integers of up to eight digits each: uint64 ``[K, L]``.
+def _read_decimals(
+    pairs: NDArray[np.void], start: _Ints, last: _Ints, digits: _Words
+) -> tuple[_Ints, _Ints]:
+    """Read numbers ``123.456``, of which 14 decimals.
 
     Args:
-        words: ``[K, L]``, eight characters each, which begin with the digits; overwritten.
-        width: ``[K, L]``, number of digits. In the first row there is at least one, and ``12`` is
-            12; in the others ``12`` is 12000000.
+        pairs: 16 characters from every position of the text.
+        start: of the numbers; moves to the digit before the point.
+        last: end of their decimals.
+        digits: becomes ``[2, L]``, the digit before the point and six decimals, eight decimals; as
+            bytes.
+
+    Returns:
+        The numbers that have digits before that one, and the value of those.
     """
-    _require(width.max() <= 8 and width[0].min() > 0)
-    unused = (64 - 8 * width).view(np.uint64)
-    words ^= _ZEROS
-    words <<= unused  # drops what follows the digits; a shift by 64 gives 0
-    words[1:] >>= unused[1:]
-    # pairs of digits, then fours, then eight
+    words = pairs[start].view(np.uint64).reshape(-1, 2)
+    np.bitwise_xor(words[:, 0], _UNIT_AND_POINT, out=digits[0])
+    row, tens = np.flatnonzero(digits[0] & _SECOND), np.empty(0, dtype=np.int64)
+    if len(row):
+        text = words[row].view(np.uint8).astype(np.int64)
+        three = text[:, 2] != ord(".")
+        _require((text[~three, 2] == ord(".")).all() and (text[three, 3] == ord(".")).all())
+        value = text - ord("0")
+        _require((value[:, 0] > 0).all())
+        tens = 10 * np.where(three, 10 * value[:, 0] + value[:, 1], value[:, 0])
+        start[row] += 1 + three
+        words[row] = pairs[start[row]].view(np.uint64).reshape(-1, 2)
+        digits[0, row] = words[row, 0] ^ _UNIT_AND_POINT
+    np.bitwise_xor(words[:, 1], _ZEROS, out=digits[1])
+    digits[0] += (digits[0] & _BYTE) * _BYTE  # moves the unit to the place of the point
+
+    decimals = last - start
+    decimals -= 2
+    _require(decimals.min() > 0)
+    short = np.flatnonzero(decimals < _DECIMALS)
+    if len(short):
+        missing = np.empty((2, len(short)), dtype=np.int64)
+        np.maximum(6 - decimals[short], 0, out=missing[0])
+        np.minimum(14 - decimals[short], 8, out=missing[1])
+        unused = (missing << 3).view(np.uint64)
+        digits[:, short] = (digits[:, short] << unused) >> unused  # a shift by 64 gives 0
+    return row, tens
+
+
+def _convert(digits: _Words) -> None:
+    """Replace eight digits, the bytes of an integer from its lowest one, by the number."""
     for scale, bits, mask in (
         (10, 8, 0x00FF00FF00FF00FF),
         (100, 16, 0x0000FFFF0000FFFF),
         (10000, 32, 0x00000000FFFFFFFF),
     ):
-        second = words >> np.uint64(bits)
-        words *= np.uint64(scale)
-        words += second
-        words &= np.uint64(mask)
-    return words
+        second = digits >> np.uint64(bits)
+        digits *= np.uint64(scale)
+        digits += second
+        digits &= np.uint64(mask)
 
 
 def _require(holds: bool | np.bool_) -> None:
