@@ -5,6 +5,9 @@ Every entry must match a block: ``test_pages`` fails for one that does not.
 
 from __future__ import annotations
 
+from pages.blocks import ROOT
+from pages.world import RECIPE
+
 NOT_RUN: dict[str, str] = {
     r"warm start 80/80": "the end of a run of four minutes; benchmarks/results has its numbers",
     r"<run>/checkpoints/global_step_40/": "a tree of files; test_checkpoint_folder.py",
@@ -38,8 +41,16 @@ SMALL: dict[str, str] = {
 }
 """Pages whose runs for the CPU are real, with settings that make them small."""
 
-BASES: dict[str, str] = {}
-"""By place of a snippet of a recipe: the keys, as YAML, that its text takes for granted."""
+BASES: dict[str, str] = {"docs/adding_a_reward.md": RECIPE}
+"""By page: the keys, as YAML, that its snippets of recipes take for granted, instead of ``BASE``."""
+
+PROOFS: dict[str, str] = {
+    "docs/adding_a_reward.md": "python mppo/train.py --config snippet.yaml "
+    "trainer.default_local_dir=run trainer.total_training_steps=1 trainer.save_freq=-1 "
+    "&& grep -q reward/arithmetic/correct/mean run/metrics.jsonl",
+    "docs/adding_a_family.md": f"$PAGE_PYTHON {ROOT}/tests/pages/family_check.py ernie4_5",
+}
+"""By page: a command that shows, after all blocks, that the page's example works."""
 
 NAMES: dict[str, str] = {
     "docs/adding_a_family.md": "from types import SimpleNamespace\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 from pages.blocks import Block, settings_of, steps_of
+from pages.edits import apply_diff, fresh_python
 from pages.exceptions import BASES, NAMES, NOT_RUN, OTHER_NUMBERS
 from pages.output import Output
 from pages.world import shell
@@ -42,6 +43,8 @@ class PageRun:
             return self._yaml(block)
         if block.language == "python":
             return self._run_python(block)
+        if block.language == "diff":
+            return self._edit(block)
         if block.is_shell:
             return self._run(block)
         if self._output is not None:
@@ -84,10 +87,25 @@ class PageRun:
         code, output = shell(self._folder, command, self._environment)
         return [] if code == 0 else [f"as a recipe:\n{output[-3000:]}"]
 
+    def _edit(self, block: Block) -> list[str]:
+        """Apply a change; later commands of the page use the changed code."""
+        try:
+            apply_diff(self._folder, block.text)
+        except ValueError as error:
+            return [str(error)]
+        self._environment |= fresh_python(self._folder)
+        return []
+
+    def proof(self, command: str) -> list[str]:
+        """What a command says against the page's example, after all blocks."""
+        code, output = shell(
+            self._folder, command, self._environment | {"PAGE_SMALL": "rollout.name=local"}
+        )
+        return [] if code == 0 else [f"{command}\nends with {code}:\n{output[-3000:]}"]
+
     def _run_python(self, block: Block) -> list[str]:
         """The page's Python up to this block, and the tests among it."""
-        text = f"table = {{{block.text}}}" if block.text.startswith('"') else block.text
-        self._python.append(text)
+        self._python.append(block.text)
         program = [NAMES.get(block.page, ""), *self._python, RUN_TESTS]
         (self._folder / "snippets.py").write_text("\n\n".join(program))
         code, output = shell(self._folder, 'python -c "$(cat snippets.py)"', self._environment)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from pages.blocks import HEADERS, PAGES, ROOT, blocks_of
-from pages.exceptions import NOT_RUN, SMALL
+from pages.exceptions import NOT_RUN, PROOFS, SMALL
 from pages.page_run import PageRun
 from pages.world import add_run, make_template, variables
 
@@ -59,6 +59,7 @@ def test_every_block_of_a_page_runs(page, servers, template, tmp_path):
     small = {"PAGE_SMALL": SMALL[name]} if name in SMALL else {}
     run = PageRun(folder, variables(folder) | servers | small)
     found = [f"{b.place}: {problem}" for b in BLOCKS[page] for problem in run.problems(b)]
+    found += run.proof(PROOFS[name]) if name in PROOFS else []
     assert not found, "\n\n".join(found)
 
 
