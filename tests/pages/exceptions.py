@@ -42,7 +42,7 @@ SMALL: dict[str, str] = {
 """Pages whose runs for the CPU are real, with settings that make them small."""
 
 BASES: dict[str, str] = {"docs/adding_a_reward.md": RECIPE}
-"""By page: the keys, as YAML, that its snippets of recipes take for granted, instead of ``BASE``."""
+"""By page: the keys, as YAML, that its snippets of recipes take for granted, not ``BASE``."""
 
 PROOFS: dict[str, str] = {
     "docs/adding_a_reward.md": "python mppo/train.py --config snippet.yaml "
