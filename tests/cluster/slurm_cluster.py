@@ -55,6 +55,7 @@ PartitionName=high Nodes={names} PriorityTier=10 PreemptMode=OFF
 """
 GPU_NODES = """
 GresTypes=gpu
+PrivateData=cloud
 SuspendProgram=/bin/true
 ResumeProgram=/bin/true
 SuspendTime=60

@@ -23,6 +23,8 @@ NOT_RUN: dict[str, str] = {
     r"^mppo: job 3 start 1": "the log of a job of minutes; test_slurm.py",
     r"^python examples/scripts/ppo/ppo\.py": "TRL's command, the input of mppo-migrate; "
     "test_migrate.py",
+    r"^# TRL's examples/scripts/ppo/ppo.py, written": "names a model of the Hub; test_migrate.py "
+    "compares it with what mppo-migrate prints, and loads such recipes",
     r"python -m sglang\.launch_server": "SGLang's own program; test_sglang_classifier.py starts it",
     r"^export MPPO_ROLLOUT_API_KEY": "a server of SGLang; test_serve_actor.py runs these lines",
     r"AutoModelForSequenceClassification as M": "reads the weights of a published model",

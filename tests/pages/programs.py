@@ -51,6 +51,8 @@ def names() -> list[str]:
 def python(arguments: list[str], ranks: int = 1, nodes: int = 1) -> int:
     """``python`` with a module, a file or a program text, on this many ranks per node."""
     option, *rest = arguments
+    in_folder = option not in ("-c", "-m")
+    sys.path.insert(0, str(Path(option).parent.resolve()) if in_folder else os.getcwd())
     if option == "-c" and "PAGE_PYTHON" in os.environ:
         return _fresh(arguments)
     if option == "-c":
@@ -68,7 +70,7 @@ def run_module(module: str, arguments: list[str], ranks: int = 1, nodes: int = 1
     """A module's program, in the way of ``HOW``, else as it is on every rank."""
     if module in MODULES_OF_OTHERS:
         return MODULES_OF_OTHERS[module](arguments)
-    if LEFT_OUT in arguments and module != "mppo.train":
+    if (LEFT_OUT in arguments or not arguments) and module != "mppo.train":
         return check_arguments(module, arguments)
     for how, pattern in HOW:
         if re.fullmatch(pattern, " ".join([module, *arguments])):
@@ -155,6 +157,7 @@ def simulate(module: str, arguments: list[str], *_: int) -> int:
     server = os.environ["PAGE_SIMULATING"]
     if os.environ["PAGE_SERVER"] != server:
         os.environ["PAGE_SERVER"] = server
+        os.environ.pop("MPPO_DEVICE")
         os.execv(BIN / "python", ["python", "-m", module, *arguments])
     if module == "mppo.simulate":
         arguments = [*arguments, "--quick", "--steps", "1"]
@@ -301,6 +304,7 @@ def sbatch(arguments: list[str]) -> int:
     """The real ``sbatch --test-only`` if a controller runs; the script's program with its arguments
     as on the requested nodes, except that a run is only planned."""
     given = [word for word in arguments if word != LEFT_OUT]
+    given = ["recipes/x.yaml" if word == "RECIPE" else word for word in given]
     scripts = [word for word in given if word.endswith(".sbatch")]
     if "SLURM_CONF" in os.environ:
         target = [] if scripts else ["slurm/ppo.sbatch"]
@@ -318,10 +322,11 @@ def sbatch(arguments: list[str]) -> int:
     if scripts[0].endswith("convert.sbatch"):
         rest = [*rest, LEFT_OUT] if LEFT_OUT in arguments else rest
         return run_module("checkpoints_convert", rest)
-    program = "mppo.train" if scripts[0].endswith("ppo.sbatch") else "mppo.evaluate"
     if not Path(rest[0]).is_file():
         raise Wrong(f"there is no {rest[0]}")
-    return run_module(program, ["--config", *rest], gpus, nodes)
+    if scripts[0].endswith("eval.sbatch"):  # recipes for GPUs; test_evaluate.py evaluates
+        return check_arguments("mppo.evaluate", ["--config", *rest])
+    return run_module("mppo.train", ["--config", *rest], gpus, nodes)
 
 
 def scancel(arguments: list[str]) -> int:

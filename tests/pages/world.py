@@ -16,7 +16,8 @@ CLIENT = Path(__file__).with_name("page_client.py")
 LINKED = ("mppo", "checkpoints_convert", "benchmarks", "slurm", "pyproject.toml")
 RECIPE = """
 model: {path: "builtin:tiny", dtype: float32}
-data: {task: arithmetic, train_batch_size: 8, val_size: 4}
+data:
+  {task: arithmetic, train_batch_size: 8, val_size: 4, max_prompt_length: 16, max_response_length: 5}
 actor: {ppo_mini_batch_size: 8}
 rollout: {name: local}
 trainer: {total_training_steps: 3, dump_rollouts: true, save_freq: 3, val_before_train: false}
@@ -104,4 +105,4 @@ def shell(folder: Path, script: str, environment: dict[str, str]) -> tuple[int, 
         cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, timeout=400,
     )  # fmt: skip
-    return found.returncode, found.stdout
+    return found.returncode, found.stdout.replace(f"{folder}/", "")

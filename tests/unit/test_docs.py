@@ -1,4 +1,4 @@
-"""README and docs: links lead somewhere, and the site builds. ``tests/pages`` runs what they show."""
+"""README and docs: links lead somewhere, the site builds. ``tests/pages`` runs what pages show."""
 
 from __future__ import annotations
 
