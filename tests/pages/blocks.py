@@ -59,7 +59,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Step:
-    """Commands of a block that run in one shell, and the lines that the page shows below them."""
+    """Commands of a block that run in one shell, and the lines that the page shows below them.
+    Without commands, the lines continue the output of the page's last command."""
 
     script: str
     shown: str
@@ -124,9 +125,9 @@ def _header_commands(file: Path, name: str) -> list[Block]:
     return [Block(name, first, "sh", "\n".join(commands))] if commands else []
 
 
-def settings_of(block: Block) -> list[str]:
-    """Lines that set a variable of the shell, which later blocks of the page use."""
-    matches = map(_SETTING.match, block.text.splitlines() if block.is_shell else ())
+def settings_of(script: str) -> list[str]:
+    """Lines that set a variable of the shell, which later commands of the page use."""
+    matches = map(_SETTING.match, script.splitlines())
     return [match[1] for match in matches if match]
 
 
@@ -136,7 +137,11 @@ def steps_of(block: Block) -> list[Step]:
         return [_step(block.text, "")]
     steps: list[Step] = []
     lines = block.text.splitlines()
-    while lines:
+    first = next(number for number, line in enumerate(lines) if line.startswith("$ "))
+    if first:
+        steps.append(Step("", "\n".join(lines[:first])))
+    while lines := lines[first:]:
+        first = 0
         command, shown = [lines.pop(0)], []
         while command[-1].endswith("\\"):
             command.append(lines.pop(0))

