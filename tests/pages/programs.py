@@ -332,8 +332,8 @@ def sbatch(arguments: list[str]) -> int:
 
 
 def scancel(arguments: list[str]) -> int:
-    """Options by the real scancel's help; without options a waiting job is really cancelled. (Signals
-    need a job that runs: tests/cluster/test_slurm.py.)"""
+    """Options by the real scancel's help; without options a waiting job is really cancelled.
+    (Signals need a job that runs: tests/cluster/test_slurm.py.)"""
     if "SLURM_CONF" not in os.environ:
         return 0
     if len(arguments) > 1:
