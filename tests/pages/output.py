@@ -18,12 +18,13 @@ class Output:
 
     Args:
         text: the output.
-        numbers: False if the page shows another run, whose numbers differ.
+        tolerance: relative difference of a number that is allowed; None: the page shows another
+            run, only its words are compared.
     """
 
-    def __init__(self, text: str, numbers: bool) -> None:
-        self._numbers = numbers
-        self._lines = [self._plain(line) for line in text.splitlines()]
+    def __init__(self, text: str, tolerance: float | None = 0.0) -> None:
+        self._tolerance = tolerance
+        self._lines = [_plain(line) for line in text.splitlines()]
 
     def __str__(self) -> str:
         return "\n".join(self._lines)
@@ -32,16 +33,33 @@ class Output:
         """Lines of the page that do not come next in the output; the page may leave lines out."""
         absent = []
         for line in filter(None, map(str.strip, shown.splitlines())):
-            try:
-                position = self._lines.index(self._plain(line))
-            except ValueError:
+            wanted = _plain(line)
+            same = (i for i, each in enumerate(self._lines) if self._equal(wanted, each))
+            position = next(same, None)
+            if position is None:
                 absent.append(line)
             else:
                 del self._lines[: position + 1]
         return absent
 
-    def _plain(self, line: str) -> str:
-        for pattern, name in VARYING:
-            line = pattern.sub(name, line)
-        line = line if self._numbers else NUMBER.sub("N", line)
-        return " ".join(line.split())
+    def _equal(self, a: str, b: str) -> bool:
+        if not self._tolerance:
+            return a == b if self._tolerance == 0 else _words(a) == _words(b)
+        numbers = [[_value(found[0]) for found in NUMBER.finditer(line)] for line in (a, b)]
+        return _words(a) == _words(b) and all(
+            abs(x - y) <= self._tolerance * max(x, y) + 0.011 for x, y in zip(*numbers, strict=True)
+        )
+
+
+def _plain(line: str) -> str:
+    for pattern, name in VARYING:
+        line = pattern.sub(name, line)
+    return " ".join(line.split())
+
+
+def _words(line: str) -> str:
+    return NUMBER.sub("N", line)
+
+
+def _value(number: str) -> float:
+    return float(re.sub(r"[^0-9.]", "", number).strip(".") or 0)

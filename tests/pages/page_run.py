@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 from pages.blocks import Block, settings_of, steps_of
 from pages.edits import apply_diff, fresh_python
-from pages.exceptions import BASES, NAMES, NOT_RUN, OTHER_NUMBERS
+from pages.exceptions import BASES, NAMES, NOT_RUN, TOLERANCES
 from pages.output import Output
 from pages.world import shell
 
@@ -64,8 +64,7 @@ class PageRun:
             if code != expected:
                 found.append(f"{step.script}\nends with {code}, not {expected}:\n{output[-3000:]}")
             elif step.shown:
-                same = not any(re.search(pattern, block.text) for pattern in OTHER_NUMBERS)
-                self._output = Output(output, same)
+                self._output = Output(output, _tolerance(block))
                 found += self._absent(step.shown)
             self._settings += settings_of(step.script)
         return found
@@ -135,3 +134,8 @@ trainer: {n_gpus_per_node: 8}
 def reason_of(block: Block) -> str | None:
     """Why a block does not run, if it does not."""
     return next((why for what, why in NOT_RUN.items() if re.search(what, block.text, re.M)), None)
+
+
+def _tolerance(block: Block) -> float | None:
+    found = (far for what, far in TOLERANCES.items() if re.search(what, block.text, re.M))
+    return next(found, 0.0)

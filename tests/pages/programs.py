@@ -154,6 +154,8 @@ def _is_for_the_cpu(arguments: Sequence[str]) -> bool:
 
 def simulate(module: str, arguments: list[str], *_: int) -> int:
     """In the server without Megatron's stand-ins for the CPU, in quick mode and for one step."""
+    if "--transformer-engine" in arguments and not Path("te/transformer_engine").is_dir():
+        return check_arguments(module, arguments)  # it is not installed here
     server = os.environ["PAGE_SIMULATING"]
     if os.environ["PAGE_SERVER"] != server:
         os.environ["PAGE_SERVER"] = server

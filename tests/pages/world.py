@@ -48,6 +48,7 @@ def make_template(folder: Path) -> Path:
         (bin_folder / name).symlink_to(client)
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
+    (folder / "te").symlink_to(ROOT / ".venv/te")
     (folder / "docs/images").mkdir(parents=True)
     (folder / "tests/gpu").mkdir(parents=True)
     (folder / "tests/gpu/run_all.sh").symlink_to(client)
@@ -71,7 +72,7 @@ def make_template(folder: Path) -> Path:
 def add_run(folder: Path, environment: dict[str, str]) -> None:
     """A small real run, under the names that pages have for runs and models."""
     (folder / "RECIPE").write_text(RECIPE)
-    (folder / "recipe.yaml").write_text("base: recipes/x.yaml\n")
+    (folder / "recipe.yaml").write_text("base: recipes/x.yaml\ntrainer: {nnodes: 4}\n")
     train = "python mppo/train.py --config RECIPE trainer.default_local_dir=runs/ppo"
     code, output = shell(folder, train, environment | {"PAGE_SMALL": "trainer.export_hf=true"})
     assert code == 0, output
