@@ -26,7 +26,7 @@ NOT_RUN: dict[str, str] = {
     r"^# TRL's examples/scripts/ppo/ppo.py, written": "names a model of the Hub; test_migrate.py "
     "compares it with what mppo-migrate prints, and loads such recipes",
     r"python -m sglang\.launch_server": "SGLang's own program; test_sglang_classifier.py starts it",
-    r"^\$ mppo-simulate recipes/(moonlight|deepseek_v3)": "test_simulation_recipes.py simulates them",
+    r"^\$ mppo-simulate recipes/(moonlight|deepseek_v3)": "test_simulation_recipes.py does",
     r"^srun --container-image": "an option of pyxis; test_slurm_scripts.py shows these lines",
     r"^export MPPO_ROLLOUT_API_KEY": "a server of SGLang; test_serve_actor.py runs these lines",
     r"AutoModelForSequenceClassification as M": "reads the weights of a published model",

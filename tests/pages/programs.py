@@ -153,7 +153,12 @@ def _is_for_the_cpu(arguments: Sequence[str]) -> bool:
 
 
 def simulate(module: str, arguments: list[str], *_: int) -> int:
-    """In the server without Megatron's stand-ins for the CPU, in quick mode and for one step."""
+    """One step in the server without Megatron's stand-ins for the CPU. Without ``--quick``, which
+    takes minutes: options and recipe, or the plan."""
+    if "--dry-run" in arguments:
+        return main_of(module, [word for word in arguments if word != "--simulate"])
+    if "--quick" not in arguments:
+        return check_arguments(module, arguments)
     if "--transformer-engine" in arguments and not Path("te/transformer_engine").is_dir():
         return check_arguments(module, arguments)  # it is not installed here
     server = os.environ["PAGE_SIMULATING"]
@@ -161,9 +166,7 @@ def simulate(module: str, arguments: list[str], *_: int) -> int:
         os.environ["PAGE_SERVER"] = server
         os.environ.pop("MPPO_DEVICE")
         os.execv(BIN / "python", ["python", "-m", module, *arguments])
-    if module == "mppo.simulate":
-        arguments = [*arguments, "--quick", "--steps", "1"]
-    return main_of(module, arguments)
+    return main_of(module, [*arguments, "--steps", "1"])
 
 
 def until_it_serves(module: str, arguments: list[str], *_: int) -> int:
