@@ -50,9 +50,18 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 {nodes}
-PartitionName=low Nodes=n[1-{count}] Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=300
-PartitionName=high Nodes=n[1-{count}] PriorityTier=10 PreemptMode=OFF
+PartitionName=low Nodes={names} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=300
+PartitionName=high Nodes={names} PriorityTier=10 PreemptMode=OFF
 """
+GPU_NODES = """
+GresTypes=gpu
+PrivateData=cloud
+SuspendProgram=/bin/true
+ResumeProgram=/bin/true
+SuspendTime=60
+NodeName=g[1-8] CPUs=64 RealMemory=1000 Gres=gpu:8 State=CLOUD
+"""
+"""Nodes that are never started: a controller alone says whether it would accept a job."""
 
 
 def missing() -> str | None:
@@ -70,7 +79,8 @@ class SlurmCluster:
 
     Args:
         folder: where everything is written; its path must be short (socket names).
-        count: nodes.
+        count: nodes; 0: a controller alone, with eight nodes of eight GPUs for
+            ``sbatch --test-only``.
     """
 
     def __init__(self, folder: Path, count: int = 3) -> None:
@@ -90,8 +100,9 @@ class SlurmCluster:
             "RealMemory=1000 State=UNKNOWN"
             for i in range(1, self.count + 1)
         )
+        names = f"n[1-{self.count}]" if self.count else "g[1-8]"
         config = CONFIG.format(
-            host=_host(), port=ports[0], folder=self.folder, nodes=nodes, count=self.count
+            host=_host(), port=ports[0], folder=self.folder, nodes=nodes or GPU_NODES, names=names
         )
         (self.folder / "slurm.conf").write_text(config)
         munge = self.folder / "munge"
@@ -105,7 +116,7 @@ class SlurmCluster:
             (self.folder / f"spool-n{i}").mkdir()
             self._run("slurmd", "-f", self.environ["SLURM_CONF"], "-N", f"n{i}")
         self.wait_for(lambda: self._output("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D")
-                   == str(self.count), 30, lambda: "the nodes are not idle")  # fmt: skip
+                   == str(self.count or 8), 30, lambda: "the nodes are not idle")  # fmt: skip
 
     def stop(self) -> None:
         """Cancel every job (steps outlive a node daemon), then end the daemons."""

@@ -1,0 +1,68 @@
+"""Blocks of the documentation that cannot run in a test, or that need something to run.
+
+Every entry must match a block: ``test_pages`` fails for one that does not.
+"""
+
+from __future__ import annotations
+
+from pages.blocks import ROOT
+from pages.world import RECIPE
+
+NOT_RUN: dict[str, str] = {
+    r"warm start 80/80": "the end of a run of four minutes; benchmarks/results has its numbers",
+    r"<run>/checkpoints/global_step_40/": "a tree of files; test_checkpoint_folder.py",
+    r"mppo: no heartbeat for 20 s": "messages of failing ranks; test_faults.py and "
+    "test_supervision_heartbeat.py provoke them",
+    r"mppo: rank 1 of 2 failed while reward": "a message of a failing rank; test_error_reports.py",
+    r"mppo: no rank has made progress": "a message of hanging ranks; test_faults.py",
+    r"out of memory in: update": "a message of a failing rank; test_trainer_failures.py",
+    r"failed while export: the disk is full": "a message of a failing rank; test_error_reports.py",
+    r"^generation      the rollout engine": "a picture: the stages of an iteration",
+    r"^tokens      p p p r r r r": "a picture: the flat axis",
+    r"^sequential\nstage 0": "a picture: timelines; test_schedule.py",
+    r"^mppo: job 3 start 1": "the log of a job of minutes; test_slurm.py",
+    r"^python examples/scripts/ppo/ppo\.py": "TRL's command, the input of mppo-migrate; "
+    "test_migrate.py",
+    r"^# TRL's examples/scripts/ppo/ppo.py, written": "names a model of the Hub; test_migrate.py "
+    "compares it with what mppo-migrate prints, and loads such recipes",
+    r"python -m sglang\.launch_server": "SGLang's own program; test_sglang_classifier.py starts it",
+    r"^\$ mppo-simulate recipes/(moonlight|deepseek_v3)": "test_simulation_recipes.py does",
+    r"^srun --container-image": "an option of pyxis; test_slurm_scripts.py shows these lines",
+    r"^export MPPO_ROLLOUT_API_KEY": "a server of SGLang; test_serve_actor.py runs these lines",
+    r"AutoModelForSequenceClassification as M": "reads the weights of a published model",
+}
+"""A pattern of a block's text, and the reason that it does not run (or where it runs)."""
+
+TOLERANCES: dict[str, float | None] = {
+    r"--hf smollm2": None,  # here another model has this name
+    r"^\$ mppo-simulate": 0.02,  # operations and peaks change a little with the code
+}
+"""By pattern of a block, how far numbers of its output may differ; None: words are compared only.
+Other outputs must be equal."""
+
+SMALL: dict[str, str] = {
+    "docs/start.md": "trainer.total_training_steps=1 trainer.warm_start_steps=0 "
+    "data.train_batch_size=4 data.val_size=4 actor.ppo_mini_batch_size=4",
+    "docs/schedule.md": "trainer.total_training_steps=3 data.train_batch_size=32 "
+    "actor.ppo_mini_batch_size=8 actor.ppo_micro_batch_size_per_gpu=4 "
+    "critic.ppo_micro_batch_size_per_gpu=4 data.max_response_length=4 data.val_size=4",
+}
+"""Pages whose runs for the CPU are real, with settings that make them small."""
+
+BASES: dict[str, str] = {"docs/adding_a_reward.md": RECIPE}
+"""By page: the keys, as YAML, that its snippets of recipes take for granted, not ``BASE``."""
+
+PROOFS: dict[str, str] = {
+    "docs/adding_a_reward.md": "python mppo/train.py --config snippet.yaml "
+    "trainer.default_local_dir=run trainer.total_training_steps=1 trainer.save_freq=-1 "
+    "&& grep -q reward/arithmetic/correct/mean run/metrics.jsonl",
+    "docs/adding_a_family.md": f"$PAGE_PYTHON {ROOT}/tests/pages/family_check.py ernie4_5",
+}
+"""By page: a command that shows, after all blocks, that the page's example works."""
+
+NAMES: dict[str, str] = {
+    "docs/adding_a_family.md": "from types import SimpleNamespace\n"
+    "from mppo.weights.rows import Row\nshape = SimpleNamespace(head_dim=8)\n",
+    "docs/data_and_rewards.md": "NEWLINE = 13\ndef check_step(text, number):\n    return 0.5\n",
+}
+"""By page: Python that defines the names which its snippets take for granted."""
