@@ -74,6 +74,11 @@ class Update:
     beside: Update | None = None
     offloaded: bool = False
 
+    @property
+    def iterations(self) -> int:
+        """Updates; one more after a step that was skipped, whose gradients are not finite."""
+        return ITERATIONS + self.spoiled
+
 
 PP2 = both(f"{PP}=2")
 VPP2 = (*PP2, *both(f"{VPP}=2"))
@@ -146,7 +151,7 @@ _sequential: dict[Update, dict] = {}
 
 
 def updated(case: Update, folder: Path, registry) -> dict:
-    """Results of two updates on this rank, by the case's schedule and sequentially."""
+    """Results of the updates on this rank, by the case's schedule and sequentially."""
     same = replace(case, kind="sequential", recorded=None, offloaded=False)
     if same not in _sequential:
         _sequential[same] = _updates(same, "sequential", folder, registry)
@@ -165,7 +170,7 @@ def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
 
     roles, experience_of = _begin(case, kind, folder, registry)
     metrics = []
-    for step in range(1, ITERATIONS + 1):
+    for step in range(1, case.iterations + 1):
         update = _update_phase(roles, experience_of(), step)
         if case.spoiled and step == 2:
             returns_T = update.experience.returns_T
@@ -192,7 +197,7 @@ def _begin(case: Update, kind: str, folder: Path, registry):
         overrides.append(f"critic.path={folder / case.beside.model}")
     recipe = load_recipe(None, [*overrides, f"trainer.schedule={kind}"])
     torch.manual_seed(0)
-    roles = Roles(recipe, folder / case.model, read_model_config, registry, ITERATIONS)
+    roles = Roles(recipe, folder / case.model, read_model_config, registry, case.iterations)
     batch = share_out(replace(batch_of(8), scores_B=torch.sin(torch.arange(8.0))))
 
     def experience_of():
