@@ -36,7 +36,7 @@ demo: $(VENV)/.mppo
 	OMP_NUM_THREADS=1 $(TORCHRUN) --nproc_per_node=2 mppo/train.py --config $(RECIPE)
 
 # Types are checked while the packages of the tests are installed, which keeps one core busy.
-test: $(VENV)/.mppo $(VENV)/.lint
+test: $(VENV)/.mppo $(VENV)/.lint $(VENV)/.sglang
 	@$(MAKE) --no-print-directory --jobs=2 lint installed-tests
 	@$(MAKE) --no-print-directory pytest
 
@@ -48,7 +48,7 @@ pytest:
 	$(BIN)/python -m compileall -q mppo checkpoints_convert tests
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests $(THREE_AT_ONCE) --durations=15
 
-lint: $(VENV)/.lint $(VENV)/.mppo
+lint: $(VENV)/.lint $(VENV)/.mppo $(VENV)/.sglang
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
