@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from metrics_by_hand import validation_by_hand
 import reward_functions
+from metrics_by_hand import validation_by_hand
 from recipe_run import evaluate_recipe, run_recipe, smaller
 
 RECIPE = "tiny_cpu_reward_model.yaml"
