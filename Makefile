@@ -13,7 +13,7 @@ SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 TE_PYTHON := transformer-engine==2.11.0 onnxscript==0.5.6 onnx==1.23.2 onnx_ir==1.1.0 ml_dtypes==0.6.0
 SGLANG_COMPAT := extras/sglang_cpu
 
-.PHONY: help demo test lint format docs schema attacks verl-flags recipes sglang-cpu slurm browser soak trl clean
+.PHONY: help demo test pytest lint format docs schema attacks verl-flags recipes sglang-cpu slurm browser soak trl clean
 
 help:
 	@echo "make demo        train a small model by PPO on two processes (about five minutes)"
@@ -35,12 +35,18 @@ help:
 demo: $(VENV)/.mppo
 	OMP_NUM_THREADS=1 $(TORCHRUN) --nproc_per_node=2 mppo/train.py --config $(RECIPE)
 
-# Some hundred processes of the tests import mppo, and may not be allowed to store its bytecode.
-test: $(VENV)/.test slurm browser lint
-	$(BIN)/python -m compileall -q mppo checkpoints_convert tests
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests $(THREE_AT_ONCE) --durations=15
+# Types are checked beside the first tests.
+test: $(VENV)/.test slurm browser
+	@$(MAKE) --no-print-directory --jobs=2 lint pytest
 
-lint: $(VENV)/.lint $(VENV)/.mppo
+# Some hundred processes of the tests import mppo, and may not be allowed to store its bytecode.
+pytest: $(VENV)/.test
+	$(BIN)/python -m compileall -q mppo checkpoints_convert tests
+	env -u MAKEFLAGS OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+	  $(BIN)/python -m pytest tests $(THREE_AT_ONCE) --durations=15
+
+# The types of optional packages are checked too.
+lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 with warnings.catch_warnings():
@@ -12,3 +13,6 @@ with warnings.catch_warnings():
     import mppo.rollout.local.engine
     import mppo.rollout.sglang.engine
     import mppo.trainer.run_setup  # noqa: F401
+
+gc.collect()
+gc.freeze()  # collections in a forked rank would visit and copy them

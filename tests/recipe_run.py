@@ -1,4 +1,4 @@
-"""Run or evaluate a shipped recipe on two forked ranks (``ranks``)."""
+"""Run or evaluate a shipped recipe on forked ranks (``ranks``), by default two."""
 
 from __future__ import annotations
 
@@ -22,29 +22,34 @@ def _rank(rank: int, program: str, arguments: list[str], environment: dict[str, 
     assert import_module(program).main(arguments) == 0
 
 
-def _start(program: str, name: str, arguments: list[str], environment: dict[str, str]) -> None:
+def _start(
+    program: str, name: str, arguments: list[str], environment: dict[str, str], world: int = WORLD
+) -> None:
     from mppo.parallel.addresses import free_port
 
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    place |= {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
+    place |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     arguments = ["--config", str(ROOT / "recipes" / name), *arguments]
-    start_ranks(_rank, (program, arguments, environment | place), WORLD)
+    start_ranks(_rank, (program, arguments, environment | place), world)
 
 
-def run_recipe(name: str, run_dir: Path, *overrides: str, **environment: str) -> list[dict]:
+def run_recipe(
+    name: str, run_dir: Path, *overrides: str, world: int = WORLD, **environment: str
+) -> list[dict]:
     """Train as ``torchrun mppo/train.py --config recipes/<name>`` does.
 
     Args:
         name: file in ``recipes/``.
         run_dir: where the run writes.
         overrides: keys changed.
+        world: number of ranks.
         environment: variables of the ranks.
 
     Returns:
         The metrics of every step.
     """
     keys = [f"trainer.default_local_dir={run_dir}", "trainer.export_hf=false", *overrides]
-    _start("mppo.train", name, keys, environment)
+    _start("mppo.train", name, keys, environment, world)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     return [row for row in rows if "actor/grad_norm" in row]
 

@@ -6,6 +6,7 @@ each with a JSON line on standard output.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -68,6 +69,8 @@ def main() -> None:
     from attacks.tables import TABLES
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    gc.collect()
+    gc.freeze()  # collections in a forked process would visit and copy what was imported
     for line in sys.stdin:
         request = json.loads(line)
         attack = TABLES[request["table"]].attacks[request["row"]]

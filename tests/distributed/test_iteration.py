@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import reward_functions
 import torch
 import torch.distributed as dist
 from ranks import start_ranks
@@ -46,7 +47,7 @@ COMMON = [
     "algorithm.filter_groups.enable=true",
     "algorithm.filter_groups.max_num_gen_batches=2",
     "reward.name=function",
-    f"reward.function={__file__}:score",
+    f"reward.function={reward_functions.__file__}:of_two",
     "algorithm.lam=0.95",
     f"trainer.total_training_steps={STEPS}",
     "trainer.test_freq=1",
@@ -84,11 +85,6 @@ AHEAD = ["trainer.rollout_ahead=1"]
 else is as with servers apart."""
 RESPONSES = "responses_*.safetensors"
 RESUMED = ["trainer.resume_mode=resume_path", "trainer.resume_from_path={}/global_step_1"]
-
-
-def score(data_source, solution_str, ground_truth, extra_info):
-    """A reward that is the same for some of the random responses to a prompt."""
-    return float(sum(map(ord, solution_str)) % 2)
 
 
 def _iterate(rank: int, world: int, cases: list[list[str]], out: str) -> None:

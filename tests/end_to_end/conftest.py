@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_server import ADDRESS, start_importing
 from sglang_case import Case, synced_case
 
 SERVED = {
@@ -24,6 +26,15 @@ def _fewer_models_in_servers() -> Iterator[None]:
     others = {module.stem for module in modules} - SERVED
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def forks_servers() -> Iterator[None]:
+    """``forked_server`` starts servers in the tests that use this fixture."""
+    workers = "PYTEST_XDIST_WORKER" in os.environ  # processes of one test run with one parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ADDRESS, start_importing(os.getppid() if workers else os.getpid()))
         yield
 
 

@@ -17,6 +17,8 @@ from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine
 from mppo.rollout.sglang.engine import SGLangEngine
+from mppo.rollout.sglang.server_options import own_server
+from mppo.rollout.sglang.server_process import ServerProcess
 from mppo.weights.bucket import WeightBucket
 
 needs_sglang = pytest.mark.skipif(
@@ -73,7 +75,13 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 class Case:
     """A model folder, changing weights, an SGLang engine, and the local engine as the reference."""
 
-    def __init__(self, folder: Path, family: str, rollout: RolloutConfig) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        family: str,
+        rollout: RolloutConfig,
+        make_server: Callable[..., ServerProcess] = own_server,
+    ) -> None:
         torch.manual_seed(0)
         self.config = FAMILIES[family]()
         self.model: nn.Module = transformers.AutoModelForCausalLM.from_config(self.config).eval()
@@ -82,10 +90,18 @@ class Case:
         self.version = 0
         self.local = LocalEngine(self.folder, self.config, torch.float32)
         self.run_dir = folder
+        self.make_server = make_server
         self.engine = self.connect(rollout)
 
     def connect(self, rollout: RolloutConfig) -> SGLangEngine:
-        return SGLangEngine(self.folder, self.config, torch.float32, rollout, run_dir=self.run_dir)
+        return SGLangEngine(
+            self.folder,
+            self.config,
+            torch.float32,
+            rollout,
+            run_dir=self.run_dir,
+            make_server=self.make_server,
+        )
 
     def change_weights(self) -> None:
         """Change every parameter, by too little to bring router scores near a tie."""
@@ -147,9 +163,11 @@ def prompts(count: int) -> list[Prompt]:
     ]
 
 
-def synced_case(folder: Path) -> Iterator[Case]:
+def synced_case(
+    folder: Path, make_server: Callable[..., ServerProcess] = own_server
+) -> Iterator[Case]:
     """A Qwen2 case with synced weights whose server checks every sync; it stops at the end."""
-    case = Case(folder, "qwen2", own(verify_sync="checksum"))
+    case = Case(folder, "qwen2", own(verify_sync="checksum"), make_server)
     case.change_weights()
     case.sync()
     yield case

@@ -14,6 +14,7 @@ import random
 import warnings
 
 import pytest
+import reward_functions
 import torch
 import torch.distributed as dist
 from ranks import start_ranks
@@ -31,7 +32,7 @@ COMMON = [
     "data.train_size=64",
     "data.val_size=0",
     "reward.name=function",
-    f"reward.function={__file__}:score",
+    f"reward.function={reward_functions.__file__}:of_seven",
     "data.max_prompt_length=16",
     "data.max_response_length=4",
     "data.train_batch_size=2",
@@ -57,11 +58,6 @@ FACTORS = {
         "bypass_mode=true",
     ),
 }
-
-
-def score(data_source, solution_str, ground_truth, extra_info):
-    """A reward that differs between random responses."""
-    return sum(map(ord, solution_str)) % 7 / 7
 
 
 def pairwise(factors: dict[str, tuple[str, ...]], seed: int = 0) -> list[dict[str, str]]:

@@ -228,17 +228,16 @@ def test_another_model_does_not_continue_an_interrupted_run(models, tmp_path, mo
     assert (tmp_path / ".megatron.partial" / job.FINGERPRINT).read_text() != begun
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_processes_share_the_work(models, tmp_path, launcher):
-    folder = models("deepseek_v3")
-    start = [*(torchrun() if launcher == "torchrun" else mpirun()), "-m", "checkpoints_convert"]
+def test_processes_share_the_work(models, tmp_path):
+    folder, checkpoint = models("deepseek_v3"), ["--megatron", str(tmp_path / "megatron")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for command in (
-        ["hf-to-megatron", "--hf", folder, "--megatron", tmp_path / "megatron"],
-        ["verify", "--logits", "--hf", folder, "--megatron", tmp_path / "megatron"],
-        ["megatron-to-hf", "--hf", tmp_path / "back", "--megatron", tmp_path / "megatron"],
+    for launcher, *command in (
+        (torchrun, "hf-to-megatron", "--hf", str(folder)),
+        (mpirun, "verify", "--logits", "--hf", str(folder)),
+        (mpirun, "megatron-to-hf", "--hf", str(tmp_path / "back")),
     ):
-        subprocess.run([*start, *map(str, command)], check=True, env=environment, cwd=tmp_path)
+        start = [*launcher(), "-m", "checkpoints_convert", *command, *checkpoint]
+        subprocess.run(start, check=True, env=environment, cwd=tmp_path)
     assert_same_tensors(tensors(tmp_path / "back"), tensors(folder))
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+import reward_functions
 from launched_run import LaunchedRun
 
 from mppo.evaluate import main
@@ -21,21 +18,16 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_model_folder_is_scored_on_two_ranks(tmp_path):
     out = tmp_path / "scores.json"
-    result = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-            str(ROOT / "mppo" / "evaluate.py"),
-            "--config", str(ROOT / "recipes" / "tiny_cpu_tp2_pp2.yaml"), "--out", str(out),
-            "data.val_size=5", "trainer.n_gpus_per_node=null",
-            f"rollout.stop_token_ids={list(range(260))}",
-            "actor.megatron.pipeline_model_parallel_size=1",
-            "critic.megatron.tensor_model_parallel_size=1",
-            "ref.megatron.pipeline_model_parallel_size=1",
-        ],
-        capture_output=True, text=True, timeout=500, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    arguments = [
+        "--config", str(ROOT / "recipes" / "tiny_cpu_tp2_pp2.yaml"), "--out", str(out),
+        "data.val_size=5", "trainer.n_gpus_per_node=null",
+        f"rollout.stop_token_ids={list(range(260))}",
+        "actor.megatron.pipeline_model_parallel_size=1",
+        "critic.megatron.tensor_model_parallel_size=1",
+        "ref.megatron.pipeline_model_parallel_size=1",
+    ]  # fmt: skip
+    run = LaunchedRun(tmp_path, program="mppo.evaluate", argv=arguments)
+    assert run.codes() == [0, 0], run.texts()
     scores = json.loads(out.read_text())
     assert scores["prompts"] == 5
     assert scores["val/reward"] == scores["val-core/reverse/reward/mean"]
@@ -43,11 +35,7 @@ def test_a_model_folder_is_scored_on_two_ranks(tmp_path):
     # every token ends a response
     assert scores["val/response_length/mean"] == 1
     assert scores["val/response_length/clip_ratio"] == 0
-    assert json.dumps(scores) in result.stdout
-
-
-def divide(data_source, solution_str, ground_truth, extra_info, by):
-    return {"score": 1 / by, "acc": True}
+    assert json.dumps(scores) in run.text(0)
 
 
 @pytest.mark.parametrize(("settings", "code"), [(["reward.on_error=0"], 0), ([], 1)])
@@ -57,7 +45,7 @@ def test_unscored_responses_are_counted_or_reported_in_one_message(settings, cod
     arguments = [
         "--config", str(empty), "data.task=reverse", "data.val_size=3",
         "data.max_response_length=4", "reward.name=function",
-        f"reward.function={__file__}:divide", "reward.kwargs.by=0", *settings,
+        f"reward.function={reward_functions.__file__}:divide", "reward.kwargs.by=0", *settings,
     ]  # fmt: skip
     run = LaunchedRun(tmp_path, program="mppo.evaluate", argv=arguments, world=1)
     assert run.codes() == [code], run.texts()
@@ -69,17 +57,12 @@ def test_unscored_responses_are_counted_or_reported_in_one_message(settings, cod
         assert (scores["val/reward"], scores["val/reward_errors"]) == (0, 3)
 
 
-def stuck(data_source, solution_str, ground_truth, extra_info, marker):
-    Path(marker).touch()
-    time.sleep(600)
-
-
 def test_a_rank_that_dies_ends_the_evaluation(tmp_path):
     recipe, marker = tmp_path / "recipe.yaml", tmp_path / "marker"
     recipe.write_text(
         "model: {path: 'builtin:tiny', dtype: float32}\n"
         "data: {task: reverse, val_size: 4, max_response_length: 4}\n"
-        f"reward: {{name: function, function: '{__file__}:stuck', timeout_s: 900, "
+        f"reward: {{name: function, function: '{reward_functions.__file__}:stuck', timeout_s: 900, "
         f"kwargs: {{marker: '{marker}'}}}}\n"
         f"trainer: {{heartbeat_timeout_s: 4, default_local_dir: '{tmp_path}'}}\n"
     )

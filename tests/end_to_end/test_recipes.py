@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-
 import pytest
-from launched_run import QUIET, ROOT, TRAIN, mpirun
 from recipe_run import run_recipe, smaller
 
 
@@ -35,18 +30,9 @@ def test_moonlight_trains_from_its_recipe(moonlight) -> None:
     assert second["actor/reward_kl_penalty"] != first["actor/reward_kl_penalty"]
 
 
-def test_three_layouts_on_four_ranks_train_under_mpirun(tmp_path) -> None:
-    recipe = str(ROOT / "recipes/tiny_cpu_tp2_pp2.yaml")
-    run = subprocess.run(
-        [*mpirun(4), TRAIN, "--config", recipe, f"trainer.default_local_dir={tmp_path}"],
-        capture_output=True,
-        text=True,
-        env=os.environ | QUIET,
-        timeout=500,
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
-    steps = [row for row in rows if "actor/grad_norm" in row]
+@pytest.mark.distributed
+def test_three_layouts_train_on_four_ranks(tmp_path) -> None:
+    steps = run_recipe("tiny_cpu_tp2_pp2.yaml", tmp_path, world=4)
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert all(row["training/rollout_logprob_diff_max"] < 1e-4 for row in steps)
     assert abs(steps[0]["objective/kl"]) < 1e-6  # actor and reference are one model, laid out apart

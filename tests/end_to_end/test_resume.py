@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import reward_functions
 import torch
 import torch.distributed as dist
 from ranks import start_ranks
@@ -51,7 +52,7 @@ REMEMBERING = [
     "algorithm.use_pf_ppo=true",
     "algorithm.pf_ppo.reweight_method=max_random",
     "reward.name=function",
-    f"reward.function={__file__}:score",
+    f"reward.function={reward_functions.__file__}:of_three",
     f"trainer.peak_tflops_per_rank={PEAK}",
 ]
 """Options with state beside the weights: adaptive KL, schedules and others."""
@@ -70,11 +71,6 @@ RESUMED = {
 }
 OTHER_LAYOUT = [*REMEMBERING, f"actor.{PP}"]
 COMPARED = ("actor/", "critic/", "response", "prompt", "training/", "val", "objective/")
-
-
-def score(data_source, solution_str, ground_truth, extra_info):
-    """A reward that differs between random responses."""
-    return float(sum(map(ord, solution_str)) % 3)
 
 
 def _run(info, overrides: list[str], run_dir: Path) -> None:

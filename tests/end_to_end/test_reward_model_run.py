@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import reward_functions
 from recipe_run import run_recipe, smaller
 
 from mppo.hub.builtin import load_tokenizer, resolve_model
 
 RECIPE = "tiny_cpu_reward_model.yaml"
-FUNCTION = ["reward.name=function", f"reward.function={__file__}:vowels"]
+FUNCTION = ["reward.name=function", f"reward.function={reward_functions.__file__}:vowels"]
 TEMPLATE = "{% for m in messages %}\n\n{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
-
-
-def vowels(data_source, solution_str, ground_truth, extra_info):
-    """The preference that the reward model stands for: the share of vowels in a response."""
-    found = sum(character in "aeiou" for character in solution_str)
-    return {"score": found / max(len(solution_str), 1), "length": len(solution_str)}
 
 
 def dialogues(path):

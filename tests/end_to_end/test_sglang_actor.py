@@ -15,10 +15,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from forked_server import ADDRESS, forked_server
 from ranks import start_ranks
 from sglang_case import FAMILIES, TOLERANCE, needs_sglang, own, prompts
 
-pytestmark = [pytest.mark.server, needs_sglang]
+pytestmark = [pytest.mark.server, needs_sglang, pytest.mark.usefixtures("forks_servers")]
 MODES = ("full", "sliced", "delta")
 AGAIN = ("tenth delta", "distributed", "disk")
 """Further updates in a family's last layout."""
@@ -89,6 +90,7 @@ def _engine(
         rank=rank,
         world=world,
         run_dir=folder / "runs" / case.name / name,
+        make_server=forked_server,
     )
 
 
@@ -220,7 +222,8 @@ def _role(folder: Path, family: str, layout: dict[str, int], registry, world: in
     return Role(spec, config, registry.of(megatron.layout(world)))
 
 
-def _run(rank: int, folder: Path, ranks: str) -> None:
+def _run(rank: int, folder: Path, ranks: str, address: str) -> None:
+    os.environ[ADDRESS] = address
     torch.set_num_threads(1)
     world = WORLD[ranks]
     from mppo.parallel import device
@@ -264,7 +267,7 @@ def gaps_of(tmp_path_factory) -> Callable[[str], list]:
                 torch.manual_seed(0)
                 model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
                 model.save_pretrained(folder / family)
-            start_ranks(_run, (folder, ranks), WORLD[ranks])
+            start_ranks(_run, (folder, ranks, os.environ[ADDRESS]), WORLD[ranks])
             found[ranks] = json.loads((folder / "gaps.json").read_text())
         return found[ranks]
 

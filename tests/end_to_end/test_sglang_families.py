@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from forked_server import forked_server
 from hf_families import (
     BASE,
     EXPERTS,
@@ -31,10 +32,10 @@ from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.engine import SGLangEngine
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 from mppo.rollout.sglang.model_support import engine_issues
-from mppo.rollout.sglang.server_options import HOST, own_server, server_environment, server_options
+from mppo.rollout.sglang.server_options import HOST, server_environment, server_options
 from mppo.weights.bucket import WeightBucket
 
-pytestmark = [pytest.mark.server, needs_sglang]
+pytestmark = [pytest.mark.server, needs_sglang, pytest.mark.usefixtures("forks_servers")]
 
 EPS = {**BASE, "rms_norm_eps": 1e-2}
 GEMMA = {**TIED, "head_dim": 32, "rms_norm_eps": 1e-2}
@@ -126,7 +127,12 @@ def served(tmp_path_factory) -> Iterator[Callable[[str], tuple[SGLangEngine, Pat
         config, folder = makers[name](), tmp_path_factory.mktemp("served")
         model = _saved(config, folder / "model")
         engine = SGLangEngine(
-            model, config, torch.float32, own(verify_sync="checksum"), run_dir=folder
+            model,
+            config,
+            torch.float32,
+            own(verify_sync="checksum"),
+            run_dir=folder,
+            make_server=forked_server,
         )
         started[name] = engine, model, config
 
@@ -164,7 +170,9 @@ def test_a_server_with_sglangs_own_class_is_refused(tmp_path, monkeypatch) -> No
     options = server_options(
         str(_saved(config, folder)), "float32", 1, True, {"max_total_tokens": 4096}, config
     )
-    server = own_server(0, options, server_environment(1, True, "qwen2"), "key", tmp_path, START_S)
+    server = forked_server(
+        0, options, server_environment(1, True, "qwen2"), "key", tmp_path, START_S
+    )
     server.start()
     try:
         monkeypatch.setenv(API_KEY_VARIABLE, "key")

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from forked_server import forked_server
 from sglang_case import (
     TOLERANCE,
+    Case,
     needs_sglang,
     prompts,
     response_logprobs,
     server_process,
+    synced_case,
 )
 
 from mppo.batch import Trajectory
@@ -25,6 +28,12 @@ from mppo.rollout.engine import WeightSource
 from mppo.weights.bucket import WeightBucket
 
 pytestmark = [pytest.mark.server, needs_sglang]
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory, forks_servers) -> Iterator[Case]:
+    """An SGLang server that starts quickly anew."""
+    yield from synced_case(tmp_path_factory.mktemp("qwen2"), forked_server)
 
 
 @pytest.mark.parametrize(("end", "why"), [("kill", ""), ("suspend", "no answer within 15 s")])

@@ -1,17 +1,15 @@
-"""Training with real SGLang under torchrun: colocated, disaggregated, and generating ahead."""
+"""Training with real SGLang servers: colocated, disaggregated, and generating ahead."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from recipe_run import run_recipe
 from safetensors.torch import load_file
 from sglang_case import START_S, needs_sglang
 
@@ -20,23 +18,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def _train(recipe: str, run_dir: Path, *overrides: str, **environment: str) -> list[dict]:
-    """Train under torchrun, two steps by default; the metrics of each step."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-        str(ROOT / "mppo" / "train.py"), "--config", str(ROOT / "recipes" / recipe),
-        f"trainer.default_local_dir={run_dir}", "trainer.total_training_steps=2",
-        "trainer.export_hf=false", f"rollout.start_timeout_s={START_S}", *overrides,
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True
-    )
-    try:
-        assert process.wait(timeout=600) == 0
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
-    return [row for row in rows if "actor/grad_norm" in row]
+    """Train, two steps by default; the metrics of each step."""
+    steps = "trainer.total_training_steps=2"
+    patience = f"rollout.start_timeout_s={START_S}"
+    return run_recipe(recipe, run_dir, steps, patience, *overrides, **environment)
 
 
 def _check(rows: list[dict]) -> None:

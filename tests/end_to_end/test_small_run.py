@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reward_functions
 import torch
 from ranks import start_ranks
 
@@ -22,17 +23,12 @@ COMMON = [
     "data.train_batch_size=4",
     "actor.ppo_mini_batch_size=4",
     "reward.name=function",
-    f"reward.function={__file__}:characters",
+    f"reward.function={reward_functions.__file__}:characters",
     "rollout.n=2",
     "trainer.total_training_steps=2",
     "trainer.test_freq=1",
     "trainer.export_hf=false",
 ]
-
-
-def characters(data_source, solution_str, ground_truth, extra_info):
-    """A reward that depends on where a response ends."""
-    return len(solution_str)
 
 
 def grade(data_source, solution_str, ground_truth, extra_info, bad=None):

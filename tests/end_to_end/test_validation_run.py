@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
+import reward_functions
 from metrics_by_hand import validation_by_hand
 from recipe_run import evaluate_recipe, run_recipe, smaller
 
 RECIPE = "tiny_cpu_reward_model.yaml"
 SETTINGS = [
     *smaller(1), "trainer.warm_start_steps=0", "trainer.test_freq=1",
-    "reward.name=function", f"reward.function={__file__}:first_vowel", "reward.weight=0.5",
+    "reward.name=function", f"reward.function={reward_functions.__file__}:first_vowel",
+    "reward.weight=0.5",
     "reward_model.normalize={mode: given, mean: 0.1, std: 2}",
     "rollout.val_kwargs.n=4", "data.val_batch_size=3",
 ]  # fmt: skip
-
-
-def first_vowel(data_source, solution_str, ground_truth, extra_info):
-    """Right if the first letter is a vowel; the answer is the first two letters."""
-    right = solution_str[:1] in set("aeiou")
-    return {"score": right, "acc": right, "pred": solution_str[:2]}
 
 
 @pytest.mark.distributed
