@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from mppo.agents.build import build_agent, with_agent
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
@@ -67,6 +68,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     )
     training, validation, prompts = _load_prompts(recipe, tokenizer)
     scorer = _build_scorer(recipe, tokenizer, [*training.prompts, *validation.prompts])
+    agent = build_agent(recipe)
     total_steps = trainer.total_training_steps or trainer.total_epochs * _steps(recipe, prompts)
     plain, run_dir = recipe.model_dump(mode="json"), trainer.run_dir
     reporter = Reporter(run_dir, trainer, plain, total_steps, is_main)
@@ -96,6 +98,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     stop_request.sync()
     with phase("starting the rollout engine"):
         engine = build_engine(recipe, companion_folder(folder), read_config(folder), run_dir)
+        engine = with_agent(engine, agent, recipe, tokenizer)
     kl, reward_stats = kl_controller(recipe.algorithm.kl_ctrl), RewardStats()
     parts = {"prompts": prompts, "kl": kl, "moments": reward_stats, "roles": roles}
     partial_responses = PartialResponses()
@@ -161,8 +164,8 @@ def _load_prompts(
     """Load training and validation prompts, and the loader of training batches."""
     data = recipe.data
     with phase("loading prompts"):
-        training = load_prompts(data, tokenizer, "train")
-        validation = load_prompts(data, tokenizer, "val")
+        training = load_prompts(data, tokenizer, "train", recipe.rollout.tool_schemas)
+        validation = load_prompts(data, tokenizer, "val", recipe.rollout.tool_schemas)
     return (
         training,
         validation,
