@@ -82,7 +82,9 @@ def batch_of(sequences: int = 7, longest: int = 11) -> Batch:
         logprobs = (0.0,) * len(response)
         known = Prompt(uid, tuple(prompt), "", "", ""), tuple(response), logprobs, "stop", 0
         # the environment's tokens of a conversation are in the middle, and have no loss
-        earlier = ((0, 1), (NO_WEIGHTS, len(response) - 2)) if uid == 4 else ()
+        earlier = (
+            ((0, 1), (NO_WEIGHTS, len(response) - 2)) if uid == 4 and len(response) > 2 else ()
+        )
         trajectories.append(Trajectory(*known, earlier=earlier))
     return pack_trajectories(trajectories, [0.0] * sequences)
 

@@ -21,7 +21,7 @@ from mppo.config.reference import recipe_reference
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
-EXAMPLES = ["adding_a_reward.md", "adding_an_estimator.md"]
+EXAMPLES = ["adding_a_reward.md", "adding_an_agent.md", "adding_an_estimator.md"]
 """Pages whose Python snippets build on each other and run as written."""
 PROGRAMS = {
     "mppo-convert": "checkpoints_convert.__main__",
