@@ -54,6 +54,9 @@ def make_agent(found: Any, arguments: Mapping[str, Any]) -> Callable[[Conversati
     Raises:
         TypeError: the arguments do not fit.
     """
-    agent = found(**arguments) if inspect.isclass(found) else partial(found, **arguments)
-    inspect.signature(agent).bind(None)
-    return agent
+    if inspect.isclass(found):
+        agent = found(**arguments)
+        inspect.signature(agent).bind(None)
+        return agent
+    inspect.signature(found).bind(None, **arguments)
+    return partial(found, **arguments)

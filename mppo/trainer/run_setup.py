@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from mppo.agents.build import build_agent, with_agent
+from mppo.agents.function import AgentFunction
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
@@ -34,6 +36,7 @@ from mppo.rewards.reward_model.scorer import with_reward_model
 from mppo.rewards.reward_model.texts import reward_model_texts
 from mppo.rewards.scorer import Scorer, build_scorer
 from mppo.rollout.build import build_engine
+from mppo.rollout.engine import RolloutEngine
 from mppo.safety.redact import redact
 from mppo.supervision import stop_request
 from mppo.supervision.exit_report import say
@@ -96,9 +99,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     model, scale, placed = roles.reward_model, roles.reward_scale, roles.placement.scoring
     scorer = with_reward_model(scorer, recipe, texts, model, scale, placed)
     stop_request.sync()
-    with phase("starting the rollout engine"):
-        engine = build_engine(recipe, companion_folder(folder), read_config(folder), run_dir)
-        engine = with_agent(engine, agent, recipe, tokenizer)
+    engine = _build_engine(recipe, agent, tokenizer, folder, read_config)
     kl, reward_stats = kl_controller(recipe.algorithm.kl_ctrl), RewardStats()
     parts = {"prompts": prompts, "kl": kl, "moments": reward_stats, "roles": roles}
     partial_responses = PartialResponses()
@@ -138,6 +139,20 @@ def _build_scorer(
     scorer = build_scorer(recipe.reward, tokenizer, limit, with_model)
     scorer.check(prompts)
     return scorer
+
+
+def _build_engine(
+    recipe: Recipe,
+    agent: AgentFunction | None,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    read_config: Callable[[Path], Any],
+) -> RolloutEngine:
+    """Start the rollout engine, with the agent if there is one. Collective."""
+    with phase("starting the rollout engine"):
+        companion, run_dir = companion_folder(folder), recipe.trainer.run_dir
+        engine = build_engine(recipe, companion, read_config(folder), run_dir)
+        return with_agent(engine, agent, recipe, tokenizer)
 
 
 def _report_plans(

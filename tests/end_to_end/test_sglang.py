@@ -25,13 +25,9 @@ from sglang_case import (
 )
 
 from checkpoints_convert.__main__ import main as convert
-from mppo.agents.conversation import Conversation, Reply
-from mppo.agents.engine import ConversationEngine
-from mppo.agents.turn_text import TurnText
 from mppo.batch import Trajectory
 from mppo.checkpoint import responses
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.hub.builtin import byte_tokenizer
 from mppo.rollout.engine import GenerationRequest as Request
 from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.engine import SGLangEngine
@@ -119,31 +115,6 @@ def test_greedy_and_stops_equal_the_local_engine(qwen2) -> None:
     for t in trajectories:
         assert t.finish_reason == ("stop" if t.response_ids[-1].item() in stops else "length")
         assert not set(t.response_ids[:-1].tolist()) & set(stops)
-
-
-def test_conversations_equal_those_of_the_local_engine(qwen2) -> None:
-    qwen2.change_weights()
-    qwen2.sync()
-    sampling = SamplingConfig(temperature=0.0, stop_token_ids=tuple(range(2, 60)))
-    request = Request(prompts(8), sampling, 24, seed=0)
-
-    def agent(conversations: list[Conversation]) -> list[Reply]:
-        return [Reply("!" * each.turn, each.turn) for each in conversations]
-
-    def talk(engine) -> list[Trajectory]:
-        text = TurnText(byte_tokenizer())
-        return ConversationEngine(engine, agent, "test", text, 4).generate(request).trajectories
-
-    ours, theirs = talk(qwen2.local), talk(qwen2.engine)
-    assert {len(t.parts) for t in ours} > {1, 7}
-    for a, b in zip(ours, theirs, strict=True):
-        assert (b.response_ids.tolist(), b.finish_reason) == (
-            a.response_ids.tolist(),
-            a.finish_reason,
-        )
-        assert b.logprobs.tolist() == pytest.approx(a.logprobs.tolist(), abs=TOLERANCE)
-        assert b.episode == a.episode
-        assert [n for v, n in b.parts if v < 0] == [n for v, n in a.parts if v < 0]
 
 
 def test_on_response_gets_responses_while_others_are_generated(qwen2) -> None:

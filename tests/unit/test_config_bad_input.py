@@ -166,28 +166,6 @@ SETTINGS = [
      "no effect"),
     ("partial responses without aborts", "rollout.partial_rollout=true",
      "rollout.partial_rollout", "no response is aborted"),
-    ("an agent without a name", "rollout.agent.path=a.b", "rollout.agent.path", "module:name"),
-    ("an agent without a path", "rollout.agent.max_turns=3", "rollout.agent.path", "required"),
-    ("an agent's file that is missing", "rollout.agent.path=no.py:agent", "rollout.agent.path",
-     "no such file no.py"),
-    ("an agent's module that is missing", "rollout.agent.path=no_such:agent",
-     "rollout.agent.path", "No module named 'no_such'"),
-    ("an agent's argument that it lacks", "rollout.agent.path=mppo.agents.number_hints:hint "
-     "rollout.agent.arguments.tolow=a", "rollout.agent.path", "unexpected keyword argument"),
-    ("aborted conversations", "rollout.agent.path=a:b rollout.name=sglang "
-     "rollout.over_sampling=0.25", "rollout.over_sampling", "state is not kept"),
-    ("conversations ahead", "rollout.agent.path=a:b rollout.name=sglang "
-     "rollout.mode=disaggregated rollout.sync=disk rollout.urls=[http://h:1] "
-     "algorithm.rollout_correction.rollout_is=token trainer.rollout_ahead=1",
-     "trainer.rollout_ahead", "turns of a conversation follow each other"),
-    ("conversations for a reward model", "rollout.agent.path=a:b "
-     "reward_model.path=builtin:tiny-reward", "reward_model.path", "not a conversation"),
-    ("tools in prompts without a template", "rollout.agent.path=a:b "
-     "rollout.agent.tools=[{path: 'c:d', name: e}] data.apply_chat_template=false",
-     "rollout.agent.tools", "no prompt would name"),
-    ("two tools of one name", "rollout.agent.path=a:b "
-     "rollout.agent.tools=[{path: 'c:d', name: e}, {path: 'f:g', name: e}]",
-     "rollout.agent.tools", "two tools have one name"),
     ("server addresses for a local engine", "rollout.urls=[http://a]", "rollout.urls", "no effect"),
     ("a validation of nothing", "trainer.test_freq=5 data.val_size=0", "data.val_size",
      "needs validation prompts"),
