@@ -36,9 +36,9 @@ def numbers(row):
 
 @pytest.mark.distributed
 def test_the_policy_learns_in_conversations(tmp_path):
-    rows = run_recipe(RECIPE, tmp_path, "trainer.total_training_steps=16", "trainer.test_freq=-1")
+    rows = run_recipe(RECIPE, tmp_path, "trainer.total_training_steps=10", "trainer.test_freq=-1")
     scores = [row["critic/score/mean"] for row in rows]
-    assert sum(scores[-4:]) > 1.2 * sum(scores[:4])
+    assert sum(scores[-3:]) > 1.2 * sum(scores[:3])
     assert all(1 < row["conversation/turns/mean"] < 3 for row in rows)
     # context that no weights generated would differ by whole nats
     assert all(row["training/rollout_logprob_diff_max"] < 1e-4 for row in rows)
@@ -83,10 +83,12 @@ def test_a_resumed_run_continues_like_an_uninterrupted_one(dumped, tmp_path):
     shutil.copytree(run_dir, copy)
     for step in (3, 4):
         shutil.rmtree(copy / "checkpoints" / f"global_step_{step}")
-    again = run_recipe(RECIPE, copy, *SHORT, STOPS, "trainer.save_freq=1", "trainer.test_freq=4",
-                       "trainer.dump_rollouts=true")  # fmt: skip
-    last = [row for row in again if row["step"] == 4][-1]
-    assert numbers(last) == numbers(rows[-1])
+    for name in ("status.json", "report.md"):  # a run that died after step 2
+        (copy / name).unlink()
+    more = [STOPS, "trainer.save_freq=1", "trainer.dump_rollouts=true", "trainer.test_freq=4"]
+    again = [row for row in run_recipe(RECIPE, copy, *SHORT, *more) if row["step"] == 4]
+    assert len(again) == 2, "once before it died, and once resumed"
+    assert numbers(again[1]) == numbers(rows[-1])
 
 
 @pytest.mark.distributed

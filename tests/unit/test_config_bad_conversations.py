@@ -55,4 +55,4 @@ def test_an_agent_that_cannot_be_imported_ends_a_run_before_its_first_step(tmp_p
     assert main(["--config", str(path), *keys]) == 2
     shown = capsys.readouterr().err
     assert_one_fault(shown, "rollout.agent.path", "No module named 'no_such'")
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "recipe.yaml").exists()
