@@ -66,7 +66,7 @@ def _generate(rank: int, world: int, prompts: list[Prompt]) -> tuple[list, list]
     assert [i for i, row in conversations.rows.items() if row.home == rank] == list(
         conversations.held
     )
-    assert all(each.episode.reward == 1.0 for each in conversations.trajectories)
+    assert {each.episode.reward for each in conversations.trajectories} <= {0.0, 1.0}
     assert max(row.turns for row in conversations.table) > 1
     trajectories += [replace(each, episode=None) for each in _everywhere(conversations, world)]
     return trajectories, engine.logprobs([t.response_ids.tolist() for t in trajectories])

@@ -20,6 +20,7 @@ SHORT = [*smaller(4), "trainer.warm_start_steps=0", "data.train_size=64", "train
 STOPS = f"rollout.stop_token_ids={list(range(10, 60))}"
 """Without a warm start a random token rarely ends a turn."""
 TIMES = ("timing", "perf/", "eps")
+"""Metrics that differ between equal runs."""
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,9 @@ def numbers(row):
 
 @pytest.mark.distributed
 def test_the_policy_learns_in_conversations(tmp_path):
-    rows = run_recipe(RECIPE, tmp_path, "trainer.total_training_steps=10", "trainer.test_freq=-1")
+    rows = run_recipe(RECIPE, tmp_path, "trainer.total_training_steps=16", "trainer.test_freq=-1")
     scores = [row["critic/score/mean"] for row in rows]
-    assert sum(scores[-3:]) > 1.2 * sum(scores[:3])
+    assert sum(scores[-4:]) > 1.2 * sum(scores[:4])
     assert all(1 < row["conversation/turns/mean"] < 3 for row in rows)
     # context that no weights generated would differ by whole nats
     assert all(row["training/rollout_logprob_diff_max"] < 1e-4 for row in rows)
@@ -86,9 +87,9 @@ def test_a_resumed_run_continues_like_an_uninterrupted_one(dumped, tmp_path):
     for name in ("status.json", "report.md"):  # a run that died after step 2
         (copy / name).unlink()
     more = [STOPS, "trainer.save_freq=1", "trainer.dump_rollouts=true", "trainer.test_freq=4"]
-    again = [row for row in run_recipe(RECIPE, copy, *SHORT, *more) if row["step"] == 4]
-    assert len(again) == 2, "once before it died, and once resumed"
-    assert numbers(again[1]) == numbers(rows[-1])
+    again = run_recipe(RECIPE, copy, *SHORT, *more)
+    assert (copy / "checkpoints" / "global_step_4").is_dir(), "steps 3 and 4 were repeated"
+    assert [numbers(row) for row in again] == [numbers(row) for row in rows]
 
 
 @pytest.mark.distributed
