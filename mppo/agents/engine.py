@@ -135,6 +135,7 @@ class ConversationEngine:
             RuntimeError: on every rank. Collective for this reason.
         """
         error, answered = None, dict(here)
+        # a failure on one rank is raised on all: the others wait in the next collective
         try:
             replies = self._replies(here, episodes, turn)
             says = {
@@ -153,9 +154,7 @@ class ConversationEngine:
                     trajectory, replies[key], appended.get(key), episodes[key], limit
                 )
                 if answered[key].finish_reason == OPEN:
-                    says_now = says[key]
-                    text = [{"role": "user", "content": says_now}]
-                    episodes[key].messages += text if isinstance(says_now, str) else says_now
+                    episodes[key].messages += as_messages(says[key])
         except (RuntimeError, ValueError) as failure:
             error = str(failure)
         raise_on_any_rank(error, self._world, self._group)
@@ -242,6 +241,13 @@ class ConversationEngine:
     def stop(self) -> None:
         """See ``RolloutEngine.stop``."""
         self._engine.stop()
+
+
+def as_messages(environment: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An environment's turn as messages; a text is a user's."""
+    if isinstance(environment, str):
+        return [{"role": "user", "content": environment}]
+    return environment
 
 
 def last_turn(trajectory: Trajectory) -> list[int]:

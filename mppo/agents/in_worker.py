@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from mppo.agents.conversation import Conversation, read_reply
 from mppo.rewards.workers.user_function import FunctionForm, call_concurrently, import_function
@@ -55,7 +55,7 @@ def make_agent(found: Any, arguments: Mapping[str, Any]) -> Callable[[Conversati
         TypeError: the arguments do not fit.
     """
     if inspect.isclass(found):
-        agent = found(**arguments)
+        agent = cast("Callable[[Conversation], Any]", found(**arguments))
         inspect.signature(agent).bind(None)
         return agent
     inspect.signature(found).bind(None, **arguments)

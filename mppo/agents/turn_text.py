@@ -48,11 +48,11 @@ class TurnText:
         Raises:
             ValueError: messages, and the tokenizer has no chat template, or it fails.
         """
-        texts = list(environments)
-        chats = [index for index, each in enumerate(texts) if not isinstance(each, str)]
-        conversations = [[*_BEFORE, *map(dict, texts[index])] for index in chats]  # type: ignore[arg-type]
+        texts = [each if isinstance(each, str) else "" for each in environments]
+        messages = {i: each for i, each in enumerate(environments) if not isinstance(each, str)}
+        conversations = [[*_BEFORE, *each] for each in messages.values()]
         if conversations:
-            for index, text in zip(chats, self._rendered(conversations), strict=True):
+            for index, text in zip(messages, self._rendered(conversations), strict=True):
                 _, mark, after = text.partition(_MARK)
                 if not mark:
                     why = "leaves out the assistant's messages"
@@ -61,7 +61,7 @@ class TurnText:
         if not texts:
             return []
         found = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-        for index in chats:
+        for index in messages:
             if found[index][:1] == [last_tokens[index]]:
                 found[index] = found[index][1:]
         return found

@@ -62,7 +62,7 @@ def render_with(
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
-    variables = dict(tokenizer.special_tokens_map)
+    variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
     if tools:
         variables["tools"] = list(tools)
     return render(template, variables, conversations, key, add_generation_prompt)

@@ -109,8 +109,8 @@ def load_in_worker(
 
 
 async def call_concurrently(
-    call: Callable[[Sequence[Item]], Any],
-    items: Sequence[Item],
+    call: Callable[[Sequence[Any]], Any],
+    items: Sequence[Any],
     form: FunctionForm,
     timeout_s: float,
 ) -> Sequence[Any]:
