@@ -102,7 +102,9 @@ class Scorer:
             return [ResponseScore(0.0) for _ in responses.rows]
         known = self._scores_of_conversations(responses)
         late = [number for number in responses.rows if number not in known]
-        known.update(zip(late, score_divided(self._score_ids, responses.select(late)), strict=True))
+        if late:  # the same on every rank
+            scores = score_divided(self._score_ids, responses.select(late))
+            known.update(zip(late, scores, strict=True))
         return [known[number] for number in responses.rows]
 
     def _scores_of_conversations(self, responses: Responses) -> dict[int, ResponseScore]:
