@@ -23,6 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NO_WEIGHTS = -1
+"""The weight version of tokens that no weights generated: prompts, and an environment's tokens."""
+OPEN = "open"
+"""The finish reason of a conversation that an environment has answered, and that goes on."""
+
 
 class _ComparedByValue:
     """Dataclasses with tensors are equal if all fields are; tensors are compared as a whole."""
@@ -77,22 +82,50 @@ class Prompt(_ComparedByValue):
         self._convert("token_ids", torch.int32)
 
 
+@dataclass(frozen=True)
+class EpisodeResult:
+    """What an agent says of a conversation that has ended.
+
+    Args:
+        reward: the score; None: the reward function scores the conversation.
+        numbers: further numbers by name, which are logged.
+        error: why the agent failed; None: it did not.
+    """
+
+    reward: float | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+def inserted_tokens(parts: Sequence[tuple[int, int]]) -> int:
+    """Number of tokens that an environment inserted.
+
+    Args:
+        parts: (version, number of tokens) of a response's parts.
+    """
+    return sum(tokens for version, tokens in parts if version == NO_WEIGHTS)
+
+
 @dataclass(frozen=True, eq=False)
 class Trajectory(_ComparedByValue):
-    """One sampled response.
+    """One sampled response. In a conversation, an environment's tokens are parts of it.
 
     Args:
         prompt: the prompt.
         response_ids: int32 ``[L]``, generated tokens, the stop token included when one was
-            generated. This and ``logprobs`` may be any sequence, which is converted.
+            generated, and an environment's tokens between them. This and ``logprobs`` may be any
+            sequence, which is converted.
         logprobs: float32 ``[L]``, log-probability of each response token under the distribution it
-            was sampled from, before top-p/top-k/min-p truncation: softmax(logits / temperature).
-        finish_reason: "stop" (a stop token was generated), "length" or "abort".
+            was sampled from, before top-p/top-k/min-p truncation: softmax(logits / temperature); 0
+            for an environment's tokens.
+        finish_reason: "stop" (a stop token was generated), "length", "abort" or ``OPEN``.
         weight_version: version of the weights that generated the response, or its last part.
         routed_experts: int16 ``[tokens, layers, k]``, experts chosen by the engine's routers for
             the first tokens of prompt and response (the last generated token is never routed);
             None if the engine does not report them.
-        earlier: (version, number of tokens) of the parts before the last one, in order.
+        earlier: (version, number of tokens) of the parts before the last one, in order; the version
+            of an environment's part is ``NO_WEIGHTS``.
+        episode: what the agent says of the conversation, on the rank that ran the agent.
     """
 
     prompt: Prompt
@@ -102,6 +135,7 @@ class Trajectory(_ComparedByValue):
     weight_version: int
     routed_experts: Tensor | None = None
     earlier: tuple[tuple[int, int], ...] = ()
+    episode: EpisodeResult | None = None
 
     def __post_init__(self) -> None:
         self._convert("response_ids", torch.int32)
@@ -109,8 +143,13 @@ class Trajectory(_ComparedByValue):
 
     @property
     def length(self) -> int:
-        """Number of generated tokens."""
+        """Number of tokens after the prompt."""
         return len(self.response_ids)
+
+    @property
+    def inserted(self) -> int:
+        """Number of the environment's tokens among them."""
+        return inserted_tokens(self.parts)
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
@@ -136,7 +175,8 @@ class Sequences:
     Args:
         tokens_T: int64 ``[T]``.
         cu_seqlens: int64 ``[H + 1]``, of the sequences held.
-        response_mask_T: float32 ``[T]``, 1 on response tokens.
+        response_mask_T: float32 ``[T]``, 1 on response tokens, which are those that the policy
+            generated; 0 on an environment's tokens between them.
         end_mask_T: float32 ``[T]``, 1 on an end slot: a position after a response's stop token, for
             the terminal state, which has a value but no action. Zeros (default) without end slots.
         routed_experts_T: uint8 or int16 ``[T, layers, k]``, experts chosen by the engine;
@@ -147,6 +187,8 @@ class Sequences:
         lengths_B: int64 ``[B]``, tokens of each sequence, end slot included.
         response_B: int64 ``[B]``, response tokens of each sequence.
         end_B: int64 ``[B]``, end slots of each sequence, 0 or 1.
+        inserted_B: int64 ``[B]``, an environment's tokens between the response tokens of each
+            sequence.
         home_B: int32 ``[B]``, the rank that holds each sequence between passes; -1 (default): every
             rank.
         digest_B: int64 ``[B]``, equal for sequences of equal tokens; None: not computed.
@@ -162,6 +204,7 @@ class Sequences:
     lengths_B: Tensor = _DEFAULT
     response_B: Tensor = _DEFAULT
     end_B: Tensor = _DEFAULT
+    inserted_B: Tensor = _DEFAULT
     home_B: Tensor = _DEFAULT
     digest_B: Tensor | None = None
 
@@ -181,6 +224,7 @@ class Sequences:
         fill("lengths_B", self.cu_seqlens.diff)
         fill("response_B", lambda: count(self.response_mask_T))
         fill("end_B", lambda: count(self.end_mask_T))
+        fill("inserted_B", lambda: torch.zeros_like(self.lengths_B))
         fill("home_B", lambda: torch.full((held,), -1, dtype=torch.int32))
 
     @property
@@ -196,7 +240,12 @@ class Sequences:
     @property
     def prompt_B(self) -> Tensor:
         """Number of prompt tokens of each sequence: int64 ``[B]``."""
-        return self.lengths_B - self.response_B - self.end_B
+        return self.lengths_B - self.answer_B - self.end_B
+
+    @property
+    def answer_B(self) -> Tensor:
+        """Tokens between prompt and end slot, an environment's included: int64 ``[B]``."""
+        return self.response_B + self.inserted_B
 
     @property
     def is_replicated(self) -> bool:

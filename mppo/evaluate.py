@@ -24,6 +24,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mppo.agents.build import build_agent, with_agent
+from mppo.agents.function import AgentFunction
 from mppo.batch import Prompt
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -67,6 +69,7 @@ class Evaluation:
         tokenizer: the model's.
         prompts: the validation prompts.
         scorer: the scorer of ``reward.*``, without the reward model.
+        agent: answers the policy's turns; None: a response is one turn.
 
     Attributes:
         files: folder for the logs of servers, and for the stacks of ranks that hang.
@@ -78,6 +81,7 @@ class Evaluation:
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
     scorer: Scorer
+    agent: AgentFunction | None
 
     @property
     def files(self) -> Path:
@@ -197,7 +201,7 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
     if issues:
         raise ConfigError(issues)
     tokenizer = load_tokenizer(recipe.model.tokenizer_path or folder, trust)
-    validation = load_prompts(recipe.data, tokenizer, "val")
+    validation = load_prompts(recipe.data, tokenizer, "val", recipe.rollout.tool_schemas)
     if info.rank == 0:
         exit_report.say(f"validation: {validation.summary()}")
     prompts = validation.prompts
@@ -210,7 +214,8 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
         recipe.reward, tokenizer, recipe.data.max_response_length, recipe.reward_model.in_use
     )
     scorer.check(prompts)
-    return Evaluation(recipe, folder, config, tokenizer, prompts, scorer)
+    agent = build_agent(recipe)
+    return Evaluation(recipe, folder, config, tokenizer, prompts, scorer, agent)
 
 
 def _run(evaluation: Evaluation, info: LaunchInfo, arguments: argparse.Namespace) -> None:
@@ -268,6 +273,7 @@ def evaluate(
             exit_report.say(f"{answered} of {total} prompts answered")
 
     engine = build_engine(recipe, companion_folder(folder), evaluation.config, evaluation.files)
+    engine = with_agent(engine, evaluation.agent, recipe, evaluation.tokenizer)
     try:
         with phase("loading weights"):
             buckets = model_buckets(folder, evaluation.config, recipe.rollout.sync_bucket_mb << 20)

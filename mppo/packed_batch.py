@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mppo.batch import Batch, Prompt, Trajectory
+from mppo.batch import NO_WEIGHTS, Batch, Prompt, Trajectory
 
 
 class KnownResponse(Protocol):
@@ -23,6 +23,9 @@ class KnownResponse(Protocol):
 
     @property
     def length(self) -> int: ...
+
+    @property
+    def inserted(self) -> int: ...
 
 
 def pack_trajectories(
@@ -65,35 +68,39 @@ def pack_held(
         )
     stopped_B = torch.tensor([t.finish_reason == "stop" for t in known])
     prompt_B = torch.tensor([len(t.prompt.token_ids) for t in known])
-    response_B = torch.tensor([t.length for t in known])
+    answer_B = torch.tensor([t.length for t in known])
+    inserted_B = torch.tensor([t.inserted for t in known])
     # the end slot repeats the stop token; mask, log-probability and version mark it as unread
-    slots_B = (stopped_B & (response_B > 0) & (response_B < end_slots_below)).long()
-    # every sequence is a run of prompt tokens, one of response tokens and one of its end slot
-    runs_B = torch.stack([prompt_B, response_B, slots_B], 1)
+    slots_B = (stopped_B & (answer_B > 0) & (answer_B < end_slots_below)).long()
+    # every sequence is a run of prompt tokens, one of answer tokens and one of its end slot
+    runs_B = torch.stack([prompt_B, answer_B, slots_B], 1)
     held_H = torch.tensor(list(held), dtype=torch.int64)
-    prompt_H, response_H, slots_H = runs_B[held_H].unbind(1)
+    prompt_H, answer_H, slots_H = runs_B[held_H].unbind(1)
     lengths_H = runs_B[held_H].sum(1)
     cu_seqlens = torch.zeros(len(held) + 1, dtype=torch.int64)
     cu_seqlens[1:] = lengths_H.cumsum(0)
     trajectories, slots = list(held.values()), slots_H.tolist()
-    tokens, response = int(cu_seqlens[-1]), cu_seqlens[:-1] + prompt_H
+    tokens, answer = int(cu_seqlens[-1]), cu_seqlens[:-1] + prompt_H
+    mask_T = _ones_at(tokens, answer, answer_H)
+    _clear_inserted(mask_T, trajectories, answer.tolist())
     return Batch(
         tokens_T=_concatenate_tokens(trajectories, slots),
         cu_seqlens=cu_seqlens,
-        response_mask_T=_ones_at(tokens, response, response_H),
+        response_mask_T=mask_T,
         rollout_logprobs_T=_concatenate_logprobs(trajectories, slots),
         group_B=torch.tensor([t.prompt.uid for t in known], dtype=torch.int64),
         scores_B=torch.tensor(scores, dtype=torch.float32),
         truncated_B=~stopped_B,
         weight_version_T=_expand_versions(trajectories, slots),
         routed_experts_T=_concatenate_routing(trajectories, lengths_H.tolist()),
-        end_mask_T=_ones_at(tokens, response + response_H, slots_H),
+        end_mask_T=_ones_at(tokens, answer + answer_H, slots_H),
         held_H=held_H,
         lengths_B=runs_B.sum(1),
-        response_B=response_B,
+        response_B=answer_B - inserted_B,
         end_B=slots_B,
+        inserted_B=inserted_B,
         home_B=torch.full((len(known),), -1, dtype=torch.int32),
-        token_rewards_T=_spread_rewards(token_rewards or {}, held_H, cu_seqlens, prompt_B),
+        token_rewards_T=_spread_rewards(token_rewards or {}, held_H, mask_T, answer.tolist()),
     )
 
 
@@ -106,16 +113,39 @@ def _ones_at(tokens: int, starts: Tensor, counts: Tensor) -> Tensor:
     return mask_T
 
 
+def _clear_inserted(
+    mask_T: Tensor, trajectories: Sequence[Trajectory], starts: Sequence[int]
+) -> None:
+    """Clear a mask on the tokens of environments, in place.
+
+    Args:
+        mask_T: float32 ``[T]``.
+        trajectories: all that are held.
+        starts: index of the token after the prompt of each.
+    """
+    for trajectory, start in zip(trajectories, starts, strict=True):
+        for version, count in trajectory.parts:
+            if version == NO_WEIGHTS:
+                mask_T[start : start + count] = 0.0
+            start += count
+
+
 def _spread_rewards(
-    rewards: Mapping[int, Sequence[float]], held_H: Tensor, cu_seqlens: Tensor, prompt_B: Tensor
+    rewards: Mapping[int, Sequence[float]], held_H: Tensor, mask_T: Tensor, starts: Sequence[int]
 ) -> Tensor:
-    """``Batch.token_rewards_T`` of trajectories with rewards by index."""
-    spread_T = torch.zeros(int(cu_seqlens[-1]))
-    starts = (cu_seqlens[:-1] + prompt_B[held_H]).tolist()
+    """``Batch.token_rewards_T`` of trajectories with rewards by index.
+
+    The reward of an environment's token belongs to the response token before it, whose effect it
+    is.
+    """
+    spread_T = torch.zeros(len(mask_T))
     for index, start in zip(held_H.tolist(), starts, strict=True):
-        found = rewards.get(index, ())
+        if not len(found := rewards.get(index, ())):
+            continue
+        span = slice(start, start + len(found))
+        places = torch.where(mask_T[span] > 0, torch.arange(len(found)), 0).cummax(0).values
         values = torch.from_numpy(np.asarray(found, dtype=np.float32))
-        spread_T[start : start + len(found)] = values
+        spread_T[span].index_add_(0, places, values)
     return spread_T
 
 

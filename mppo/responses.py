@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch import NO_WEIGHTS, OPEN, Prompt, Trajectory, inserted_tokens
 
 K = TypeVar("K")
 
@@ -37,8 +37,23 @@ class ResponseRow:
 
     @property
     def length(self) -> int:
-        """Number of generated tokens."""
+        """Number of tokens after the prompt."""
         return sum(tokens for _, tokens in self.parts)
+
+    @property
+    def inserted(self) -> int:
+        """Number of the environment's tokens among them."""
+        return inserted_tokens(self.parts)
+
+    @property
+    def turns(self) -> int:
+        """Number of turns of the policy."""
+        return 1 + sum(version == NO_WEIGHTS for version, _ in self.parts)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether more tokens are to be generated."""
+        return self.finish_reason in ("abort", OPEN)
 
 
 def shape_of_experts(trajectory: Trajectory) -> tuple[int, int, int] | None:

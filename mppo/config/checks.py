@@ -11,6 +11,7 @@ from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.hub_data import FetchDataSet, with_local_files
 from mppo.config.load import read_recipe, source_name
 from mppo.config.rules import (
+    agent,
     algorithm,
     data,
     engine,
@@ -26,7 +27,7 @@ from mppo.config.schema import Recipe
 from mppo.config.sections.model import Hub
 from mppo.weights.shape import max_positions, model_shape
 
-RULE_MODULES = (layout, offload, data, training, algorithm, engine, reward_model, reward)
+RULE_MODULES = (layout, offload, data, training, algorithm, engine, agent, reward_model, reward)
 """Importing them fills ``RULES``."""
 
 ReadConfig = Callable[[str], Any]

@@ -34,6 +34,7 @@ def render_with(
     conversations: Sequence[Sequence[Mapping]],
     key: str,
     add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
     """Render every conversation with the chat template of a tokenizer.
 
@@ -42,6 +43,7 @@ def render_with(
         conversations: lists of messages with ``role`` and ``content``.
         key: the recipe key that asks for a chat template, for messages.
         add_generation_prompt: end with what comes before a response.
+        tools: schemas of tools, for the template.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or see :func:`render`.
@@ -60,7 +62,10 @@ def render_with(
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
-    return render(template, tokenizer.special_tokens_map, conversations, key, add_generation_prompt)
+    variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
+    if tools:
+        variables["tools"] = list(tools)
+    return render(template, variables, conversations, key, add_generation_prompt)
 
 
 def render(

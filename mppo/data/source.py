@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +64,10 @@ class PromptSet:
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: tasks.Split
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    split: tasks.Split,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptSet:
     """Read, render, tokenise and filter the prompts of one split.
 
@@ -73,6 +76,7 @@ def load_prompts(
         tokenizer: has a chat template if ``data.apply_chat_template`` is set.
         split: ``"train"`` or ``"val"``. Without ``data.val_files`` or a task, or with
             ``data.val_size`` 0, the validation split is empty.
+        tools: schemas of tools, which the chat template writes into every prompt.
 
     Returns:
         The prompts in the order of the sources and their files or tasks; ``PromptLoader`` shuffles
@@ -83,7 +87,9 @@ def load_prompts(
             that fails or exceeds its limits, or no prompt that is short enough.
     """
     sources = data.prompt_sources
-    parts = [_load_source(data, key, each, tokenizer, split) for key, each in sources.items()]
+    parts = [
+        _load_source(data, key, each, tokenizer, split, tools) for key, each in sources.items()
+    ]
     prompts = (prompt for part in parts for prompt in part.prompts)
     shares = tuple(
         SourceShare(len(part), each.weight) for part, each in zip(parts, sources.values())
@@ -102,6 +108,7 @@ def _load_source(
     source: SourceConfig,
     tokenizer: PreTrainedTokenizerBase,
     split: tasks.Split,
+    tools: Sequence[Mapping[str, Any]],
 ) -> PromptSet:
     """Load the prompts of one source; ``key`` is its section, for messages."""
     if bool(source.task) == bool(source.train_files):
@@ -112,7 +119,7 @@ def _load_source(
     rows = read(key, source, split, data.seed)
     if not rows:
         return PromptSet(())
-    texts = _render(data, key, source, tokenizer, rows)
+    texts = _render(data, key, source, tokenizer, rows, tools)
     special = not data.apply_chat_template  # a chat template writes its own special tokens
     token_ids = tokenizer(texts, add_special_tokens=special)["input_ids"]
     return _fit(data, source, rows, texts, token_ids)
@@ -157,12 +164,13 @@ def _render(
     source: SourceConfig,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[DataRow],
+    tools: Sequence[Mapping[str, Any]],
 ) -> list[str]:
     """Return the text of each row as the model gets it."""
     if not data.apply_chat_template:
         return _render_plain(key, source, rows)
     conversations = [_conversation(source, row) for row in rows]
-    return render_with(tokenizer, conversations, "data.apply_chat_template")
+    return render_with(tokenizer, conversations, "data.apply_chat_template", tools=tools)
 
 
 def _render_plain(key: str, source: SourceConfig, rows: Sequence[DataRow]) -> list[str]:

@@ -109,7 +109,7 @@ def _tokens(folder: Path, header: StepDump, index: int, stale: str) -> Table:
     for place, (token, piece) in enumerate(zip(found.tokens, found.pieces, strict=True)):
         after = place - found.prompt_tokens
         numbers = ("" for _ in found.numbers)
-        if after >= 0:
+        if after >= 0 and not found.by_environment[after]:
             numbers = (f"{values[after]:.4g}" for values in found.numbers.values())
         table.add_row(str(place), str(token), Text(visible(piece)), *numbers)
     return table

@@ -23,6 +23,8 @@ class TokenTable:
         tokens: id of each token.
         pieces: text of each token; ``***`` where the sequence's text contains a secret.
         prompt_tokens: number of tokens of the prompt.
+        by_environment: for each token after the prompt, whether an environment inserted it: then
+            it has no loss, and its numbers mean nothing.
         numbers: by name a number for each token after the prompt: ``logprob``, ``rollout_logprob``,
             ``ref_logprob``, ``ratio`` (of the actor's probability before the update to the
             engine's), ``kl`` (log-probability minus the reference's), ``entropy``, ``value``,
@@ -33,6 +35,7 @@ class TokenTable:
     tokens: tuple[int, ...]
     pieces: tuple[str, ...]
     prompt_tokens: int
+    by_environment: tuple[bool, ...]
     numbers: Mapping[str, tuple[float, ...]]
 
 
@@ -78,5 +81,7 @@ def read_token_tables(
         after = min(first + prompts[index], last)
         numbers = {name: tuple(x_T[after:last].tolist()) for name, x_T in known.items()}
         prompt_tokens = min(prompts[index], last - first)
-        found.append(TokenTable(header.rows[index], tuple(tokens), texts, prompt_tokens, numbers))
+        row = header.rows[index]
+        inserted = tuple((batch.value_mask_T[after:last] == 0).tolist())
+        found.append(TokenTable(row, tuple(tokens), texts, prompt_tokens, inserted, numbers))
     return found

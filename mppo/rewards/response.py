@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mppo.batch import Prompt
+from mppo.batch import EpisodeResult, Prompt
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,13 @@ class Response:
         prompt: the prompt.
         text: the response without special tokens.
         token_ids: all its tokens.
+        episode: what an agent says of the conversation; None without an agent.
     """
 
     prompt: Prompt
     text: str
     token_ids: Sequence[int] = ()
+    episode: EpisodeResult | None = None
 
 
 RewardFunction = Callable[[Sequence[Response]], Sequence[Any]]

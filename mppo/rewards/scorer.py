@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch import EpisodeResult, Prompt, Trajectory
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.sections.reward import RewardConfig
 from mppo.responses import ResponseRow, Responses
 from mppo.rewards.cache import ScoreCache
-from mppo.rewards.division import ScoringError, score_divided
+from mppo.rewards.division import ScoringError, exchange_scores, score_divided
 from mppo.rewards.function import load_function
 from mppo.rewards.remote.build import build_remote_reward
 from mppo.rewards.response import Response, RewardFunction, describe
@@ -89,7 +89,8 @@ class Scorer:
         """
         if self.reward_function is None:
             return [ResponseScore(0.0) for _ in trajectories]
-        return self._score_ids([(each.prompt, each.response_ids) for each in trajectories])
+        pairs = [(each.prompt, each.response_ids) for each in trajectories]
+        return self._score_ids(pairs, [each.episode for each in trajectories])
 
     def raw_scores_divided(self, responses: Responses) -> list[ResponseScore]:
         """Score responses without clip and penalties; collective as ``score``.
@@ -99,7 +100,27 @@ class Scorer:
         """
         if self.reward_function is None or not responses.rows:
             return [ResponseScore(0.0) for _ in responses.rows]
-        return score_divided(self._score_ids, responses)
+        known = self._scores_of_conversations(responses)
+        late = [number for number in responses.rows if number not in known]
+        if late:  # the same on every rank
+            scores = score_divided(self._score_ids, responses.select(late))
+            known.update(zip(late, scores, strict=True))
+        return [known[number] for number in responses.rows]
+
+    def _scores_of_conversations(self, responses: Responses) -> dict[int, ResponseScore]:
+        """Scores of conversations by number, which are scored where their agent ran. Collective.
+
+        Raises:
+            ScoringError: as ``score``.
+        """
+        talks = {number: t for number, t in responses.held.items() if t.episode is not None}
+        mine: dict[int, ResponseScore] = {}
+        failure: Exception | None = None
+        try:
+            mine = dict(zip(talks, self.raw_scores(list(talks.values()))))
+        except Exception as error:  # raised after the exchange, in which the other ranks wait
+            failure = error
+        return exchange_scores(mine, responses.rows, failure)
 
     def finish_scores(
         self, scores: Sequence[ResponseScore], responses: Responses
@@ -140,16 +161,26 @@ class Scorer:
         outcome = self.model_weight * found.score + rule.outcome
         return replace(rule.with_outcome(outcome), numbers=numbers)
 
-    def _score_ids(self, given: Sequence[tuple[Prompt, Tensor]]) -> list[ResponseScore]:
-        """Decode and score responses, given by prompt and tokens."""
+    def _score_ids(
+        self,
+        given: Sequence[tuple[Prompt, Tensor]],
+        episodes: Sequence[EpisodeResult | None] | None = None,
+    ) -> list[ResponseScore]:
+        """Decode and score responses, given by prompt and tokens.
+
+        Args:
+            given: prompt and tokens of each.
+            episodes: what agents say of them; None: nothing.
+        """
         if not given:
             return []
         ids = [each.tolist() for _, each in given]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        said = [None] * len(ids) if episodes is None else episodes
         return self._score(
             [
-                Response(prompt, text, array("i", own))
-                for (prompt, _), text, own in zip(given, texts, ids, strict=True)
+                Response(prompt, text, array("i", own), episode)
+                for (prompt, _), text, own, episode in zip(given, texts, ids, said, strict=True)
             ]
         )
 
@@ -165,7 +196,11 @@ class Scorer:
                 for score, each in zip(scores, some, strict=True)
             ]
 
-        return call(responses) if self.cache is None else self.cache.score(call, responses)
+        known = {i: _by_agent(each.episode, self.reward) for i, each in enumerate(responses)}
+        left = [each for each, score in zip(responses, known.values()) if score is None]
+        found = iter(call(left) if self.cache is None else self.cache.score(call, left))
+        scores = [next(found) if score is None else score for score in known.values()]
+        return [_with_numbers(*pair) for pair in zip(scores, responses)]
 
     def _shape(self, score: float, row: ResponseRow) -> float:
         reward = self.reward
@@ -184,6 +219,27 @@ class Scorer:
                 reward.overlong_penalty_factor,
             )
         return score
+
+
+def _by_agent(episode: EpisodeResult | None, reward: RewardConfig) -> ResponseScore | None:
+    """The score of a conversation that its agent has scored, or failed on; None: not yet scored.
+
+    Raises:
+        ValueError: the agent failed, and ``reward.on_error`` is ``stop``.
+    """
+    if episode is None or (episode.reward is None and episode.error is None):
+        return None
+    if episode.error is not None:
+        return without_score(FailedScore(episode.error), reward.on_error)
+    assert episode.reward is not None
+    return ResponseScore(episode.reward)
+
+
+def _with_numbers(score: ResponseScore, response: Response) -> ResponseScore:
+    """The score with the agent's numbers, if there is an agent."""
+    if response.episode is None or not response.episode.numbers:
+        return score
+    return replace(score, numbers={**score.numbers, **response.episode.numbers})
 
 
 def _right(score: ResponseScore) -> bool | None:

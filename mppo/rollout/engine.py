@@ -64,7 +64,7 @@ class GenerationRequest:
             row = self.resumable.rows.get(key)
             if row is None or not torch.equal(row.prompt.token_ids, prompt.token_ids):
                 continue
-            if row.length + (row.finish_reason == "abort") <= self.max_tokens:
+            if row.length + row.is_unfinished <= self.max_tokens:
                 rows[place] = replace(row, prompt=prompt)
                 if key in self.resumable.held:
                     held[place] = replace(self.resumable.held[key], prompt=prompt)

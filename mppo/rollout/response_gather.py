@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch import OPEN, Prompt, Trajectory
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.responses import ResponseRow, Responses, ResponsesBySample, shape_of_experts
 from mppo.rollout.engine import GenerationRequest
 
-_REASONS = ("stop", "length", "abort")
+_REASONS = ("stop", "length", "abort", OPEN)
 _NO_EXPERTS = (-1, -1, -1)
 
 
@@ -79,6 +80,18 @@ def _read_table(table: Tensor, request: GenerationRequest, home: int) -> dict[in
         prompt = request.sample_at(key)[0]
         rows[key] = ResponseRow(prompt, _REASONS[reason], parts, home, routed)
     return rows
+
+
+def joined(before: Trajectory | None, more: Trajectory) -> Trajectory:
+    """Append a continuation to an earlier part of a response."""
+    if before is None:
+        return more
+    return replace(
+        more,
+        response_ids=torch.cat([before.response_ids, more.response_ids]),
+        logprobs=torch.cat([before.logprobs, more.logprobs]),
+        earlier=before.parts,
+    )
 
 
 def _not_finite(prompt: Prompt, version: int, bits: int) -> str:

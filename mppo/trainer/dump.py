@@ -31,7 +31,7 @@ from mppo.rewards.scores import ResponseScore
 from mppo.safety.disk import set_aside
 from mppo.trainer.advantages import needs_greedy_baseline
 from mppo.trainer.failures import storage_message
-from mppo.trainer.metrics import reward_metrics
+from mppo.trainer.metrics import conversation_metrics, reward_metrics
 from mppo.trainer.rollout_stage import ScoredRollout, pack_scored
 from mppo.trainer.run import Run
 from mppo.weights.shape import model_shape
@@ -162,7 +162,10 @@ def replay_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]
     if needs_greedy_baseline(run.recipe.algorithm):
         baseline_B = torch.tensor([row.baseline for row in header.rows])
     scored = ScoredRollout(responses, batch, baseline_B, judged, [])
-    return scored, reward_metrics(responses.table, judged, [])
+    metrics = reward_metrics(responses.table, judged, [])
+    if run.recipe.rollout.agent is not None:
+        metrics |= conversation_metrics(responses.table)
+    return scored, metrics
 
 
 def dumped_scores(
@@ -231,7 +234,7 @@ def read_responses(folder: Path, header: StepDump) -> tuple[Responses, dict[int,
     read = read_experience(folder, header.ranks, held)
     ends = cumulative(lengths_B[torch.tensor(held, dtype=torch.int64)]).tolist()
     batch, rows, mine, rewards = read.old.batch, {}, {}, {}
-    sizes = zip(batch.prompt_B.tolist(), batch.response_B.tolist(), strict=True)
+    sizes = zip(batch.prompt_B.tolist(), batch.answer_B.tolist(), strict=True)
     where = dict(zip(held, ends))
     shape = batch.routed_experts_T.shape[1:]  # the same on every rank, also if it holds nothing
     for index, ((prompt_tokens, tokens), row) in enumerate(zip(sizes, header.rows, strict=True)):

@@ -378,6 +378,15 @@ def reward_metrics(
     return metrics | {"reward/errors": float(len(errors_of(everything)))}
 
 
+def conversation_metrics(rows: Sequence[ResponseRow]) -> dict[str, float]:
+    """``conversation/turns/*`` of the policy, and ``conversation/inserted_tokens/*`` of agents."""
+    turns = torch.tensor([row.turns for row in rows])
+    inserted = torch.tensor([row.inserted for row in rows])
+    return _mean_max_min("conversation/turns", turns) | _mean_max_min(
+        "conversation/inserted_tokens", inserted
+    )
+
+
 def errors_of(judgements: Sequence[ResponseScore]) -> list[str]:
     """Errors of the responses that could not be scored."""
     return [each.error for each in judgements if each.error is not None]

@@ -18,7 +18,7 @@ from mppo.rewards.early import EarlyScores
 from mppo.rewards.scores import UNSCORED, ResponseScore
 from mppo.rollout.engine import GenerationRequest, sampling_seed
 from mppo.trainer.advantages import needs_greedy_baseline
-from mppo.trainer.metrics import errors_of, reward_metrics, unscored
+from mppo.trainer.metrics import conversation_metrics, errors_of, reward_metrics, unscored
 from mppo.trainer.run import PendingRollout, Run
 from mppo.trainer.selection import (
     concatenate_batches,
@@ -78,7 +78,7 @@ class DynamicSampling:
 
     def __init__(self, recipe: Recipe) -> None:
         self._filter, self._size = recipe.algorithm.filter_groups, recipe.data.train_batch_size
-        self._n = recipe.rollout.n
+        self._n, self._has_agent = recipe.rollout.n, recipe.rollout.agent is not None
         self._batches_left = self._filter.max_num_gen_batches if self._filter.enable else 1
         self._found: list[ScoredRollout] = []
         self._informative = 0
@@ -111,9 +111,10 @@ class DynamicSampling:
         The data is the one batch, or with ``filter_groups`` the groups whose scores differ.
         """
         everything = _joined(self._found)
-        metrics = reward_metrics(
-            everything.responses.table, everything.judged, everything.judged_greedy
-        )
+        table = everything.responses.table
+        metrics = reward_metrics(table, everything.judged, everything.judged_greedy)
+        if self._has_agent:
+            metrics |= conversation_metrics(table)
         if not self._filter.enable:
             return everything, metrics
         batch = everything.batch

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mppo.agents.build import build_agent, with_agent
+from mppo.agents.function import AgentFunction
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
@@ -34,6 +37,7 @@ from mppo.rewards.reward_model.scorer import with_reward_model
 from mppo.rewards.reward_model.texts import reward_model_texts
 from mppo.rewards.scorer import Scorer, build_scorer
 from mppo.rollout.build import build_engine
+from mppo.rollout.engine import RolloutEngine
 from mppo.safety.redact import redact
 from mppo.supervision import stop_request
 from mppo.supervision.exit_report import say
@@ -68,6 +72,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     )
     training, validation, prompts = _load_prompts(recipe, tokenizer)
     scorer = _build_scorer(recipe, tokenizer, [*training.prompts, *validation.prompts])
+    agent = build_agent(recipe)
     total_steps = trainer.total_training_steps or trainer.total_epochs * _steps(recipe, prompts)
     plain, run_dir = recipe.model_dump(mode="json"), trainer.run_dir
     reporter = Reporter(run_dir, trainer, plain, total_steps, is_main)
@@ -95,8 +100,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     model, scale, placed = roles.reward_model, roles.reward_scale, roles.placement.scoring
     scorer = with_reward_model(scorer, recipe, texts, model, scale, placed)
     stop_request.sync()
-    with phase("starting the rollout engine"):
-        engine = build_engine(recipe, companion_folder(folder), read_config(folder), run_dir)
+    engine = _build_engine(recipe, agent, tokenizer, folder, read_config)
     kl, reward_stats = kl_controller(recipe.algorithm.kl_ctrl), RewardStats()
     parts = {"prompts": prompts, "kl": kl, "moments": reward_stats, "roles": roles}
     partial_responses = PartialResponses()
@@ -138,6 +142,20 @@ def _build_scorer(
     return scorer
 
 
+def _build_engine(
+    recipe: Recipe,
+    agent: AgentFunction | None,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    read_config: Callable[[Path], Any],
+) -> RolloutEngine:
+    """Start the rollout engine, with the agent if there is one. Collective."""
+    with phase("starting the rollout engine"):
+        companion, run_dir = companion_folder(folder), recipe.trainer.run_dir
+        engine = build_engine(recipe, companion, read_config(folder), run_dir)
+        return with_agent(engine, agent, recipe, tokenizer)
+
+
 def _report_plans(
     reporter: Reporter, recipe: Recipe, plans: list[RolePlan], total_steps: int
 ) -> None:
@@ -171,8 +189,8 @@ def _load_prompts(
     """Load training and validation prompts, and the loader of training batches."""
     data = recipe.data
     with phase("loading prompts"):
-        training = load_prompts(data, tokenizer, "train")
-        validation = load_prompts(data, tokenizer, "val")
+        training = load_prompts(data, tokenizer, "train", recipe.rollout.tool_schemas)
+        validation = load_prompts(data, tokenizer, "val", recipe.rollout.tool_schemas)
     return (
         training,
         validation,

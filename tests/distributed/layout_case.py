@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ranks import start_ranks
 
 from mppo.algos.packing import select_sequences
-from mppo.batch import Batch, Prompt, Trajectory
+from mppo.batch import NO_WEIGHTS, Batch, Prompt, Trajectory
 from mppo.models.heads.outputs import tensors_of
 from mppo.packed_batch import pack_trajectories
 
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def batch_of(sequences: int = 7, longest: int = 11) -> Batch:
-    """Trajectories of many lengths, one of them without a response."""
+    """Trajectories of many lengths, one of them without a response, and one a conversation."""
     random = torch.Generator().manual_seed(3)
 
     def tokens(low: int) -> list[int]:
@@ -80,9 +80,12 @@ def batch_of(sequences: int = 7, longest: int = 11) -> Batch:
     for uid in range(sequences):
         prompt, response = tokens(1), tokens(1) if uid != 2 else []
         logprobs = (0.0,) * len(response)
-        trajectories.append(
-            Trajectory(Prompt(uid, tuple(prompt), "", "", ""), tuple(response), logprobs, "stop", 0)
+        known = Prompt(uid, tuple(prompt), "", "", ""), tuple(response), logprobs, "stop", 0
+        # the environment's tokens of a conversation are in the middle, and have no loss
+        earlier = (
+            ((0, 1), (NO_WEIGHTS, len(response) - 2)) if uid == 4 and len(response) > 2 else ()
         )
+        trajectories.append(Trajectory(*known, earlier=earlier))
     return pack_trajectories(trajectories, [0.0] * sequences)
 
 

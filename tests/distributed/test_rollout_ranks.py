@@ -1,5 +1,6 @@
 """The number of ranks does not change the generated responses."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,12 @@ import torch.distributed as dist
 import transformers
 from ranks import start_ranks
 
+from mppo.agents.conversation import Conversation, Reply
+from mppo.agents.engine import ConversationEngine
+from mppo.agents.turn_text import TurnText
 from mppo.batch import Prompt, Trajectory
 from mppo.config.sections.rollout import SamplingConfig
+from mppo.hub.builtin import byte_tokenizer
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.parallel.partition import partition
 from mppo.response_moves import bring_ids, bring_ids_to_first, bring_responses
@@ -36,6 +41,11 @@ def _everywhere(responses: Responses, world: int) -> list[Trajectory]:
     return list(bring_responses(responses, [range(len(responses))] * world).values())
 
 
+def _agent(conversations: Sequence[Conversation]) -> list[Reply]:
+    """Says something after every turn, and gives a reward for the last one."""
+    return [Reply("!!", float(each.is_last)) for each in conversations]
+
+
 def _generate(rank: int, world: int, prompts: list[Prompt]) -> tuple[list, list]:
     config = transformers.Qwen2Config(**CONFIG)
     torch.manual_seed(0)
@@ -51,6 +61,14 @@ def _generate(rank: int, world: int, prompts: list[Prompt]) -> tuple[list, list]
     assert [i for i, row in responses.rows.items() if row.home == rank] == list(responses.held)
     trajectories = _everywhere(responses, world)
     assert [row.length for row in responses.table] == [len(t.response_ids) for t in trajectories]
+    talking = ConversationEngine(engine, _agent, "test", TurnText(byte_tokenizer()), 3, world=world)
+    conversations = talking.generate(GenerationRequest(prompts, sampling, 16, seed=11))
+    assert [i for i, row in conversations.rows.items() if row.home == rank] == list(
+        conversations.held
+    )
+    assert {each.episode.reward for each in conversations.trajectories} <= {0.0, 1.0}
+    assert max(row.turns for row in conversations.table) > 1
+    trajectories += [replace(each, episode=None) for each in _everywhere(conversations, world)]
     return trajectories, engine.logprobs([t.response_ids.tolist() for t in trajectories])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psutil
 import pytest
@@ -20,8 +20,12 @@ from sglang_case import (
     synced_case,
 )
 
+from mppo.agents.conversation import Conversation, Reply
+from mppo.agents.engine import ConversationEngine
+from mppo.agents.turn_text import TurnText
 from mppo.batch import Trajectory
 from mppo.config.sections.rollout import SamplingConfig
+from mppo.hub.builtin import byte_tokenizer
 from mppo.report.events import read_events
 from mppo.rollout.engine import GenerationRequest as Request
 from mppo.rollout.engine import WeightSource
@@ -64,6 +68,34 @@ def test_a_server_killed_or_hung_in_mid_generation_loses_nothing(
     assert re.search(rf"restarting SGLang server 0: .*{why}", events[-1].text)
     assert [t.prompt.uid for t in trajectories] == list(range(16))
     qwen2.check_logprobs(trajectories, 1.0)
+
+
+def test_conversations_whose_server_is_killed_equal_those_of_the_local_engine(qwen2) -> None:
+    qwen2.change_weights()
+    qwen2.sync()
+    sampling = SamplingConfig(temperature=0.0, stop_token_ids=tuple(range(2, 60)))
+    request = Request(prompts(8), sampling, 24, seed=0)
+    victims = []
+
+    def agent(conversations: Sequence[Conversation]) -> list[Reply]:
+        if conversations[0].turn == 2 and victims:
+            victims.pop().kill()
+        return [Reply("!" * each.turn, each.turn) for each in conversations]
+
+    def talk(engine) -> list[Trajectory]:
+        text = TurnText(byte_tokenizer())
+        return ConversationEngine(engine, agent, "test", text, 4).generate(request).trajectories
+
+    ours = talk(qwen2.local)
+    victims.append(server_process(qwen2))
+    theirs = talk(qwen2.engine)
+    assert not victims, "the server was killed between two turns"
+    assert max(len(t.parts) for t in ours) >= 5  # three turns of the policy
+    for a, b in zip(ours, theirs, strict=True):
+        assert b.response_ids.tolist() == a.response_ids.tolist()
+        assert (b.finish_reason, b.episode) == (a.finish_reason, a.episode)
+        assert b.logprobs.tolist() == pytest.approx(a.logprobs.tolist(), abs=TOLERANCE)
+        assert [n for v, n in b.parts if v < 0] == [n for v, n in a.parts if v < 0]
 
 
 def test_kill_9_while_generating_ahead_loses_nothing(qwen2) -> None:

@@ -47,6 +47,7 @@ LAYERS = (
     {"pipeline", "hub"},
     {"data", "models", "report"},
     {"planning", "rewards", "rollout", "checkpoint"},
+    {"agents"},
     {"trainer"},
     {"simulation"},
     {"evaluate", "migrate", "preflight", "replay", "serve", "serve_reward", "simulate", "train"},

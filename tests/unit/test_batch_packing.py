@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from mppo.batch import Prompt, Trajectory
-from mppo.packed_batch import pack_trajectories
+from mppo.batch import NO_WEIGHTS, Prompt, Trajectory
+from mppo.packed_batch import pack_held, pack_trajectories
 
 PROMPT = Prompt(4, (5, 6), "t", "", "")
 STOPPED = Trajectory(PROMPT, (7, 8, 9), (-0.5, -0.25, -2.0), "stop", 3, None, ((1, 1), (2, 1)))
@@ -43,3 +43,21 @@ def test_trajectories_compare_by_value():
     assert replace(same, response_ids=(7, 8, 8)) != STOPPED
     assert replace(same, prompt=replace(PROMPT, token_ids=(5,))) != STOPPED
     assert replace(same, routed_experts=torch.zeros(4, 1, 1)) != STOPPED
+
+
+def test_tokens_of_an_environment_have_no_mask_and_no_weights():
+    parts = ((3, 2), (NO_WEIGHTS, 2))
+    talk = Trajectory(PROMPT, (7, 8, 1, 2, 9), (-0.5, -0.25, 0, 0, -2), "stop", 3, None, parts)
+    assert (talk.length, talk.inserted) == (5, 2)
+    held = {0: STOPPED, 1: talk}
+    rewards = {1: [0.0, 1.0, 0.5, 0.25, 2.0]}
+    batch = pack_held([STOPPED, talk], held, [1.0, 0.0], 9, rewards)
+    assert batch.response_mask_T.tolist()[6:] == [0, 0, 1, 1, 0, 0, 1, 0]
+    assert batch.end_mask_T.tolist()[6:] == [0] * 7 + [1]
+    assert batch.weight_version_T.tolist()[6:] == [-1, -1, 3, 3, -1, -1, 3, -1]
+    # the reward of an environment's token belongs to the token that led to it
+    assert batch.token_rewards_T.tolist()[6:] == [0, 0, 0, 1.75, 0, 0, 2, 0]
+    assert batch.response_B.tolist() == [3, 3]
+    assert batch.inserted_B.tolist() == [0, 2]
+    assert batch.prompt_B.tolist() == [2, 2]
+    assert batch.answer_B.tolist() == [3, 5]

@@ -52,7 +52,10 @@ def check_files(recipe: Recipe) -> list[ConfigIssue]:
     for key, names in data_files(recipe.data).items():
         for name in names:
             issues += _path_issues(key, name, _data_file)
-    issues += _reward_file(recipe)
+    if recipe.reward.name == "function":
+        issues += _python_file("reward.function", recipe.reward.function)
+    if recipe.rollout.agent is not None:
+        issues += _python_file("rollout.agent.path", recipe.rollout.agent.path)
     if recipe.trainer.replay is not None:
         issues += _path_issues("trainer.replay", recipe.trainer.replay, _dumps)
     issues += tracker_issues(recipe.trainer.logger, os.environ)
@@ -173,9 +176,8 @@ def _data_file(key: str, name: str) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key, name, "the file is empty", "give a file with rows")
 
 
-def _reward_file(recipe: Recipe) -> Iterator[ConfigIssue]:
-    source = (recipe.reward.function or "").rpartition(":")[0]
-    if recipe.reward.name == "function" and source.endswith(".py") and not Path(source).is_file():
-        yield ConfigIssue(
-            "reward.function", recipe.reward.function, f"no such file {source}", "correct the path"
-        )
+def _python_file(key: str, name: str | None) -> Iterator[ConfigIssue]:
+    """Issues of the file in ``path.py:name``."""
+    source = (name or "").rpartition(":")[0]
+    if source.endswith(".py") and not Path(source).is_file():
+        yield ConfigIssue(key, name, f"no such file {source}", "correct the path")

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from mppo.config.sections.agent import AgentConfig
 from mppo.config.sections.section import Section
 
 
@@ -52,6 +53,8 @@ class RolloutConfig(SamplingConfig):
     the slowest responses are aborted and their prompts are requested again in the next step."""
     partial_rollout: bool = False
     """Resume aborted responses from the tokens they have. false: start them again."""
+    agent: AgentConfig | None = None
+    """Who answers the policy, for conversations of several turns. null: a response is one turn."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the engine's weights. null: ``model.dtype``."""
     val_kwargs: ValidationConfig = ValidationConfig(temperature=0.0)
@@ -98,6 +101,11 @@ class RolloutConfig(SamplingConfig):
         if self.val_kwargs.stop_token_ids is None:
             own["stop_token_ids"] = self.stop_token_ids
         return SamplingConfig(**own)
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """Schemas of the agent's tools, for chat templates."""
+        return [] if self.agent is None else [tool.openai_schema for tool in self.agent.tools]
 
     @property
     def greedy(self) -> SamplingConfig:

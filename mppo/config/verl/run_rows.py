@@ -15,7 +15,8 @@ from mppo.config.verl.row import (
 
 _RAY = Ignored("mppo does not use Ray: torchrun, srun or mpirun starts the ranks")
 _REWARD_WORKER = Ignored("scores come from reward.*; functions run in processes of the ranks")
-_MULTI_TURN = Ignored("a prompt has one response; turns and tools are not supported")
+_ONE_TURN = Ignored("without rollout.agent, a response is one turn")
+_AGENT_LOOP = Refused("an agent has another form in mppo", "set rollout.agent.path")
 _DUMP = Refused(
     "dumps are written to the folder rollouts in the run folder",
     "remove it; set trainer.dump_rollouts: true",
@@ -80,13 +81,36 @@ RUN_ROWS: tuple[VerlRow, ...] = (
     VerlRow(
         "rollout.data_parallel_size", Refused("has another name in mppo", "set rollout.servers")
     ),
-    VerlRow("rollout.{multi_turn,agent}", _MULTI_TURN, NOTHING),
+    VerlRow("rollout.multi_turn", _ONE_TURN, NOTHING),
     VerlRow(
         "rollout.multi_turn.enable",
-        Refused("a prompt has one response; turns and tools are not supported", "remove it"),
+        Converted("rollout.agent.path", {True: "mppo.agents.hermes:HermesAgent"}),
+        (True,),
     ),
-    VerlRow("rollout.multi_turn", _MULTI_TURN),
-    VerlRow("rollout.agent", _MULTI_TURN),
+    VerlRow("rollout.multi_turn.max_assistant_turns", Converted("rollout.agent.max_turns")),
+    VerlRow(
+        "rollout.multi_turn.max_parallel_calls", Converted("rollout.agent.arguments.max_calls")
+    ),
+    VerlRow(
+        "rollout.multi_turn.max_tool_response_length",
+        Converted("rollout.agent.arguments.max_characters"),
+    ),
+    VerlRow(
+        "rollout.multi_turn.tool_config_path",
+        Refused("tools are Python functions", "list them under rollout.agent.tools"),
+    ),
+    VerlRow("rollout.multi_turn.interaction_config_path", _AGENT_LOOP),
+    VerlRow("rollout.multi_turn.format", Ignored("tool calls have the Hermes format"), ("hermes",)),
+    VerlRow("rollout.multi_turn.format", _AGENT_LOOP),
+    VerlRow("rollout.multi_turn", Ignored("an agent's turns are limited by their number")),
+    VerlRow("rollout.agent.num_workers", Ignored("rollout.agent.processes is per rank")),
+    VerlRow(
+        "rollout.agent.{default_agent_loop,agent_loop_config_path}",
+        _ONE_TURN,
+        (*NOTHING, "single_turn_agent"),
+    ),
+    VerlRow("rollout.agent.{default_agent_loop,agent_loop_config_path}", _AGENT_LOOP),
+    VerlRow("rollout.agent.{custom_async_server,agent_loop_manager_class}", OFF, NOTHING),
     VerlRow("rollout.engine_kwargs.{vllm,trtllm}", Ignored("the engine is SGLang")),
     VerlRow(
         "rollout.checkpoint_engine.backend",

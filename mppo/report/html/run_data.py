@@ -175,6 +175,7 @@ def _step_tokens(step: int, folder: Path) -> list[Plain]:
             "score": rounded([table.row.score])[0],
             "end": table.row.finish_reason,
             "prompt_tokens": table.prompt_tokens,
+            "by_environment": [i for i, flag in enumerate(table.by_environment) if flag],
             "pieces": list(table.pieces),
             "numbers": {name: rounded(values) for name, values in table.numbers.items()},
         }

@@ -102,15 +102,15 @@ def load_in_worker(
     if form.is_async:
         # one event loop for all calls: sessions and other objects bound to it stay usable
         run = asyncio.new_event_loop().run_until_complete
-        return lambda items: run(_call_concurrently(call, items, form, timeout_s))
+        return lambda items: run(call_concurrently(call, items, form, timeout_s))
     if form.batched:
         return lambda items: _results(call(items), items)
     return lambda items: [call([item]) for item in items]
 
 
-async def _call_concurrently(
-    call: Callable[[Sequence[Item]], Any],
-    items: Sequence[Item],
+async def call_concurrently(
+    call: Callable[[Sequence[Any]], Any],
+    items: Sequence[Any],
     form: FunctionForm,
     timeout_s: float,
 ) -> Sequence[Any]:

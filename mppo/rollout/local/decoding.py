@@ -165,19 +165,20 @@ class _Rows:
         key_R: int64 ``[R]``, key of each row's random stream.
         position_R: int64 ``[R]``, position of the next token.
         columns: visible cache columns of each row.
-        max_tokens: most generated tokens of a row.
+        limit_R: int64 ``[R]``, most generated tokens of each row.
     """
 
     def __init__(
-        self, key_R: Tensor, position_R: Tensor, columns: ColumnPositions, max_tokens: int
+        self, key_R: Tensor, position_R: Tensor, columns: ColumnPositions, limit_R: Tensor
     ) -> None:
-        rows, device = len(key_R), key_R.device
+        rows, device, max_tokens = len(key_R), key_R.device, int(limit_R.max())
         self.tokens = torch.zeros(max_tokens, rows, dtype=torch.int32, device=device)
         self.logprobs = torch.zeros(max_tokens, rows, dtype=torch.float32, device=device)
-        self.length_R = torch.full((rows,), max_tokens, device=device)
+        self.length_R = limit_R.clone()
         self.stopped_R = torch.zeros(rows, dtype=torch.bool, device=device)
         self.position_R, self.columns = position_R, columns
         self._key_R = key_R
+        self._limit_R = limit_R
         self._row_R = torch.arange(rows, device=device)
         self._done_R = self.stopped_R.clone()
         self._uniform = torch.empty(0)
@@ -193,17 +194,18 @@ class _Rows:
         return token_R
 
     def finish(self, token_R: Tensor, step: int, stop_tokens: Tensor) -> Tensor | None:
-        """Record which rows drew a stop token.
+        """Record which rows drew a stop token, or reached their limit.
 
         Returns:
             Indices of the rows to keep, possibly none, if enough rows have finished that removing
             them pays; else None. Includes some finished rows, see ``_ROW_MULTIPLE``.
         """
-        ends_R = (token_R[:, None] == stop_tokens).any(-1) & ~self._done_R
+        stops_R = (token_R[:, None] == stop_tokens).any(-1) & ~self._done_R
+        ends_R = stops_R | ((self._limit_R[self._row_R] == step + 1) & ~self._done_R)
         if not bool(ends_R.any()):
             return None
-        self.length_R[self._row_R[ends_R]] = step + 1
-        self.stopped_R[self._row_R[ends_R]] = True
+        self.length_R[self._row_R[stops_R]] = step + 1
+        self.stopped_R[self._row_R[stops_R]] = True
         self._done_R |= ends_R
         alive, done = ((self._done_R == ended).nonzero()[:, 0] for ended in (False, True))
         if len(alive) > _COMPACT_BELOW * len(self._row_R):
@@ -229,7 +231,7 @@ def decode(
     parent_R: Sequence[int],
     key_R: Tensor,
     sampling: SamplingConfig,
-    max_tokens: int,
+    limit_R: Tensor,
     stop_tokens: Tensor,
     window: int | None = None,
 ) -> DecodedRows:
@@ -241,14 +243,14 @@ def decode(
         parent_R: index of each row's prompt; every prompt is prefilled once.
         key_R: int64 ``[R]`` on the model's device, key of each row's random stream.
         sampling: sampling parameters.
-        max_tokens: most generated tokens of a row.
+        limit_R: int64 ``[R]`` on the model's device, most generated tokens of each row.
         stop_tokens: int64 ``[S]`` on the model's device.
         window: tokens visible to a token, itself included, in layers with a sliding window.
 
     Returns:
         DecodedRows in row order, on the model's device.
     """
-    device, begin = key_R.device, len(prompts[-1])
+    device, begin, max_tokens = key_R.device, len(prompts[-1]), int(limit_R.max())
     cache = RowCache(len(prompts), model.config.num_hidden_layers, begin)
     logits = _prefill(model, prompts, cache, device)
     # samples of one prompt share its prefill: their rows are copies of the prompt's
@@ -257,7 +259,7 @@ def decode(
     logits = logits[parents]
     length_R = torch.tensor([len(p) for p in prompts], device=device)[parents]
     columns = ColumnPositions(length_R, begin, begin + max_tokens, window, logits.dtype)
-    rows = _Rows(key_R, length_R, columns, max_tokens)
+    rows = _Rows(key_R, length_R, columns, limit_R)
     with packed_linears(model, len(parent_R), max_tokens - 1):
         for step in range(max_tokens):
             stop_request.raise_if_due()

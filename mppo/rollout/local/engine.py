@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mppo.batch import Trajectory
+from mppo.batch import OPEN, Trajectory
 from mppo.cpu import onednn
 from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
@@ -29,8 +29,8 @@ from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.decoding import DecodedRows, decode
 from mppo.rollout.local.parameters import ParameterSink
 from mppo.rollout.local.row_attention import ATTENTION, set_windows
-from mppo.rollout.local.sampling import row_keys
-from mppo.rollout.response_gather import cut_rows, gather_rows, left_over
+from mppo.rollout.local.sampling import row_keys, skip_tokens
+from mppo.rollout.response_gather import cut_rows, gather_rows, joined, left_over
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
 from mppo.supervision.stop_request import StepInterrupted
@@ -91,6 +91,35 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if slow else dtype
 
 
+@dataclass(frozen=True)
+class _Row:
+    """A response to generate.
+
+    Args:
+        index: of the prompt in the request.
+        sample: number of the sample.
+        begun: the conversation that is continued; None: a new response.
+    """
+
+    index: int
+    sample: int
+    begun: Trajectory | None
+
+    @property
+    def known(self) -> int:
+        """Number of tokens that follow the prompt already."""
+        return 0 if self.begun is None else self.begun.length
+
+    @property
+    def text(self) -> tuple[int, int | None]:
+        """Equal for rows that continue the same text."""
+        return self.index, None if self.begun is None else self.sample
+
+    def place(self, n: int) -> int:
+        """Index in the result of a request of n samples per prompt."""
+        return self.index * n + self.sample
+
+
 class LocalEngine:
     """A transformers model on every rank; implements ``RolloutEngine``.
 
@@ -148,11 +177,17 @@ class LocalEngine:
         if not all(len(prompt.token_ids) for prompt in prompts):
             raise ValueError("an empty prompt cannot be continued: add at least a BOS token")
         dealt = partition([len(p.token_ids) for p in prompts], self._world, equal_count=True)
-        mine = sorted(dealt[self._rank], key=lambda index: len(prompts[index].token_ids))
         resumed = request.resumed()
         # a response that another engine aborted is generated again from its start
-        ready = {key: row for key, row in resumed.rows.items() if row.finish_reason != "abort"}
-        todo = [(i, sample) for i in mine for sample in range(n) if i * n + sample not in ready]
+        ready = {key: row for key, row in resumed.rows.items() if not row.is_unfinished}
+        begun = {key: t for key, t in resumed.held.items() if t.finish_reason == OPEN}
+        todo = [
+            _Row(i, sample, begun.get(i * n + sample))
+            for i in dealt[self._rank]
+            for sample in range(n)
+            if i * n + sample not in ready
+        ]
+        todo.sort(key=lambda row: (len(prompts[row.index].token_ids) + row.known, row.place(n)))
         stops = torch.tensor(
             sorted({*self.stop_tokens, *request.sampling.stop_token_ids}),
             dtype=torch.int64,
@@ -184,20 +219,27 @@ class LocalEngine:
         return LocalGeneration(request, found, seconds, self._world, self._group)
 
     def _generate_rows(
-        self, request: GenerationRequest, rows: Sequence[tuple[int, int]], stops: Tensor
+        self, request: GenerationRequest, rows: Sequence[_Row], stops: Tensor
     ) -> DecodedRows:
         prompts = request.prompts
-        chosen = list(dict.fromkeys(index for index, _ in rows))
-        place = {index: position for position, index in enumerate(chosen)}
-        uids = torch.tensor([prompts[index].uid for index, _ in rows], device=self._device)
-        samples = torch.tensor([sample for _, sample in rows], device=self._device)
+        # new samples of one prompt share its prefill; a response that is continued has its own
+        texts: dict[tuple[int, int | None], Tensor] = {}
+        for row in rows:
+            ids = prompts[row.index].token_ids
+            if row.begun is not None:
+                ids = torch.cat([ids, row.begun.response_ids])
+            texts.setdefault(row.text, ids)
+        place = {text: position for position, text in enumerate(texts)}
+        uids = torch.tensor([prompts[row.index].uid for row in rows], device=self._device)
+        samples = torch.tensor([row.sample for row in rows], device=self._device)
+        known_R = torch.tensor([row.known for row in rows], device=self._device)
         return decode(
             self._model,
-            [prompts[index].token_ids for index in chosen],
-            [place[index] for index, _ in rows],
-            row_keys(request.seed, uids, samples),
+            list(texts.values()),
+            [place[row.text] for row in rows],
+            skip_tokens(row_keys(request.seed, uids, samples), known_R),
             request.sampling,
-            request.max_tokens,
+            request.max_tokens - known_R,
             stops,
             self._window,
         )
@@ -277,13 +319,14 @@ class LocalEngine:
 
 
 def _trajectories(
-    rows: Sequence[tuple[int, int]], decoded: DecodedRows, request: GenerationRequest, version: int
+    rows: Sequence[_Row], decoded: DecodedRows, request: GenerationRequest, version: int
 ) -> dict[int, Trajectory]:
-    """Trajectories of generated rows, (prompt index, sample) each, by index in the result."""
+    """Trajectories of generated rows by index in the result."""
+    places = [row.place(request.sampling.n) for row in rows]
     column_T = torch.arange(decoded.tokens.shape[1], device=decoded.tokens.device)
     valid = column_T < decoded.length_R[:, None]
-    return cut_rows(
-        [index * request.sampling.n + sample for index, sample in rows],
+    new = cut_rows(
+        places,
         decoded.length_R.tolist(),
         ["stop" if stopped else "length" for stopped in decoded.stopped_R.tolist()],
         decoded.tokens[valid].cpu(),
@@ -291,3 +334,4 @@ def _trajectories(
         request,
         version,
     )
+    return {place: joined(row.begun, new[place]) for place, row in zip(places, rows, strict=True)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 
 from mppo.batch import Trajectory
@@ -13,28 +12,16 @@ from mppo.parallel.collectives import raise_on_any_rank
 from mppo.response_moves import bring_responses
 from mppo.responses import ResponseRow, Responses
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.response_gather import gather_rows
+from mppo.rollout.response_gather import gather_rows, joined
 from mppo.rollout.sglang.api import ServerResponse
 from mppo.rollout.sglang.http_client import RequestRefused
 from mppo.rollout.sglang.routed_experts import RoutingShape, decode_routed_experts, routed_tokens
 
 
-def joined(before: Trajectory | None, more: Trajectory) -> Trajectory:
-    """Append a continuation to an earlier part of a response."""
-    if before is None:
-        return more
-    return replace(
-        more,
-        response_ids=torch.cat([before.response_ids, more.response_ids]),
-        logprobs=torch.cat([before.logprobs, more.logprobs]),
-        earlier=before.parts,
-    )
-
-
 def complete_prompts(rows: Mapping[int, ResponseRow], request: GenerationRequest) -> list[int]:
     """Prompts whose samples are all finished, in order."""
     n = request.sampling.n
-    done = {key for key, row in rows.items() if row.finish_reason != "abort"}
+    done = {key for key, row in rows.items() if not row.is_unfinished}
     return [p for p in range(len(request.prompts)) if done.issuperset(range(p * n, p * n + n))]
 
 
@@ -58,7 +45,7 @@ def take_up(
     """
     rows = {key: resumed.rows[key] for key in usable}
     held = {key: resumed.held[key] for key in usable if key in resumed.held}
-    begun = [key for key in usable if rows[key].finish_reason == "abort"]
+    begun = [key for key in usable if rows[key].is_unfinished]
     wanted: list[list[int]] = [[] for _ in range(world)]
     for number, key in enumerate(begun):
         wanted[homes[key]].append(number)

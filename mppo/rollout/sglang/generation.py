@@ -10,8 +10,8 @@ from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.partition import partition
 from mppo.responses import Responses, ResponsesBySample, no_responses
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.response_gather import left_over
-from mppo.rollout.sglang.answers import add_answers, complete_prompts, joined, take_up
+from mppo.rollout.response_gather import joined, left_over
+from mppo.rollout.sglang.answers import add_answers, complete_prompts, take_up
 from mppo.rollout.sglang.api import ServerResponse, SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import ServerLost
 from mppo.rollout.sglang.in_flight import InFlightRequests
@@ -81,7 +81,7 @@ class SGLangGeneration:
         )
         # the count is over all ranks: each adds the finished responses among its own rows
         rows = self._my_rows()
-        ended = {row for row, t in self._found.rows.items() if t.finish_reason != "abort"}
+        ended = {row for row, t in self._found.rows.items() if not t.is_unfinished}
         done = ended.intersection(rows)
         self._stragglers.answered(sorted(done))
         rows = [row for row in rows if row not in done]

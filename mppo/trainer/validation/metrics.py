@@ -35,7 +35,9 @@ def validation_metrics(
     metrics |= sample_metrics(rows, judgements)
     everything = [judgement.score for judgement in judgements]
     metrics |= {f"val/reward_{reason}": count for reason, count in unscored(judgements).items()}
-    lengths = [row.length for row in rows]
+    lengths = [row.length - row.inserted for row in rows]
+    if any(row.inserted for row in rows):
+        metrics["val/turns/mean"] = _mean([row.turns for row in rows])
     return metrics | {
         "val/reward": sum(everything) / len(everything),
         "val/reward_errors": float(len(errors_of(judgements))),

@@ -207,11 +207,15 @@
     const title = `step ${row.step}, sequence ${row.sequence}: score ${shown(row.score)}, ${row.end}, ground truth ${row.truth || "–"}`;
     const text = make("div", {class: "tokens"});
     const numbers = make("div", {class: "numbers"}, "hover a token for its numbers");
-    const spans = [];
+    const spans = [], others = new Set(row.by_environment);
     row.pieces.forEach((piece, i) => {
       const after = i - row.prompt_tokens;
       const span = make("span", after < 0 ? {class: "prompt"} : {"data-token": after, tabindex: "0"}, piece);
-      if (after >= 0) {
+      if (others.has(after)) {
+        span.className = "environment";
+        span.title = "inserted by the environment: no loss";
+        spans.push(span);
+      } else if (after >= 0) {
         const show = () => {
           const all = Object.entries(row.numbers).map(([name, values]) => `${name} ${shown(values[after])}`);
           numbers.textContent = `${JSON.stringify(piece)}: ${all.join(", ")}`;

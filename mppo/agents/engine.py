@@ -1,0 +1,260 @@
+"""Conversations: a rollout engine generates turns, and an agent answers them.
+
+All conversations of a request take their turns together: the engine generates the next turn of
+those that go on, then each rank's agent answers those that lie on it. Tokens of the policy stay as
+the engine sampled them; tokens of the environment are appended with ``NO_WEIGHTS`` as the version
+of their weights, which takes them out of every loss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mppo.agents.conversation import Conversation, Message, Reply
+from mppo.agents.turn_text import TurnText
+from mppo.batch import NO_WEIGHTS, OPEN, EpisodeResult, Trajectory
+from mppo.parallel.collectives import raise_on_any_rank
+from mppo.responses import Responses
+from mppo.rewards.function import extra_info
+from mppo.rewards.response import describe, shorten
+from mppo.rollout.engine import GenerationRequest, RolloutEngine
+from mppo.rollout.local.engine import LocalGeneration
+from mppo.rollout.response_gather import gather_rows, left_over
+from mppo.weights.bucket import WeightBucket
+
+Agent = Callable[[Sequence[Conversation]], Sequence[Reply | str]]
+"""Returns for each conversation the agent's reply, or why there is none."""
+
+
+@dataclass
+class _Episode:
+    """What the rank that holds a conversation remembers of it between turns."""
+
+    messages: list[Message]
+    state: Any = None
+    reward: float | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def take(self, reply: Reply) -> None:
+        """Take over what a reply says besides the environment's turn."""
+        self.state = reply.state
+        self.reward = self.reward if reply.reward is None else reply.reward
+        self.numbers.update(reply.numbers)
+
+
+class ConversationEngine:
+    """A rollout engine whose responses are conversations with an agent; a ``RolloutEngine``.
+
+    Args:
+        engine: generates the turns of the policy.
+        agent: answers them.
+        name: of the agent, for messages.
+        turn_text: tokenises the environment's turns.
+        max_turns: most turns of the policy.
+        world: ranks in ``group``.
+        group: process group of the ranks; None is the default one.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        agent: Agent,
+        name: str,
+        turn_text: TurnText,
+        max_turns: int,
+        *,
+        world: int = 1,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._engine, self._agent, self._name = engine, agent, name
+        self._turn_text, self._max_turns = turn_text, max_turns
+        self._world, self._group = world, group
+
+    def generate(self, request: GenerationRequest) -> Responses:
+        """See ``RolloutEngine.generate``. ``on_response`` gets conversations that have ended.
+
+        Raises:
+            RuntimeError: on every rank, if the agent's processes or the chat template failed.
+        """
+        assert request.num_prompts_needed is None, "conversations are not aborted"
+        part = replace(request, on_response=None)
+        episodes: dict[int, _Episode] = {}
+        running: Iterable[int] = range(len(request.prompts) * request.sampling.n)
+        for turn in range(1, self._max_turns + 1):
+            responses = self._engine.generate(part)
+            here = {key: responses.held[key] for key in running if key in responses.held}
+            for key, trajectory in here.items():
+                if turn == 1:
+                    messages = trajectory.prompt.messages
+                    opening = {"role": "user", "content": trajectory.prompt.text}
+                    episodes[key] = _Episode(list(messages) or [opening])
+            answered = self._answer(here, episodes, turn, request.max_tokens)
+            rows = gather_rows(answered, request, self._world, self._group)
+            responses = Responses({**responses.rows, **rows}, {**responses.held, **answered})
+            if request.on_response is not None:
+                ended = {key: each for key, each in answered.items() if each.finish_reason != OPEN}
+                request.on_response(list(ended), list(ended.values()))
+            running = [key for key, row in responses.rows.items() if row.is_unfinished]
+            if not running:
+                break
+            part = replace(part, resumable=left_over(request, responses))
+        return responses
+
+    def submit(self, request: GenerationRequest) -> LocalGeneration:
+        """See ``RolloutEngine.submit``; generates in this thread before it returns."""
+        start = time.perf_counter()
+        found = self.generate(request)
+        seconds = time.perf_counter() - start
+        return LocalGeneration(request, found, seconds, self._world, self._group)
+
+    def _answer(
+        self,
+        here: Mapping[int, Trajectory],
+        episodes: Mapping[int, _Episode],
+        turn: int,
+        limit: int,
+    ) -> dict[int, Trajectory]:
+        """Let the agent answer a turn of the conversations on this rank.
+
+        Args:
+            here: conversations by index in the result.
+            episodes: of these conversations.
+            turn: number of the turn.
+            limit: most tokens after a prompt.
+
+        Returns:
+            The conversations: ended, or with the environment's turn.
+
+        Raises:
+            RuntimeError: on every rank. Collective for this reason.
+        """
+        error, answered = None, dict(here)
+        # a failure on one rank is raised on all: the others wait in the next collective
+        try:
+            replies = self._replies(here, episodes, turn)
+            says = {
+                key: reply.environment
+                for key, reply in replies.items()
+                if isinstance(reply, Reply)
+                and reply.environment is not None
+                and here[key].finish_reason == "stop"
+                and turn < self._max_turns
+            }
+            last_tokens = [int(here[key].response_ids[-1]) for key in says]
+            ids = self._turn_text.token_ids(list(says.values()), last_tokens)
+            appended = dict(zip(says, ids, strict=True))
+            for key, trajectory in here.items():
+                answered[key] = self._continued(
+                    trajectory, replies[key], appended.get(key), episodes[key], limit
+                )
+                if answered[key].finish_reason == OPEN:
+                    episodes[key].messages += as_messages(says[key])
+        except (RuntimeError, ValueError) as failure:
+            error = str(failure)
+        raise_on_any_rank(error, self._world, self._group)
+        return answered
+
+    def _replies(
+        self, here: Mapping[int, Trajectory], episodes: Mapping[int, _Episode], turn: int
+    ) -> dict[int, Reply | str]:
+        """The agent's replies to the last turns, or why there is none."""
+        if not here:
+            return {}
+        turns = [last_turn(trajectory) for trajectory in here.values()]
+        texts = self._turn_text.decode(turns)
+        conversations = []
+        for (key, trajectory), text in zip(here.items(), texts, strict=True):
+            episode, prompt = episodes[key], trajectory.prompt
+            episode.messages.append({"role": "assistant", "content": text})
+            is_cut = trajectory.finish_reason != "stop"
+            conversation = Conversation(
+                text=text,
+                messages=tuple(episode.messages),
+                turn=turn,
+                is_last=is_cut or turn == self._max_turns,
+                is_cut=is_cut,
+                data_source=prompt.data_source,
+                ground_truth=prompt.ground_truth,
+                extra_info=extra_info(prompt),
+                state=episode.state,
+            )
+            conversations.append(conversation)
+        found = dict(zip(here, self._agent(conversations), strict=True))
+        for (key, reply), text in zip(found.items(), texts, strict=True):
+            if isinstance(reply, Reply):
+                episodes[key].take(reply)
+            else:
+                where = f"{describe(here[key].prompt)}, turn {turn}, {shorten(text)!r}"
+                found[key] = f"the agent {self._name} failed on {where}: {reply}"
+        return found
+
+    def _continued(
+        self,
+        trajectory: Trajectory,
+        reply: Reply | str,
+        ids: Sequence[int] | None,
+        episode: _Episode,
+        limit: int,
+    ) -> Trajectory:
+        """A conversation after the agent's reply; ``ids``: the environment's tokens, if any."""
+        if isinstance(reply, str):
+            return replace(trajectory, episode=EpisodeResult(error=reply))
+        # the environment's turn is only worth its tokens if the policy can say something after it
+        fits = ids is not None and trajectory.length + len(ids) < limit
+        if fits and ids:
+            return replace(
+                trajectory,
+                response_ids=torch.cat([trajectory.response_ids, torch.tensor(ids).int()]),
+                logprobs=torch.cat([trajectory.logprobs, torch.zeros(len(ids))]),
+                finish_reason=OPEN,
+                weight_version=NO_WEIGHTS,
+                earlier=trajectory.parts,
+            )
+        reason = trajectory.finish_reason if ids is None or fits else "length"
+        result = EpisodeResult(episode.reward, dict(episode.numbers))
+        return replace(trajectory, finish_reason=reason, episode=result)
+
+    # ---- what the engine does alone
+
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        """See ``RolloutEngine.update_weights``."""
+        self._engine.update_weights(buckets, version)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See ``RolloutEngine.logprobs``."""
+        return self._engine.logprobs(sequences)
+
+    def sync_metrics(self) -> dict[str, float]:
+        """See ``RolloutEngine.sync_metrics``."""
+        return self._engine.sync_metrics()
+
+    def sleep(self) -> None:
+        """See ``RolloutEngine.sleep``."""
+        self._engine.sleep()
+
+    def stop(self) -> None:
+        """See ``RolloutEngine.stop``."""
+        self._engine.stop()
+
+
+def as_messages(environment: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An environment's turn as messages; a text is a user's."""
+    if isinstance(environment, str):
+        return [{"role": "user", "content": environment}]
+    return environment
+
+
+def last_turn(trajectory: Trajectory) -> list[int]:
+    """The tokens of the policy's last turn."""
+    count = 0
+    for version, tokens in reversed(trajectory.parts):
+        if version == NO_WEIGHTS:
+            break
+        count += tokens
+    return trajectory.response_ids[trajectory.length - count :].tolist()

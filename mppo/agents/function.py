@@ -1,0 +1,90 @@
+"""The user's agent, which runs in processes of its own as a reward function does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from mppo.agents.conversation import Conversation, Reply
+from mppo.agents.in_worker import is_async, load_in_worker, make_agent
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.sections.agent import AgentConfig
+from mppo.rewards.workers.pool import Result, WorkerPool
+from mppo.rewards.workers.server import DIED, NO_MEMORY, NO_SCORE, SCORE, TIMEOUT
+from mppo.rewards.workers.user_function import import_function
+from mppo.rewards.workers.worker import ScoringTask
+
+KEY = "rollout.agent.path"
+
+
+class AgentFunction:
+    """Calls an agent in separate processes of this rank, with one conversation at a time.
+
+    Args:
+        config: the recipe's section.
+
+    Raises:
+        ConfigError: the agent cannot be imported, or does not accept its arguments.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._is_async = _check(config)
+
+    def __call__(self, conversations: Sequence[Conversation]) -> list[Reply | str]:
+        """The reply to each conversation, or why there is none.
+
+        Raises:
+            RuntimeError: the processes cannot start, or something killed their server.
+        """
+        workers = self._config.processes
+        # conversations of one call run concurrently in an async agent, and in turn in others
+        per_call = -(-len(conversations) // workers) if self._is_async else 1
+        found = self._pool.run(conversations, max(per_call, 1))
+        return [self._read(result) for result in found]
+
+    @cached_property
+    def _pool(self) -> WorkerPool:
+        config = self._config
+        loader = f"{load_in_worker.__module__}:load_in_worker"
+        arguments = (config.path, config.call_arguments, config.timeout_s)
+        task = ScoringTask(loader, arguments, memory_mb=config.memory_mb)
+        limit = config.timeout_s * (2 if self._is_async else 1)
+        return WorkerPool(task, config.processes, limit)
+
+    def _read(self, result: Result) -> Reply | str:
+        if result.outcome == SCORE:
+            return Reply.from_json(result.text)
+        if result.outcome == NO_SCORE:
+            return f"its reply {result.text}"
+        return {
+            DIED: f"its process ended: {result.text}",
+            NO_MEMORY: "it needs more than rollout.agent.memory_mb",
+            TIMEOUT: f"it took longer than rollout.agent.timeout_s, {self._config.timeout_s:g} s, "
+            "or the part of it that is left after other time-outs",
+        }.get(result.outcome, result.text)
+
+
+def _check(config: AgentConfig) -> bool:
+    """Import an agent once, in this process; return whether it is async."""
+    name = config.path
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute:
+        raise _error(name, "no module and agent", "write module:name or path.py:name")
+    try:
+        found = import_function(name)
+    except Exception as error:
+        why = f"importing {where} failed: {type(error).__name__}: {error}"
+        raise _error(name, why, "correct the module, or its path") from error
+    if not callable(found):
+        raise _error(name, f"{where} has no agent {attribute!r}", "name a function or class of it")
+    try:
+        return is_async(make_agent(found, config.call_arguments))
+    except Exception as error:
+        why = f"it cannot be called as an agent: {type(error).__name__}: {error}"
+        fix = "accept one conversation, and rollout.agent.arguments by name (a class: in __init__)"
+        raise _error(name, why, fix) from error
+
+
+def _error(name: str, why: str, fix: str) -> ConfigError:
+    return ConfigError([ConfigIssue(KEY, name, why, fix)])

@@ -1,0 +1,76 @@
+"""Rules on conversations (``rollout.agent``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mppo.config.errors import ConfigIssue
+from mppo.config.rules.rule import RuleContext, rule
+
+_REFUSED: tuple[tuple[str, Any, str, str], ...] = (
+    (
+        "rollout.over_sampling",
+        0.0,
+        "would abort conversations, and an agent's state is not kept",
+        "set it to 0",
+    ),
+    (
+        "rollout.partial_rollout",
+        False,
+        "would continue aborted conversations, and an agent's state is not kept",
+        "set it to false",
+    ),
+    (
+        "trainer.rollout_ahead",
+        0,
+        "the turns of a conversation follow each other, so none is generated while a step trains",
+        "set it to 0",
+    ),
+    (
+        "reward_model.path",
+        None,
+        "a reward model gets one answer of an assistant, not a conversation",
+        "score conversations with reward.name, or return a reward from the agent",
+    ),
+)
+"""Keys, their only value with an agent, why, and what to do."""
+
+
+@rule("rollout", "trainer.rollout_ahead", "reward_model.path")
+def conversations_are_supported(context: RuleContext) -> Iterator[ConfigIssue]:
+    """An agent works only with recipes that generate and train a batch at a time."""
+    if context.recipe.rollout.agent is None:
+        return
+    for key, neutral, why, fix in _REFUSED:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(context.recipe, section), name)
+        if value != neutral:
+            yield ConfigIssue(key, value, f"with rollout.agent: {why}", fix)
+
+
+@rule("rollout.agent", "actor.router_replay")
+def conversations_have_no_engine_routing(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Experts that the engine chose are not collected over several turns."""
+    actor, agent = context.recipe.actor, context.recipe.rollout.agent
+    if agent is not None and actor.router_replay == "R3":
+        why = "with rollout.agent: the engine's choices of experts are not collected over turns"
+        yield ConfigIssue("actor.router_replay", "R3", why, "set it to R2 or disabled")
+
+
+@rule("rollout.agent", "data.apply_chat_template")
+def tools_have_a_chat_template(context: RuleContext) -> Iterator[ConfigIssue]:
+    """The chat template writes the tools into the prompts."""
+    recipe = context.recipe
+    agent = recipe.rollout.agent
+    if agent is None or not agent.tools:
+        return
+    key, names = "rollout.agent.tools", [tool.name for tool in agent.tools]
+    if not recipe.data.apply_chat_template:
+        why = "data.apply_chat_template is false, so that no prompt would name the tools"
+        yield ConfigIssue(key, names, why, "set data.apply_chat_template to true")
+    if len(set(names)) < len(names):
+        yield ConfigIssue(key, names, "two tools have one name", "rename one of them")
+    if "tools" in agent.arguments:
+        why = "the agent gets rollout.agent.tools under this name"
+        yield ConfigIssue("rollout.agent.arguments.tools", None, why, "rename the argument")

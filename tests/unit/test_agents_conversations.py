@@ -1,0 +1,345 @@
+"""Conversations of the local engine with agents, and what agents may return."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import transformers
+
+from mppo.agents.conversation import Conversation, Reply, read_reply
+from mppo.agents.engine import ConversationEngine, last_turn
+from mppo.agents.function import AgentFunction
+from mppo.agents.hermes import HermesAgent
+from mppo.agents.number_hints import hint
+from mppo.agents.tools import calc_gsm8k_reward, calculate
+from mppo.agents.turn_text import TurnText
+from mppo.batch import NO_WEIGHTS, EpisodeResult, Prompt
+from mppo.config.errors import ConfigError
+from mppo.config.sections.agent import AgentConfig
+from mppo.config.sections.reward import RewardConfig
+from mppo.config.sections.rollout import SamplingConfig
+from mppo.hub.builtin import byte_tokenizer
+from mppo.rewards.result import NoScore
+from mppo.rewards.scorer import Scorer
+from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.local.engine import LocalEngine
+
+MODEL = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": 2,
+}
+SAMPLING = SamplingConfig(n=2, stop_token_ids=tuple(range(4, 80)))
+PROMPTS = [Prompt(7 * i, tuple(range(3, 4 + i * 3 % 7)), "t", "5", f"q{i}") for i in range(6)]
+
+
+def local_engine(batch_size: int = 256) -> LocalEngine:
+    config = transformers.Qwen2Config(**MODEL)
+    torch.manual_seed(0)
+    source = transformers.Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    engine = LocalEngine("none", config, torch.float32, batch_size=batch_size)
+    engine.update_weights([list(source.state_dict().items())], 3)
+    return engine
+
+
+def talk(agent, limit=24, max_turns=4, batch_size=256, on_response=None):
+    engine = local_engine(batch_size)
+    conversations = ConversationEngine(engine, agent, "test", TurnText(byte_tokenizer()), max_turns)
+    request = GenerationRequest(PROMPTS, SAMPLING, limit, 11, on_response)
+    return engine, conversations.generate(request)
+
+
+def keep_talking(conversations):
+    """Two words to every second conversation, and one to others, until they may not go on."""
+    return [
+        Reply("go on" if c.turn % 2 else [{"role": "user", "content": "more"}], state=c.turn)
+        for c in conversations
+    ]
+
+
+def test_a_turn_continues_from_the_sampled_tokens_and_those_of_the_environment():
+    engine, responses = talk(keep_talking)
+    found = responses.trajectories
+    complete = engine.logprobs([[*t.prompt.token_ids, *t.response_ids] for t in found])
+    turns = set()
+    for row, each, logprobs in zip(responses.table, found, complete, strict=True):
+        assert row.parts == each.parts
+        assert each.length <= 24
+        start, ids = 0, each.response_ids.tolist()
+        behind = logprobs[len(each.prompt.token_ids) - 1 :]
+        for number, (version, count) in enumerate(each.parts):
+            part = slice(start, start + count)
+            if version == NO_WEIGHTS:
+                # a turn that another stop token ended gets the template's own end, too
+                said = "go on" if number % 4 == 1 else "<eos>" * (ids[start - 1] != 2) + "more\n"
+                assert ids[part] == byte_tokenizer()(said, add_special_tokens=False)["input_ids"]
+                assert not each.logprobs[part].any()
+                assert ids[start - 1] in SAMPLING.stop_token_ids or ids[start - 1] == 2
+            else:
+                assert version == 3
+                expected = pytest.approx(behind[part], abs=2e-5)
+                assert each.logprobs[part].tolist() == expected
+            start += count
+        assert each.parts[-1][0] == 3  # the last token is the policy's
+        assert row.turns == 1 + sum(version == NO_WEIGHTS for version, _ in each.parts)
+        assert row.finish_reason == each.finish_reason
+        turns.add((row.turns, row.finish_reason))
+    assert {(4, "stop"), (2, "length")} < turns
+
+
+def test_conversations_do_not_depend_on_the_rows_generated_together():
+    _, one = talk(keep_talking)
+    _, other = talk(keep_talking, batch_size=5)
+    assert [t.response_ids.tolist() for t in one.trajectories] == [
+        t.response_ids.tolist() for t in other.trajectories
+    ]
+
+
+def test_one_turn_is_what_the_engine_alone_generates():
+    engine, responses = talk(lambda some: [Reply() for _ in some])
+    alone = engine.generate(GenerationRequest(PROMPTS, SAMPLING, 24, 11))
+    for own, other in zip(responses.trajectories, alone.trajectories, strict=True):
+        assert own.response_ids.tolist() == other.response_ids.tolist()
+        assert own.finish_reason == other.finish_reason
+        assert own.episode == EpisodeResult()
+
+
+def test_the_agent_sees_the_turns_its_state_and_whether_it_is_asked_for_the_last_time():
+    seen: dict[str, list[Conversation]] = {}
+
+    def agent(some):
+        for one in some:
+            seen.setdefault(one.messages[0]["content"], []).append(one)
+        return keep_talking(some)
+
+    early: list[int] = []
+    _, responses = talk(agent, on_response=lambda keys, _: early.extend(keys))
+    assert sorted(early) == list(range(12))
+    assert set(seen) == {f"q{i}" for i in range(6)}
+    tokenizer = byte_tokenizer()
+    for prompt in PROMPTS:
+        for one in seen[prompt.text]:
+            assert one.turn == len([m for m in one.messages if m["role"] == "assistant"])
+            assert one.state == (one.turn - 1 or None)
+            assert one.messages[-1] == {"role": "assistant", "content": one.text}
+            assert one.ground_truth == "5"
+            assert one.is_last == (one.is_cut or one.turn == 4)
+        texts = {c.text for c in seen[prompt.text]}
+        for each in responses.trajectories:
+            if each.prompt.uid == prompt.uid:
+                assert tokenizer.decode(last_turn(each), skip_special_tokens=True) in texts
+
+
+def test_a_reward_or_a_failure_of_the_agent_is_the_score():
+    def agent(some):
+        return ["it is broken" if c.messages[0]["content"] == "q1" else paid(c) for c in some]
+
+    def paid(one):
+        reward = {"q2": 2.5, "q3": 0.25}.get(one.messages[0]["content"])
+        return Reply("on" if one.turn == 1 else None, reward if one.turn == 1 else None, {"x": 4})
+
+    _, responses = talk(agent)
+
+    def judge(some):
+        assert all(each.prompt.text not in ("q1", "q2", "q3") for each in some)
+        return [7.0 for _ in some]
+
+    def score(on_error):
+        scorer = Scorer(judge, byte_tokenizer(), RewardConfig(on_error=on_error))
+        return scorer.raw_scores(responses.trajectories)
+
+    scores = {}
+    for each, row in zip(score(-1.0), responses.table, strict=True):
+        scores.setdefault(row.prompt.text, []).append(each)
+    assert [each.score for each in scores["q2"] + scores["q3"] + scores["q0"]] == [
+        *[2.5] * 2, *[0.25] * 2, *[7.0] * 2,
+    ]  # fmt: skip
+    assert scores["q0"][0].numbers == {"x": 4}
+    assert [each.score for each in scores["q1"]] == [-1.0] * 2
+    assert "the agent test failed on prompt 7 (t: 'q1'), turn 1" in scores["q1"][0].error
+    with pytest.raises(ValueError, match="it is broken"):
+        score("stop")
+
+
+AGENTS = """
+import asyncio, os, time
+
+def agent(conversation, word="w"):
+    what = conversation.text
+    if what == "raises":
+        raise KeyError("no such thing")
+    if what == "hangs":
+        time.sleep(60)
+    if what == "exits":
+        os._exit(3)
+    return {
+        "none": None,
+        "garbage": 5,
+        "unknown": {"txt": "a"},
+        "both": {"done": True, "text": "a"},
+        "nothing": "",
+        "role": [{"role": "assistant", "content": "x"}],
+        "nan": {"done": True, "reward": float("nan")},
+        "state": {"text": word, "state": {1}},
+        "text": word + what,
+        "reward": {"text": word, "reward": 1, "state": [2]},
+    }[what]
+
+class Counter:
+    def __init__(self, word):
+        self.word = word
+    async def __call__(self, conversation):
+        await asyncio.sleep(30 if conversation.text == "hangs" else 0.01)
+        return self.word
+"""
+
+
+def conversation(text: str, turn: int = 1, is_last: bool = False, truth: str = "5"):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+    return Conversation(text, messages, turn, is_last, False, "t", truth)
+
+
+def test_an_agent_runs_in_a_process_and_its_faults_are_words(tmp_path):
+    (tmp_path / "own.py").write_text(AGENTS)
+    agent = AgentFunction(
+        AgentConfig(path=f"{tmp_path}/own.py:agent", arguments={"word": "hm "}, timeout_s=1)
+    )
+    expected = {
+        "none": Reply(),
+        "text": Reply("hm text"),
+        "reward": Reply("hm ", 1.0, {}, [2]),
+        "raises": "KeyError: 'no such thing'",
+        "garbage": "its reply is 5, neither None nor a text",
+        "unknown": "its reply holds txt; its keys are done, text",
+        "both": "its reply is unclear: give either done",
+        "nothing": "its reply is '', which is neither",
+        "role": "its reply is [{'role': 'assistant'",
+        "nan": "its reply has the reward nan, not a finite number",
+        "state": "its reply holds a state or a message that is not JSON",
+        "exits": "its process ended: exit code 3",
+        "hangs": "it took longer than rollout.agent.timeout_s, 1 s",
+    }
+    found = agent([conversation(text) for text in expected])
+    for reply, (text, wanted) in zip(found, expected.items(), strict=True):
+        if isinstance(wanted, str):
+            assert isinstance(reply, str), text
+            assert reply.startswith(wanted), text
+        else:
+            assert reply == wanted
+    concurrent = AgentFunction(
+        AgentConfig(path=f"{tmp_path}/own.py:Counter", arguments={"word": "w"}, timeout_s=2)
+    )
+    late, fine, *_ = concurrent([conversation("hangs"), conversation("a"), conversation("b")])
+    assert isinstance(late, str)
+    assert fine == Reply("w")
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "why"),
+    [
+        ("own.py", {}, "no module and agent"),
+        ("own.py:absent", {}, "has no agent 'absent'"),
+        ("other.py:agent", {}, "no such file"),
+        ("own.py:agent", {"wrod": 1}, "unexpected keyword argument 'wrod'"),
+        ("own.py:Counter", {}, "missing 1 required positional argument: 'word'"),
+    ],
+)
+def test_an_agent_that_cannot_be_called_is_refused_before_a_run(tmp_path, path, arguments, why):
+    (tmp_path / "own.py").write_text(AGENTS)
+    with pytest.raises(ConfigError, match=r"rollout\.agent\.path") as error:
+        AgentFunction(AgentConfig(path=f"{tmp_path}/{path}", arguments=arguments))
+    assert why in str(error.value)
+
+
+def test_a_reply_may_have_an_end_with_or_without_a_reward():
+    assert read_reply({"done": True, "reward": 2}) == Reply(None, 2.0)
+    assert read_reply({"reward": 2}) == Reply(None, 2.0)
+    assert read_reply({"messages": [{"role": "tool", "content": "a"}]}).environment
+    assert read_reply({"text": "a", "numbers": {"n": 1, "m": "x"}}).numbers == {"n": 1.0}
+    with pytest.raises(NoScore, match="the reward inf"):
+        read_reply({"reward": math.inf})
+
+
+def test_messages_become_what_the_template_writes_between_two_turns():
+    tokenizer = byte_tokenizer()
+    text = TurnText(tokenizer)
+    eos = tokenizer.eos_token_id
+    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "3"}]
+    more = [{"role": "user", "content": "no"}]
+    before = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    complete = tokenizer.apply_chat_template([*chat, *more], tokenize=False)
+    ids = tokenizer(before, add_special_tokens=False)["input_ids"] + [*tokenizer("3")["input_ids"]]
+    (added,) = text.token_ids([more], [eos])
+    assert [*ids, eos, *added] == tokenizer(complete, add_special_tokens=False)["input_ids"]
+    # a turn that another token ended keeps the template's own end
+    assert text.token_ids([more, "raw"], [9, 9]) == [
+        [eos, *added],
+        tokenizer("raw", add_special_tokens=False)["input_ids"],
+    ]
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template; return a text"):
+        text.token_ids([more], [eos])
+
+
+TOOLS = [
+    {
+        "path": "mppo.agents.tools:calculate",
+        "name": "calculator",
+        "parameters": {
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+    {
+        "path": "mppo.agents.tools:calc_gsm8k_reward",
+        "name": "check",
+        "parameters": {"properties": {"answer": {"type": "string"}}, "required": ["answer"]},
+    },
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        ('{"name": "calculator", "arguments": {"expression": "2*(3+4)/4"}}', "3.5"),
+        ('{"name": "check", "arguments": {"answer": "5"}}',
+         "Current parsed answer='5' reward=1.0"),
+        ('{"name": "calculator", "arguments": {}}', "error: ValueError: calculator needs the"),
+        ('{"name": "calculator", "arguments": {"expression": "1", "ground_truth": "5"}}',
+         "error: ValueError: calculator has no argument ground_truth"),
+        ('{"name": "shell", "arguments": {}}', "error: ValueError: no tool 'shell'; the tools are"),
+        ('{"name": "calculator", "arguments": {"expression": "__import__(\'os\')"}}',
+         "error: ValueError: __import__('os') is not arithmetic"),
+        ('{"name": "calculator", "arguments": {"expression": "1/0"}}', "error: ZeroDivisionError"),
+        ("[1]", "error: ValueError: write {"),
+        ("{", "error: JSONDecodeError"),
+    ],
+)  # fmt: skip
+def test_tools_are_called_in_the_hermes_format(call, result):
+    agent = HermesAgent(TOOLS, max_calls=2)
+    text = f"Let me see. <tool_call>\n{call}\n</tool_call>"
+    (message,) = agent(conversation(text))
+    assert message["role"] == "tool"
+    assert message["content"].startswith(result)
+    assert len(agent(conversation(text * 3))) == 2
+    assert agent(conversation("It is 4.")) is None
+    assert agent(conversation(text, is_last=True)) is None
+
+
+def test_small_tools_and_hints():
+    assert calculate(" -2 + 7 % 4 ") == "1"
+    assert calc_gsm8k_reward("#### 6", "5").endswith("reward=0.0")
+    assert hint(conversation("I say 5"))["reward"] == 1
+    assert hint(conversation("I say 5", turn=3))["reward"] == 0.25
+    assert hint(conversation("4"))["messages"][0]["content"] == "higher"
+    assert hint(conversation("12"))["messages"][0]["content"] == "lower"
+    assert hint(conversation("?"))["messages"][0]["content"] == "write a number"
