@@ -210,11 +210,15 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
         raise ConfigError(
             [ConfigIssue("data.val_files", [], "there are no validation prompts", fix)]
         )
+    agent = build_agent(recipe)
     scorer = build_scorer(
-        recipe.reward, tokenizer, recipe.data.max_response_length, recipe.reward_model.in_use
+        recipe.reward,
+        tokenizer,
+        recipe.data.max_response_length,
+        recipe.reward_model.in_use,
+        has_agent=agent is not None,
     )
     scorer.check(prompts)
-    agent = build_agent(recipe)
     return Evaluation(recipe, folder, config, tokenizer, prompts, scorer, agent)
 
 

@@ -15,6 +15,8 @@ Message = Mapping[str, Any]
 KEYS = ("done", "text", "messages", "reward", "numbers", "state")
 """Keys of an agent's reply."""
 _SHOWN = 80
+_LONGEST = 1 << 20
+"""Most characters of an environment's turn: a longer one would only cost time and memory."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,12 @@ def _environment(value: Any) -> str | list[dict[str, Any]]:
     """A text, or messages.
 
     Raises:
-        NoScore: it is neither, or empty.
+        NoScore: it is neither, or empty, or too long.
     """
+    said = value if isinstance(value, list | tuple) else [{"content": value}]
+    texts = [each.get("content") for each in said if isinstance(each, Mapping)]
+    if sum(len(text) for text in texts if isinstance(text, str)) > _LONGEST:
+        raise NoScore(f"has more than {_LONGEST} characters")
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list | tuple) and value and all(map(_is_message, value)):

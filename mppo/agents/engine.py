@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mppo.agents.conversation import Conversation, Message, Reply
 from mppo.agents.turn_text import TurnText
 from mppo.batch import NO_WEIGHTS, OPEN, EpisodeResult, Trajectory
-from mppo.parallel.collectives import raise_on_any_rank
+from mppo.parallel.collectives import raise_on_any_rank, wait_for_ranks
 from mppo.responses import Responses
 from mppo.rewards.function import extra_info
 from mppo.rewards.response import describe, shorten
@@ -155,8 +155,11 @@ class ConversationEngine:
                 )
                 if answered[key].finish_reason == OPEN:
                     episodes[key].messages += as_messages(says[key])
-        except (RuntimeError, ValueError) as failure:
+        except Exception as failure:
             error = str(failure)
+            if not isinstance(failure, RuntimeError | ValueError):  # these are messages to users
+                error = f"the agent {self._name}: {type(failure).__name__}: {failure}"
+        wait_for_ranks(self._world, self._group)  # agents may take longer than any time limit
         raise_on_any_rank(error, self._world, self._group)
         return answered
 

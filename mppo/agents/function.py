@@ -50,7 +50,7 @@ class AgentFunction:
         arguments = (config.path, config.call_arguments, config.timeout_s)
         task = ScoringTask(loader, arguments, memory_mb=config.memory_mb)
         limit = config.timeout_s * (2 if self._is_async else 1)
-        return WorkerPool(task, config.processes, limit)
+        return WorkerPool(task, config.processes, limit, "rollout.agent")
 
     def _read(self, result: Result) -> Reply | str:
         if result.outcome == SCORE:

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mppo.agents.conversation import Conversation
 from mppo.rewards.workers.user_function import import_function
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_BEGIN, _END = "<tool_call>", "</tool_call>"
 _FROM_ROW = ("ground_truth", "extra_info")
 """Parameters that a tool gets from the data row."""
 
@@ -47,7 +46,7 @@ class HermesAgent:
         self._max_calls, self._max_characters = max_calls, max_characters
 
     def __call__(self, conversation: Conversation) -> list[dict[str, str]] | None:
-        calls = _CALL.findall(conversation.text)[: self._max_calls]
+        calls = _calls(conversation.text)[: self._max_calls]
         if conversation.is_last or not calls:
             return None
         return [{"role": "tool", "content": self._run(call, conversation)} for call in calls]
@@ -73,7 +72,7 @@ class HermesAgent:
         if not isinstance(content, dict) or not isinstance(content.get("arguments", {}), dict):
             raise ValueError('write {"name": NAME, "arguments": {...}}')
         name, arguments = content.get("name"), content.get("arguments", {})
-        if name not in self._tools:
+        if not isinstance(name, str) or name not in self._tools:
             raise ValueError(f"no tool {name!r}; the tools are {', '.join(self._tools)}")
         schema = self._tools[name].get("parameters", {})
         known = schema.get("properties", {})
@@ -84,6 +83,15 @@ class HermesAgent:
             if key not in known:
                 raise ValueError(f"{name} has no argument {key}; it has {', '.join(known)}")
         return name, arguments
+
+
+def _calls(text: str) -> list[str]:
+    """What the tags of a turn's calls enclose.
+
+    In one pass: a regular expression would search the end of each of many unclosed tags anew.
+    """
+    found = (part.partition(_BEGIN) for part in text.split(_END)[:-1])
+    return [call for _, begin, call in found if begin]
 
 
 def _function(path: str) -> Callable[..., Any]:

@@ -60,6 +60,8 @@ class TurnText:
                 texts[index] = after
         if not texts:
             return []
+        # a tokenizer accepts no half of a surrogate pair, which JSON of the policy's call may hold
+        texts = [text.encode(errors="replace").decode() for text in texts]
         found = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         for index in messages:
             if found[index][:1] == [last_tokens[index]]:

@@ -47,6 +47,7 @@ class Scorer:
         model_weight: factor of the model's score in the sum with ``reward.weight`` times the score
             of the reward function.
         cache: scores of the reward function by content; None: every response is scored.
+        has_agent: responses are conversations, of which an agent may have said the score.
     """
 
     reward_function: RewardFunction | None
@@ -56,6 +57,7 @@ class Scorer:
     model: Callable[[Responses], list[ModelScore]] | None = None
     model_weight: float = 1.0
     cache: ScoreCache | None = None
+    has_agent: bool = False
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Run the rule verifiers on the first prompt of each data source and verifier.
@@ -100,6 +102,8 @@ class Scorer:
         """
         if self.reward_function is None or not responses.rows:
             return [ResponseScore(0.0) for _ in responses.rows]
+        if not self.has_agent:
+            return score_divided(self._score_ids, responses)
         known = self._scores_of_conversations(responses)
         late = [number for number in responses.rows if number not in known]
         if late:  # the same on every rank
@@ -252,6 +256,7 @@ def build_scorer(
     tokenizer: PreTrainedTokenizerBase,
     max_response_length: int | None = None,
     with_model: bool = False,
+    has_agent: bool = False,
 ) -> Scorer:
     """Build the scorer of a recipe.
 
@@ -261,6 +266,7 @@ def build_scorer(
         max_response_length: ``data.max_response_length``; needed for the overlong penalty.
         with_model: the recipe has a reward model, for the caller to add; without ``reward.weight``
             it is the only source of scores.
+        has_agent: the recipe has ``rollout.agent``.
 
     Raises:
         ConfigError: an unknown verifier, an unusable function or URL, or wrong or missing keys.
@@ -276,7 +282,7 @@ def build_scorer(
     alone = with_model and reward.weight is None
     function = None if alone else build_reward_function(reward)
     cache = ScoreCache() if reward.cache else None
-    return Scorer(function, tokenizer, reward, max_response_length, cache=cache)
+    return Scorer(function, tokenizer, reward, max_response_length, cache=cache, has_agent=has_agent)
 
 
 def build_reward_function(reward: RewardConfig) -> RewardFunction:

@@ -137,7 +137,8 @@ def _build_scorer(
     """Build the scorer of ``reward.*``, and try it on the prompts."""
     with_model = recipe.reward_model.in_use
     limit = recipe.data.max_response_length
-    scorer = build_scorer(recipe.reward, tokenizer, limit, with_model)
+    has_agent = recipe.rollout.agent is not None
+    scorer = build_scorer(recipe.reward, tokenizer, limit, with_model, has_agent)
     scorer.check(prompts)
     return scorer
 

@@ -190,6 +190,7 @@ def agent(conversation, word="w"):
         "role": [{"role": "assistant", "content": "x"}],
         "nan": {"done": True, "reward": float("nan")},
         "state": {"text": word, "state": {1}},
+        "long": word * 1000000,
         "text": word + what,
         "reward": {"text": word, "reward": 1, "state": [2]},
     }[what]
@@ -224,6 +225,7 @@ def test_an_agent_runs_in_a_process_and_its_faults_are_words(tmp_path):
         "nothing": "its reply is '', which is neither",
         "role": "its reply is [{'role': 'assistant'",
         "nan": "its reply has the reward nan, not a finite number",
+        "long": "its reply has more than 1048576 characters",
         "state": "its reply holds a state or a message that is not JSON",
         "exits": "its process ended: exit code 3",
         "hangs": "it took longer than rollout.agent.timeout_s, 1 s",
@@ -285,6 +287,9 @@ def test_messages_become_what_the_template_writes_between_two_turns():
         [eos, *added],
         tokenizer("raw", add_special_tokens=False)["input_ids"],
     ]
+    half = [{"role": "user", "content": "n\ud800"}]
+    marked = [{"role": "user", "content": "n?"}]
+    assert text.token_ids([half, "\udfff"], [eos, 9]) == text.token_ids([marked, "?"], [eos, 9])
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template; return a text"):
         text.token_ids([more], [eos])
@@ -333,6 +338,16 @@ def test_tools_are_called_in_the_hermes_format(call, result):
     assert len(agent(conversation(text * 3))) == 2
     assert agent(conversation("It is 4.")) is None
     assert agent(conversation(text, is_last=True)) is None
+
+
+def test_tool_calls_are_found_in_one_pass_over_a_turn():
+    agent = HermesAgent(TOOLS)
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+    assert agent(conversation("<tool_call>" * 200_000)) is None
+    answers = agent(conversation(f"</tool_call>{call} and {call}<tool_call>"))
+    assert [each["content"] for each in answers] == ["2", "2"]
+    (answer,) = agent(conversation('<tool_call>{"name": ["a"]}</tool_call>'))
+    assert answer["content"].startswith("error: ValueError: no tool ['a']")
 
 
 def test_small_tools_and_hints():

@@ -65,10 +65,14 @@ class WorkerPool:
         workers: most workers at a time.
         timeout_s: time limit for one call in seconds. If n of the last calls exceeded it, the limit
             is divided by ``1 + n // workers``, so that many slow items cannot stop the run.
+        section: the recipe's section that describes the task, for messages.
     """
 
-    def __init__(self, task: ScoringTask, workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, task: ScoringTask, workers: int, timeout_s: float, section: str = "reward"
+    ) -> None:
         self._task, self._workers, self._timeout_s = task, workers, timeout_s
+        self._section = section
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
         self._replies: BinaryIO | None = None
@@ -105,7 +109,8 @@ class WorkerPool:
             place, *result = json.loads(line)
             results[place] = Result(*result)
             if results[place].outcome == UNUSABLE:
-                raise RuntimeError(f"a reward worker could not start: {results[place].text}")
+                why = results[place].text
+                raise RuntimeError(f"a process of {self._section}.* could not start: {why}")
             tick()
         return [results[place] for place in range(len(items))]
 
@@ -151,8 +156,9 @@ class WorkerPool:
         code = self._server.wait()
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         return (
-            f"the process that keeps the reward workers has ended ({how}); resume the run, with a "
-            "lower reward.memory_mb if the kernel killed the process for lack of memory"
+            f"the process that keeps those of {self._section}.* has ended ({how}); resume the run, "
+            f"with a lower {self._section}.memory_mb if the kernel killed the process for lack of "
+            "memory"
         )
 
     def _stop(self) -> None:

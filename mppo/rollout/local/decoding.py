@@ -212,6 +212,10 @@ class _Rows:
             return None
         return torch.cat([alive, done[: -len(alive) % _ROW_MULTIPLE]])
 
+    def advance(self) -> None:
+        """Go to the next position; finished rows stay, so that none leaves the model's table."""
+        self.position_R = self.position_R + ~self._done_R
+
     def keep(self, alive: Tensor) -> None:
         """Drop every row not in ``alive``."""
         self._row_R, self._key_R = self._row_R[alive], self._key_R[alive]
@@ -286,5 +290,5 @@ def decode(
                 use_cache=True,
             ).logits[:, -1]
             cache.length += 1
-            rows.position_R = rows.position_R + 1
+            rows.advance()
     return rows.responses()
