@@ -282,7 +282,9 @@ def build_scorer(
     alone = with_model and reward.weight is None
     function = None if alone else build_reward_function(reward)
     cache = ScoreCache() if reward.cache else None
-    return Scorer(function, tokenizer, reward, max_response_length, cache=cache, has_agent=has_agent)
+    return Scorer(
+        function, tokenizer, reward, max_response_length, cache=cache, has_agent=has_agent
+    )
 
 
 def build_reward_function(reward: RewardConfig) -> RewardFunction:

@@ -15,12 +15,13 @@ from mppo.agents.hermes import HermesAgent
 from mppo.agents.number_hints import hint
 from mppo.agents.tools import calc_gsm8k_reward, calculate
 from mppo.agents.turn_text import TurnText
-from mppo.batch import NO_WEIGHTS, EpisodeResult, Prompt
+from mppo.batch import NO_WEIGHTS, OPEN, EpisodeResult, Prompt, Trajectory
 from mppo.config.errors import ConfigError
 from mppo.config.sections.agent import AgentConfig
 from mppo.config.sections.reward import RewardConfig
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.hub.builtin import byte_tokenizer
+from mppo.responses import ResponseRow, ResponsesBySample
 from mppo.rewards.result import NoScore
 from mppo.rewards.scorer import Scorer
 from mppo.rollout.engine import GenerationRequest
@@ -39,10 +40,10 @@ SAMPLING = SamplingConfig(n=2, stop_token_ids=tuple(range(4, 80)))
 PROMPTS = [Prompt(7 * i, tuple(range(3, 4 + i * 3 % 7)), "t", "5", f"q{i}") for i in range(6)]
 
 
-def local_engine(batch_size: int = 256) -> LocalEngine:
-    config = transformers.Qwen2Config(**MODEL)
+def local_engine(batch_size: int = 256, config=None) -> LocalEngine:
+    config = config or transformers.Qwen2Config(**MODEL)
     torch.manual_seed(0)
-    source = transformers.Qwen2ForCausalLM(config)
+    source = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in source.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -102,6 +103,28 @@ def test_conversations_do_not_depend_on_the_rows_generated_together():
     assert [t.response_ids.tolist() for t in one.trajectories] == [
         t.response_ids.tolist() for t in other.trajectories
     ]
+
+
+def test_no_turn_leaves_the_models_table_of_positions():
+    sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 27}
+    engine = local_engine(config=transformers.OPTConfig(**MODEL, **sizes))
+    prompt = Prompt(0, (5, 6, 7), "t", "5", "q")
+    # a conversation with little left, beside a new response that has everything left
+    begun = Trajectory(prompt, [9] * 20, [0.0] * 20, OPEN, NO_WEIGHTS, None, ((3, 4),))
+    one_turn = SamplingConfig(n=2)
+    row = ResponseRow(prompt, OPEN, begun.parts, 0)
+    resumable = ResponsesBySample({(0, 0): row}, {(0, 0): begun})
+    found = engine.generate(GenerationRequest([prompt], one_turn, 24, 11, resumable=resumable))
+    assert [each.length for each in found.trajectories] == [24, 24]
+    assert found.trajectories[0].parts == ((3, 4), (NO_WEIGHTS, 16), (3, 4))
+
+
+def test_any_failure_of_a_rank_is_raised_on_all_with_the_agents_name():
+    def agent(some):
+        raise KeyError("no reply")
+
+    with pytest.raises(RuntimeError, match="the agent test: KeyError: 'no reply'"):
+        talk(agent)
 
 
 def test_one_turn_is_what_the_engine_alone_generates():
