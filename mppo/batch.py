@@ -300,7 +300,16 @@ class Batch(Sequences):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.token_rewards_T is _DEFAULT:
-            object.__setattr__(self, "token_rewards_T", torch.zeros_like(self.response_mask_T))
+            object.__setattr__(self, "token_rewards_T", no_token_rewards(self.response_mask_T))
+
+
+def no_token_rewards(mask_T: Tensor) -> Tensor:
+    """``Batch.token_rewards_T`` where no token has a reward: zeros that take no memory per token.
+
+    Args:
+        mask_T: float32 ``[T]``, for the size.
+    """
+    return mask_T.new_zeros(()).expand_as(mask_T)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mppo.batch import NO_WEIGHTS, Batch, Prompt, Trajectory
+from mppo.batch import NO_WEIGHTS, Batch, Prompt, Trajectory, no_token_rewards
 
 
 class KnownResponse(Protocol):
@@ -138,6 +138,8 @@ def _spread_rewards(
     The reward of an environment's token belongs to the response token before it, whose effect it
     is.
     """
+    if not rewards:
+        return no_token_rewards(mask_T)
     spread_T = torch.zeros(len(mask_T))
     for index, start in zip(held_H.tolist(), starts, strict=True):
         if not len(found := rewards.get(index, ())):

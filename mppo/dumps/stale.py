@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from mppo.safety.disk import replace_text
@@ -55,5 +56,11 @@ def stale_reason(folder: Path) -> str | None:
 def remove_stale(folders: Collection[Path]) -> None:
     """Delete the folders that are still marked: the run has passed their steps."""
     for folder in folders:
-        if (folder / STALE).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        if not (folder / STALE).exists():
+            continue
+        # under another name: half deleted, without the mark, it would count as a valid dump
+        gone = folder.with_name(f".{folder.name}.deleted")
+        shutil.rmtree(gone, ignore_errors=True)
+        with suppress(OSError):  # it stays marked
+            folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -246,15 +247,13 @@ class Reporter:
 
 
 def _note_death(folder: Path) -> None:
-    """Write the event of an earlier start that never ended, with the last step that it logged.
-
-    Raises:
-        ValueError: a line of metrics.jsonl is not valid.
-    """
+    """Write the event of an earlier start that never ended, with the last step that it logged."""
     status, path = read_status(folder), folder / METRICS
     if status is None or status.status != "running":
         return
-    logged = [step for step, _ in read_history(path)] if path.exists() else []
+    logged: list[int] = []
+    with suppress(ValueError, FileNotFoundError):  # a run that logs no jsonl needs no valid file
+        logged = [step for step, _ in read_history(path)]
     text = "ended without a report: killed, or the machine was lost"
     append_event(folder, RunEvent("died", max(logged, default=status.step), text))
 

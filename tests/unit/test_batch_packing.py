@@ -61,3 +61,9 @@ def test_tokens_of_an_environment_have_no_mask_and_no_weights():
     assert batch.inserted_B.tolist() == [0, 2]
     assert batch.prompt_B.tolist() == [2, 2]
     assert batch.answer_B.tolist() == [3, 5]
+
+
+def test_a_batch_without_token_rewards_stores_none():
+    batch = pack_trajectories([STOPPED, CUT], [1.0, 0.5])
+    assert batch.token_rewards_T.shape == batch.response_mask_T.shape
+    assert batch.token_rewards_T.untyped_storage().nbytes() == 4, "one number for all tokens"

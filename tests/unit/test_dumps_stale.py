@@ -14,6 +14,7 @@ from mppo.config.sections.trainer import TrainerConfig
 from mppo.dumps.inspection import main as inspect
 from mppo.dumps.stale import STALE, mark_stale, remove_stale
 from mppo.dumps.step_dump import dumped_steps, stale_dumps, step_folder
+from mppo.report.events import read_events
 from mppo.report.html.page import page_data
 from mppo.report.reporter import Reporter
 from mppo.trainer.dump import replay_folders
@@ -132,3 +133,27 @@ def test_a_mark_that_a_start_could_not_remove_goes_at_the_next(tmp_path):
     mark_stale(tmp_path / "rollouts", 1)
     train(started(tmp_path, 3, "1 rank"), 4, dumps=False)
     assert stale_dumps(tmp_path) == {}
+
+
+def test_a_dump_that_cannot_be_deleted_stays_marked(tmp_path):
+    """Else what is left of a dump of lost work would count as the run's own."""
+    dump = write_dump(tmp_path, 2)
+    mark_stale(tmp_path / "rollouts", 1)
+    (dump.with_name(".step_2.deleted")).write_text("not a folder, so the dump cannot move there")
+    remove_stale([dump])
+    assert list(stale_dumps(tmp_path)) == [2]
+    assert dumped_steps(tmp_path) == {}
+
+    (dump.with_name(".step_2.deleted")).unlink()
+    (dump.with_name(".step_2.deleted")).mkdir()
+    (dump.with_name(".step_2.deleted") / "rest").write_text("of a start that died while deleting")
+    remove_stale([dump])
+    assert list((tmp_path / "rollouts").iterdir()) == []
+
+
+def test_a_start_after_a_death_needs_no_valid_metrics_file(tmp_path):
+    train(started(tmp_path, 0, "1 rank"), 1, 2)  # and died
+    (tmp_path / "metrics.jsonl").write_text("damaged\n")
+    trainer = TrainerConfig(logger=["console"])
+    Reporter(tmp_path, trainer, {}, LAST, is_main=True).start(1)
+    assert [event.kind for event in read_events(tmp_path)][-1] == "died"

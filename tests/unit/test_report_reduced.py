@@ -65,6 +65,15 @@ def test_a_few_ranks_have_a_line_each():
     assert rank_lines([(1, {"a": 1.0})], PROBE) == []
 
 
+def test_a_few_logged_ranks_of_many_do_not_hide_the_others():
+    # the highest eight ranks are the same in every step
+    rows = [(step, by_rank(MEMORY, range(40))) for step in (1, 2)]
+    lines = {label: (x, y) for label, x, y in rank_lines(rows, MEMORY)}
+    worst = [f"rank {rank}" for rank in (39, 38, 37, 36)]
+    assert list(lines) == ["min", "median", "max", *worst]
+    assert lines["median"] == ([1, 2], [19.5, 19.5])
+
+
 def test_metrics_of_many_ranks_are_few():
     assert by_rank(MEMORY, range(32)) == {f"{MEMORY}{rank}": rank for rank in range(32)}
     found = by_rank(MEMORY, [*range(40), -5])

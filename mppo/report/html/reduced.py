@@ -34,7 +34,10 @@ def rank_lines(rows: Rows, prefix: str) -> list[Line]:
         prefix: the metric without the rank, such as ``history.MEMORY``.
     """
     ranks = {name for _, row in rows for name in row if name.startswith(prefix)}
-    ranks -= {f"{prefix}{part}" for part in history.OF_RANKS}
+    made_of_all = {f"{prefix}{part}" for part in history.OF_RANKS}
+    # few ranks in the rows may be the highest of many, each time the same
+    each = len(ranks - made_of_all) <= EACH_RANK and not ranks & made_of_all
+    ranks -= made_of_all
     lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
     above: dict[str, float] = defaultdict(float)
     for step, row in rows:
@@ -43,7 +46,7 @@ def rank_lines(rows: Rows, prefix: str) -> list[Line]:
             continue
         for name, value in found.items():
             lines[name].append((step, value))
-        if len(ranks) <= EACH_RANK:
+        if each:
             continue
         values = found.values()
         made = {"min": min(values), "median": median(values), "max": max(values)}
@@ -52,7 +55,7 @@ def rank_lines(rows: Rows, prefix: str) -> list[Line]:
             lines[part].append((step, made[part]))
         for name, value in found.items():
             above[name] += value / made["median"] - 1 if made["median"] > 0 else 0.0
-    if len(ranks) <= EACH_RANK:
+    if each:
         shown = sorted(ranks & lines.keys(), key=lambda name: _number(name, prefix))
     else:
         worst = sorted(above, key=lambda name: above[name])[-WORST:]
