@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
+import jsonschema
 import yaml
 from pages.blocks import Block, settings_of, steps_of
 from pages.edits import apply_diff, fresh_python
 from pages.exceptions import BASES, NAMES, NOT_RUN, TOLERANCES
 from pages.output import Output
 from pages.world import shell
+
+from mppo.config.load import json_schema
 
 _FILE = re.compile(r"# ([\w/]+\.\w+)\n")
 """First line of a block that is a file: later blocks of the page find it."""
@@ -78,7 +82,8 @@ class PageRun:
         ]
 
     def _yaml(self, block: Block) -> list[str]:
-        """The recipe passes every check of a dry run, over a base if it is a part of a recipe."""
+        """The recipe passes every check of a dry run, over a base if it is a part of a recipe; the
+        snippet is valid in an editor."""
         content = yaml.safe_load(block.text)
         recipe = self._folder / "snippet.yaml"
         missing = {} if "path" in content.get("model", {}) else {"base": "base.yaml"}
@@ -89,7 +94,9 @@ class PageRun:
         recipe.write_text(yaml.safe_dump(missing | content))
         command = "python mppo/train.py --config snippet.yaml --dry-run"
         code, output = shell(self._folder, command, self._environment)
-        return [] if code == 0 else [f"as a recipe:\n{output[-3000:]}"]
+        if code:
+            return [f"as a recipe:\n{output[-3000:]}"]
+        return [f"by the JSON schema: {e.message}" for e in _schema().iter_errors(content)]
 
     def _edit(self, block: Block) -> list[str]:
         """Apply a change; later commands of the page use the changed code."""
@@ -129,6 +136,11 @@ rollout: {name: sglang}
 trainer: {n_gpus_per_node: 8}
 """
 """The keys that a snippet of a recipe takes for granted."""
+
+
+@cache
+def _schema() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(json_schema())
 
 
 def reason_of(block: Block) -> str | None:

@@ -179,6 +179,7 @@ def until_it_serves(module: str, arguments: list[str], *_: int) -> int:
     pid = os.fork()
     if pid == 0:
         os.dup2(sender, 1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
         code = 86
         try:
             code = main_of(module, arguments)

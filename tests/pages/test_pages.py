@@ -130,6 +130,7 @@ def test_every_block_of_a_page_runs(page, run_of):
         ("", "python benchmarks/soak.py --engine none", "invalid choice"),
         ("", "a text that nothing explains", "name its language"),
         ("yaml", "actor: {ppo_mini_batch: 3}", "no such key"),
+        ("yaml", "actor: {optim: {lr: 1e-6}}", "by the JSON schema"),  # a text in YAML
         ("python", "import mppo.nothing", "ModuleNotFoundError"),
         ("diff", "--- a/mppo/batch.py\n+++ b/mppo/batch.py\n@@\n-no such line\n", "0 times"),
     ],
@@ -151,3 +152,10 @@ def test_a_wrong_option_of_sbatch_is_found(run_of, slurm):
 def test_every_exception_is_needed(pattern):
     texts = [block.text for blocks in BLOCKS.values() for block in blocks]
     assert any(re.search(pattern, text, re.MULTILINE) for text in texts)
+
+
+@pytest.mark.parametrize("file", ["exceptions.py", "page_run.py", "programs.py"])
+def test_the_tests_that_run_a_block_instead_exist(file):
+    named = re.findall(r"\btest_\w+\.py", (ROOT / "tests/pages" / file).read_text())
+    assert named
+    assert [name for name in named if not list(ROOT.glob(f"tests/*/{name}"))] == []

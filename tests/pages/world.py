@@ -76,10 +76,7 @@ def add_run(folder: Path, environment: dict[str, str]) -> None:
     train = "python mppo/train.py --config RECIPE trainer.default_local_dir=runs/ppo"
     code, output = shell(folder, train, environment | {"PAGE_SMALL": "trainer.export_hf=true"})
     assert code == 0, output
-    write = (
-        "from mppo.hub.builtin import resolve_model; print(resolve_model('builtin:tiny-reward'))"
-    )
-    code, output = shell(folder, f'python -c "{write}"', environment)
+    code, output = shell(folder, f'python -c "{WRITE_REWARD_MODEL}"', environment)
     assert code == 0, output
     (folder / "models").mkdir()
     (folder / "models/FsfairX-LLaMA3-RM-v0.1").symlink_to(output.strip())

@@ -324,6 +324,14 @@ def test_one_public_name_means_one_thing():
     assert twice.keys() <= SAME_ON_PURPOSE, twice
 
 
+def test_contributing_shows_the_layers():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    table = page.partition("| packages | contents |\n|---|---|\n")[2].partition("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines()]
+    shown = [set(re.findall(r"`(?:mppo/)?(\w+)(?:\.py)?`", cell)) for cell in cells]
+    assert shown == list(LAYERS)
+
+
 def test_control_exchanges_go_through_the_module_that_keeps_them_off_the_gpu():
     """``mppo.parallel.collectives`` keeps them on the CPU; on CUDA they wait in a kernel."""
     wrong = [
