@@ -9,9 +9,9 @@ from mppo.agents.conversation import Conversation, Reply
 from mppo.agents.in_worker import is_async, load_in_worker, make_agent
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.sections.agent import AgentConfig
+from mppo.rewards.function import import_callable
 from mppo.rewards.workers.pool import Result, WorkerPool
 from mppo.rewards.workers.server import DIED, NO_MEMORY, NO_SCORE, SCORE, TIMEOUT
-from mppo.rewards.workers.user_function import import_function
 from mppo.rewards.workers.worker import ScoringTask
 
 KEY = "rollout.agent.path"
@@ -68,23 +68,10 @@ class AgentFunction:
 def _check(config: AgentConfig) -> bool:
     """Import an agent once, in this process; return whether it is async."""
     name = config.path
-    where, _, attribute = name.rpartition(":")
-    if not where or not attribute:
-        raise _error(name, "no module and agent", "write module:name or path.py:name")
-    try:
-        found = import_function(name)
-    except Exception as error:
-        why = f"importing {where} failed: {type(error).__name__}: {error}"
-        raise _error(name, why, "correct the module, or its path") from error
-    if not callable(found):
-        raise _error(name, f"{where} has no agent {attribute!r}", "name a function or class of it")
+    found = import_callable(KEY, name, "agent", "name a function or class of it")
     try:
         return is_async(make_agent(found, config.call_arguments))
     except Exception as error:
         why = f"it cannot be called as an agent: {type(error).__name__}: {error}"
         fix = "accept one conversation, and rollout.agent.arguments by name (a class: in __init__)"
-        raise _error(name, why, fix) from error
-
-
-def _error(name: str, why: str, fix: str) -> ConfigError:
-    return ConfigError([ConfigIssue(KEY, name, why, fix)])
+        raise ConfigError([ConfigIssue(KEY, name, why, fix)]) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,8 @@ from mppo.rewards.workers.user_function import (
     import_function,
 )
 from mppo.rewards.workers.worker import ScoringTask
+
+KEY = "reward.function"
 
 
 @dataclass(frozen=True)
@@ -114,24 +116,39 @@ def load_function(name: str, kwargs: Mapping[str, Any], **settings: Any) -> Func
     Raises:
         ConfigError: the function cannot be imported, or does not accept the arguments.
     """
-    where, colon, attribute = name.rpartition(":")
-    if not colon or not where or not attribute:
-        raise _error(name, "no module and function", "write module:function or path.py:function")
-    try:
-        function = import_function(name)
-    except Exception as error:
-        why = f"importing {where} failed: {type(error).__name__}: {error}"
-        raise _error(name, why, "correct the module, or its path") from error
-    if not callable(function):
-        raise _error(name, f"{where} has no function {attribute!r}", "name a function of it")
+    function = import_callable(KEY, name, "function", "name a function of it")
     try:
         form = form_of(function, kwargs)
     except TypeError as error:
         extra = f" and reward.kwargs {', '.join(kwargs)}" if kwargs else ""
         fix = f"accept ({', '.join(ONE)}), or lists as ({', '.join(MANY)}),{extra}"
-        raise _error(name, f"its parameters do not fit: {error}", fix.rstrip(",")) from error
+        issue = ConfigIssue(KEY, name, f"its parameters do not fit: {error}", fix.rstrip(","))
+        raise ConfigError([issue]) from error
     return FunctionReward(name, kwargs, form, **settings)
 
 
-def _error(name: str, why: str, fix: str) -> ConfigError:
-    return ConfigError([ConfigIssue("reward.function", name, why, fix)])
+def import_callable(key: str, name: str, noun: str, fix: str) -> Callable[..., Any]:
+    """Import what the user names.
+
+    Args:
+        key: of the recipe.
+        name: ``module:name`` or ``path.py:name``.
+        noun: what is named, such as "function".
+        fix: what to do if the module lacks it.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute:
+        why, fix = f"no module and {noun}", f"write module:{noun} or path.py:{noun}"
+        raise ConfigError([ConfigIssue(key, name, why, fix)])
+    try:
+        found = import_function(name)
+    except Exception as error:
+        why = f"importing {where} failed: {type(error).__name__}: {error}"
+        issue = ConfigIssue(key, name, why, "correct the module, or its path")
+        raise ConfigError([issue]) from error
+    if not callable(found):
+        raise ConfigError([ConfigIssue(key, name, f"{where} has no {noun} {attribute!r}", fix)])
+    return found

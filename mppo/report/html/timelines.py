@@ -59,7 +59,7 @@ def newest_timelines(folder: Path, last: int) -> list[Plain]:
     return found
 
 
-@lru_cache(maxsize=2 * _NEWEST)  # a served page is asked for every few seconds
+@lru_cache(maxsize=2 * _NEWEST)  # a browser loads a served page every few seconds
 def _timeline(path: Path, modified: int, size: int) -> Plain:
     """A recorded update.
 

@@ -100,7 +100,7 @@ class RemoteReward:
     def _exchange_with_retries(
         self, items: Sequence[Any], tries: int, abandoned: threading.Event
     ) -> list[Any]:
-        """The results of a batch, asked for until each is a score.
+        """The results of a batch; requests are repeated until each result is a score.
 
         Raises:
             ServerFailure: there was no usable answer to any request.

@@ -132,7 +132,7 @@ def reward_model_texts(
         None if the recipe has no reward model.
 
     Raises:
-        ConfigError: there is no tokenizer, or no chat template where the recipe needs one.
+        ConfigError: the tokenizer is missing, or the chat template that the recipe needs.
     """
     section, data = recipe.reward_model, recipe.data
     if section.path is None or not section.in_use:
