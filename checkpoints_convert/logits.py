@@ -89,7 +89,7 @@ def megatron_logits(family: FamilyConfig, megatron: Path, sequences: list[Tensor
     config = transformer_config(family, MegatronConfig(), layout, torch.float32)
     with groups.active():
         stages = build_stages(family, config, layout, vocab, 0, "policy")
-        load_megatron(megatron, stages)
+        load_megatron(megatron, stages, vocab)
         return stage_logits(stages[0], sequences)[:, :vocab]
 
 

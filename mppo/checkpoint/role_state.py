@@ -31,6 +31,7 @@ from mppo.models.hybrid_adam import resume_steps, steps_taken
 from mppo.models.role import Role
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.moved_storages import MovedStorages
+from mppo.weights.shape import model_shape
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.sharded_load import load_sharded
 
@@ -266,7 +267,7 @@ def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
         counters: ``role_counters`` of the run that saved it.
 
     Raises:
-        ValueError: the checkpoint is damaged, or lacks tensors of this role.
+        ValueError: the checkpoint is damaged, or lacks tensors of this role or parts of them.
     """
     with role.groups.active(), torch.no_grad():
         state = sharded_state(role)
@@ -274,7 +275,8 @@ def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
             chunk: {name: entry.data for name, entry in entries.items()}
             for chunk, entries in state.get("average", {}).items()
         }
-        loaded, absent = load_sharded(folder, read_checkpoint(folder), state)
+        vocab = model_shape(role.hf_config).vocab
+        loaded, absent = load_sharded(folder, read_checkpoint(folder), state, vocab)
         if absent:
             raise ValueError(
                 f"{folder}: {len(absent)} tensors of {role.name} are missing, such as {min(absent)}"

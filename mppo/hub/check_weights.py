@@ -15,7 +15,7 @@ from mppo.weights.model_folder import checkpoint_folder, companion_folder, is_me
 from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.reader import model_prefix
+from mppo.weights.torch_dist.reader import CheckpointReader
 
 
 def check_weights(role: RoleCase, hf_config: Any) -> tuple[ConfigIssue, ...]:
@@ -38,10 +38,14 @@ def check_weights(role: RoleCase, hf_config: Any) -> tuple[ConfigIssue, ...]:
         folder = Path(role.path).expanduser()
         companion_files(companion_folder(folder))
         shape = model_shape(hf_config)
-        head = parameter_table(shape).value_entry()
+        table = parameter_table(shape)
+        head = table.value_entry()
         if is_megatron_checkpoint(folder):
             checkpoint = read_checkpoint(checkpoint_folder(folder))
-            has_head = model_prefix(checkpoint) + head.name in checkpoint
+            reader = CheckpointReader(checkpoint, table)
+            for entry in reader.entries():
+                reader.check(entry)
+            has_head = reader.prefix + head.name in checkpoint
         else:
             source = HFFolder(folder)
             known_extras(source, shape)

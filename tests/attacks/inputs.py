@@ -22,6 +22,12 @@ DEEP = "[" * 500 + "]" * 500
 LONG = "9" * 5000
 TASK = ("data.task=arithmetic", "data.val_size=4", "data.train_size=16")
 MODEL = ("model.path=model", *TASK)
+RUN = (
+    "model.path=builtin:tiny", *TASK, "data.max_prompt_length=16", "data.max_response_length=2",
+    "data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "algorithm.adv_estimator=grpo",
+    "rollout.n=2", "trainer.save_freq=1", "trainer.val_before_train=false",
+    "trainer.export_hf=false", "trainer.logger=[jsonl]",
+)  # fmt: skip
 
 
 def train(*arguments: str) -> int:
@@ -29,6 +35,11 @@ def train(*arguments: str) -> int:
     from mppo.train import main
 
     return main(arguments)
+
+
+def steps(count: int) -> tuple[str, ...]:
+    """The option that ends a run after some steps."""
+    return (f"trainer.total_training_steps={count}",)
 
 
 def evaluate(*arguments: str) -> int:

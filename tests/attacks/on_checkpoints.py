@@ -16,24 +16,20 @@ from attacks.attack import Attack, Table
 from attacks.inputs import (
     DEEP,
     LONG,
+    RUN,
     TASK,
     Prepare,
     convert,
     fifo,
     instead,
     model,
+    steps,
     to_megatron,
     train,
     write,
     zeros,
 )
 
-RUN = (
-    "model.path=builtin:tiny", *TASK, "data.max_prompt_length=16", "data.max_response_length=2",
-    "data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "algorithm.adv_estimator=grpo",
-    "rollout.n=2", "trainer.save_freq=1", "trainer.val_before_train=false",
-    "trainer.export_hf=false", "trainer.logger=[jsonl]",
-)  # fmt: skip
 STEP = Path("first/checkpoints/global_step_1")
 MADE = ("second*", "recipe.yaml")
 
@@ -45,7 +41,7 @@ class Done:
         return os.mkdir, ("../outside/done",)
 
 
-def _change(file: Path, change: Callable[[Any], Any]) -> None:
+def change_table(file: Path, change: Callable[[Any], Any]) -> None:
     """Replace a table of contents."""
     contents = pickle.loads(file.read_bytes())
     contents = change(contents) or contents
@@ -76,7 +72,7 @@ def _as_model(folder: Path) -> int:
 
 
 def _table(given: str, change: Callable[[Any], Any], says: str) -> Attack:
-    prepare = _checkpoint(lambda out: _change(out / "release/.metadata", change))
+    prepare = _checkpoint(lambda out: change_table(out / "release/.metadata", change))
     return Attack(given, _inspect, says, prepare=prepare)
 
 
@@ -90,13 +86,13 @@ def _text(given: str, name: str, text: str | bytes, says: str, run: Callable = _
     return Attack(given, run, says, prepare=_checkpoint(lambda out: write(out / name, text)))
 
 
-def _run_and(spoil: Callable[[Path], None]) -> Prepare:
+def run_and(spoil: Callable[[Path], None]) -> Prepare:
     """The run ``first`` after one step, with a changed checkpoint and correct checksums."""
 
     def prepare(folder: Path) -> None:
         kept = Path(os.environ["MPPO_CACHE"]) / "attacked-run"
         if not kept.exists():
-            assert train(*RUN, f"trainer.default_local_dir={kept}.new", *_steps(1)) == 0
+            assert train(*RUN, f"trainer.default_local_dir={kept}.new", *steps(1)) == 0
             Path(f"{kept}.new").rename(kept)
         shutil.copytree(kept, folder / "first")
         step = folder / STEP
@@ -112,18 +108,14 @@ def _run_and(spoil: Callable[[Path], None]) -> Prepare:
     return prepare
 
 
-def _steps(count: int) -> tuple[str, ...]:
-    return (f"trainer.total_training_steps={count}",)
-
-
 def _resume(folder: Path) -> int:
     where = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder / STEP}")
-    return train(*RUN, "trainer.default_local_dir=second", *_steps(1), *where)
+    return train(*RUN, "trainer.default_local_dir=second", *steps(1), *where)
 
 
-def _resumed(given: str, spoil: Callable[[Path], None], says: str, code: int = 2) -> Attack:
+def resumed(given: str, spoil: Callable[[Path], None], says: str, code: int = 2) -> Attack:
     return Attack(
-        given, _resume, says, code=code, within_s=60.0, prepare=_run_and(spoil), writes=MADE
+        given, _resume, says, code=code, within_s=60.0, prepare=run_and(spoil), writes=MADE
     )
 
 
@@ -185,7 +177,7 @@ def _inject(step: Path, forge: bool) -> None:
         with file.open("ab") as data:
             data.write(stream.getvalue())
 
-    _change(step / "actor/.metadata", change)
+    change_table(step / "actor/.metadata", change)
 
 
 def _set(**values: Any) -> Callable[[Any], None]:
@@ -230,7 +222,7 @@ TABLES = (
         "code as table of contents of a model",
         _as_model,
         "it names posix.mkdir",
-        prepare=_checkpoint(lambda out: _change(out / "release/.metadata", lambda _: Done())),
+        prepare=_checkpoint(lambda out: change_table(out / "release/.metadata", lambda _: Done())),
     ),
     _table("an attribute that is code", lambda c: vars(c).update(version=Done()), "posix.mkdir"),
     _table("an object with chunks", lambda c: vars(_an_object(c)[1]).update(chunks=[]), "'chunks'"),
@@ -277,19 +269,19 @@ TABLES = (
 )  # fmt: skip
 
 RUNS = (
-    _resumed("code in an object that is declared a tensor", lambda s: _inject(s, True), "'chunks'"),
-    _resumed("code in an object that nothing reads", lambda s: _inject(s, False), "resumed from",
+    resumed("code in an object that is declared a tensor", lambda s: _inject(s, True), "'chunks'"),
+    resumed("code in an object that nothing reads", lambda s: _inject(s, False), "resumed from",
              code=0),
-    _resumed("a checkpoint without its parts", _lose_parts, "it lacks 'parts'"),
-    _resumed("500 levels in run.json", lambda s: write(s / "run.json", f'{{"x": {DEEP}}}'),
+    resumed("a checkpoint without its parts", _lose_parts, "it lacks 'parts'"),
+    resumed("500 levels in run.json", lambda s: write(s / "run.json", f'{{"x": {DEEP}}}'),
              "levels deep"),
-    _resumed("a FIFO in a checkpoint", instead("run.json", fifo), "is a FIFO"),
-    _resumed(
+    resumed("a FIFO in a checkpoint", instead("run.json", fifo), "is a FIFO"),
+    resumed(
         "a manifest that lists a file outside",
         lambda s: _manifest(s, lambda m: m["files"].update({"../x": {"size": 1, "crc32": 1}})),
         "leads out of the folder",
     ),
-    _resumed(
+    resumed(
         "a step that is a string",
         lambda s: _manifest(s, lambda m: m.update(step="1")),
         "step, world_size or a size in files: wrong type or out of range",

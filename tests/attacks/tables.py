@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attacks import (
     on_checkpoints,
+    on_incomplete_checkpoints,
     on_model_folders,
     on_programs,
     on_recipes,
@@ -18,6 +19,7 @@ TABLES = {
         on_recipes,
         on_model_folders,
         on_checkpoints,
+        on_incomplete_checkpoints,
         on_programs,
         on_verifiers,
         on_rewards,

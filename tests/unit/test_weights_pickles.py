@@ -118,8 +118,6 @@ def forge(contents: Metadata, how: str) -> object:
             weight.properties = BytesStorageMetadata()
         case "a chunk outside":
             weight.chunks[0].offsets = torch.Size((1, 0))
-        case "a chunk twice":
-            weight.chunks.append(weight.chunks[0])
         case "an offset before the file":
             place.offset = -1
         case "a length beyond the file":
@@ -148,7 +146,6 @@ def forge(contents: Metadata, how: str) -> object:
         ("a size of true", "weight has no shape and chunks"),
         ("no dtype", "a tensor has no dtype"),
         ("a chunk outside", "a chunk of weight exceeds it"),
-        ("a chunk twice", "chunks of weight overlap"),
         ("an offset before the file", "weight has no valid byte range of a file"),
         ("a length beyond the file", "cut short: weight ends at byte"),
         ("a length of a fraction", "weight has no valid byte range of a file"),

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from mppo.weights.hf.output_folder import check_free, partial_path, publish
 from mppo.weights.load import load_hf_weights
 from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
+from mppo.weights.shape import model_shape
 from mppo.weights.stream import Groups
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.reader import model_prefix
@@ -53,24 +54,26 @@ def save_megatron(folder: str | Path, chunks: Sequence[Any]) -> Path:
     return folder
 
 
-def load_megatron(path: str | Path, chunks: Sequence[Any]) -> tuple[str, ...]:
+def load_megatron(path: str | Path, chunks: Sequence[Any], vocab: int) -> tuple[str, ...]:
     """Fill a role's parameters; collective over all ranks.
 
     Args:
         path: a checkpoint folder, or its parent folder of iterations.
         chunks: this rank's ``GPTModel`` chunks.
+        vocab: rows of the model's vocabulary, without padding.
 
     Returns:
         Parameters left as initialised: a value head the checkpoint does not have.
 
     Raises:
-        ValueError: no such checkpoint, it lacks parameters, or its metadata would run code.
+        ValueError: no such checkpoint, it lacks parameters or parts of them, or its metadata would
+            run code.
     """
     folder = checkpoint_folder(path)
     checkpoint = read_checkpoint(folder)
     prefix, state = model_prefix(checkpoint), _sharded(chunks)
     add_prefix_for_sharding(state, prefix)
-    loaded, absent_keys = load_sharded(folder, checkpoint, state)
+    loaded, absent_keys = load_sharded(folder, checkpoint, state, vocab)
     lost = sorted(k.removeprefix(prefix) for k in absent_keys if "_extra_state" not in k)
     fresh = tuple(key for key in lost if key == VALUE_HEAD)
     if len(lost) > len(fresh):
@@ -111,7 +114,7 @@ def load_weights(
         ValueError: a tensor is missing, unknown, or of another shape than config.json says.
     """
     if is_megatron_checkpoint(path):
-        return load_megatron(path, chunks)
+        return load_megatron(path, chunks, model_shape(hf_config).vocab)
     return load_hf_weights(path, chunks, hf_config, groups.layout, groups.coordinates).fresh
 
 

@@ -10,6 +10,7 @@ from mppo.weights.hf.safetensors_file import StoredTensor
 from mppo.weights.hf.transfer import Stretch, matrix
 from mppo.weights.table import Entry, Table
 from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
+from mppo.weights.torch_dist.coverage import check_complete, needed_shape
 from mppo.weights.torch_dist.format import locate
 from mppo.weights.torch_dist.keys import place
 
@@ -55,6 +56,7 @@ class CheckpointReader:
         self.homogeneous = any(key.startswith(start) for key in checkpoint)
         self._boxes: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
         self._located: dict[Chunk, StoredTensor] = {}
+        self._checked: set[str] = set()
 
     def entries(self) -> Iterable[Entry]:
         """Yield the entries to read; a value model has no vocabulary projection."""
@@ -72,15 +74,7 @@ class CheckpointReader:
 
     def stretches(self, entry: Entry, source: int) -> tuple[Stretch, ...]:
         """Return the stretches that fill Hugging Face tensor number ``source`` of an entry."""
-        key, tensor, leading = self._tensor(entry)
-        shape = entry.shard_shape(1)
-        stored = tensor.shape[len(leading) :]
-        longer = entry.row.kind == "vocab" and stored[0] >= shape[0] and stored[1:] == shape[1:]
-        if stored != shape and not longer:
-            raise ValueError(
-                f"the checkpoint's {key} has shape {list(stored)}, config.json says {list(shape)}; "
-                "they do not belong together"
-            )
+        key, _, leading = self._complete_tensor(entry)
         out = []
         boxes = self._group(key, len(leading)).get(tuple(leading), [])
         located = [(chunk, self._locate(chunk)) for chunk in boxes]
@@ -97,6 +91,31 @@ class CheckpointReader:
                     Stretch(flat, begin - offsets[0], hf_row + begin - row, end - begin, column)
                 )
         return tuple(out)
+
+    def check(self, entry: Entry) -> None:
+        """Check that the checkpoint holds every number of an entry; nothing of its data is read.
+
+        Raises:
+            ValueError: the entry is missing, incomplete, or of another shape.
+        """
+        self._complete_tensor(entry)
+
+    def _complete_tensor(self, entry: Entry) -> tuple[str, GlobalTensor, list[int]]:
+        """Find an entry's tensor, its shape and chunks checked."""
+        key, tensor, leading = self._tensor(entry)
+        if key not in self._checked:
+            where = place(entry, self.table, self.homogeneous, self.prefix)
+            shape = tuple(size for _, size in where.leading[: len(leading)]) + entry.shard_shape(1)
+            vocab = shape[0] if entry.row.kind == "vocab" else None
+            needed = needed_shape(tensor.shape, shape, vocab)
+            if needed is None:
+                raise ValueError(
+                    f"the checkpoint's {key} has shape {list(tensor.shape)}, config.json says "
+                    f"{list(shape)}; they do not belong together"
+                )
+            check_complete(f"the checkpoint's {key}", tensor, needed)
+            self._checked.add(key)
+        return key, tensor, leading
 
     def _locate(self, chunk: Chunk) -> StoredTensor:
         """Locate a chunk's data; the result is cached for all tensors made from the chunk."""

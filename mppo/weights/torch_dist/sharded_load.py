@@ -30,11 +30,12 @@ from torch import Tensor
 from mppo.safety.input_files import open_file, read_json
 from mppo.weights.hf.safetensors_file import StoredTensor, byte_view
 from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
+from mppo.weights.torch_dist.coverage import check_complete, needed_shape
 from mppo.weights.torch_dist.format import BACKEND, locate
 
 
 def load_sharded(
-    folder: Path, checkpoint: Mapping[str, GlobalTensor], state: dict[str, Any]
+    folder: Path, checkpoint: Mapping[str, GlobalTensor], state: dict[str, Any], vocab: int
 ) -> tuple[dict[str, Any], set[str]]:
     """Fill the tensors of a sharded state; collective.
 
@@ -43,13 +44,14 @@ def load_sharded(
         checkpoint: its tensors, from ``read_checkpoint``.
         state: Megatron sharded state. Its objects are left out: they are pickles, and no module
             here reads them.
+        vocab: rows of the model's vocabulary, without padding.
 
     Returns:
         The state with tensors in the place of their shards, and the keys the checkpoint lacks.
 
     Raises:
-        ValueError: ``metadata.json`` is not as Megatron writes it, a chunk is damaged, or the
-            chunks of a tensor have another shape or leave a hole.
+        ValueError: ``metadata.json`` is not as Megatron writes it, a chunk is damaged, or a tensor
+            has another shape or does not hold every number of the model's.
     """
     _check_backend(folder)
     tensors, _ = extract_sharded_tensors_and_factories(state)
@@ -57,7 +59,7 @@ def load_sharded(
     result = dist_checkpointing.load(
         tensors,
         str(folder),
-        sharded_strategy=_Tensors(folder, checkpoint),
+        sharded_strategy=_Tensors(folder, checkpoint, vocab),
         common_strategy=_NoCommonState(),
         strict=StrictHandling.RETURN_ALL,
     )
@@ -91,8 +93,9 @@ class _NoCommonState(LoadCommonStrategy):
 class _Tensors(LoadShardedStrategy):
     """Reader of tensors: copies the overlap of each chunk with a shard."""
 
-    def __init__(self, folder: Path, checkpoint: Mapping[str, GlobalTensor]) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, checkpoint: Mapping[str, GlobalTensor], vocab: int) -> None:
+        self._folder, self._vocab = folder, vocab
+        self._complete: set[str] = set()
         self._stored = {key: _Boxes(tensor) for key, tensor in checkpoint.items()}
         self._located: dict[Chunk, StoredTensor] = {}
 
@@ -121,28 +124,35 @@ class _Tensors(LoadShardedStrategy):
     def _fill(self, shard: ShardedTensor) -> Tensor:
         """Fill and return the shard's tensor; padding that the checkpoint lacks is zero."""
         boxes = self._stored[shard.key]
-        if boxes.tensor.shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch:
-            raise ValueError(
-                f"{self._folder}: {shard.key} has shape {list(boxes.tensor.shape)}, but the model "
-                f"has {list(shard.global_shape)}; use a checkpoint of this model"
-            )
+        self._check(shard, boxes.tensor)
         if shard.data is None:
             shard.init_data("cpu")
         data = cast("Tensor", shard.data).detach()  # init_data has set it
         target = data.view((1,) * shard.prepend_axis_num + tuple(shard.local_shape))
         if shard.allow_shape_mismatch:
             target.zero_()
-        filled = 0
         for chunk in boxes.overlapping(shard.global_offset, target.shape):
             if chunk not in self._located:
                 self._located[chunk] = locate(chunk)
-            filled += _copy(chunk, self._located[chunk], shard.global_offset, target)
-        if filled < target.numel() and not shard.allow_shape_mismatch:
-            raise ValueError(
-                f"{self._folder}: the chunks of {shard.key} fill {filled} of {target.numel()} "
-                "numbers; copy the checkpoint again"
-            )
+            _copy(chunk, self._located[chunk], shard.global_offset, target)
         return data
+
+    def _check(self, shard: ShardedTensor, stored: GlobalTensor) -> None:
+        """Check shape and completeness of a stored tensor; once, for all shards of it."""
+        if shard.key in self._complete:
+            return
+        name, shape = f"{self._folder}: {shard.key}", tuple(shard.global_shape)
+        # Megatron allows another shape for what is padded along the vocabulary
+        vocab = self._vocab if shard.allow_shape_mismatch else None
+        needed = needed_shape(stored.shape, shape, vocab)
+        if needed is None:
+            model = list(shape) if vocab is None else f"{[vocab, *shape[1:]]} without padding"
+            raise ValueError(
+                f"{name} has shape {list(stored.shape)}, but the model has {model}; use a "
+                "checkpoint of this model"
+            )
+        check_complete(name, stored, needed)
+        self._complete.add(shard.key)
 
 
 class _Boxes:
@@ -167,8 +177,8 @@ class _Boxes:
         return [self.tensor.chunks[number] for number in np.flatnonzero(hit)]
 
 
-def _copy(chunk: Chunk, stored: StoredTensor, offsets: tuple[int, ...], target: Tensor) -> int:
-    """Copy the overlap of a chunk and a box; return its number of elements."""
+def _copy(chunk: Chunk, stored: StoredTensor, offsets: tuple[int, ...], target: Tensor) -> None:
+    """Copy the overlap of a chunk and a box."""
     shared = [
         (max(there, here), min(there + size, here + length))
         for there, size, here, length in zip(chunk.offsets, chunk.sizes, offsets, target.shape)
@@ -177,13 +187,12 @@ def _copy(chunk: Chunk, stored: StoredTensor, offsets: tuple[int, ...], target: 
         target = target.narrow(dim, begin - offsets[dim], end - begin)
     if not shared:
         target.copy_(_read(stored, 0, 1))
-        return 1
+        return
     (first, last), *rest = shared
     source = _read(stored, first - chunk.offsets[0], last - first)
     for dim, (begin, end) in enumerate(rest, 1):
         source = source.narrow(dim, begin - chunk.offsets[dim], end - begin)
     target.copy_(source)
-    return target.numel()
 
 
 def _read(stored: StoredTensor, first: int, count: int) -> Tensor:
