@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -29,10 +28,11 @@ import torch
 import mppo
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.parallel import device
+from mppo.parallel.node.gpu_driver import driver_version, gpus_of_node, unusable_gpus
+from mppo.parallel.node.versions import PACKAGES, installed_version
 from mppo.safety.redact import redacted_output
 
 MARK = "mppo-preflight "
-PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "transformer-engine")
 FREE_DISK_GB = 5.0
 CLOCK_SKEW_S = 30.0
 
@@ -47,7 +47,10 @@ class NodeReport:
         packages: version by package, "absent" if it is not installed.
         mppo: version and location of mppo.
         device: name of the device that ranks will use.
-        devices: visible GPUs.
+        devices: GPUs that torch sees.
+        gpus: GPUs of the node, see ``gpus_of_node``.
+        driver: version of the NVIDIA driver; empty without one.
+        torch_cuda: version of CUDA for which torch is built; empty: for the CPU.
         ranks: ranks that will be started on the node.
         free_disk_gb: free space of the working folder's disk, GB.
         writable: whether the working folder is writable.
@@ -61,6 +64,9 @@ class NodeReport:
     mppo: str
     device: str
     devices: int
+    gpus: int
+    driver: str
+    torch_cuda: str
     ranks: int
     free_disk_gb: float
     writable: bool
@@ -79,10 +85,13 @@ def report_node(ranks: int, port: int, folder: Path) -> NodeReport:
     return NodeReport(
         host=socket.gethostname() + _node_suffix(),
         python=platform.python_version(),
-        packages={name: _version(name) for name in PACKAGES},
+        packages={name: installed_version(name) or "absent" for name in PACKAGES},
         mppo=f"{mppo.__version__} in {Path(mppo.__file__).parent}",
         device=device.name(),
         devices=torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
+        gpus=gpus_of_node(),
+        driver=driver_version(),
+        torch_cuda=torch.version.cuda or "",
         ranks=ranks,
         free_disk_gb=shutil.disk_usage(folder).free / 1e9,
         writable=os.access(folder, os.W_OK),
@@ -109,7 +118,7 @@ def compare_nodes(reports: Sequence[NodeReport], nodes: int, now_s: float) -> li
         issues.append(ConfigIssue("nodes", nodes, why, "look at the errors of the others above"))
     for report in reports:
         issues += _check_node(report, now_s)
-    for name in ("python", "mppo", "packages", "device"):
+    for name in ("python", "mppo", "packages", "device", "torch_cuda"):
         hosts_by_value: dict[str, list[str]] = {}
         for report in reports:
             hosts_by_value.setdefault(str(getattr(report, name)), []).append(report.host)
@@ -124,15 +133,17 @@ def compare_nodes(reports: Sequence[NodeReport], nodes: int, now_s: float) -> li
 
 def node_table(reports: Sequence[NodeReport]) -> str:
     """A table with one line per node."""
-    head = ("node", "device", "GPUs", "ranks", "python", "torch", "free disk")
+    head = ("node", "device", "GPUs", "driver", "ranks", "python", "torch", "CUDA", "free disk")
     rows = [head] + [
         (
             report.host,
             report.device,
             str(report.devices),
+            report.driver or "-",
             str(report.ranks),
             report.python,
             report.packages["torch"],
+            report.torch_cuda or "-",
             f"{report.free_disk_gb:.0f} GB",
         )
         for report in sorted(reports, key=lambda report: report.host)
@@ -180,6 +191,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _check_node(report: NodeReport, now_s: float) -> list[ConfigIssue]:
     issues = []
+    unusable = unusable_gpus(report.gpus, report.devices, report.driver, report.torch_cuda or None)
+    if unusable is not None:
+        issues.append(ConfigIssue(report.host, f"{report.gpus} GPUs", *unusable))
     if report.devices and report.devices < report.ranks:
         why = f"the node has {report.devices} GPUs for {report.ranks} ranks"
         issues.append(
@@ -244,13 +258,6 @@ def _node_suffix() -> str:
     """Slurm's name of the node in parentheses, if it differs from the host name."""
     name = os.environ.get("SLURMD_NODENAME", "")
     return f" ({name})" if name and name != socket.gethostname() else ""
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "absent"
 
 
 def _port_is_free(port: int) -> bool:

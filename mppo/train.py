@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _dry_run(recipe, planned_world, info, read_config, arguments)
             return (_simulate(arguments) or code) if arguments.simulate and info.rank == 0 else code
         set_for_training(os.environ, recipe.rollout.sync == "distributed")  # NCCL reads them later
-        _check_device()
+        _check_environment(info)
     except (ConfigError, ValueError) as error:
         return exit_report.refuse_recipe(error, info.rank)
     from mppo.supervision.early_exit import no_early_success
@@ -149,10 +149,15 @@ def _check_engine(recipe: Recipe, config, planned: bool) -> Iterable[ConfigIssue
     return engine_issues(recipe, config, on_cpu=not planned and not device.is_cuda())
 
 
-def _check_device() -> None:
+def _check_environment(info: LaunchInfo) -> None:
+    """Check device and packages; the first rank says which packages are not the tested ones."""
     from mppo.parallel import device
+    from mppo.parallel.node.versions import check_versions
 
     device.check()
+    remark = check_versions()
+    if remark and info.rank == 0:
+        exit_report.say(remark)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 LOOPBACK = "127.0.0.1"
 _OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 10_000
@@ -34,15 +36,35 @@ def free_port() -> int:
 
 def own_address() -> str:
     """Return an address at which other hosts reach this one; loopback if it has no other."""
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
-        addresses = [str(entry[4][0]) for entry in found]
-    except socket.gaierror:  # a host may be unable to resolve its own name
-        addresses = []
-    routable = [address for address in addresses if not address.startswith("127.")]
+    routable = [address for address in _named_addresses() if not address.startswith("127.")]
     if routable:
         return routable[0]
     return address_towards("10.255.255.255")
+
+
+def resolves_to_loopback() -> bool:
+    """Whether this host's name resolves to loopback addresses only, as Debian sets it up."""
+    addresses = _named_addresses()
+    return bool(addresses) and all(address.startswith("127.") for address in addresses)
+
+
+def interface_towards(host: str) -> str:
+    """Return the network interface by which this machine reaches ``host``."""
+    address = address_towards(host)
+    return next(
+        name
+        for name, entries in psutil.net_if_addrs().items()
+        if any(entry.address == address for entry in entries)
+    )
+
+
+def _named_addresses() -> list[str]:
+    """IPv4 addresses to which this host's name resolves; none if it cannot be resolved."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+    except socket.gaierror:
+        return []
+    return [str(entry[4][0]) for entry in found]
 
 
 def address_towards(host: str) -> str:

@@ -9,28 +9,34 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import resource
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from mppo.parallel import numa
+from mppo.parallel.node import numa
+from mppo.parallel.node.gpu_driver import check_gpus
 
 
 def check() -> None:
-    """Check that the device named by ``MPPO_DEVICE`` exists.
+    """Check that the device named by ``MPPO_DEVICE`` exists, or by default that GPUs are usable.
 
     Raises:
-        ValueError: it does not, or the variable has another value than cpu or cuda.
+        ValueError: the device does not exist, the variable has another value than cpu or cuda, or
+            it is unset on a node whose GPUs torch does not see.
     """
     name = os.environ.get("MPPO_DEVICE", "")
     if name not in ("", "cpu", "cuda"):
         raise ValueError(f"MPPO_DEVICE={name}: choose cpu or cuda, or leave it unset")
+    if not name:
+        check_gpus()
     if name == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda
         why = "torch sees no GPU" if built else "this torch is built for the CPU"
@@ -124,6 +130,29 @@ def wait_for_stream(place: torch.device) -> None:
         torch.cuda.current_stream(place).synchronize()
 
 
+_EXPANDABLE = "expandable_segments:True"
+
+
+@contextmanager
+def exportable_memory() -> Iterator[None]:
+    """Allocate device memory that another process may open, in this context.
+
+    CUDA IPC shares allocations of the driver. Memory in expandable segments is shared by
+    ``pidfd_getfd`` instead, which many containers forbid. torch's allocator takes no free block of
+    such a segment while they are off.
+    """
+    variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    expandable = any(_EXPANDABLE in os.environ.get(name, "") for name in variables)
+    if not (is_cuda() and expandable):
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(_EXPANDABLE)
+
+
 def collect_shared_memory() -> None:
     """Free memory that was shared with another process and that neither uses; no effect on the CPU.
 
@@ -147,8 +176,8 @@ def give_back_memory() -> None:
 def pinned_memory(nbytes: int) -> torch.Tensor:
     """Allocate host memory, pinned on CUDA.
 
-    It is exactly as large as asked: ``torch.empty(..., pin_memory=True)`` allocates the next power
-    of two.
+    It has whole pages of its own, because CUDA pins pages and refuses to pin one twice, and no more
+    of them than asked: ``torch.empty(..., pin_memory=True)`` allocates the next power of two.
 
     Returns:
         uint8 ``[nbytes]``, not initialised.
@@ -156,17 +185,21 @@ def pinned_memory(nbytes: int) -> torch.Tensor:
     Raises:
         MemoryError: the host has too little memory, or may not pin it.
     """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
     try:
-        content = torch.empty(nbytes, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise MemoryError(_no_host_memory(nbytes, str(error).split("\n")[0])) from error
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(_no_host_memory(nbytes, str(error))) from error
+    content = torch.frombuffer(pages, dtype=torch.uint8)
     if is_cuda():
         runtime: Any = torch.cuda.cudart()
         address = content.data_ptr()
         error = int(runtime.cudaHostRegister(address, nbytes, 0))
         if error:
             raise MemoryError(_no_host_memory(nbytes, f"cudaHostRegister returned {error}"))
-        release = weakref.finalize(content, runtime.cudaHostUnregister, address)
+        # the tensor's storage, which all of its views share, holds the pages
+        release = weakref.finalize(pages, runtime.cudaHostUnregister, address)
         release.atexit = False  # the process ends, and CUDA with it
     return content
 

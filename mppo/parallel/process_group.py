@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from mppo.parallel import device
+from mppo.parallel.addresses import interface_towards, resolves_to_loopback
 from mppo.parallel.launch import LaunchInfo
 
 _STORE_ATTEMPTS = 5
@@ -53,6 +54,11 @@ def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
         RuntimeError: torchrun has exited, or a rank did not join within ``timeout_s``.
     """
     device.select(info.local_rank, info.local_world_size)
+    if info.world_size > info.local_world_size and resolves_to_loopback():
+        # gloo would give the other nodes the loopback address at which the host name resolves
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(info.master_addr))
+    # No device_id: with one, NCCL has a communicator per group instead of one per group and pair of
+    # ranks, and the messages of a schedule's lists, which run in two directions at once, can hang.
     place: dict[str, Any] = {"init_method": f"tcp://{info.master_addr}:{info.master_port}"}
     if info.how == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _check_agent(info)

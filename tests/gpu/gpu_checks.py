@@ -316,7 +316,7 @@ def missing() -> str | None:
     if count < GPUS:
         return f"torch sees {count} GPUs, but {GPUS} on one node are needed (see nvidia-smi)"
     if importlib.util.find_spec("sglang") is None:
-        return 'SGLang is not installed: pip install "mppo[sglang]"'
+        return 'SGLang is not installed: pip install "mppo[gpu]"'
     return None
 
 

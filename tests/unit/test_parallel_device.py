@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from mppo.parallel import device
@@ -60,3 +64,17 @@ def test_host_memory_that_cannot_be_had_is_an_error_with_advice():
     advice = r"1048576\.0 GiB of host memory .* --dry-run; .* offload less \(megatron\.offload\)"
     with pytest.raises(MemoryError, match=advice):
         device.pinned_memory(1 << 50)
+
+
+def test_blocks_of_host_memory_share_no_page():
+    """CUDA pins whole pages and refuses to pin one twice."""
+    blocks = [device.pinned_memory(100) for _ in range(50)]
+    pages = {block.data_ptr() // mmap.PAGESIZE for block in blocks}
+    assert len(pages) == len(blocks)
+    assert all(block.data_ptr() % mmap.PAGESIZE == 0 for block in blocks)
+
+
+def test_host_memory_lives_as_long_as_a_view_of_it():
+    view = device.pinned_memory(1 << 16)[1 << 12 :].view(torch.float32).fill_(3.0)
+    gc.collect()
+    assert view.sum() == 3.0 * view.numel()

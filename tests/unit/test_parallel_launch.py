@@ -12,7 +12,7 @@ import torch.distributed as dist
 from launched_run import mpirun, torchrun
 
 from mppo.parallel import launch, process_group
-from mppo.parallel.addresses import address_towards, free_port
+from mppo.parallel.addresses import address_towards, free_port, interface_towards
 from mppo.parallel.launch import LaunchInfo, discover, launcher, tasks_on_node
 
 TORCHRUN = {
@@ -184,3 +184,7 @@ def test_a_rank_whose_torchrun_was_killed_before_it_came_so_far_does_not_wait(mo
 
 def test_this_machine_is_seen_as_loopback_from_itself():
     assert address_towards("127.0.0.1") == "127.0.0.1"
+
+
+def test_the_interface_towards_a_host_is_found():
+    assert interface_towards("127.0.0.1") == "lo"

@@ -19,6 +19,9 @@ GOOD = NodeReport(
     mppo="0.1.0 in /code/mppo",
     device="H100",
     devices=8,
+    gpus=8,
+    driver="580.95.05",
+    torch_cuda="13.0",
     ranks=8,
     free_disk_gb=900.0,
     writable=True,
@@ -36,6 +39,9 @@ def test_nodes_that_are_alike_and_able_have_no_fault():
     ("changes", "key", "why"),
     [
         ({"devices": 4}, "n2", "4 GPUs for 8 ranks"),
+        ({"devices": 0}, "n2", "torch sees none of them"),
+        ({"devices": 0, "driver": "535.183.01"}, "n2", "needs driver 580 or newer"),
+        ({"torch_cuda": "12.8"}, "torch_cuda", "n1: 13.0; n2: 12.8"),
         ({"free_disk_gb": 1.0}, "n2", "1.0 GB left"),
         ({"writable": False}, "n2", "is not writable"),
         ({"port_free": False}, "n2", "port is in use"),
@@ -58,7 +64,7 @@ def test_a_node_that_does_not_answer_is_missed():
 
 
 def test_a_node_without_gpus_needs_none():
-    without = dataclasses.replace(GOOD, devices=0)
+    without = dataclasses.replace(GOOD, devices=0, gpus=0)
     assert compare_nodes([without], 1, 1000.0) == []
 
 

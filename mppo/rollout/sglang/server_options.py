@@ -54,7 +54,7 @@ def check_installed(on_cpu: bool) -> None:
         RuntimeError: a package is missing; the message has the command that installs it.
     """
     if find_spec("sglang") is None:
-        fix = "make sglang-cpu" if on_cpu else 'pip install "mppo[sglang]"'
+        fix = "make sglang-cpu" if on_cpu else 'pip install "mppo[gpu]"'
         raise RuntimeError(f"rollout.name=sglang needs SGLang, which is not installed: {fix}")
     if on_cpu and find_spec("sglang_cpu_compat") is None:
         raise RuntimeError(

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from mppo.parallel import numa
 from mppo.parallel.addresses import free_port
+from mppo.parallel.node import numa
 from mppo.safety.temporary import SHARED_MEMORY, note
 from mppo.supervision.phase import tick
 

@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from mppo.parallel.device import exportable_memory
 from mppo.rollout.transport.checked_load import BYTES, TABLE, bucket_table, tensor_checksum
 from mppo.safety.temporary import SHARED_MEMORY, note
 from mppo.weights.bucket import ALIGNMENT, BucketLayout, WeightBucket
@@ -113,7 +114,8 @@ class SharedBuffer:
         # free the smaller buffer first: both together may not fit
         self._bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
         if self._device.type != "cpu":
-            self._bytes = torch.empty(size, dtype=torch.uint8, device=self._device)
+            with exportable_memory():
+                self._bytes = torch.empty(size, dtype=torch.uint8, device=self._device)
             return
         if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free < size:
             raise RuntimeError(
