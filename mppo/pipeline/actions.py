@@ -64,7 +64,7 @@ class Action:
 class RoleWork:
     """The passes and optimizer steps of one role in an update, with their costs.
 
-    All costs are in one arbitrary unit of time.
+    All costs are in one arbitrary unit of time; ``mppo.pipeline.costs`` makes them exact.
 
     Args:
         name: name of the role.
@@ -87,15 +87,6 @@ class RoleWork:
     reduce: float = 0.0
     step: float = 0.0
     chunks: int = 1
-
-    def costs(self, stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Costs of one chunk's forward pass and of its backward pass on each stage."""
-        forward, backward = (
-            (cost,) * stages if isinstance(cost, int | float) else cost
-            for cost in (self.forward, self.backward)
-        )
-        assert len(forward) == len(backward) == stages
-        return tuple(x / self.chunks for x in forward), tuple(x / self.chunks for x in backward)
 
     def most_in_flight(self, stage: int, stages: int, early: bool = True) -> int:
         """Largest number of chunk passes whose activations a stage holds.

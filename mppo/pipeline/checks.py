@@ -36,11 +36,25 @@ class ScheduleFault(AssertionError):
 
 
 @lru_cache(maxsize=64)
-def checked_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) -> Schedule:
-    """Make a schedule with ``make_schedule`` and check it. Results are cached."""
+def checked_schedule(
+    kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int
+) -> tuple[Schedule, str | None]:
+    """Make a schedule with ``make_schedule`` and check it. Results are cached.
+
+    Returns:
+        The schedule, and None. If the schedule is invalid: a "sequential" schedule, and the fault.
+
+    Raises:
+        ScheduleFault: the "sequential" schedule is invalid as well.
+    """
     schedule = make_schedule(kind, roles, stages)
-    check_schedule(schedule)
-    return schedule
+    try:
+        check_schedule(schedule)
+    except ScheduleFault as fault:
+        if kind == "sequential":
+            raise
+        return checked_schedule("sequential", roles, stages)[0], str(fault)
+    return schedule, None
 
 
 def check_schedule(schedule: Schedule) -> None:

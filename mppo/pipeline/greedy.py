@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 
 from mppo.pipeline.actions import RoleWork, memory_shares
+from mppo.pipeline.costs import Costs
 from mppo.pipeline.simulation import steps_of
 from mppo.pipeline.streams import Stream
 
@@ -39,8 +39,7 @@ class _Greedy:
 
     def __init__(self, stream: Stream, roles: Sequence[RoleWork], stages: int, early: bool) -> None:
         self._stream, self._entries = stream, stream.entries
-        self._roles, self._stages = roles, stages
-        self._costs = [role.costs(stages) for role in roles]
+        self._stages, self._costs = stages, Costs.of(roles, stages)
         self._memory = [memory_shares(roles, stage, stages, early) for stage in range(stages)]
         self._after = list(accumulate((entry.after for entry in self._entries), max))
         self._steps = steps_of(stream)
@@ -50,17 +49,17 @@ class _Greedy:
             self._waiting.setdefault(step.before, []).append(index)
             self._completed_by.setdefault(step.last, []).append(index)
         self._unreduced = [stages] * len(self._steps)
-        self._known: list[float | None] = [None] * len(self._steps)
+        self._known: list[int | None] = [None] * len(self._steps)
         size = len(self._entries)
-        self._inputs = [[math.inf] * size for _ in range(stages)]
-        self._inputs[0] = [0.0 if e.previous is None else math.inf for e in self._entries]
-        self._gradients = [[math.inf] * size for _ in range(stages)]
-        self._free = [0.0] * stages
+        self._inputs: list[list[int | None]] = [[None] * size for _ in range(stages)]
+        self._inputs[0] = [0 if entry.previous is None else None for entry in self._entries]
+        self._gradients: list[list[int | None]] = [[None] * size for _ in range(stages)]
+        self._free = [0] * stages
         self._orders: list[list[int]] = [[] for _ in range(stages)]
         self._forwards = [0] * stages
         self._backwards = [0] * stages
         self._held = [0] * stages
-        self._events = [(0.0, stage) for stage in range(stages)]
+        self._events = [(0, stage) for stage in range(stages)]
 
     def orders(self) -> list[list[int]]:
         """Process all events and return the order of each stage's passes."""
@@ -75,29 +74,30 @@ class _Greedy:
         assert all(len(order) == 2 * len(self._entries) for order in self._orders)
         return self._orders
 
-    def _has_backward(self, stage: int, now: float) -> bool:
+    def _has_backward(self, stage: int, now: int) -> bool:
         done = self._backwards[stage]
         if done == len(self._entries):
             return False
-        return self._gradients[stage][self._stream.backward[done]] <= now
+        return _reached(self._gradients[stage][self._stream.backward[done]], now)
 
-    def _has_forward(self, stage: int, now: float) -> bool:
+    def _has_forward(self, stage: int, now: int) -> bool:
         n, done = self._forwards[stage], self._backwards[stage]
-        if n == len(self._entries) or self._inputs[stage][n] > now or done < self._after[n]:
+        if n == len(self._entries) or done < self._after[n]:
+            return False
+        if not _reached(self._inputs[stage][n], now):
             return False
         shares, whole = self._memory[stage]
         if self._held[stage] + shares[self._entries[n].role] > whole:
             return False
-        known = (self._known[index] for index in self._waiting.get(n, ()))
-        return all(time is not None and time <= now for time in known)
+        return all(_reached(self._known[index], now) for index in self._waiting.get(n, ()))
 
-    def _run_forward(self, stage: int, now: float) -> None:
+    def _run_forward(self, stage: int, now: int) -> None:
         n = self._forwards[stage]
         entry = self._entries[n]
         role = entry.role
         steps = self._waiting.get(n, ())
-        end = now + sum(self._roles[self._steps[index].role].step for index in steps)
-        end += self._costs[role][0][stage]
+        end = now + sum(self._costs.step[self._steps[index].role] for index in steps)
+        end += self._costs.forward[role][stage]
         self._finish(stage, n, end)
         self._forwards[stage] = n + 1
         self._held[stage] += self._memory[stage][0][role]
@@ -110,10 +110,10 @@ class _Greedy:
             self._inputs[0][entry.following] = end
             heapq.heappush(self._events, (end, 0))
 
-    def _run_backward(self, stage: int, now: float) -> None:
+    def _run_backward(self, stage: int, now: int) -> None:
         n = self._stream.backward[self._backwards[stage]]
         entry = self._entries[n]
-        end = now + self._costs[entry.role][1][stage]
+        end = now + self._costs.backward[entry.role][stage]
         self._finish(stage, ~n, end)
         self._backwards[stage] += 1
         self._held[stage] -= self._memory[stage][0][entry.role]
@@ -126,12 +126,17 @@ class _Greedy:
         for index in self._completed_by.get(n, ()):
             self._unreduced[index] -= 1
             if not self._unreduced[index]:
-                known = end + self._roles[self._steps[index].role].reduce
+                known = end + self._costs.reduce[self._steps[index].role]
                 self._known[index] = known
                 for other in range(self._stages):
                     heapq.heappush(self._events, (known, other))
 
-    def _finish(self, stage: int, action: int, end: float) -> None:
+    def _finish(self, stage: int, action: int, end: int) -> None:
         self._orders[stage].append(action)
         self._free[stage] = end
         heapq.heappush(self._events, (end, stage))
+
+
+def _reached(time: int | None, now: int) -> bool:
+    """Whether a time, None while it is unknown, has come."""
+    return time is not None and time <= now

@@ -86,7 +86,7 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
         usual = [stage_order(stream, roles, stage, stages, early) for stage in range(stages)]
         for orders in (usual, greedy_orders(stream, roles, stages, early)):
             simulation = simulate(stream, roles, orders)
-            if simulation and (best is None or simulation.makespan < best[0].makespan):
+            if simulation and (best is None or simulation.end < best[0].end):
                 best = simulation, stream
     assert best is not None
     simulation, stream = best
@@ -132,7 +132,7 @@ def _stage_list(
     completed_by = {step.last: step for step in steps}
     actions: list[Action] = []
 
-    def add_until(start: float | None, before: int | None) -> None:
+    def add_until(start: int | None, before: int | None) -> None:
         while norms and (start is None or simulation.norm_known[norms[0]] <= start):
             actions.append(_of_step("norm", roles, steps[norms.pop(0)]))
         while untaken and before is not None and steps[untaken[0]].before <= before:

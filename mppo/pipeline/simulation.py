@@ -14,32 +14,44 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mppo.pipeline.actions import RoleWork, memory_shares
+from mppo.pipeline.costs import Costs
 from mppo.pipeline.streams import Stream
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of a simulation; times are in the unit of the costs.
+    """Result of a simulation.
 
     Args:
+        costs: the costs of the passes and steps. All times are whole numbers of its ticks.
         orders: ``orders[stage]`` is the order of a stage's passes: ``n`` is the forward pass of
             entry ``n`` of the stream, ``~n`` its backward pass.
         forward_start: ``[stage][n]``, start time of the forward pass of entry ``n``.
         backward_start: ``[stage][n]``, start time of its backward pass.
         norm_known: for each step of ``steps_of``, the time at which its gradient norm is known.
-        makespan: time at which the last stage has finished all passes and steps.
-        idle_share: share of ``stages * makespan`` in which the stages compute nothing, 0 to 1.
+        end: time at which the last stage has finished all passes and steps.
+        idle_share: share of ``stages * end`` in which the stages compute nothing, 0 to 1.
         in_flight: for each stage, the largest number of micro-batches whose activations it holds;
             a micro-batch's activations in one of ``c`` chunks count as ``1 / c``.
     """
 
+    costs: Costs
     orders: list[list[int]]
-    forward_start: list[list[float]]
-    backward_start: list[list[float]]
-    norm_known: list[float]
-    makespan: float
+    forward_start: list[list[int]]
+    backward_start: list[list[int]]
+    norm_known: list[int]
+    end: int
     idle_share: float
     in_flight: list[float]
+
+    def in_units(self, ticks: int) -> float:
+        """Convert a time to the unit of the costs in ``RoleWork``."""
+        return float(ticks / self.costs.ticks_per_unit)
+
+    @property
+    def makespan(self) -> float:
+        """Duration of the update in the unit of the costs in ``RoleWork``."""
+        return self.in_units(self.end)
 
 
 @dataclass(frozen=True)
@@ -133,19 +145,19 @@ class _Run:
     def __init__(self, stream: Stream, roles: Sequence[RoleWork], orders: list[list[int]]) -> None:
         self._entries, self._roles, self.orders = stream.entries, roles, orders
         self._stages = stages = len(orders)
-        costs = [role.costs(stages) for role in roles]
-        self._forward = [[costs[e.role][0][s] for e in self._entries] for s in range(stages)]
-        self._backward = [[costs[e.role][1][s] for e in self._entries] for s in range(stages)]
+        self._costs = costs = Costs.of(roles, stages)
+        self._forward = [[costs.forward[e.role][s] for e in self._entries] for s in range(stages)]
+        self._backward = [[costs.backward[e.role][s] for e in self._entries] for s in range(stages)]
         size = len(self._entries)
-        self._f_end: list[list[float | None]] = [[None] * size for _ in range(stages)]
-        self._b_end: list[list[float | None]] = [[None] * size for _ in range(stages)]
-        self._clock = [0.0] * stages
+        self._f_end: list[list[int | None]] = [[None] * size for _ in range(stages)]
+        self._b_end: list[list[int | None]] = [[None] * size for _ in range(stages)]
+        self._clock = [0] * stages
         self._next = [0] * stages
         self._steps = steps_of(stream)
         self._before: dict[int, list[int]] = {}
         for index, step in enumerate(self._steps):
             self._before.setdefault(step.before, []).append(index)
-        self._norms: dict[int, float] = {}
+        self._norms: dict[int, int] = {}
 
     def result(self) -> Simulation | None:
         """Advance every stage as far as it can, repeatedly, until all orders are complete."""
@@ -159,16 +171,17 @@ class _Run:
         for stage in range(self._stages):
             for index in self._before.get(len(self._entries), ()):
                 self._take_step(stage, index)
-        makespan = max(self._clock, default=0.0)
+        end = max(self._clock, default=0)
         busy = sum(map(sum, self._forward)) + sum(map(sum, self._backward))
-        busy += self._stages * sum(self._roles[step.role].step for step in self._steps)
+        busy += self._stages * sum(self._costs.step[step.role] for step in self._steps)
         return Simulation(
+            costs=self._costs,
             orders=self.orders,
             forward_start=_starts(self._f_end, self._forward),
             backward_start=_starts(self._b_end, self._backward),
             norm_known=[self._norms[index] for index in range(len(self._steps))],
-            makespan=makespan,
-            idle_share=max(0.0, 1 - busy / (self._stages * makespan)) if makespan else 0.0,
+            end=end,
+            idle_share=1 - busy / (self._stages * end) if end else 0.0,
             in_flight=[self._most_in_flight(order) for order in self.orders],
         )
 
@@ -185,7 +198,7 @@ class _Run:
         return at - begin
 
     def _run_forward(self, stage: int, n: int) -> bool:
-        ready: float | None = 0.0
+        ready: int | None = 0
         if stage:
             ready = self._f_end[stage - 1][n]
         elif (previous := self._entries[n].previous) is not None:
@@ -215,17 +228,17 @@ class _Run:
     def _take_step(self, stage: int, index: int) -> None:
         known = self._norm(index)
         assert known is not None
-        cost = self._roles[self._steps[index].role].step
+        cost = self._costs.step[self._steps[index].role]
         self._clock[stage] = max(self._clock[stage], known) + cost
 
-    def _norm(self, index: int) -> float | None:
+    def _norm(self, index: int) -> int | None:
         """Time at which a step's gradient norm is known on all stages; None: not yet known."""
         if index not in self._norms:
             step = self._steps[index]
             ends = [end for row in self._b_end if (end := row[step.last]) is not None]
             if len(ends) < self._stages:
                 return None
-            self._norms[index] = max(ends) + self._roles[step.role].reduce
+            self._norms[index] = max(ends) + self._costs.reduce[step.role]
         return self._norms[index]
 
     def _most_in_flight(self, order: Sequence[int]) -> float:
@@ -235,7 +248,7 @@ class _Run:
         return max(accumulate(changes, initial=0)) / whole
 
 
-def _starts(ends: list[list[float | None]], costs: list[list[float]]) -> list[list[float]]:
+def _starts(ends: list[list[int | None]], costs: list[list[int]]) -> list[list[int]]:
     starts = []
     for row, costs_of_stage in zip(ends, costs, strict=True):
         starts.append([])

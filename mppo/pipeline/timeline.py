@@ -70,20 +70,27 @@ class Recorder:
 def planned_events(schedule: Schedule) -> list[list[Event]]:
     """The simulated passes of every stage as events; one list per stage."""
     simulation, rows = schedule.simulation, []
+    units, costs = simulation.in_units, simulation.costs
+    names = [role.name for role in schedule.roles]
     for stage in range(len(schedule.lists)):
-        clock, row = 0.0, []
-        starts: dict[Action, float] = {}
+        times: dict[Action, tuple[float, float]] = {}
         for n, entry in enumerate(schedule.stream.entries):
-            name = schedule.roles[entry.role].name
-            numbers = name, entry.mini_batch, entry.micro_batch, entry.chunk
-            starts[Action("forward", *numbers)] = simulation.forward_start[stage][n]
-            starts[Action("backward", *numbers)] = simulation.backward_start[stage][n]
-        costs = {role.name: role.costs(len(schedule.lists)) for role in schedule.roles}
+            numbers = names[entry.role], entry.mini_batch, entry.micro_batch, entry.chunk
+            for kind, starts, cost in zip(
+                COMPUTE,
+                (simulation.forward_start, simulation.backward_start),
+                (costs.forward, costs.backward),
+                strict=True,
+            ):
+                start = starts[stage][n]
+                end = start + cost[entry.role][stage]
+                times[Action(kind, *numbers)] = units(start), units(end)
+        clock, row = 0.0, []
         for action in schedule.lists[stage]:
-            if action in starts:
-                cost = costs[action.role][COMPUTE.index(action.kind)][stage]
-                row.append(Event(action, clock, starts[action] - clock, starts[action] + cost))
-                clock = starts[action] + cost
+            if action in times:
+                start, end = times[action]
+                row.append(Event(action, clock, start - clock, end))
+                clock = end
         rows.append(row)
     return rows
 

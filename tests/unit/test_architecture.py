@@ -24,8 +24,9 @@ FILE_LINES, FUNCTION_LINES, ROOM_FILES = 400, 70, 17
 PURE = frozenset(
     {
         "mppo.parallel.layout", "mppo.parallel.partition", "mppo.pipeline.microbatches",
-        "mppo.pipeline.actions", "mppo.pipeline.streams", "mppo.pipeline.simulation",
-        "mppo.pipeline.greedy", "mppo.pipeline.schedule", "mppo.pipeline.checks",
+        "mppo.pipeline.actions", "mppo.pipeline.costs", "mppo.pipeline.streams",
+        "mppo.pipeline.simulation", "mppo.pipeline.greedy", "mppo.pipeline.schedule",
+        "mppo.pipeline.checks",
         "mppo.weights.blocks", "mppo.weights.names", "mppo.weights.rows", "mppo.weights.shape",
         "mppo.weights.table",
         "mppo.weights.model_folder", "mppo.weights.hf.config_file",

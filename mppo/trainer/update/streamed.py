@@ -25,6 +25,7 @@ from mppo.pipeline.schedule import Schedule
 from mppo.pipeline.timeline import Event, update_trace
 from mppo.planning.flops import update_flops
 from mppo.safety.disk import replace_text
+from mppo.supervision.exit_report import say
 from mppo.trainer.update.role_update import PlannedMiniBatch, RoleUpdate
 
 TakeSteps = Callable[[dict[str, StepResult], int], None]
@@ -178,7 +179,19 @@ def _schedule(
         backward = (3 if recomputed == "full" else 2) * forward
         counts = tuple(mini_batch.micro_batches for mini_batch in planned[name])
         work.append(RoleWork(name, counts, forward, backward, chunks=update.role.layout.vpp))
-    return checked_schedule(kind, tuple(work), updates[0].role.layout.pp)
+    schedule, fault = checked_schedule(kind, tuple(work), updates[0].role.layout.pp)
+    if fault is not None and dist.get_rank() == 0 and kind not in _REPORTED:
+        _REPORTED.add(kind)
+        say(
+            f"trainer.schedule: the {kind} schedule of this update is not valid ({fault}). This "
+            "update, and later ones of which that is true, run by the sequential schedule, with "
+            "the same results; this is said once"
+        )
+    return schedule
+
+
+_REPORTED: set[ScheduleKind] = set()
+"""Kinds of which this process has reported an invalid schedule."""
 
 
 def _pass_cost(update: RoleUpdate, planned: Sequence[PlannedMiniBatch], batch: Batch) -> float:
